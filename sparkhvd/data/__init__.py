@@ -1,6 +1,6 @@
 """From a DataFrame to the batches of a rank: select, prepare, plan, read.
 
-The function that prepares is ``sparkhvd.data.prepare.prepare.prepare``: ``prepare`` is a package here.
+``sparkhvd.data.prepare`` is a package; the function is ``sparkhvd.data.prepare.prepare.prepare``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which files of a folder hold the rows that Spark shows for it, by their names alone."""
+"""Selects the files of a folder that Spark reads, by their names alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _UNFINISHED = "._COPYING_"  # of Hadoop's shell
 
 
 def shown_files(paths: Sequence[str]) -> list[str]:
-    """The files that hold rows, in their order.
+    """Return the files with rows, in their order.
 
-    A name that begins with ``_`` or a dot hides a file, or all files in a folder; ``_day=1`` is no such name, but the
-    folder of a value. Where there are folders of values, the files in them are the rows; else those directly in the
-    folder. Where Spark finds none of either and gives up, files at any depth are.
+    A name that begins with ``_`` or a dot hides a file, or all files in a folder; ``_day=1`` is the folder of a value
+    and hides nothing. If there are folders of values, the rows are in their files, otherwise in the files directly in
+    the folder. If there are neither, where Spark would fail, files at any depth count.
 
     Args:
         paths: all files, relative to the folder.
@@ -24,12 +24,12 @@ def shown_files(paths: Sequence[str]) -> list[str]:
 
 
 def visible_files(paths: Sequence[str]) -> list[str]:
-    """The files that no name hides."""
+    """Return the files that are not hidden by a name."""
     return [path for path in paths if not any(map(_is_hidden, path.split("/")))]
 
 
 def partition_columns(paths: Sequence[str]) -> set[str]:
-    """The columns whose values are the names of folders, as ``partitionBy`` of Spark's writers makes them."""
+    """Return the columns whose values are the names of folders, as ``partitionBy`` of Spark's writers makes them."""
     folders = {folder for path in paths for folder in path.split("/")[:-1]}
     return {unquote(folder.partition("=")[0]) for folder in folders if "=" in folder}
 

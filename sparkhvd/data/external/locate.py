@@ -1,4 +1,4 @@
-"""From the paths and URLs of files that are there already to a Store that they lie in."""
+"""Finds the Store for the paths and URLs of existing files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://([^/]*))?(/.*|)")
 
 @dataclass(frozen=True)
 class Access:
-    """How file systems are reached.
+    """How to access file systems.
 
     Attributes:
-        near: a Store; files on a file system of its kind are reached as it is.
-        storage_options: what to open other file systems with.
-        told: gives a Store that was made here what else is known, such as the credentials of Spark's session.
+        near: a Store; files on the same kind of file system are accessed with its options.
+        storage_options: options for other file systems.
+        told: adds settings to a Store that was created here, such as the credentials of Spark's session.
     """
 
     near: Store | None = None
@@ -35,10 +35,10 @@ class Access:
 
 
 def locate(urls: Sequence[str], access: Access) -> tuple[Store, list[str]]:
-    """A Store above all of these files and folders, and their paths in it.
+    """Return a Store above all of these files and folders, and their paths in it.
 
     Raises:
-        DataError: they do not lie on one file system, or one of them is a whole file system.
+        DataError: they are on different file systems, or one of them is a whole file system.
         StoreError: no Store serves them.
     """
     for url in urls:
@@ -64,13 +64,13 @@ def _store_at(where: str, root: str, access: Access) -> Store:
 
 
 def _parsed(url: str) -> tuple[str, str]:
-    """The file system (scheme and server or bucket), and the path on it."""
+    """Return the file system (scheme and server or bucket), and the path on it."""
     match = _URL.fullmatch(url)
     scheme = "file" if match is None else match[1].lower()
     if scheme == "file":
         return "file:", absolute_path(url)
     if scheme == "dbfs" and (mounted := mounted_path(url)) is not None:
         return "file:", absolute_path(mounted)
-    assert match is not None  # noqa: S101  (other schemes come from it)
+    assert match is not None  # noqa: S101  (other schemes come from the match)
     server, place = match[2], posixpath.normpath("/" + match[3].strip("/"))
     return (f"{scheme}:" if server is None else f"{scheme}://{server}"), place

@@ -1,7 +1,7 @@
-"""Parquet files that are there already (of Spark, pandas, pyarrow, petastorm or ours), as a dataset for the readers.
+"""Opens existing Parquet files (by Spark, pandas, pyarrow, petastorm or sparkhvd) as a dataset for the readers.
 
-Their footers tell the row groups and the NULLs, the first row the shapes of arrays and vectors. Nothing else is read,
-and nothing is written. That all rows have those shapes is checked as they are read.
+The footers contain the row groups and the NULLs, the first row has the shapes of arrays and vectors. Nothing else is
+read, and nothing is written. The readers check later that all rows have the same shapes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _PATTERN = re.compile(r"[*?{\[]")
-_SOME_ROWS = 16  # read at once where one that is not NULL is looked for
-# What lies in the folder of a table, whose log tells which of the Parquet files beside it are rows of it.
+_SOME_ROWS = 16  # read at once in the search for a row that is not NULL
+# Logs in the folders of table formats; only the log says which Parquet files belong to the table.
 _TABLES = (
     ("delta", re.compile(r"(^|/)_delta_log/")),
     ("hudi", re.compile(r"(^|/)\.hoodie/")),
@@ -49,12 +49,12 @@ _TABLES = (
 
 @dataclass(frozen=True)
 class ExistingFiles:
-    """Where the files of a dataset lie, and what they consist of.
+    """The files of a dataset.
 
     Attributes:
-        store: where they lie.
-        manifest: what they consist of.
-        hold: keeps prepared rows from being removed; None where nobody would remove the files.
+        store: where the files lie.
+        manifest: the files and their columns.
+        hold: protects prepared rows from removal; None for files that no driver would remove.
     """
 
     store: Store
@@ -62,21 +62,22 @@ class ExistingFiles:
     hold: leases.Hold | None = None
 
     def close(self) -> None:
-        """Let go of them."""
+        """Release the hold."""
         if self.hold is not None:
             self.hold.close()
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which columns are wanted of files, and for what.
+    """The columns to read from files, and their roles.
 
     Attributes:
-        features: columns, or ``struct.field``; None means all but the others.
+        features: columns, or ``struct.field``; None means all except the others.
         labels: columns to learn.
         weight: the rows' weights.
-        fill: by column, what to read where it is NULL.
-        transformed: a transformation function gets the columns first, so they may also be texts, dates and the like.
+        fill: by column, the value to read in place of NULL.
+        transformed: whether a transformation function converts the columns first, so that they may also be strings,
+            dates and the like.
     """
 
     features: Sequence[str] | None
@@ -98,22 +99,23 @@ def open_existing(
     num_proc: int = 1,
     access: Access | None = None,
 ) -> ExistingFiles:
-    """The Parquet files at a path or URL, as a dataset to train on.
+    """Open the Parquet files at a path or URL as a dataset to train on.
 
     Args:
-        train: a folder with the rows to train on, or one file. Of a folder, the files that Spark shows rows of (see
-            ``sparkhvd.data.external.folder_layout``), in the order of their names.
-        validation: the same for the rows to validate on; it has to lie on the same file system.
-        feature_cols: columns, or ``struct.field``; None means all but the others.
+        train: a folder with the rows to train on, or one file. In a folder, the files that Spark would read (see
+            ``sparkhvd.data.external.folder_layout``) are read in the order of their names.
+        validation: the same for the rows to validate on; it must be on the same file system.
+        feature_cols: columns, or ``struct.field``; None means all except the others.
         label_cols: columns to learn.
         weight_col: the rows' weights.
-        fill: by column, what to read where it is NULL.
-        transformed: a transformation function gets the columns first, so they may also be texts, dates and the like.
-        num_proc: the number of ranks; there have to be as many training rows at least.
-        access: how the file system is reached.
+        fill: by column, the value to read in place of NULL.
+        transformed: whether a transformation function converts the columns first, so that they may also be strings,
+            dates and the like.
+        num_proc: the number of ranks; there must be at least as many training rows.
+        access: how to access the file system.
 
     Raises:
-        DataError: nothing is there, a file is no Parquet file or damaged, there are too few rows, or NULL without fill.
+        DataError: the path is empty, a file is not Parquet or is damaged, there are too few rows, or NULL without fill.
         SchemaError: a column is missing or cannot be used, or the files differ in it.
         StoreError: the file system cannot be reached.
     """
@@ -133,15 +135,15 @@ def open_data(
     store: Store | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ExistingFiles:
-    """The rows that a loader goes over, with columns of any type.
+    """Open the rows for a loader, with columns of any type.
 
     Args:
         data: a manifest, or a URL (with ``store``: a path in it) of a Parquet file, of a folder with such files (see
             ``sparkhvd.data.external.folder_layout``), or of a prepared dataset.
         names: the columns in their order; None means all.
-        fill: by column, what to put where the data have NULL.
+        fill: by column, the value to read in place of NULL.
         store: the Store in which ``data`` lies, or its URL; needed for a manifest.
-        storage_options: of the Store of a URL.
+        storage_options: options for the Store of a URL.
 
     Raises:
         SparkHvdError: see ``open_existing``.
@@ -159,7 +161,7 @@ def open_data(
 
 
 def _opened(store: Store, places: Sequence[str], wanted: Wanted) -> ExistingFiles:
-    """What lies at a place: a prepared dataset, or other files; at two of them, to train and to validate on."""
+    """Open the prepared dataset or the other files at a path; two paths are rows to train on and to validate on."""
     at = places[0] if places[0].endswith(_MANIFEST) else f"{places[0]}/{_MANIFEST}"
     if len(places) > 1 or not store.exists(at):
         return ExistingFiles(store, _manifest(store, places, wanted))
@@ -173,7 +175,7 @@ def _opened(store: Store, places: Sequence[str], wanted: Wanted) -> ExistingFile
 
 
 def _held(store: Store, folder: str) -> leases.Hold | None:
-    """A hold on the prepared rows in a folder, if it belongs to a Store whose drivers could remove them."""
+    """Return a hold on the prepared rows in a folder, or None if no driver would remove them."""
     found = layout.dataset_at(f"{store.url}/{folder}")
     if found is None:
         return None
@@ -181,7 +183,7 @@ def _held(store: Store, folder: str) -> leases.Hold | None:
     try:
         home = store if url == f"{store.url}/" else store.at(url)
         if not home.list(layout.lease_folder(dataset_id)):
-            return None  # a copy: only what was held before is ever removed
+            return None  # a copy, because only datasets with a lease are ever removed
         if isinstance(home, ReadOnlyFolder):
             home = Store.create(url)
         return leases.Hold(leases.borrow(home, dataset_id))
@@ -191,7 +193,7 @@ def _held(store: Store, folder: str) -> leases.Hold | None:
 
 
 def _manifest(store: Store, places: Sequence[str], wanted: Wanted) -> Manifest:
-    """What other files consist of."""
+    """Return a manifest of files that are not a prepared dataset."""
     listed = [_visible_files(store, place) for place in places]
     footers = [read_footers(store, files) for files in listed]
     first = next((footer for footer in footers[0] if any(footer.row_groups)), None)
@@ -214,10 +216,10 @@ def _manifest(store: Store, places: Sequence[str], wanted: Wanted) -> Manifest:
 
 
 def selected(manifest: Manifest, wanted: Wanted) -> Manifest:
-    """A prepared dataset with the columns that are wanted of it.
+    """Return the manifest with the selected columns only.
 
     Raises:
-        SchemaError: it has no such column, or a fill does not go with it.
+        SchemaError: a column does not exist, or a fill does not fit.
     """
     if wanted.features is not None:
         manifest = chosen(manifest, wanted.features, wanted.labels, wanted.weight)
@@ -271,7 +273,7 @@ def _refuse_table(inside: str, url: str) -> None:
 
 
 def _refuse_in_folders(names: Iterable[str], in_files: Sequence[str], wanted: Wanted, url: str) -> None:
-    """Refuse columns that Spark reads from the names of folders, also where the files have other values for them."""
+    """Refuse columns that Spark reads from folder names, even if the files have other values for them."""
     stored = {name.lower(): name for name in in_files}
     selected = None if wanted.features is None else {*wanted.features, *wanted.labels, wanted.weight}
     for folder in sorted(names):
@@ -320,7 +322,7 @@ def _columns(
 
 
 def _as_declared(column: ColumnSpec, field: petastorm_schema.Field, arrow: pa.DataType) -> ColumnSpec:
-    """A number of petastorm in the type that its schema says, which Spark may have no column for."""
+    """Return a petastorm number with its declared type, for which Spark may have no column type."""
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
     is_plain = column.kind == "scalar" and column.is_number and not pa.types.is_decimal(arrow)
@@ -330,16 +332,16 @@ def _as_declared(column: ColumnSpec, field: petastorm_schema.Field, arrow: pa.Da
 
 
 def _tops(stored: Mapping[str, pa.DataType], name: str) -> list[str]:
-    """The columns of the files that hold ``name``: its own, those of its fields, or that of its struct."""
+    """Return the columns of the files that hold ``name``: its own, those of its fields, or that of its struct."""
     if name in stored:
         return [name]
-    # What prepare_data wrote has the fields of a struct as columns of their own.
+    # prepare_data writes the fields of a struct as columns of their own.
     fields = [other for other in stored if other.startswith(f"{name}.")]
     return fields or [other for other in stored if name.startswith(f"{other}.")]
 
 
 def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) -> DataSchema:
-    """The schema with the shapes that the first values tell which are not NULL."""
+    """Return the schema with the shapes of the first values that are not NULL."""
     unknown = {column.name: column for column in schema.columns if column.shape is None}
     known = []
     for footer in footers:
@@ -362,7 +364,7 @@ def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) ->
 
 
 def _with_shape(value: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:
-    """The column with the shape of one value."""
+    """Return the column with the shape of one value."""
     if column.codec is not None:
         found = codecs.peek(value[0].as_py(), column.codec)
         return replace(column, shape=found.shape, dtype=str(found.dtype))
@@ -377,7 +379,7 @@ def _with_shape(value: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:
 
 
 def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> None:
-    """Refuse what the footer tells already: another type, NULL, arrays of other lengths."""
+    """Refuse a file whose footer shows another type, NULL, or arrays of other lengths."""
     url = f"{store.url}/{footer.path}"
     wanted, found = _types(first), _types(footer)
     leaves = _leaves(footer)
@@ -398,7 +400,7 @@ def _types(footer: Footer) -> dict[str, pa.DataType]:
 
 
 def _leaves(footer: Footer) -> dict[str, list[LeafFacts]]:
-    """The leaves at and below every path of a file."""
+    """Return the leaves at and below every path of a file."""
     found: dict[str, list[LeafFacts]] = {}
     for leaf in footer.columns:
         for path in accumulate(leaf.path.split("."), "{}.{}".format):
@@ -408,7 +410,7 @@ def _leaves(footer: Footer) -> dict[str, list[LeafFacts]]:
 
 def _check_leaf(column: ColumnSpec, leaf: LeafFacts, row_groups: Iterable[int], url: str) -> None:
     if column.fill is not None:
-        return  # NULL takes the place of a whole array then, so the numbers of values say nothing
+        return  # a NULL counts as one value for a whole array, so the counts show nothing
     if leaf.nulls:
         raise DataError(
             f"Column {column.name!r} ({column.role}) has {leaf.nulls} NULL values in {url}. Set fill for this column, "

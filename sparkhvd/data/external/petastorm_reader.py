@@ -1,9 +1,9 @@
-"""Batches by petastorm's own reader, for who has to stay with it; the native reader reads the same datasets.
+"""Batches by petastorm's own reader, for users who depend on it; the native reader reads the same datasets.
 
-petastorm deals row groups out to ranks: row group ``i`` goes to rank ``i % size``. The ranks therefore have different
-numbers of rows; here all of them make as many steps as the one with the most, and those that have run out of rows get
-empty batches. petastorm's reader threads are known to end early and lose rows without an error, so the reader is used
-without threads, and what it gave is counted against the Parquet footers.
+petastorm assigns row group ``i`` to rank ``i % size``, so ranks have different numbers of rows. Here all ranks make as
+many steps as the rank with the most rows, and ranks that have run out of rows get empty batches. petastorm's reader
+threads are known to end early and lose rows without an error, so the reader runs without threads, and its rows are
+counted against the Parquet footers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Rows = dict[str, np.ndarray[Any, Any]]
 
 
 def rows_of_rank(block_rows: tuple[int, ...], rank: int, size: int) -> int:
-    """The rows that petastorm gives to a rank."""
+    """Return the number of rows that petastorm assigns to a rank."""
     return sum(block_rows[rank::size])
 
 
@@ -42,12 +42,12 @@ class PetastormSource:
 
     Args:
         store: where the files lie.
-        manifest: what they consist of; from ``sparkhvd.data.external.parquet_files.open_existing``.
+        manifest: the files and columns; from ``sparkhvd.data.external.parquet_files.open_existing``.
         split: ``"train"`` or ``"validation"``.
         world: this rank and the number of ranks.
         batch_size: rows of one rank in a full step.
-        seed: of the shuffling.
-        shuffle: whether the rows of a rank come in another order in every epoch, shuffled within a window.
+        seed: the seed of the shuffling.
+        shuffle: whether every epoch has a new order of the rank's rows, shuffled within a window.
 
     Raises:
         DataError: petastorm cannot be imported, or the dataset has no such split.
@@ -81,23 +81,23 @@ class PetastormSource:
         return self._schema
 
     def steps(self) -> int:
-        """Steps per epoch, the same on every rank and in every epoch."""
+        """Return the steps per epoch, the same on every rank and in every epoch."""
         most = max(rows_of_rank(self._blocks, rank, self._size) for rank in range(self._size))
         return -(-most // self._batch)
 
     def rows(self) -> int:
-        """Rows of the split over all ranks."""
+        """Return the rows of the split over all ranks."""
         return sum(self._blocks)
 
     def has_rows(self, step: int) -> bool:
-        """Whether this rank has rows in a step of every epoch."""
+        """Return whether this rank has rows in a step of every epoch."""
         return self._rows_in(step, self._rank) > 0
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        """The batches of epoch ``number`` (from 0), or those from a step on.
+        """Yield the batches of epoch ``number`` (from 0), or those from a step on.
 
         Raises:
-            DataError: petastorm gave more or fewer rows than the files have.
+            DataError: petastorm returned more or fewer rows than the files have.
         """
         wanted = rows_of_rank(self._blocks, self._rank, self._size)
         found = self._shuffled(self._read() if wanted else iter(()), number)
@@ -134,7 +134,7 @@ class PetastormSource:
                 yield window[place]
 
     def _read(self) -> Iterator[tuple[Any, ...]]:
-        """The rows of this rank, one by one; each has the columns of the schema in their order."""
+        """Yield the rows of this rank, each with the columns of the schema in their order."""
         names = self._schema.names()
         options = {
             "schema_fields": [f"^{name}$" for name in names],
@@ -142,7 +142,7 @@ class PetastormSource:
             "shuffle_row_groups": False,
             "num_epochs": 1,
             "cur_shard": self._rank,
-            "shard_count": min(self._size, len(self._blocks)),  # it refuses shards without a row group
+            "shard_count": min(self._size, len(self._blocks)),  # petastorm refuses shards without a row group
             "filesystem": petastorm_files.filesystem(self._store, self._folder),
         }
         packed = any(column.codec is not None for column in self._schema.columns)
@@ -163,7 +163,7 @@ class PetastormSource:
 
 
 class _Stopping:
-    """petastorm's reader, ended in its own way."""
+    """petastorm's reader with a ``close``."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader

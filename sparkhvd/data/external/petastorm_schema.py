@@ -1,8 +1,7 @@
-"""The schema of a petastorm dataset, read without petastorm.
+"""Reads the schema of a petastorm dataset without petastorm.
 
-petastorm keeps it as a pickle in the key-value metadata of ``_common_metadata``. A pickle may run any code, so this one
-is opened by an unpickler that knows the handful of names such a schema consists of, gives inert stand-ins for them,
-and refuses everything else.
+petastorm stores it as a pickle in the key-value metadata of ``_common_metadata``. A pickle may run any code, so the
+unpickler here knows only the few names of such a schema, replaces them with inert classes, and refuses everything else.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _CODECS: Mapping[str, Codec] = MappingProxyType(
         "CompressedImageCodec": "image",
     }
 )
-# What petastorm's package was called before it was published.
+# The names of petastorm's package before it was published.
 _OLD_PACKAGE = re.compile(r"av\.(experimental\.deepdrive|ml)\.dataset_toolkit\.")
 _NOW: Mapping[str, str] = MappingProxyType({"string_": "bytes_", "unicode_": "str_"})  # names until numpy 2
 _NUMPY_NAMES = NUMBERS - {"bool"} | {"bool_", "str_", "bytes_", "string_", "unicode_", "datetime64", "dtype"}
@@ -45,7 +44,7 @@ class Field:
     """A column of a petastorm dataset.
 
     Attributes:
-        dtype: numpy name of the elements.
+        dtype: numpy name of the elements' type.
         shape: shape of a row; None where petastorm leaves a dimension open.
         codec: how a value is packed; None for plain Parquet columns.
     """
@@ -56,10 +55,10 @@ class Field:
 
 
 def read(store: Store, place: str, footer: Footer) -> dict[str, Field]:
-    """The fields of the petastorm dataset in a folder; none where it is not one.
+    """Return the fields of the petastorm dataset in a folder; empty for other datasets.
 
     Raises:
-        DataError: there is a schema, but not one that petastorm writes.
+        DataError: there is a schema that petastorm did not write.
     """
     for name in _FILES:
         path = f"{place}/{name}"
@@ -72,10 +71,10 @@ def read(store: Store, place: str, footer: Footer) -> dict[str, Field]:
 
 
 def parse(content: bytes, where: str) -> dict[str, Field]:
-    """The fields of a pickled Unischema.
+    """Return the fields of a pickled Unischema.
 
     Raises:
-        DataError: it is damaged, or holds anything that such a schema does not.
+        DataError: it is damaged, or refers to a name that does not belong in a schema.
     """
     try:
         found = _Unpickler(content).load()
@@ -109,7 +108,7 @@ class _ForbiddenError(Exception):
 
 
 class _Inert:
-    """Takes the place of a class of petastorm or pyspark: keeps what it is given and does nothing."""
+    """Stands in for a class of petastorm or pyspark: keeps its arguments and does nothing."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -120,7 +119,7 @@ class _Inert:
 
 
 class _InertField(tuple[Any, ...]):
-    """Takes the place of petastorm's named tuple (name, numpy type, shape, codec, nullable)."""
+    """Stands in for petastorm's named tuple (name, numpy type, shape, codec, nullable)."""
 
     __slots__ = ()
 
@@ -129,7 +128,7 @@ class _InertField(tuple[Any, ...]):
 
 
 def _reconstruct(kind: type[Any], base: type[Any], state: Any) -> object:
-    """What pickle protocols 0 and 1 make objects with."""
+    """Create an object as pickle protocols 0 and 1 do."""
     if issubclass(kind, _InertField):
         return kind(*state)
     if issubclass(kind, _Inert) and base is object:
@@ -138,7 +137,7 @@ def _reconstruct(kind: type[Any], base: type[Any], state: Any) -> object:
 
 
 def _restore(name: str, fields: object, values: Any) -> object:  # noqa: ARG001  (as pyspark calls it)
-    """What pyspark before 3.3 made all named tuples with, wherever it had been imported."""
+    """Create a named tuple as pyspark before 3.3 did for all named tuples of a process that had imported it."""
     if name != "UnischemaField":
         raise _ForbiddenError(f"a named tuple {name!r}")
     return _InertField(*values)
@@ -147,7 +146,7 @@ def _restore(name: str, fields: object, values: Any) -> object:  # noqa: ARG001 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
-        # Classes of this pickle alone: whatever it does to them ends with it.
+        # Classes for this pickle only, so that changes by the pickle do not outlive it.
         plain = type("Plain", (_Inert,), {})
         self._known: dict[tuple[str, str], Any] = {
             ("petastorm.unischema", "Unischema"): type("Unischema", (_Inert,), {}),

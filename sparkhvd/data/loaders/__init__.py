@@ -1,1 +1,1 @@
-"""Batches as torch tensors and as a ``tf.data.Dataset``, and base classes for loaders that users write."""
+"""Batches as torch tensors and as a ``tf.data.Dataset``, and base classes for users' own loaders."""

@@ -1,7 +1,7 @@
-"""The readers for users of ``sparkhvd.run``: a torch dataset and a ``tf.data.Dataset`` over Parquet.
+"""The loaders for users of ``sparkhvd.run``: a torch dataset and a ``tf.data.Dataset`` over Parquet.
 
-Both have the rows of one rank, by default the one that ``hvd.init()`` made of this process, in batches that are decoded
-ahead. All ranks get the same number of batches, and every row comes once per epoch.
+Both yield prefetched batches of one rank's rows, by default of the rank that ``hvd.init()`` assigned to this process.
+All ranks get the same number of batches, and every row appears once per epoch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from sparkhvd.data.loaders.torch_data import TorchBatches
 
 
-# Enough to end a hold. A finalizer may have interrupted what is needed for that, so it cannot wait for long.
+# Enough to end a hold. A finalizer must not wait long: it may have interrupted a thread that the release needs.
 _FINALIZER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Loading:
-    """What both loaders can be told; see ``torch_loader``."""
+    """The options of both loaders; see ``torch_loader``."""
 
     batch_size: int
     columns: Sequence[str] | None = None
@@ -51,14 +51,14 @@ class Loading:
     threads: int = Reading.threads
 
     def open(self, data: str | Manifest) -> tuple[ParquetSource, ExistingFiles]:
-        """The rows of this rank, and the files that they lie in."""
+        """Open the rows of this rank; return them and their files."""
         found = open_data(data, self.columns, self.fill, store=self.store, storage_options=self.storage_options)
         try:
             source = self._source(found)
         except BaseException:
             found.close()
             raise
-        # For those who close nothing. A process that is killed before leaves a hold that goes with it or grows old.
+        # For users who do not close the loader. The lease of a killed process ends with it or expires.
         if found.hold is not None:
             weakref.finalize(source, found.hold.close, _FINALIZER_SECONDS)
         return source, found
@@ -84,13 +84,13 @@ class Loading:
 
 
 def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> TorchBatches:
-    """Batches of this rank's rows as a ``torch.utils.data.IterableDataset``: dicts of tensors by column.
+    """Return the batches of this rank's rows as a ``torch.utils.data.IterableDataset``: dicts of tensors by column.
 
-    Iterate over it directly, or hand it to ``DataLoader(loader, batch_size=None)``. Its threads decode ahead already,
-    so ``num_workers`` has to be 0; it says so otherwise. Call ``set_epoch`` before each epoch for another order.
+    Iterate over it directly, or pass it to ``DataLoader(loader, batch_size=None)``. Its threads prefetch already, so
+    ``num_workers`` must be 0; other values raise an error. Call ``set_epoch`` before each epoch for another order.
 
-    Prepared rows that are opened by their path or URL cannot be removed by other drivers until ``close``, the end of
-    ``with``, or the loader's own end; those of a manifest are held by whoever prepared them.
+    Other drivers cannot remove prepared rows that are opened by their path or URL until ``close``, the end of ``with``,
+    or the end of the loader. The rows of a manifest are held by the process that prepared them.
 
     Args:
         data: the URL of a Parquet file or of a folder of them, of a prepared dataset, or a prepared dataset's manifest.
@@ -100,18 +100,18 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
             - ``columns``: the columns to read, also ``struct.field``; all by default.
             - ``split``: of a prepared dataset, ``"train"`` (the default) or ``"validation"``.
             - ``store``: the Store in which ``data`` lies, or its URL, if it is a manifest or a path in that Store.
-            - ``storage_options``: of the Store of a URL.
-            - ``rank`` and ``size``: whose rows; those of ``hvd.init()`` by default, else 0 of 1.
-            - ``shuffle`` (True) and ``seed`` (0): whether each epoch has an order of its own.
+            - ``storage_options``: options for the Store of a URL.
+            - ``rank`` and ``size``: the rank whose rows to read; those of ``hvd.init()`` by default, else 0 of 1.
+            - ``shuffle`` (True) and ``seed`` (0): whether each epoch has its own order.
             - ``steps_per_epoch``: None is one pass over the rows.
-            - ``fill``: by column, what to put where the data have NULL; without it NULL is an error.
-            - ``transformation_fn``: makes a dict of numpy arrays into another one with as many rows.
-            - ``cache``: ``"memory"`` or ``"disk"`` keeps this rank's rows near it after the first epoch.
+            - ``fill``: by column, the value to read in place of NULL; without it NULL is an error.
+            - ``transformation_fn``: converts a dict of numpy arrays to another one with as many rows.
+            - ``cache``: ``"memory"`` or ``"disk"`` caches this rank's rows after the first epoch.
             - ``prefetch_bytes`` and ``threads``: see ``sparkhvd.data.read.readers.Reading``.
 
     Raises:
-        DataError: there is nothing at the URL, or no Parquet, or NULL without a fill.
-        SchemaError: a column does not exist, has a type that cannot be read, or is not the same in all files.
+        DataError: the URL has no files, or none of Parquet, or there is NULL without a fill.
+        SchemaError: a column does not exist, has a type that cannot be read, or differs between files.
         StoreError: the URL cannot be reached.
 
     Example:
@@ -125,17 +125,17 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
 
 
 def tf_dataset(data: str | Manifest, batch_size: int, *, epochs: int = 1, **options: Any) -> tf.data.Dataset:
-    """Batches of this rank's rows as a ``tf.data.Dataset`` of dicts of tensors by column.
+    """Return the batches of this rank's rows as a ``tf.data.Dataset`` of dicts of tensors by column.
 
-    It goes over the rows ``epochs`` times, in another order each time with ``shuffle``. It is batched and prefetched
-    already; do not ``shard`` it. A rank without rows in the last step of an epoch gets a batch of no rows.
+    It yields the rows ``epochs`` times, with ``shuffle`` in another order each time. It is batched and prefetched
+    already; do not ``shard`` it. A rank without rows in the last step of an epoch gets a batch with no rows.
 
     Args:
         data: see ``torch_loader``.
         batch_size: see ``torch_loader``.
-        epochs: how often to go over the rows.
-        **options: see ``torch_loader``. With ``transformation_fn``, the columns are those that it makes of the first
-            rows.
+        epochs: the number of passes over the rows.
+        **options: see ``torch_loader``. With ``transformation_fn``, the columns are those that it returns for the first
+            row.
 
     Raises:
         SparkHvdError: see ``torch_loader``.

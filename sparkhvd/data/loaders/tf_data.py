@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def dataset(source: RowSource, epochs: int) -> tf.data.Dataset:
-    """All batches of some epochs of a source."""
+    """Return all batches of some epochs of a source."""
     sparse = columns.sparse_widths(source.schema)
 
     def batches() -> Iterator[dict[str, Any]]:

@@ -22,8 +22,8 @@ Tensors = dict[str, torch.Tensor]
 class TorchBatches(Closable, IterableDataset[Tensors]):
     """The batches of one rank; see ``sparkhvd.data.torch_loader``.
 
-    Columns that no tensor can hold (strings, binary, dates, exact decimals) need a transformation or to be left out.
-    Vectors that were prepared as ``sparse_cols`` are sparse tensors of shape ``(rows, size)``.
+    Columns that no tensor can hold (strings, binary, dates, exact decimals) must be transformed or left out. Vectors
+    that were prepared as ``sparse_cols`` are sparse tensors of shape ``(rows, size)``.
     """
 
     def __init__(self, source: RowSource, close: Callable[[], None] = lambda: None) -> None:
@@ -35,24 +35,24 @@ class TorchBatches(Closable, IterableDataset[Tensors]):
         self._first_step = 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, the same on every rank."""
+        """Return the number of batches in a whole epoch, the same on every rank."""
         return self._source.steps()
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Say which epoch comes next, and with which of its batches it begins (to go on where a run stopped).
+        """Set the next epoch, and the batch to begin with (to resume an interrupted run).
 
         Args:
-            epoch: from 0; every epoch has an order of its own with ``shuffle``.
-            first_step: batches to leave out; the others are the same as in the whole epoch. Holds for one iteration.
+            epoch: from 0; with ``shuffle`` every epoch has its own order.
+            first_step: batches to skip; the others are the same as in the whole epoch. Applies to one iteration.
         """
         self._epoch, self._first_step = epoch, first_step
 
     def close(self) -> None:
-        """Let go of the rows; not before the last batch."""
+        """Release the rows; call it after the last batch."""
         self._close()
 
     def __getstate__(self) -> dict[str, object]:
-        raise _no_workers()  # a DataLoader whose workers are not forked sends it to them
+        raise _no_workers()  # a DataLoader pickles it for workers that are not forked
 
     def __iter__(self) -> Iterator[Tensors]:
         if get_worker_info() is not None:
@@ -77,7 +77,7 @@ def sparse_tensor(array: npt.NDArray[np.generic], width: int, dtype: torch.dtype
     """Return a sparse column's rows (see ``sparkhvd.data.schema.columns``) as a tensor of shape ``(rows, width)``."""
     at_rows, places, values = coordinates(array)
     indices = torch.from_numpy(np.stack([at_rows, places]))
-    # The places of a row ascend, so there is nothing to sort or to add up.
+    # The indices of a row ascend, so the tensor is coalesced already.
     return torch.sparse_coo_tensor(
         indices, torch.from_numpy(values).to(dtype), (len(array), width), is_coalesced=True, check_invariants=False
     )

@@ -1,4 +1,4 @@
-"""What a transformation function makes of columns, found out by calling it on a few rows."""
+"""Determines the columns that a transformation function returns, by calling it on a few rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sparkhvd.errors import DataError
 
 
 def transformed(schema: DataSchema, function: Callable[[Arrays], Arrays], rows: Arrays) -> tuple[DataSchema, Arrays]:
-    """The columns that a model gets, and these rows as it gets them.
+    """Return the transformed schema and the transformed rows.
 
     Args:
         schema: the columns as they are read.
-        function: from columns by name to columns by name, with as many rows.
+        function: maps columns by name to columns by name, with as many rows.
         rows: a few rows.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Base classes for loaders of users' own: ``data_module=`` of an estimator.
+"""Base classes for users' own loaders: ``data_module=`` of an estimator.
 
-A data module is made on every rank and gives loaders of that rank's batches: dicts of numpy arrays by column, the first
-dimension of each counting the rows. Ranks may have different numbers of rows and of batches.
+A data module is created on every rank and returns loaders of that rank's batches: dicts of numpy arrays by column, with
+the rows as the first dimension. Ranks may have different numbers of rows and of batches.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _BATCH_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class DataContext:
-    """What a data module is told.
+    """The arguments of a data module.
 
     Attributes:
         store: where the prepared rows lie.
-        train_files: paths of the Parquet files of the training rows within it, the same on every rank.
-        val_files: the same of the rows to validate with; empty without validation.
+        train_files: paths in the Store of the Parquet files with the training rows, the same on every rank.
+        val_files: the same for the validation rows; empty without validation.
         schema: the columns to deliver.
         rank: this rank.
         size: the number of ranks.
         batch_size: rows of a training batch.
         val_batch_size: rows of a validation batch.
-        shuffle: whether epochs shall have orders of their own.
-        seed: for that.
+        shuffle: whether every epoch should have its own order.
+        seed: the seed of the order.
     """
 
     store: Store
@@ -67,18 +67,18 @@ class BaseDataLoader(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of batches of an epoch, the same in every epoch."""
+        """Return the number of batches of an epoch, the same in every epoch."""
 
     @abstractmethod
     def _iterate(self) -> Iterator[Columns]:
-        """The batches of an epoch."""
+        """Yield the batches of an epoch."""
 
     def _process_batch(self, batch: Columns) -> Columns:
-        """Change a batch before it is trained on."""
+        """Transform a batch before training uses it."""
         return batch
 
-    def set_epoch(self, epoch: int) -> None:  # noqa: B027  (a loader without an order needs none)
-        """Called before every epoch (from 0), for another order of the rows."""
+    def set_epoch(self, epoch: int) -> None:  # noqa: B027  (optional)
+        """Prepare the order of the next epoch (from 0); called before every epoch."""
 
     def __iter__(self) -> Iterator[Columns]:
         for batch in self._iterate():
@@ -86,12 +86,12 @@ class BaseDataLoader(ABC):
 
 
 class AsyncDataLoaderMixin:
-    """Makes a thread load batches ahead; name it before the loader's base.
+    """Prefetches batches in a thread; list it before the loader's base class.
 
     Args:
-        *args: of the loader.
-        async_loader_queue_size: batches that may wait; 0 loads them when they are asked for.
-        **kwargs: of the loader.
+        *args: arguments of the loader.
+        async_loader_queue_size: batches that may wait; 0 loads them on demand.
+        **kwargs: arguments of the loader.
 
     Example:
         >>> class Ahead(AsyncDataLoaderMixin, MyLoader):  # doctest: +SKIP
@@ -123,10 +123,10 @@ class AsyncDataLoaderMixin:
 
 
 class DataModule(ABC):
-    """Gives a rank its loaders; a context manager that is entered before the training and left after it.
+    """Creates the loaders of a rank; a context manager that is entered before the training and exited after it.
 
     Args:
-        context: where the rows are, and whose batches are wanted.
+        context: the files, the columns and this rank.
     """
 
     def __init__(self, context: DataContext) -> None:
@@ -134,30 +134,30 @@ class DataModule(ABC):
 
     @abstractmethod
     def train_data(self) -> BaseDataLoader:
-        """The loader of this rank's training batches."""
+        """Return the loader of this rank's training batches."""
 
     def val_data(self) -> BaseDataLoader | None:
-        """The loader of this rank's validation batches; None validates on nothing."""
+        """Return the loader of this rank's validation batches; None means no validation."""
         return None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(  # noqa: B027  (a module that holds nothing has nothing to let go of)
+    def __exit__(  # noqa: B027  (optional)
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Let go of what the module holds."""
+        """Release the resources of the module."""
 
 
 def loads_rows(value: object) -> TypeGuard[type[DataModule]]:
-    """Whether ``data_module`` takes the place of the readers: frameworks may take other kinds for what they do."""
+    """Return whether ``data_module`` replaces the readers; frameworks may accept other kinds of data modules."""
     return isinstance(value, type) and issubclass(value, DataModule)
 
 
 class LoaderSource:
-    """The batches of a loader as estimators take them (a ``BatchSource``); construction is collective.
+    """The batches of a loader as a ``BatchSource`` for estimators; construction is collective.
 
-    The ranks agree on the number of steps once, and on the rows of a step in every step.
+    The ranks agree on the number of steps once, and on the number of rows in every step.
     """
 
     def __init__(self, loader: BaseDataLoader, schema: DataSchema, split: str, communicator: Communicator) -> None:
@@ -175,19 +175,19 @@ class LoaderSource:
         return self._schema
 
     def steps(self) -> int:
-        """Steps per epoch: those of the rank with the most batches."""
+        """Return the steps per epoch: those of the rank with the most batches."""
         return self._steps
 
     def rows(self) -> int:
-        """Not known before they are loaded."""
+        """Return 0, since the number is unknown before the batches are loaded."""
         return 0
 
     def has_rows(self, step: int) -> bool:  # noqa: ARG002
-        """Not known before they are loaded."""
+        """Return False, since the rows are unknown before the batches are loaded."""
         return False
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from a step on; ranks that have run out of them get empty ones."""
+        """Yield the batches of an epoch from a step on; ranks that have run out of them get empty ones."""
         self._loader.set_epoch(number)
         with closing(_generator(self._loader)) as found:
             for step in range(self._steps):

@@ -1,1 +1,1 @@
-"""From a DataFrame to rows that ranks can read: select, split, write Parquet, or send them directly."""
+"""Prepares the rows of a DataFrame for the ranks: splits them, and writes Parquet or sends them directly."""

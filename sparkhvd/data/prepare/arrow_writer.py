@@ -1,7 +1,7 @@
-"""Writing a DataFrame's rows as Parquet through a Store, for file systems that Spark has no connector for.
+"""Writes a DataFrame's rows as Parquet through a Store, for file systems without a Spark connector.
 
-Every task writes the rows of its partition, in their order, to one file per split. Files of attempts that failed or
-came second are removed in the end: the files that count are those that the successful attempts name.
+Every task writes the rows of its partition, in their order, to one file per split. Only the files that successful
+attempts report count; those of failed or speculative attempts are removed at the end.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ArrowWrite:
-    """What a task needs to write its rows.
+    """The options that a task needs to write its rows.
 
     Attributes:
         store: where the files go.
         folder: the folder in it.
-        write_id: no other write has it.
-        names: of the columns, in their order; in Spark they have others on the way, as ``mapInArrow`` takes a dot for
-            that of a field.
+        write_id: a unique id of the write.
+        names: the names of the columns, in order; Spark uses others in between, as ``mapInArrow`` takes a dot for the
+            separator of a field.
         row_group_bytes: bytes of a row group in memory.
-        split: the column whose values decide on a folder ``<column>=<value>``; it is not written. None is one folder.
+        split: the column whose values select a folder ``<column>=<value>``; it is not written. None is one folder.
     """
 
     store: Store
@@ -48,14 +48,14 @@ class ArrowWrite:
 def write(
     rows: DataFrame, store: Store, folder: str, *, row_group_bytes: int, split: str | None = None
 ) -> dict[str, int]:
-    """Write ``rows`` as Parquet files below ``folder``, named and placed as Spark does.
+    """Write ``rows`` as Parquet files below ``folder``, with the names and folders that Spark uses.
 
     Args:
         rows: evaluated once; the order within partitions is kept.
         store: where the files go.
         folder: a folder of the Store that nobody else writes to.
         row_group_bytes: bytes of a row group in memory.
-        split: a text column; rows go to the folder ``<split>=<value>``, without that column. None is one folder.
+        split: a string column; rows go to the folder ``<split>=<value>``, without that column. None is one folder.
 
     Returns:
         The rows of every file, by its path.
@@ -73,7 +73,7 @@ def write(
 
 
 def write_partition(job: ArrowWrite, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Write the batches of one partition; yields the paths of its files and the rows in them."""
+    """Write the batches of one partition, and yield the paths of its files and the rows in them."""
     from pyspark import TaskContext  # noqa: PLC0415  (this runs in Spark's tasks)
 
     context = TaskContext.get()
@@ -109,14 +109,14 @@ def _by_split(batch: pa.RecordBatch, split: str | None) -> Iterator[tuple[str, p
 
 
 class _File:
-    """One Parquet file; rows wait until they fill a row group."""
+    """One Parquet file, which buffers rows until they fill a row group."""
 
     def __init__(self, job: ArrowWrite, path: str, schema: pa.Schema, opened: ExitStack) -> None:
         self.path = path
         self.rows = 0
         self._row_group_bytes = job.row_group_bytes
         file = opened.enter_context(job.store.open(path, "wb"))
-        # Numbers to train on seldom repeat enough for a dictionary to pay for its making.
+        # Training data seldom repeat enough for a dictionary to pay off.
         self._writer = opened.enter_context(
             parquet.ParquetWriter(file, schema, compression="snappy", use_dictionary=False, write_statistics=True)
         )
@@ -131,7 +131,7 @@ class _File:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits, in row groups of equal size."""
+        """Write the buffered rows, in row groups of equal size."""
         if self._waiting:
             table = pa.Table.from_batches(self._waiting)
             groups = max(1, round(self._bytes / self._row_group_bytes))

@@ -1,10 +1,10 @@
-"""Rows that go from a DataFrame to the ranks without a Store.
+"""Sends the rows of a DataFrame to the ranks without a Store.
 
-The driver deals the rows out, one partition per rank. Each Spark task writes its partition to a local file
-(``spool``), and its rank trains on that. A shuffle delivers rows in any order, so every partition is
-sorted by a seeded hash of its rows: the same rows in the same partitions, seed and number of ranks give the same order.
-Which rank gets a row depends on the partition that it comes from: the rows of a partition, ordered by a hash of their
-content, are assigned to the ranks in turn, so each rank has a fair sample whatever the DataFrame's order.
+The driver partitions the rows, one partition per rank. Each Spark task writes its partition to a local file
+(``spool``), and its rank trains on that file. A shuffle delivers rows in any order, so every partition is sorted by a
+seeded hash of its rows: the same rows in the same partitions, seed and number of ranks result in the same order. Spark
+orders the rows of each input partition by a hash of their content and assigns them to the ranks in turn, so each rank
+has a fair sample whatever the DataFrame's order.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
 
-# Whether Spark orders the rows of a partition by their hash before it assigns them in turn; true by default.
+# Whether Spark orders the rows of a partition by their hash before it assigns them in turn; the default is true.
 _SORTED_FIRST = "spark.sql.execution.sortBeforeRepartition"
 
 
 def dealt(df: DataFrame, selection: Selection, *, num_proc: int, seed: int) -> DataFrame:
-    """The selected columns of ``df`` in ``num_proc`` partitions of almost equal size, each in its seeded order."""
+    """Return the selected columns of ``df`` in ``num_proc`` partitions of almost equal size, each in a seeded order."""
     from pyspark.sql import functions  # noqa: PLC0415  (ranks read this package without Spark)
 
     if df.isStreaming:
@@ -59,12 +59,12 @@ def dealt(df: DataFrame, selection: Selection, *, num_proc: int, seed: int) -> D
 
 
 def _ordered_by_hash(rows: DataFrame) -> DataFrame:
-    """The same rows, which ``repartition`` orders by a hash before it assigns them in turn.
+    """Return the same rows, such that ``repartition`` orders them by a hash before it assigns them in turn.
 
-    Otherwise rows whose classes alternate would give each rank one class.
+    Without that, rows with alternating classes would leave each rank with a single class.
 
     Raises:
-        ConfigError: the session does not order them, and its setting cannot be changed here.
+        ConfigError: the session does not order the rows, and its setting cannot be changed here.
     """
     if rows.sparkSession.conf.get(_SORTED_FIRST, "true") == "true":
         return rows
@@ -78,11 +78,11 @@ def _ordered_by_hash(rows: DataFrame) -> DataFrame:
 
 
 class GivenRows:
-    """The rows that this rank's task was given.
+    """The rows that this rank's Spark task has received.
 
     Args:
         paths: the Arrow files, by split.
-        selection: what was asked for.
+        selection: the requested columns and split.
         rank: this rank.
     """
 
@@ -95,11 +95,11 @@ class GivenRows:
         }
 
     def facts(self) -> tuple[FileFacts, ...]:
-        """What there is to know about them, for ``checked`` on all ranks."""
+        """Return the facts about the rows, for ``checked`` on all ranks."""
         return tuple(self._facts(split, blocks) for split, blocks in self._blocks.items())
 
     def head(self, schema: DataSchema, rows: int) -> Arrays:
-        """At most so many of the first training rows by column."""
+        """Return the first training rows (at most ``rows``) by column."""
         blocks = self._blocks["train"]
         batch = blocks.whole(0).slice(0, rows)
         return {column.name: columns.decode(batch, column, blocks.where) for column in schema.columns}
@@ -118,18 +118,18 @@ class GivenRows:
         reading: Reading,
         pair_last_row: bool = False,
     ) -> RowSource:
-        """The rows of one split as this rank sees them.
+        """Return the rows of one split as this rank sees them.
 
         Args:
             split: which rows.
             schema: from ``checked``.
-            facts: of all ranks.
+            facts: the facts of all ranks.
             world: this rank and the number of ranks.
             batch_size: rows of one rank in a full step.
-            seed: of the shuffling.
-            shuffle: whether every epoch has an order of its own.
+            seed: the seed of the shuffling.
+            shuffle: whether every epoch has its own order.
             steps_per_epoch: None means one pass over the rows.
-            reading: how to read.
+            reading: the options for reading.
             pair_last_row: see ``Plan``.
         """
         own = self._blocks.get(split)
@@ -151,22 +151,22 @@ class GivenRows:
 
 
 def checked(facts: Sequence[FileFacts], selection: Selection, num_proc: int) -> DataSchema:
-    """The schema with all shapes, from the facts of all ranks.
+    """Return the schema with all shapes, from the facts of all ranks.
 
     Raises:
-        DataError: these rows cannot be trained on; raised on every rank alike.
+        DataError: the rows cannot be trained on; every rank raises the same error.
     """
     check_rows(facts, selection, num_proc)
     return as_written(checked_schema(selection.schema, facts))
 
 
 def _sent(schema: DataSchema) -> dict[str, str]:
-    """Other names for columns with a dot in theirs, which ``mapInArrow`` would take for that of a field."""
+    """Return substitutes for column names with a dot, which ``mapInArrow`` would take for the separator of a field."""
     return {name: f"{RESERVED_PREFIX}dotted_{place}" for place, name in enumerate(schema.names()) if "." in name}
 
 
 class _Nothing:
-    """The blocks of a rank that was given no rows of a split."""
+    """The blocks of a rank without rows in a split."""
 
     where = "no rows"
     fresh = False
@@ -185,7 +185,7 @@ def _facts_of(arrays: Sequence[pa.Array], column: ColumnSpec) -> ColumnFacts:
 
 
 def _ends(arrays: Sequence[pa.Array]) -> tuple[Any, Any]:
-    """The smallest and the largest number; None where there are none."""
+    """Return the smallest and the largest number; None where there are none."""
     import pyarrow.compute as pc  # noqa: PLC0415  (heavy)
 
     values = [value for array in arrays for value in pc.min_max(array).as_py().values() if value is not None]
@@ -193,7 +193,7 @@ def _ends(arrays: Sequence[pa.Array]) -> tuple[Any, Any]:
 
 
 def _nulls(array: pa.Array) -> int:
-    """The NULLs among the innermost elements."""
+    """Return the NULLs among the innermost elements."""
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
     while pa.types.is_list(array.type):

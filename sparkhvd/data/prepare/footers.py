@@ -1,4 +1,4 @@
-"""The footers of Parquet files: row groups, NULLs, smallest and largest values, without reading a row."""
+"""Reads the footers of Parquet files: row groups, NULLs, smallest and largest values, but no rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LeafFacts:
 
     Attributes:
         path: names from the top, with dots between.
-        values: the values of each row group, NULLs included; a scalar column has as many as rows.
-        nulls: NULLs in the whole file, and empty or NULL arrays; None where the file does not say.
-        low: the smallest value, high: the largest; None where the file does not say.
+        values: the number of values in each row group, NULLs included; for a scalar column, the number of rows.
+        nulls: NULLs in the whole file, and empty or NULL arrays; None if the file has no such statistics.
+        low: the smallest value, high: the largest; None if the file has no such statistics.
     """
 
     path: str
@@ -37,7 +37,7 @@ class LeafFacts:
 
 @dataclass(frozen=True)
 class Footer:
-    """What the footer of one file tells."""
+    """The contents of one file's footer."""
 
     path: str
     row_groups: tuple[int, ...]
@@ -46,10 +46,10 @@ class Footer:
 
 
 def read_footers(store: Store, paths: Sequence[str]) -> list[Footer]:
-    """The footers of these files of a Store, in their order.
+    """Read the footers of these files of a Store, in their order.
 
     Raises:
-        DataError: a file is no Parquet file, was cut off, or cannot be read; the message has its URL.
+        DataError: a file is not Parquet, was cut off, or cannot be read; the message has its URL.
     """
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="sparkhvd-footers") as pool:
         return list(pool.map(lambda path: _read(store, path), paths))
@@ -62,7 +62,7 @@ def _read(store: Store, path: str) -> Footer:
     try:
         filesystem, place = store.arrow(path)
         with filesystem.open_input_file(place) as file:
-            if not file.size():  # what a writer that was killed leaves; Spark reads over it, too
+            if not file.size():  # a killed writer leaves an empty file, which Spark ignores, too
                 return Footer(path, (), (), pa.schema([]))
             opened = parquet.ParquetFile(file, coerce_int96_timestamp_unit="us")
             return _footer(path, opened.metadata, opened.schema_arrow)

@@ -1,14 +1,14 @@
-"""From a DataFrame to a prepared dataset, in one evaluation of its lineage.
+"""Prepares a dataset from a DataFrame in one evaluation of its lineage.
 
-Spark writes the Parquet files of both splits at once, without a shuffle. Everything else that has to be known (row
-counts, NULLs, the lengths of arrays) is in the footers of these files. So that they tell the lengths too, every array
-column is accompanied by a column of its sizes: the readers never touch it, and the footer has its minimum and maximum.
+Spark writes the Parquet files of both splits at once, without a shuffle. The footers of these files contain everything
+else that is needed: row counts, NULLs and the lengths of arrays. For the lengths, every array column is accompanied by
+a column of its sizes, which the readers never touch; the footer has its minimum and maximum.
 
-Two splits in one write means dynamic partitioning, for which Spark sorts every task's rows by split unless it may have
-a file open for each (spark.sql.maxConcurrentOutputFileWriters). That setting belongs to a session and cannot be given
-to one write, so the write runs in a copy of the user's session. Where there is no copy to be had (Spark Connect), the
-rows are sorted by (split, row number), which satisfies Spark and keeps the DataFrame's order: a sort by split alone
-does not keep it when it spills to disk.
+Two splits in one write require dynamic partitioning, for which Spark sorts every task's rows by split unless it may
+have a file open for each (spark.sql.maxConcurrentOutputFileWriters). That setting belongs to a session, not to a write,
+so the write runs in a copy of the user's session. If the session cannot be copied (Spark Connect), the rows are sorted
+by (split, row number), which satisfies Spark and keeps the DataFrame's order: a sort by split alone does not keep the
+order when it spills to disk.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ROW_GROUP_BYTES = 8 * 1024 * 1024
 SMALLEST_ROW_GROUP_BYTES = 1024 * 1024
 
 _ROW = RESERVED_PREFIX + "row"
-_SPLIT_FILES = 4  # files that a task has open: of both splits, and of the rows that will be refused
+_SPLIT_FILES = 4  # files that a task has open: for both splits, and for the two kinds of refused rows
 # Spark names files by task and by their number within the task; tasks are in DataFrame order.
 _PART = re.compile(r"part-(\d+)-.*[.-]c(\d+)\.(?:\w+\.)?parquet")
 _MICROSECONDS = "TIMESTAMP_MICROS"
@@ -66,14 +66,14 @@ _VECTOR_LEAVES = 4  # Parquet columns of a vector: type, size, indices, values
 
 @dataclass(frozen=True)
 class Writing:
-    """How the rows are written.
+    """Options for writing the rows.
 
     Attributes:
         num_proc: the number of ranks that will train.
         seed: decides which rows a validation fraction holds out.
-        partitions_per_process: row groups that each rank should find at least, where there are rows enough.
+        partitions_per_process: the smallest number of row groups per rank, if there are enough rows.
         row_group_bytes: bytes of a row group in memory; None chooses by ``partitions_per_process``.
-        compress: write dense vectors in the sparse form too.
+        compress: whether dense vectors are written in the sparse form.
     """
 
     num_proc: int
@@ -90,12 +90,12 @@ class Writing:
 
 
 def new_dataset_id() -> str:
-    """An id that no dataset had before."""
+    """Return a unique id for a dataset."""
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:16]}"
 
 
 def refuse_streaming(df: DataFrame) -> None:
-    """Raise ``DataError`` for a DataFrame without an end."""
+    """Raise ``DataError`` for a streaming DataFrame."""
     if df.isStreaming:
         raise DataError("A streaming DataFrame has no end and cannot be prepared; call this from foreachBatch.")
 
@@ -119,14 +119,14 @@ def prepare(
 
     Args:
         df: the rows; their order is kept.
-        selection: what ``select(df.schema, ...)`` returned.
+        selection: the result of ``select(df.schema, ...)``.
         store: where the dataset goes.
-        writing: how. A fraction is held out by a hash of the features' and labels' values and the seed (see
-            ``sparkhvd.data.prepare.validation_split``), so equal rows fall on the same side.
-        dataset_id: from ``new_dataset_id``; None makes one.
-        name: what the user calls the dataset.
-        fingerprint: what identified the rows of ``df`` just now.
-        identify: tells it again; the manifest has it if the rows are still the same after they have been written.
+        writing: the options for writing. A fraction is held out by a hash of the features' and labels' values and the
+            seed (see ``sparkhvd.data.prepare.validation_split``), so equal rows are in the same split.
+        dataset_id: from ``new_dataset_id``; None creates one.
+        name: the user's name for the dataset.
+        fingerprint: the fingerprint of ``df`` just before.
+        identify: returns the fingerprint again; the manifest has it if it is still the same after the write.
 
     Returns:
         The manifest as published, with all shapes known.
@@ -166,7 +166,7 @@ def prepare(
 
 
 def _check_all_came(written: int, files: Sequence[FileFacts], store: Store) -> None:
-    """Tell a folder that is not the same for all: Spark's commit moves only the files that the driver sees."""
+    """Detect a folder that the machines do not share: Spark's commit moves only the files that the driver sees."""
     came = sum(sum(file.row_groups) for file in files)
     if came != written:
         raise StoreError(
@@ -178,12 +178,12 @@ def _check_all_came(written: int, files: Sequence[FileFacts], store: Store) -> N
 def _remove(store: Store, folder: str) -> None:
     try:
         store.delete(folder)
-    except SparkHvdError as error:  # the failure that led here is the one to report
+    except SparkHvdError as error:  # the original failure is the one to report
         logger.warning("Could not remove the unfinished dataset: %s", error)
 
 
 def prepared(df: DataFrame, selection: Selection, seed: int, *, compress: bool = False) -> DataFrame:
-    """The rows as they are written: the selected columns, the sizes of arrays, and with validation the split."""
+    """Return the rows to write: the selected columns, the sizes of arrays, and with validation the split."""
     from pyspark.sql import functions  # noqa: PLC0415  (ranks read this package without Spark)
 
     columns = selection.schema.columns
@@ -220,7 +220,7 @@ def _measured(measure: Measure, functions: Any) -> Column:
 
 
 def row_group_bytes(rows: DataFrame, writing: Writing) -> int:
-    """Bytes of a row group, so that each rank finds ``partitions_per_process`` of them where there are rows enough."""
+    """Return the bytes of a row group, such that each rank has ``partitions_per_process`` of them if possible."""
     if writing.row_group_bytes is not None:
         return writing.row_group_bytes
     parts = writing.num_proc * writing.partitions_per_process
@@ -228,15 +228,15 @@ def row_group_bytes(rows: DataFrame, writing: Writing) -> int:
 
 
 def _estimated_bytes(rows: DataFrame) -> int:
-    """What Spark's planner expects; far too much where it knows nothing."""
+    """Return the planner's estimate of the size, which is far too large if the planner has no statistics."""
     if is_connect(rows.sparkSession):
         return 2**62
-    plan = rows._jdf.queryExecution().optimizedPlan()  # noqa: SLF001  (nothing public tells its statistics)
+    plan = rows._jdf.queryExecution().optimizedPlan()  # noqa: SLF001  (no public access to its statistics)
     return int(str(plan.stats().sizeInBytes()))
 
 
 def _write(df: DataFrame, selection: Selection, store: Store, folder: str, writing: Writing) -> int:
-    """Write the rows; tells how many the job had."""
+    """Write the rows, and return how many the job had."""
     rows = prepared(df, selection, writing.seed, compress=writing.compress)
     group_bytes = row_group_bytes(rows, writing)
     url = store.spark_url(folder)
@@ -251,7 +251,7 @@ def _write(df: DataFrame, selection: Selection, store: Store, folder: str, writi
 
 
 def _changes_times(df: DataFrame, schema: DataSchema) -> bool:
-    """Whether Spark's writer stores timestamps other than it has them: cut to milliseconds, or without statistics."""
+    """Return whether Spark's writer changes timestamps: it cuts them to milliseconds, or omits statistics."""
     if not any(column.dtype == "datetime64[us]" for column in schema.columns):
         return False
     name = "spark.sql.parquet.outputTimestampType"
@@ -263,7 +263,7 @@ def _write_by_spark(rows: DataFrame, url: str, more_options: dict[str, str], *, 
 
     options = {
         "compression": "snappy",
-        # Numbers to train on seldom repeat enough for a dictionary to pay for its making.
+        # Training data seldom repeat enough for a dictionary to pay off.
         "parquet.enable.dictionary": "false",
         "parquet.column.statistics.enabled": "true",
         **more_options,
@@ -284,7 +284,7 @@ def _write_by_spark(rows: DataFrame, url: str, more_options: dict[str, str], *, 
 
 
 def as_written(schema: DataSchema) -> DataSchema:
-    """The schema of the files, in which fields of structs are columns."""
+    """Return the schema of the files, in which the fields of structs are columns."""
     return schema.replaced([replace(column, source=()) for column in schema.columns])
 
 

@@ -1,10 +1,9 @@
-"""``prepare_data``: rows of a DataFrame in a Store, held while they are used, and found again when they can be.
+"""``prepare_data``: writes the rows of a DataFrame to a Store, protects them while in use, and reuses them if possible.
 
-The rows are removed when the last user lets go of them, with one exception: where it can be told what the rows were
-made of (``data.reuse.fingerprint``), they stay for ``keep_seconds`` after their last use, and a preparation of the
-same rows takes them instead of writing them again, in this session or a later one, on this driver or another. Rows with
-a name are kept as long, whatever they were made of, and found by it. Every preparation removes what has been kept for
-long enough.
+The rows are removed when the last user releases them, with two exceptions. Rows with a fingerprint
+(``data.reuse.fingerprint``) stay for ``keep_seconds`` after their last use, and a preparation of the same rows reuses
+them, in this session or a later one, on this driver or another. Rows with a name stay as long, whatever they were made
+of, and are found by their name. Every preparation removes the rows whose time is over.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEEP_SECONDS = 24 * 3600.0
-# How long somebody who prepares the same rows is waited for; longer than that takes, or all who wait start at once.
+# How long to wait for a process that prepares the same rows. It must exceed any preparation, or all start at once.
 _TURN_SECONDS = 24 * 3600.0
 
 
 class PreparedData(Closable):
-    """A dataset in a Store that stays there until ``close``, or the end of ``with``; then see the module's text.
+    """A dataset in a Store that stays there until ``close`` or the end of ``with``, or as long as ``keep_seconds`` says.
 
     Attributes:
-        store: where it lies.
-        manifest: what it consists of.
-        reused: whether it had been prepared before.
+        store: the Store of the dataset.
+        manifest: the files and columns of the dataset.
+        reused: whether an earlier preparation wrote the rows.
     """
 
     def __init__(self, store: Store, manifest: Manifest, lease: leases.Lease, *, reused: bool) -> None:
@@ -60,7 +59,7 @@ class PreparedData(Closable):
 
     @property
     def dataset_id(self) -> str:
-        """Names the dataset in its Store."""
+        """The id of the dataset in its Store."""
         return self.manifest.dataset_id
 
     @property
@@ -79,12 +78,12 @@ class PreparedData(Closable):
         return 0 if self.manifest.validation is None else self.manifest.validation.rows
 
     def close(self) -> None:
-        """Let go of the dataset; a second call does nothing."""
+        """Release the dataset; a second call does nothing."""
         if self._hold is not None:
             self._hold.close()
 
     def __getstate__(self) -> dict[str, object]:
-        """Ranks get to know the dataset; who prepared it holds it."""
+        """Return the state without the hold, which stays with the process that prepared the dataset."""
         return {**self.__dict__, "_hold": None}
 
     def __repr__(self) -> str:
@@ -118,33 +117,33 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
     manager; without ``with``, call its ``close()``.
 
     Args:
-        num_processes: the number of ranks that will train; there have to be as many training rows at least.
+        num_processes: the number of ranks that will train; there must be at least as many training rows.
         store: where the rows go: a Store or its URL.
         df: the rows.
         label_columns: columns to learn.
         feature_columns: columns to learn from; None means all others.
         validation: rows to hold out: a fraction in [0, 1), decided by a hash of each row's feature and label values and
             ``seed``, or the name of a column that is true or 1 for them.
-        sample_weight_col: a column with one number per row: its weight.
-        compress_sparse: also store dense vectors by their entries that are not 0. Sparse vectors always are.
-        partitions_per_process: row groups that each rank should find, as long as they have 1 MiB; more of them mix
-            better, fewer read faster.
-        verbose: above 0, tell how many rows there are in a line of the log.
-        seed: of the split by fraction.
-        sparse_cols: vector columns that the readers deliver by their entries instead of as dense arrays.
-        fill: by column, what the readers put where the data have NULL; without it NULL is refused.
+        sample_weight_col: a column with one number per row, its weight.
+        compress_sparse: also store dense vectors as their entries that are not 0. Sparse vectors always are.
+        partitions_per_process: row groups per rank, as long as they have 1 MiB; more of them shuffle better, fewer read
+            faster.
+        verbose: above 0, log the number of rows.
+        seed: the seed of a split by fraction.
+        sparse_cols: vector columns that the readers deliver as their entries instead of as dense arrays.
+        fill: by column, the value that the readers put in place of NULL; without it NULL is refused.
         row_group_bytes: the size of a row group; None chooses it by ``partitions_per_process``.
-        keep_seconds: how long the rows stay after their last use where they have a name or can be recognised; 0 keeps
+        keep_seconds: how long the rows stay after their last use if they have a name or can be recognised; 0 keeps
             and reuses nothing.
-        name: names the rows, which keeps them whatever they are made of. ``fit_on_parquet(dataset_idx=name)`` of a
-            later job finds them, and so does ``prepare_data`` with the same name, columns and split, which then
-            evaluates nothing: another name is needed for other rows.
+        name: a name for the rows, which keeps them whatever they are made of. A later job finds them with
+            ``fit_on_parquet(dataset_idx=name)``, or with ``prepare_data`` and the same name, columns and split, which
+            then evaluates nothing. Other rows need another name.
 
     Raises:
         SchemaError: a column is missing or cannot be used; raised before any Spark job.
         ConfigError: a number is too small.
-        DataError: the rows cannot be trained on (see ``prepare``), or the name has other rows.
-        StoreError: the Store could not be written or read, or is not shared; before the rows are evaluated.
+        DataError: the rows cannot be trained on (see ``prepare``), or the name belongs to other rows.
+        StoreError: the Store could not be written or read, or is not shared; raised before the rows are evaluated.
 
     Example:
         >>> with prepare_data(2, store, df, ["label"], ["features"], validation=0.1):  # doctest: +SKIP
@@ -190,13 +189,13 @@ def acquire(
     name: str | None = None,
     report: Callable[..., None] = logger.info,
 ) -> PreparedData:
-    """The prepared rows of a DataFrame: those of an earlier preparation, or new ones.
+    """Return the prepared rows of a DataFrame: those of an earlier preparation, or new ones.
 
-    ``before_writing`` is called where the rows have to be written, ``report`` (of a logger) where they cannot be kept.
+    ``before_writing`` is called before rows are written, ``report`` (a logger's method) if they cannot be kept.
 
     Raises:
         ConfigError: ``keep_seconds`` is negative, or 0 for rows with a name.
-        DataError: the name has other rows.
+        DataError: the name belongs to other rows.
         SparkHvdError: see ``prepare``.
     """
     if keep_seconds < 0:
@@ -254,7 +253,7 @@ def _prepared_now(
 ) -> PreparedData:
     dataset_id = new_dataset_id()
     if name is not None and known is not None and known.caches:
-        known = None  # rows with a name outlive the caches that they are of
+        known = None  # rows with a name outlive the caches that they come from
     caches = () if known is None else known.caches
     lease = leases.take(store, dataset_id, keep_seconds, caches)
     try:
@@ -293,7 +292,7 @@ def _named_before(store: Store, name: str, keep_seconds: float) -> PreparedData 
 
 
 def _refuse_others(found: PreparedData, selection: Selection, writing: Writing, known: Fingerprint | None) -> None:
-    """Refuse rows of a name that are not those which are asked for."""
+    """Refuse rows with the requested name that differ from the requested rows."""
     differs = difference(found.manifest, selection, writing.seed, known)
     if differs is not None:
         found.close()
@@ -305,7 +304,7 @@ def _refuse_others(found: PreparedData, selection: Selection, writing: Writing, 
 
 
 def hold(store: Store, dataset_id: str) -> PreparedData:
-    """A dataset that was prepared before, for one more use: it cannot be removed before ``close``.
+    """Open a prepared dataset for one more use; it cannot be removed before ``close``.
 
     Raises:
         StoreError: there is no such dataset, or it cannot be held.
@@ -317,13 +316,13 @@ def hold(store: Store, dataset_id: str) -> PreparedData:
     except BaseException:
         try:
             lease.withdraw()
-        except SparkHvdError as error:  # it must not hide the error that led here
+        except SparkHvdError as error:  # it must not hide the original error
             logger.warning("Could not release dataset %s in %s: %s", dataset_id, store.url, error)
         raise
 
 
 def open_here(store: Store, columns: Collection[str]) -> Manifest | None:
-    """The dataset of a Store that this process opened last, among those it holds that have all of these columns."""
+    """Return the latest dataset of a Store that this process holds and that has all of these columns."""
     for dataset_id in leases.held_here(store):
         path = layout.manifest_path(dataset_id)
         if not store.exists(path):  # it is being prepared
@@ -337,10 +336,10 @@ def open_here(store: Store, columns: Collection[str]) -> Manifest | None:
 def chosen(
     manifest: Manifest, feature_cols: Sequence[str], label_cols: Sequence[str], weight_col: str | None = None
 ) -> Manifest:
-    """The dataset with these columns alone, each for the use that it is given here.
+    """Return the manifest with these columns only, in the roles of the arguments.
 
     Raises:
-        SchemaError: it has no such column.
+        SchemaError: a column does not exist.
     """
     wanted: list[tuple[str, Role]] = [(name, "feature") for name in feature_cols]
     wanted += [(name, "label") for name in label_cols]
@@ -355,7 +354,7 @@ def chosen(
 
 
 def clean(store: Store | str) -> list[str]:
-    """Remove all prepared rows that nobody uses, also those that are kept for reuse.
+    """Remove all prepared rows that are not in use, including those that are kept for reuse.
 
     Returns:
         The ids of the datasets that were removed.
@@ -386,7 +385,7 @@ def _prepared_before(store: Store, known: Fingerprint, keep_seconds: float) -> P
 
 
 def _complete(store: Store, dataset_id: str) -> Manifest | None:
-    """The manifest, if all of its files are there."""
+    """Return the manifest if all of its files exist."""
     path = layout.manifest_path(dataset_id)
     if not store.exists(path):
         return None
@@ -404,7 +403,7 @@ def _complete(store: Store, dataset_id: str) -> Manifest | None:
 def _remove_expired(store: Store, spark: SparkSession) -> None:
     try:
         removed = leases.remove_expired(store, living_caches(spark))
-    except SparkHvdError as error:  # somebody else's leftovers must not keep anybody from training
+    except SparkHvdError as error:  # leftovers of other jobs must not prevent training
         logger.warning("Could not remove expired datasets: %s", error)
     else:
         if removed:

@@ -1,6 +1,6 @@
-"""What is known of prepared rows without reading them, and whether they can be trained on.
+"""Statistics of prepared rows, and the checks whether the rows can be trained on.
 
-The numbers come from Parquet footers, or from the Arrow batches of rows that were never written to a Store.
+The statistics come from Parquet footers, or from the Arrow batches of rows that were not written to a Store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparkhvd.errors import DataError, SchemaError
 
 SplitValue = Literal["train", "validation", "null", "other"]
 
-# The column that says to which split a row belongs, where rows of several travel together.
+# The column with the split of a row, while rows of several splits are in one DataFrame.
 SPLIT = RESERVED_PREFIX + "split"
 SIZE_PREFIX = RESERVED_PREFIX + "size_"
 
@@ -27,10 +27,10 @@ _REPLACE = "Replace them, for example with pyspark.sql.functions.transform and c
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """One column of one file: its NULLs, and the smallest and largest value where they are known.
+    """One column of one file: its NULLs, and the smallest and largest value if they are known.
 
-    The NULLs of an array column are those of its innermost elements; those of a vector column are not counted here but
-    in its ``length``.
+    The NULLs of an array column are those of its innermost elements. The NULLs of a vector column are not counted here
+    but in its ``length``.
     """
 
     nulls: int
@@ -40,12 +40,12 @@ class ColumnFacts:
 
 @dataclass(frozen=True)
 class FileFacts:
-    """One file, or the rows of one split that one rank was given.
+    """One file, or the rows of one split on one rank.
 
     Attributes:
         path: the file.
-        split: which rows are in it; "null" and "other" are what a validation column must not hold.
-        place: files in this order hold the rows in their order.
+        split: the split of the rows; "null" and "other" are values that a validation column must not have.
+        place: the sort key of the file in the order of the rows.
         row_groups: rows of each row group.
         columns: the columns of the schema, then the columns of ``size_columns``.
     """
@@ -58,17 +58,17 @@ class FileFacts:
 
 
 def rows_of(files: Sequence[FileFacts], split: SplitValue) -> int:
-    """The rows of one split."""
+    """Return the rows of one split."""
     return sum(sum(file.row_groups) for file in files if file.split == split)
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of integers that accompanies another one, so that its smallest and largest value tell that one's shape.
+    """A column of integers beside another column, whose shape follows from the smallest and largest value.
 
     Attributes:
-        name: its name in the data.
-        column: the column that it belongs to.
+        name: the name of the measure's column in the data.
+        column: the measured column.
         what: ``length`` of arrays and vectors; ``shortest`` and ``longest`` of the arrays inside an array, ``level``
             arrays deep; ``entries`` of vectors that are delivered sparse.
         level: 0 for the column's own arrays.
@@ -81,7 +81,7 @@ class Measure:
 
 
 def size_columns(columns: Sequence[ColumnSpec]) -> list[Measure]:
-    """The columns that tell the shapes of arrays and vectors; a scalar needs none."""
+    """Return the measures for the shapes of arrays and vectors; a scalar needs none."""
     found: list[Measure] = []
 
     def add(column: ColumnSpec, what: Literal["length", "shortest", "longest", "entries"], level: int = 0) -> None:
@@ -99,12 +99,12 @@ def size_columns(columns: Sequence[ColumnSpec]) -> list[Measure]:
 
 
 def is_ranged(column: ColumnSpec) -> bool:
-    """Whether a column is a label whose smallest and largest value tell something: a class number may be too large."""
+    """Return whether a column is a label whose range matters, since a class number may be too large."""
     return column.role == "label" and column.kind == "scalar" and column.dtype.startswith(("int", "uint", "float"))
 
 
 def label_ranges(schema: DataSchema, files: Sequence[FileFacts]) -> LabelRanges:
-    """The ranges of the labels, as far as all files tell them."""
+    """Return the ranges of the labels that are known for all files."""
     found = []
     for index, column in enumerate(schema.columns):
         ends = [(file.columns[index].low, file.columns[index].high) for file in files if is_ranged(column)]
@@ -114,9 +114,9 @@ def label_ranges(schema: DataSchema, files: Sequence[FileFacts]) -> LabelRanges:
 
 
 def with_extreme_labels(rows: Arrays, ranges: LabelRanges) -> Arrays:
-    """A few rows in which labels are the smallest and the largest of all rows.
+    """Return the rows with the smallest and the largest label of the dataset in place of the first and the last.
 
-    A loss that does not take one of them, such as a class number without an output, says so before the training.
+    A loss that does not accept one of them, such as a class number without an output, then fails before the training.
     """
     changed = {}
     for name, low, high in ranges:
@@ -135,12 +135,12 @@ def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int) 
     """Refuse rows that cannot be trained on.
 
     Args:
-        files: all that there are.
-        selection: what was asked for.
+        files: all files.
+        selection: the requested columns and split.
         num_proc: number of ranks.
 
     Raises:
-        DataError: too few rows in a split, or a validation column with other values than 0 and 1.
+        DataError: a split has too few rows, or a validation column has values other than 0 and 1.
     """
     if not files:
         raise no_rows()
@@ -165,12 +165,12 @@ def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int) 
 
 
 def no_rows() -> DataError:
-    """The error for an empty DataFrame."""
+    """Return the error for an empty DataFrame."""
     return DataError("The DataFrame has no rows to train on. Check the filters and joins that it comes from.")
 
 
 def too_few_rows(train: int, num_proc: int) -> str:
-    """What to say when some rank would have no row."""
+    """Return the message for fewer training rows than ranks."""
     rows = "is 1 row" if train == 1 else f"are {train} rows"
     return (
         f"There {rows} to train on but num_proc is {num_proc}; every rank needs at least one row. "
@@ -179,7 +179,7 @@ def too_few_rows(train: int, num_proc: int) -> str:
 
 
 def checked_schema(schema: DataSchema, files: Sequence[FileFacts]) -> DataSchema:
-    """The schema with all shapes, or the error that says which column cannot be trained on.
+    """Return the schema with all shapes, or refuse columns that cannot be trained on.
 
     Raises:
         DataError: NULL in a column without a fill.
@@ -198,7 +198,7 @@ def checked_schema(schema: DataSchema, files: Sequence[FileFacts]) -> DataSchema
         _refuse_null(column, sum(facts.nulls for facts in whole), "NULL values", _DROP)
         if column.kind != "scalar":
             known.append(_with_shape(column, measured))
-            # All arrays have the same length above 0 here, so what is NULL in their elements' column is an element.
+            # All arrays have the same length above 0 here, so every NULL in the elements' column is an element.
             inside = 0 if column.kind == "vector" else sum(facts.nulls for facts in own)
             _refuse_null(column, inside, "NULL values inside its arrays", _REPLACE)
     return schema.replaced(known)

@@ -1,4 +1,4 @@
-"""The check that a Store is shared, before a job whose failure would be hard to understand later."""
+"""Checks that the driver and the executors share a Store, before a job whose failure would be hard to explain."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROWS = 4096  # for any number of tasks
-_MOST_TASKS = 256  # where Spark decides how many
+_MOST_TASKS = 256  # if Spark chooses the number
 _SCHEMA = "host string, name string, trouble string"
 
 
 def needs_check(spark: SparkSession, store: Store) -> bool:
-    """Whether a Store might not be shared: a folder on a ``local`` master, with one machine only, cannot but be."""
+    """Return whether a Store might not be shared; a folder on a ``local`` master always is."""
     master = "connect" if is_connect(spark) else str(spark.sparkContext.master)
     return not (store.url.startswith("file:") and is_local(master))
 
@@ -36,16 +36,16 @@ def needs_check(spark: SparkSession, store: Store) -> bool:
 def check_store(
     spark: SparkSession, store: Store, slots: Callable[[], int] | None = None, seconds: float | None = None
 ) -> None:
-    """Check that the executors read what the driver writes to a Store, and the other way round.
+    """Check that the executors read what the driver writes to a Store, and vice versa.
 
-    One Spark job of short tasks, as many as there are slots (Spark spreads them over idle executors, so that all are
-    asked), each with one file to read and one to write. Nothing is done for a folder on a ``local`` master, where all
-    processes are on one machine.
+    One Spark job runs as many short tasks as there are slots, so that Spark spreads them over all idle executors. Each
+    task reads one file and writes one. A folder on a ``local`` master is not checked, because all processes are on one
+    machine.
 
     Args:
-        spark: the session whose executors are asked.
+        spark: the session whose executors are checked.
         store: the Store.
-        slots: counts the slots; None asks as many tasks as Spark makes of a query of its own, one per core by default.
+        slots: counts the slots; None uses as many tasks as Spark chooses for a query, one per core by default.
         seconds: how long to wait for the answers; None is the start_timeout of the environment.
 
     Raises:
@@ -56,7 +56,7 @@ def check_store(
         return
     tasks = None if slots is None else max(1, slots())
     probe = new_store_probe(store)
-    # As bytes, so that an executor that lacks the package of the Store can say so.
+    # As bytes, so that a task can report that its executor lacks the package of the Store.
     sent = pickle.dumps(probe)
     try:
         probe.leave()
@@ -81,10 +81,10 @@ def _in_time(spark: SparkSession, collect: Callable[[], list[Row]], store: Store
 
 
 def answer(sent: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Answer a probe from inside a task."""
+    """Answer a probe in a Spark task."""
     from pyspark import TaskContext  # noqa: PLC0415  (this runs in Spark's tasks)
 
-    for _ in batches:  # Spark wants its input read
+    for _ in batches:  # Spark expects tasks to consume their input
         continue
     context = TaskContext.get()
     name = "task" if context is None else f"{context.partitionId()}-{context.taskAttemptId()}"
@@ -97,14 +97,14 @@ def answer(sent: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Record
 
 
 def judge(probe: StoreProbe, answers: Sequence[tuple[str, str, str]]) -> None:
-    """Say what is wrong with the Store of a probe.
+    """Raise an error if the answers show that the Store is not shared.
 
     Args:
-        probe: was left there.
-        answers: host, name and trouble of everybody who was asked.
+        probe: the probe that the tasks answered.
+        answers: host, name and problem (empty without one) of every task.
 
     Raises:
-        StoreError: somebody cannot use it or sees other files; the message names the host.
+        StoreError: an executor cannot use the Store or sees other files; the message names the host.
     """
     store = probe.store
     for host, _, trouble in answers:
@@ -123,8 +123,8 @@ _WAY_OUT = "Use a folder that all machines mount at the same path, or HDFS or an
 
 
 def remove(probe: StoreProbe) -> None:
-    """Remove what a probe left; a failure is logged."""
+    """Remove the files of a probe; a failure is logged."""
     try:
         probe.remove()
-    except SparkHvdError as error:  # what the check found is the one to report
+    except SparkHvdError as error:  # the result of the check is the one to report
         logger.warning("Could not remove the files of the Store check: %s", error)

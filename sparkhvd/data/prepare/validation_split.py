@@ -1,9 +1,9 @@
-"""Which rows are held out for validation, as Spark expressions.
+"""Spark expressions that decide which rows are held out for validation.
 
-A fraction is decided by a hash of the values of a row's features and labels. Their encoding does not count: a vector,
-dense or sparse, has the hash of the array with the same values, and a number that of the equal ``double``. The columns
-are taken in the order of their names. Weights do not count. So equal rows always fall on the same side, and the same
-rows do in every preparation, however their columns are stored or ordered.
+A fraction is decided by a hash of the values of a row's features and labels, whatever their encoding: a vector, dense
+or sparse, has the hash of the array with the same values, and a number that of the equal ``double``. The columns are
+taken in the order of their names. Weights do not count. So equal rows are always in the same split, in every
+preparation, however their columns are stored or ordered.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sparkhvd.data.schema.selection import source, value_of
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-# Elements of the longest vector that is hashed as an array. A longer one is hashed by its entries that are not 0.
+# The longest vector that is hashed as an array. Longer vectors are hashed by their entries that are not 0.
 WIDE = 4096
 
 
 def by_fraction(columns: Sequence[ColumnSpec], fraction: float, seed: int) -> Column:
-    """The side of a row, from the columns of the user's DataFrame."""
+    """Return the split of a row by fraction, from the columns of the user's DataFrame."""
     from pyspark.sql import functions  # noqa: PLC0415  (ranks read this package without Spark)
 
     hashed = sorted((column for column in columns if column.role != "weight"), key=lambda column: column.name)
@@ -33,7 +33,7 @@ def by_fraction(columns: Sequence[ColumnSpec], fraction: float, seed: int) -> Co
 
 
 def by_column(df: DataFrame, name: str) -> Column:
-    """The side of a row, from a column that is true or 1 for the rows to hold out."""
+    """Return the split of a row, from a column that is true or 1 for held-out rows."""
     from pyspark.sql import functions  # noqa: PLC0415
 
     value = source(name)
@@ -44,7 +44,7 @@ def by_column(df: DataFrame, name: str) -> Column:
 
 
 def _canonical(column: ColumnSpec) -> list[Column]:
-    """What is hashed of a column. Spark's hash skips NULL, and takes -0.0 for 0.0 and every NaN for the same."""
+    """Return the values to hash of a column. Spark's hash skips NULL and treats -0.0 as 0.0 and all NaN as equal."""
     value = value_of(column)
     if column.kind == "vector":
         return _of_vector(value)
@@ -55,12 +55,12 @@ def _canonical(column: ColumnSpec) -> list[Column]:
 
 
 def _number(fill: Fill) -> float | None:
-    """A fill that is a number; the NULL of a time or of bytes is hashed as NULL."""
+    """Return a numeric fill, or None for times and bytes, whose NULL is hashed as NULL."""
     return None if isinstance(fill, str) else float(fill)
 
 
 def _filled(value: Column, depth: int, fill: float | str) -> Column:
-    """A column with the fill in place of NULL; an array that is NULL has no known length and stays so."""
+    """Return a column with the fill in place of NULL; a NULL array stays NULL, as its length is unknown."""
     from pyspark.sql import functions  # noqa: PLC0415
 
     if depth:
@@ -69,7 +69,7 @@ def _filled(value: Column, depth: int, fill: float | str) -> Column:
 
 
 def _of_vector(vector: Column) -> list[Column]:
-    """The elements of a vector, or the entries of a wide one; whichever it is not is NULL."""
+    """Return two columns: the elements of a vector, and the entries of a wide one; one of both is NULL."""
     from pyspark.ml.functions import vector_to_array  # noqa: PLC0415
     from pyspark.sql import functions  # noqa: PLC0415
 

@@ -1,1 +1,1 @@
-"""The reading side of a rank: the plan of an epoch, prefetching, decoding, shuffling and caches."""
+"""Reading on a rank: the plan of an epoch, prefetching, decoding, shuffling and caches."""

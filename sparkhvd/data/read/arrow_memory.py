@@ -1,7 +1,7 @@
-"""Arrays in memory of Arrow's pool: it keeps what is let go for what is made next, while fresh pages cost more time.
+"""Arrays in memory of Arrow's pool, which reuses freed memory; fresh pages of the system cost more time.
 
-Whatever shows a part of such an array (a view of numpy, a tensor that was made without a copy) keeps the array alive,
-so memory comes back to the pool only when nobody sees it any more. Decoded columns lie in the same pool.
+A view of such an array (of numpy, or a tensor without a copy) keeps the array alive, so memory returns to the pool only
+when nothing refers to it. Decoded columns use the same pool.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from sparkhvd.data.schema.data_schema import ColumnSpec
 
 
 def empty(column: ColumnSpec, rows: int) -> npt.NDArray[np.generic]:
-    """Room for so many rows of a column."""
+    """Allocate an array for this number of rows of a column."""
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
     kind, shape = columns.array_type(column), (rows, *columns.row_shape(column))
     size = kind.itemsize * math.prod(shape)
-    if kind.hasobject or not size:  # the pool knows nothing of Python's objects
+    if kind.hasobject or not size:  # the pool cannot hold Python objects
         return columns.empty(column, rows)
     return np.frombuffer(pa.allocate_buffer(size), kind).reshape(shape)

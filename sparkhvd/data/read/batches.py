@@ -1,4 +1,4 @@
-"""What a reader yields: the batches of one rank in one epoch."""
+"""The batches that a reader yields, and the protocol of readers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 def first_row(rows: Arrays) -> Arrays:
-    """The first row of some, in memory of its own."""
+    """Return a copy of the first row."""
     return {name: array[:1].copy() for name, array in rows.items()}
 
 
@@ -45,13 +45,13 @@ class BatchSource(Protocol):
     @property
     def schema(self) -> DataSchema: ...
     def steps(self) -> int:
-        """Steps per epoch, the same on every rank and in every epoch."""
+        """Return the steps per epoch, the same on every rank and in every epoch."""
 
     def rows(self) -> int:
-        """Rows of the split over all ranks."""
+        """Return the rows of the split over all ranks."""
 
     def has_rows(self, step: int) -> bool:
-        """Whether this rank certainly has rows in a step (from 0) of every epoch."""
+        """Return whether this rank is certain to have rows in a step (from 0) of every epoch."""
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        """The batches of epoch ``number`` (from 0), from a step on. Closing it ends the prefetching at once."""
+        """Yield the batches of epoch ``number`` (from 0), from a step on. Closing it ends the prefetching at once."""

@@ -1,4 +1,4 @@
-"""Where rows come from, block by block, as Arrow record batches."""
+"""Sources of rows: blocks of Parquet and Arrow files as Arrow record batches."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Blocks(Protocol):
 
     @property
     def where(self) -> str:
-        """What they are, for errors."""
+        """The name of the blocks in errors."""
 
     @property
     def fresh(self) -> bool:
-        """Whether the memory of every batch belongs to who asked for it, so that it may be written to."""
+        """Whether the memory of every batch belongs to the caller, who may write to it."""
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
-        """The rows of a piece.
+        """Yield the rows of a piece.
 
         Raises:
-            DataError: there are other rows than were announced.
+            DataError: the rows are not those of the manifest.
             StoreError: they cannot be read.
         """
 
@@ -44,7 +44,7 @@ class ParquetBlocks:
         folder: the dataset's folder in it.
         split: the files.
         columns: the columns to read.
-        chunk_rows: rows that are decoded at once.
+        chunk_rows: rows to decode at once.
     """
 
     fresh = True
@@ -98,12 +98,12 @@ class ParquetBlocks:
 
 
 class ArrowBlocks:
-    """The record batches of a local Arrow file, mapped into memory: nothing is copied.
+    """The record batches of a local Arrow file, which is mapped into memory without a copy.
 
     Args:
         path: the file.
-        where: what to call it in errors.
-        names: what to call columns that have other names in the file, by those.
+        where: the name of the file in errors.
+        names: the names of columns that have other names in the file, by those in the file.
     """
 
     fresh = False
@@ -121,11 +121,11 @@ class ArrowBlocks:
 
     @property
     def count(self) -> int:
-        """How many record batches there are."""
+        """The number of record batches."""
         return int(self._reader.num_record_batches)
 
     def whole(self, block: int) -> pa.RecordBatch:
-        """One record batch."""
+        """Return one record batch."""
         with self._lock:
             batch = self._reader.get_batch(block)
         return batch.rename_columns([self._names.get(name, name) for name in batch.schema.names])

@@ -1,4 +1,4 @@
-"""Rows kept near a rank after they were read once: in memory, or in memory-mapped files on the executor's disk."""
+"""Caches of rows that a rank has read: in memory, or in memory-mapped files on the executor's disk."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from sparkhvd.errors import StoreError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# How the batches of a piece are kept; the result gives them back.
+# Stores the batches of a piece, and returns them as stored.
 Keep = Callable[[Iterator["pa.RecordBatch"]], Sequence["pa.RecordBatch"]]
 
 
 class CachedBlocks:
-    """Blocks of which each piece is read once.
+    """Blocks that read each piece once and cache it.
 
     Args:
-        blocks: where the rows are.
-        pieces: all that will be asked for, or parts of them.
-        keep: where the rows are kept.
-        kept: what has been kept so far; it belongs to whoever uses it for more than one epoch.
+        blocks: the source of the rows.
+        pieces: the pieces to cache; every requested piece must lie within one of them.
+        keep: stores the rows of a piece.
+        kept: the pieces in the cache; the owner passes it on to use the cache in several epochs.
     """
 
     fresh = False
@@ -57,14 +57,14 @@ class CachedBlocks:
 
 
 def in_memory(batches: Iterator[pa.RecordBatch]) -> Sequence[pa.RecordBatch]:
-    """Keep batches as they are."""
+    """Keep batches in memory."""
     return list(batches)
 
 
 def on_disk(folders: Sequence[str]) -> Keep:
-    """Keep batches in files without a name, in the first of the folders that takes them.
+    """Return a function that keeps batches in unnamed files, in the first of the folders that can be written to.
 
-    Whatever ends this process, nothing is left of them.
+    The files disappear with this process, however it ends.
     """
 
     def keep(batches: Iterator[pa.RecordBatch]) -> Sequence[pa.RecordBatch]:
@@ -80,7 +80,7 @@ def on_disk(folders: Sequence[str]) -> Keep:
                     for batch in batches:
                         writer.write_batch(batch)
                 file.flush()
-                # The mapping keeps the file's content alive; it goes when the last batch does.
+                # The mapping keeps the file's content alive until the last batch is freed.
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except StoreError:
             raise

@@ -1,17 +1,17 @@
-"""Which rows a rank reads in which step: a pure function of integers that every rank computes for itself.
+"""Plans which rows a rank reads in which step, as a pure function of integers that every rank computes for itself.
 
 Every rank has a shard of the rows; the shards' sizes differ by at most one. Without ``shuffle``, rank ``r`` has the
-``r``-th contiguous part of the dataset. With it, every epoch has other shards, and each is a fair sample of the dataset
-whatever the dataset's order: neighbouring parts of the dataset go to different ranks and windows, at random.
+``r``-th contiguous part of the dataset. With ``shuffle``, every epoch has new shards, and each is a fair sample of the
+dataset whatever its order: neighbouring parts of the dataset go to different ranks and windows, at random.
 
 - Rows that fit into one window are read by every rank, each block once; a rank takes its share by runs of rows.
-- Other rows are assigned by whole blocks, so that a rank decodes its shard only. Blocks are cut where there would be
+- Other rows are assigned by whole blocks, so that a rank decodes its shard only. Blocks are cut if there would be
   fewer than ``shards.SLICES`` per rank.
-- Rows that one rank alone can read (one partition per rank) stay there, and are read in small slices.
+- Rows that only one rank can read (one partition per rank) stay there, and are read in small slices.
 
-In step ``s`` a rank has the rows ``s * B`` to ``(s + 1) * B`` of its shard, as far as there are any, so a pass has as
-many steps as the largest shard needs, on every rank. Every row comes exactly once. With ``shuffle`` the rows of a shard
-are permuted window by window: a window is what a rank holds in memory to mix it.
+In step ``s`` a rank has the rows ``s * B`` to ``(s + 1) * B`` of its shard, as far as they exist. So on every rank a
+pass has as many steps as the largest shard needs, and every row appears exactly once. With ``shuffle`` the rows of a
+shard are permuted within windows; a window is the part of the shard that a rank holds in memory to shuffle it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from sparkhvd.errors import ConfigError
 
 RowIds = npt.NDArray[np.int64]
 
-# Counts the rules by which rows are shuffled: an interrupted epoch continues under its own rules only.
+# The version of the rules for shuffling: an interrupted epoch resumes only under the same rules.
 _RULES = 2
 
-# Rows that are permuted together: what a processor has in its cache is permuted several times as fast.
+# Rows that are permuted together: they fit into a processor's cache, which makes it several times as fast.
 PORTION_ROWS = 128 * 1024
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a rank reads at once, and the steps that come out of it.
+    """The rows that a rank reads at once, and the steps that use them.
 
     Attributes:
-        pieces: what to read, in this order.
-        order: the places, among the rows of ``pieces``, of the rows to deliver; None delivers all as they are read.
+        pieces: the pieces to read, in this order.
+        order: the indices, among the rows of ``pieces``, of the rows to deliver; None delivers all in reading order.
         rows: this rank's rows in each step of the window.
         global_rows: the rows of all ranks in each of these steps.
         portion: steps whose rows are picked together.
@@ -57,11 +57,11 @@ class Window:
     portion: int = 1
 
     def first(self, steps: int) -> Window:
-        """The same window, ending after ``steps`` steps."""
+        """Return the same window, ending after ``steps`` steps."""
         return replace(self, rows=self.rows[:steps], global_rows=self.global_rows[:steps])
 
     def after(self, steps: int) -> Window:
-        """The same window without its first ``steps`` steps."""
+        """Return the same window without its first ``steps`` steps."""
         order = np.arange(sum(self.rows)) if self.order is None else self.order
         return replace(
             self, order=order[sum(self.rows[:steps]) :], rows=self.rows[steps:], global_rows=self.global_rows[steps:]
@@ -70,17 +70,17 @@ class Window:
 
 @dataclass(frozen=True)
 class Plan:
-    """The division of a split's rows into steps and ranks; the module's text states the rules.
+    """The division of a split's rows into steps and ranks; the module's docstring states the rules.
 
     Attributes:
-        shards: who has which rows.
+        shards: the rows of every rank.
         batch_size: rows of one rank in a full step.
         seed: decides the order where ``shuffle`` is set.
-        shuffle: whether every epoch has an order of its own; otherwise rows come as they lie.
+        shuffle: whether every epoch has its own order; otherwise rows come in dataset order.
         window_rows: rows that a rank may hold in memory to shuffle them.
-        steps_per_epoch: None means one pass over the rows. Fewer steps leave out the pass's last rows (without
-            shuffling the same ones in every epoch), more go on with further passes, each with an order of its own.
-        pair_last_row: whether a rank's last batch, where it would be a single row, takes one from the batch before it.
+        steps_per_epoch: None means one pass over the rows. Fewer steps omit the pass's last rows (without shuffling,
+            the same ones in every epoch), more steps continue with further passes, each with its own order.
+        pair_last_row: whether a rank's last batch, if it would have a single row, takes one from the batch before it.
             Batch normalization cannot train on a single row.
 
     Raises:
@@ -114,22 +114,22 @@ class Plan:
         return len(self.shards.rows)
 
     def order(self) -> tuple[bool | int | str, ...]:
-        """What decides, besides seed, ranks and batch size, which rows come when."""
+        """Return the values that determine the order of rows besides seed, ranks and batch size."""
         paired = ("paired",) if self.pair_last_row else ()
         if not self.shuffle:
             return (False, *paired)
         return (_RULES, isinstance(self.shards, SharedBlocks) and self.shards.keep, self.window_rows, *paired)
 
     def steps(self) -> int:
-        """Steps per epoch, the same on every rank and in every epoch."""
+        """Return the steps per epoch, the same on every rank and in every epoch."""
         return self.steps_per_epoch or self._steps_per_pass
 
     def rows_in(self, rank: int, step: int) -> int:
-        """The rows that a rank has in a step, in every epoch."""
+        """Return the rows that a rank has in a step, in every epoch."""
         return self._rows(self.shards.rows[rank], step % self._steps_per_pass)
 
     def has_single_row(self) -> bool:
-        """Whether some rank has a batch of exactly one row."""
+        """Return whether some rank has a batch of exactly one row."""
         return any(
             self._rows(shard, step) == 1
             for shard in self._sizes
@@ -142,26 +142,26 @@ class Plan:
         return self.shuffle and self.shards.read_by_all(self.window_rows)
 
     def shard(self, rank: int) -> tuple[Piece, ...]:
-        """All that a rank reads, where it reads the same rows in every epoch."""
+        """Return the pieces of a rank that reads the same rows in every epoch."""
         return tuple(joined(sorted(self._read(rank, Draw(self.seed, 0, 0)), key=Piece.place)))
 
     def pieces(self, rank: int, epoch: int, first_step: int = 0) -> Iterator[Piece]:
-        """What ``windows`` will read, in the same order; neighbours within a block are joined."""
+        """Return the pieces of ``windows`` in the same order; neighbours within a block are joined."""
         windows = self._windows(rank, epoch, first_step, ordered=False)
         return joined(chain.from_iterable(window.pieces for window in windows))
 
     def windows(self, rank: int, epoch: int, first_step: int = 0) -> Iterator[Window]:
-        """What ``rank`` reads in ``epoch`` (from 0), window by window.
+        """Return the windows of ``rank`` in ``epoch``.
 
         Args:
-            rank: whose rows.
+            rank: the rank.
             epoch: from 0.
-            first_step: the steps before it are left out; the others are those of the whole epoch.
+            first_step: the steps before it are omitted; the others are those of the whole epoch.
         """
         return self._windows(rank, epoch, first_step, ordered=True)
 
     def global_batches(self, epoch: int) -> Iterator[list[RowIds]]:
-        """For every step of ``epoch``: the row ids of every rank, in the order that the rank delivers them.
+        """Yield for every step of ``epoch`` the row ids of every rank, in the order that the rank delivers them.
 
         Row ids count the rows of shared blocks in dataset order, from 0. Their concatenation over the ranks is the
         global batch in the order that equals single-process training.
@@ -193,11 +193,11 @@ class Plan:
         return Counter(self.shards.rows)
 
     def _rows(self, shard: int, step: int) -> int:
-        """The rows of one step that a shard of so many rows has."""
+        """Return the number of rows in one step of a shard with this number of rows."""
         return self._before(shard, step + 1) - self._before(shard, step)
 
     def _before(self, shard: int, step: int) -> int:
-        """The rows of all steps before this one that a shard of so many rows has."""
+        """Return the number of rows before this step of a shard with this number of rows."""
         full, rest = divmod(shard, self.batch_size)
         moved = self.pair_last_row and self.batch_size > 2 and full > 0 and rest == 1 and step == full
         return min(step * self.batch_size, shard) - moved
@@ -238,7 +238,7 @@ class Plan:
 
     @cached_property
     def _stride(self) -> int:
-        """The steps of a window: windows are of one size, and end where steps end, so that no batch needs two."""
+        """The steps of a window. All windows have the same size and end with a step, so that no batch needs two."""
         if self.read_by_all:
             return self._steps_per_pass
         windows = -(-self._steps_per_pass // max(1, self.window_rows // self.batch_size))

@@ -1,4 +1,4 @@
-"""Work that threads do ahead of its use: results come in order, and those that wait are bounded by bytes."""
+"""Prefetching: threads produce results in advance, in order, with a limit on the bytes that wait."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from sparkhvd.deadline import Deadline
 
 T = TypeVar("T")
 
-# One job: a function that makes results one after the other, each with its size in bytes.
+# One job: a function that yields results, each with its size in bytes.
 Job = Callable[[], Iterator[tuple[T, int]]]
 
 _JOIN_TIMEOUT = 60.0
-# Jobs that are taken up before the first of them has been used: small ones would otherwise never fill the bytes.
+# Limit on the jobs in progress, since results of small jobs never reach the limit of bytes.
 _LINES = 64
 
 
 class StoppedError(Exception):
-    """Nobody wants the results any more."""
+    """The results are no longer needed."""
 
 
 class Ahead(Generic[T]):
-    """The results of jobs, job after job, while threads work on the jobs that follow.
+    """Iterates over the results of jobs in order, while threads work on the next jobs.
 
     Args:
-        jobs: taken up in this order; the iterator is advanced by the threads, one at a time.
-        limit: bytes of results that may wait (the next one may, however large).
-        threads: how many jobs are worked on at once.
-        name: of the threads.
+        jobs: the jobs in order; the threads advance the iterator, one at a time.
+        limit: bytes of results that may wait (the next result may always wait, however large).
+        threads: how many jobs run at once.
+        name: the name of the threads.
         timeout: seconds to wait for one result.
-        waiting_for: what that wait is for, in an error.
+        waiting_for: the purpose of the wait, for the error of a timeout.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Ahead(Generic[T]):
     ) -> None:
         self._changed = threading.Condition()  # guards everything below
         self._jobs: Iterator[Job[T]] | None = iter(jobs)
-        self._lines: deque[_Line[T]] = deque()  # of the jobs in hand, in order
+        self._lines: deque[_Line[T]] = deque()  # the jobs in progress, in order
         self._bytes = 0
         self._stopped = False
         self._limit = limit
@@ -59,7 +59,7 @@ class Ahead(Generic[T]):
             yield found[0]
 
     def stop(self) -> None:
-        """Make the threads end soon, and whoever waits for a result at once."""
+        """Stop the threads soon, and a thread that waits for a result at once."""
         with self._changed:
             self._stopped = True
             self._lines.clear()
@@ -104,14 +104,14 @@ class Ahead(Generic[T]):
     def _next_line(self) -> _Line[T] | None:
         with self._changed:
             while self._lines and (self._bytes >= self._limit or len(self._lines) >= _LINES) and not self._ends():
-                # A slow user is no error, so this wait goes on; but it looks now and then whether there is one.
+                # A slow consumer is no error, so there is no deadline; the loop checks that the consumer still exists.
                 self._changed.wait(1.0)
             if self._ends() or self._jobs is None:
                 return None
             line = _Line[T]()
             try:
                 job = next(self._jobs, None)
-            except Exception as error:  # noqa: BLE001  (the user of the results raises it)
+            except Exception as error:  # noqa: BLE001  (the consumer raises it)
                 line.done, line.error, job = True, error, None
             else:
                 if job is None:
@@ -129,7 +129,7 @@ class Ahead(Generic[T]):
                 self._put(line, result, size)
         except StoppedError:
             pass
-        except Exception as caught:  # noqa: BLE001  (the user of the results raises it)
+        except Exception as caught:  # noqa: BLE001  (the consumer raises it)
             error = caught
         with self._changed:
             line.done, line.error = True, error
@@ -138,7 +138,7 @@ class Ahead(Generic[T]):
     def _put(self, line: _Line[T], result: T, size: int) -> None:
         with self._changed:
             while not self._ends():
-                # The line that is used next always has room for one result; otherwise the others could block it.
+                # The first line may always add one result; otherwise the others could block it.
                 if self._bytes + size <= self._limit or (line is self._lines[0] and not line.results):
                     line.results.append((result, size))
                     self._bytes += size
@@ -148,12 +148,12 @@ class Ahead(Generic[T]):
         raise StoppedError
 
     def _ends(self) -> bool:
-        """Whether nobody will take another result: stopped, or the interpreter is about to end without that."""
+        """Return whether no result will be taken any more: after ``stop``, or when the interpreter ends."""
         return self._stopped or not threading.main_thread().is_alive()
 
 
 class _Line(Generic[T]):
-    """The results of one job that nobody has taken yet."""
+    """The results of one job that have not been taken yet."""
 
     def __init__(self) -> None:
         self.job: Job[T] | None = None

@@ -1,7 +1,7 @@
-"""Reading rows: the batches of one rank, decoded by threads ahead of their use.
+"""Reads the batches of one rank, which threads decode and prefetch.
 
-Threads decode the pieces of the plan; one more puts windows together, has others shuffle them and cuts them into
-batches. A batch is a part of its window's memory wherever that allows, so most rows are moved once or not at all.
+Threads decode the pieces of the plan. One more thread assembles windows, has others shuffle them and cuts them into
+batches. A batch is a view of its window's memory where possible, so most rows are copied once or not at all.
 """
 
 from __future__ import annotations
@@ -39,32 +39,33 @@ if TYPE_CHECKING:
 Transformation = Callable[[Arrays], Arrays]
 
 PREFETCH_BYTES = 256 * 1024 * 1024
-READ_TIMEOUT = 600.0  # seconds that a rank waits for one batch before it calls the Store stuck
+READ_TIMEOUT = 600.0  # seconds that a rank waits for one batch before it reports that the Store is stuck
 THREADS = 2
 _CHUNK_BYTES = 8 * 1024 * 1024
-# More rows mix no better, and the numbers that say their order take memory, too.
+# Larger windows shuffle no better, and the permutation takes memory, too.
 _WINDOW_ROWS = 1024 * 1024
-# Batches are handed over in groups of so many bytes: every hand-over costs two threads some time.
+# Batches pass between threads in groups of this many bytes, since every hand-over costs both threads time.
 _GROUP_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows are read, whatever they are read from.
+    """Options for reading rows from any source.
 
     Attributes:
-        prefetch_bytes: decoded bytes that a rank holds, including what the trainer works on; a quarter of it is the
-            window within which rows are shuffled, one waits, one is in the making and one in use.
-        window_bytes: the window's own size, where it is not the less of a quarter of ``prefetch_bytes`` and 1,048,576
-            rows; the same on every rank.
-        threads: how many threads decode, and mix columns.
+        prefetch_bytes: decoded bytes that a rank holds, including those that the trainer uses. A quarter is the window
+            within which rows are shuffled; of the other quarters, one waits, one is being assembled and one is in use.
+        window_bytes: the size of the window, the same on every rank; None is a quarter of ``prefetch_bytes``, at most
+            1,048,576 rows.
+        threads: how many threads decode, and shuffle columns.
         timeout: seconds to wait for one batch.
-        transformation: makes the columns of a batch into other columns with as many rows; called by a reader thread.
-        made: the columns that the transformation makes, where they are known: what a batch without rows has then, for
-            which it cannot be called.
-        cache: ``memory`` or ``disk`` keeps this rank's rows near it after they were read once; it then has the same
-            rows in every epoch, unless all rows fit into one window.
-        cache_folder: where files of the cache go; empty takes the first of Spark's local folders that takes files.
+        transformation: converts the columns of a batch to other columns with as many rows; called by a reader thread.
+        made: the columns that the transformation returns, if they are known. Batches without rows have them, because
+            the transformation is not called for those.
+        cache: ``memory`` or ``disk`` caches this rank's rows after the first read; the rank then has the same rows in
+            every epoch, unless all rows fit into one window.
+        cache_folder: the folder for files of the cache; empty means the first of Spark's local folders that can be
+            written to.
     """
 
     prefetch_bytes: int = PREFETCH_BYTES
@@ -84,7 +85,7 @@ class Reading:
             raise ConfigError(f"Unknown cache={self.cache!r}; expected one of 'memory', 'disk' and None.")
 
     def window_rows(self, schema: DataSchema) -> int:
-        """The rows of a window."""
+        """Return the rows of a window."""
         row = columns.row_bytes(schema)
         if self.window_bytes is not None:
             return max(1, self.window_bytes // row)
@@ -96,10 +97,10 @@ class RowSource:
 
     Args:
         schema: the columns.
-        plan: which rows come when.
-        rank: whose rows.
-        blocks: opens what the rows are read from; called once per epoch.
-        reading: how to read.
+        plan: the order of the rows.
+        rank: the rank whose rows to read.
+        blocks: opens the source of the rows; called once per epoch.
+        reading: the options for reading.
     """
 
     def __init__(
@@ -113,17 +114,17 @@ class RowSource:
 
     @property
     def schema(self) -> DataSchema:
-        """The columns of every batch; as they are read, where it is not known what a transformation makes of them."""
+        """The columns of every batch; the columns as read if those of the transformation are unknown."""
         return self._reading.made or self._schema
 
     @property
     def plan(self) -> Plan:
-        """The plan that the batches follow; ``plan.global_batches(epoch)`` tells the order of rows over all ranks."""
+        """The plan of the batches; ``plan.global_batches(epoch)`` yields the order of rows over all ranks."""
         return self._plan
 
     @cached_property
     def sample(self) -> Arrays:
-        """A row as it will come: the first one, transformed; a made-up one where no transformation wants to see it."""
+        """A row with the columns of a batch: the first row, transformed; without a transformation, a synthetic row."""
         function = self._reading.transformation
         if function is None:
             return self._first_row()
@@ -133,32 +134,32 @@ class RowSource:
         return {column.name: columns.blank(column, 1) for column in self._schema.columns}
 
     def _nothing(self) -> Arrays:
-        """The columns of a batch without rows."""
+        """Return the columns of a batch without rows."""
         if self._reading.transformation is not None and self._reading.made is None:
             return {name: array[:0].copy() for name, array in self.sample.items()}
         return {column.name: columns.empty(column, 0) for column in self.schema.columns}
 
     def steps(self) -> int:
-        """Steps per epoch, the same on every rank and in every epoch."""
+        """Return the steps per epoch, the same on every rank and in every epoch."""
         return self._plan.steps()
 
     def rows(self) -> int:
-        """Rows of the split over all ranks."""
+        """Return the rows of the split over all ranks."""
         return self._plan.total_rows
 
     def has_rows(self, step: int) -> bool:
-        """Whether this rank has rows in a step of every epoch."""
+        """Return whether this rank has rows in a step of every epoch."""
         return self._plan.rows_in(self._rank, step) > 0
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        """The batches of epoch ``number`` (from 0). Closing the iterator ends the prefetching at once.
+        """Return the batches of epoch ``number`` (from 0). Closing the iterator ends the prefetching at once.
 
         Args:
             number: the epoch.
-            first_step: where to begin; the batches are those that the whole epoch has from there on.
+            first_step: the step to begin at; the batches are the same as in the whole epoch.
 
         Raises:
-            DataError: the rows are not what was announced, or a transformation changed their number.
+            DataError: the rows are not those of the manifest, or a transformation changed their number.
             StoreError: a file cannot be read.
             DeadlineExceededError: no batch came within the time for it.
         """
@@ -233,7 +234,7 @@ class ParquetSource(RowSource):
         shards = SharedBlocks(files.block_rows(), world.size, keep=reading.cache is not None)
         plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch, pair_last_row)
         kept: dict[Piece, Sequence[pa.RecordBatch]] = {}
-        # What every rank decodes whole fits into a window; decoded once, it costs less than a shard in every epoch.
+        # Rows that every rank reads fit into a window; decoding them once costs less than a shard in every epoch.
         where = reading.cache or ("memory" if plan.read_by_all else None)
 
         def blocks() -> Blocks:
@@ -252,7 +253,7 @@ class ParquetSource(RowSource):
 
 
 def head(store: Store, manifest: Manifest, rows: int, of: SplitName = "train") -> Arrays:
-    """The first rows (at most ``rows``) of a split by column."""
+    """Return the first rows (at most ``rows``) of a split by column."""
     schema, split = manifest.schema, manifest.split(of)
     blocks = ParquetBlocks(store, manifest.folder, split, columns.stored_names(schema), rows)
     parts: list[Arrays] = []
@@ -277,7 +278,7 @@ def _decoded(blocks: Blocks, schema: DataSchema, piece: Piece) -> Iterator[tuple
 
 
 class _Memory:
-    """Memory that an array lies in, for numpy to take as its own."""
+    """Presents the memory of an array to numpy as writable."""
 
     def __init__(self, array: npt.NDArray[np.generic]) -> None:
         self.owner = array
@@ -287,7 +288,7 @@ class _Memory:
 
 
 def _owned(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """The same memory as a writable array: Arrow marks as read-only also what it has just made for us alone."""
+    """Return the same memory as a writable array, since Arrow marks even newly decoded arrays as read-only."""
     if array.flags.writeable or not array.flags.c_contiguous or array.dtype.hasobject or array.dtype.kind in "Mm":
         return array
     return np.asarray(_Memory(array))
@@ -300,7 +301,7 @@ def _groups(
     reading: Reading,
     nothing: Callable[[], Arrays],
 ) -> Iterator[tuple[list[Batch], int]]:
-    """The batches of all windows, in groups, with their bytes."""
+    """Yield the batches of all windows in groups, with the bytes of each group."""
     rows = RowStream(iter(chunks))
     row_bytes = columns.row_bytes(schema)
     transformation = reading.transformation
@@ -323,7 +324,7 @@ def _groups(
 
 
 def _cut(window: Window, rows: RowStream, schema: DataSchema, threads: Executor) -> Iterator[Batch]:
-    """The batches of a window from the rows that it reads."""
+    """Yield the batches of a window from the rows that it reads."""
     if window.order is None:
         for count, global_rows in zip(window.rows, window.global_rows, strict=True):
             yield Batch(_writable(list(rows.parts(count)), schema), count, global_rows)
@@ -346,7 +347,7 @@ def _writable(parts: list[Arrays], schema: DataSchema) -> Arrays:
 
 
 def _joined(parts: list[Arrays], schema: DataSchema) -> Arrays:
-    """Parts one after the other, as arrays of their own."""
+    """Return the concatenated parts as new arrays."""
     return {
         column.name: np.array(
             _together([part[column.name] for part in parts], column.name, schema), copy=len(parts) == 1

@@ -1,4 +1,4 @@
-"""The rest of an epoch that other ranks have begun."""
+"""Resumes an epoch that a run with another number of ranks began."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RestOfEpoch:
-    """The rows of one rank where the first epoch was begun by another number of ranks (a ``BatchSource``).
+    """The rows of one rank in an epoch that another number of ranks began (a ``BatchSource``).
 
-    The batches that the old ranks have not trained on are dealt out to the new ones, one old rank's after the
-    other's, in contiguous parts, so that a rank reads little more than its part. Every row of the epoch comes exactly
-    once. Later epochs are those of ``whole``.
+    The batches that the old ranks have not trained on are assigned to the new ranks in contiguous parts, ordered by old
+    rank, so that a rank reads little more than its part. Every row of the epoch appears exactly once. Later epochs are
+    those of ``whole``.
 
     Attributes:
-        whole: the rows as this rank sees them in every other epoch.
-        epoch_begun: the epoch that was begun.
-        first_step: the steps that the old ranks did.
-        old: opens the rows as an old rank saw them.
-        plan: of the old ranks.
+        whole: the rows of this rank in all other epochs.
+        epoch_begun: the epoch to resume.
+        first_step: the number of steps that the old ranks completed.
+        old: opens the rows of an old rank.
+        plan: the plan of the old ranks.
         world: this rank and the number of ranks.
     """
 
@@ -50,23 +50,23 @@ class RestOfEpoch:
         return self.whole.schema
 
     def steps(self) -> int:
-        """Steps per whole epoch."""
+        """Return the steps per whole epoch."""
         return self.whole.steps()
 
     def steps_left(self) -> int:
-        """Steps of the epoch that was begun."""
+        """Return the number of steps that remain in the epoch to resume."""
         return -(-len(self._places) // self.world.size)
 
     def rows(self) -> int:
-        """Rows of the split over all ranks."""
+        """Return the rows of the split over all ranks."""
         return self.whole.rows()
 
     def has_rows(self, step: int) -> bool:
-        """Whether this rank certainly has rows in a step: the epoch that was begun has others than the whole ones."""
+        """Return whether this rank has rows in a step both of the epoch to resume and of whole epochs."""
         return step < len(self._part(self.world.rank)) and self.whole.has_rows(step)
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from a step on."""
+        """Return the batches of an epoch from a step on."""
         if number != self.epoch_begun:
             return self.whole.epoch(number, first_step)
         return self._rest(first_step)
@@ -82,7 +82,7 @@ class RestOfEpoch:
                 yield Batch(self._nothing(), 0, together) if batch is None else replace(batch, global_rows=together)
 
     def _dealt(self, places: Places) -> Iterator[Batch]:
-        """The batches at these places, one old rank after the other."""
+        """Yield the batches with these indices, one old rank after the other."""
         left = self._rows_left.shape[1]
         for rank in np.unique(places // left).tolist():
             steps = places[places // left == rank] % left
@@ -96,14 +96,14 @@ class RestOfEpoch:
 
     @cached_property
     def _rows_left(self) -> Places:
-        """The rows of every old rank in every step that was not done."""
+        """The rows of every old rank in every remaining step."""
         steps = range(self.first_step, self.plan.steps())
         rows = [[self.plan.rows_in(rank, step) for step in steps] for rank in range(self.plan.size)]
         return np.array(rows, np.int64)
 
     @cached_property
     def _places(self) -> Places:
-        """The batches that are left, counted old rank by old rank; those without rows are left out."""
+        """The indices of the remaining batches that have rows, ordered by old rank."""
         return np.flatnonzero(self._rows_left)
 
     def _part(self, rank: int) -> Places:

@@ -1,4 +1,4 @@
-"""Rows that come in chunks of any size, taken in other numbers."""
+"""Regroups rows from chunks of any size."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from sparkhvd.errors import DataError
 
 
 class RowStream:
-    """Rows one after the other, from chunks of any size."""
+    """A stream of rows from chunks of any size."""
 
     def __init__(self, chunks: Iterator[Arrays]) -> None:
         self._chunks = chunks
         self._chunk: Arrays = {}
-        self._at = self._end = 0  # what is left of the chunk
+        self._at = self._end = 0  # the rest of the chunk
 
     def parts(self, rows: int) -> Iterator[Arrays]:
-        """The next rows, in as many parts as they come in."""
+        """Yield the next rows, in as many parts as there are chunks with them."""
         while rows > 0:
             if self._at == self._end:
                 chunk = next(self._chunks, None)

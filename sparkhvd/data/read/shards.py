@@ -1,4 +1,4 @@
-"""Who has which rows: which pieces of which blocks a rank reads, as a pure function of integers."""
+"""Assigns pieces of blocks to ranks, as a pure function of integers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from sparkhvd.data.read.stratified import spread
 from sparkhvd.errors import ConfigError
 
-# What a random stream is for; part of its seed, so that two purposes never share numbers.
+# The purpose of a random stream; part of its seed, so that two purposes never share numbers.
 SEQUENCE, WINDOW_ORDER, SHARD_ORDER, DRAW_BY_ALL = range(4)
 
-# Parts of the dataset that a shard consists of at least; as many row groups are prepared for every rank.
+# The smallest number of parts of a shard; as many row groups are prepared for every rank.
 SLICES = 10
-# Parts of a window for rows that can be read at any place.
+# Parts of a window for rows that can be read from any position.
 _FREE_SLICES = 32
 
 
@@ -34,26 +34,26 @@ class Piece:
         return self.stop - self.start
 
     def place(self) -> tuple[int, int]:
-        """Orders pieces as they lie."""
+        """Return the sort key for pieces in the order of the dataset."""
         return self.block, self.start
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The random numbers of one pass over the rows: which seed, which epoch, which pass of it."""
+    """The source of random numbers for one pass over the rows: the seed, the epoch and the pass within the epoch."""
 
     seed: int
     epoch: int
     number: int
 
     def random(self, purpose: int, rank: int = 0, window: int = 0) -> np.random.Generator:
-        """A generator of its own for every purpose."""
+        """Return the generator for one purpose."""
         key = (purpose, self.epoch, self.number, rank, window)
         return np.random.default_rng(np.random.SeedSequence(self.seed % 2**64, spawn_key=key))
 
 
 class Shards(Protocol):
-    """Who has which rows."""
+    """The assignment of rows to ranks."""
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -64,10 +64,10 @@ class Shards(Protocol):
         """All blocks that a rank can read, in their order."""
 
     def read_by_all(self, window_rows: int) -> bool:
-        """Whether every rank reads all rows, and takes its share of them within its only window."""
+        """Return whether every rank reads all rows, and takes its share within its only window."""
 
     def pieces(self, rank: int, draw: Draw | None, window_rows: int) -> tuple[Piece, ...]:
-        """What a rank reads, window by window; without ``draw`` in the order in which it lies."""
+        """Return the pieces of a rank, window by window; without ``draw`` in dataset order."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class SharedBlocks:
     Attributes:
         block_rows: rows of every block (row group), in row order.
         size: number of ranks.
-        keep: whether a rank reads the same rows in every epoch, to keep them near it; their order still changes.
+        keep: whether a rank reads the same rows in every epoch, for a cache; their order still changes.
     """
 
     block_rows: tuple[int, ...]
@@ -121,7 +121,7 @@ class SharedBlocks:
 
 @dataclass(frozen=True)
 class OwnBlocks:
-    """Blocks that one rank was given; the others cannot read them.
+    """Blocks that only one rank can read.
 
     Attributes:
         block_rows: rows of this rank's blocks.
@@ -143,7 +143,7 @@ class OwnBlocks:
 
 
 def _cut(block_rows: Sequence[int], most: int | None = None) -> tuple[Piece, ...]:
-    """All rows in their order, in pieces of at most so many rows, of almost equal size within a block."""
+    """Return all rows in order, in pieces of at most ``most`` rows and of almost equal size within a block."""
     found = []
     for block, rows in enumerate(block_rows):
         parts = min(rows, 1) if most is None else -(-rows // most)
@@ -152,7 +152,7 @@ def _cut(block_rows: Sequence[int], most: int | None = None) -> tuple[Piece, ...
 
 
 def _windowed(pieces: Sequence[Piece], draw: Draw, rank: int, window_rows: int, *, cut: bool) -> tuple[Piece, ...]:
-    """The pieces of a shard in an order in which every window is a fair sample; ``cut`` where cutting costs nothing."""
+    """Order the pieces of a shard so that every window is a fair sample; ``cut`` if cutting costs nothing."""
     pieces = sorted(pieces, key=Piece.place)
     if cut:
         most = max(1, window_rows // _FREE_SLICES)
@@ -167,7 +167,7 @@ def _windowed(pieces: Sequence[Piece], draw: Draw, rank: int, window_rows: int, 
 
 
 def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same rows in the same order, neighbours within a block joined."""
+    """Yield the same rows in the same order, neighbours within a block joined."""
     last: Piece | None = None
     for piece in pieces:
         if last is not None and (last.block, last.stop) == (piece.block, piece.start):
@@ -181,14 +181,14 @@ def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 class Pieces:
-    """The rows of some pieces, one after the other."""
+    """The concatenated rows of some pieces."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = pieces
         self._ends = np.cumsum([piece.rows for piece in pieces], dtype=np.int64)
 
     def between(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """The parts of pieces that make up the rows ``start`` to ``stop`` (exclusive)."""
+        """Return the parts of pieces that make up the rows ``start`` to ``stop`` (exclusive)."""
         found = []
         place = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:

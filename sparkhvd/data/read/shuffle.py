@@ -1,4 +1,4 @@
-"""The rows of a window, put into another order by threads."""
+"""Shuffles the rows of a window in threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparkhvd.data.read.plan import RowIds
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import OBJECTS, ColumnSpec, DataSchema
 
-# Of rows so small, the core picks those of so many columns together.
+# The core picks up to this many columns together, if an element has at most this many bytes.
 _SMALL_BYTES = 8
 _COLUMNS = 4
 
@@ -23,9 +23,9 @@ _COLUMNS = 4
 def mixed(
     parts: Sequence[Arrays], order: RowIds, schema: DataSchema, threads: Executor, *, release: bool = True
 ) -> Arrays:
-    """Return the rows of all parts at these places as arrays of their own.
+    """Return the rows of all parts with these indices as new arrays.
 
-    With ``release``, each column leaves ``parts`` as soon as it is picked, to free its memory.
+    With ``release``, each column is removed from ``parts`` as soon as it is picked, to free its memory.
     """
     if not len(order):  # fewer rows than ranks
         return {column.name: columns.empty(column, 0) for column in schema.columns}
@@ -45,7 +45,7 @@ def mixed(
 
 
 def picked_together(schema: DataSchema) -> list[list[ColumnSpec]]:
-    """The columns in groups of one size, small so that what has been picked is soon let go."""
+    """Return small groups of columns of the same size; small, so that memory is freed early."""
     by_size: dict[tuple[bool, int], list[ColumnSpec]] = {}
     for column in schema.columns:
         by_size.setdefault((column.dtype in OBJECTS, columns.column_bytes(column)), []).append(column)

@@ -1,8 +1,7 @@
-"""The rows that a Spark task hands to its rank: Arrow files without a name on the executor's disk.
+"""Passes rows from a Spark task to its rank through unnamed Arrow files on the executor's disk.
 
-The task writes them while its worker starts and imports, and tells the worker where they are: the files have no names,
-so the way to them leads through the open files of the task's process. Whatever ends task or worker, the disk space is
-free as soon as both are gone.
+The task writes them while its worker process starts and imports. The files have no names, so the worker opens them by
+the file descriptors of the task's process. However task and worker end, the disk space is free when both have exited.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ class Spool:
     """Writes Arrow batches into one file per value of a column.
 
     Args:
-        folders: where the files may lie; the first that takes one is used.
-        by: the column that says into which file a row goes, and that is not written itself; rows without it go into the
-            file of ``otherwise``.
-        otherwise: see ``by``.
+        folders: folders for the files; the first that can be written to is used.
+        by: the column that decides the file of a row, and is not written itself.
+        otherwise: the file for rows without that column.
 
     Raises:
-        StoreError: none of the folders takes a file.
+        StoreError: none of the folders can be written to.
     """
 
     def __init__(self, folders: Sequence[str], by: str, otherwise: str) -> None:
@@ -45,7 +43,7 @@ class Spool:
         """Add the rows of a batch.
 
         Raises:
-            StoreError: the disk does not take them.
+            StoreError: the disk is full or fails.
         """
         for part, rows in self._parts(batch):
             if rows.num_rows:
@@ -55,7 +53,7 @@ class Spool:
                     raise self._failed(error) from error
 
     def finish(self) -> dict[str, str]:
-        """Complete the files; their paths, for processes of this user on this machine, by the column's values."""
+        """Complete the files, and return their paths for processes of this user and machine, by the column's values."""
         try:
             self._closing.close()
         except OSError as error:
@@ -63,7 +61,7 @@ class Spool:
         return {part: f"/proc/{os.getpid()}/fd/{file.fileno()}" for part, file in self._files.items()}
 
     def close(self) -> None:
-        """Give the files up."""
+        """Close the files, which deletes them when no other process has them open."""
         self._owned.close()
 
     def _parts(self, batch: pa.RecordBatch) -> Iterable[tuple[str, pa.RecordBatch]]:
@@ -84,7 +82,7 @@ class Spool:
         if part not in self._writers:
             file = self._owned.enter_context(self._file())
             self._files[part] = file
-            # Arrow's own file is not slowed down by Python's.
+            # Arrow's own file object is faster than Python's.
             sink = self._closing.enter_context(pa.OSFile(f"/proc/self/fd/{file.fileno()}", "wb"))
             self._writers[part] = self._closing.enter_context(pa.ipc.new_file(sink, schema))
         return self._writers[part]
@@ -103,10 +101,10 @@ class Spool:
 
 
 def unnamed_file(folders: Sequence[str]) -> IO[bytes]:
-    """A new file without a name in the first of the folders that takes one.
+    """Create an unnamed file in the first of the folders that can be written to.
 
     Raises:
-        OSError: none of them does; that of the first.
+        OSError: none of them can be written to; the error of the first.
     """
     problem: OSError | None = None
     for folder in folders:

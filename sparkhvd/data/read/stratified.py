@@ -1,8 +1,7 @@
-"""Random orders in which every part is a fair sample of the whole, whatever the order of the whole.
+"""Stratified random orders: every part is a fair sample of the whole, whatever the order of the whole.
 
-A plain permutation is fair on average; a stratified one is fair every time, which counts where there are few items to
-assign. What lies together goes to different parts, and chance decides which goes where, so no period in the data can
-agree with the number of parts.
+A plain permutation is fair on average; a stratified one is fair every time, which matters if there are few items.
+Neighbouring items go to different parts at random, so no period in the data can coincide with the number of parts.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ def part_in_portions(
 
 
 def _by_runs(rows: int, bins: int, runs: int, random: np.random.Generator) -> Places:
-    """An order by runs, about ``runs`` of them, in which each of ``bins`` equal parts is a fair sample."""
+    """Return an order of about ``runs`` runs of rows in which each of ``bins`` equal parts is a fair sample."""
     run = max(1, rows // runs)
     starts = np.arange(0, rows, run)
     ordered = starts[spread(len(starts), bins, random)]
     places = (ordered[:, np.newaxis] + np.arange(run)).ravel()
     surplus = len(places) - rows
-    if surplus:  # the last run is shorter; to close the gap takes less time than to copy all others
+    if surplus:  # the last run is shorter; closing the gap is faster than copying all others
         end = (int(np.argmax(ordered)) + 1) * run
         places[end - surplus : rows] = places[end:]
     return places[:rows]

@@ -1,1 +1,1 @@
-"""Finds prepared rows again: what identifies them, who uses them, and when they may be removed."""
+"""Reuse of prepared rows: their fingerprints and names, the leases on them, and their removal."""

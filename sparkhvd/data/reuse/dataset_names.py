@@ -1,4 +1,4 @@
-"""Names that users give to prepared rows, by which later jobs find them."""
+"""The users' names for prepared rows, by which later jobs find them."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from sparkhvd.store.protocol import Store
 
 
 def notes_of(store: Store, name: str) -> Iterator[tuple[str, str]]:
-    """The notes that say which datasets have a name, and the ids of these, the newest first."""
+    """Yield the path of every note of the name and the id of its dataset, the newest first."""
     for note in reversed(store.list(layout.name_folder(name))):
         yield note, note.rpartition("/")[2]
 
 
 def id_of(store: Store, name: str) -> str:
-    """The id of the dataset that has this name, or the name itself where none has: it may be an id."""
+    """Return the id of the dataset with this name, or the name itself, which may be an id, if there is none."""
     found = (each for _, each in notes_of(store, name) if store.exists(layout.manifest_path(each)))
     return next(found, name)
 
 
 def difference(manifest: Manifest, selection: Selection, seed: int, known: Fingerprint | None) -> str | None:
-    """In what the rows that have a name differ from those that are asked for; None where nothing shows it.
+    """Describe how the rows of a name differ from the requested ones; None if no difference is known.
 
     Args:
-        manifest: of the rows that have the name.
-        selection: what is asked for.
-        seed: of a split by fraction.
-        known: what identifies the DataFrame, where that can be known.
+        manifest: the manifest of the rows that have the name.
+        selection: the requested columns and split.
+        seed: the seed of a split by fraction.
+        known: the fingerprint of the DataFrame, if it has one.
     """
     if _shown(selection.schema) != _shown(manifest.schema):
         return "their columns, types or fills"
     by_fraction = isinstance(selection.validation, float)
     if selection.validation != manifest.validated_by or (by_fraction and seed != manifest.seed):
         return "their validation splits"
-    # A cache means nothing in another application.
+    # A cache cannot be identified in another application.
     if known is not None and not known.caches and manifest.fingerprint not in {None, known.text}:
         return "the DataFrame, its files or the settings of spark.sql"
     return None
 
 
 def _shown(schema: DataSchema) -> list[tuple[object, ...]]:
-    """What is known of the columns before and after their preparation."""
+    """Return the properties of the columns that are known both before and after their preparation."""
     return [(one.name, one.dtype, one.role, one.kind, one.depth, one.fill, one.sparse) for one in schema.columns]

@@ -1,22 +1,23 @@
-"""What identifies the rows that a preparation would write, so that an earlier one can be used instead.
+"""Fingerprints of the rows that a preparation would write, so that an earlier preparation can be reused.
 
-A fingerprint is given only where everything that decides the rows is known; everything else has none and is prepared
-anew. What is known:
+A DataFrame has a fingerprint only if everything that determines its rows is known; any other DataFrame is prepared
+again. The fingerprint covers:
 
-- the analysed plan of the DataFrame, made only of operators and expressions of an allow-list, all deterministic.
-  User-defined functions, the current time and unseeded randomness have no place on it;
-- functions of Spark ML's own transformers (``VectorAssembler``), by their code's name and what they hold;
-- its leaves: ranges, rows that are part of the plan, caches, and files. Of files, everything that Spark's listing says:
-  path, size and modification time, listed now and equal to the listing that the DataFrame reads by. A cache holds the
-  rows of then, whatever its files hold now; so it counts as itself, by the number of its RDD, which the application
-  gives to no other, and its rows are recognised as long as it lives;
-- the session's ``spark.sql`` settings, the versions of Spark and of this writing, the selection and the split's seed;
-- with ``sample`` or ``randomSplit``, which take rows by their places in partitions, the parallelism that divides files
-  and ranges into these.
+- the analysed plan of the DataFrame, which may contain only operators and expressions of an allow-list, all
+  deterministic. User-defined functions, the current time and unseeded randomness are not on the list;
+- functions of Spark ML's own transformers (``VectorAssembler``), by the name of their code and their state;
+- the leaves of the plan: ranges, rows that are part of the plan, caches, and files. Files count by path, size and
+  modification time, listed now and equal to the listing of the DataFrame. A cache holds the original rows, whatever its
+  files hold now. So it is identified by the number of its RDD, which is unique in the application, and its rows are
+  recognised as long as the cache lives;
+- the session's ``spark.sql`` settings, the versions of Spark and of the written format, the selection and the split's
+  seed;
+- with ``sample`` or ``randomSplit``, which choose rows by their position in partitions, the parallelism that partitions
+  files and ranges.
 
-Two things follow from Spark and not from this module: ``limit`` without an order, and functions such as ``first``, may
-choose other rows in every evaluation; the rows of an earlier evaluation are as right as those of a new one. A file that
-is replaced by one of the same path, size and modification time (in milliseconds) cannot be told from the old one.
+Two limits come from Spark: ``limit`` without an order, and functions such as ``first``, may choose other rows in every
+evaluation; the rows of an earlier evaluation are as valid as new ones. A file that is replaced by one of the same path,
+size and modification time (in milliseconds) cannot be distinguished from the original.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Raise when the same plan would be written differently.
+# Increase this when the same plan would be written differently.
 _WRITING = 2
 
 # In groups: names and values; arithmetic and comparison; NULL and choice; numbers; texts; arrays and structs; times;
@@ -76,32 +77,32 @@ _PLAN_PACKAGE = "org.apache.spark.sql.catalyst.plans.logical."
 _SAMPLE = f"{_PLAN_PACKAGE}Sample"
 _EXPRESSION_PACKAGE = "org.apache.spark.sql.catalyst.expressions."
 _FUNCTION = f"{_EXPRESSION_PACKAGE}ScalaUDF"
-# What the JSON of a cache and of a function tells beside: how the cache was or will be filled, and the same again.
+# Fields of the JSON of caches and functions that are ignored: how a cache is filled, and repetitions.
 _LOOKED_AT_ELSEWHERE = {_CACHE: ("cacheBuilder", "outputOrdering"), _FUNCTION: ("inputEncoders", "outputEncoder")}
 _EXPRESSION_ID = re.compile(r'"id":(\d+),"jvmId":"[^"]*"')
-# Of a transformer, drawn when it is made; the names of fields that it makes hold it.
+# The random id of a transformer, which is part of the names of its fields.
 _TRANSFORMER_ID = re.compile(r"(?<=_)VectorAssembler_[0-9a-f]{12}")
 _SHOWN_ID = re.compile(r"#(\d+)")
 _CACHE_SHOWN = re.compile(r"[ :+-]*InMemoryRelation \[")
 _INDENTATION = re.compile(r"[ :+-]*")
 _ACCESS_TIME = re.compile(r"access_time=\d+; ")
-# The JVM in the name of an application. Of one that cannot be seen from here there is no start, so it never matches.
+# The JVM in the name of an application. The start time of a JVM that is not visible here is unknown and never matches.
 _PROCESS = re.compile(r"[^/]*/\d+/(?P<pid>\d{1,9})@(?P<start>\d+)@(?P<machine>.*)", re.DOTALL)
-# What holds no rows and differs between sessions.
+# Settings that do not affect rows and differ between sessions.
 _IGNORED_SETTINGS = ("spark.sql.warehouse.dir", "spark.sql.artifact.", "spark.sql.session.uuid")
 
 
 class _UnknownError(Exception):
-    """Why a DataFrame has no fingerprint."""
+    """The reason why a DataFrame has no fingerprint."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What two preparations share only if they would write the same rows.
+    """A value that two preparations share only if they would write the same rows.
 
     Attributes:
-        text: a digest of everything that decides the rows.
-        caches: the caches among it; without any, it means the same in every application.
+        text: a digest of everything that determines the rows.
+        caches: the caches that it covers; without any, it is valid in every application.
     """
 
     text: str
@@ -115,19 +116,19 @@ def _log(reason: str) -> None:
 def fingerprint(
     df: DataFrame, *parts: object, caches: bool = True, report: Callable[[str], None] = _log
 ) -> Fingerprint | None:
-    """What identifies the rows of a DataFrame.
+    """Return the fingerprint of the rows of a DataFrame.
 
     Args:
         df: the rows.
-        parts: what else decides what is written; their ``repr`` counts.
-        caches: whether rows of a cache have a fingerprint, which means something in this application only.
-        report: receives the reason where there is none; by default it is logged at level debug.
+        parts: further values that determine what is written; their ``repr`` counts.
+        caches: whether rows of a cache have a fingerprint, which is valid in this application only.
+        report: receives the reason if there is no fingerprint; by default it is logged at level debug.
 
     Returns:
-        None where that cannot be known.
+        The fingerprint, or None if the rows cannot be identified.
 
     Raises:
-        PySparkException: a cache was asked for that is not filled yet, and a stage below it failed.
+        PySparkException: the plan has a cache that is not filled yet, and a stage below it failed.
     """
     if is_connect(df.sparkSession):
         report("a Spark Connect client sees neither the plan nor the files of a DataFrame")
@@ -144,7 +145,7 @@ def fingerprint(
 
 
 def living_caches(spark: SparkSession) -> Callable[[str], bool]:
-    """Tells of one of ``Fingerprint.caches`` whether it may live; those of other machines are taken to."""
+    """Return a predicate that says whether one of ``Fingerprint.caches`` may live; caches of other machines may."""
     if is_connect(spark):
         return lambda _cache: True
     application, here = _application(spark), machine_id()
@@ -161,7 +162,7 @@ def living_caches(spark: SparkSession) -> Callable[[str], bool]:
 
 
 def _application(spark: SparkSession) -> str:
-    """Names the application as no other is named, also where masters number theirs alike."""
+    """Return a unique name of the application, even if several masters number their applications alike."""
     context = spark.sparkContext
     pid = context._jvm.java.lang.ProcessHandle.current().pid()  # type: ignore[union-attr]  # noqa: SLF001
     return f"{context.applicationId}/{context.startTime}/{pid}@{process_start(pid)}@{machine_id()}"
@@ -179,9 +180,9 @@ def _session(df: DataFrame) -> list[object]:
 
 
 def _plan(df: DataFrame, *, caches: bool) -> tuple[list[object], tuple[str, ...]]:
-    # A new query over the rows: one that ran before remembers what was cached then.
-    plan = df.select("*")._jdf.queryExecution().withCachedData()  # noqa: SLF001  (nothing public tells the plan in full)
-    # One call gives every operator and expression; a call for each would take seconds for wide tables.
+    # A new query over the rows, because an earlier one remembers the caches of its time.
+    plan = df.select("*")._jdf.queryExecution().withCachedData()  # noqa: SLF001  (no public access to the full plan)
+    # One call returns every operator and expression; a call for each would take seconds for wide tables.
     described, shown = json.loads(plan.toJSON()), str(plan.treeString(True, False, 2**31 - 1, False, False))
     nodes = []
     for node in _nodes(described):
@@ -195,7 +196,7 @@ def _plan(df: DataFrame, *, caches: bool) -> tuple[list[object], tuple[str, ...]
     functions = _functions(df, plan)
     if len(functions) != sum(node["class"] == _FUNCTION for node in nodes):
         raise _UnknownError("the plan has a function that cannot be inspected")
-    # VectorAssembler says that it is not, so that Spark calls it once per row.
+    # VectorAssembler claims to be non-deterministic, so that Spark calls it once per row.
     if not functions and not plan.deterministic():
         raise _UnknownError("an expression is not deterministic")
     leaves = plan.collectLeaves()
@@ -205,10 +206,10 @@ def _plan(df: DataFrame, *, caches: bool) -> tuple[list[object], tuple[str, ...]
 
 
 def _without_cached_plans(shown: str) -> str:
-    """The plan as shown, without how caches were or will be filled, which is shown below each and changes."""
+    """Return the plan's text without the plans below its caches, which change."""
     kept, inside = [], None
     for line in shown.split("\n"):
-        depth = len(_INDENTATION.match(line)[0])  # type: ignore[index]  # it matches everything
+        depth = len(_INDENTATION.match(line)[0])  # type: ignore[index]  # the pattern matches every line
         if inside is not None and depth > inside:
             continue
         inside = depth if _CACHE_SHOWN.match(line) else None
@@ -217,7 +218,7 @@ def _without_cached_plans(shown: str) -> str:
 
 
 def _functions(df: DataFrame, plan: Any) -> list[str]:
-    """Digests of the plan's Scala functions, all of them Spark ML's own; equal ones do the same."""
+    """Return digests of the plan's Scala functions, which must all be Spark ML's own; equal digests mean equal code."""
     kind = df.sparkSession._jvm.org.apache.spark.sql.catalyst.trees.TreePattern.SCALA_UDF()  # type: ignore[union-attr]  # noqa: SLF001
     found: list[str] = []
     waiting = [(plan, True)]
@@ -239,7 +240,7 @@ def _functions(df: DataFrame, plan: Any) -> list[str]:
 
 
 def _digest(df: DataFrame, content: Any) -> str:
-    """Of what Java's serialization makes of an object."""
+    """Return a digest of an object as Java serializes it."""
     from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # noqa: PLC0415  (comes with pyspark)
 
     try:
@@ -270,7 +271,7 @@ def _refuse_unknown(nodes: list[dict[str, object]]) -> None:
 
 
 def _nodes(found: object) -> Iterator[dict[str, object]]:
-    """The operators, expressions and types of a plan's JSON."""
+    """Yield the operators, expressions and types of a plan's JSON."""
     waiting = [found]
     while waiting:
         one = waiting.pop()
@@ -283,7 +284,7 @@ def _nodes(found: object) -> Iterator[dict[str, object]]:
 
 
 def _with_own_numbers(description: str, shown: str) -> list[str]:
-    """The plan without the numbers that Spark gives to columns and transformers, which differ between equal plans."""
+    """Return the plan with its own numbering of columns and transformers; Spark's differs between equal plans."""
     numbers: dict[str, int] = {}
 
     def number(match: re.Match[str]) -> str:
@@ -302,11 +303,11 @@ def _source(df: DataFrame, leaf: Any) -> list[str]:
     if name == _PLAN_PACKAGE + "LocalRelation":
         return [name, _digest(df, leaf.data())]
     if name == _CACHE:
-        # The first to ask for a cache has all stages run but the last.
+        # The first access to a cache runs all of its stages except the last.
         number = run_job(df.sparkSession, lambda: leaf.cacheBuilder().cachedColumnBuffers().id())
         return [name, f"{_application(df.sparkSession)}/{number}"]
     if name != _RELATION:
-        return [name]  # on the list, and described by the plan itself
+        return [name]  # on the allow-list, and described by the plan itself
     relation = leaf.relation()
     if str(relation.getClass().getName()) != "org.apache.spark.sql.execution.datasources.HadoopFsRelation":
         raise _UnknownError(f"{relation.getClass().getName()} does not report what it reads")
@@ -322,7 +323,7 @@ def _source(df: DataFrame, leaf: Any) -> list[str]:
 
 
 def _files(df: DataFrame, relation: Any) -> str:
-    """Paths, sizes and modification times of a relation's files, listed now."""
+    """Return the paths, sizes and modification times of a relation's files, listed now."""
     location = relation.location()
     kind = "org.apache.spark.sql.execution.datasources.InMemoryFileIndex"
     if str(location.getClass().getName()) != kind:

@@ -1,17 +1,17 @@
-"""Who uses which prepared dataset, and when one may be removed.
+"""Leases on prepared datasets, and the removal of datasets that nobody uses.
 
 A lease is a small file in the Store, ``leases/<dataset id>/<owner>``, that a driver holds while it prepares or uses a
-dataset. It makes these things safe among drivers that share a Store and may be killed at any time:
+dataset. Drivers that share a Store may be killed at any time, and leases guarantee:
 
-- a dataset is removed only when nobody holds it and it has not been used for as long as it is to be kept;
-- the remains of a preparation that was killed are found by the lease that it leaves.
+- a dataset is removed only when nobody holds a lease on it and its retention time since the last use is over;
+- the remains of a killed preparation are found by the lease that it leaves.
 
-A lease of a process on this machine ends with the process; one of another machine is believed for ``BELIEVED_SECONDS``,
-so whoever holds one renews it (``Hold``) long before.
+A lease of a process on this machine ends with the process. A lease of another machine is valid for
+``BELIEVED_SECONDS``, and its owner renews it (``Hold``) long before.
 
-Taking a lease and removing a dataset can happen at the same time. Whoever removes takes the manifest away first and
-then looks for leases once more; whoever takes a lease looks for the manifest afterwards. So at least one of them sees
-the other: the remover puts the manifest back, or the taker prepares the data anew.
+A driver may take a lease while another one removes the dataset. The remover deletes the manifest first and then looks
+for leases again; the taker looks for the manifest after it has taken the lease. So at least one of them sees the other:
+the remover restores the manifest, or the taker prepares the data again.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ logger = logging.getLogger(__name__)
 
 BELIEVED_SECONDS = 7 * 24 * 3600.0
 RENEW_SECONDS = 24 * 3600.0
-# By the clock on the wall, since a machine may sleep meanwhile; so this is also how soon a failure is tried again.
+# How often the wall clock is checked, since a machine may sleep; a failed renewal is retried as often.
 _LOOK_SECONDS = 3600.0
-_RELEASE_SECONDS = 300.0  # it may mean to remove the dataset
+_RELEASE_SECONDS = 300.0  # a release may remove the dataset
 _RELEASED = "released"
-# Ends the name of a lease for one use, of which there may be one per rank; it repeats what the others say.
+# Suffix of a lease for one use, which each rank may take; its retention time is that of the other leases.
 _USE = "-use"
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a lease says.
+    """The content of a lease's file.
 
     Attributes:
         machine: identifies the machine, and the container on it.
         pid: the process.
-        started: when the process started, in the kernel's own count: a pid is used again, the pair is not.
+        started: the start time of the process in the kernel's unit; unlike a pid, the pair of both is never reused.
         taken: when the lease was taken or renewed, in seconds since 1970.
-        keep_seconds: how long the dataset is to be kept after its last use.
+        keep_seconds: how long to keep the dataset after its last use.
     """
 
     machine: str
@@ -64,7 +64,7 @@ class Record:
     keep_seconds: float
 
     def holds(self, now: float) -> bool:
-        """Whether the owner may still use the dataset."""
+        """Return whether the owner may still use the dataset."""
         if self.machine == machine_id():
             return process_start(self.pid) == self.started
         return now - self.taken < BELIEVED_SECONDS
@@ -72,14 +72,14 @@ class Record:
 
 @dataclass(frozen=True)
 class Lease:
-    """This process's hold on a dataset; ``release`` ends it.
+    """A lease of this process on a dataset; ``release`` ends it.
 
     Attributes:
-        store: where the dataset is.
-        dataset_id: names it.
-        owner: names the hold.
+        store: the Store of the dataset.
+        dataset_id: the dataset.
+        owner: the name of the lease.
         keep_seconds: see ``Record``.
-        caches: Spark's caches that the rows are of; when one of them is gone, nobody can want the dataset again.
+        caches: Spark's caches that the rows were read from; when one of them is gone, the dataset cannot be reused.
     """
 
     store: Store
@@ -90,14 +90,14 @@ class Lease:
 
     @property
     def path(self) -> str:
-        """The file that says so."""
+        """The path of the lease's file."""
         return layout.lease_path(self.dataset_id, self.owner)
 
     def renew(self) -> None:
-        """Have other machines believe in it for as long again.
+        """Extend the lease by ``BELIEVED_SECONDS`` from now.
 
         Raises:
-            StoreError: the Store cannot be written, or the lease was removed: it had not been renewed for too long.
+            StoreError: the Store cannot be written, or the lease was removed because its renewal was overdue.
         """
         if not self.store.exists(self.path):
             raise StoreError(
@@ -108,17 +108,17 @@ class Lease:
             file.write(_record(self.keep_seconds))
 
     def withdraw(self) -> None:
-        """End the hold as if it had never been."""
+        """End the lease without a note of its use."""
         self.store.delete(self.path)
 
     def release(self) -> None:
-        """End the hold; the dataset is removed if nobody else holds it and it is not to be kept."""
+        """End the lease, and remove the dataset if nobody else holds it and ``keep_seconds`` is 0."""
         if math.isinf(self.keep_seconds):
-            self.withdraw()  # a note of its use would make the dataset one that `clean` may remove
+            self.withdraw()  # a note of its use would allow `clean` to remove the dataset
             return
         now = time.time()
         path = layout.lease_path(self.dataset_id, _RELEASED)
-        caches = self.caches or _json(self.store, path).get("caches", ())  # one use does not know them
+        caches = self.caches or _json(self.store, path).get("caches", ())  # a lease for one use does not know them
         note = {"time": now, "keep_seconds": self.keep_seconds, "caches": caches}
         with self.store.open(path, "wb") as file:
             file.write(json.dumps(note).encode())
@@ -128,7 +128,7 @@ class Lease:
 
 
 class Renewable(Protocol):
-    """Something that is held until it is released, and renewed meanwhile."""
+    """A lease that is renewed until it is released."""
 
     @property
     def store(self) -> Store: ...
@@ -137,11 +137,11 @@ class Renewable(Protocol):
 
 
 class Hold:
-    """A lease that a thread renews every ``RENEW_SECONDS`` (a failure is logged and tried again), until ``close``.
+    """Renews a lease every ``RENEW_SECONDS`` in a thread until ``close``; a failure is logged and repeated.
 
     Args:
-        lease: taken just now.
-        look_seconds: how often its age is looked at.
+        lease: a lease that was taken just now.
+        look_seconds: how often its age is checked.
         renew_seconds: the age at which it is renewed.
     """
 
@@ -151,17 +151,17 @@ class Hold:
         self._lease = lease
         self._look_seconds, self._renew_seconds = look_seconds, renew_seconds
         self._pid = os.getpid()
-        # A finalizer may put into it wherever it interrupts whichever thread; it could not set an event.
+        # A finalizer may run in any thread at any point: it can put into a SimpleQueue, but not set an event.
         self._closed: queue.SimpleQueue[None] = queue.SimpleQueue()
-        # Rows may be prepared without ever being closed; that must not keep the interpreter from ending.
+        # A daemon, because rows that are never closed must not keep the interpreter from ending.
         self._thread = threading.Thread(target=self._work, name="sparkhvd-lease", daemon=True)
         self._thread.start()
 
     def close(self, seconds: float = _RELEASE_SECONDS) -> None:
-        """Release the lease; a second call does nothing, nor does one in a process that was forked from the owner.
+        """Release the lease; a second call does nothing, and neither does a call in a forked process.
 
         Args:
-            seconds: how long to wait until it is released.
+            seconds: how long to wait for the release.
         """
         if os.getpid() != self._pid:
             return
@@ -173,18 +173,18 @@ class Hold:
         renewed = time.time()
         while not self._is_closed():
             now = time.time()
-            if 0 <= now - renewed < self._renew_seconds:  # a clock may be set back
+            if 0 <= now - renewed < self._renew_seconds:  # negative if the clock was set back
                 continue
             try:
                 self._lease.renew()
-            except (SparkHvdError, OSError) as error:  # the training may well end before anybody minds
+            except (SparkHvdError, OSError) as error:  # the training may end before the lease expires
                 logger.warning("Could not renew a lease in %s: %s", self._lease.store.url, error)
             else:
                 renewed = now
         let_go(self._lease)
 
     def _is_closed(self) -> bool:
-        """Whether it is closed within ``look_seconds``."""
+        """Wait for ``close`` at most ``look_seconds``, and return whether it was called."""
         try:
             self._closed.get(timeout=self._look_seconds)
         except queue.Empty:
@@ -193,7 +193,7 @@ class Hold:
 
 
 def let_go(lease: Renewable) -> None:
-    """Release a lease, and log it where that fails: it may neither hide an error nor make one of a success."""
+    """Release a lease and log a failure, which must neither hide another error nor fail a success."""
     try:
         lease.release()
     except SparkHvdError as error:
@@ -201,21 +201,21 @@ def let_go(lease: Renewable) -> None:
 
 
 def take(store: Store, dataset_id: str, keep_seconds: float, caches: tuple[str, ...] = ()) -> Lease:
-    """Hold a dataset. Look for its manifest after this, not before."""
+    """Take a lease on a dataset. The caller looks for the manifest afterwards, not before."""
     return _publish(Lease(store, dataset_id, _owner(), keep_seconds, caches=caches))
 
 
 def borrow(store: Store, dataset_id: str) -> Lease:
-    """Hold a dataset for one use, and have it kept afterwards for as long as those said who held it before."""
+    """Take a lease for one use, with the longest retention time of the earlier leases."""
     paths = [path for path in store.list(layout.lease_folder(dataset_id)) if not path.endswith(_USE)]
     found = (_json(store, path).get("keep_seconds") for path in paths)
     keeps = [float(keep) for keep in found if isinstance(keep, int | float)]
-    # What nobody ever held is not to be removed because of this.
+    # A dataset without an earlier lease must not be removed because of this one.
     return _publish(Lease(store, dataset_id, f"{_owner()}{_USE}", max(keeps, default=math.inf)))
 
 
 def held_here(store: Store) -> list[str]:
-    """The datasets that this process holds (not only for one use), the one taken last first."""
+    """Return the datasets that this process holds (not only for one use), the latest first."""
     found = []
     now = time.time()
     for path in store.list(layout.LEASES):
@@ -228,11 +228,11 @@ def held_here(store: Store) -> list[str]:
 
 
 def remove_expired(store: Store, may_live: Callable[[str], bool] = lambda _cache: True) -> list[str]:
-    """Remove what nobody holds and nobody used for as long as it was to be kept; returns the ids.
+    """Remove the datasets that nobody holds and whose retention time is over, and return their ids.
 
     Args:
-        store: where.
-        may_live: tells of a cache (see ``Lease``) whether it may still be there.
+        store: the Store of the datasets.
+        may_live: returns whether a cache (see ``Lease``) may still exist.
     """
     now = time.time()
     return [
@@ -243,13 +243,13 @@ def remove_expired(store: Store, may_live: Callable[[str], bool] = lambda _cache
 
 
 def remove_all_unused(store: Store) -> list[str]:
-    """Remove every dataset that nobody holds, however new; returns the ids."""
+    """Remove every dataset that nobody holds, however new, and return the ids."""
     now = time.time()
     return [dataset for dataset in _leased(store) if remove_unused(store, dataset, now)]
 
 
 def remove_unused(store: Store, dataset_id: str, now: float) -> bool:
-    """Remove a dataset unless somebody holds it; the module's text says why in this order."""
+    """Remove a dataset unless somebody holds it; the module's docstring explains the order."""
     if _held(store, dataset_id, now):
         return False
     path = layout.manifest_path(dataset_id)
@@ -271,12 +271,12 @@ def _publish(lease: Lease) -> Lease:
 
 
 def _owner() -> str:
-    """A name of its own for a lease; names sort by the time."""
+    """Return a unique name for a lease; names sort by time."""
     return f"{time.time():017.6f}-{uuid.uuid4().hex[:16]}"
 
 
 def _record(keep_seconds: float) -> bytes:
-    """What a lease of this process says now."""
+    """Return the content of a lease of this process as of now."""
     record = Record(machine_id(), os.getpid(), process_start(os.getpid()), time.time(), keep_seconds)
     return json.dumps(asdict(record)).encode()
 
@@ -303,7 +303,7 @@ def _held(store: Store, dataset_id: str, now: float) -> bool:
 
 
 def _expired(store: Store, dataset_id: str, now: float, may_live: Callable[[str], bool]) -> bool:
-    """Whether the dataset has been kept for long enough after its last use, or was never finished."""
+    """Return whether the dataset has been kept for long enough after its last use, or was never finished."""
     if not store.exists(layout.manifest_path(dataset_id)):
         return True
     ends = []
@@ -323,8 +323,8 @@ def _read(store: Store, path: str) -> Record | None:
     try:
         return Record(
             **{name: value for name, value in content.items() if name in known}
-        )  # a later version may say more
-    except TypeError:  # the note of a release, or a file that is gone meanwhile
+        )  # later versions may add fields
+    except TypeError:  # the note of a release, or a file that was removed meanwhile
         return None
 
 

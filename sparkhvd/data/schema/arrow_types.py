@@ -1,4 +1,4 @@
-"""Which columns the Arrow type of a Parquet column becomes, or why it cannot."""
+"""Maps the Arrow types of Parquet columns to columns of a dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def leaves(path: tuple[str, ...], arrow: pa.DataType) -> list[Leaf]:
-    """What a column of this type holds, in the order of its fields.
+    """Return the leaves of a column of this type, in the order of its fields.
 
     Raises:
         SchemaError: the type cannot be used; the message says why.
@@ -24,7 +24,7 @@ def leaves(path: tuple[str, ...], arrow: pa.DataType) -> list[Leaf]:
     types = pa.types
     if types.is_struct(arrow):
         names = tuple(arrow.field(index).name for index in range(arrow.num_fields))
-        if names == VECTOR_FIELDS:  # Spark writes its ML vectors so
+        if names == VECTOR_FIELDS:  # Spark's layout of ML vectors
             return [Leaf(path, "float64", "vector", 1)]
         return [leaf for index, name in enumerate(names) for leaf in leaves((*path, name), arrow.field(index).type)]
     element, depth = arrow, 0
@@ -50,7 +50,7 @@ def _dtype(arrow: pa.DataType) -> str | None:
     if types.is_decimal128(arrow):
         return decimal_dtype(arrow.precision, arrow.scale)
     if types.is_timestamp(arrow):
-        # numpy has the units of Arrow; "[us]" is what Spark writes.
+        # numpy and Arrow have the same units; Spark writes "[us]".
         return f"datetime64[{arrow.unit}]" if arrow.unit in {"us", "ns", "ms"} else None
     if types.is_string(arrow) or types.is_large_string(arrow):
         return "str"

@@ -1,4 +1,4 @@
-"""Values that are packed into bytes, as petastorm's datasets have them: numpy arrays and images."""
+"""Decodes values that petastorm packs into bytes: numpy arrays and images."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def decode(packed: pa.Array, column: ColumnSpec, dtype: np.dtype[Any], shape: tu
 
     Args:
         packed: binary values.
-        column: says how they are packed, and what to put where one is NULL.
-        dtype: the type that each must have.
-        shape: the shape that each must have.
-        what: names the column in errors.
+        column: its codec says how the values are packed, its fill replaces NULL.
+        dtype: the type that every value must have.
+        shape: the shape that every value must have.
+        what: name of the column in errors.
 
     Raises:
         DataError: a value cannot be unpacked, or has another type or shape; images need Pillow or OpenCV.
     """
     codec = column.codec
-    assert codec is not None  # noqa: S101  (else nothing is packed)
+    assert codec is not None  # noqa: S101  (only columns with a codec are packed)
     unpack = _decoder(codec)
     rows = np.empty((len(packed), *shape), dtype)
     for index, value in enumerate(packed.to_pylist()):
@@ -56,7 +56,7 @@ def decode(packed: pa.Array, column: ColumnSpec, dtype: np.dtype[Any], shape: tu
 
 
 def peek(value: bytes, codec: Codec) -> Array:
-    """One unpacked value, to learn its type and shape."""
+    """Unpack one value, to learn its type and shape."""
     unpack = _decoder(codec)
     return np.asarray(unpack(value))
 
@@ -71,7 +71,7 @@ def _compressed(value: bytes) -> Array:
 
 
 def _image_decoder() -> Callable[[bytes], Array]:
-    """Red, green, blue in this order, or one channel; by Pillow or else OpenCV."""
+    """Return a decoder by Pillow or else OpenCV, for images with one channel or RGB."""
     try:
         pillow = import_module("PIL.Image")
     except ImportError:
@@ -87,16 +87,16 @@ def _image_decoder() -> Callable[[bytes], Array]:
 
 def _by_pillow(pillow: Any, value: bytes) -> Array:
     with pillow.open(io.BytesIO(value)) as image:
-        found = np.asarray(image)
-        # 16-bit grey is 32-bit in some versions of Pillow.
-        return found.astype(np.uint16) if image.mode.startswith("I") and found.dtype != np.uint16 else found
+        pixels = np.asarray(image)
+        # Some versions of Pillow open 16-bit grey images with 32 bits.
+        return pixels.astype(np.uint16) if image.mode.startswith("I") and pixels.dtype != np.uint16 else pixels
 
 
 def _by_opencv(opencv: Any, value: bytes) -> Array:
-    found = opencv.imdecode(np.frombuffer(value, np.uint8), opencv.IMREAD_UNCHANGED)
-    if found is None:
+    pixels = opencv.imdecode(np.frombuffer(value, np.uint8), opencv.IMREAD_UNCHANGED)
+    if pixels is None:
         raise ValueError("OpenCV does not recognize the image format")
-    return np.asarray(opencv.cvtColor(found, opencv.COLOR_BGR2RGB) if found.ndim == 3 else found)
+    return np.asarray(opencv.cvtColor(pixels, opencv.COLOR_BGR2RGB) if pixels.ndim == 3 else pixels)
 
 
 def _decoder(codec: Codec) -> Callable[[bytes], Array]:

@@ -1,7 +1,7 @@
-"""How a column of Arrow data becomes the numpy array of a batch: the one place that knows every type.
+"""Converts columns of Arrow data to the numpy arrays of a batch. This is the only module that knows every type.
 
-``stored_names`` says what to read of a file, ``empty`` makes room for the rows, ``decode`` fills it. The arrays of all
-columns have the rows as their first dimension and take slices, ``np.take`` and assignment alike:
+``stored_names`` lists the columns to read from a file, ``empty`` allocates arrays, ``decode`` converts. In all arrays
+the rows are the first dimension, so slices, ``np.take`` and assignment work for every column:
 
 ==========================  ==============================================================
 column                      array of ``n`` rows
@@ -38,28 +38,28 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.generic]
 T = TypeVar("T")
 
-# A double represents every decimal of so many digits, and gives it back when rounded to as many.
+# A double represents every decimal of so many digits, and rounding to as many digits restores the decimal.
 FLOAT_DIGITS = 15
 INTEGER_DIGITS = 18
-VECTOR_FIELDS = ("type", "size", "indices", "values")  # Spark's own form of its ML vectors
+VECTOR_FIELDS = ("type", "size", "indices", "values")  # Spark's struct of an ML vector
 _DENSE = 1
-_OBJECT_BYTES = 64  # a guess, for planning
+_OBJECT_BYTES = 64  # an estimate, for planning
 
 
 def stored_names(schema: DataSchema) -> list[str]:
-    """What to read of a Parquet file; a dot leads into a struct."""
+    """Return the columns to read from a Parquet file; a dot separates a struct from its field."""
     return [".".join(column.path) for column in schema.columns]
 
 
 def open_parquet(file: pa.NativeFile) -> parquet.ParquetFile:
-    """A Parquet file as all of its readers open it: Spark's 96-bit timestamps hold microseconds."""
+    """Open a Parquet file with Spark's 96-bit timestamps as microseconds, as all readers need it."""
     from pyarrow import parquet  # noqa: PLC0415  (heavy)
 
     return parquet.ParquetFile(file, coerce_int96_timestamp_unit="us")
 
 
 def stored(batch: pa.RecordBatch, column: ColumnSpec) -> pa.Array:
-    """The column's Arrow array in a batch that holds what ``stored_names`` says."""
+    """Return the column's Arrow array from a batch with the columns of ``stored_names``."""
     import pyarrow.compute as pc  # noqa: PLC0415  (heavy)
 
     first, *fields = column.path
@@ -70,7 +70,7 @@ def stored(batch: pa.RecordBatch, column: ColumnSpec) -> pa.Array:
 
 
 def array_type(column: ColumnSpec) -> np.dtype[np.generic]:
-    """The numpy type of the column's elements in memory."""
+    """Return the numpy type of the column's elements in memory."""
     if column.sparse:
         entries = _known(column, column.entries)
         return np.dtype([("indices", np.int32, (entries,)), ("values", np.float64, (entries,))])
@@ -78,22 +78,22 @@ def array_type(column: ColumnSpec) -> np.dtype[np.generic]:
 
 
 def row_shape(column: ColumnSpec) -> tuple[int, ...]:
-    """The shape of one row in memory."""
+    """Return the shape of one row in memory."""
     return () if column.sparse else _known(column, column.shape)
 
 
 def row_bytes(schema: DataSchema) -> int:
-    """The bytes of one row in memory, at least 1; Python objects are guessed."""
+    """Return the bytes of one row in memory, at least 1; the size of Python objects is an estimate."""
     return max(1, sum(column_bytes(column) for column in schema.columns))
 
 
 def empty(column: ColumnSpec, rows: int) -> Array:
-    """Room for so many rows."""
+    """Allocate an array for this number of rows."""
     return np.empty((rows, *row_shape(column)), array_type(column))
 
 
 def blank(column: ColumnSpec, rows: int) -> Array:
-    """Made-up rows of zeros and empty texts, to try a model with."""
+    """Return synthetic rows of zeros and empty strings, to try a model with."""
     array = np.zeros((rows, *row_shape(column)), array_type(column))
     if column.sparse:
         array["indices"] = -1
@@ -103,19 +103,19 @@ def blank(column: ColumnSpec, rows: int) -> Array:
 
 
 def coordinates(array: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Row, place in the row and value of every stored entry of a sparse column, ordered by row."""
+    """Return the row, the index in the row and the value of every stored entry of a sparse column, ordered by row."""
     indices, values = array["indices"], array["values"]  # type: ignore[call-overload]
     rows, places = np.nonzero(indices >= 0)
     return rows, indices[rows, places].astype(np.int64), values[rows, places]
 
 
 def sparse_widths(schema: DataSchema) -> dict[str, int]:
-    """The sizes of the vectors in the sparse columns."""
+    """Return the vector sizes of the sparse columns, by column name."""
     return {column.name: _known(column, column.shape)[0] for column in schema.columns if column.sparse}
 
 
 def to_dense(array: Array, column: ColumnSpec) -> Array:
-    """A sparse column with all its elements, shape ``(rows, size)``; any other column as it is."""
+    """Return a sparse column as a dense array of shape ``(rows, size)``; any other column unchanged."""
     if not column.sparse:
         return array
     dense = np.zeros((len(array), *_known(column, column.shape)))
@@ -125,7 +125,7 @@ def to_dense(array: Array, column: ColumnSpec) -> Array:
 
 
 def decode(batch: pa.RecordBatch, column: ColumnSpec, where: str) -> Array:
-    """The column of an Arrow batch as an array of ``row_shape``; without a copy where Arrow allows.
+    """Return the column of an Arrow batch as an array of ``row_shape``; without a copy where Arrow allows.
 
     Raises:
         DataError: see ``to_numpy``.
@@ -134,10 +134,10 @@ def decode(batch: pa.RecordBatch, column: ColumnSpec, where: str) -> Array:
 
 
 def to_numpy(array: pa.Array, column: ColumnSpec, where: str) -> Array:
-    """An Arrow array as a numpy array of shape ``(rows, *row_shape(column))``, without a copy where Arrow allows.
+    """Return an Arrow array as numpy, shape ``(rows, *row_shape(column))``, without a copy where Arrow allows.
 
     Raises:
-        DataError: it holds NULL without a fill, arrays of another length, or another type than ``column`` says.
+        DataError: the array holds NULL without a fill, or its lengths or type differ from ``column``.
     """
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
@@ -155,7 +155,7 @@ def to_numpy(array: pa.Array, column: ColumnSpec, where: str) -> Array:
 
 
 def lengths(array: pa.Array) -> npt.NDArray[np.int64] | None:
-    """The lengths of arrays or vectors, 0 for NULL; None for anything else."""
+    """Return the lengths of arrays or vectors, 0 for NULL; None for anything else."""
     import pyarrow as pa  # noqa: PLC0415
     import pyarrow.compute as pc  # noqa: PLC0415
 
@@ -179,7 +179,7 @@ def _known(column: ColumnSpec, value: T | None) -> T:
 
 
 def column_bytes(column: ColumnSpec) -> int:
-    """The bytes of one row of a column in memory; Python objects are guessed."""
+    """Return the bytes of one row of a column in memory; the size of Python objects is an estimate."""
     size = _OBJECT_BYTES if column.dtype in OBJECTS else array_type(column).itemsize
     return size * math.prod(row_shape(column))
 
@@ -206,7 +206,7 @@ def _contradicts(array: pa.Array, column: ColumnSpec, where: str) -> DataError:
 
 
 def _nested(array: pa.Array, shape: tuple[int, ...], column: ColumnSpec, where: str) -> Array:
-    """Arrays inside arrays, level by level; without NULL the values are used where they lie."""
+    """Convert nested arrays level by level; without NULL, the values are not copied."""
     if _is_list(array.type) != bool(shape):
         raise _contradicts(array, column, where)
     _refuse_null(array, column, where)
@@ -214,7 +214,7 @@ def _nested(array: pa.Array, shape: tuple[int, ...], column: ColumnSpec, where: 
         return _scalars(array, column, where)
     valid = ~array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
     found = lengths(array)
-    assert found is not None  # noqa: S101  (it is a list)
+    assert found is not None  # noqa: S101  (the type is a list)
     found = found if valid is None else found[valid]
     if (found != shape[0]).any():
         raise DataError(
@@ -231,7 +231,7 @@ def _nested(array: pa.Array, shape: tuple[int, ...], column: ColumnSpec, where: 
 
 
 def _null_like(array: pa.Array) -> pa.Array:
-    """One NULL of the innermost elements' type."""
+    """Return one NULL of the innermost elements' type."""
     import pyarrow as pa  # noqa: PLC0415
 
     element = array.type
@@ -265,7 +265,7 @@ def _scalars(array: pa.Array, column: ColumnSpec, where: str) -> Array:
 
 
 def _as_declared(found: Array, column: ColumnSpec, where: str) -> Array:
-    """Numbers in the type that they were declared as: integers exactly, floats rounded to the nearest."""
+    """Convert numbers to their declared type: integers exactly, floats rounded to the nearest."""
     with np.errstate(invalid="ignore", over="ignore"):
         declared = found.astype(array_type(column))
     is_rounded = found.dtype.kind == "f" and declared.dtype.kind == "f"
@@ -289,20 +289,20 @@ def _is_object(arrow: pa.DataType, dtype: str) -> bool:
 
 
 def decimal_dtype(precision: int, scale: int) -> str:
-    """What a decimal becomes: a number that holds every value of it, or ``decimal``."""
+    """Return the number type that holds every decimal of this precision and scale exactly, or ``decimal``."""
     if scale == 0 and precision <= INTEGER_DIGITS:
         return "int64"
     return "float64" if precision <= FLOAT_DIGITS and scale >= 0 else "decimal"
 
 
 def _decimals(array: pa.Array, column: ColumnSpec, where: str) -> Array:
-    """Exact integers, or the double nearest to each decimal."""
+    """Return exact integers, or the double nearest to each decimal."""
     if decimal_dtype(array.type.precision, array.type.scale) != column.dtype:
         raise _contradicts(array, column, where)
     words = np.frombuffer(array.buffers()[1], np.int64)[2 * array.offset : 2 * (array.offset + len(array)) : 2]
     if column.dtype == "int64":
         return words.copy()
-    # Both are exact in a double, so one rounding is all that happens; Arrow's own cast multiplies by 10**-scale.
+    # Both operands are exact in a double, so there is one rounding only; Arrow's own cast multiplies by 10**-scale.
     found: Array = words.astype(np.float64) / 10.0**array.type.scale
     return found
 
@@ -335,11 +335,11 @@ def _filled(array: pa.Array, value: int) -> npt.NDArray[np.int64]:
 
 
 def _vectors(array: pa.StructArray, column: ColumnSpec, where: str) -> Array:
-    """Spark's ML vectors, dense and sparse ones mixed as they come."""
+    """Convert Spark's ML vectors; one column may mix dense and sparse vectors."""
     _refuse_null(array, column, where)
     (size,) = _known(column, column.shape)
     found = lengths(array)
-    assert found is not None  # noqa: S101  (it is a struct)
+    assert found is not None  # noqa: S101  (the type is a struct)
     null = array.is_null().to_numpy(zero_copy_only=False)
     if (found[~null] != size).any():
         raise DataError(
@@ -375,7 +375,7 @@ def from_entries(  # noqa: PLR0917
     column: ColumnSpec,
     where: str,
 ) -> Array:
-    """Entries, ordered by row, in the form of a sparse column."""
+    """Return entries, which must be ordered by row, as the structured array of a sparse column."""
     counts = np.bincount(rows, minlength=count)
     if column.entries is not None and counts.max(initial=0) > column.entries:
         raise DataError(

@@ -1,4 +1,4 @@
-"""The columns of a prepared dataset, in words that every layer shares (no pyspark, no framework)."""
+"""The columns of a prepared dataset, as every layer describes them, without pyspark or a framework."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Kind = Literal["scalar", "array", "vector"]
 Codec = Literal["scalar", "ndarray", "compressed_ndarray", "image"]
 Fill = bool | int | float | str
 
-# What a model can take as it is; numpy names.
+# The numpy names of types that a model takes without conversion.
 NUMBERS = frozenset(
     {"bool", "float16", "float32", "float64"}
     | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )  # fmt: skip
-# What has no number for a model: a transformation function or a loader's user makes something of it.
+# Types that are no numbers: a transformation function or the user of a loader converts them.
 OBJECTS = frozenset({"str", "bytes", "decimal"})
 
 
@@ -27,20 +27,20 @@ class ColumnSpec:
 
     Attributes:
         name: the column's name; the field of a struct is ``struct.field``.
-        dtype: what the elements are: the numpy name of a number (bool, int8 to int64, uint8 to uint64, float16 to
+        dtype: the type of the elements: the numpy name of a number (bool, int8 to int64, uint8 to uint64, float16 to
             float64), ``datetime64[D]``, ``datetime64[us]`` or ``datetime64[ns]``, or ``str``, ``bytes`` or ``decimal``
             for Python objects.
         shape: shape of one row: ``()`` for scalars, ``(n,)`` for arrays and vectors, ``(n, m, ...)`` for nested arrays;
-            None where it is not known before the data have been seen.
+            None while it is unknown, before the data have been read.
         role: what the column is for.
-        kind: what it was in Spark, which decides how it is selected and what transform makes of a prediction.
-        fill: what the readers put where the data have NULL; None refuses NULL. A date or a time is its ISO text.
-        sparse: deliver a vector by its stored entries (see ``columns``) instead of all its elements.
-        entries: of a sparse column: the most entries that a row has; None where not known yet.
-        source: where to find it, where that is not ``name``: a column, then the fields of structs.
+        kind: its kind in Spark, which decides how it is selected and which type ``transform`` gives a prediction.
+        fill: the value that the readers put in place of NULL; None refuses NULL. A date or time is its ISO text.
+        sparse: deliver a vector as its stored entries (see ``columns``) instead of all its elements.
+        entries: for a sparse column, the most entries of a row; None while it is unknown.
+        source: the path to read it from, if that is not ``name``: a column, then the fields of structs.
         codec: how a value is packed into bytes (in petastorm's datasets); ``scalar`` is a number that is stored as
             another type of number.
-        depth: how many arrays are inside each other; 0 for scalars.
+        depth: the levels of nested arrays; 0 for scalars.
     """
 
     name: str
@@ -62,7 +62,7 @@ class ColumnSpec:
 
     @property
     def is_number(self) -> bool:
-        """Whether a model can take the values as they are."""
+        """Whether a model can take the values without conversion."""
         return self.dtype in NUMBERS
 
     @property
@@ -87,7 +87,7 @@ class DataSchema:
         return self._by_name[name]
 
     def fields_of(self, name: str) -> list[str]:
-        """The columns that a column of the DataFrame became: itself, or one per field of a struct."""
+        """Return the columns that a column of the DataFrame became: itself, or one per field of a struct."""
         if name in self._by_name:
             return [name]
         return [other for other in self._by_name if other.startswith(f"{name}.")]
@@ -97,6 +97,6 @@ class DataSchema:
         return {column.name: column for column in self.columns}
 
     def replaced(self, columns: Sequence[ColumnSpec]) -> DataSchema:
-        """The same schema with the columns of these names exchanged (to fill in shapes that the data told)."""
+        """Return the schema with these columns in place of those of the same names, for example with known shapes."""
         by_name = {column.name: column for column in columns}
         return DataSchema(tuple(by_name.get(column.name, column) for column in self.columns))

@@ -1,4 +1,4 @@
-"""What a prepared dataset consists of, as one small JSON file. The dataset exists once its manifest does."""
+"""The manifest of a prepared dataset, one small JSON file. A dataset exists once its manifest exists."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Split:
         return sum(self.block_rows())
 
     def block_rows(self) -> tuple[int, ...]:
-        """The row counts of all row groups, in row order."""
+        """Return the row counts of all row groups, in row order."""
         return tuple(rows for file in self.files for rows in file.row_groups)
 
     def blocks(self) -> list[tuple[DataFile, int]]:
-        """File and index in it of every row group, in the order of ``block_rows``."""
+        """Return the file and the index in it of every row group, in the order of ``block_rows``."""
         return [(file, index) for file in self.files for index in range(len(file.row_groups))]
 
 
@@ -57,15 +57,15 @@ class Manifest:
 
     Attributes:
         dataset_id: unique; never used again.
-        folder: the dataset's folder, relative to the Store. It is where the manifest was found, not part of the file.
+        folder: the dataset's folder, relative to the Store: the manifest's location, which its file does not hold.
         schema: the columns, all shapes known.
         train: the rows to train on.
         validation: the rows held out; None when none were asked for.
         seed: the seed of the split.
         validated_by: the fraction or the column that made the split; None without validation.
-        fingerprint: what a later preparation compares its own with; None where the rows cannot be recognised.
+        fingerprint: compared by later preparations with their own; None where the rows cannot be recognised.
         labels: the smallest and the largest value of labels that are numbers, by their names.
-        name: what the user calls it; None where no one gave it a name.
+        name: the user's name for the dataset, if there is one.
     """
 
     dataset_id: str
@@ -81,11 +81,11 @@ class Manifest:
 
     @property
     def path(self) -> str:
-        """Where in the Store the manifest lies; ``load`` takes it."""
+        """The path of the manifest in the Store, as ``load`` takes it."""
         return f"{self.folder}/manifest.json"
 
     def split(self, name: SplitName) -> Split:
-        """The split of this name.
+        """Return the split of this name.
 
         Raises:
             DataError: the dataset has no validation rows.
@@ -98,7 +98,7 @@ class Manifest:
         return found
 
     def to_json(self) -> bytes:
-        """The content of the manifest's file."""
+        """Return the content of the manifest's file."""
         content = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,

@@ -1,7 +1,7 @@
-"""Columns on their way from Spark into a Python function, and apart again there.
+"""Packs columns into arrays for the transfer from Spark to a Python function, and unpacks them there.
 
-Spark writes to Arrow row by row, a number in an array in half of the time that it takes for one in a column. So scalar
-columns of one type travel as the elements of an array, for which nothing is cast, and all others as they are.
+Spark writes to Arrow row by row, and an element of an array takes half the time of a column of its own. So scalar
+columns of the same type are sent as the elements of one array, without a cast; all others are sent unchanged.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ELEMENTS = frozenset({"boolean", "tinyint", "smallint", "int", "bigint", "float
 
 @dataclass(frozen=True)
 class Packing:
-    """Which columns travel together, each by its place.
+    """Which columns are sent together, by their indices.
 
     Attributes:
-        arrays: the columns that are the elements of an array, for every array.
-        others: the columns that travel as they are; several are the fields of a struct.
+        arrays: for every array, the columns that are its elements.
+        others: the columns that are sent unchanged; several become the fields of a struct.
     """
 
     arrays: tuple[tuple[int, ...], ...]
@@ -38,12 +38,12 @@ class Packing:
 
     @property
     def count(self) -> int:
-        """How many columns Spark has to hand over."""
+        """The number of columns that Spark sends."""
         return len(self.arrays) + bool(self.others)
 
 
 def plan_packing(spark_schema: StructType, columns: Sequence[ColumnSpec]) -> Packing:
-    """Put columns of one type together.
+    """Group the columns of the same type.
 
     Args:
         spark_schema: ``df.schema``.
@@ -61,9 +61,9 @@ def plan_packing(spark_schema: StructType, columns: Sequence[ColumnSpec]) -> Pac
 
 
 def packed(columns: Sequence[ColumnSpec], packing: Packing) -> tuple[list[Column], list[Column]]:
-    """The arrays, and the column of the others where there are any.
+    """Return the arrays, and a column of the others if there are any.
 
-    Where plain names are enough, one text says all of them: Spark is asked once, not once for each column.
+    Plain names are combined into one SQL text, which takes one call to Spark instead of one per column.
     """
     from pyspark.sql import functions  # noqa: PLC0415
 
@@ -80,14 +80,14 @@ def packed(columns: Sequence[ColumnSpec], packing: Packing) -> tuple[list[Column
 
 
 def unpacked(parts: Sequence[pa.Array], packing: Packing) -> list[pa.Array | npt.NDArray[np.generic]]:
-    """The columns of a batch, in their order.
+    """Return the columns of a batch, in their order.
 
     Args:
-        parts: the arrays, then the others, as ``packed`` makes them.
-        packing: with which it made them.
+        parts: the arrays, then the others, in the order of ``packed``.
+        packing: the packing that ``packed`` used.
 
     Returns:
-        Arrow's arrays; of columns that travelled in an array without NULL, numpy's with memory of their own.
+        Arrow arrays; for columns that were sent in an array without NULL, numpy arrays with their own memory.
     """
     found: dict[int, pa.Array | npt.NDArray[np.generic]] = {}
     for places, lists in zip(packing.arrays, parts, strict=False):

@@ -1,4 +1,4 @@
-"""Which columns of a DataFrame are trained on, decided from its schema alone: no Spark job runs here."""
+"""Selects the columns of a DataFrame to train on, from its schema alone: no Spark job runs here."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SWITCHES = frozenset({"boolean", "tinyint", "smallint", "int", "bigint", "float
 
 @dataclass(frozen=True)
 class Selection:
-    """What of a DataFrame is trained on.
+    """The columns of a DataFrame to train on, and its rows to hold out.
 
     Attributes:
-        schema: features, then labels, then the weight. Shapes of arrays and vectors are not known yet (None).
-        validation: the fraction of the rows to hold out (above 0), the column that says which, or None.
+        schema: features, then labels, then the weight. The shapes of arrays and vectors are still unknown (None).
+        validation: the fraction of the rows to hold out (above 0), the column that marks them, or None.
     """
 
     schema: DataSchema
@@ -50,15 +50,16 @@ def select(
 
     Args:
         spark_schema: ``df.schema``.
-        feature_cols: columns, or ``struct.field``; None means every column but the labels, the weight and the
+        feature_cols: columns, or ``struct.field``; None means every column except the labels, the weight and the
             validation column.
-        label_cols: may be empty where there is nothing to learn (transform).
+        label_cols: may be empty for inference (transform).
         weight_col: the rows' weights: one number per row.
         validation: a fraction in [0, 1), where 0 means none, or the name of a boolean or 0/1 column.
-        sparse_cols: the vector columns to deliver by their stored entries.
-        fill: by column (``struct.field`` for a field), what to put where it is NULL: the row, an array in it, or an
-            element.
-        transformed: a transformation function gets the columns first, so they may also be texts, dates and the like.
+        sparse_cols: the vector columns to deliver as their stored entries.
+        fill: by column (``struct.field`` for a field), the value to put in place of NULL, be it the row, an array in
+            it, or an element.
+        transformed: whether a transformation function converts the columns first, so that they may also be strings,
+            dates and the like.
 
     Raises:
         SchemaError: a column is missing, appears twice, or has a type that cannot be used, the fraction is out of
@@ -88,10 +89,10 @@ def select(
 def completed(
     schema: DataSchema, sparse_cols: Sequence[str], fill: Mapping[str, Fill], *, transformed: bool
 ) -> DataSchema:
-    """The columns with what the user asked for each of them.
+    """Return the schema with the user's options for each column.
 
     Raises:
-        SchemaError: a column comes twice, cannot be used, or cannot be sparse or filled as asked.
+        SchemaError: a column appears twice, cannot be used, or cannot be sparse or filled as requested.
     """
     _refuse_duplicates(schema.names())
     for column in schema.columns:
@@ -103,7 +104,7 @@ def completed(
 
 
 def no_such_column(name: str, use: str, names: Sequence[str], there_are: str) -> SchemaError:
-    """The error for a column that is not there, with those that are."""
+    """Return the error for a missing column, which lists the existing ones."""
     hint = f" {did_you_mean(name, names, most=3)}".rstrip()
     shown = ", ".join(repr(other) for other in names[:30])
     more = f" and {len(names) - 30} more" if len(names) > 30 else ""
@@ -111,7 +112,7 @@ def no_such_column(name: str, use: str, names: Sequence[str], there_are: str) ->
 
 
 def columns_by_name(spark_schema: StructType, names: Sequence[str], role: Role) -> list[list[ColumnSpec]]:
-    """What each of these columns becomes: itself, or one column per field of a struct.
+    """Return, for each name, the column itself, or one column per field of a struct.
 
     Raises:
         SchemaError: see ``select``.
@@ -121,7 +122,7 @@ def columns_by_name(spark_schema: StructType, names: Sequence[str], role: Role) 
 
 
 def with_fields(spark_schema: StructType, names: Sequence[str]) -> tuple[str, ...]:
-    """The names, with the fields of a struct in its place (``struct.field``); unknown names stay.
+    """Return the names, with every struct replaced by its fields (``struct.field``); unknown names stay.
 
     Raises:
         SchemaError: a field cannot be used.
@@ -144,7 +145,7 @@ def schema_of(
     *,
     transformed: bool = False,
 ) -> DataSchema:
-    """The schema of ``select`` with the same arguments."""
+    """Return the schema of ``select`` with the same arguments."""
     return select(
         spark_schema,
         feature_cols=feature_cols,
@@ -156,14 +157,14 @@ def schema_of(
 
 
 def expressions(columns: Iterable[ColumnSpec], *, compress: bool = False) -> list[Column | str]:
-    """What selects these columns in Spark, each under its own name.
+    """Return the Spark expressions that select these columns, each under its own name.
 
-    Fields of structs become columns of their own, vectors the struct that Spark keeps them in; nothing else changes. A
-    name costs Spark a fraction of what an expression does.
+    Fields of structs become columns of their own, and vectors become the structs that Spark stores them in. Nothing
+    else changes. Where a name is enough, a name is returned, because Spark analyses names much faster.
 
     Args:
         columns: from ``select``.
-        compress: give dense vectors the sparse form too.
+        compress: convert dense vectors to the sparse form.
     """
     return [
         quoted(column.name)
@@ -174,7 +175,7 @@ def expressions(columns: Iterable[ColumnSpec], *, compress: bool = False) -> lis
 
 
 def _expression(column: ColumnSpec, compress: bool) -> Column:
-    from pyspark.sql import functions  # noqa: PLC0415  (this module is also read where Spark is not)
+    from pyspark.sql import functions  # noqa: PLC0415  (this module is also imported without Spark)
 
     value = value_of(column)
     if column.kind != "vector":
@@ -184,7 +185,7 @@ def _expression(column: ColumnSpec, compress: bool) -> Column:
 
 
 def value_of(column: ColumnSpec) -> Column:
-    """The column of the user's DataFrame, or the field of its struct, that a column is read from."""
+    """Return the column of the user's DataFrame, or the field of its struct, that a column is read from."""
     first, *fields = column.path
     value = source(first)
     for field in fields:
@@ -193,7 +194,7 @@ def value_of(column: ColumnSpec) -> Column:
 
 
 def _sparse_form(vector: Column) -> Column:
-    """A dense vector as Spark keeps sparse ones: a struct of type 0, size, places and values."""
+    """Return a dense vector in Spark's sparse form: a struct of type 0, size, indices and values."""
     from pyspark.sql import functions  # noqa: PLC0415
 
     values = vector["values"]
@@ -208,12 +209,12 @@ def _sparse_form(vector: Column) -> Column:
 
 
 def quoted(name: str) -> str:
-    """How Spark is told the column of exactly this name; a dot in it does not mean a field."""
+    """Quote a column name for Spark, so that a dot in it does not mean a field."""
     return "`" + name.replace("`", "``") + "`"
 
 
 def source(name: str) -> Column:
-    """The column of exactly this name."""
+    """Return the column of exactly this name."""
     from pyspark.sql import functions  # noqa: PLC0415
 
     return functions.col(quoted(name))
@@ -235,7 +236,7 @@ def _refuse_duplicates(names: list[str]) -> None:
 
 
 class _Table:
-    """The columns of a DataFrame by name; every look-up takes the same time, however many there are."""
+    """The columns of a DataFrame by name, with look-ups in constant time."""
 
     def __init__(self, spark_schema: StructType) -> None:
         self._names = spark_schema.names
@@ -243,13 +244,13 @@ class _Table:
         self._spellings = Counter(name.lower() for name in self._names)
 
     def contents(self) -> str:
-        """The names, for an error message."""
+        """Return the names, for an error message."""
         shown = ", ".join(repr(name) for name in self._names[:30])
         more = f" and {len(self._names) - 30} more" if len(self._names) > 30 else ""
         return f"The DataFrame has {shown}{more}." if self._names else "The DataFrame has no column."
 
     def find(self, name: str, use: str) -> tuple[tuple[str, ...], DataType]:
-        """The path and the type of a column, or of a field as ``struct.field``."""
+        """Return the path and the type of a column, or of a field as ``struct.field``."""
         if not isinstance(name, str):
             raise SchemaError(f"The {use} column {name!r} is not a string; pass the name of the column.")
         found = ((name,), self._types[name]) if name in self._types else _field(self._types, name)
@@ -267,7 +268,7 @@ class _Table:
         return found
 
     def columns(self, name: str, role: Role) -> list[ColumnSpec]:
-        """What a column becomes: itself, or one column per field of a struct."""
+        """Return the column itself, or one column per field of a struct."""
         path, spark_type = self.find(name, role)
         columns = [leaf.column(role) for leaf in leaves(path, spark_type)]
         _refuse_spellings(name, [column.name for column in columns])
@@ -278,7 +279,7 @@ class _Table:
 
 
 def _field(types: Mapping[str, DataType], name: str) -> tuple[tuple[str, ...], DataType] | None:
-    """The path and the type of ``struct.field``; either may have dots in its own name."""
+    """Return the path and the type of ``struct.field``; both names may contain dots."""
     for place in (place for place, letter in enumerate(name) if letter == "."):
         top, rest = name[:place], name[place + 1 :]
         if top in types and types[top].typeName() == "struct":

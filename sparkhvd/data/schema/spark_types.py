@@ -1,4 +1,4 @@
-"""Which columns a Spark type becomes, or why it cannot: decided from the type alone."""
+"""Maps Spark types to columns of a dataset, and refuses the types that cannot be used."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _WHY_NOT: Mapping[str, str] = MappingProxyType(
         "void": "it holds only NULL",
     }
 )
-# What a model cannot take as it is, and what makes a number of it.
+# Types that a model does not take, and how to convert them to a number.
 _TO_NUMBER: Mapping[str, str] = MappingProxyType(
     {
         "str": "index or encode it first, for example with pyspark.ml.feature.StringIndexer",
@@ -61,7 +61,7 @@ _TO_NUMBER: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Leaf:
-    """Something with a numpy type inside a column: the column itself, or a field of a struct."""
+    """A part of a column with a numpy type: the column itself, or a field of a struct."""
 
     path: tuple[str, ...]
     dtype: str
@@ -69,7 +69,7 @@ class Leaf:
     depth: int
 
     def column(self, role: Role) -> ColumnSpec:
-        """Return it as a column; the shape of an array is not known yet."""
+        """Return the leaf as a column; the shape of an array is still unknown."""
         return ColumnSpec(
             ".".join(self.path),
             self.dtype,
@@ -82,7 +82,7 @@ class Leaf:
 
 
 def leaves(path: tuple[str, ...], spark_type: DataType) -> list[Leaf]:
-    """What a column (or a field of a struct) of this type holds, in the order of its fields.
+    """Return the leaves of a column (or of a field of a struct) of this type, in the order of its fields.
 
     Raises:
         SchemaError: the type cannot be used; the message says why.
@@ -102,10 +102,10 @@ def leaves(path: tuple[str, ...], spark_type: DataType) -> list[Leaf]:
 
 
 def numbers_only(column: ColumnSpec) -> None:
-    """Refuse what only a transformation function could turn into a number.
+    """Refuse a column that only a transformation function could turn into a number.
 
     Raises:
-        SchemaError: the column is a text, a date or the like.
+        SchemaError: the column is a string, a date or the like.
     """
     if not column.is_number:
         raise SchemaError(
@@ -116,10 +116,10 @@ def numbers_only(column: ColumnSpec) -> None:
 
 
 def checked_fill(column: ColumnSpec, fill: Fill) -> Fill:
-    """The value to put where the column is NULL.
+    """Return the value to put in place of NULL.
 
     Raises:
-        SchemaError: the column's type does not hold the value exactly.
+        SchemaError: the column's type cannot represent the value exactly.
     """
     if not _holds(column.dtype, fill):
         raise SchemaError(

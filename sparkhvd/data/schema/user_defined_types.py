@@ -1,9 +1,9 @@
-"""Rows with columns of user-defined types, such as ML vectors, on their way through a Python function.
+"""Passes rows with columns of user-defined types, such as ML vectors, to a Python function.
 
-Spark 4.3 hands the columnar batches of a Parquet scan to a Python function as they are, and fails where a column of a
-user-defined type is among them, used or not (UNSUPPORTED_DATATYPE). An operator between the scan and the function makes
-rows of the batches. The optimizer moves projections, and filters that it knows, to other places; a filter that is true
-of every row, and that it cannot simplify, stays directly above the scan.
+Spark 4.3 passes the columnar batches of a Parquet scan directly to a Python function, and fails if a column of a
+user-defined type is among them, used or not (UNSUPPORTED_DATATYPE). An operator between the scan and the function
+converts the batches to rows. The optimizer moves projections and known filters elsewhere; a filter that is true for
+every row, and that the optimizer cannot simplify, stays directly above the scan.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 def as_rows(df: DataFrame, columns: Sequence[str]) -> DataFrame:
-    """The same rows; where a column is of a user-defined type, not in columnar batches.
+    """Return the same rows, converted from columnar batches if a column has a user-defined type.
 
     Args:
         df: the rows.
-        columns: of which one may be read for it: those that the Python function takes.
+        columns: the columns that the Python function takes; the filter prefers to read one of these.
     """
     if not is_user_defined(df.schema):
         return df
     nullable = {field.name for field in df.schema.fields if field.nullable}
-    # Of a column that cannot be NULL, the optimizer knows that this is true.
+    # The optimizer would remove the filter on a column that cannot be NULL.
     chosen = next((name for name in [*columns, *df.columns] if name in nullable), None)
     return df if chosen is None else df.where(source(chosen).isNull() >= False)
 
 
 def is_user_defined(kind: DataType) -> bool:
-    """Whether a type is a user-defined one, or has one inside."""
+    """Return whether a type is a user-defined one, or has one inside."""
     from pyspark.sql.types import UserDefinedType  # noqa: PLC0415  (ranks read this package without Spark)
 
     if isinstance(kind, UserDefinedType):

@@ -1,1 +1,1 @@
-"""What preparing rows needs of Spark: jobs that can be cancelled, and the settings of file systems."""
+"""Spark for the preparation of rows: jobs that can be cancelled, and the settings of file systems."""

@@ -1,4 +1,4 @@
-"""One Spark job that can be cancelled: by an interrupt, a deadline or any other exception in the thread that waits."""
+"""Runs Spark jobs that an interrupt, a deadline or any other exception in the waiting thread cancels."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _CANCEL_SECONDS = 60.0
-_COUNTED_SECONDS = 300.0  # Spark tells what it counted by its queue of events, soon after the job
+_COUNTED_SECONDS = 300.0  # Spark reports counts through its event queue, soon after the job
 _LOOK_SECONDS = 0.5  # an interrupt is delivered between two waits
 
 
 def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.inf) -> T:
-    """What ``action``, which starts Spark jobs, returns; it runs in a thread.
+    """Run ``action``, which starts Spark jobs, in a thread, and return its result.
 
     When the waiting thread is interrupted (control-C in a script or a notebook) or the time is up, the jobs are
-    cancelled and have ended before the exception goes on: what they wrote can be removed then.
+    cancelled and have ended before the exception propagates, so that the caller can remove what they wrote.
 
     Raises:
         TimeoutError: it took longer than ``seconds``.
@@ -51,7 +51,7 @@ def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.
 
 
 def counting(rows: DataFrame) -> tuple[DataFrame, Callable[[], int]]:
-    """The same rows, and what tells how many there were when a job has gone over them: that job counts them."""
+    """Return the same rows, and a function that returns their number after a job has evaluated them."""
     from pyspark.sql import functions  # noqa: PLC0415  (ranks read this package without Spark)
 
     spark = rows.sparkSession
@@ -73,33 +73,33 @@ def counting(rows: DataFrame) -> tuple[DataFrame, Callable[[], int]]:
 
 
 def is_connect(spark: SparkSession) -> bool:
-    """Whether the session is one of Spark Connect, which has no JVM beside this process."""
+    """Return whether this is a session of Spark Connect, which has no local JVM."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
 def is_local(master: str) -> bool:
-    """Whether Spark runs everything in one JVM there, without executors of their own."""
+    """Return whether this master runs everything in one JVM, without separate executors."""
     return master == "local" or master.startswith("local[")
 
 
 def new_tag() -> str:
-    """A tag for the Spark jobs of one action."""
+    """Return a tag for the Spark jobs of one action."""
     return f"sparkhvd-{uuid.uuid4().hex}"
 
 
 def add_tag(spark: SparkSession, tag: str) -> None:
-    """Give the Spark jobs that this thread starts from now on the tag."""
+    """Tag the Spark jobs that this thread starts from now on."""
     if is_connect(spark):
         spark.addTag(tag)
     else:
-        # Tags of a classic session are known to the thread that set them only; those of the context to all.
+        # Only the thread that set a tag of a classic session knows it; tags of the context are known to all threads.
         spark.sparkContext.addJobTag(tag)
 
 
 def cancel(spark: SparkSession, tag: str, done: Future[T]) -> None:
-    """Cancel the jobs that have the tag, and wait for the action that started them; at most a minute.
+    """Cancel the jobs with the tag, and wait at most a minute for the action that started them.
 
-    Again and again: a query that is still being planned has no job yet that could be cancelled.
+    The cancellation is repeated, because a query that is still being planned has no job yet.
     """
     deadline = Deadline.after(_CANCEL_SECONDS)
     pause = _LOOK_SECONDS

@@ -1,4 +1,4 @@
-"""What a Spark session knows about file systems: how to reach them, and which it can write to."""
+"""The file systems of a Spark session: their settings, and whether Spark can write to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Schemes whose Stores can be told something by Hadoop's settings.
+# Schemes whose Stores take Hadoop's settings.
 _TOLD = frozenset({"s3", "hdfs", "viewfs"})
 _OF_STORES = (
     r"^(fs\.s3a\.(.+\.)?(access\.key|secret\.key|session\.token|endpoint|endpoint\.region|path\.style\.access|"
@@ -25,14 +25,14 @@ _OF_STORES = (
 )
 _LOCAL = "file:///"
 _HADOOP = "spark.hadoop."
-# What every Spark can write to. Connect does not tell what more its server has.
+# Every Spark can write to these. Connect does not report further connectors of its server.
 _ALWAYS = frozenset({"file", "hdfs", "viewfs", "dbfs"})
 
 
 def told_by_spark(store: Store, spark: SparkSession) -> Store:
-    """The Store with the credentials and addresses that Spark's own connectors use, where it was given none.
+    """Return the Store with the credentials and addresses of Spark's own connectors, where it has none.
 
-    These are the settings ``fs.s3a.*``, ``fs.defaultFS`` and those of HDFS name services, from the session's
+    They come from the settings ``fs.s3a.*``, ``fs.defaultFS`` and those of HDFS name services, from the session's
     ``spark.hadoop.*`` and Hadoop's configuration files.
     """
     if _scheme_of(store.url) not in _TOLD:
@@ -41,7 +41,7 @@ def told_by_spark(store: Store, spark: SparkSession) -> Store:
 
 
 def spark_can_write(spark: SparkSession, url: str | None) -> bool:
-    """Whether Spark has a connector for a URL of ``Store.spark_url``."""
+    """Return whether Spark has a connector for a URL of ``Store.spark_url``."""
     if url is None:
         return False
     scheme = _scheme_of(url)
@@ -62,7 +62,7 @@ def spark_can_write(spark: SparkSession, url: str | None) -> bool:
 
 
 def in_default_file_system(spark: SparkSession, path: str) -> str:
-    """A path without a scheme as Spark's writers take it: a URL, unless the default file system is the local one."""
+    """Return a path without a scheme as Spark's writers take it: a URL if the default file system is not local."""
     if is_connect(spark):
         default = spark.conf.get("spark.hadoop.fs.defaultFS", _LOCAL) or _LOCAL
         return path if default.startswith("file:") else f"{default.rstrip('/')}/{path.lstrip('/')}"
@@ -74,9 +74,9 @@ def in_default_file_system(spark: SparkSession, path: str) -> str:
 
 
 def with_own_settings(rows: DataFrame, settings: Mapping[str, str]) -> DataFrame | None:
-    """The same rows in a copy of their session, which alone has these settings; None where that cannot be had.
+    """Return the same rows in a copy of their session with these settings; None if the session cannot be copied.
 
-    Nothing public copies a session, so whatever is missing in some version of Spark only means that.
+    No public function copies a session, so a version of Spark that lacks the private one is not an error.
     """
     spark = rows.sparkSession
     if is_connect(spark):
@@ -107,8 +107,8 @@ def _hadoop_settings(spark: SparkSession) -> dict[str, str]:
 
 
 def _hadoop_configuration(spark: SparkSession) -> Any:
-    """Of a classic session; it also holds what Hadoop's files say."""
-    return spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001  (nothing public leads there)
+    """Return the Hadoop configuration of a classic session, which includes Hadoop's configuration files."""
+    return spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001  (there is no public access)
 
 
 def _scheme_of(url: str) -> str:
