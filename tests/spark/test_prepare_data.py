@@ -382,7 +382,7 @@ def test_a_cache_is_recognised_as_long_as_it_lives_and_never_as_another(spark, s
         with prepare_data(1, store, again, ["y"]) as third:
             assert not third.reused
             assert datasets_in(store) == [third.dataset_id], "nobody can want the rows of the cache that is gone"
-        with pytest.raises(ParamError, match="there is a user-defined function, a cache or something random"):
+        with pytest.raises(ParamError, match="contains a user-defined function, a cache or a random expression"):
             estimator(store, resume="auto", label_cols=["y"]).fit(again)
     finally:
         again.unpersist(blocking=True)
