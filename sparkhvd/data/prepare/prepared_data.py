@@ -43,7 +43,7 @@ _TURN_SECONDS = 24 * 3600.0
 
 
 class PreparedData(Closable):
-    """A dataset in a Store that stays there until ``close`` or the end of ``with``, or as long as ``keep_seconds`` says.
+    """A dataset in a Store that stays there until ``close`` or the end of ``with``; ``keep_seconds`` can extend it.
 
     Attributes:
         store: the Store of the dataset.
