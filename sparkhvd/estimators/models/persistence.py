@@ -294,5 +294,5 @@ def _is_json(value: Any) -> bool:
 
 
 def _from_json(kind: type[T], content: Mapping[str, Any]) -> T:
-    """Return the dataclass that ``asdict`` and JSON turned into ``content``, with its tuples, which JSON made lists."""
+    """Return a dataclass from its ``asdict`` content, with the tuples that JSON turned into lists."""
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})

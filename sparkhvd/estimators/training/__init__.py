@@ -1,1 +1,1 @@
-"""One rank's training: the worker, its hooks, checkpoints, the history, and what is logged."""
+"""One rank's training: the worker, its hooks, checkpoints, the history and the logs."""

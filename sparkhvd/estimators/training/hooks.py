@@ -139,7 +139,7 @@ class RunHooks:
         record = average_over_ranks(report, self._communicator, before)
         self.history.append(record)
         self._last_step = self._last_whole = 0
-        # An epoch without rows has no loss: steps of Lightning's manual optimization may return none.
+        # rows_per_second is 0 if no step returned a loss, as in Lightning's manual optimization.
         loss = record.train.get("loss") if record.rows_per_second else None
         self._check_loss(loss, f"epoch {record.epoch + 1} of {self._spec.epochs}")
         wants_end = report.on_record is not None and report.on_record(record)

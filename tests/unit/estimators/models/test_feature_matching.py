@@ -1,4 +1,4 @@
-"""Columns go by their order, fields of structs by their names."""
+"""Columns are matched by position, struct fields by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def struct(*fields: str, **nested: t.DataType) -> t.StructType:
 
 
 def trained_on(schema, names):
-    """What a training on prepared rows knows of its features."""
+    """Return the feature columns of a training on prepared rows."""
     return with_sources(as_written(schema_of(schema, names, ())), names).of("feature")
 
 
@@ -42,7 +42,7 @@ def test_every_field_knows_its_column():
     ],
     ids=["the same", "another order", "more fields"],
 )
-def test_fields_go_by_their_names(given):
+def test_struct_fields_are_matched_by_name(given):
     assert taken(struct("x", s=given)) == ["s.b", "s.a", "s.deep.q", "s.deep.p", "x"]
 
 
@@ -51,14 +51,14 @@ def test_a_struct_may_have_another_name_and_its_fields_another_case():
     assert taken(given, ("other", "x")) == ["other.B", "other.A", "other.deep.q", "other.deep.P", "x"]
 
 
-def test_a_selected_column_with_a_dot_is_no_field_of_the_struct_before_it():
+def test_a_selected_column_with_a_dot_is_not_a_field_of_the_struct_before_it():
     schema, names = t.StructType([*struct(s=struct("b", "a")), *struct("s.z")]), ["s", "s.z"]
     trained = trained_on(schema, names)
     assert [column.source for column in trained] == [("s", "b"), ("s", "a"), ()]
     assert [column.name for column in match_features(schema, names, trained)] == ["s.b", "s.a", "s.z"]
 
 
-def test_fields_that_became_columns_go_by_their_order():
+def test_fields_that_became_columns_are_matched_by_position():
     names = ("b", "a", "q", "p", "x")
     assert taken(struct(*sorted(names)), names) == list(names)
 
@@ -79,7 +79,7 @@ def test_a_missing_field_is_refused_by_both_names(given, message):
         taken(struct("x", s=given))
 
 
-def test_a_struct_of_one_field_is_no_plain_column():
+def test_a_struct_of_one_field_is_not_a_plain_column():
     one = trained_on(struct(s=struct("a")), ["s"])
     assert taken(struct(s=struct("z", "a")), ["s"], one) == ["s.a"]
     with pytest.raises(SchemaError, match=r"no field 'a', which the model was trained on \(s.a\); it has \['z'\]"):
@@ -88,7 +88,7 @@ def test_a_struct_of_one_field_is_no_plain_column():
         taken(struct(s=struct("z")), ["s"], trained_on(struct("x"), ["x"]))
 
 
-def test_fields_that_differ_in_case_alone_are_never_taken_for_each_other():
+def test_fields_that_differ_only_in_case_are_never_confused():
     both = trained_on(struct(s=struct("a")), ["s"])
     both = [both[0], type(both[0])("s.A", "float64", (), "feature", "scalar", source=("s", "A"))]
     with pytest.raises(SchemaError, match="no field 'A'"):
@@ -119,5 +119,5 @@ def test_one_field_of_a_struct_is_found_in_it():
         (["b", "a", "q", "p", "x"], ["b", "a", "q", "p", "x"]),
     ],
 )
-def test_tables_without_spark_have_fields_under_the_name_of_their_column(chosen, names):
+def test_pandas_tables_name_fields_after_their_column(chosen, names):
     assert pandas_column_names(chosen, TRAINED) == names

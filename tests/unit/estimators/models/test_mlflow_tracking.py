@@ -1,4 +1,4 @@
-"""What MLflow keeps of a training, and the model that it opens without Spark."""
+"""What MLflow logs of a training, and the model that it opens without Spark."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_environment_of_a_logged_model_has_its_framework():
     needed = {
         kind: requirements(f"sparkhvd.estimators.{kind}.plugin:PLUGIN") for kind in ("torch", "lightning", "keras")
     }
-    names = {kind: [each.partition("==")[0] for each in found] for kind, found in needed.items()}
+    names = {kind: [line.partition("==")[0] for line in lines] for kind, lines in needed.items()}
     assert names["torch"] == [name, "pandas", "torch"]
     assert names["lightning"] == [name, "pandas", "torch", "lightning", "pytorch_lightning"]
     assert names["keras"] == [name, "pandas", "keras", keras.config.backend()]
@@ -93,7 +93,7 @@ def test_the_environment_of_a_logged_model_has_its_framework():
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
-def test_what_an_estimator_trained_reaches_the_active_run(mlflow, model):
+def test_a_training_of_an_estimator_is_logged_to_the_active_run(mlflow, model):
     estimator = TorchEstimator(feature_cols=["w"], label_cols=["y"])
     schema = DataSchema((*SCHEMA.columns, ColumnSpec("y", "float64", (), "label", "scalar")))
     result = TrainResult(HISTORY, model.trained.files, model.trained.store, schema, [(1,)])
@@ -103,7 +103,7 @@ def test_what_an_estimator_trained_reaches_the_active_run(mlflow, model):
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
-def test_a_second_training_in_one_run_gets_a_run_of_its_own_inside_it(mlflow, model, monkeypatch):
+def test_a_second_training_in_one_run_gets_a_nested_run(mlflow, model, monkeypatch):
     logged = []
     monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: logged.append(mlflow.active_run().info.run_id))
     with mlflow.start_run() as outer:
@@ -117,8 +117,8 @@ def test_a_second_training_in_one_run_gets_a_run_of_its_own_inside_it(mlflow, mo
     assert mlflow.get_run(outer.info.run_id).data.params["batch_size"] == "5"
 
 
-def test_a_fit_in_another_thread_gets_a_run_inside_that_of_the_thread_that_wanted_it(mlflow, model, monkeypatch):
-    """As those of a CrossValidator: it copies the estimator, and fits the copies in threads."""
+def test_a_fit_in_another_thread_gets_a_run_nested_in_that_of_the_calling_thread(mlflow, model, monkeypatch):
+    """A CrossValidator copies the estimator and fits the copies in threads."""
     monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: None)
     estimator = TorchEstimator()
 
@@ -141,14 +141,14 @@ def test_a_fit_in_another_thread_gets_a_run_inside_that_of_the_thread_that_wante
     assert mlflow.active_run() is None
 
 
-def test_the_environment_of_the_ranks_is_logged_by_its_names(mlflow, model, monkeypatch):
+def test_only_the_names_of_the_ranks_environment_are_logged(mlflow, model, monkeypatch):
     monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: None)
     with mlflow.start_run() as run:
         track(model, {"backend_env": {"AWS_SECRET_ACCESS_KEY": "hush", "A": None}})
     assert mlflow.get_run(run.info.run_id).data.params == {"backend_env": "A, AWS_SECRET_ACCESS_KEY"}
 
 
-def test_what_mlflow_cannot_take_costs_a_warning_and_neither_the_model_nor_the_rest(mlflow, model, caplog, monkeypatch):
+def test_a_failure_of_mlflow_is_a_warning_and_the_rest_is_still_logged(mlflow, model, caplog, monkeypatch):
     logged = []
     monkeypatch.setattr(mlflow_tracking, "log_model", logged.append)
     with mlflow.start_run() as run:
@@ -171,7 +171,7 @@ def test_a_keras_model_opens_as_a_folder_too(tmp_path):
     np.testing.assert_allclose(found.tolist(), wanted, rtol=1e-6)
 
 
-def test_the_folder_opens_where_pyspark_is_not(model, tmp_path):
+def test_the_folder_opens_without_pyspark(model, tmp_path):
     more = model.copy().setPredictionFn(lambda network, x: {"low": -network(x).abs(), "both": network(x) * x})
     pyfunc.write_folder(more, tmp_path)
     script = f"""
@@ -197,13 +197,13 @@ def test_the_folder_opens_where_pyspark_is_not(model, tmp_path):
 
 
 @dataclass
-class Keeps:
-    """A model that keeps what it was given."""
+class RecordingPredictor:
+    """A model that records its inputs."""
 
-    given: dict[str, np.ndarray] = field(default_factory=dict)
+    inputs: dict[str, np.ndarray] = field(default_factory=dict)
 
     def predict(self, columns):
-        self.given.update(columns)
+        self.inputs.update(columns)
         return [np.zeros(len(next(iter(columns.values()))))]
 
 
@@ -214,30 +214,30 @@ def pandas_model(predictor, features):
 def test_null_in_a_pandas_table_becomes_the_fill_of_the_training():
     whole = ColumnSpec("n", "int64", (), "feature", "scalar", fill=-7)
     pairs = ColumnSpec("v", "float64", (2,), "feature", "vector", fill=0.5)
-    model = pandas_model(keeps := Keeps(), (("n", whole), ("v", pairs)))
+    model = pandas_model(predictor := RecordingPredictor(), (("n", whole), ("v", pairs)))
     model.predict(pd.DataFrame({"n": [3, None], "v": [None, [1.0, 2.0]]}))
-    assert keeps.given["n"].tolist() == [3, -7]
-    assert keeps.given["v"].tolist() == [[0.5, 0.5], [1.0, 2.0]]
+    assert predictor.inputs["n"].tolist() == [3, -7]
+    assert predictor.inputs["v"].tolist() == [[0.5, 0.5], [1.0, 2.0]]
     model.predict(pd.DataFrame({"n": pd.array([None, 2**60 + 1], "Int64"), "v": [[1.0, 2.0]] * 2}))
-    assert keeps.given["n"].tolist() == [-7, 2**60 + 1]
+    assert predictor.inputs["n"].tolist() == [-7, 2**60 + 1]
 
 
-def test_null_without_a_fill_is_refused_where_it_is_no_number():
+def test_null_without_a_fill_is_refused_unless_it_is_nan_in_a_float_column():
     whole, real = (ColumnSpec("x", dtype, (), "feature", "scalar") for dtype in ("int64", "float32"))
     with pytest.raises(DataError, match="'x' holds NULL in 1 of 2 rows, for which there is no prediction"):
-        pandas_model(Keeps(), (("x", whole),)).predict(pd.DataFrame({"x": [3, None]}))
-    pandas_model(keeps := Keeps(), (("x", whole),)).predict(pd.DataFrame({"x": [3, 4]}))
-    assert keeps.given["x"].tolist() == [3, 4]
-    pandas_model(keeps, (("x", real),)).predict(pd.DataFrame({"x": [3.0, np.nan]}))
-    assert np.isnan(keeps.given["x"]).tolist() == [False, True]
+        pandas_model(RecordingPredictor(), (("x", whole),)).predict(pd.DataFrame({"x": [3, None]}))
+    pandas_model(predictor := RecordingPredictor(), (("x", whole),)).predict(pd.DataFrame({"x": [3, 4]}))
+    assert predictor.inputs["x"].tolist() == [3, 4]
+    pandas_model(predictor, (("x", real),)).predict(pd.DataFrame({"x": [3.0, np.nan]}))
+    assert np.isnan(predictor.inputs["x"]).tolist() == [False, True]
 
 
-def test_a_sparse_column_of_a_pandas_table_reaches_the_model_by_its_entries():
+def test_a_sparse_column_of_a_pandas_table_reaches_the_model_as_entries():
     sparse = ColumnSpec("s", "float64", (4,), "feature", "vector", sparse=True, entries=1, fill=0.0)
     vectors = [SparseVector(4, [1, 3], [5.0, 6.0]), None, DenseVector([0.0, 0.0, 7.0, 0.0]), np.zeros(4)]
-    pandas_model(keeps := Keeps(), (("s", sparse),)).predict(pd.DataFrame({"s": vectors}))
-    rows, places, values = columns.coordinates(keeps.given["s"])
-    assert (len(keeps.given["s"]), rows.tolist(), places.tolist()) == (4, [0, 0, 2], [1, 3, 2])
+    pandas_model(predictor := RecordingPredictor(), (("s", sparse),)).predict(pd.DataFrame({"s": vectors}))
+    rows, places, values = columns.coordinates(predictor.inputs["s"])
+    assert (len(predictor.inputs["s"]), rows.tolist(), places.tolist()) == (4, [0, 0, 2], [1, 3, 2])
     assert values.tolist() == [5.0, 6.0, 7.0]
 
 
@@ -256,21 +256,23 @@ def test_a_sparse_column_of_a_pandas_table_reaches_the_model_by_its_entries():
 )
 def test_numbers_of_a_pandas_table_keep_their_type(trained, given, wanted, dtype):
     column = ColumnSpec("x", trained, (), "feature", "scalar")
-    pandas_model(keeps := Keeps(), (("x", column),)).predict(pd.DataFrame({"x": given}))
-    assert (keeps.given["x"].tolist(), keeps.given["x"].dtype) == (wanted, dtype)
+    pandas_model(predictor := RecordingPredictor(), (("x", column),)).predict(pd.DataFrame({"x": given}))
+    assert (predictor.inputs["x"].tolist(), predictor.inputs["x"].dtype) == (wanted, dtype)
     rows = ColumnSpec("x", trained, (2,), "feature", "array")
-    pandas_model(keeps := Keeps(), (("x", rows),)).predict(pd.DataFrame({"x": [np.asarray(given)[:2]] * 3}))
-    assert keeps.given["x"].tolist() == [wanted] * 3
+    pandas_model(predictor := RecordingPredictor(), (("x", rows),)).predict(
+        pd.DataFrame({"x": [np.asarray(given)[:2]] * 3})
+    )
+    assert predictor.inputs["x"].tolist() == [wanted] * 3
 
 
-def test_a_fill_that_the_type_of_a_table_does_not_hold_is_not_rounded():
+def test_a_fill_that_the_column_type_cannot_hold_is_not_rounded():
     column = ColumnSpec("x", "float64", (), "feature", "scalar", fill=0.5)
     table = pd.DataFrame({"x": pd.array([3, None], "Int64")})
-    pandas_model(keeps := Keeps(), (("x", column),)).predict(table)
-    assert keeps.given["x"].tolist() == [3.0, 0.5]
+    pandas_model(predictor := RecordingPredictor(), (("x", column),)).predict(table)
+    assert predictor.inputs["x"].tolist() == [3.0, 0.5]
 
 
-def test_what_transform_refuses_a_pandas_table_refuses():
+def test_predict_refuses_the_columns_that_transform_refuses():
     column = ColumnSpec("x", "float64", (), "feature", "scalar")
     pairs = replace(column, shape=(2,), kind="array")
     for given, asked, error, message in (
@@ -280,11 +282,11 @@ def test_what_transform_refuses_a_pandas_table_refuses():
         ([[1.0, 2.0], [1.0]], pairs, DataError, "'x' has rows of different shapes"),
     ):
         with pytest.raises(error, match=message):
-            pandas_model(Keeps(), (("x", asked),)).predict(pd.DataFrame({"x": given}))
+            pandas_model(RecordingPredictor(), (("x", asked),)).predict(pd.DataFrame({"x": given}))
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
-def test_a_logged_model_has_a_signature_that_takes_what_transform_takes(mlflow, tmp_path):
+def test_the_signature_of_a_logged_model_accepts_the_columns_that_transform_accepts(mlflow, tmp_path):
     schema = DataSchema((ColumnSpec("n", "int8", (), "feature", "scalar"), *SCHEMA.columns))
     network = TwoInputs()
     PLUGIN.export({"model": network}, schema, tmp_path)
@@ -304,7 +306,7 @@ def test_a_logged_model_has_a_signature_that_takes_what_transform_takes(mlflow, 
 
 
 class TwoInputs(torch.nn.Module):
-    """Gives the first input."""
+    """Returns the first input."""
 
     def forward(self, n, w):
         return n + 0 * w.sum(1)

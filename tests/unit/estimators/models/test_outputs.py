@@ -19,7 +19,7 @@ def label(dtype, kind="scalar", shape=()):
 
 
 @pytest.mark.parametrize(
-    ("kind", "known", "given", "wanted"),
+    ("kind", "known", "label_column", "expected"),
     [
         ("auto", SCORES, None, OutputColumn("o", "array<double>", vector=True, shape=(3,))),
         ("auto", NUMBER, None, OutputColumn("o", "float", shape=(1,))),
@@ -43,8 +43,8 @@ def label(dtype, kind="scalar", shape=()):
         ),
     ],
 )
-def test_what_was_asked_for_decides_the_type_of_the_column(kind, known, given, wanted):
-    assert output_column("o", kind, known, given) == wanted
+def test_the_requested_type_decides_the_type_of_the_column(kind, known, label_column, expected):
+    assert output_column("o", kind, known, label_column) == expected
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_what_was_asked_for_decides_the_type_of_the_column(kind, known, given, w
         ("auto", None, "prediction_fn changes the model's outputs"),
     ],
 )
-def test_what_no_output_becomes_is_refused(kind, known, message):
+def test_types_that_an_output_cannot_have_are_refused(kind, known, message):
     with pytest.raises(ParamError, match=message):
         output_column("o", kind, known, None)
 
 
 @pytest.mark.parametrize(
-    ("values", "column", "arrow", "wanted"),
+    ("values", "column", "arrow", "expected"),
     [
         (VALUES[:, :1], OutputColumn("o", "float"), pa.float32(), VALUES[:, 0].tolist()),
         (np.array([0.6, 1.4]), OutputColumn("o", "int"), pa.int32(), [1, 1]),
@@ -96,15 +96,15 @@ def test_what_no_output_becomes_is_refused(kind, known, message):
         (np.zeros((0, 3)), OutputColumn("o", ""), pa.list_(pa.float32()), []),
     ],
 )
-def test_values_become_arrow_arrays_of_the_type(values, column, arrow, wanted):
-    found = encode_output(values, column, arrow)
-    found.validate(full=True)
-    assert found.type == arrow
-    assert found.to_pylist() == wanted
+def test_values_become_arrow_arrays_of_the_type(values, column, arrow, expected):
+    encoded = encode_output(values, column, arrow)
+    encoded.validate(full=True)
+    assert encoded.type == arrow
+    assert encoded.to_pylist() == expected
 
 
 @pytest.mark.parametrize(
-    ("values", "column", "arrow", "wanted"),
+    ("values", "column", "arrow", "expected"),
     [
         (
             [[1.4], [np.nan], [127.4], [127.6], [-129.0]],
@@ -120,16 +120,16 @@ def test_values_become_arrow_arrays_of_the_type(values, column, arrow, wanted):
     ],
 )
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_what_is_no_number_of_an_integer_type_is_null(values, column, arrow, wanted, dtype):
+def test_values_that_an_integer_type_cannot_hold_are_null(values, column, arrow, expected, dtype):
     with np.errstate(over="ignore"):
         values = np.array(values, dtype)
-    found = encode_output(values, column, arrow).to_pylist()
+    encoded = encode_output(values, column, arrow).to_pylist()
     if dtype is np.float16 and column.type == "bigint":
-        wanted = [None, None, None]  # they are infinite
-    assert found == wanted
+        expected = [None, None, None]  # they are infinite
+    assert encoded == expected
 
 
-def test_the_greatest_integers_stay_what_they_are():
+def test_the_largest_integers_are_exact():
     greatest = [2**63 - 1, -(2**63), 2**63 - 2]
     assert encode_output(np.array(greatest)[:, None], OutputColumn("o", "bigint"), pa.int64()).to_pylist() == greatest
 
@@ -165,7 +165,7 @@ def test_values_that_do_not_fit_the_type_are_refused(values, column, arrow, mess
         encode_output(values, column, arrow)
 
 
-def test_the_gpu_of_a_task_has_the_number_that_cuda_knows():
+def test_the_gpu_of_a_task_has_the_index_that_cuda_uses():
     assert device_number(["2"], None) == 2
     assert device_number(["GPU-b"], "GPU-a, GPU-b") == 1
     assert device_number(["GPU-b"], None) is None

@@ -1,4 +1,4 @@
-"""What of an estimator is written to a folder, and comes back."""
+"""Saving an estimator to a folder and loading it again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparkhvd.store import Store
 
 @pytest.fixture
 def saved(tmp_path):
-    """Writes an estimator and reads it again; and the folder of that."""
+    """Return a function that saves and loads an estimator, and the folder that it uses."""
     folder = Store.create(str(tmp_path / "saved"))
 
     def write_and_read(estimator):
@@ -105,7 +105,7 @@ def test_a_keras_model_comes_back_with_the_class_of_its_layer(saved, given):
     assert (loaded.getLoss(), loaded.getBatchSize()) == ("mse", 7)
 
 
-def test_what_a_later_version_wrote_is_refused(saved):
+def test_a_folder_of_a_later_version_is_refused(saved):
     write_and_read, folder = saved
     write_and_read(TorchEstimator(batch_size=5))
     metadata = folder / "metadata" / "part-00000"

@@ -28,7 +28,7 @@ class Adults(torch.nn.Module):
         return age
 
 
-def test_a_model_is_kept_at_the_url_of_a_store(tmp_path):
+def test_a_model_is_saved_at_the_url_of_a_store(tmp_path):
     TorchModel.from_model(torch.nn.Linear(1, 1), AGE, feature_cols=["age"], store=f"file://{tmp_path}")
     assert LocalStore(str(tmp_path)).list("runs")
     with pytest.raises(ParamError, match=r"store must be a Store or a URL such as .*, got int"):

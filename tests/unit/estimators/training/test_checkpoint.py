@@ -28,7 +28,7 @@ def after(epoch):
     return Checkpoint(epoch, 7, history, b"weights\n\x00of epoch %d" % epoch)
 
 
-def test_a_checkpoint_comes_back_whole(store):
+def test_a_loaded_checkpoint_equals_the_saved_one(store):
     checkpoint.save(Fence(store, "run", 0), after(2))
     assert checkpoint.load(store, checkpoint.latest(store, "run")) == after(2)
 
@@ -40,7 +40,7 @@ def test_only_the_last_checkpoint_is_kept(store):
     assert checkpoint.load(store, checkpoint.latest(store, "run")).epoch == 11
 
 
-def test_a_run_without_checkpoints_has_no_last_one(store):
+def test_a_run_without_checkpoints_has_no_latest_checkpoint(store):
     assert checkpoint.latest(store, "run") is None
 
 
@@ -50,7 +50,7 @@ def test_two_runs_with_one_id_cannot_overwrite_each_others_checkpoint(store):
         checkpoint.save(Fence(store, "run", 0), after(0))
 
 
-def test_something_else_in_place_of_a_checkpoint_is_an_error_that_says_what_to_do(store):
+def test_a_file_that_is_not_a_checkpoint_is_an_error_that_says_what_to_do(store):
     store.publish(layout.checkpoint_path("run", 3), b"not a checkpoint")
     with pytest.raises(
         StoreError, match=r"epoch-00003 is not a checkpoint that this version can read .* another run_id"
@@ -58,7 +58,7 @@ def test_something_else_in_place_of_a_checkpoint_is_an_error_that_says_what_to_d
         checkpoint.load(store, checkpoint.latest(store, "run"))
 
 
-def test_a_file_that_was_changed_is_not_read(store):
+def test_a_changed_file_is_not_read(store):
     written = job_files.write(store, "runs/r/model/module.pkl", b"content")
     assert written.read(store) == b"content"
     store.delete(written.path)
@@ -77,7 +77,7 @@ def test_small_payloads_travel_with_the_job_and_large_ones_as_a_file(store, monk
     assert store.list("") == ["large"]
 
 
-def test_fetched_files_are_removed_at_the_end(store, tmp_path):
+def test_local_copies_are_removed_at_the_end(store, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "one").write_bytes(b"1")
     (tmp_path / "a" / "two").write_bytes(b"2")
@@ -87,7 +87,7 @@ def test_fetched_files_are_removed_at_the_end(store, tmp_path):
     assert not folder.exists()
 
 
-def test_what_changes_the_order_of_rows_makes_another_division_of_them(tmp_path):
+def test_options_that_change_the_order_of_rows_change_the_division(tmp_path):
     (tmp_path / "rows").mkdir()
     parquet.write_table(pa.table({"x": [1.0] * 9, "y": [2.0] * 9}), tmp_path / "rows" / "one.parquet", row_group_size=3)
     files = open_existing(str(tmp_path / "rows"), feature_cols=["x"], label_cols=["y"])
@@ -97,8 +97,13 @@ def test_what_changes_the_order_of_rows_makes_another_division_of_them(tmp_path)
         return _stored_rows(StoredRows(files.store, files.manifest), spec(data, **how), World(rank=0, size=1)).division
 
     memory, disk = Reading(cache="memory"), Reading(cache="disk")
-    found = [division(), division(reading=memory), division(shuffle=False), division(reading=Reading(window_bytes=40))]
-    assert len(set(found)) == 4, found
-    assert division(epochs=5) == found[0]
-    assert division(reading=disk) == found[1], "where the rows are kept does not matter"
-    assert division(reading=memory, shuffle=False) == found[2], "without shuffling a cache changes nothing"
+    digests = [
+        division(),
+        division(reading=memory),
+        division(shuffle=False),
+        division(reading=Reading(window_bytes=40)),
+    ]
+    assert len(set(digests)) == 4, digests
+    assert division(epochs=5) == digests[0]
+    assert division(reading=disk) == digests[1], "where the rows are cached does not matter"
+    assert division(reading=memory, shuffle=False) == digests[2], "without shuffling a cache changes nothing"

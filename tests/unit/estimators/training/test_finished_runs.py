@@ -1,4 +1,4 @@
-"""Runs that a callback of the user's has ended: a later fit trains nothing and gives the same model."""
+"""Runs that a user's callback has ended: a later fit trains nothing and returns the same model."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ class StopSecond(TorchCallback):
 def torch_trainer(how):
     torch.manual_seed(1)
     model = torch.nn.Linear(6, 3)
-    given = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "label_cols": ("y",), "schema": DATA}
-    given = {**given, "loss": torch.nn.functional.cross_entropy, "callbacks": [StopSecond()]}
-    return TORCH.trainer(TORCH.pack(given), how, session.current().world)
+    params = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "label_cols": ("y",), "schema": DATA}
+    params = {**params, "loss": torch.nn.functional.cross_entropy, "callbacks": [StopSecond()]}
+    return TORCH.trainer(TORCH.pack(params), how, session.current().world)
 
 
 def keras_trainer(how):
-    # The loss falls, so by the highest one the training ends after the second epoch, and the first one was the best.
+    # The loss falls, so mode="max" ends the training after the second epoch and the first epoch is the best.
     callback = keras.callbacks.EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
     return KERAS.trainer(KERAS.pack(parameters(callbacks=[callback])), how, session.current().world)
 
 
 def weights(trainer):
     model = trainer._model
-    found = model.get_weights() if hasattr(model, "get_weights") else [w.detach().numpy() for w in model.parameters()]
-    return np.concatenate([each.flatten() for each in found])
+    arrays = model.get_weights() if hasattr(model, "get_weights") else [w.detach().numpy() for w in model.parameters()]
+    return np.concatenate([array.flatten() for array in arrays])
 
 
 @pytest.mark.parametrize("made", [keras_trainer, torch_trainer])
-def test_a_run_that_a_callback_has_ended_is_not_trained_again(alone, tmp_path, made):
+def test_a_run_that_a_callback_ended_is_not_trained_again(alone, tmp_path, made):
     fitted = []
     for epochs in (5, 9):
         how = spec(DATA, epochs=epochs)

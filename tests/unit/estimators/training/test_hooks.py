@@ -63,9 +63,9 @@ def run_within_an_epoch(url):
     )
 
 
-def test_a_run_goes_on_within_an_epoch_with_what_every_rank_had(group, tmp_path):
-    found = group.run(run_within_an_epoch, str(tmp_path))
-    for rank, (kept, loss, files) in enumerate(found):
+def test_a_run_resumes_within_an_epoch_with_the_state_of_every_rank(group, tmp_path):
+    results = group.run(run_within_an_epoch, str(tmp_path))
+    for rank, (kept, loss, files) in enumerate(results):
         assert kept == (1, 5, b"rank %d" % rank, b"step 5", {"loss": (10.0, 10.0)})
         assert loss == pytest.approx((10.0 + 22.0) / 12.0), "the part before the interruption counts"
         assert rank or files == ["epoch-00001"], "rank 1 does not wait for what rank 0 writes"
@@ -79,7 +79,7 @@ def run_with_the_best(url):
     hooks, trainer, goes_on = RunHooks(store, "best", how, session.current()), Counting(), []
     for epoch, loss in enumerate((3.0, 1.0, 2.0, 2.5, 4.0)):
         trainer.now = b"epoch %d" % epoch
-        # The ranks see other losses, but decide on their mean.
+        # The ranks have different losses, but decide by their mean.
         own = loss + (1 if session.current().world.rank else -1)
         goes_on.append(hooks.on_epoch_end(EpochReport(epoch, {"loss": (1.0, 1)}, {"loss": (own, 1)}), trainer))
     if session.current().world.rank == 0:
@@ -96,7 +96,7 @@ def test_the_best_epoch_is_kept_and_the_ranks_stop_together(group, tmp_path, wit
     assert (first[1], second[1]) == (b"epoch 1", None)
     if with_store:
         assert first[2] == ["epoch-00001", "epoch-00003", "epoch-00004"]
-    assert first[3] == 9, "a run that was ended early is not gone on with"
+    assert first[3] == 9, "a run that was stopped early is not resumed"
 
 
 def stop_where_one_callback_wants_it():
@@ -106,7 +106,7 @@ def stop_where_one_callback_wants_it():
     return hooks.on_epoch_end(report, Counting())
 
 
-def test_what_one_rank_wants_to_stop_stops_on_all(group):
+def test_a_stop_on_one_rank_stops_all_ranks(group):
     assert group.run(stop_where_one_callback_wants_it) == [False, False]
 
 
@@ -117,7 +117,7 @@ def alone():
     session.shutdown()
 
 
-def test_the_best_epoch_of_a_run_that_goes_on_is_one_whose_checkpoint_is_kept(alone, tmp_path, caplog):
+def test_the_best_epoch_of_a_resumed_run_is_one_whose_checkpoint_is_kept(alone, tmp_path, caplog):
     store, trainer = Store.create(str(tmp_path)), Counting()
 
     def train(policy, losses):
@@ -136,7 +136,7 @@ def test_the_best_epoch_of_a_run_that_goes_on_is_one_whose_checkpoint_is_kept(al
     assert all(store.exists(layout.events_path("run", "train", epoch)) for epoch in range(5))
 
 
-def test_a_loss_that_is_no_number_ends_the_training_where_that_is_asked_for(alone):
+def test_a_non_finite_loss_ends_the_training_with_terminate_on_nan(alone):
     trainer = Counting()
     RunHooks(None, "r", spec(DATA), alone).on_step_end(step(3, trainer, math.nan), trainer)
     strict = RunHooks(None, "r", spec(DATA, terminate_on_nan=True), alone)
@@ -147,7 +147,7 @@ def test_a_loss_that_is_no_number_ends_the_training_where_that_is_asked_for(alon
         strict.on_step_end(step(3, trainer, math.inf), trainer)
 
 
-def test_a_loss_that_is_no_number_is_warned_of_once(alone, caplog):
+def test_a_non_finite_loss_is_warned_about_once(alone, caplog):
     hooks, trainer = RunHooks(None, "r", spec(DATA, epochs=9), alone), Counting()
     hooks.on_step_end(step(1, trainer, 1.0), trainer)
     assert caplog.messages == []
@@ -159,13 +159,13 @@ def test_a_loss_that_is_no_number_is_warned_of_once(alone, caplog):
     assert "terminate_on_nan=True" in message
 
 
-def test_a_loss_that_is_no_number_on_another_rank_alone_is_warned_of_too(alone, caplog):
+def test_a_non_finite_loss_of_another_rank_is_warned_about(alone, caplog):
     hooks = RunHooks(None, "r", spec(DATA, epochs=9), alone)
     hooks.on_epoch_end(EpochReport(0, {"loss": (math.inf, 1)}), Counting())
     assert "the loss of epoch 1 of 9 is inf" in caplog.text
 
 
-def test_a_line_comes_every_so_many_steps(alone, caplog):
+def test_a_line_is_logged_every_n_steps(alone, caplog):
     hooks, trainer = RunHooks(None, "r", spec(DATA, log_every_n_steps=3), alone), Counting()
     with caplog.at_level(logging.INFO, "sparkhvd"):
         for number in (1, 2, 4, 5, 6, 9):
@@ -177,7 +177,7 @@ def test_a_line_comes_every_so_many_steps(alone, caplog):
     ]
 
 
-def test_a_checkpoint_within_an_epoch_is_read_as_it_was_written(tmp_path):
+def test_a_checkpoint_within_an_epoch_survives_saving_and_loading(tmp_path):
     within = checkpoint.EpochPosition(3, 2, 4, "blocks", {"loss": (1.0, 2.0)}, (b"a", b"bc"))
     content = checkpoint.Checkpoint(1, 5, (EpochRecord(0, {"loss": 1.0}),), b"state\n", within)
     store = Store.create(str(tmp_path))
@@ -186,7 +186,7 @@ def test_a_checkpoint_within_an_epoch_is_read_as_it_was_written(tmp_path):
 
 
 class Averaging(Counting):
-    """With a callback that changes the model at the end of the training."""
+    """A trainer with a callback that changes the model at the end of the training."""
 
     def finish(self, hooks, state):
         self.now = state
@@ -194,7 +194,7 @@ class Averaging(Counting):
 
 
 @pytest.mark.parametrize("at_the_end", [b"epoch 1", b"an average"])
-def test_a_run_that_a_callback_has_ended_stays_ended_with_the_model_of_its_end(alone, tmp_path, caplog, at_the_end):
+def test_a_run_that_a_callback_ended_stays_ended_with_its_final_model(alone, tmp_path, caplog, at_the_end):
     store, trainer = Store.create(str(tmp_path)), Averaging()
     hooks = RunHooks(store, "run", spec(DATA, epochs=9), alone)
     for epoch, ends in enumerate((False, True)):

@@ -1,4 +1,4 @@
-"""Losses that are no numbers are seen wherever they come."""
+"""NaN and infinite losses are noticed in every batch and epoch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def by_function(model, optimizer, transform, loss_fn, inputs, labels, weights, p
 
 
 @pytest.mark.parametrize("function", [None, by_function])
-def test_a_batch_without_a_number_is_told_also_where_another_one_follows_in_its_step(alone, function):
+def test_a_non_finite_loss_of_a_batch_is_reported_even_if_another_batch_follows_in_its_step(alone, function):
     model = torch.nn.Linear(2, 1)
     params = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0), "label_cols": ("y",)}
     params = {**params, "loss": torch.nn.functional.mse_loss, "train_minibatch_fn": function, "schema": DATA}
@@ -45,7 +45,7 @@ def test_a_batch_without_a_number_is_told_also_where_another_one_follows_in_its_
     assert [math.isnan(report.loss) for report in hooks.steps] == [True]
 
 
-def test_the_loss_of_an_epoch_ends_the_training_too_and_none_at_all_is_no_number_to_warn_of(alone, caplog):
+def test_the_loss_of_an_epoch_can_end_the_training_and_a_missing_loss_is_not_warned_about(alone, caplog):
     strict = RunHooks(None, "r", spec(DATA, terminate_on_nan=True), alone)
     with pytest.raises(DataError, match="The loss of epoch 1 of 1 is inf, and terminate_on_nan is set"):
         strict.on_epoch_end(EpochReport(0, {"loss": (math.inf, 1)}), None)

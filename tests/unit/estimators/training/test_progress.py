@@ -1,4 +1,4 @@
-"""The bar in a real terminal."""
+"""The progress bar in a real terminal."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ print("fitted")
 
 
 def _in_a_terminal(code: str) -> str:
-    """What a terminal is sent by a program that has it for its output."""
+    """Return what a program writes to a terminal."""
     ours, its = pty.openpty()
     try:
         fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", *_ROWS_AND_COLUMNS, 0, 0))
@@ -81,10 +81,10 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def test_a_bar_in_a_terminal_ends_full_on_a_line_of_its_own():
+def test_a_bar_in_a_terminal_ends_full_on_its_own_line():
     shown = _in_a_terminal(_TRAINING)
     assert "\x01" not in shown
-    # What stays to be seen of each line is what was written last after a carriage return.
+    # Only the text after the last carriage return of each line stays visible.
     lines = [[part for part in line.split("\r") if part.strip()][-1:] for line in shown.split("\n")]
     epoch, bar, afterwards = [line[0] for line in lines if line]
     assert epoch == "[0]<stdout>:epoch 1/2"
@@ -92,7 +92,7 @@ def test_a_bar_in_a_terminal_ends_full_on_a_line_of_its_own():
     assert afterwards == "afterwards"
 
 
-def test_nobody_looks_where_the_output_is_a_file(tmp_path):
+def test_output_to_a_file_is_not_interactive(tmp_path):
     code = "from sparkhvd.estimators.training.progress import is_interactive; print(is_interactive())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -1,4 +1,4 @@
-"""What shows how a training goes: history, event files, progress."""
+"""The reports of a training: history, event files, progress."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def alone():
 
 @pytest.fixture(autouse=True)
 def _tensorboard_without_tensorflow(monkeypatch):
-    """It imports TensorFlow to read files, unless this module is there."""
+    """Keep TensorBoard from importing TensorFlow to read files."""
     monkeypatch.setitem(sys.modules, "tensorboard.compat.notf", ModuleType("notf"))
 
 
@@ -49,16 +49,16 @@ def test_the_history_is_a_table_with_a_row_per_epoch():
     assert table["val_right"].tolist() == [0.4, 0.6]
 
 
-def test_the_parts_of_a_step_are_shown_with_what_they_are_of(alone):
+def test_the_record_line_shows_the_shares_of_a_step(alone):
     report = EpochReport(0, {"loss": (6.0, 3)}, times=StepTimes(0.1, 0.3, 0.1), steps=5)
     record = average_over_ranks(report, alone)
     assert record.line(1) == "epoch 1/1  loss 2  6 rows/s  step 100.0 ms = data 20% + compute 60% + communication 20%"
     assert to_history([record]).to_pandas()["compute"].tolist() == [pytest.approx(0.6)]
 
 
-def test_the_history_is_drawn_with_training_and_validation_over_each_other():
+def test_the_history_is_plotted_with_training_and_validation_in_one_chart():
     figure = to_history(RECORDS).plot()
-    assert [place.get_title() for place in figure.axes] == ["loss", "right"]
+    assert [chart.get_title() for chart in figure.axes] == ["loss", "right"]
     train, validation = figure.axes[0].get_lines()
     assert (train.get_label(), train.get_ydata().tolist()) == ("train", [2.0, 1.0])
     assert (validation.get_label(), validation.get_ydata().tolist()) == ("validation", [2.5, 1.5])
@@ -66,20 +66,20 @@ def test_the_history_is_drawn_with_training_and_validation_over_each_other():
         History().plot()
 
 
-def test_tensorboard_reads_what_a_run_leaves_in_its_store(tmp_path):
+def test_tensorboard_reads_the_event_files_of_a_run(tmp_path):
     assert crc32c(b"123456789") == 0xE3069283, "the check value of CRC-32C"
     store = Store.create(str(tmp_path))
     run_log.write(store, "a run", RECORDS[:1])
     run_log.write(store, "a run", RECORDS)
     run_log.write(store, "a run", RECORDS)  # as a continued run does that trains an epoch again
     for part, losses in (("train", [2.0, 1.0]), ("validation", [2.5, 1.5])):
-        found = {}
+        values = {}
         for file in sorted((tmp_path / "runs" / "a run" / "logs" / part).iterdir()):
             for event in EventFileLoader(str(file)).Load():
                 for value in event.summary.value:
-                    found.setdefault(value.tag, []).append((event.step, value.tensor.float_val[0]))
-        assert found["loss"] == list(enumerate(losses))
-        assert ("time/rows_per_second" in found) == (part == "train")
+                    values.setdefault(value.tag, []).append((event.step, value.tensor.float_val[0]))
+        assert values["loss"] == list(enumerate(losses))
+        assert ("time/rows_per_second" in values) == (part == "train")
     kept = json.loads((tmp_path / "runs" / "a run" / "history.json").read_text())
     assert kept == [record.to_json() for record in RECORDS]
 
