@@ -387,7 +387,7 @@ def test_one_number_for_an_integer_label_is_a_double(spark, store, xor):
             ParamError,
             r"run_id='mine' names a run .* but the estimator has no Store, so only the trained model is kept",
         ),
-        ({"model": None}, ParamError, r"TorchEstimator needs model\."),
+        ({"model": None}, ParamError, r"TorchEstimator needs model: pass the model"),
         ({"loss": None}, ParamError, r"TorchEstimator needs a loss; set loss or loss_constructors"),
         ({"feature_cols": None}, ParamError, "TorchEstimator needs feature_cols: pass the names"),
         ({"num_proc": 9}, SlotsError, "num_proc=9 is more than the 4 slots of the cluster"),

@@ -85,6 +85,9 @@ logger = logging.getLogger(__name__)
 
 _SLOTS_SECONDS = 60.0
 _NEXT_STEP = {
+    "model": "pass the model to train",
+    "optimizer": "pass the optimizer of the model",
+    "loss": "pass the loss to minimize",
     "feature_cols": "pass the names of the columns that the model reads",
     "label_cols": "pass the names of the columns that the model learns",
 }

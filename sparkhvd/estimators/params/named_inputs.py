@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from sparkhvd._util.suggestions import did_you_mean
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import ParamError
 
@@ -68,7 +69,8 @@ def ordered_inputs(
     """
     unknown = [name for name in inputs if name not in names]
     if unknown:
-        raise ParamError(f"inputs names {unknown[0]!r}, which is not an input of the model: {list(names)}.")
+        hint = f" {did_you_mean(unknown[0], names)}".rstrip()
+        raise ParamError(f"inputs names {unknown[0]!r}, which is not an input of the model: {list(names)}.{hint}")
     used = [name for name in names if name in inputs]
     missing = [name for index, name in enumerate(names) if name not in inputs and index < max(needed, len(used))]
     if missing:
@@ -106,20 +108,20 @@ def refuse_input_shapes(input_shapes: Sequence[Sequence[int]] | None) -> None:
         )
 
 
-def _parsed_input(what: str, value: Any) -> NamedInput:
+def _parsed_input(key: str, value: Any) -> NamedInput:
     if isinstance(value, NamedInput):
         return value
     fields = value if isinstance(value, Mapping) else {"columns": value}
     columns = fields.get("columns")
     columns = (columns,) if isinstance(columns, str) else columns
     if set(fields) - set(_KEYS) or not columns or not all(isinstance(column, str) for column in columns):
-        raise ParamError(f"{what}={value!r} must be a column, a list of columns, or a dict with {', '.join(_KEYS)}.")
+        raise ParamError(f"{key}={value!r} must be a column, a list of columns, or a dict with {', '.join(_KEYS)}.")
     try:
         shape = None if fields.get("shape") is None else tuple(int(size) for size in fields["shape"])
         dtype = None if fields.get("dtype") is None else _dtype_name(fields["dtype"])
     except (TypeError, ValueError) as error:
         raise ParamError(
-            f"{what}={value!r} has an invalid shape or dtype ({error}). shape must be a list of sizes, and dtype a "
+            f"{key}={value!r} has an invalid shape or dtype ({error}). shape must be a list of sizes, and dtype a "
             "name such as 'int64'."
         ) from error
     shape = shape[1:] if shape and shape[0] == -1 else shape

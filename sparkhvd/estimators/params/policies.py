@@ -140,6 +140,6 @@ def check_monitored(params: Mapping[str, Any], names: Collection[str]) -> None:
             raise ParamError(f"{parameter} monitors {monitor!r}, but an epoch reports {', '.join(known)}.{hint}")
 
 
-def _check_mode(what: str, mode: str) -> None:
+def _check_mode(policy: str, mode: str) -> None:
     if mode not in {"min", "max"}:
-        raise ParamError(f"{what}(mode={mode!r}): mode must be 'min' or 'max'.")
+        raise ParamError(f"{policy}(mode={mode!r}): mode must be 'min' or 'max'.")

@@ -36,12 +36,12 @@ def facts_from_json(content: dict[str, Any]) -> ModelFacts:
     return ModelFacts(content["framework"], content["optimizer"], shapes)
 
 
-def check_resumable(run_id: str, where: str, before: ModelFacts, now: ModelFacts) -> None:
+def check_resumable(run_id: str, url: str, before: ModelFacts, now: ModelFacts) -> None:
     """Refuse to resume from a checkpoint of another model.
 
     Args:
         run_id: of the run.
-        where: URL of the checkpoint.
+        url: of the checkpoint.
         before: the facts of the checkpoint.
         now: the facts of this fit's model.
 
@@ -50,7 +50,7 @@ def check_resumable(run_id: str, where: str, before: ModelFacts, now: ModelFacts
     """
     if difference := _difference(before, now):
         raise ParamError(
-            f"Run {run_id!r} cannot resume from its checkpoint {where}, which belongs to another model: {difference}. "
+            f"Run {run_id!r} cannot resume from its checkpoint {url}, which belongs to another model: {difference}. "
             "Pass the model and the optimizer that the run began with, or choose another run_id to start a new run."
         )
 

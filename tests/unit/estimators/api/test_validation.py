@@ -218,15 +218,15 @@ def test_validation_may_be_watched_where_the_files_have_validation_rows(given, m
         check_monitored_metrics(values, held_out=False)
 
 
-def test_what_the_ranks_are_told_is_what_was_given():
+def test_the_spec_of_the_ranks_holds_the_parameters():
     data = schema(x=("feature", "float64", (), "scalar"))
     given = {"val_batch_size": 7, "train_steps_per_epoch": 3, "validation_steps_per_epoch": 2, "use_gpu": False}
     readers = {"train_reader_num_workers": 5, "val_reader_num_workers": 6}
     values = EstimatorParams(**given, **readers, inmemory_cache_all=True, random_seed=1).values()
-    told = _train_spec(values, data)
-    assert {name: getattr(told, name) for name in given} == given
-    assert (told.reading.threads, told.val_reading.threads) == (5, 6)
-    assert told.reading.cache == told.val_reading.cache == "memory"
+    spec = _train_spec(values, data)
+    assert {name: getattr(spec, name) for name in given} == given
+    assert (spec.reading.threads, spec.val_reading.threads) == (5, 6)
+    assert spec.reading.cache == spec.val_reading.cache == "memory"
     by_default = _train_spec(EstimatorParams(batch_size=9, local_cache=True).values(), data)
     assert (by_default.val_batch_size, by_default.reading.cache) == (9, "disk")
 

@@ -70,15 +70,15 @@ def test_a_table_of_pandas_is_refused_with_the_way_to_make_one_of_spark():
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("message", "ending"),
     [
         ("raised KeyError: 'x' (in fn, after init()).\n\nTraceback (in fn)", "'x' (in training).\n\nTraceback (in fn)"),
         ("was killed (in fn).", "was killed (in training)."),
         ("was killed (after fn had ended).", "(after the training had ended)."),
     ],
 )
-def test_how_far_a_rank_was_is_said_of_the_training(told, said):
-    assert in_training_terms(f"Rank 1 on host a {told}").endswith(said)
+def test_how_far_a_rank_was_is_said_of_the_training(message, ending):
+    assert in_training_terms(f"Rank 1 on host a {message}").endswith(ending)
 
 
 def test_none_means_the_default():
