@@ -20,19 +20,19 @@ _LONGEST_PAUSE_SECONDS = 1.0
 
 
 class Client:
-    """Sends messages; safe for use from several threads. Made by ``connect``."""
+    """A thread-safe sender of messages, made by ``connect``."""
 
     def __init__(self, frames: FrameSocket) -> None:
         self._frames = frames
-        self._lock = threading.Lock()  # one message, or one question and its answer, at a time
+        self._lock = threading.Lock()  # held for one message, or for one request and its answer
 
     def send(self, message: Message, deadline: Deadline) -> None:
-        """Send a message that has no answer."""
+        """Send a message without waiting for an answer."""
         with self._lock:
             self._frames.send(encode(message), deadline)
 
     def ask(self, message: Message, deadline: Deadline) -> Message:
-        """Send a message and wait for its answer."""
+        """Send a message and return its answer."""
         with self._lock:
             self._frames.send(encode(message), deadline)
             answer = self._frames.receive(idle=deadline)
@@ -43,11 +43,11 @@ class Client:
         return decode(answer)
 
     def set_ack_timeout(self, seconds: float) -> None:
-        """Break when the other host does not acknowledge for so long what was sent; for small messages only."""
+        """Break the connection when sent data stays unacknowledged for ``seconds``; for small messages only."""
         self._frames.set_ack_timeout(seconds)
 
     def wake(self) -> None:
-        """End every wait on this connection, from any thread."""
+        """Interrupt every wait on this connection, from any thread."""
         self._frames.wake()
 
     def close(self) -> None:
@@ -58,27 +58,27 @@ class Client:
 def connect(
     addresses: Sequence[tuple[str, int]], secret: bytes, deadline: Deadline, *, encrypt: bool = False
 ) -> Client:
-    """Connect to the first of ``addresses`` where a server answers that knows ``secret``.
+    """Return a connection to the first of ``addresses`` whose server knows ``secret``.
 
     Args:
         addresses: tried in order.
         secret: the shared secret.
-        deadline: when to give up.
-        encrypt: whether a server that does not encrypt is refused.
+        deadline: the end of all attempts.
+        encrypt: whether to refuse a server that does not encrypt.
 
     Raises:
-        DeadlineExceededError: none did; the message says what happened at each.
-        ConfigError: a server encrypts, and this host cannot.
+        DeadlineExceededError: no server answered; the message has the error of each address.
+        ConfigError: a server encrypts, but this host cannot.
     """
     attempts = []
     for number, address in enumerate(addresses, start=1):
         try:
-            last = number == len(addresses)
-            until = deadline if last else deadline.capped(_SECONDS_PER_ADDRESS)
+            is_last = number == len(addresses)
+            until = deadline if is_last else deadline.capped(_SECONDS_PER_ADDRESS)
             return Client(_open(address, secret, until, encrypt))
         except ConfigError:
             raise
-        except (OSError, ValueError, OverflowError) as error:  # the last two: there can be no such host or port
+        except (OSError, ValueError, OverflowError) as error:  # the last two mean an impossible host or port
             attempts.append(f"{with_port(*address)} ({error})")
         if deadline.expired():
             break
@@ -91,8 +91,8 @@ def _open(address: tuple[str, int], secret: bytes, deadline: Deadline, encrypt: 
         try:
             return _open_once(address, secret, deadline, encrypt)
         except ServerBusyError:
-            # Those who were turned away together must not come together again.
-            seconds = pause * random.uniform(0.5, 1.5)  # noqa: S311 - nothing to guess
+            # Jitter keeps clients that were rejected together from retrying together.
+            seconds = pause * random.uniform(0.5, 1.5)  # noqa: S311 - not a secret
             if deadline.remaining() < seconds:
                 raise
             time.sleep(seconds)
@@ -100,8 +100,8 @@ def _open(address: tuple[str, int], secret: bytes, deadline: Deadline, encrypt: 
 
 
 def _open_once(address: tuple[str, int], secret: bytes, deadline: Deadline, encrypt: bool) -> FrameSocket:
-    reaching = deadline.capped(_SECONDS_PER_ADDRESS).remaining()
-    connection = socket.create_connection(address, timeout=max(reaching, 0.001))
+    timeout = deadline.capped(_SECONDS_PER_ADDRESS).remaining()
+    connection = socket.create_connection(address, timeout=max(timeout, 0.001))
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         enable_keepalive(connection)

@@ -1,4 +1,4 @@
-"""Dataclasses that have come as JSON, with every name and type checked."""
+"""Dataclasses from JSON, with every field name and type checked."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ T = TypeVar("T")
 
 
 class MessageError(SparkHvdError, ValueError):
-    """An authenticated peer sent something that is not one of the messages."""
+    """An authenticated peer sent an invalid message."""
 
 
 def from_json_fields(kind: type[T], fields: object, where: str = "") -> T:
-    """The frozen dataclass ``kind`` whose ``dataclasses.asdict`` went through JSON.
+    """Return the frozen dataclass ``kind`` whose ``dataclasses.asdict`` was sent as JSON.
 
-    Its fields are ``int``, ``str``, ``bool``, ``bytes``, tuples of one of these, and such dataclasses themselves.
+    Fields may be ``int``, ``str``, ``bool``, ``bytes``, tuples of one of these, or dataclasses of such fields.
 
     Args:
         kind: the dataclass.
-        fields: what came.
-        where: how a message about it calls it; its name otherwise.
+        fields: the received value.
+        where: the name of the value in error messages; by default that of ``kind``.
 
     Raises:
-        MessageError: names or types are wrong.
+        MessageError: field names or types differ from those of ``kind``.
     """
     where = where or kind.__name__
     expected = _fields(cast(Hashable, kind))
@@ -44,7 +44,7 @@ def _value(kind: Any, value: object, where: str) -> object:
         return tuple(_value(get_args(kind)[0], item, f"{where}[{number}]") for number, item in enumerate(value))
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return from_json_fields(kind, value, where)
-    if type(value) is not kind:  # a bool is no int here
+    if type(value) is not kind:  # isinstance would accept a bool as an int
         raise MessageError(f"{where} must be of type {kind.__name__}, got {type(value).__name__}.")
     return value
 

@@ -1,15 +1,14 @@
-"""Frames on a stream socket that both sides have authenticated.
+"""Frames on a mutually authenticated stream socket.
 
-The handshake has a fixed length in both directions, so nothing is parsed before it succeeds:
+The handshake has a fixed length in both directions, so neither side parses anything before it succeeds:
 
 1. server to client: magic, version, whether frames are encrypted, server nonce;
-2. client to server: magic, version, client nonce, HMAC(secret, "client" | encrypted or not | both nonces);
-3. server to client: HMAC(secret, "server" | encrypted or not | both nonces).
+2. client to server: magic, version, client nonce, HMAC(secret, "client" | encryption flag | both nonces);
+3. server to client: HMAC(secret, "server" | encryption flag | both nonces).
 
-The label inside the HMAC names the direction, so that a proof cannot be reflected to the one who sent it, and the fresh
-nonces make a recorded conversation worthless. Every frame then is ``length | protected payload`` (see
-``sparkhvd.rpc.protection``) under a key that belongs to this connection and direction. The length, of the payload, is
-checked against the cap before anything is allocated.
+The label inside the HMAC names the direction, so a proof cannot be reflected to its sender. Fresh nonces make replays
+useless. Every later frame is ``length | protected payload`` (see ``sparkhvd.rpc.protection``) under a key for this
+connection and direction. The receiver checks the payload length against the limit before it allocates memory.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ _HELLO = MAGIC + struct.pack(">H", VERSION)
 _NONCE_BYTES = 32
 _PLAIN, _ENCRYPTED = b"\0", b"\1"
 _PROOF_BYTES = 32
-_TURNED_AWAY_PROOF = (MAGIC * _PROOF_BYTES)[:_PROOF_BYTES]  # in place of the server's proof
+_BUSY_PROOF = (MAGIC * _PROOF_BYTES)[:_PROOF_BYTES]  # sent instead of the server's proof
 _HEADER = struct.Struct(">I")
 
 
 class ServerBusyError(ConnectionResetError):
-    """The server is there, but too many are at its door; it may let in whoever comes again."""
+    """The server has too many handshakes in progress; a retry may succeed."""
 
 
 class FrameSocket:
@@ -67,11 +66,11 @@ class FrameSocket:
         send_all(self._socket, _HEADER.pack(len(payload)) + self._outgoing.protect(payload), deadline)
 
     def receive(self, idle: Deadline, frame_seconds: float = 30.0) -> bytes | None:
-        """The next frame, or None when the other side has closed the connection between two frames.
+        """Return the next frame, or None when the peer closed the connection between two frames.
 
         Args:
-            idle: how long the start of a frame may take; a quiet peer is not a broken one.
-            frame_seconds: how long the rest of a frame may take once it has started.
+            idle: the deadline for the first byte of a frame; a silent peer may be healthy.
+            frame_seconds: the limit for the rest of the frame.
         """
         first = receive_exactly(self._socket, 1, idle, may_end=True)
         if not first:
@@ -80,18 +79,18 @@ class FrameSocket:
         (length,) = _HEADER.unpack(first + receive_exactly(self._socket, _HEADER.size - 1, deadline))
         if length > MAX_FRAME_BYTES:
             raise AuthenticationError(f"A frame announces {length} bytes; the limit is {MAX_FRAME_BYTES} bytes.")
-        return self._incoming.checked(receive_exactly(self._socket, length + self._incoming.overhead, deadline))
+        return self._incoming.verify(receive_exactly(self._socket, length + self._incoming.overhead, deadline))
 
     def set_ack_timeout(self, seconds: float) -> None:
-        """Let the kernel break the connection when what was sent is not acknowledged for so long.
+        """Let the kernel break the connection when sent data stays unacknowledged for ``seconds``.
 
-        While that is so it sends nothing to find out whether the other host is there. For small messages only: it would
-        also break where the other side takes its time to read.
+        The kernel sends no keep-alive probes while data is unacknowledged. Use it for small messages only: a peer that
+        reads slowly would also break the connection.
         """
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
 
     def wake(self) -> None:
-        """End every wait on this connection, from any thread."""
+        """Interrupt every wait on this connection, from any thread."""
         shut_down(self._socket)
 
     def close(self) -> None:
@@ -106,14 +105,14 @@ def accept_handshake(
     encrypt: bool = False,
     admit: Callable[[], None] = lambda: None,
 ) -> FrameSocket:
-    """The server's side of the handshake; it decides whether frames are encrypted.
+    """Run the server's side of the handshake, which decides whether frames are encrypted.
 
-    ``admit`` is called once the other side has proved that it knows the secret, and before it is told so.
+    ``admit`` is called after the client has proved that it knows the secret, and before the server answers.
 
     Raises:
-        AuthenticationError: the other side does not know the secret.
+        AuthenticationError: the client does not know the secret.
         ConfigError: this host cannot encrypt.
-        DeadlineExceededError: the other side did not answer in time.
+        DeadlineExceededError: the client did not answer in time.
     """
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
     terms = _ENCRYPTED if encrypt else _PLAIN
@@ -131,18 +130,19 @@ def accept_handshake(
 
 
 def reply_busy(connection: socket.socket) -> None:
-    """Tell a client that has to make room for others, in place of the server's proof, to come again; never waits."""
+    """Ask a client to retry later, in place of the server's proof; never blocks."""
     connection.setblocking(False)
     with contextlib.suppress(OSError), connection:
-        connection.send(_TURNED_AWAY_PROOF)
+        connection.send(_BUSY_PROOF)
 
 
 def connect_handshake(
     connection: socket.socket, secret: bytes, deadline: Deadline, *, encrypt: bool = False
 ) -> FrameSocket:
-    """The client's side of the handshake; raises as ``accept_handshake`` does, and ``ServerBusyError``.
+    """Run the client's side of the handshake.
 
-    With ``encrypt`` a server that does not encrypt is refused with an ``AuthenticationError``.
+    Raises the errors of ``accept_handshake``, and ``ServerBusyError`` when the server asks for a retry. With
+    ``encrypt``, a server that does not encrypt causes an ``AuthenticationError``.
     """
     hello = receive_exactly(connection, len(_HELLO), deadline)
     if hello != _HELLO:
@@ -157,7 +157,7 @@ def connect_handshake(
             "The server closed the connection after it received this client's proof of the job's secret, so it belongs "
             "to another job."
         ) from error
-    if hmac.compare_digest(proof, _TURNED_AWAY_PROOF):
+    if hmac.compare_digest(proof, _BUSY_PROOF):
         raise ServerBusyError("The server has too many handshakes in progress and asks this client to retry.")
     if not hmac.compare_digest(proof, tag(secret, b"server" + agreed)):
         raise AuthenticationError("The server could not prove that it knows the job's secret.")
@@ -170,7 +170,7 @@ def connect_handshake(
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: Deadline, may_end: bool = False) -> bytes:
-    """Exactly ``count`` bytes; empty when ``may_end`` and the connection ended before the first of them."""
+    """Return exactly ``count`` bytes, or none when ``may_end`` and the connection ended before the first byte."""
     received = bytearray()
     while len(received) < count:
         _limit(connection, deadline, f"{count - len(received)} more bytes of {count}")
@@ -179,7 +179,7 @@ def receive_exactly(connection: socket.socket, count: int, deadline: Deadline, m
         except TimeoutError as error:
             if is_host_unreachable(error):
                 raise
-            continue  # _limit says whether the time is up
+            continue  # _limit raises once the deadline has passed
         if not piece:
             if may_end and not received:
                 return b""
@@ -201,7 +201,7 @@ def send_all(connection: socket.socket, content: bytes, deadline: Deadline) -> N
 
 
 def enable_keepalive(connection: socket.socket) -> None:
-    """Let the kernel break a connection whose other host was cut off, within about 9 seconds."""
+    """Let the kernel break a connection within about 9 seconds after the peer's host became unreachable."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
@@ -209,23 +209,23 @@ def enable_keepalive(connection: socket.socket) -> None:
 
 
 def is_host_unreachable(error: BaseException) -> bool:
-    """Whether the kernel gave a connection up because nothing came from the other host any more.
+    """Return whether the kernel broke a connection because the peer's host became unreachable.
 
-    The end of a process on a host that can be reached is another error, or none. What ends our own waits has no number.
+    The end of a process on a reachable host causes another error, or none. Our own timeouts carry no errno.
     """
     return isinstance(error, OSError) and error.errno in {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 
 def shut_down(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """End every wait on a socket, from any thread; closing alone would leave them waiting."""
+    """Interrupt every wait on a socket, from any thread; closing it would leave other threads waiting."""
     try:
         connection.shutdown(how)
     except OSError:
-        return  # it was not connected any more: nobody waits
+        return  # it was not connected any more, so no thread waits
 
 
 def stop_receiving(connection: socket.socket) -> None:
-    """End every wait for the other side to say something; what is being sent still goes out."""
+    """Interrupt every wait for data from the peer; pending data is still sent."""
     shut_down(connection, socket.SHUT_RD)
 
 

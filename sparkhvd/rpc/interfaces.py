@@ -13,7 +13,7 @@ from pathlib import Path
 from sparkhvd._util.addresses import is_ipv6, is_ipv6_only, is_loopback
 from sparkhvd.errors import LaunchError
 
-# The requests of netdevice(7), which say the same on every architecture that Linux runs on.
+# The requests of netdevice(7), which are equal on every architecture of Linux.
 _SIOCGIFADDR = 0x8915
 _SIOCGIFNETMASK = 0x891B
 _NAME_BYTES = 16
@@ -28,9 +28,9 @@ class Interface:
     """One address of a network interface.
 
     Attributes:
-        name: the kernel's.
+        name: its name in the kernel.
         address: one of its addresses.
-        network: the network that the address belongs to, like ``10.1.0.0/16``.
+        network: the network of the address, like ``10.1.0.0/16``.
     """
 
     name: str
@@ -39,15 +39,15 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """Return the addresses of all interfaces of this network namespace, loopback included, those of IPv4 first."""
+    """Return the addresses of all interfaces of this network namespace, with loopback, IPv4 addresses first."""
     return _with_ipv4() + parse_if_inet6(_IF_INET6.read_text() if _IF_INET6.exists() else "")
 
 
 def parse_if_inet6(text: str) -> list[Interface]:
-    """Return the addresses that the kernel's list ``/proc/net/if_inet6`` has and that a server can bind.
+    """Return the addresses in the kernel's list ``/proc/net/if_inet6`` that a server can bind.
 
     A line has the address in hexadecimal digits, the interface's number, the length of the network's prefix, the scope,
-    flags and the interface's name. An address of one link means nothing on other hosts.
+    flags and the interface's name. Link-local addresses are skipped because they mean nothing on other hosts.
     """
     found = []
     for line in text.splitlines():
@@ -65,47 +65,47 @@ def _with_ipv4() -> list[Interface]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                address, mask = (_asked(probe, name, request) for request in (_SIOCGIFADDR, _SIOCGIFNETMASK))
+                address, mask = (_address_of(probe, name, request) for request in (_SIOCGIFADDR, _SIOCGIFNETMASK))
             except OSError:
-                continue  # it has none
+                continue  # it has no IPv4 address
             found.append(Interface(name, address, str(ipaddress.ip_network(f"{address}/{mask}", strict=False))))
     return found
 
 
-def _asked(probe: socket.socket, name: str, request: int) -> str:
-    question = struct.pack("256s", name.encode()[: _NAME_BYTES - 1])
-    return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), request, question)[20:24])
+def _address_of(probe: socket.socket, name: str, request: int) -> str:
+    request_data = struct.pack("256s", name.encode()[: _NAME_BYTES - 1])
+    return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), request, request_data)[20:24])
 
 
 def candidates(nics: Sequence[str], host: str, peer_hosts: Sequence[str]) -> list[Interface]:
-    """The interfaces on which peers might reach this machine.
+    """Return the interfaces on which peers might reach this machine.
 
     Args:
-        nics: the ones to use; empty leaves the choice open.
-        host: how the cluster calls this machine.
-        peer_hosts: how it calls the machines of all peers.
+        nics: the names of the interfaces to use; empty considers all.
+        host: this machine's name in the cluster.
+        peer_hosts: the peers' names in the cluster.
 
     Raises:
         LaunchError: none of ``nics`` has an address here.
     """
-    there = interfaces()
+    available = interfaces()
     if nics:
-        chosen = _preferred([one for one in there if one.name in nics], host)
+        chosen = _preferred([one for one in available if one.name in nics], host)
         if not chosen:
             raise LaunchError(
                 f"None of the network interfaces {list(nics)} has an address on host {host}; "
-                f"its interfaces are {list(dict.fromkeys(one.name for one in there))}. Set nics to some of these."
+                f"its interfaces are {list(dict.fromkeys(one.name for one in available))}. Set nics to some of these."
             )
         return chosen
     if is_loopback(host) and all(is_loopback(peer) for peer in peer_hosts):
-        return [one for one in there if is_loopback(one.address)]
-    return _preferred([one for one in there if not is_loopback(one.address)] or there, host)
+        return [one for one in available if is_loopback(one.address)]
+    return _preferred([one for one in available if not is_loopback(one.address)] or available, host)
 
 
 def _preferred(addresses: list[Interface], host: str) -> list[Interface]:
-    """Those of IPv4, unless there are none or the cluster knows this machine by IPv6 alone.
+    """Return the IPv4 addresses, unless there are none or the cluster knows this machine by IPv6 alone.
 
-    Hosts often have IPv6 addresses that no other one reaches, and it takes long to find out.
+    Hosts often have IPv6 addresses that other hosts cannot reach, and finding out takes long.
     """
     wanted = [one for one in addresses if is_ipv6(one.address) == is_ipv6_only(host)]
     return wanted or addresses

@@ -1,4 +1,4 @@
-"""What driver and tasks tell each other, and its encoding: a JSON header followed by raw bytes."""
+"""The messages between driver and tasks, and their encoding: a JSON header followed by raw bytes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from sparkhvd.rpc.registration import Introduction, TaskOffer, TaskRegistration,
 
 @dataclass(frozen=True)
 class Started:
-    """All tasks of the job run at the same time and their ranks are assigned."""
+    """Task to driver: all tasks of the job run and their ranks are assigned."""
 
     num_proc: int
 
 
 @dataclass(frozen=True)
 class TaskStatus:
-    """Task to driver: this connection lasts as long as this attempt of the task.
+    """Task to driver: who and how far it is. The connection lasts as long as this attempt of the task.
 
     Attributes:
         task_index: its index.
-        rank: which it watches over; -1 before it has one.
+        rank: the rank that it supervises; -1 before one is assigned.
         host: where it runs.
-        attempt: by Spark's count.
-        phase: how far the rank is, in the words of ``sparkhvd.task.failure_report``.
+        attempt: Spark's attempt id.
+        phase: the progress of the rank, one of the phases of ``sparkhvd.task.failure_report``.
     """
 
     task_index: int
@@ -40,21 +40,21 @@ class TaskStatus:
 
 @dataclass(frozen=True)
 class ExchangeIntroductions:
-    """Task to driver: what it has to say to the others; asks for what they have to say."""
+    """Task to driver: its introduction, in exchange for those of all tasks."""
 
     introduction: Introduction
 
 
 @dataclass(frozen=True)
 class Introductions:
-    """The answer to ``ExchangeIntroductions`` once all have come: the introductions by index."""
+    """The answer to ``ExchangeIntroductions`` once all tasks have sent theirs: the introductions by task index."""
 
     introductions: tuple[Introduction, ...]
 
 
 @dataclass(frozen=True)
 class ExchangeUnavailable:
-    """The answer to ``ExchangeIntroductions`` when not all tasks reach the driver: they have to meet elsewhere."""
+    """The answer to ``ExchangeIntroductions`` when not all tasks reach the driver: they exchange through Spark."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Flush:
-    """Asks for an ``Acknowledged`` once everything sent before has been dealt with."""
+    """Requests an ``Acknowledged`` once all earlier messages are handled."""
 
 
 @dataclass(frozen=True)
@@ -78,52 +78,52 @@ class Acknowledged:
 
 @dataclass(frozen=True)
 class Register:
-    """Task to driver: it waits for its part of the job."""
+    """Task to driver: it is ready for its assignment."""
 
     registration: TaskRegistration
 
 
 @dataclass(frozen=True)
 class ProbeServers:
-    """Driver to task: which of these servers of another task can be reached?"""
+    """Driver to task: try to reach these servers of another task."""
 
     servers: tuple[TaskServer, ...]
 
 
 @dataclass(frozen=True)
 class Reachable:
-    """The answer to ``ProbeServers``: the addresses where the server answered."""
+    """The answer to ``ProbeServers``: the addresses that answered."""
 
     addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Assign:
-    """Driver to task: all tasks of the job, from which follows who runs what."""
+    """Driver to task: the offers of all tasks, from which each task computes the assignment."""
 
     offers: tuple[TaskOffer, ...]
 
 
 @dataclass(frozen=True)
 class AwaitTaskEnd:
-    """Driver to task: answer ``Acknowledged`` when the task is over; a lost connection says that it was lost."""
+    """Driver to task: answer ``Acknowledged`` when the task has ended. A broken connection means a lost task."""
 
 
 @dataclass(frozen=True)
 class TaskRunning:
-    """The answer to ``AwaitTaskEnd`` every few seconds while the task is not over."""
+    """The answer to ``AwaitTaskEnd``, every few seconds while the task runs."""
 
 
 @dataclass(frozen=True)
 class FindTask:
-    """Remote-shell agent to driver: which task executes commands for this host of ``mpirun``?"""
+    """Remote-shell agent to driver: find the task that executes commands on this host of ``mpirun``."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class TaskAddress:
-    """The answer to ``FindTask``: where its server listens."""
+    """The answer to ``FindTask``: the server of the task."""
 
     server: TaskServer
 
@@ -137,7 +137,7 @@ class ExecuteOrted:
 
 @dataclass(frozen=True)
 class Executed:
-    """The answer to ``ExecuteOrted``, once it has ended."""
+    """The answer to ``ExecuteOrted``, once ``orted`` has ended."""
 
     returncode: int
     output: bytes
@@ -145,14 +145,14 @@ class Executed:
 
 @dataclass(frozen=True)
 class Rejected:
-    """The answer to something that cannot be done."""
+    """The answer to a request that cannot be fulfilled."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class RankConnected:
-    """What ``orted`` started to the task of its host: it is this rank, of so many in all and on its host."""
+    """Rank to the task of its host: its rank, the world size and the number of ranks on the host, as of ``orted``."""
 
     rank: int
     size: int
@@ -161,21 +161,21 @@ class RankConnected:
 
 @dataclass(frozen=True)
 class Preload:
-    """The answer to ``RankConnected``: what the rank's worker imports first."""
+    """The answer to ``RankConnected``: the modules that the rank's worker imports first."""
 
     modules: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class WorkerForked:
-    """Rank to task: its worker runs."""
+    """Rank to task: its worker process runs."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """Rank to task: its worker has ended; negative codes are signals, perhaps of a launcher that ended it."""
+    """Rank to task: its worker process has ended; negative return codes are signals."""
 
     returncode: int
     by_launcher: bool
@@ -212,7 +212,7 @@ _LENGTH = struct.Struct(">I")
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message; at most one of its own fields may be ``bytes``, and none of what lies deeper."""
+    """Return the bytes of a message. At most one top-level field may be ``bytes``, and no nested one."""
     header = {"type": type(message).__name__} | dataclasses.asdict(message)
     raw = _raw_field(type(message))
     content = header.pop(raw) if raw else b""
@@ -221,10 +221,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """The message in ``payload``.
+    """Return the message in ``payload``.
 
     Raises:
-        MessageError: it is not a message, or its fields have wrong names or types.
+        MessageError: the payload is not a message, or its fields have wrong names or types.
     """
     if len(payload) < _LENGTH.size:
         raise MessageError(f"A message of {len(payload)} bytes is too short.")
@@ -247,5 +247,5 @@ def decode(payload: bytes) -> Message:
 
 
 def _raw_field(kind: type[Message]) -> str:
-    """The name of the field whose bytes follow the header, empty where there is none."""
+    """Return the name of the field whose bytes follow the header; empty for messages without one."""
     return next((field.name for field in dataclasses.fields(kind) if field.type == "bytes"), "")

@@ -1,4 +1,4 @@
-"""What keeps the payloads of one direction of a connection from being altered or, where that is wanted, read."""
+"""Authentication and optional encryption of the payloads in one direction of a connection."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from sparkhvd.errors import AuthenticationError, ConfigError, LaunchError
 Cipher = TypeVar("Cipher")
 
 _SEQUENCE = struct.Struct(">Q")
-_WRONG = "A frame failed authentication: it was altered, replayed or sent by an unauthenticated peer."
+_UNVERIFIED = "A frame failed authentication: it was altered, replayed or sent by an unauthenticated peer."
 
 
 class Outgoing(Protocol):
     """The sender's side of a direction."""
 
     def protect(self, payload: bytes) -> bytes:
-        """What travels in the place of the next payload."""
+        """Return the bytes to send for the next payload."""
 
 
 class Incoming(Protocol):
     """The receiver's side of a direction.
 
     Attributes:
-        overhead: by how many bytes what travels is longer than the payload.
+        overhead: the number of bytes that protection adds to a payload.
     """
 
     overhead: int
 
-    def checked(self, travelled: bytes) -> bytes:
-        """The next payload.
+    def verify(self, received: bytes) -> bytes:
+        """Return the verified next payload.
 
         Raises:
-            AuthenticationError: the sender did not send it at this place.
+            AuthenticationError: the sender did not send this payload at this position.
         """
 
 
 def protection(encrypt: bool, outgoing_key: bytes, incoming_key: bytes) -> tuple[Outgoing, Incoming]:
-    """Both directions of one connection, whose keys serve nothing else.
+    """Return both directions of one connection; its keys must serve nothing else.
 
     Raises:
         ConfigError: this host cannot encrypt.
@@ -67,50 +67,50 @@ class Tagger:
 
 
 class TagCheck:
-    """The other end of a ``Tagger``."""
+    """The receiver's side of a ``Tagger``."""
 
     overhead = hashlib.sha256().digest_size
 
     def __init__(self, key: bytes) -> None:
         self._sender = Tagger(key)
 
-    def checked(self, travelled: bytes) -> bytes:
-        found, payload = travelled[: self.overhead], travelled[self.overhead :]
-        if not hmac.compare_digest(found, self._sender.next_tag(payload)):
-            raise AuthenticationError(_WRONG)
+    def verify(self, received: bytes) -> bytes:
+        received_tag, payload = received[: self.overhead], received[self.overhead :]
+        if not hmac.compare_digest(received_tag, self._sender.next_tag(payload)):
+            raise AuthenticationError(_UNVERIFIED)
         return payload
 
 
 class Sealer:
-    """AES-256-GCM by OpenSSL, with the number of the payload as the nonce.
+    """AES-256-GCM by OpenSSL, with the sequence number of the payload as the nonce.
 
     Raises:
         ConfigError: this host cannot encrypt.
     """
 
     def __init__(self, key: bytes) -> None:
-        self._core = _made(_core.Sealer, key)
+        self._core = _new_cipher(_core.Sealer, key)
 
     def protect(self, payload: bytes) -> bytes:
         return self._core.seal(payload)
 
 
 class Opener:
-    """The other end of a ``Sealer``."""
+    """The receiver's side of a ``Sealer``."""
 
     overhead = _core.CIPHER_TAG_BYTES
 
     def __init__(self, key: bytes) -> None:
-        self._core = _made(_core.Opener, key)
+        self._core = _new_cipher(_core.Opener, key)
 
-    def checked(self, travelled: bytes) -> bytes:
+    def verify(self, received: bytes) -> bytes:
         try:
-            return self._core.open(travelled)
+            return self._core.open(received)
         except _core.CoreError:
-            raise AuthenticationError(_WRONG) from None
+            raise AuthenticationError(_UNVERIFIED) from None
 
 
-def _made(kind: Callable[[bytes], Cipher], key: bytes) -> Cipher:
+def _new_cipher(kind: Callable[[bytes], Cipher], key: bytes) -> Cipher:
     try:
         return kind(key)
     except _core.CoreError as error:
@@ -118,7 +118,7 @@ def _made(kind: Callable[[bytes], Cipher], key: bytes) -> Cipher:
 
 
 def encryption_problem(host: str) -> str:
-    """Why this host, of this name, cannot encrypt what a job sends; empty where it can."""
+    """Return why the host ``host``, this one, cannot encrypt a job's traffic; empty when it can."""
     try:
         Sealer(bytes(32))
     except ConfigError as error:
@@ -127,15 +127,15 @@ def encryption_problem(host: str) -> str:
 
 
 def require_encryption(host: str) -> None:
-    """Check it before anything is sent.
+    """Check that this host can encrypt, before it sends anything.
 
     Raises:
-        LaunchError: this host, of this name, cannot encrypt.
+        LaunchError: the host ``host``, this one, cannot encrypt.
     """
     if why := encryption_problem(host):
         raise LaunchError(why)
 
 
 def tag(key: bytes, content: bytes) -> bytes:
-    """HMAC-SHA256."""
+    """Return the HMAC-SHA256 of ``content``."""
     return hmac.new(key, content, hashlib.sha256).digest()

@@ -1,4 +1,4 @@
-"""What the tasks of a job tell about themselves."""
+"""What the tasks of a job report about themselves."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TaskOffer:
-    """What one task tells the others about itself.
+    """What one task reports about itself to the other tasks.
 
     Attributes:
-        task_index: its number in the stage.
+        task_index: its index in the stage.
         host_hash: equal for tasks that may share memory.
-        host: how the cluster calls its host.
+        host: the name of its host in the cluster.
         bind_host: the address that its rank binds.
-        devices: the GPUs that Spark gave it, by the names that CUDA knows on its host.
-        device_kind: what its rank computes on; empty without a GPU.
-        versions: of the packages that the job asks about, like ``torch 2.8.0``.
-        container: of YARN, where it runs in one; it may see the same host as others do, and GPUs of its own.
+        devices: the GPUs that Spark assigned to it, by their CUDA names on its host.
+        device_kind: the kind of GPU that its rank computes on; empty without one.
+        versions: of the packages that the job compares, like ``torch 2.8.0``.
+        container: the YARN container that it runs in, if any. Containers of one host may each have their own GPUs.
     """
 
     task_index: int
@@ -32,12 +32,12 @@ class TaskOffer:
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a task of the barrier launcher tells the others.
+    """What a task of the barrier launcher reports to the other tasks.
 
     Attributes:
-        attempt: the number of its attempt, unlike that of any other task of the application.
-        offer: its place.
-        port: where it serves the rendezvous; 0 where it does not.
+        attempt: the id of its attempt, unique in the application.
+        offer: its offer.
+        port: the port of the rendezvous that it serves; 0 when it serves none.
     """
 
     attempt: int
@@ -57,14 +57,14 @@ class TaskServer:
 
 @dataclass(frozen=True)
 class TaskRegistration:
-    """What a task of the mpi launcher tells the driver about itself.
+    """What a task of the mpi launcher reports to the driver.
 
     Attributes:
-        attempt: the number of its attempt, unlike that of any other task of the application.
-        offer: its place; ``bind_host`` is filled in when the interfaces are known.
-        servers: where it listens.
-        orted: the path of ``orted``, empty when its host has none.
-        problem: why it cannot take part, empty when it can.
+        attempt: the id of its attempt, unique in the application.
+        offer: its offer; ``bind_host`` is filled in once the interfaces are known.
+        servers: its servers, one per network interface.
+        orted: the path of ``orted``; empty when its host has none.
+        problem: why it cannot take part; empty when it can.
     """
 
     attempt: int

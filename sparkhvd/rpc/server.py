@@ -31,41 +31,40 @@ from sparkhvd.rpc.messages import Message, TaskStatus, decode, encode
 
 logger = logging.getLogger(__name__)
 
-# Strangers can hold no more than this many threads, for no longer than the handshake may take. The oldest makes room
-# for another one when it had its undisturbed time; others wait in the kernel's queue.
+# Unauthenticated peers hold at most this many threads, each for at most the time of a handshake. The oldest one is
+# rejected to make room once its undisturbed time is over; others wait in the kernel's queue.
 _MAX_UNPROVEN = 32
 _HANDSHAKE_SECONDS = 5.0
 _UNDISTURBED_SECONDS = 0.25
-_QUEUE = 4096  # the kernel cuts it down to net.core.somaxconn
+_QUEUE = 4096  # the kernel limits it to net.core.somaxconn
 _REPLY_SECONDS = 30.0
 _LAST_ANSWER_SECONDS = 2.0
 _SHORT_OF_FILES_SECONDS = 0.1
-# Without a sign of life from a task. An overloaded host, or one that is being moved, may be late.
+# The longest silence of a task. An overloaded host, or one that is being migrated, may be late.
 SILENT_SECONDS = 60.0
-# For the kernel of a task's host to acknowledge what was sent to the task.
+# The time for the kernel of a task's host to acknowledge data sent to the task.
 UNANSWERED_SECONDS = 9.0
 
 
 class Handler(Protocol):
-    """What a server does with messages; called from the threads of several connections at once."""
+    """A handler of messages, called from the threads of several connections at once."""
 
     def handle(self, message: Message) -> Message | Future[Message] | None:
-        """Deal with ``message``; what is returned goes back to the sender, a future's result when it is there."""
+        """Handle ``message`` and return the reply to its sender, a future of it, or None."""
 
 
 class Server(Closable):
-    """Serves from construction until ``close()``; speaks only to holders of ``secret``.
+    """A server from construction until ``close()``, for holders of ``secret`` only.
 
     Args:
         secret: the shared secret.
-        handler: gets every message.
+        handler: receives every message.
         host: the local address to bind; no other interface listens.
         port: 0 takes a free one.
         name: prefix of the threads' names.
-        encrypt: whether all that travels is encrypted; the clients follow. See ``require_encryption``.
-        on_lost: called with the last ``TaskStatus`` of a connection that broke because the other host does not answer
-            any more, or over which a task that waits for no answer said nothing for ``SILENT_SECONDS``; and with the
-            error.
+        encrypt: whether connections are encrypted; clients follow. See ``require_encryption``.
+        on_lost: called with the last ``TaskStatus`` of a connection and its error, when the peer's host became
+            unreachable or its task, while it awaited no answer, was silent for ``SILENT_SECONDS``.
     """
 
     def __init__(  # noqa: PLR0917
@@ -85,13 +84,13 @@ class Server(Closable):
         self._handler = handler
         self._name = name
         self._lock = threading.Lock()
-        self._proven = threading.Condition(self._lock)  # somebody has left _unproven
-        self._unproven: dict[socket.socket, float] = {}  # since when; oldest first; guarded by _lock
-        self._turned_away: set[socket.socket] = set()  # guarded by _lock
+        self._proven = threading.Condition(self._lock)  # notified when a peer leaves _unproven
+        self._unproven: dict[socket.socket, float] = {}  # start of each handshake, oldest first; guarded by _lock
+        self._rejected: set[socket.socket] = set()  # guarded by _lock
         self._connections: dict[socket.socket, threading.Thread] = {}  # guarded by _lock
         self._closing = threading.Event()  # set while _lock is held
         self._short_of_files = False  # of the acceptor
-        self._last_encoded: tuple[Message, bytes] | None = None  # of any thread: it is replaced as a whole
+        self._last_encoded: tuple[Message, bytes] | None = None  # shared by all threads: it is replaced atomically
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=_QUEUE)
         self.port: int = self._listener.getsockname()[1]
@@ -99,14 +98,14 @@ class Server(Closable):
         self._acceptor.start()
 
     def close(self) -> None:
-        """Stop serving, end all connections and join the threads. May be called again."""
+        """Stop serving, end all connections and join the threads. Calling it again does nothing."""
         with self._lock:
             self._closing.set()
             self._proven.notify_all()
             open_connections = dict(self._connections)
         shut_down(self._listener)
         for connection in open_connections:
-            stop_receiving(connection)  # what is being answered right now is answered
+            stop_receiving(connection)  # answers in progress are still sent
         self._acceptor.join()
         self._listener.close()
         deadline = Deadline.after(_LAST_ANSWER_SECONDS)
@@ -125,7 +124,7 @@ class Server(Closable):
                 if error.errno == errno.EMFILE and allow_more_files():
                     continue
                 if error.errno in {errno.EMFILE, errno.ENFILE}:
-                    self._say_that_files_are_short()
+                    self._warn_out_of_files()
                     self._closing.wait(_SHORT_OF_FILES_SECONDS)
                 continue  # else the client went away before it was accepted
             thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-peer", daemon=True)
@@ -142,12 +141,12 @@ class Server(Closable):
         while len(self._unproven) >= _MAX_UNPROVEN and not self._closing.is_set():
             oldest, since = next(iter(self._unproven.items()))
             seconds = since + _UNDISTURBED_SECONDS - time.monotonic()
-            if seconds <= 0 and oldest not in self._turned_away:
-                self._turned_away.add(oldest)
+            if seconds <= 0 and oldest not in self._rejected:
+                self._rejected.add(oldest)
                 stop_receiving(oldest)  # its thread ends the handshake
             self._proven.wait(max(seconds, _UNDISTURBED_SECONDS))
 
-    def _say_that_files_are_short(self) -> None:
+    def _warn_out_of_files(self) -> None:
         if not self._short_of_files:
             self._short_of_files = True
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -183,8 +182,8 @@ class Server(Closable):
         deadline = Deadline.after(_HANDSHAKE_SECONDS)
 
         def admit() -> None:
-            with self._lock:  # from here on nobody turns it away
-                if connection in self._turned_away:
+            with self._lock:  # from here on it cannot be rejected
+                if connection in self._rejected:
                     raise ConnectionResetError("The server ended this handshake to make room for another one.")
                 del self._unproven[connection]
                 self._proven.notify_all()
@@ -192,26 +191,26 @@ class Server(Closable):
         try:
             return accept_handshake(connection, self._secret, deadline, encrypt=self._encrypt, admit=admit)
         except (OSError, SparkHvdError):
-            # A member whose host has been slow comes again.
-            if connection in self._turned_away or deadline.expired():
+            # A slow but legitimate peer retries.
+            if connection in self._rejected or deadline.expired():
                 reply_busy(connection)
             raise
         finally:
             with self._lock:
                 self._unproven.pop(connection, None)
-                self._turned_away.discard(connection)
+                self._rejected.discard(connection)
                 self._proven.notify_all()
 
     def _send_late(self, frames: FrameSocket, reply: Message) -> None:
-        """Answer a peer that waits, so that its connection's own thread sends nothing."""
+        """Answer a waiting peer from the thread of the future, while the connection's own thread does not send."""
         try:
             frames.send(self._encoded(reply), Deadline.after(_REPLY_SECONDS))
         except (OSError, ValueError) as error:
             logger.debug("%s could not answer: %s", self._name, error)
-            frames.wake()  # the peer must not wait for what does not come
+            frames.wake()  # the peer must not wait for an answer that never comes
 
     def _encoded(self, reply: Message) -> bytes:
-        """The bytes of a reply; the same one often goes to many, one after another."""
+        """Return the bytes of a reply, cached because the same reply often goes to many peers in a row."""
         last = self._last_encoded
         if last is None or last[0] is not reply:
             self._last_encoded = last = (reply, encode(reply))
@@ -221,7 +220,7 @@ class Server(Closable):
         attending: TaskStatus | None = None
         late: Future[Message] | None = None
         try:
-            # A rank may be silent for hours, its task may not; close() ends this wait.
+            # A rank may be silent for hours, but its task may not. close() interrupts this wait.
             while (payload := frames.receive(idle=_idle(attending, late))) is not None:
                 message = decode(payload)
                 if isinstance(message, TaskStatus) and self._on_lost is not None:
@@ -241,6 +240,6 @@ class Server(Closable):
 
 
 def _idle(attending: TaskStatus | None, late: Future[Message] | None) -> Deadline:
-    """How long the next message may take; who waits for an answer says nothing."""
-    asks = late is not None and not late.done()
-    return Deadline(math.inf) if attending is None or asks else Deadline.after(SILENT_SECONDS)
+    """Return the deadline of the next message; a peer that awaits an answer sends nothing meanwhile."""
+    awaits_answer = late is not None and not late.done()
+    return Deadline(math.inf) if attending is None or awaits_answer else Deadline.after(SILENT_SECONDS)

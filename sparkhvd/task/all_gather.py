@@ -1,4 +1,4 @@
-"""Where the tasks of a barrier stage hear from each other by Spark's own means."""
+"""An all-gather among the tasks of a barrier stage, by Spark's own means."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sparkhvd.task.job import Job
 from sparkhvd.task.task_info import TaskInfo
 
 
-def all_gather(message: str, job: Job, place: TaskInfo) -> list[str]:
-    """What all tasks say, by index; ``BarrierTaskContext.allGather`` itself knows no limit that a job could set.
+def all_gather(message: str, job: Job, task: TaskInfo) -> list[str]:
+    """Return the messages of all tasks by index, within a time limit that ``BarrierTaskContext.allGather`` lacks.
 
     Raises:
-        LaunchError: not all came within ``start_timeout``. There is no such limit where others may be with their rows.
+        LaunchError: some tasks are missing after ``start_timeout``. No limit applies while tasks may still read rows.
     """
     from pyspark import BarrierTaskContext  # noqa: PLC0415 - only in Spark's tasks
 
@@ -22,7 +22,7 @@ def all_gather(message: str, job: Job, place: TaskInfo) -> list[str]:
     gathered = in_background(lambda: context.allGather(message), "sparkhvd-all-gather")
     if not is_done_within(gathered, math.inf if job.gives_rows and job.driver_connection else job.start_timeout):
         raise LaunchError(
-            f"Task {place.index} on host {place.host} waited start_timeout={job.start_timeout:g} s for the other tasks "
+            f"Task {task.index} on host {task.host} waited start_timeout={job.start_timeout:g} s for the other tasks "
             "of this job. One of them is stopped or hangs; see the executors' logs."
         )
     return gathered.result()

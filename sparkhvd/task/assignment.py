@@ -1,4 +1,4 @@
-"""Which rank each task gets: a pure function that every task computes from the same gathered values."""
+"""The assignment of ranks to tasks: pure functions that every task computes from the same gathered values."""
 
 from __future__ import annotations
 
@@ -14,54 +14,58 @@ class Slot:
     """One rank and the task that runs it.
 
     Attributes:
-        world: where the rank stands.
-        offer: what its task said of itself.
-        place: equal for the ranks among which ``local_rank`` counts: those of a host, or of a container whose GPUs have
-            numbers of their own.
+        world: the position of the rank.
+        offer: the offer of its task.
+        local_group: equal for the ranks that share a count of ``local_rank``: those of a host, or of a container
+            whose GPUs have their own indices.
     """
 
     world: World
     offer: TaskOffer
-    place: str
+    local_group: str
 
 
 def assign(offers: Sequence[TaskOffer]) -> list[Slot]:
-    """One slot per task, in rank order.
+    """Return one slot per task, in rank order.
 
-    The ranks of a host, and of a place on it, are neighbours, in the order of their tasks; hosts are in the order of
-    their smallest task, and so are the places of a host. So task 0 gets rank 0.
+    Ranks of a host, and of a local group within it, are consecutive and in task order. Hosts, and local groups within a
+    host, are ordered by their smallest task index. So task 0 gets rank 0.
 
     Raises:
-        ValueError: the indices of the offers are not 0 to n-1, each once.
+        ValueError: the task indices are not 0 to n-1, each once.
     """
     if sorted(offer.task_index for offer in offers) != list(range(len(offers))):
         indices = [offer.task_index for offer in offers]
         raise ValueError(f"Task indices must be 0 to {len(offers) - 1}, each once, got {indices}.")
     by_task = sorted(offers, key=lambda offer: offer.task_index)
-    places = _places(by_task)
+    local_groups = _local_groups(by_task)
     first_task: dict[str, int] = {}
-    for offer, place in zip(by_task, places, strict=True):
+    for offer, local_group in zip(by_task, local_groups, strict=True):
         first_task.setdefault(offer.host_hash, offer.task_index)
-        first_task.setdefault(place, offer.task_index)
+        first_task.setdefault(local_group, offer.task_index)
     return _slots(
         sorted(
             by_task,
-            key=lambda offer: (first_task[offer.host_hash], first_task[places[offer.task_index]], offer.task_index),
+            key=lambda offer: (
+                first_task[offer.host_hash],
+                first_task[local_groups[offer.task_index]],
+                offer.task_index,
+            ),
         )
     )
 
 
 def assign_started(offers: Sequence[TaskOffer], ranks_of_host: Mapping[str, Sequence[int]]) -> list[Slot]:
-    """One slot per task, in rank order, where somebody else has started the ranks already.
+    """Return one slot per task, in rank order, for ranks that ``mpirun`` has already started.
 
-    The ranks of a host belong to its tasks in the order of both.
+    The sorted ranks of a host belong to its tasks in task order.
 
     Args:
-        offers: of the tasks.
-        ranks_of_host: by ``TaskOffer.host_hash``, as many as the host has tasks.
+        offers: of all tasks.
+        ranks_of_host: the ranks by ``TaskOffer.host_hash``, one per task of the host.
 
     Raises:
-        ValueError: these are not the ranks 0 to n-1, or a host has another number of them.
+        ValueError: the ranks are not 0 to n-1, or a host has more or fewer ranks than tasks.
     """
     offer_of: dict[int, TaskOffer] = {}
     for host, ranks in ranks_of_host.items():
@@ -73,14 +77,14 @@ def assign_started(offers: Sequence[TaskOffer], ranks_of_host: Mapping[str, Sequ
 
 
 def _slots(in_rank_order: Sequence[TaskOffer]) -> list[Slot]:
-    places = _places(in_rank_order)
-    return [Slot(*one) for one in zip(layout(places), in_rank_order, places, strict=True)]
+    local_groups = _local_groups(in_rank_order)
+    return [Slot(*one) for one in zip(layout(local_groups), in_rank_order, local_groups, strict=True)]
 
 
-def _places(offers: Sequence[TaskOffer]) -> list[str]:
-    """The place of each: its host, or its container on a host where two containers call different GPUs the same.
+def _local_groups(offers: Sequence[TaskOffer]) -> list[str]:
+    """Return the local group of each offer: its host, or its container where containers of a host share GPU indices.
 
-    YARN shows each container its own GPUs alone, counted from 0.
+    YARN shows each container only its own GPUs, numbered from 0.
     """
     containers: dict[tuple[str, str], set[str]] = {}
     for offer in offers:

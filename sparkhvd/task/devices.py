@@ -1,4 +1,4 @@
-"""Which GPUs a rank sees."""
+"""The GPUs of the ranks: their names, kinds and environment variables."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from sparkhvd.task.worker.output import RankLog
 
 # The GPUs that CUDA lets a process see.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# How CUDA counts them: by itself the fastest first; nvidia-smi, and with it Spark's discovery scripts, goes by bus.
+# The order of CUDA's device numbers. CUDA's default is fastest first; nvidia-smi and Spark's discovery scripts use
+# the order of the bus.
 ORDER = "CUDA_DEVICE_ORDER"
-# What NVIDIA's driver tells of its devices, without CUDA.
+# NVIDIA's driver describes its devices here, without CUDA.
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
 def device_kind(assigned: Sequence[str], visible: str | None, driver: Path = _DRIVER_FOLDER) -> str:
-    """What a rank computes on, in words, like ``GPU (NVIDIA H100)``; empty where it has no GPU.
+    """Return the kind of device of a rank, like ``GPU (NVIDIA H100)``; empty without a GPU.
 
     Args:
-        assigned: the devices that Spark gave its task, as CUDA calls them.
+        assigned: the CUDA names of the devices that Spark assigned to its task.
         visible: CUDA_VISIBLE_DEVICES of its task, None when it is not set.
-        driver: where the driver tells of its devices.
+        driver: the folder in which NVIDIA's driver describes its devices.
     """
     gpus = [facts for path in sorted(driver.glob("*/information")) if (facts := _facts(path)).get("Model")]
     hidden = visible is not None and visible.strip() in {"", "-1"}
@@ -39,7 +40,7 @@ def device_kind(assigned: Sequence[str], visible: str | None, driver: Path = _DR
 
 
 def _named(name: str, gpus: Sequence[dict[str, str]]) -> dict[str, str] | None:
-    """The device that CUDA calls ``name``: a number in the order of the bus, or the beginning of its UUID."""
+    """Return the device of the CUDA name ``name``: a number in bus order, or the beginning of its UUID."""
     if name.isdecimal():
         return gpus[int(name)] if int(name) < len(gpus) else None
     return next((facts for facts in gpus if facts.get("GPU UUID", "").startswith(name)), None)
@@ -54,9 +55,9 @@ def _facts(information: Path) -> dict[str, str]:
 
 
 def mixed_devices(offers: Sequence[TaskOffer], job: Job) -> str:
-    """What is wrong when some ranks of a job would compute on GPUs and others not; empty when nothing is.
+    """Return an error message when only some ranks of a job have GPUs; otherwise an empty text.
 
-    A job that sets CUDA_VISIBLE_DEVICES itself has decided that itself.
+    A job that sets CUDA_VISIBLE_DEVICES is exempt, because its user has chosen the devices.
     """
     if any(name == VISIBLE for name, _ in job.env):
         return ""
@@ -71,22 +72,22 @@ def mixed_devices(offers: Sequence[TaskOffer], job: Job) -> str:
     )
 
 
-def different_gpus(offers: Sequence[TaskOffer]) -> str:
-    """A sentence where the ranks of a job compute on GPUs of different kinds; empty where not, or nobody knows."""
-    where = {offer.device_kind: offer.host for offer in offers if "(" in offer.device_kind}
-    if len(where) < 2:
+def different_gpus_notice(offers: Sequence[TaskOffer]) -> str:
+    """Return a notice when the ranks have different kinds of GPUs; empty when they do not or the kinds are unknown."""
+    host_of_kind = {offer.device_kind: offer.host for offer in offers if "(" in offer.device_kind}
+    if len(host_of_kind) < 2:
         return ""
-    found = "; ".join(f"{kind} on host {host}" for kind, host in sorted(where.items()))
-    return f"The ranks have different GPUs: {found}. Every step waits for the slowest one."
+    kinds = "; ".join(f"{kind} on host {host}" for kind, host in sorted(host_of_kind.items()))
+    return f"The ranks have different GPUs: {kinds}. Every step waits for the slowest one."
 
 
 def cuda_names(addresses: Sequence[str], visible: str | None) -> tuple[str, ...]:
-    """What CUDA calls the devices that Spark calls ``addresses``.
+    """Return the CUDA names of the devices with Spark's ``addresses``.
 
     Args:
-        addresses: Spark's, of the resource ``gpu``.
-        visible: the task's own CUDA_VISIBLE_DEVICES, None when it has none. Where it is set, Spark's addresses count
-            within it, as they do for Spark's own TorchDistributor.
+        addresses: Spark's addresses of the resource ``gpu``.
+        visible: the task's CUDA_VISIBLE_DEVICES, None when it is not set. When set, Spark's addresses are indices into
+            it, as in Spark's TorchDistributor.
     """
     listed = _listed(visible)
     if not listed:
@@ -101,13 +102,14 @@ def _listed(visible: str | None) -> list[str]:
 
 
 def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str], ...]:
-    """The environment variables that give the rank of ``slot`` its GPUs; none where Spark gave its host none.
+    """Return the environment variables that select the GPUs of a slot; none when Spark assigned none to its host.
 
-    CUDA_VISIBLE_DEVICES lists the job's devices at its place in the order of the local ranks: the first one of each,
-    then what is left. So device ``hvd.local_rank()`` is the rank's own, and the other ranks' devices can be reached for
-    peer-to-peer copies. Ranks that share a device each see their own ones alone, as device 0.
+    CUDA_VISIBLE_DEVICES lists the devices of the slot's local group in the order of local ranks: the first device of
+    each rank, then the remaining ones. So device ``hvd.local_rank()`` belongs to the rank, and other ranks' devices
+    stay visible for peer-to-peer copies. Ranks that share a device each see only their own devices, from device 0.
     """
-    neighbours = sorted((one for one in slots if one.place == slot.place), key=lambda one: one.world.local_rank)
+    group = [one for one in slots if one.local_group == slot.local_group]
+    neighbours = sorted(group, key=lambda one: one.world.local_rank)
     lists = [one.offer.devices for one in neighbours]
     if not any(lists):
         return ()
@@ -120,12 +122,12 @@ def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str]
     return ((VISIBLE, ",".join(seen)), (ORDER, "PCI_BUS_ID"), (OWN_DEVICES, ",".join(own)))
 
 
-def same_gpus(slots: Sequence[Slot]) -> str:
-    """A sentence where Spark gave one GPU to several ranks, which see it as device 0 then; empty where it did not."""
+def shared_gpus_notice(slots: Sequence[Slot]) -> str:
+    """Return a notice when Spark assigned one GPU to several ranks, which then see it as device 0; otherwise empty."""
     users: dict[tuple[str, str], list[Slot]] = {}
     for slot in slots:
         for name in slot.offer.devices:
-            users.setdefault((slot.place, name), []).append(slot)
+            users.setdefault((slot.local_group, name), []).append(slot)
     shared = [
         f"GPU {name} on host {ranks[0].offer.host} to ranks {', '.join(str(one.world.rank) for one in ranks)}"
         for (_, name), ranks in users.items()
@@ -141,21 +143,21 @@ def same_gpus(slots: Sequence[Slot]) -> str:
 
 
 def device_map(slots: Sequence[Slot]) -> str:
-    """A line per rank with its host and its GPUs, and one when these differ or are shared; empty without any."""
+    """Return a line per rank with its host and GPUs, and notices about them; empty without any GPU."""
     lines = [
         f"rank {slot.world.rank}: host {slot.offer.host}, local rank {slot.world.local_rank}, "
         f"GPU {', '.join(slot.offer.devices) or 'none'}"
         for slot in slots
         if any(one.offer.devices for one in slots)
     ]
-    different = different_gpus([slot.offer for slot in slots])
-    said = (same_gpus(slots), _counted_apart(slots), different)
-    return "\n".join([*lines, *(sentence for sentence in said if sentence)])
+    different = different_gpus_notice([slot.offer for slot in slots])
+    notices = (shared_gpus_notice(slots), _container_gpus_notice(slots), different)
+    return "\n".join([*lines, *(sentence for sentence in notices if sentence)])
 
 
-def _counted_apart(slots: Sequence[Slot]) -> str:
-    """A sentence where containers of a host are places of their own; empty where none are."""
-    hosts = {slot.offer.host for slot in slots if slot.place != slot.offer.host_hash}
+def _container_gpus_notice(slots: Sequence[Slot]) -> str:
+    """Return a notice when containers of a host are local groups of their own; otherwise empty."""
+    hosts = {slot.offer.host for slot in slots if slot.local_group != slot.offer.host_hash}
     if not hosts:
         return ""
     return (
@@ -166,7 +168,7 @@ def _counted_apart(slots: Sequence[Slot]) -> str:
 
 
 def write_device_map(slots: Sequence[Slot], log: RankLog) -> None:
-    """Print the map at the start of a job that has GPUs."""
+    """Write the device map to the log at the start of a job that has GPUs."""
     text = device_map(slots)
     if text:
         log.write("stdout", text.encode())

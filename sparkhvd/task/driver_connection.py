@@ -1,4 +1,4 @@
-"""The line of a task to its driver: the tasks meet over it, and their ranks live no longer than the driver answers."""
+"""The connection of a task to its driver: tasks exchange introductions over it and end when the driver is lost."""
 
 from __future__ import annotations
 
@@ -20,51 +20,53 @@ from sparkhvd.task.task_info import TaskInfo
 
 _CONNECT_SECONDS = 10.0
 _SEND_SECONDS = 30.0
-# How often the driver gets a sign of life, and how long its host may take to acknowledge one. Together as long as the
-# kernel takes to give up a host from which nothing is expected (``frames.enable_keepalive``).
+# The period of heartbeats, and the time for the driver's host to acknowledge one. Together they are as long as the
+# kernel takes to declare an idle host unreachable (``frames.enable_keepalive``).
 _BEAT_SECONDS = 3.0
 _SILENT_SECONDS = 6.0
 
 
 class DriverConnection:
-    """One connection, opened in the background, over which signs of life go; ``close`` hangs up.
+    """A connection that opens in the background and carries heartbeats until ``close``.
 
-    The driver gives up a host that does not answer any more, and this task its rank when the driver does not: both
-    notice at the same time. Where the driver cannot be reached in the first place there is no line, and all goes on
-    without: Spark needs none of its own connections to run from here.
+    Driver and task each notice at the same time when the other's host becomes unreachable. When the task cannot connect
+    at all, the job continues without this connection: a task need not be able to reach the driver.
 
     Args:
-        job: says where the driver is.
-        place: of the task.
+        job: has the addresses of the driver.
+        task: this task.
     """
 
-    def __init__(self, job: Job, place: TaskInfo) -> None:
+    def __init__(self, job: Job, task: TaskInfo) -> None:
         self._job = job
-        self._place = place
+        self._task = task
         self._lock = threading.Lock()
         self._client: Client | None = None  # guarded by _lock
         self._closed = False  # guarded by _lock
-        self._rank, self._phase = -1, ""  # written before _news is set
-        self._news = threading.Event()
-        self._events: queue.SimpleQueue[object] | None = None  # written before _attends is set
-        self._attends = threading.Event()
+        self._rank, self._phase = -1, ""  # written before _phase_changed is set
+        self._phase_changed = threading.Event()
+        self._events: queue.SimpleQueue[object] | None = None  # written before _has_rank is set
+        self._has_rank = threading.Event()
         self._opened = in_background(self._open, "sparkhvd-driver-line")
         self._ended = in_background(self._watch, "sparkhvd-driver-watch")
 
     def is_open(self) -> bool:
-        """Whether the driver could be reached; waits until that is known."""
+        """Return whether the driver was reached; waits for the attempt to end."""
         return self._opened.result() is not None
 
     def meet(self, own: Introduction) -> tuple[Introduction, ...] | None:
-        """Exchange introductions with the other tasks, however long their rows take; None when not all have a line.
+        """Exchange introductions with the other tasks, however long their rows take.
+
+        Returns:
+            The introductions by task index, or None when not all tasks are connected to the driver.
 
         Raises:
-            LaunchError: the driver is gone, or the job.
+            LaunchError: the driver is lost, or the job has ended.
         """
         client = self._opened.result()
         if client is None:
             return None
-        where = f"Task {self._place.index} on host {self._place.host}"
+        where = f"Task {self._task.index} on host {self._task.host}"
         try:
             answer = client.ask(ExchangeIntroductions(own), Deadline(math.inf))
         except OSError as error:
@@ -78,29 +80,29 @@ class DriverConnection:
         raise LaunchError(f"{where}: {answer.reason if isinstance(answer, Rejected) else answer}")
 
     def attend(self, rank: int, events: queue.SimpleQueue[object]) -> None:
-        """Tell the driver whose line this is.
+        """Report the rank of this task to the driver.
 
         Args:
-            rank: of this task.
-            events: get ``ServerLost`` when the driver's host is cut off from this one.
+            rank: the rank of this task.
+            events: receives ``ServerLost`` when the driver's host becomes unreachable.
         """
         self._events = events
-        self._attends.set()
+        self._has_rank.set()
         self._rank = rank
-        self.reach(STARTING)
+        self.report_phase(STARTING)
 
-    def reach(self, phase: str) -> None:
-        """Let the driver know how far the rank is, as soon as it answers: nobody waits for that here."""
+    def report_phase(self, phase: str) -> None:
+        """Report the rank's phase to the driver in the background, without waiting."""
         self._phase = phase
-        self._news.set()
+        self._phase_changed.set()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             if self._client is not None:
                 self._client.wake()
-        self._attends.set()
-        self._news.set()
+        self._has_rank.set()
+        self._phase_changed.set()
         client = self._opened.result()
         self._ended.result()
         if client is not None:
@@ -116,29 +118,29 @@ class DriverConnection:
             self._client = client
             if self._closed:
                 client.wake()
-        self._say(client)
+        self._send_status(client)
         return client
 
     def _watch(self) -> None:
         client = self._opened.result()
         if client is None:
             return
-        forever = Deadline(math.inf)  # a driver that is stopped for a while may go on with the job
+        forever = Deadline(math.inf)  # a stopped driver may resume later
         try:
             client.set_ack_timeout(_SILENT_SECONDS)
-            while True:  # another thread may wait for an answer over this line
-                if self._news.wait(_BEAT_SECONDS):
-                    self._news.clear()
-                    self._say(client)
+            while True:  # another thread may use the connection meanwhile
+                if self._phase_changed.wait(_BEAT_SECONDS):
+                    self._phase_changed.clear()
+                    self._send_status(client)
                 client.ask(Flush(), forever)
         except OSError as error:
-            self._attends.wait()
+            self._has_rank.wait()
             if is_host_unreachable(error) and self._events is not None:
                 self._events.put(ServerLost(f"this host cannot reach the driver's host any more ({error})"))
 
-    def _say(self, client: Client) -> None:
-        message = TaskStatus(self._place.index, self._rank, self._place.host, self._place.attempt, self._phase)
+    def _send_status(self, client: Client) -> None:
+        message = TaskStatus(self._task.index, self._rank, self._task.host, self._task.attempt, self._phase)
         try:
             client.send(message, Deadline.after(_SEND_SECONDS))
         except OSError:
-            return  # whoever reads from the line next is told
+            return  # the next read from the connection raises

@@ -1,4 +1,4 @@
-"""Where a task begins: nothing of the driver's is unpickled by another version of sparkhvd."""
+"""The entry point of a task: a check of versions before anything else from the driver is unpickled."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ TaskFunction = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 @dataclass(frozen=True)
 class Entry:
-    """A task function that runs only where the driver's version of sparkhvd is installed.
+    """A task function that runs only with the driver's version of sparkhvd.
 
-    What this module and its fields are called has to stay, so that other versions can say that they are others.
+    The names of this module and its fields must never change, so that every version can report a mismatch.
 
     Attributes:
-        version: of the driver's sparkhvd.
-        content: the function, pickled.
+        version: the driver's version of sparkhvd.
+        content: the pickled function.
     """
 
     version: str
     content: bytes = field(repr=False)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Run it.
+        """Run the function.
 
         Raises:
             LaunchError: the versions differ.
@@ -47,5 +47,5 @@ class Entry:
 
 
 def entry_of(function: TaskFunction) -> Entry:
-    """The entry for a module-level function and its data."""
+    """Return the entry for a module-level function and its data."""
     return Entry(sparkhvd.__version__, cloudpickle.dumps(function))

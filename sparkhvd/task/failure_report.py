@@ -1,4 +1,4 @@
-"""Why a job failed: the report of the first rank that did, as it travels to the other tasks and to the driver."""
+"""The report of the first failing rank, which is sent to the other tasks and to the driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOT_MET = "not met"
 TOO_LARGE = "too large"
 LAUNCH = "launch"
 
-# How far a rank was.
+# The phases of a rank.
 STARTING = "before fn began"
 IN_FN = "in fn"
 CONNECTED = "in fn, after init()"
@@ -24,19 +24,19 @@ _MAX_TEXT = 64 * 1024
 
 @dataclass(frozen=True)
 class FailureReport:
-    """What is known of a rank's failure.
+    """The failure of one rank.
 
     Attributes:
         rank: which rank failed.
         host: where it ran.
         kind: ``RAISED`` for anything that ended the rank, ``NOT_STARTED`` when it was not ready in time, ``TOO_LARGE``
-            for results above the cap, ``LAUNCH`` when no rank is to blame, and ``NOT_MET`` when tasks did not come to
-            the others in time: ``cause`` is then the whole sentence.
+            for results above the limit, ``LAUNCH`` when no rank caused the failure, and ``NOT_MET`` when tasks missed
+            the exchange of introductions. For the last two, ``cause`` is the whole message.
         cause: completes "Rank 1 on host X ...".
-        traceback: its Python traceback, empty when the process died without one.
+        traceback: its Python traceback; empty when the process died without one.
         stderr_tail: the last lines that it wrote to stderr.
-        phase: how far the rank was; empty where ``cause`` says it.
-        secondary: whether it failed because it lost another rank, so that the other's failure is the one to report.
+        phase: the phase in which it failed; empty when ``cause`` contains it.
+        secondary: whether it failed because it lost another rank, whose failure is the one to report.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class FailureReport:
 
 
 def shortened(text: str) -> str:
-    """``text`` with its middle left out when it is very long."""
+    """Return ``text``, without its middle when it is very long."""
     if len(text) <= _MAX_TEXT:
         return text
     half = _MAX_TEXT // 2
@@ -74,7 +74,7 @@ def shortened(text: str) -> str:
 
 
 def describe_exit(returncode: int) -> str:
-    """How a process ended before it delivered a result; completes "Rank 1 on host X ..."."""
+    """Return how a process ended before it delivered a result, to complete "Rank 1 on host X ..."."""
     if returncode >= 0:
         return f"ended with exit code {returncode}"
     number = -returncode

@@ -1,4 +1,4 @@
-"""What the driver sends to every task of a job, and what every task sends back."""
+"""The job that the driver sends to every task, and the schema of the rows that every task returns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from sparkhvd.config import Config
 from sparkhvd.task.log_files import LogFiles
 
-# What all ranks together may return: results pass through the driver's memory.
+# The limit for the results of all ranks together, which pass through the driver's memory.
 RESULT_CAP_BYTES = 256 * 1024 * 1024
-# Result rows are cut into pieces of this size, so that no row is large.
+# Results are split into chunks of this size, so that no row is large.
 CHUNK_BYTES = 8 * 1024 * 1024
 
 RESULT_SCHEMA = "rank int, kind string, chunk int, content binary"
@@ -24,22 +24,22 @@ class Job:
 
     Attributes:
         payload: ``(fn, args, kwargs)``, pickled.
-        num_proc: number of ranks.
+        num_proc: the number of ranks.
         env: changes to the workers' environment; None removes a variable.
         preload: modules that workers import while they wait for each other.
         config: settings of the core, the same on every rank.
-        driver_addresses: where the driver listens; empty leaves the workers' output in the executors' logs.
+        driver_addresses: where the driver listens; when empty, output stays in the executors' logs.
         driver_connection: whether every task keeps a connection to the driver, over which tasks exchange introductions
             and each side notices the loss of the other.
-        secret: proves to the driver that a connection comes from this job, and what the ranks prove to each other
-            is derived from it. It travels inside the closure, which is as private as Spark's own channels.
+        secret: authenticates connections to the driver; the secret of the ranks is derived from it. It is part of the
+            closure, which is as private as Spark's own channels.
         streamed: which of ``stdout`` and ``stderr`` go to the driver; the others stay in the executors' logs.
-        log_files: by ``stdout`` and ``stderr``, where that output goes into a Store instead of to the driver.
+        log_files: destinations in a Store, by ``stdout`` and ``stderr``, instead of the driver.
         log_level: level of the ``sparkhvd`` logger in the workers.
-        executable: the Python of the workers; empty is that of whoever starts them.
-        nics: network interfaces to use; empty finds the right ones.
+        executable: the Python of the workers; empty is the Python of the process that starts them.
+        nics: network interfaces to use; when empty, suitable ones are found.
         gives_rows: whether the rows of a task's partition go to its rank.
-        versions: of the frameworks that the driver uses, for the tasks to tell theirs.
+        versions: the driver's framework versions, to compare with those of the tasks.
     """
 
     payload: bytes = field(repr=False)
@@ -60,9 +60,9 @@ class Job:
 
     @property
     def start_timeout(self) -> float:
-        """Seconds within which the workers must be ready for ``fn``, and within which ``init()`` must connect them."""
+        """Return the limit in seconds for workers to be ready for ``fn``, and for ``init()`` to connect them."""
         return self.config.start_timeout
 
     def with_driver_addresses(self, addresses: tuple[tuple[str, int], ...]) -> Job:
-        """The same job, with the places where the driver listens."""
+        """Return the same job with the addresses where the driver listens."""
         return replace(self, driver_addresses=addresses)

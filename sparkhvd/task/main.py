@@ -40,40 +40,40 @@ from sparkhvd.task.worker.threads import thread_defaults
 
 
 def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Run one rank; yields rows of ``RESULT_SCHEMA``.
+    """Run one rank and yield rows of ``RESULT_SCHEMA``.
 
-    A failing rank is a row. Only lost infrastructure raises: Spark then runs the whole stage again.
+    A failing rank yields a row. Only lost infrastructure raises, which makes Spark retry the stage.
     """
     with ExitStack() as stack:
         log = DriverLog(job)
         stack.callback(log.close)
-        place = current_task_info()
+        task = current_task_info()
         if job.config.encrypt:
-            require_encryption(place.host)
-        line = stack.enter_context(closing(DriverConnection(job, place))) if job.driver_connection else None
-        defaults = thread_defaults(place.cpus)
+            require_encryption(task.host)
+        line = stack.enter_context(closing(DriverConnection(job, task))) if job.driver_connection else None
+        defaults = thread_defaults(task.cpus)
         spawned, unstarted = spawn_or_substitute(dict(job.env), defaults, job.preload, job.executable)
         worker = WorkerProcess(spawned, log)
         stack.callback(worker.close)
-        # A JVM of Spark's whose task waits in Spark's own gather may end with the stage when that is cancelled: nobody
-        # waits there for rows.
+        # An executor's JVM may exit when a stage is cancelled while a task waits in Spark's all-gather. So no
+        # task waits there for another task's rows: introductions come first.
         first = job.gives_rows and (line is None or not line.is_open())
         rows = None if first else _received(job, batches, stack)
-        plan, unknown, by_spark = _gather(job, place, line, stack)
-        slot = next(one for one in plan.slots if one.offer.task_index == place.index)
+        plan, unknown, by_spark = _gather(job, task, line, stack)
+        slot = next(one for one in plan.slots if one.offer.task_index == task.index)
         log.rank = slot.world.rank
         if slot.world.rank == 0:
             log.started()
         paths, problem = _received(job, batches, stack) if rows is None else rows
         if job.gives_rows and by_spark:
             await_rows(plan, slot)
-        deadline = Deadline.after(job.start_timeout)  # the rows, here and elsewhere, may have taken any time
+        deadline = Deadline.after(job.start_timeout)  # reading rows may have taken any time
         if line is not None:
             line.attend(slot.world.rank, worker.events)
         worker.output.start()
         if slot.world.rank == 0:
             write_device_map(plan.slots, log)
-            # Without lines the driver does not know the offers.
+            # Without driver connections the driver does not know the offers.
             if line is None and (said := different_versions(job.versions, [one.offer for one in plan.slots])):
                 log.write("stderr", said.encode())
         if problem is not None:
@@ -84,19 +84,19 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
             worker.events.put(FailureReport(slot.world.rank, slot.offer.host, refused, kind=LAUNCH))
         else:
             worker.send(worker_spec(job, plan, slot, given_rows_variable(paths)))
-        reach = line.reach if line is not None else lambda _: None
-        content = supervise_rank(plan, slot, worker, deadline, reach=reach)
+        report_phase = line.report_phase if line is not None else lambda _: None
+        content = supervise_rank(plan, slot, worker, deadline, report_phase=report_phase)
     yield from result_rows(slot.world.rank, content)
 
 
 def _received(
     job: Job, batches: Iterator[pa.RecordBatch], stack: ExitStack
 ) -> tuple[Mapping[str, str], StoreError | None]:
-    """Where the rows of this task lie, for its rank; or what kept them from it."""
+    """Spool the rows of this task; return their files by split, and the error that stopped the spooling, if any."""
     problem: StoreError | None = None
     spool = Spool(local_folders(), by=SPLIT, otherwise="train")
     stack.callback(spool.close)
-    for batch in batches:  # Spark wants its input read, whatever comes of it
+    for batch in batches:  # Spark requires its input to be read, also after an error
         if job.gives_rows and problem is None:
             try:
                 spool.write(batch)
@@ -108,39 +108,39 @@ def _received(
         return {}, problem or error
 
 
-def _gather(job: Job, place: TaskInfo, line: DriverConnection | None, stack: ExitStack) -> tuple[JobPlan, str, bool]:
-    """Exchange what the tasks know; task 0 serves the rendezvous.
+def _gather(job: Job, task: TaskInfo, line: DriverConnection | None, stack: ExitStack) -> tuple[JobPlan, str, bool]:
+    """Exchange introductions among the tasks; task 0 serves the rendezvous.
 
     Returns:
-        The plan; what is wrong with the job's ``nics`` on this host, empty when nothing is; and whether they met by
-        Spark's means, so that not all need to have their rows.
+        The plan; the problem with the job's ``nics`` on this host, empty when there is none; and whether the tasks used
+        Spark's all-gather, which does not wait for rows.
     """
-    bind_host, unknown = address_to_bind(place.host, place.hosts), ""
+    bind_host, unknown = address_to_bind(task.host, task.hosts), ""
     if job.nics:
         try:
-            bind_host = candidates(job.nics, place.host, place.hosts)[0].address
-        except LaunchError as error:  # no reason for Spark to try again
+            bind_host = candidates(job.nics, task.host, task.hosts)[0].address
+        except LaunchError as error:  # a retry by Spark would fail the same way
             unknown = str(error)
     port = 0
-    if place.index == 0:
-        server = RendezvousServer(_token(job, place.attempt), bind_host, encrypt=job.config.encrypt)
+    if task.index == 0:
+        server = RendezvousServer(_token(job, task.attempt), bind_host, encrypt=job.config.encrypt)
         stack.callback(server.close)
         port = server.port
     offer = TaskOffer(
-        place.index,
+        task.index,
         host_hash(),
-        place.host,
+        task.host,
         bind_host,
-        place.devices,
-        place.device_kind,
+        task.devices,
+        task.device_kind,
         local_versions(job.versions),
         yarn_container(),
     )
-    own = Introduction(place.attempt, offer, port)
+    own = Introduction(task.attempt, offer, port)
     tasks = line.meet(own) if line is not None else None
     by_spark = tasks is None
     if tasks is None:
-        messages = all_gather(json.dumps(asdict(own)), job, place)
+        messages = all_gather(json.dumps(asdict(own)), job, task)
         tasks = tuple(from_json_fields(Introduction, json.loads(message)) for message in messages)
     first = next(task for task in tasks if task.offer.task_index == 0)
     rendezvous = (first.offer.bind_host, first.port)
@@ -149,5 +149,5 @@ def _gather(job: Job, place: TaskInfo, line: DriverConnection | None, stack: Exi
 
 
 def _token(job: Job, attempt: int) -> bytes:
-    """The secret of the ranks, which nobody has to send: all tasks know the job's, and task 0's attempt."""
+    """Return the secret of the ranks, derived from the job's secret and task 0's attempt id, so it is never sent."""
     return hmac.digest(job.secret, f"ranks of attempt {attempt}".encode(), hashlib.sha256)

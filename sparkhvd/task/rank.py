@@ -1,4 +1,4 @@
-"""One rank of a job, from its spec to its result, whoever started its worker."""
+"""One rank of a job, from its spec to its result, for every launcher."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from sparkhvd.task.supervision import (
     Outcome,
     Supervision,
     await_outcome,
-    conclude,
     finished_key,
     left_key,
+    publish_outcome,
     supervise,
     wait_for_leave,
     watch_outcome,
@@ -33,13 +33,13 @@ from sparkhvd.task.worker.spec import WorkerSpec
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Who runs what in a job: the same on all its hosts.
+    """The assignment of ranks and the rendezvous of a job, equal on all hosts.
 
     Attributes:
         slots: one per rank, in rank order.
-        rendezvous: where the ranks and those who watch over them meet; tried in order.
-        token: the job's secret.
-        encrypt: whether they insist on encryption there.
+        rendezvous: its addresses, tried in order by ranks and tasks.
+        token: the secret of the rendezvous.
+        encrypt: whether the rendezvous must be encrypted.
     """
 
     slots: tuple[Slot, ...]
@@ -51,13 +51,13 @@ class JobPlan:
         """Connect to the rendezvous.
 
         Raises:
-            SparkHvdError: no address answers in time, or what answers is not this job's.
+            SparkHvdError: no address answers in time, or the server belongs to another job.
         """
         return RendezvousClient(self.rendezvous, self.token, deadline, encrypt=self.encrypt)
 
 
 def worker_spec(job: Job, plan: JobPlan, slot: Slot, given: tuple[tuple[str, str], ...] = ()) -> WorkerSpec:
-    """What the worker of a slot is told; ``given`` are variables that say what its task has for it."""
+    """Return the spec for the worker of a slot; ``given`` are more environment variables, for the rows of its task."""
     context = LaunchContext(
         world=slot.world,
         rendezvous=plan.rendezvous if slot.world.size > 1 else (),
@@ -71,19 +71,19 @@ def worker_spec(job: Job, plan: JobPlan, slot: Slot, given: tuple[tuple[str, str
 
 
 def await_rows(plan: JobPlan, slot: Slot) -> None:
-    """Wait, however long it takes, until all tasks have their rows; called by each of them that has its own.
+    """Wait without limit until all tasks have their rows; every task calls it once it has its own.
 
     Raises:
         SparkHvdError: infrastructure was lost.
     """
-    size, whole = slot.world.size, Deadline.after(JOB_SECONDS)
+    size, forever = slot.world.size, Deadline.after(JOB_SECONDS)
     with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
         client.set(f"rows/{slot.world.rank}", b"", Deadline.after(NOTE_SECONDS))
         if slot.world.rank == 0:
             for rank in range(size):
-                client.get(f"rows/{rank}", whole)
+                client.get(f"rows/{rank}", forever)
             client.set("rows", b"", Deadline.after(NOTE_SECONDS))
-        client.get("rows", whole)
+        client.get("rows", forever)
 
 
 def supervise_rank(
@@ -93,39 +93,39 @@ def supervise_rank(
     deadline: Deadline,
     *,
     parent: int | None = None,
-    reach: Callable[[str], None] = lambda _: None,
+    report_phase: Callable[[str], None] = lambda _: None,
 ) -> bytes | Outcome:
-    """Watch the worker of a slot, then agree with those of the other ranks on the outcome of the job.
+    """Supervise the worker of a slot, then agree with the other ranks on the outcome of the job.
 
     Args:
-        plan: who runs what.
-        slot: the rank and its place.
-        worker: has got its spec; it has ended afterwards.
-        deadline: when it has to be ready for ``fn``.
-        parent: the process that this one must not outlive; None is the one that started it, 0 is none.
-        reach: told how far the rank is, whenever that changes; must not block.
+        plan: the plan of the job.
+        slot: the slot of the rank.
+        worker: the worker, which has received its spec; it has ended on return.
+        deadline: the time by which it must be ready for ``fn``.
+        parent: the process that this one must not outlive; None is its parent, 0 is none.
+        report_phase: called with every new phase of the rank; must not block.
 
     Returns:
-        The pickled result, or the outcome that made it worthless.
+        The pickled result, or the outcome of a job that failed.
 
     Raises:
         LaunchError: infrastructure was lost.
     """
     rank, size = slot.world.rank, slot.world.size
     hosts = [one.offer.host for one in plan.slots]
-    # One connection waits for the outcome all the time, the other one speaks. The server is there already: what bounds
-    # the connecting is the network, and ``deadline`` is for the worker, however little of it is left.
+    # One connection waits for the outcome while the other one sends. The server already runs, so connecting has its own
+    # limit: ``deadline`` bounds the worker alone and may be close.
     connecting = Deadline.after(NOTE_SECONDS)
     with plan.connect(connecting) as listening, plan.connect(connecting) as client:
         watcher = watch_outcome(listening, worker.events)
         try:
             own_parent = os.getppid() if parent is None else parent
-            supervision = Supervision(rank, slot.offer.host, client, deadline, hosts, own_parent, reach)
+            supervision = Supervision(rank, slot.offer.host, client, deadline, hosts, own_parent, report_phase)
             ended = supervise(worker, supervision)
             length = len(ended) if isinstance(ended, bytes) else 0
             client.set(finished_key(rank), str(length).encode(), Deadline.after(NOTE_SECONDS))
             if rank == 0:
-                conclude(client, hosts, RESULT_CAP_BYTES)
+                publish_outcome(client, hosts, RESULT_CAP_BYTES)
             outcome = ended if isinstance(ended, Outcome) else await_outcome(worker.events, supervision)
             client.set(left_key(rank), b"", Deadline.after(NOTE_SECONDS))
             if rank == 0:
@@ -137,9 +137,9 @@ def supervise_rank(
 
 
 def _variables(job: Job, plan: JobPlan, slot: Slot) -> tuple[tuple[str, str], ...]:
-    """What a rank's environment says about its place, for scripts and libraries that look there."""
+    """Return the environment variables that describe a rank, for scripts and libraries that read them."""
     world = slot.world
-    # Scripts that were written for Horovod look under its names.
+    # Scripts written for Horovod read its names.
     places = {
         f"{owner}_{name.upper()}": str(value)
         for owner in ("SPARKHVD", "HOROVOD")
@@ -148,6 +148,6 @@ def _variables(job: Job, plan: JobPlan, slot: Slot) -> tuple[tuple[str, str], ..
     places |= {"LOCAL_RANK": str(world.local_rank), "SPARKHVD_LOG_LEVEL": str(job.log_level)}
     set_by_user = {name for name, _ in job.env}
     if VISIBLE in set_by_user:
-        set_by_user.add(ORDER)  # the user counted
+        set_by_user.add(ORDER)  # the user chose the device numbers
     devices = [(name, value) for name, value in device_variables(plan.slots, slot) if name not in set_by_user]
     return (*places.items(), *devices)

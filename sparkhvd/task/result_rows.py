@@ -1,4 +1,4 @@
-"""Rows that say what a rank came to."""
+"""The rows in which a task returns a result or a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparkhvd.task.supervision import Outcome
 
 
 def result_rows(rank: int, content: bytes | Outcome) -> Iterator[pa.RecordBatch]:
-    """The rows of ``RESULT_SCHEMA`` for a rank: its result in chunks, or its failure; none when another rank failed."""
+    """Yield the rows of ``RESULT_SCHEMA`` for a rank: its result in chunks, or its failure if it caused the job's."""
     if isinstance(content, bytes):
         for chunk, start in enumerate(range(0, max(len(content), 1), CHUNK_BYTES)):
             yield row(rank, RESULT, chunk, content[start : start + CHUNK_BYTES])
@@ -20,7 +20,7 @@ def result_rows(rank: int, content: bytes | Outcome) -> Iterator[pa.RecordBatch]
 
 
 def row(rank: int, kind: str, chunk: int, content: bytes) -> pa.RecordBatch:
-    """One row of ``RESULT_SCHEMA``."""
+    """Return one row of ``RESULT_SCHEMA``."""
     return pa.RecordBatch.from_pydict(
         {
             "rank": pa.array([rank], pa.int32()),

@@ -1,11 +1,11 @@
-"""Watching one worker until the whole job has an outcome.
+"""Supervision of one worker until the whole job has an outcome.
 
-The tasks agree through two kinds of rendezvous keys, which keep their first value:
+Tasks agree through two kinds of rendezvous keys, which keep their first value:
 
 - ``outcome``: the report of the first failing rank, or empty once all ranks have returned;
-- ``finished/<rank>``: the worker of that rank is done, with the size of its result.
+- ``finished/<rank>``: the size of the result of a rank whose worker has ended.
 
-So the first failure wins, every task learns it, and every task ends.
+So the first failure wins, every task receives it, and every task ends.
 """
 
 from __future__ import annotations
@@ -38,55 +38,55 @@ from sparkhvd.task.worker.spec import FnEnded, Joined, Leave, Raised, Ready, Ret
 logger = logging.getLogger(__name__)
 
 OUTCOME = "outcome"
-# A job may run for weeks; what ends these waits is an event, and the death of the server is one.
+# A job may run for weeks. An event ends these waits, and the loss of the server is one.
 JOB_SECONDS = 400 * 86400.0
-# One exchange with the rendezvous server, which answers at once unless its host is overloaded.
+# One request to the rendezvous server, which answers at once unless its host is overloaded.
 NOTE_SECONDS = 30.0
-# After a failure elsewhere: time to fail by itself (its collectives do), then time for SIGTERM. With the time for the
-# last output these stay below the 5 s within which a failed job's processes are gone.
+# After another rank's failure: the time for a worker to fail by itself, as its collectives do, then the time after
+# SIGTERM. Together with the time for the last output they stay below 5 s, the promised limit for a failed job.
 GRACE_SECONDS = 1.5
 TERM_SECONDS = 1.0
-# A rank that failed because it lost another waits this long for the other's report.
+# The wait of a rank that failed because it lost another rank, for the report of that rank.
 _SECONDARY_SECONDS = 4.0
-# What a process may take to end after fn has returned: the user's exit handlers run then.
+# The time for a process to end after fn has returned, while exit handlers of the user run.
 EXIT_SECONDS = 10.0
-_NOT_PACKED = (
+_NO_RESULT = (
     "did not deliver the result of fn within {seconds:g} s (SPARKHVD_RESULT_TIMEOUT) after fn ended: it is still "
     "pickling the result or leaving the job. Return plain data, or write large results to a Store and return their path"
 )
-# How often a waiting task looks whether its executor still lives: nobody else tells it.
+# The period at which a waiting task checks that its executor lives; nothing else reports its end.
 _PARENT_CHECK_SECONDS = 5.0
-# How long the others have to end once a rank has failed; looked for that often.
+# The time for the other ranks to end after a failure, and the period of the check.
 _FAILED_SECONDS = 6.0
 _LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended: with a failure, or without."""
+    """The end of the job, with or without a failure."""
 
     failure: FailureReport | None
 
 
 @dataclass(frozen=True)
 class ServerLost:
-    """The task that serves the rendezvous is gone."""
+    """The task that serves the rendezvous is lost."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Supervision:
-    """One rank's view of the job, and how it reaches the others.
+    """The job as seen by the task of one rank.
 
     Attributes:
-        rank: which rank this is.
-        host: where it runs.
-        client: connection to the job's rendezvous server.
-        start_deadline: when its worker has to be ready.
-        hosts: of all ranks, in rank order.
-        parent: the process that this one must not outlive, for example a task's executor; 0 when there is none.
-        reach: told how far the rank is, whenever that changes; must not block.
+        rank: the rank.
+        host: the host of the rank.
+        client: the connection to the rendezvous server.
+        start_deadline: the time by which the worker must be ready.
+        hosts: the hosts of all ranks, in rank order.
+        parent: the process that this one must not outlive, such as the task's executor; 0 when there is none.
+        report_phase: called with every new phase of the rank; must not block.
     """
 
     rank: int
@@ -95,14 +95,14 @@ class Supervision:
     start_deadline: Deadline
     hosts: Sequence[str] = ()
     parent: int = 0
-    reach: Callable[[str], None] = lambda _: None
+    report_phase: Callable[[str], None] = lambda _: None
 
-    def orphaned(self) -> bool:
+    def is_orphaned(self) -> bool:
         return self.parent != 0 and os.getppid() != self.parent
 
 
 def watch_outcome(client: RendezvousClient, events: queue.SimpleQueue[object]) -> threading.Thread:
-    """A thread that puts the job's ``Outcome`` (or ``ServerLost``) into ``events``; closing the client ends it."""
+    """Start a thread that puts the job's ``Outcome`` or ``ServerLost`` into ``events``; closing the client ends it."""
 
     def watch() -> None:
         try:
@@ -117,20 +117,20 @@ def watch_outcome(client: RendezvousClient, events: queue.SimpleQueue[object]) -
 
 
 def supervise(worker: WorkerProcess, job: Supervision) -> bytes | Outcome:
-    """Wait until the worker is done or the job has failed elsewhere; the worker has ended afterwards.
+    """Wait until the worker has finished or the job has failed elsewhere; the worker has ended on return.
 
     Returns:
-        The worker's result, or the outcome that made it worthless.
+        The worker's result, or the outcome of a job that failed.
 
     Raises:
-        LaunchError: infrastructure was lost; Spark should run the stage again.
+        LaunchError: infrastructure was lost; Spark should retry the stage.
     """
     event = _first_end(worker, job)
     if isinstance(event, Returned):
-        _let_go(worker, job)
+        _release_worker(worker, job)
         return event.content
     if isinstance(event, FailureReport):
-        return _settle_failure(worker, job, event)
+        return _publish_failure(worker, job, event)
     if isinstance(event, Outcome):
         worker.wait_for_exit(GRACE_SECONDS)
         worker.close(TERM_SECONDS)
@@ -139,8 +139,8 @@ def supervise(worker: WorkerProcess, job: Supervision) -> bytes | Outcome:
     raise _lost(job, event)
 
 
-def _let_go(worker: WorkerProcess, job: Supervision) -> None:
-    """Let a worker end that has returned. Its result counts, however its process ends."""
+def _release_worker(worker: WorkerProcess, job: Supervision) -> None:
+    """Let a worker end after ``fn`` has returned. Its result counts, however its process ends."""
     worker.send(Leave(EXIT_SECONDS))
     ended = worker.wait_for_exit(EXIT_SECONDS)
     worker.close()
@@ -161,7 +161,7 @@ def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureRep
         try:
             event = worker.events.get(timeout=deadline.capped(_PARENT_CHECK_SECONDS).remaining())
         except queue.Empty:
-            if job.orphaned():
+            if job.is_orphaned():
                 return ServerLost("the executor of this task has ended")
             if deadline.expired():
                 return late
@@ -169,15 +169,15 @@ def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureRep
         if isinstance(event, Ready):
             deadline = Deadline.after(JOB_SECONDS)  # fn may run for weeks
             phase = IN_FN
-            job.reach(phase)
+            job.report_phase(phase)
         if isinstance(event, Joined):
             phase = CONNECTED
-            job.reach(phase)
+            job.report_phase(phase)
         if isinstance(event, FnEnded):
             deadline = Deadline.after(event.seconds)
-            late = FailureReport(job.rank, job.host, _NOT_PACKED.format(seconds=event.seconds))
+            late = FailureReport(job.rank, job.host, _NO_RESULT.format(seconds=event.seconds))
             packing = True
-            job.reach(ENDED)
+            job.report_phase(ENDED)
         if isinstance(event, Returned | FailureReport | Outcome | ServerLost):
             return event
         if isinstance(event, Raised | Exited):
@@ -185,7 +185,7 @@ def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureRep
 
 
 def _failure(event: Raised | Exited, job: Supervision, phase: str, packing: bool) -> FailureReport:
-    """The report of a worker's end; ``phase`` is how far it was in ``fn``, or before."""
+    """Return the report of a worker's failure in ``phase``."""
     if isinstance(event, Exited):
         where = ENDED if packing else phase
         cause = describe_exit(event.returncode)
@@ -196,19 +196,19 @@ def _failure(event: Raised | Exited, job: Supervision, phase: str, packing: bool
     )
 
 
-def _settle_failure(worker: WorkerProcess, job: Supervision, report: FailureReport) -> Outcome:
-    """Note the failure for all, unless another rank's was the cause; then end the worker."""
+def _publish_failure(worker: WorkerProcess, job: Supervision, report: FailureReport) -> Outcome:
+    """Publish the failure, unless another rank's failure caused it, and end the worker."""
     report = replace(report, stderr_tail=worker.output.stderr_tail())
     if report.secondary:
         primary = _outcome_within(worker, _SECONDARY_SECONDS)
         if primary is not None:
             worker.close(TERM_SECONDS)
             return primary
-    noted = _straggler_report(job) if report.secondary else None
+    straggler = _straggler_report(job) if report.secondary else None
     if report.traceback == "":
-        worker.close(TERM_SECONDS)  # so that the last words on stderr are complete
+        worker.close(TERM_SECONDS)  # so that stderr is complete
         report = replace(report, stderr_tail=worker.output.stderr_tail())
-    job.client.set(OUTCOME, (noted or report).to_json(), Deadline.after(NOTE_SECONDS))
+    job.client.set(OUTCOME, (straggler or report).to_json(), Deadline.after(NOTE_SECONDS))
     if report.traceback != "":
         worker.send(Leave(GRACE_SECONDS))
         worker.wait_for_exit(GRACE_SECONDS)
@@ -217,7 +217,7 @@ def _settle_failure(worker: WorkerProcess, job: Supervision, report: FailureRepo
 
 
 def _straggler_report(job: Supervision) -> FailureReport | None:
-    """The report of the rank that kept the others waiting, where they have told which it is."""
+    """Return the report of the straggler that the ranks have published, if any."""
     straggler = published_straggler(job.client)
     if straggler is None:
         return None
@@ -240,16 +240,16 @@ def _outcome_within(worker: WorkerProcess, seconds: float) -> Outcome | None:
 
 
 def await_outcome(events: queue.SimpleQueue[object], job: Supervision) -> Outcome:
-    """The outcome of the job, for as long as the other ranks take.
+    """Wait without limit for the outcome of the job and return it.
 
     Raises:
-        LaunchError: infrastructure was lost; Spark should run the stage again.
+        LaunchError: infrastructure was lost; Spark should retry the stage.
     """
     while True:
         try:
             event = events.get(timeout=_PARENT_CHECK_SECONDS)
         except queue.Empty:
-            if job.orphaned():
+            if job.is_orphaned():
                 raise _lost(job, ServerLost("the executor of this task has ended")) from None
             continue
         if isinstance(event, Outcome):
@@ -265,11 +265,11 @@ def _lost(job: Supervision, event: ServerLost) -> LaunchError:
     )
 
 
-def conclude(client: RendezvousClient, hosts: Sequence[str], result_cap: int) -> None:
-    """Wait until every rank has finished, then set the outcome; done by the task that serves the rendezvous.
+def publish_outcome(client: RendezvousClient, hosts: Sequence[str], result_cap: int) -> None:
+    """Wait until every rank has finished, then publish the outcome. The task that serves the rendezvous calls it.
 
-    A failing rank sets the outcome before it finishes, so what this sets counts only when none failed. Those that do
-    not answer are not waited for for long then: their host may be gone.
+    A failing rank publishes its outcome before it finishes, so this one counts only when no rank failed. After a
+    failure the wait is short, because hosts of missing ranks may be lost.
     """
     deadline, sizes = Deadline.after(JOB_SECONDS), list[int]()
     while len(sizes) < len(hosts):
@@ -293,7 +293,7 @@ def _has_failed(client: RendezvousClient) -> bool:
 
 
 def size_failure(sizes: Sequence[int], hosts: Sequence[str], cap: int) -> FailureReport | None:
-    """The failure that too large results are, or None."""
+    """Return the failure for results above the limit ``cap``, or None."""
     if sum(sizes) <= cap:
         return None
     rank = max(range(len(sizes)), key=sizes.__getitem__)
@@ -305,7 +305,7 @@ def size_failure(sizes: Sequence[int], hosts: Sequence[str], cap: int) -> Failur
 
 
 def wait_for_leave(client: RendezvousClient, size: int, seconds: float = 5.0) -> None:
-    """Keep the server until the other tasks have read the outcome."""
+    """Wait until the other tasks have read the outcome, before the server closes."""
     deadline = Deadline(time.monotonic() + seconds)
     for rank in range(1, size):
         try:

@@ -1,4 +1,4 @@
-"""Where a Spark task runs and what it was given."""
+"""The host and the resources of a Spark task."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sparkhvd.task.devices import cuda_names, device_kind
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """What Spark says of a task.
+    """A Spark task, as described by Spark.
 
     Attributes:
-        index: its number in the stage.
-        hosts: how the cluster calls the hosts of all tasks, by index.
-        cpus: its cores.
-        devices: its GPUs, as CUDA calls them.
-        device_kind: what its rank computes on; empty without a GPU.
+        index: its index in the stage.
+        hosts: the hosts of all tasks in the cluster, by index.
+        cpus: the number of its cores.
+        devices: the CUDA names of its GPUs.
+        device_kind: the kind of GPU that its rank computes on; empty without one.
         parent: the process that it must not outlive.
-        attempt: the number of this attempt of the task, unlike that of any other task of the application.
+        attempt: the id of this attempt, unique in the application.
     """
 
     index: int
@@ -38,7 +38,7 @@ class TaskInfo:
 
 
 def current_task_info() -> TaskInfo:
-    """The place of the barrier task that calls this."""
+    """Return the description of the calling barrier task."""
     from pyspark import BarrierTaskContext  # noqa: PLC0415 - only tasks of Spark come here
 
     context = BarrierTaskContext.get()
@@ -56,5 +56,5 @@ def current_task_info() -> TaskInfo:
 
 
 def host_of(address: str) -> str:
-    """``host`` of ``host:port``; an IPv6 host stands in brackets."""
+    """Return the host of ``host:port``, where an IPv6 host is in brackets."""
     return without_brackets(address.rpartition(":")[0] or address)

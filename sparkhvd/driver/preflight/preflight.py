@@ -33,7 +33,7 @@ from sparkhvd.rpc.protection import encryption_problem
 from sparkhvd.store import store_at
 from sparkhvd.store.probe import StoreProbe, new_store_probe
 from sparkhvd.store.protocol import Store
-from sparkhvd.task.host.examination import Examination, Question, examine_task, versions
+from sparkhvd.task.host.examination import Examination, ExaminationRequest, examine_task, versions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -207,7 +207,7 @@ def _examined(asked: _Asked, count: int, probe: StoreProbe | None) -> list[Exami
         LaunchError: they did not start in time, or Spark could not run them.
     """
     pickled = None if probe is None else pickle.dumps(probe)
-    question = Question(secrets.token_bytes(32), pickled, asked.nics, asked.encrypt)
+    question = ExaminationRequest(secrets.token_bytes(32), pickled, asked.nics, asked.encrypt)
     profile = profile_of(asked.spark, asked.resources)
     task = functools.partial(examine_task, question)
     stage = BarrierStage(asked.spark, count, task, profile, _nothing, retry=False)

@@ -1,4 +1,4 @@
-"""What a Spark task finds out about its place before a job: the part of the preflight that runs on the cluster."""
+"""The part of the preflight that runs in Spark tasks: each examines its host, the network and the Store."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ _AT_ONCE = 16
 
 
 @dataclass(frozen=True)
-class Question:
-    """What the driver wants to know.
+class ExaminationRequest:
+    """The request of the driver for an examination.
 
     Attributes:
-        secret: of the connections that tasks make to each other.
-        probe: of a Store, pickled, so that an executor without the package of the Store can say so; None is no Store.
-        nics: network interfaces that the ranks will use; empty leaves the choice open.
-        encrypt: whether they will encrypt what they send.
+        secret: the secret of connections between tasks.
+        probe: a pickled ``StoreProbe``, so that an executor without the Store's package can report that; None without
+            a Store.
+        nics: network interfaces that the ranks will use; empty for any.
+        encrypt: whether the ranks will encrypt their traffic.
     """
 
     secret: bytes = field(repr=False)
@@ -56,22 +57,22 @@ class Question:
 
 @dataclass(frozen=True)
 class Examination:
-    """What one task found.
+    """The findings of one task.
 
     Attributes:
-        task_index: its number.
-        host: how the cluster calls its host.
+        task_index: its index.
+        host: the name of its host in the cluster.
         host_hash: equal for tasks that may share memory.
-        versions: of Python, sparkhvd and the packages that are there.
-        cpus: its cores.
-        devices: the GPUs that Spark gave it.
-        device_kind: what its rank would compute on; empty without a GPU.
-        shared_memory: size of /dev/shm in bytes.
+        versions: of Python, sparkhvd and the installed packages that matter.
+        cpus: the number of its cores.
+        devices: the GPUs that Spark assigned to it.
+        device_kind: the kind of GPU of its rank; empty without one.
+        shared_memory: the size of /dev/shm in bytes.
         orted: whether Open MPI's orted is on the PATH.
-        unreachable: a sentence for every host that it cannot reach.
-        store: what is wrong with the Store, empty when nothing is.
-        store_answer: under which name it answered in the Store, empty when it was not asked.
-        encryption: why it cannot encrypt, empty when it can or need not.
+        unreachable: an error message for every host that it cannot reach.
+        store: the problem with the Store; empty when there is none.
+        store_answer: the name of its answer in the Store; empty without a Store.
+        encryption: why it cannot encrypt; empty when it can or need not.
     """
 
     task_index: int
@@ -97,81 +98,86 @@ class Examination:
         return cls(**{**fields, **{name: tuple(fields[name]) for name in ("devices", "unreachable")}})
 
 
-class _Silent:
-    """Whoever reaches this server has proved the secret, which is all that is asked."""
+class _IgnoreMessages:
+    """A handler that ignores messages: a completed handshake proves that the server is reachable."""
 
     def handle(self, message: Message) -> Message | None:  # noqa: ARG002 - the protocol of a server
         return None
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python, sparkhvd and of the packages that matter, where they are installed."""
+    """Return the versions of Python, sparkhvd and the installed packages that matter."""
     return {"python": platform.python_version(), "sparkhvd": sparkhvd.__version__, **installed_versions(_PACKAGES)}
 
 
-def examine_task(question: Question, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Look around from inside a barrier task; yields one row of ``RESULT_SCHEMA``."""
+def examine_task(question: ExaminationRequest, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Examine the host of a barrier task; yields one row of ``RESULT_SCHEMA``."""
     from pyspark import BarrierTaskContext  # noqa: PLC0415 - the driver imports this module, too
 
-    for _ in batches:  # Spark wants its input read
+    for _ in batches:  # Spark requires its input to be read
         continue
-    context, place = BarrierTaskContext.get(), current_task_info()
-    addresses, unknown = _addresses(question.nics, place)
+    context, task = BarrierTaskContext.get(), current_task_info()
+    addresses, unknown = _addresses(question.nics, task)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="sparkhvd-preflight-store"))
-        secret = _secret_of(place.index, question.secret)
+        secret = _secret_of(task.index, question.secret)
         servers = [
-            stack.enter_context(Server(secret, _Silent(), address, name="sparkhvd-preflight")) for address in addresses
+            stack.enter_context(Server(secret, _IgnoreMessages(), address, name="sparkhvd-preflight"))
+            for address in addresses
         ]
         listening = [(address, server.port) for address, server in zip(addresses, servers, strict=True)]
-        # A Store far away takes as long as hosts that do not answer.
-        answered = pool.submit(_asked_store, question.probe, f"{place.index}-{place.attempt}")
-        own = {"index": place.index, "host": place.host, "key": host_hash(), "addresses": listening}
+        # The Store is checked in parallel with the network, because both may be slow.
+        store_answer = pool.submit(_check_store, question.probe, f"{task.index}-{task.attempt}")
+        own = {"index": task.index, "host": task.host, "key": host_hash(), "addresses": listening}
         gathered = [json.loads(message) for message in context.allGather(json.dumps(own))]
         unreachable = (*unknown, *_unreachable(own, gathered, question.secret))
-        trouble, name = answered.result()
-        if len({one["key"] for one in gathered}) > 1:  # on one host nobody tries any; Spark takes up to a second
-            context.barrier()  # nobody closes its server before all have tried it
-    encryption = encryption_problem(place.host) if question.encrypt else ""
-    found = _examination(place, unreachable, trouble, name, encryption)
-    yield row(place.index, EXAMINATION, 0, found.to_json())
+        problem, name = store_answer.result()
+        if (
+            len({one["key"] for one in gathered}) > 1
+        ):  # on one host no task tries a server, and a barrier takes up to a second
+            context.barrier()  # servers stay open until all tasks have tried them
+    encryption = encryption_problem(task.host) if question.encrypt else ""
+    examination = _examination(task, unreachable, problem, name, encryption)
+    yield row(task.index, EXAMINATION, 0, examination.to_json())
 
 
-def _addresses(nics: Sequence[str], place: TaskInfo) -> tuple[list[str], tuple[str, ...]]:
-    """Where the rank of a task will be reached, and what is wrong with ``nics`` here.
+def _addresses(nics: Sequence[str], task: TaskInfo) -> tuple[list[str], tuple[str, ...]]:
+    """Return the addresses that the rank of a task would offer, and problems with ``nics`` on this host.
 
-    The ranks meet at one address of task 0's host; otherwise each offers all that it has.
+    Task 0 offers one address, which serves the rendezvous; the others offer all addresses.
     """
     unknown: tuple[str, ...] = ()
-    first = address_to_bind(place.host, place.hosts)
+    first = address_to_bind(task.host, task.hosts)
     try:
-        more = [one.address for one in candidates(nics, place.host, place.hosts)]
+        more = [one.address for one in candidates(nics, task.host, task.hosts)]
     except LaunchError as error:
         more, unknown = [], (str(error).rstrip("."),)
     offered = more if nics and more else list(dict.fromkeys([first, *more]))
-    return (offered[:1] if place.index == 0 or is_loopback(first) else offered), unknown
+    return (offered[:1] if task.index == 0 or is_loopback(first) else offered), unknown
 
 
 def _secret_of(index: int, secret: bytes) -> bytes:
-    """What a task's servers take: where hosts have an address in common, as bridges of Docker, nobody finds his own."""
+    """Return the secret of one task's servers.
+
+    Hosts may have an address in common, as on Docker's bridges; a task then must not mistake its own server for another
+    task's.
+    """
     return hmac.digest(secret, f"task {index}".encode(), hashlib.sha256)
 
 
-def _examination(
-    place: TaskInfo, unreachable: tuple[str, ...], trouble: str, name: str, encryption: str
-) -> Examination:
+def _examination(task: TaskInfo, unreachable: tuple[str, ...], problem: str, name: str, encryption: str) -> Examination:
     return Examination(
-        task_index=place.index,
-        host=place.host,
+        task_index=task.index,
+        host=task.host,
         host_hash=host_hash(),
         versions=versions(),
-        cpus=place.cpus,
-        devices=place.devices,
-        device_kind=place.device_kind,
+        cpus=task.cpus,
+        devices=task.devices,
+        device_kind=task.device_kind,
         shared_memory=_size_of_shared_memory(),
         orted=shutil.which("orted") is not None,
         unreachable=unreachable,
-        store=trouble,
+        store=problem,
         store_answer=name,
         encryption=encryption,
     )
@@ -179,14 +185,17 @@ def _examination(
 
 def _size_of_shared_memory() -> int:
     try:
-        found = os.statvfs("/dev/shm")  # noqa: S108 - nothing is put there
+        status = os.statvfs("/dev/shm")  # noqa: S108 - nothing is put there
     except OSError:
         return 0
-    return found.f_blocks * found.f_frsize
+    return status.f_blocks * status.f_frsize
 
 
 def _unreachable(own: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], secret: bytes) -> tuple[str, ...]:
-    """What keeps this task from the other hosts; the first task of each host tries the first one of every other."""
+    """Return an error for each host that this task cannot reach.
+
+    The first task of each host tries the first task of every other host.
+    """
     firsts: dict[str, Mapping[str, Any]] = {}
     for task in sorted(tasks, key=lambda one: int(one["index"])):
         firsts.setdefault(str(task["key"]), task)
@@ -208,7 +217,7 @@ def _unreachable(own: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], sec
         return tuple(sentence for sentence in pool.map(attempt, others) if sentence)
 
 
-def _asked_store(probe: bytes | None, name: str) -> tuple[str, str]:
+def _check_store(probe: bytes | None, name: str) -> tuple[str, str]:
     if probe is None:
         return "", ""
     try:

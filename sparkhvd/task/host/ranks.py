@@ -1,4 +1,4 @@
-"""Several ranks of one host, watched over by one process."""
+"""Supervision of several ranks of one host by one process."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def run_ranks(
     workers: Mapping[int, WorkerProcess],
     deadline: Deadline,
     parent: int | None = None,
-    reach: Callable[[int, str], None] = lambda _rank, _phase: None,
+    report_phase: Callable[[int, str], None] = lambda _rank, _phase: None,
 ) -> dict[int, bytes | Outcome]:
-    """Accompany the workers of these ranks until the whole job has an outcome.
+    """Supervise the workers of these ranks until the whole job has an outcome.
 
     Args:
-        plan: who runs what.
-        workers: by rank; each has got its spec. They have ended afterwards.
-        deadline: when they have to be ready for ``fn``.
+        plan: the plan of the job.
+        workers: by rank; each has received its spec, and has ended on return.
+        deadline: the time by which they must be ready for ``fn``.
         parent: the process that this one must not outlive, as in ``supervise_rank``.
-        reach: told how far a rank is, as there.
+        report_phase: called with a rank and each new phase of it; must not block.
 
     Returns:
-        By rank: its pickled result, or the outcome that made it worthless.
+        By rank: its pickled result, or the outcome of a job that failed.
 
     Raises:
         LaunchError: infrastructure was lost.
@@ -41,7 +41,12 @@ def run_ranks(
     def watch(rank: int) -> None:
         try:
             contents[rank] = supervise_rank(
-                plan, plan.slots[rank], workers[rank], deadline, parent=parent, reach=functools.partial(reach, rank)
+                plan,
+                plan.slots[rank],
+                workers[rank],
+                deadline,
+                parent=parent,
+                report_phase=functools.partial(report_phase, rank),
             )
         except (SparkHvdError, OSError) as error:
             losses[rank] = error

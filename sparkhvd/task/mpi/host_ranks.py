@@ -33,7 +33,7 @@ class RankEnd:
 
     def wait(self) -> Exited:
         try:
-            ended = _told(WorkerEnded, self._link, Deadline.after(400 * 86400.0))
+            ended = _receive(WorkerEnded, self._link, Deadline.after(400 * 86400.0))
         except (OSError, SparkHvdError):
             return Exited(-9, by_launcher=True)  # its parent was killed, as orted does where SIGTERM is not enough
         return Exited(ended.returncode, by_launcher=ended.by_launcher)
@@ -84,7 +84,7 @@ class RankListener:
     def _welcome(self, connection: socket.socket, preload: Sequence[str]) -> tuple[RankConnected, Spawned]:
         deadline = Deadline.after(_HELLO_SECONDS)
         link = accept_handshake(connection, self._secret, deadline)
-        place = _told(RankConnected, link, deadline)
+        place = _receive(RankConnected, link, deadline)
         link.send(encode(Preload(tuple(preload))), deadline)
         own, other = socket.socketpair()
         read_out, write_out = os.pipe()
@@ -92,7 +92,7 @@ class RankListener:
         try:
             connection.settimeout(_HELLO_SECONDS)
             socket.send_fds(connection, [b"x"], [other.fileno(), write_out, write_err])
-            pid = _told(WorkerForked, link, deadline).pid
+            pid = _receive(WorkerForked, link, deadline).pid
         except BaseException:
             own.close()
             os.close(read_out)
@@ -109,7 +109,7 @@ class RankListener:
         self._resources.close()
 
 
-def _told(kind: type[T], link: FrameSocket, deadline: Deadline) -> T:
+def _receive(kind: type[T], link: FrameSocket, deadline: Deadline) -> T:
     content = link.receive(idle=deadline)
     if content is None:
         raise ConnectionResetError("The rank closed its link.")

@@ -64,26 +64,26 @@ class _Part:
 
     job: MpiJob
     plan: JobPlan
-    place: TaskInfo
+    task: TaskInfo
     service: TaskService
     deadline: Deadline
     driver: Client
 
-    def reach(self, rank: int, phase: str) -> None:
+    def report_phase(self, rank: int, phase: str) -> None:
         """Let the driver know how far a rank is; nobody asks it anything over this connection any more."""
         offer = self.plan.slots[rank].offer
         with suppress(OSError):
             self.driver.send(
-                TaskStatus(offer.task_index, rank, offer.host, self.place.attempt, phase), Deadline.after(NOTE_SECONDS)
+                TaskStatus(offer.task_index, rank, offer.host, self.task.attempt, phase), Deadline.after(NOTE_SECONDS)
             )
 
 
-def serve(job: MpiJob, place: TaskInfo) -> dict[int, bytes | Outcome]:
+def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
     """Take part in a job: register, wait for the plan, and start this host's ranks if this is its first task.
 
     Args:
         job: the job.
-        place: of this task.
+        task: of this task.
 
     Returns:
         By rank, for the ranks that this task watched over: the pickled result, or the outcome that made it worthless.
@@ -93,7 +93,7 @@ def serve(job: MpiJob, place: TaskInfo) -> dict[int, bytes | Outcome]:
     """
     encrypt = job.job.config.encrypt
     if encrypt:
-        require_encryption(place.host)
+        require_encryption(task.host)
     deadline = Deadline.after(job.job.start_timeout)
     secret = job.job.secret
     with ExitStack() as stack:
@@ -101,9 +101,9 @@ def serve(job: MpiJob, place: TaskInfo) -> dict[int, bytes | Outcome]:
         path, problem = changed_environment(dict(job.job.env)).get("PATH"), ""
         # No reason for Spark to try again: the driver ends the job.
         if job.job.executable and shutil.which(job.job.executable, path=path) is None:
-            problem = f"The ranks on host {place.host} {not_started(job.job.executable, 'no such program')}."
+            problem = f"The ranks on host {task.host} {not_started(job.job.executable, 'no such program')}."
         try:
-            own_interfaces = candidates(job.job.nics, place.host, place.hosts)
+            own_interfaces = candidates(job.job.nics, task.host, task.hosts)
         except LaunchError as error:
             own_interfaces, problem = [], str(error)
         servers = {
@@ -113,24 +113,22 @@ def serve(job: MpiJob, place: TaskInfo) -> dict[int, bytes | Outcome]:
         stack.callback(service.close)  # before the servers close, so that those who wait for an answer get it
         key = host_hash(yarn_container())
         versions = local_versions(job.job.versions)
-        offer = TaskOffer(place.index, key, place.host, "", place.devices, place.device_kind, versions)
+        offer = TaskOffer(task.index, key, task.host, "", task.devices, task.device_kind, versions)
         listening = tuple(
             TaskServer(one.name, one.address, server.port, one.network) for one, server in servers.items()
         )
         orted = shutil.which("orted", path=path) or ""
-        driver = _registered(
-            job.job, TaskRegistration(place.attempt, offer, listening, orted, problem), deadline, stack
-        )
+        driver = _registered(job.job, TaskRegistration(task.attempt, offer, listening, orted, problem), deadline, stack)
         offers = _await_plan(driver, service)
         plan = JobPlan(tuple(assign(offers)), job.rendezvous, job.token, encrypt)
-        own_address = next(slot for slot in plan.slots if slot.offer.task_index == place.index).offer.bind_host
+        own_address = next(slot for slot in plan.slots if slot.offer.task_index == task.index).offer.bind_host
         for one, server in servers.items():
             if one.address != own_address:
                 server.close()  # not all hosts can reach it
         own = [slot for slot in plan.slots if slot.offer.host_hash == offer.host_hash]
-        if min(slot.offer.task_index for slot in own) == place.index:
-            return _lead(_Part(job, plan, place, service, deadline, driver), own)
-        _follow(plan, place, deadline)
+        if min(slot.offer.task_index for slot in own) == task.index:
+            return _lead(_Part(job, plan, task, service, deadline, driver), own)
+        _follow(plan, task, deadline)
         return {}
 
 
@@ -165,7 +163,7 @@ def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
         stack.enter_context(_watching(part.plan, events))
         listener = stack.enter_context(closing(RankListener()))
         stack.callback(service.close)
-        service.let_execute(_environment(job, part.place, listener))
+        service.let_execute(_environment(job, part.task, listener))
         workers: dict[int, WorkerProcess] = {}
         logs_of: dict[int, DriverLog] = {}
 
@@ -190,7 +188,7 @@ def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
             write_device_map(part.plan.slots, logs_of[0])
         for rank, worker in workers.items():
             worker.send(worker_spec(job, part.plan, part.plan.slots[rank]))
-        contents = run_ranks(part.plan, workers, part.deadline, part.place.parent, part.reach)
+        contents = run_ranks(part.plan, workers, part.deadline, part.task.parent, part.report_phase)
         if all(isinstance(content, bytes) for content in contents.values()):
             service.await_orted_end(_ORTED_SECONDS)
         return contents
@@ -244,7 +242,7 @@ def _watching(plan: JobPlan, events: queue.SimpleQueue[object]) -> Iterator[Rend
             watcher.join()
 
 
-def _environment(job: Job, place: TaskInfo, listener: RankListener) -> dict[str, str]:
+def _environment(job: Job, task: TaskInfo, listener: RankListener) -> dict[str, str]:
     """The environment of ``orted``, which the ranks inherit: this executor's, what the user changed, and our ways."""
     own = {
         EXECUTABLE: job.executable or sys.executable,
@@ -253,7 +251,7 @@ def _environment(job: Job, place: TaskInfo, listener: RankListener) -> dict[str,
         RANK_SECRET: listener.secret_path,
     }
     changes = {IMPORT_PATH: import_path(job.executable), **dict(job.env), **own}
-    return changed_environment(changes, thread_defaults(place.cpus))
+    return changed_environment(changes, thread_defaults(task.cpus))
 
 
 def _not_started(plan: JobPlan, slot: Slot, service: TaskService) -> Outcome:
@@ -280,12 +278,12 @@ def _outcome(content: bytes) -> Outcome:
     return Outcome(FailureReport.from_json(content) if content else None)
 
 
-def _follow(plan: JobPlan, place: TaskInfo, deadline: Deadline) -> None:
+def _follow(plan: JobPlan, task: TaskInfo, deadline: Deadline) -> None:
     """Wait for the outcome of the job while another task of this host watches over the ranks."""
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    slot = next(one for one in plan.slots if one.offer.task_index == place.index)
+    slot = next(one for one in plan.slots if one.offer.task_index == task.index)
     with _watching(plan, events) as client:
-        await_outcome(events, Supervision(slot.world.rank, slot.offer.host, client, deadline, parent=place.parent))
+        await_outcome(events, Supervision(slot.world.rank, slot.offer.host, client, deadline, parent=task.parent))
 
 
 def run_mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

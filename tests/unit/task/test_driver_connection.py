@@ -71,7 +71,7 @@ def test_a_task_gives_signs_of_life_before_it_has_a_rank_and_after(monkeypatch):
         while told[-1] == Flush():
             told.append(driver.messages.get(timeout=20.0))
         later = [driver.messages.get(timeout=20.0) for _ in range(2)]
-        line.reach("in fn")
+        line.report_phase("in fn")
         while (last := driver.messages.get(timeout=20.0)) == Flush():
             continue
     assert early == [TaskStatus(0, -1, "here", 100), Flush(), Flush()]

@@ -6,7 +6,7 @@ from contextlib import closing
 from sparkhvd.rpc.interfaces import Interface
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.host import examination
-from sparkhvd.task.host.examination import _addresses, _secret_of, _Silent, _unreachable
+from sparkhvd.task.host.examination import _addresses, _IgnoreMessages, _secret_of, _unreachable
 from sparkhvd.task.task_info import TaskInfo
 
 SECRET = b"s" * 32
@@ -15,7 +15,7 @@ SECRET = b"s" * 32
 def test_a_host_is_reached_when_one_of_its_addresses_is():
     with socket.create_server(("127.0.0.1", 0)) as free:
         closed = free.getsockname()[1]
-    with closing(Server(_secret_of(1, SECRET), _Silent())) as server:
+    with closing(Server(_secret_of(1, SECRET), _IgnoreMessages())) as server:
         own = {"index": 0, "host": "here", "key": "a", "addresses": []}
         there = {"index": 1, "host": "there", "key": "b", "addresses": [["127.0.0.1", closed]]}
         (said,) = _unreachable(own, [own, there], SECRET)

@@ -62,7 +62,7 @@ def assert_nothing() -> None:
 
 def test_an_error_without_a_message_is_reported_with_its_line():
     cause = run_payload(call(assert_nothing)).cause
-    assert re.fullmatch(r"raised AssertionError: line \d+ of test_worker.py: raise AssertionError", cause)
+    assert re.fullmatch(r"raised AssertionError: line \d+ of test_main\.py: raise AssertionError", cause)
 
 
 def test_exit_codes_are_told_apart():
