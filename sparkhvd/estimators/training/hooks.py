@@ -200,7 +200,7 @@ class RunHooks:
         elif self._store is not None:
             path = checkpoint.epoch_end_path(self._store, self._run_id, best)
             trainer.restore(checkpoint.load(self._store, path).state)
-        logger.info("the model is that of epoch %d, the best by %s", best + 1, self._spec.checkpoints.best)
+        logger.info("the model of epoch %d is returned, the best by %s", best + 1, self._spec.checkpoints.best)
 
     def _best_epoch(self) -> int | None:
         return self._spec.checkpoints.best_epoch(self.history, self._lost_epochs)
