@@ -75,7 +75,7 @@ def compress():
 
 
 def train_apart():
-    """Each rank with a process set of its own, as if there were no other."""
+    """Train each rank with a process set of its own, as if there were no other ranks."""
     mine = [hvd.add_process_set([rank]) for rank in range(hvd.size())][hvd.rank()]
     alone, together = network(), network()
     part = slice(hvd.rank(), None, 2)
@@ -86,7 +86,7 @@ def train_apart():
 
 
 def keep_local_layers(passes, scale):
-    """Of one step of SGD, the local layer gets this rank's gradient, the other one the mean of the ranks'."""
+    """In an SGD step, the local layer gets this rank's gradient, the other one the mean of all ranks' gradients."""
     part = slice(hvd.rank(), None, 2)
     features, targets = (each[part] for each in rows())
 
@@ -114,7 +114,7 @@ def keep_local_layers(passes, scale):
 
 
 def clip_beside_a_local_layer():
-    """What is shared stays so when clipping looks at a norm over several gradients."""
+    """Shared variables stay equal when clipping uses a norm over several gradients."""
     model = network()
     part = slice(hvd.rank(), None, 2)
     optimizer = hvd.PartialDistributedOptimizer(
@@ -155,7 +155,7 @@ def start_from_the_same(folder):
 
 
 def start_without_variables():
-    """Of a model that gets its variables, and those of its optimizer, from its first batch."""
+    """Broadcast a model whose first batch creates its variables and those of its optimizer."""
     keras.utils.set_random_seed(hvd.rank())
     model = keras.Sequential([keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
@@ -222,7 +222,7 @@ def reduce_eagerly():
     assert keras.ops.convert_to_numpy(result).tolist() == [1.0, 1.0]
     assert hvd.broadcast_object("text", 0) == "text"
     assert int(hvd.broadcast(3 + hvd.rank(), 0, name="epoch")) == 3
-    means = hvd.allreduce([1.0 + hvd.rank(), 0.5], name="scores")  # as model.evaluate gives them
+    means = hvd.allreduce([1.0 + hvd.rank(), 0.5], name="scores")  # as model.evaluate returns them
     assert keras.ops.convert_to_numpy(means).tolist() == [1.5, 0.5]
 
 
@@ -269,7 +269,7 @@ def test_collectives_are_those_of_the_backend(group):
     group.run(reduce_eagerly)
 
 
-def test_settings_that_cannot_work_are_refused():
+def test_invalid_settings_are_rejected():
     wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     for make, message in [
         (lambda: hvd.DistributedOptimizer(wrapped), "already distributed"),
@@ -281,7 +281,7 @@ def test_settings_that_cannot_work_are_refused():
             make()
 
 
-def test_the_module_has_what_all_frameworks_have_and_each_name_once():
+def test_the_module_exports_the_common_interface_without_duplicates():
     assert set(interface.__all__) < set(hvd.__all__) <= set(dir(hvd))
     assert len(set(hvd.__all__)) == len(hvd.__all__)
     assert all(getattr(hvd, name) is getattr(interface, name) for name in interface.__all__)
@@ -293,12 +293,12 @@ def test_gradients_of_local_layers_stay_the_ranks_own(group, passes, scale):
     group.run(keep_local_layers, passes, scale)
 
 
-def test_local_layers_leave_what_is_shared_alone_and_are_not_broadcast(group):
+def test_local_layers_do_not_affect_shared_variables_and_are_not_broadcast(group):
     group.run(clip_beside_a_local_layer)
     group.run(broadcast_all_but_local_layers)
 
 
-def test_optimizers_of_several_are_refused():
+def test_multi_optimizers_are_rejected():
     layers = network().layers
     several = getattr(keras.optimizers, "MultiOptimizer", None)
     if several is None:
@@ -307,8 +307,8 @@ def test_optimizers_of_several_are_refused():
         hvd.DistributedOptimizer(several([(keras.optimizers.SGD(), layers)]))
 
 
-def test_a_local_layer_must_have_its_variables():
+def test_a_local_layer_must_be_built():
     optimizer = keras.optimizers.SGD()
     with pytest.raises(ConfigError, match=r"'dense_later' has no variables before it is built\. Build"):
         hvd.PartialDistributedOptimizer(optimizer, local_layers=keras.layers.Dense(2, name="dense_later"))
-    hvd.DistributedOptimizer(optimizer)  # it was not changed
+    hvd.DistributedOptimizer(optimizer)  # the optimizer is unchanged

@@ -13,11 +13,11 @@ from sparkhvd.errors import ConfigError
 DTYPES = ["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 
 
-# What the ranks do.
+# Functions that the ranks run.
 
 
 def graph(function):
-    """A ``tf.function``; AutoGraph would look for source code that these ranks do not have."""
+    """Return a ``tf.function`` without AutoGraph, which would look for source code that these ranks do not have."""
     return tf.function(function, autograph=False)
 
 
@@ -34,7 +34,7 @@ def reduce_every_dtype():
 
 
 def agree(operation, tensor):
-    """The result of an operation in eager mode and inside a graph, which is the same."""
+    """Return the result of an operation, after checking that eager mode and a graph agree."""
     eager = operation(tensor)
     traced = graph(operation)(tensor)
     assert np.array_equal(eager.numpy(), traced.numpy(), equal_nan=True), (eager, traced)
@@ -51,7 +51,7 @@ def reduce_in_every_mode():
 
 
 def reduce_where_the_tensors_are():
-    """What NCCL does with a GPU's tensors, done with those of the CPU: it is their memory that is reduced."""
+    """Reduce the memory of CPU tensors in the way that NCCL reduces GPU tensors."""
     from sparkhvd.tensorflow import gpu  # noqa: PLC0415
 
     mine = tf.constant([[1.0, -2.0], [np.nan, np.inf]]) * (hvd.rank() + 1)
@@ -233,7 +233,7 @@ def test_every_dtype_is_reduced_by_every_operator(group):
     group.run(reduce_every_dtype)
 
 
-def test_eager_mode_and_graphs_give_the_same(group):
+def test_eager_mode_and_graphs_agree(group):
     group.run(reduce_in_every_mode)
     group.run(gather_and_broadcast)
 
@@ -242,7 +242,7 @@ def test_memory_of_tensors_is_reduced_in_eager_mode_and_graphs(group):
     group.run(reduce_where_the_tensors_are)
 
 
-def test_rows_move_alike_in_eager_mode_and_graphs(group):
+def test_rows_move_equally_in_eager_mode_and_graphs(group):
     group.run(move_rows)
     group.run(move_in_groups)
 
@@ -270,7 +270,7 @@ def test_variables_and_objects_travel(group):
     group.run(spread_state)
 
 
-def test_the_module_has_what_all_frameworks_have_and_each_name_once():
+def test_the_module_exports_the_common_interface_without_duplicates():
     assert set(interface.__all__) < set(hvd.__all__) <= set(dir(hvd))
     assert len(set(hvd.__all__)) == len(hvd.__all__)
     assert all(getattr(hvd, name) is getattr(interface, name) for name in interface.__all__)
@@ -282,18 +282,18 @@ def test_the_gradients_of_local_layers_stay_the_ranks_own(group, in_graph):
     group.run(keep_gradients_of_local_layers, in_graph)
 
 
-def test_the_name_of_an_optimizer_says_where_there_is_one():
+def test_the_error_for_an_optimizer_names_the_keras_module():
     with pytest.raises(AttributeError, match=r"Use sparkhvd\.keras\.DistributedOptimizer, or DistributedGradientTape"):
         hvd.DistributedOptimizer  # noqa: B018
 
 
-def test_a_local_layer_of_a_tape_must_have_its_variables():
+def test_a_local_layer_of_a_tape_must_be_built():
     layer = SimpleNamespace(name="later", built=False, trainable_weights=[])
     with pytest.raises(ConfigError, match="'later' has no variables before it is built"):
         hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=layer)
 
 
-def test_graphs_and_sessions_of_tensorflow_1_are_refused_at_once():
+def test_graphs_and_sessions_of_tensorflow_1_are_rejected_at_once():
     with tf.Graph().as_default(), pytest.raises(ConfigError, match="move the training step"):
         hvd.allreduce(tf.constant([1.0]))
     with pytest.raises(AttributeError, match=r"Adasum is available only in sparkhvd\.torch"):

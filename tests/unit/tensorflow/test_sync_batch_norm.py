@@ -24,7 +24,7 @@ KINDS = {
 
 
 def rows(channels_first=False):
-    """Images whose means are large beside their deviations, targets, and which pixels count."""
+    """Return images whose means are much larger than their deviations, targets, and a mask of pixels."""
     random = np.random.default_rng(1)
     images = random.normal(size=(9, 4, 3, 2)) * [1.0, 3.0] + [100.0, -5.0]
     included = random.uniform(size=(9, 4, 3)) < 0.7
@@ -33,14 +33,14 @@ def rows(channels_first=False):
 
 
 def own_rows(uneven):
-    """Which rows a rank has: rank 0 one, the last one the most; or rank 0 none."""
+    """Return the rows of a rank: rank 0 has one row or none, the last rank has the most."""
     size, rank = hvd.size(), hvd.rank()
     starts = {(2, 1): [0, 1, 9], (3, 1): [0, 1, 3, 9], (2, 0): [0, 0, 9], (3, 0): [0, 0, 4, 9]}[size, uneven]
     return slice(starts[rank], starts[rank + 1])
 
 
 class Network(keras.Model):
-    """Something to learn before and after the normalization."""
+    """Return a network with trained layers before and after the normalization."""
 
     def __init__(self, layer, masked):
         super().__init__(dtype="float64")
@@ -61,7 +61,7 @@ class Network(keras.Model):
 
 
 def trained(layer, mine, wrap, masked, in_graph):
-    """The network after three steps on losses that are sums over the rows: they are exact for any division of them."""
+    """Return the network after three steps. The losses are sums over rows, so they are exact for any partition."""
     images, targets, included = rows(layer.axis == 1)
     network = Network(layer, masked)
     network(images[:1], included[:1], training=False)
@@ -80,9 +80,9 @@ def trained(layer, mine, wrap, masked, in_graph):
 
 
 def compare(uneven, kind, in_graph):
-    """All ranks together do with our layer what one process does with Keras' own on all rows."""
+    """All ranks with our layer learn what one process learns with Keras' layer on all rows."""
     options, masked = {"dtype": "float64"} | KINDS[kind][0], KINDS[kind][1]
-    exact = 1e-5 if masked else 1e-8  # Keras adds 1e-7 to the number of rows that its mask lets through
+    exact = 1e-5 if masked else 1e-8  # Keras adds 1e-7 to the number of unmasked rows
     start = Network(keras.layers.BatchNormalization(**options), masked)
     alone = trained(keras.layers.BatchNormalization(**options), slice(None), lambda tape: tape, masked, in_graph)
     sums = lambda tape: hvd.DistributedGradientTape(tape, op=hvd.Sum)  # noqa: E731
@@ -97,7 +97,7 @@ def compare(uneven, kind, in_graph):
 
 
 def normalize_in_half_precision():
-    """Values whose squares float16 does not have."""
+    """Normalize values whose squares exceed the range of float16."""
     layer = hvd.SyncBatchNormalization(dtype="mixed_float16")
     values = tf.constant([[900.0], [1100.0]], tf.float16) + 100.0 * hvd.rank()
     with tf.GradientTape() as tape:
@@ -123,7 +123,7 @@ def work_alone_where_nothing_is_trained():
 
 
 def normalize_by_a_process_set():
-    """Rank 1 alone is the set: it gets what Keras' own layer gives it."""
+    """The process set is rank 1 alone: its result equals that of Keras' layer."""
     alone = hvd.add_process_set([1])
     if hvd.rank() == 1:
         layer, own = hvd.SyncBatchNormalization(process_set=alone), keras.layers.BatchNormalization()
@@ -165,11 +165,11 @@ def test_three_ranks_are_one_big_batch(three_ranks, uneven):
     three_ranks.run(compare, uneven, "plain", False)
 
 
-def test_half_precision_loses_nothing_on_the_way(group):
+def test_half_precision_keeps_large_values(group):
     group.run(normalize_in_half_precision)
 
 
-def test_a_layer_that_is_not_trained_needs_no_other_rank(group):
+def test_a_layer_in_inference_mode_does_not_communicate(group):
     group.run(work_alone_where_nothing_is_trained)
 
 

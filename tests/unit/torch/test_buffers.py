@@ -16,7 +16,7 @@ def group():
 
 
 class Keeping(torch.nn.Module):
-    """Buffers of many kinds, other ones on each rank."""
+    """Buffers of many kinds, with different values on every rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_running_statistics_become_those_of_all_ranks_rows(group):
 
 
 class Changing(torch.nn.Module):
-    """Changes buffers in place, by a layer and by assignment, and multiplies by one."""
+    """Changes buffers in place, in a layer and by assignment, and multiplies its input by one."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class Changing(torch.nn.Module):
         return self.kept(self.norm(self.first(x)) * self.scale[:1] * self.spread)
 
 
-def test_buffers_are_put_back_except_those_of_some_layers_and_gradients_need_not_know():
+def test_buffers_are_restored_except_those_of_some_layers_without_affecting_gradients():
     model = Changing()
     before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     with buffers_unchanged(model, [model.kept]):

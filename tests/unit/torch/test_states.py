@@ -119,12 +119,12 @@ def test_parameters_of_a_type_that_cannot_be_reduced_can_be_broadcast(group):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize(("root_steps", "other_steps", "root"), [(0, 0, 0), (2, 0, 1), (0, 2, 0), (2, 3, 0)], ids=str)
-def test_training_goes_on_alike_after_the_optimizer_state_was_broadcast(group, kind, root_steps, other_steps, root):
+def test_ranks_train_equally_after_the_optimizer_state_is_broadcast(group, kind, root_steps, other_steps, root):
     first, second = group.run(share_optimizer_state, kind, root_steps, other_steps, root)
     assert first == second
 
 
-def test_the_roots_optimizer_trains_on_as_if_it_had_not_broadcast(group):
+def test_broadcasting_does_not_change_the_roots_training(group):
     assert group.run(share_optimizer_state, "Adam", 2, 0, 0) == group.run(train_undisturbed, "Adam", 5)
 
 
@@ -132,7 +132,7 @@ def test_objects_are_broadcast_and_gathered(group):
     assert group.run(share_objects) == [({"epoch": 1}, ["", "ab"])] * 2
 
 
-def test_an_entry_that_is_no_tensor_is_named(alone):
+def test_the_error_for_an_entry_that_is_not_a_tensor_names_it(alone):
     with pytest.raises(ValueError, match=r"got 'extra' of type dict\. Pass a state_dict\(\) of tensors"):
         hvd.broadcast_parameters({"weight": torch.ones(2), "extra": {}})
     with pytest.raises(ValueError, match="an entry of type list"):

@@ -29,7 +29,7 @@ def alone():
 
 
 def normalize(rows, extent, dtype, options):
-    """Three steps on this rank's rows, beside torch's layer in one process on the rows of all."""
+    """Compare three steps on this rank's rows with torch's layer in one process on all rows."""
     torch.manual_seed(0)
     shape = (sum(rows), 4, *extent)
     mine = slice(sum(rows[: hvd.rank()]), sum(rows[: hvd.rank() + 1]))
@@ -62,7 +62,7 @@ def normalize(rows, extent, dtype, options):
 
 
 def train_convolutions():
-    """N ranks are one big batch, now with batch normalization."""
+    """N ranks train as one big batch, with batch normalization."""
 
     def network():
         torch.manual_seed(1)
@@ -132,7 +132,7 @@ def test_a_single_value_has_no_variance_and_every_rank_says_so(group):
     group.run(run_with_too_few_rows)
 
 
-def test_a_layer_of_its_own_works_like_torchs(alone):
+def test_a_layer_on_one_rank_works_like_torchs(alone):
     layer, plain = hvd.SyncBatchNorm(3), torch.nn.BatchNorm1d(3)
     x = torch.randn(5, 3)
     torch.testing.assert_close(layer(x), plain(x))

@@ -31,7 +31,7 @@ def alone():
     hvd.shutdown()
 
 
-# What the ranks do. `everywhere(make)` is what every rank has, made by rank.
+# Functions that the ranks run. `everywhere(make)` returns the values of all ranks.
 
 
 def everywhere(make):
@@ -117,7 +117,7 @@ def exchange_parts():
 
 
 def differentiate_everything():
-    """Beside one process that computes the sum of all ranks' losses from all ranks' inputs."""
+    """Compare with one process that computes the sum of all ranks' losses from all ranks' inputs."""
     weights = [torch.linspace(0.5, 2.0, 24).reshape(12, 2).double() * (rank + 1) for rank in range(RANKS)]
 
     def loss(output, rank):
@@ -143,7 +143,7 @@ def differentiate_everything():
         lambda all_of, _: sum(all_of) * 1.5,
     )
     compare(lambda x: hvd.grouped_allreduce([x, x * 2], op=hvd.Sum)[1], lambda all_of, _: sum(all_of) * 2)
-    mean = 1 / RANKS  # Horovod's convention for what only moves rows
+    mean = 1 / RANKS  # Horovod's convention for collectives that only move rows
     compare(
         lambda x: hvd.allgather(x[: 2 + 2 * hvd.rank()])[:6],
         lambda all_of, _: torch.cat([all_of[0][:2], all_of[1][:4]]),
@@ -212,7 +212,7 @@ def train_until_data_ends():
 
 
 def train_with_join():
-    """The optimizer's own exchange goes on when other ranks have joined."""
+    """The optimizer's exchange continues when other ranks have joined."""
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
     for _ in range(hvd.rank() + 1):
@@ -265,7 +265,7 @@ def disagree_about_a_group():
     return str(caught.value)
 
 
-# What they must come to.
+# The tests.
 
 
 def test_groups_are_reduced_in_every_form(group):
@@ -284,7 +284,7 @@ def test_each_rank_gets_its_rows_of_a_reduction(group):
     group.run(scatter_sums)
 
 
-def test_alltoall_sends_a_part_to_every_rank_and_tells_what_came(group):
+def test_alltoall_sends_a_part_to_every_rank_and_returns_the_received_splits(group):
     group.run(exchange_parts)
 
 
@@ -296,7 +296,7 @@ def test_gradients_have_gradients(group):
     assert group.run(differentiate_twice) == [([81.0, 324.0], [162.0, 324.0])] * RANKS
 
 
-def test_sparse_tensors_add_up_whatever_each_rank_has(group):
+def test_sparse_tensors_add_up_for_any_entries_of_the_ranks(group):
     group.run(add_sparse)
 
 
@@ -304,7 +304,7 @@ def test_ranks_may_run_out_of_data_at_different_times(group):
     assert group.run(train_until_data_ends) == [([3.0], 2), ([3.0, 2.0], 2), ([3.0, 2.0, 1.0], 2)]
 
 
-def test_an_optimizer_goes_on_when_others_have_joined(group):
+def test_an_optimizer_continues_when_other_ranks_have_joined(group):
     weights = group.run(train_with_join)
     assert weights == [(-3.0, 2), (-5.0, 2), (-6.0, 2)]
 
@@ -313,7 +313,7 @@ def test_everything_works_on_process_sets(group):
     assert group.run(use_process_sets) == [-4.0, -2.0, -4.0]
 
 
-def test_a_group_fails_as_a_whole_and_says_which_tensor(group):
+def test_a_group_fails_as_a_whole_and_names_the_tensor(group):
     for message in group.run(disagree_about_a_group):
         assert "pair.1" in message
 
@@ -332,7 +332,7 @@ def test_every_form_has_the_parameters_and_the_documentation_of_the_collective()
     assert str(inspect.signature(hvd.alltoall).return_annotation) == "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
 
-def test_a_part_can_be_recorded(alone, tmp_path):
+def test_a_section_can_be_recorded(alone, tmp_path):
     hvd.start_timeline(str(tmp_path / "trace.json"))
     hvd.allreduce(torch.ones(2), name="seen")
     hvd.stop_timeline()
@@ -343,7 +343,7 @@ def test_a_part_can_be_recorded(alone, tmp_path):
     assert "unseen" not in events
 
 
-def test_what_is_built_can_be_asked(alone):
+def test_build_features_can_be_queried(alone):
     assert not hvd.mpi_enabled()
     assert (hvd.gloo_built(), hvd.gloo_enabled(), hvd.rocm_built(), hvd.ddl_built(), hvd.ccl_built()) == (False,) * 5
     assert hvd.cuda_built() == torch.cuda.is_available()
@@ -363,6 +363,6 @@ def test_what_is_built_can_be_asked(alone):
         (lambda: hvd.reducescatter(torch.ones(2, requires_grad=True), op=hvd.Min).sum().backward(), "has no gradient"),
     ],
 )
-def test_what_cannot_work_is_refused(alone, call, message):
+def test_invalid_calls_are_rejected(alone, call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""CUDA tensors through NCCL. Where there is no device only the decisions can be tested."""
+"""CUDA tensors through NCCL; without a device, only the decisions are tested."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def on_device() -> int:
     return session.current().counters()["on_device"]
 
 
-def test_what_nccl_takes_depends_on_element_type_and_operator_alone():
+def test_nccl_support_depends_on_dtype_and_operator_only():
     assert all(nccl_supports(dtype, hvd.Average) for dtype in (torch.float16, torch.bfloat16, torch.float64))
     assert nccl_supports(torch.int64, hvd.Max)
     assert not nccl_supports(torch.int64, hvd.Average)
@@ -48,13 +48,13 @@ def test_what_nccl_takes_depends_on_element_type_and_operator_alone():
     assert not nccl_supports(torch.complex64, None)
 
 
-def test_tensors_of_the_cpu_are_not_for_nccl(alone):
+def test_cpu_tensors_do_not_use_nccl(alone):
     assert not by_nccl([torch.ones(2)], None)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, -2.5])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float64])
-def test_scaling_beside_the_core_gives_what_the_core_gives(alone, dtype, factor):
+def test_scaling_outside_the_core_equals_scaling_in_the_core(alone, dtype, factor):
     values = torch.tensor([-7, -1, 0, 3, 100], dtype=dtype)
     by_core = hvd.allreduce(values, op=hvd.Sum, prescale_factor=factor)
     assert torch.equal(scaled(values, factor), by_core)
@@ -62,7 +62,7 @@ def test_scaling_beside_the_core_gives_what_the_core_gives(alone, dtype, factor)
     assert torch.equal(values, by_core)
 
 
-# What a rank does with tensors of its device.
+# Functions that a rank runs on tensors of its device.
 
 
 def collectives_on_devices():
@@ -89,7 +89,7 @@ def collectives_on_devices():
     assert hvd.allgather(mine[:0]).shape == (0, 3)
     before = on_device()
     assert before >= 10
-    # These go through the CPU.
+    # These tensors are staged through the CPU.
     assert hvd.allreduce(torch.tensor([rank], device="cuda")).device == mine.device
     assert hvd.allreduce(mine, op=hvd.Adasum).device == mine.device
     assert on_device() == before

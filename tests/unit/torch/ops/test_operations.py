@@ -30,11 +30,11 @@ def alone():
     hvd.shutdown()
 
 
-# What the ranks do.
+# Functions that the ranks run.
 
 
 def reduce_every_dtype():
-    """Small integers, so that every type holds the sum exactly."""
+    """Return small integers, so that every dtype holds the sum exactly."""
     ranks = hvd.size()
     for dtype in DTYPES:
         for shape in [(), (0,), (5,), (3, 4)]:
@@ -129,14 +129,14 @@ def see_the_world():
     return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
 
 
-# What they must come to.
+# The tests.
 
 
 def test_every_dtype_is_reduced_into_a_new_tensor_of_its_shape(group):
     group.run(reduce_every_dtype)
 
 
-def test_mean_sum_product_and_scales_come_out_in_every_form(group):
+def test_mean_sum_product_and_scales_are_right_in_every_form(group):
     group.run(reduce_in_every_form)
 
 
@@ -173,7 +173,7 @@ def test_ranks_and_sizes_are_those_of_the_launcher(group):
     "call",
     [hvd.rank, hvd.size, hvd.local_rank, hvd.cross_size, hvd.barrier, lambda: hvd.allreduce(torch.ones(1))],
 )
-def test_nothing_works_before_init_and_the_error_says_what_to_do(call):
+def test_calls_before_init_raise_an_error_that_says_what_to_do(call):
     assert not hvd.is_initialized()
     with pytest.raises(ValueError, match=r"call hvd\.init\(\)"):
         call()
@@ -222,7 +222,7 @@ def test_an_in_place_form_refuses_a_strided_tensor_by_name(alone):
         (lambda: hvd.synchronize(None), "None is not a handle"),
     ],
 )
-def test_what_cannot_work_is_one_clear_error(alone, call, message):
+def test_invalid_calls_raise_one_clear_error(alone, call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -249,7 +249,7 @@ def test_cuda_tensors_go_through_pinned_memory_and_come_back_to_their_device(alo
     assert weight.tolist() == [-2.0] * 3
 
 
-def test_the_module_has_what_all_frameworks_have_and_each_name_once():
+def test_the_module_exports_the_common_interface_without_duplicates():
     assert set(interface.__all__) < set(hvd.__all__) <= set(dir(hvd))
     assert len(set(hvd.__all__)) == len(hvd.__all__)
     assert all(getattr(hvd, name) is getattr(interface, name) for name in interface.__all__)

@@ -32,7 +32,7 @@ OPTIMIZERS = {
 
 
 def adasum(first, second):
-    """The definition for two vectors."""
+    """Compute Adasum of two vectors by its definition."""
     product = (first * second).sum()
     a = 1.0 if not first.any() else 1 - product / (2 * first.square().sum())
     b = 1.0 if not second.any() else 1 - product / (2 * second.square().sum())
@@ -50,7 +50,7 @@ def loss(model, step, rank, one_pass=0):
 
 
 def train(kind, passes, compression):
-    """Beside one process that computes what every rank does."""
+    """Compare with one process that computes the steps of all ranks."""
     model = network()
     optimizer = hvd.DistributedOptimizer(
         OPTIMIZERS[kind](model.parameters()),
@@ -82,7 +82,7 @@ def train(kind, passes, compression):
 
 
 def use_a_part_of_the_network_on_one_rank():
-    """What a rank does not move counts as a step of length zero."""
+    """A parameter without a step on a rank counts as a step of length zero."""
     used, unused = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([used, unused, frozen], lr=1.0), op=hvd.Adasum)
@@ -154,7 +154,7 @@ def test_the_class_keeps_its_name_and_state(alone):
     assert optimizer.state_dict()["state"].keys() == {0, 1}
 
 
-def test_what_adasum_cannot_do_is_refused(alone):
+def test_unsupported_calls_are_rejected(alone):
     weight = torch.nn.Parameter(torch.zeros(2))
     plain = torch.optim.SGD([weight], lr=0.1)
     with pytest.raises(ValueError, match="op=Adasum sends the step"):

@@ -34,14 +34,14 @@ OPTIMIZERS = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
 }
-# Rows of every rank in the steps of a run; the third rank is dropped where there are two.
+# Rows of every rank in the steps of a run; runs with two ranks ignore the third.
 EVEN = [(4, 4, 4)] * 20
 UNEVEN = [(5, 3, 1), (1, 7, 2), (4, 4, 4), (6, 1, 9)] * 5
 SOME_EMPTY = [(5, 0, 1), (0, 7, 0), (4, 4, 4), (3, 2, 0)] * 5
 
 
 class Network(torch.nn.Module):
-    """With a layer that is used in some steps only and one that is never used; both have weights to decay."""
+    """A network with a layer that only some steps use and one that is never used; both have weights to decay."""
 
     def __init__(self):
         super().__init__()
@@ -74,15 +74,15 @@ def parameters_of(model):
 
 
 def state_of(optimizer, model):
-    """Whether each parameter has a state: a parameter without a gradient must not get one."""
+    """Return which parameters have a state: a parameter without a gradient must have none."""
     return [bool(optimizer.state.get(parameter)) for parameter in model.parameters()]
 
 
-# What the ranks do. `plain` is one process on the whole batch.
+# Functions that the ranks run. `plain` is one process on the whole batch.
 
 
 def train_plain(kind, plan, passes=1):
-    """One process that sees all rows of every step at once."""
+    """Train one process on all rows of every step at once."""
     model = network()
     optimizer = OPTIMIZERS[kind](model.parameters())
     for step in range(len(plan) // passes):
@@ -95,7 +95,7 @@ def train_plain(kind, plan, passes=1):
 
 
 def train_weighted(kind, plan, passes=1):
-    """Every rank sees its rows of every pass of every step."""
+    """Train every rank on its rows of every pass of every step."""
     model = network()
     optimizer = hvd.DistributedOptimizer(
         OPTIMIZERS[kind](model.parameters()), model.named_parameters(), backward_passes_per_step=passes
@@ -125,7 +125,7 @@ def compare(kind, plan, passes=1):
 
 
 def average_without_weights():
-    """Horovod's way: the mean of the ranks' gradients, here over equal shards."""
+    """Train as in Horovod, with the mean of the ranks' gradients, over equal shards."""
     model = network()
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS["Adam"](model.parameters()), model.named_parameters())
     for step in range(10):
@@ -180,13 +180,13 @@ def clip_between():
             with optimizer.skip_synchronize():
                 optimizer.step()
         else:
-            optimizer.step()  # does not exchange again what is synchronized
+            optimizer.step()  # does not exchange synchronized gradients again
         moved.append((before - weight.detach()).norm().item())
     return moved
 
 
 def freeze_and_thaw():
-    """Parameters may start or stop to need a gradient between steps, alike on all ranks."""
+    """Parameters may start or stop to require a gradient between steps, equally on all ranks."""
     model = network()
     for parameter in model.first.parameters():
         parameter.requires_grad_(False)
@@ -207,7 +207,7 @@ def freeze_and_thaw():
 
 
 def exchange_odd_gradients():
-    """Gradients in channels_last order, of bfloat16, of a scalar, of nothing, and one the user sets by hand."""
+    """Exchange gradients in channels_last order, of bfloat16, of a scalar, of no elements, and one set by hand."""
     model = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
     half = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
     scalar = torch.nn.Parameter(torch.tensor(1.0))
@@ -244,7 +244,7 @@ def mix_weighted_and_plain():
 
 
 def use_gradients_in_reverse():
-    """Ranks whose backward computes gradients in different orders meet by name."""
+    """Gradients that ranks compute in different orders are matched by name."""
     parameters = [torch.nn.Parameter(torch.zeros(10)) for _ in range(8)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Sum)
     order = parameters if hvd.rank() == 0 else parameters[::-1]
@@ -254,7 +254,7 @@ def use_gradients_in_reverse():
     return [parameter[0].item() for parameter in parameters]
 
 
-# What they must come to.
+# The tests.
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -297,7 +297,7 @@ def test_a_closure_is_evaluated_and_its_gradients_exchanged(group):
     ],
     ids=str,
 )
-def test_gradients_are_combined_as_asked(group, options, of_two, of_three):
+def test_gradients_are_combined_by_the_chosen_operator(group, options, of_two, of_three):
     want = {2: of_two, 3: of_three}[group.size]
     steps = options.pop("steps", 1)
     for got in group.run(combined_gradient, steps, options):
@@ -314,7 +314,7 @@ def test_gradients_can_be_clipped_between_synchronize_and_step(group):
         assert moved == pytest.approx([1.0, 1.0])
 
 
-def test_parameters_may_be_frozen_and_thawed_between_steps(group):
+def test_parameters_may_be_frozen_and_unfrozen_between_steps(group):
     results = group.run(freeze_and_thaw)
     for changed, parameters in results:
         assert changed == [(False, True), (True, False)]
@@ -332,13 +332,13 @@ def test_a_weighted_step_beside_a_plain_one_is_an_error_on_every_rank(group):
         assert "average" in message
 
 
-def test_gradients_meet_by_name_in_whatever_order_they_are_computed(group):
+def test_gradients_are_matched_by_name_in_any_order(group):
     others = group.size - 1
     want = [-(i + 1.0) - (8 - i) * others for i in range(8)]
     assert group.run(use_gradients_in_reverse) == [want] * group.size
 
 
-# One rank suffices for the contract of the class. Plain tensors stand for the steps: torch's own step is not run here.
+# One rank suffices for the contract of the class. Plain tensors represent the steps: torch's own step does not run.
 
 
 def a_parameter():
@@ -356,7 +356,7 @@ def test_the_class_keeps_its_name_its_base_and_its_state(alone):
     assert wrapped.state_dict() == plain.state_dict()
 
 
-def test_zero_grad_between_backward_and_step_is_refused(alone):
+def test_zero_grad_between_backward_and_step_is_rejected(alone):
     weight = a_parameter()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
     weight.sum().backward()
@@ -367,7 +367,7 @@ def test_zero_grad_between_backward_and_step_is_refused(alone):
     assert weight.grad is None
 
 
-def test_more_backward_passes_than_announced_are_refused(alone):
+def test_more_backward_passes_than_configured_are_rejected(alone):
     weight = a_parameter()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
     weight.sum().backward()
@@ -383,7 +383,7 @@ def test_more_backward_passes_than_announced_are_refused(alone):
     assert weight.grad.tolist() == [2.0, 2.0]
 
 
-def test_a_gradient_that_disappears_on_its_way_is_noticed(alone):
+def test_a_gradient_that_is_replaced_during_the_exchange_is_detected(alone):
     weight = a_parameter()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
     weight.sum().backward()
@@ -392,7 +392,7 @@ def test_a_gradient_that_disappears_on_its_way_is_noticed(alone):
         optimizer.synchronize()
 
 
-def test_step_without_synchronize_is_refused_where_it_was_promised(alone):
+def test_step_in_skip_synchronize_without_synchronize_is_rejected(alone):
     weight = a_parameter()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
     weight.sum().backward()
@@ -401,7 +401,7 @@ def test_step_without_synchronize_is_refused_where_it_was_promised(alone):
     optimizer.synchronize()
 
 
-def test_closing_and_dropping_take_the_hooks_off(alone):
+def test_closing_and_deleting_remove_the_hooks(alone):
     weight = a_parameter()
     closed = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
     closed.close()
@@ -471,7 +471,7 @@ def test_gradients_cannot_be_exchanged_after_shutdown():
         (lambda w, o: hvd.DistributedOptimizer(o, op=hvd.Sum).weight_next(0.5), "created with op=sum"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(alone, make, message):
+def test_invalid_settings_are_rejected(alone, make, message):
     weight = a_parameter()
     with pytest.raises(ValueError, match=message):
         make(weight, torch.optim.SGD([weight], lr=0.1))

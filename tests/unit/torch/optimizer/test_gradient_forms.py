@@ -1,4 +1,4 @@
-"""Gradients compressed, in groups, sparse or missing; and what an exchange costs."""
+"""Compressed, grouped, sparse and missing gradients, and the cost of an exchange."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Quantizer:
 
 
 class Quarters:
-    """A compressor as Horovod's are: a class that is never made an object of."""
+    """A compressor in the form of Horovod's: a class that is never instantiated."""
 
     @staticmethod
     def compress(tensor):
@@ -51,7 +51,7 @@ class Quarters:
         return tensor.to(dtype) / 4
 
 
-# What the ranks do.
+# Functions that the ranks run.
 
 
 def exchange_compressed(kind):
@@ -93,7 +93,7 @@ def bytes_of_a_step(compression):
 
 
 class Words(torch.nn.Module):
-    """Embeddings with sparse gradients beside dense layers; one table is used by some ranks only, one never."""
+    """A network of sparse embeddings and dense layers; only some ranks use one of the tables, and none uses another."""
 
     def __init__(self, sparse=True):
         super().__init__()
@@ -119,7 +119,7 @@ def batch_of_words(step, rows):
 
 
 def train_words(rows_of_rank, seldom_of_rank, **options):
-    """All rows of a step on the ranks' shares, beside one process that runs the ranks' shards one after the other."""
+    """Train with shares of the rows, and compare with one process that runs the ranks' shards one after another."""
     plain, shared = words(), words()
     ours = hvd.DistributedOptimizer(torch.optim.SGD(shared.parameters(), lr=0.1), shared.named_parameters(), **options)
     alone = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -151,7 +151,7 @@ def train_words(rows_of_rank, seldom_of_rank, **options):
 
 
 def average_sparse():
-    """Without shares; and the result keeps the form that torch's sparse optimizers take."""
+    """Train without shares; the result keeps the form that torch's sparse optimizers need."""
     table = torch.nn.Embedding(10, 2, sparse=True)
     optimizer = hvd.DistributedOptimizer(torch.optim.SparseAdam(table.parameters(), lr=0.1))
     table(torch.tensor([hvd.rank(), 9, 9])).sum().backward()
@@ -164,7 +164,7 @@ def average_sparse():
 
 
 def kinds_of_a_sparse_step(as_dense):
-    """How many allreduces and allgathers a sparse gradient takes."""
+    """Return the number of allreduces and allgathers for a sparse gradient."""
     table = torch.nn.Embedding(10, 2, sparse=True)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), sparse_as_dense=as_dense)
     before = [operations_of(kind) for kind in ("allreduce", "allgather")]
@@ -178,7 +178,7 @@ def operations_of(kind):
 
 
 def sent_before_the_other(grouped):
-    """How many gradients have travelled when one of two is there, and in the end."""
+    """Return the number of gradients sent when one of two is computed, and at the end."""
     first, second = parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
     plain = torch.optim.SGD(parameters, lr=0.1)
     optimizer = hvd.DistributedOptimizer(plain, groups=[parameters] if grouped else None)
@@ -192,7 +192,7 @@ def sent_before_the_other(grouped):
 
 
 def half_of_large(factor):
-    """The mean of gradients whose sum is beyond the range of what they travel as."""
+    """Average gradients whose sum exceeds the range of the dtype for transfer."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([weight], lr=1.0), compression=hvd.Compression.fp16, gradient_predivide_factor=factor
@@ -259,7 +259,7 @@ def pairs_of(model):
 
 
 def operations_of_a_step(unused):
-    """How often the core was asked and how often it ran something, in a steady step."""
+    """Return the numbers of requests to the core and of executed operations in a steady step."""
     parameters = [torch.nn.Parameter(torch.zeros(10)) for _ in range(20)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
     counts = []
@@ -311,7 +311,7 @@ def save_and_load():
     return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-# What they must come to.
+# The tests.
 
 
 @pytest.mark.parametrize("kind", ["none", "fp16", "bf16", "own", "a class"])
@@ -321,7 +321,7 @@ def test_compressed_gradients_come_back_in_their_own_type(group, kind):
         assert second == [[-7.5], [-6.0], [-7.5]]
 
 
-def test_compression_halves_what_travels(group):
+def test_compression_halves_the_transferred_bytes(group):
     plain = group.run(bytes_of_a_step, hvd.Compression.none)
     half = group.run(bytes_of_a_step, hvd.Compression.fp16)
     assert plain[0] > 4000
@@ -344,7 +344,7 @@ def train_words_with(rows, seldom, options):
 
 
 def test_sparse_gradients_travel_as_they_are_unless_they_are_made_dense(group):
-    # One allreduce of a step is that in which the ranks tell each other what they have.
+    # One allreduce of a step is that of the presence vector.
     assert group.run(kinds_of_a_sparse_step, False) == [[1, 1]] * group.size
     assert group.run(kinds_of_a_sparse_step, True) == [[2, 0]] * group.size
 
@@ -354,7 +354,7 @@ def test_gradients_of_a_group_wait_for_each_other(group):
     assert group.run(sent_before_the_other, True) == [(0, 3)] * group.size
 
 
-def test_gradients_are_divided_before_the_sum_as_far_as_asked(group):
+def test_the_predivide_factor_divides_gradients_before_the_sum(group):
     assert group.run(half_of_large, 1.0) == [float("inf")] * group.size
     assert group.run(half_of_large, 4.0) == [48000.0] * group.size
 
@@ -382,7 +382,7 @@ def test_groups_change_nothing_but_when_gradients_are_sent(group):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_telling_which_gradients_are_there_is_one_operation_and_what_nobody_has_is_not_sent(group):
+def test_the_presence_vector_is_one_operation_and_absent_gradients_are_not_sent(group):
     assert group.run(operations_of_a_step, False) == [20 + 1] * RANKS, "20 gradients and the vector"
     assert group.run(operations_of_a_step, True) == [19 + 1] * RANKS
 
@@ -393,7 +393,7 @@ def test_schedulers_work_on_the_result(group):
         assert weight == pytest.approx(-2.2 * RANKS)
 
 
-def test_a_saved_state_trains_on_alike(group):
+def test_training_continues_from_a_saved_state(group):
     assert group.run(save_and_load) == [True] * RANKS
 
 
@@ -405,7 +405,7 @@ def test_a_saved_state_trains_on_alike(group):
         ("twice", r"groups contains \['gradient.0.0'\] more than once"),
     ],
 )
-def test_groups_that_cannot_be_are_refused(alone, groups, message):
+def test_invalid_groups_are_rejected(alone, groups, message):
     weight = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match=message):
         hvd.DistributedOptimizer(
