@@ -39,7 +39,7 @@ class _LocalVariables:
 
 
 class ExchangingOptimizer:
-    """What ``DistributedOptimizer`` adds to the class of the optimizer that it wraps."""
+    """A mixin that ``DistributedOptimizer`` adds to the class of the optimizer that it wraps."""
 
     _exchange: Exchange
     _local: _LocalVariables

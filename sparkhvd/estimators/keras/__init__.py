@@ -1,7 +1,7 @@
 """``KerasEstimator``: train Keras 3 models on Spark DataFrames.
 
-The names resolve on first use (PEP 562): a rank imports its half of this package without pyspark, and Keras itself is
-imported only once its backend is known.
+The names are imported on first use (PEP 562), so that ranks can import their modules of this package without pyspark,
+and Keras is imported only after its backend is known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimators.keras.estimator import KerasEstimator as KerasEstimator
     from sparkhvd.estimators.keras.estimator import KerasModel as KerasModel
 
-_HOME_OF = {
+_MODULE_OF = {
     "KerasEstimator": "sparkhvd.estimators.keras.estimator",
     "KerasModel": "sparkhvd.estimators.keras.estimator",
 }
@@ -22,10 +22,10 @@ __all__ = ["KerasEstimator", "KerasModel"]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'sparkhvd.estimators.keras' has no attribute {name!r}")
-    return getattr(import_module(_HOME_OF[name]), name)
+    return getattr(import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME_OF])
+    return sorted([*globals(), *_MODULE_OF])

@@ -2,8 +2,8 @@
 
 =================  ==========================================================================================
 ``model.keras``    the model with its optimizer; ``keras.saving.load_model`` opens it without Spark
-``objects.pkl``    the classes and functions that the file knows by name, a cloudpickle; empty in most cases
-``ports.json``     the Keras backend, and which columns make which input
+``objects.pkl``    the classes and functions that the file refers to by name, a cloudpickle; mostly empty
+``ports.json``     the Keras backend, and the mapping of columns to inputs and outputs
 =================  ==========================================================================================
 """
 
@@ -24,8 +24,8 @@ MODEL, OBJECTS, PORTS = "model.keras", "objects.pkl", "ports.json"
 
 
 def save(folder: Path, model: Any, objects: Mapping[str, Any], inputs: Ports, outputs: Ports) -> None:
-    """Write a model, the objects that it knows by name, and how columns become its inputs into ``folder``."""
-    import keras  # noqa: PLC0415  (reading needs Keras only once its backend is known)
+    """Write a model, the objects that it refers to by name, and its mapping of columns into ``folder``."""
+    import keras  # noqa: PLC0415  (readers import Keras only after its backend is known)
 
     keras.saving.save_model(model, folder / MODEL)
     (folder / OBJECTS).write_bytes(dumps(dict(objects)))
@@ -34,7 +34,7 @@ def save(folder: Path, model: Any, objects: Mapping[str, Any], inputs: Ports, ou
 
 
 def load_model(folder: Path, *, compiled: bool) -> Any:
-    """The model of ``save``. Runs the code in ``objects.pkl``: open only what you trust."""
+    """Load the model that ``save`` wrote. This runs code from ``objects.pkl``: load trusted files only."""
     from sparkhvd.estimators.keras.package import load, register_names  # noqa: PLC0415  (imports Keras)
 
     objects = cloudpickle.loads((folder / OBJECTS).read_bytes())
@@ -44,12 +44,12 @@ def load_model(folder: Path, *, compiled: bool) -> Any:
 
 
 def load_backend(folder: Path) -> str:
-    """The Keras backend that the model was trained with."""
+    """Return the Keras backend that the model was trained on."""
     return str(json.loads((folder / PORTS).read_text())["backend"])
 
 
 def load_ports(folder: Path) -> tuple[Ports, Ports]:
-    """Inputs and outputs of the model of ``save``."""
+    """Return the inputs and outputs of the model that ``save`` wrote."""
     content = json.loads((folder / PORTS).read_text())
     return _ports(content["inputs"]), _ports(content["outputs"])
 

@@ -1,4 +1,4 @@
-"""A rank's batches as the data set that ``model.fit`` goes over."""
+"""A rank's batches as a dataset for ``model.fit``."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from sparkhvd.estimators.keras.inputs import Ports
 
 
 class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no types
-    """The batches of one split, in order; asking for batch 0 starts the epoch that ``epoch`` names.
+    """The batches of one split, in order; requesting batch 0 starts the epoch numbered ``epoch``.
 
-    Keras may read ahead of the training. ``next_share()`` gives each batch's part of the rows of its optimizer step, in
-    the order in which they are trained. A rank without rows in a batch gets a row all the same, because Keras has no
-    empty step: its share is 0, and ``was_empty`` tells.
+    Keras may prefetch batches. ``next_share()`` returns each batch's share of the rows of its optimizer step, in the
+    order of training. A rank without rows in a batch gets a placeholder row, because Keras has no empty steps: its
+    share is 0, and ``was_empty`` returns true.
 
     Args:
         source: the batches.
-        inputs: how columns become inputs.
-        outputs: how columns become targets.
-        passes: batches that make an optimizer step; the last one of an epoch may have fewer.
-        sample: a row that stands for none while this rank has had no row of its own; zeros may be impossible values.
+        inputs: maps columns to inputs.
+        outputs: maps columns to targets.
+        passes: batches per optimizer step; the last step of an epoch may have fewer.
+        sample: a placeholder row for use before this rank has had a row of its own; zeros may be invalid values.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
     ) -> None:
         super().__init__()
         self.epoch = 0
-        self.first_step = 0  # where the epoch begins
+        self.first_step = 0  # at which the epoch begins
         self.rows = 0  # of this rank, delivered in the epoch so far
         self._batches_left: int | None = None
-        self._ready: list[float] = []  # when every batch of the epoch was there, by the monotonic clock
+        self._ready: list[float] = []  # time at which every batch of the epoch was ready, by the monotonic clock
         self._rows_of_all: list[int] = []  # rows of all ranks in every batch of the epoch
         self._counts: list[int] = []  # rows of this rank after every batch of the epoch
         self._source = source
@@ -52,13 +52,13 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._batches: Iterator[Batch] | None = None
         self._next = 0
         self._passes = passes
-        self._read: deque[Batch] = deque()  # of the step whose batches are being given
+        self._read: deque[Batch] = deque()  # batches of the current step that are not delivered yet
         self._rows_of_step = 0
-        self._shares: deque[tuple[float, bool]] = deque()  # of batches to be trained, and whether they end a step
+        self._shares: deque[tuple[float, bool]] = deque()  # of the batches to be trained, and whether each ends a step
         self._ends = True
         self._empty: set[int] = set()
-        # What stands for no rows: the last row, because a made-up one might not be possible.
-        self._row = sample or {column.name: columns.blank(column, 1) for column in source.schema.columns}
+        # The placeholder for empty batches is the last row, because an invented row may have invalid values.
+        self._placeholder = sample or {column.name: columns.blank(column, 1) for column in source.schema.columns}
 
     def __len__(self) -> int:
         if self._batches_left is not None:
@@ -66,16 +66,16 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         return self._source.steps() - self.first_step
 
     def begin_within(self, first_step: int, batches: int | None) -> None:
-        """Let epochs begin at a step from now on; ``batches`` is how many come then, where that is no matter of it."""
+        """Begin the next epochs at a step; ``batches``, if set, is their number of batches."""
         self.first_step, self._batches_left = first_step, batches
 
     def rows_until(self, batch: int) -> int:
-        """The rows of this rank up to and with a batch of the epoch."""
+        """Return the rows of this rank up to and including a batch of the epoch."""
         with self._lock:
             return self._counts[batch]
 
     def rows_of(self, batch: int) -> tuple[int, int]:
-        """The rows of this rank and of all ranks in a batch of the epoch."""
+        """Return the rows of this rank and of all ranks in a batch of the epoch."""
         with self._lock:
             before = self._counts[batch - 1] if batch else 0
             return self._counts[batch] - before, self._rows_of_all[batch]
@@ -85,7 +85,9 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
             if index == 0:
                 self._start()
             if index != self._next or self._batches is None:
-                raise DataError(f"Keras asked for batch {index} after batch {self._next - 1}; batches come in order.")
+                raise DataError(
+                    f"Keras requested batch {index} after batch {self._next - 1}, but batches are read in order only."
+                )
             self._next += 1
             batch = self._next_batch(self._batches)
             arrays, rows = batch.columns, batch.rows
@@ -95,51 +97,51 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
             self._shares.append((rows / self._rows_of_step, not self._read))
             if rows == 0:
                 self._empty.add(index)
-                arrays, rows = self._row, 1
-            self._row = {name: array[:1] for name, array in arrays.items()}
+                arrays, rows = self._placeholder, 1
+            self._placeholder = {name: array[:1] for name, array in arrays.items()}
             arranged = self._arranged(arrays, rows)
             self._ready.append(time.monotonic())
             return arranged
 
     def waited(self, batch: int, since: float) -> float:
-        """How long a batch of the epoch, which is there now, was waited for since some moment.
+        """Return how many seconds after ``since`` a batch of the epoch became ready, at least 0.
 
-        Keras may fetch it within the step, or read ahead in another thread; whoever is ready before it waits.
+        Keras may fetch the batch within the step, or prefetch it in another thread.
         """
         with self._lock:
             return max(self._ready[batch] - since, 0.0)
 
     def next_share(self) -> float:
-        """The part that this rank's next batch is of all rows of all ranks in the step."""
+        """Return the share of this rank's next batch in the rows of all ranks in the step."""
         with self._lock:
             share, self._ends = self._shares.popleft()
             return share
 
     def ends_step(self) -> bool:
-        """Whether the batch whose share was given last is the last one of a step."""
+        """Return whether the batch whose share was returned last is the last one of a step."""
         with self._lock:
             return self._ends
 
     def counts(self) -> bool:
-        """Whether this rank has rows in the batch whose share comes next."""
+        """Return whether this rank has rows in the batch whose share is returned next."""
         with self._lock:
             return self._shares[0][0] > 0
 
     def is_end_of_step(self, index: int) -> bool:
-        """Whether a batch of the epoch is the last one of a step."""
+        """Return whether a batch of the epoch is the last one of a step."""
         return (index + 1) % self._passes == 0 or index + 1 == len(self)
 
     def may_be_empty(self, index: int) -> bool:
-        """Whether this rank could have no rows in a step of the epoch; known before that is read."""
+        """Return whether this rank may have no rows in a step of the epoch; known before the step is read."""
         return not self._source.has_rows(self.first_step + index)
 
     def was_empty(self, index: int) -> bool:
-        """Whether this rank had no rows in a step of the epoch."""
+        """Return whether this rank had no rows in a step of the epoch."""
         with self._lock:
             return index in self._empty
 
     def close(self) -> None:
-        """End the reading."""
+        """Stop reading."""
         with self._lock:
             self._stop()
 
@@ -160,15 +162,15 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
             close()
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:
-        """The next one; its whole step is read, to know how many rows that has."""
+        """Return the next batch; reads the whole step, to know its number of rows."""
         if not self._read:
             self._read.extend(islice(batches, self._passes))
             self._rows_of_step = sum(batch.global_rows for batch in self._read)
         return self._read.popleft()
 
     def _arranged(self, arrays: Arrays, rows: int) -> tuple[Any, ...]:
-        found = (self._inputs.arrays(arrays, rows), self._outputs.arrays(arrays, rows))
+        pair = (self._inputs.arrays(arrays, rows), self._outputs.arrays(arrays, rows))
         if not self._weights:
-            return found
+            return pair
         weights = arrays[self._weights[0]].astype(np.float32, copy=False)
-        return (*found, self._outputs.arranged([weights] * len(self._outputs.ports)))
+        return (*pair, self._outputs.arranged([weights] * len(self._outputs.ports)))

@@ -1,7 +1,7 @@
-"""Losses that divide by what counts (masks, ignored classes), over the rows of all ranks.
+"""Losses that divide by the number of unmasked values (masks, ignored classes), over the rows of all ranks.
 
-Such a loss divides by a number of its own on every rank. So a rank's loss counts by its part of the divisors of all
-ranks instead of its part of the rows.
+Such a loss divides by a different number on every rank. Therefore a rank's loss is weighted by its share of the
+divisors of all ranks, instead of its share of the rows.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from sparkhvd.estimators.keras.dataset import BatchDataset
 
 
 class CurrentBatch:
-    """The batch whose loss is being computed; none outside of the training's and the validation's steps."""
+    """The batch whose loss is being computed, if a training or validation step is running."""
 
     def __init__(self) -> None:
-        self._of: tuple[BatchDataset, int] | None = None
+        self._batch: tuple[BatchDataset, int] | None = None
 
     def begin(self, data: BatchDataset, batch: int) -> None:
         """Begin a batch that all ranks compute."""
-        self._of = data, batch
+        self._batch = data, batch
 
     def end(self) -> None:
-        """End it: a loss that is computed now is a callback's, on this rank alone."""
-        self._of = None
+        """End the batch; losses computed from now on belong to a callback on this rank alone."""
+        self._batch = None
 
     def factor(self, divisor: float, name: str) -> float:
-        """Return what turns the weight of this rank's rows into that of its divisor; collective within a batch."""
-        if self._of is None:
+        """Return the factor from the share of this rank's rows to that of its divisor; collective within a batch."""
+        if self._batch is None:
             return 1.0
-        data, batch = self._of
-        rows, of_all = data.rows_of(batch)
+        data, batch = self._batch
+        rows, global_rows = data.rows_of(batch)
         own = divisor if rows else 0.0
         total = float(session.current().allreduce(np.array([own]), ReduceOp.SUM, name=name)[0])
-        return own / total * of_all / rows if rows and total else 0.0
+        return own / total * global_rows / rows if rows and total else 0.0
 
 
 def divide_over_ranks(model: Any, current: CurrentBatch) -> None:
-    """Make the losses of a compiled model divide by what counts on all ranks."""
-    compiled = model._compile_loss  # noqa: SLF001  (compile resolves losses once it has seen outputs)
+    """Make the losses of a compiled model divide by the unmasked values of all ranks."""
+    compiled = model._compile_loss  # noqa: SLF001  (compile resolves losses when it sees the first outputs)
     if compiled is None:
         return
     build = compiled.build
@@ -53,8 +53,8 @@ def divide_over_ranks(model: Any, current: CurrentBatch) -> None:
     def build_and_wrap(*args: Any) -> None:
         build(*args)
         compiled._flat_losses = [  # noqa: SLF001
-            each._replace(loss=_over_ranks(each.loss, current, f"loss divisor {index}"))
-            for index, each in enumerate(compiled._flat_losses)  # noqa: SLF001
+            entry._replace(loss=_over_ranks(entry.loss, current, f"loss divisor {index}"))
+            for index, entry in enumerate(compiled._flat_losses)  # noqa: SLF001
         ]
 
     compiled.build = build_and_wrap
@@ -62,18 +62,18 @@ def divide_over_ranks(model: Any, current: CurrentBatch) -> None:
 
 def _over_ranks(loss: Any, current: CurrentBatch, name: str) -> Callable[..., Any]:
     if type(loss).__call__ is not keras.losses.Loss.__call__:
-        return loss  # type: ignore[no-any-return]  # it reduces by a rule of its own
-    own = copy.copy(loss)
+        return loss  # type: ignore[no-any-return]  # it has a reduction of its own
+    wrapped = copy.copy(loss)
     computed: list[Any] = []
 
     def call(*args: Any) -> Any:
         computed.append(loss.call(*args))
         return computed[-1]
 
-    own.call = call
+    wrapped.call = call
 
     def compute(labels: Any, outputs: Any, weights: Any = None) -> Any:
-        value = own(labels, outputs, weights)
+        value = wrapped(labels, outputs, weights)
         divisor = _divisor([_mask(outputs), _mask(computed.pop())])
         if divisor is None or getattr(getattr(divisor, "device", None), "type", None) == "meta":
             return value
@@ -87,7 +87,7 @@ def _mask(values: Any) -> Any:
 
 
 def _divisor(masks: list[Any]) -> Any:
-    """Return the number of values that count, where that is not all of them."""
+    """Return the number of unmasked values, or None without masks."""
     masks = [keras.ops.cast(mask, "float32") for mask in masks if mask is not None]
     if not masks:
         return None
@@ -95,11 +95,11 @@ def _divisor(masks: list[Any]) -> Any:
 
 
 def _constant(number: Any, function: Callable[[float], float]) -> Any:
-    """Call a function with a number, at every run of the graph."""
+    """Call a function with a number, at every run of the graph, and return its result as a constant."""
     if keras.config.backend() == "tensorflow":
         import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
-        result: Any = tf.py_function(lambda given: function(float(given)), [tf.stop_gradient(number)], tf.float32)
+        result: Any = tf.py_function(lambda value: function(float(value)), [tf.stop_gradient(number)], tf.float32)
         result.set_shape([])
         return tf.stop_gradient(result)
     return function(float(number.detach()))

@@ -22,7 +22,7 @@ _PLUGIN = "sparkhvd.estimators.keras.plugin:PLUGIN"
 
 def _mapping(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise ParamError(f"{name}={value!r} must be a dict of objects by name.")
+        raise ParamError(f"{name} must be a dict of objects by name, got {value!r}.")
     return dict(value)
 
 
@@ -32,7 +32,7 @@ class KerasModel(TrainedModel):
     plugin: ClassVar[str] = _PLUGIN
 
     def getModel(self) -> keras.Model:  # noqa: N802  (Horovod's name)
-        """The trained model, compiled, with its optimizer's state; every call gives another copy."""
+        """Return the trained model, compiled, with the state of its optimizer; every call returns a new copy."""
         with local_copies(self._trained.store, self._trained.files) as folder:
             use_backend(artifact.load_backend(folder))
             return artifact.load_model(folder, compiled=True)
@@ -42,8 +42,8 @@ class KerasEstimator(DistributedEstimator):
     """Trains a ``keras.Model`` on a Spark DataFrame, with one process per rank.
 
     Works with Keras 3 on the TensorFlow and the PyTorch backend: the ranks use the backend of the driver. Every
-    parameter has a setter and a getter (``setBatchSize``, ``getBatchSize``). How columns become inputs and targets is
-    written in ``sparkhvd.estimators.keras.inputs``. The given model and optimizer are never changed.
+    parameter has a setter and a getter (``setBatchSize``, ``getBatchSize``). ``sparkhvd.estimators.keras.inputs``
+    documents the mapping of columns to inputs and targets. The model and the optimizer that you pass are not changed.
 
     Example:
         >>> estimator = KerasEstimator(
@@ -87,7 +87,7 @@ class KerasEstimator(DistributedEstimator):
         default=None,
     )
     custom_objects: Declared[Mapping[str, Any] | None] = declared(
-        "Classes and functions that the model uses, by name; those of its own layers are found by themselves.",
+        "Classes and functions that the model uses, by name; those of its own layers are found automatically.",
         _mapping,
         default=None,
     )
@@ -128,6 +128,6 @@ class KerasEstimator(DistributedEstimator):
         return dumps_params(custom, objects)
 
     def _environment(self) -> dict[str, str | None]:
-        import keras  # noqa: PLC0415  (the user's model is here, so it has been imported)
+        import keras  # noqa: PLC0415  (the user has created a model, so Keras is imported)
 
         return {"KERAS_BACKEND": keras.config.backend(), "TF_CPP_MIN_LOG_LEVEL": "2"}

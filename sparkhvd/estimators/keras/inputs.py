@@ -1,15 +1,17 @@
-"""How columns become the inputs and the targets of a Keras model.
+"""The mapping of columns to the inputs and the targets of a Keras model.
 
-Inputs, in the order in which the rules are tried:
+The rules for inputs, in the order in which they are tried:
 
-0. ``inputs`` given: what it says, see ``sparkhvd.estimators.params.named_inputs``; a subclassed model gets a dict.
-1. The model has as many inputs as there are feature columns: by name where the names are the same, else in order.
-2. The model has one input (or is a subclass whose inputs are not known): all feature columns side by side as
-   ``(rows, k)``, scalars counting one; a single array or vector column as it is.
+0. ``inputs`` is set: it defines the mapping, see ``sparkhvd.estimators.params.named_inputs``; a subclassed model gets a
+   dict.
+1. The model has as many inputs as there are feature columns: by name if all names are equal, else in order.
+2. The model has one input (or is a subclass whose inputs are unknown): all feature columns are concatenated to
+   ``(rows, k)``, with one element per scalar; a single array or vector column keeps its shape.
 
 Each input is reshaped to the model's shape and cast to its dtype, or to ``input_shapes``. A label column goes to the
-output of its name where all names are the same, else in order; it is reshaped to the output's shape when it has as many
-elements. Texts go, on TensorFlow, to inputs of strings, in which preprocessing layers make numbers of them.
+output of the same name if all names are equal, else to the outputs in order; it is reshaped to the output's shape if it
+has as many elements. With TensorFlow, text columns go to string inputs, where preprocessing layers turn them into
+numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from sparkhvd.estimators.params.shapes import check_input_shapes, row_shape
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 T = TypeVar("T")
 
-TEXT = "string"  # as Keras calls the dtype
+TEXT = "string"  # the name of the dtype in Keras
 _OUTPUTS = {"single": "one output", "list": "a list of outputs", "dict": "a dict of outputs"}
 
 
@@ -40,11 +42,11 @@ class Port:
 
     Attributes:
         name: the model's name for it.
-        columns: the columns that it is made of; several are put side by side.
-        shape: shape of one row; None keeps the column's own.
-        dtype: what the values are cast to; None keeps the column's own, but casts floating-point values to Keras'
-            default (``keras.config.floatx()``), as ``model.fit`` does.
-        sparse: length of the rows of a sparse column; None for any other.
+        columns: the columns that it consists of; several columns are concatenated.
+        shape: shape of one row; None keeps the shape of the column.
+        dtype: the dtype that values are cast to; None keeps the dtype of the column, but casts floating-point values to
+            Keras' default (``keras.config.floatx()``), as ``model.fit`` does.
+        sparse: length of the rows of a sparse column; None for any other column.
     """
 
     name: str
@@ -54,7 +56,7 @@ class Port:
     sparse: int | None = None
 
     def array(self, arrays: Arrays, rows: int) -> Any:
-        """The values for these rows: an array, or TensorFlow's tensor where they are sparse or strings."""
+        """Return the values of these rows: an array, or a TensorFlow tensor if they are sparse or strings."""
         if self.sparse is not None:
             from sparkhvd.data.loaders.tf_data import sparse_tensor  # noqa: PLC0415  (imports TensorFlow)
 
@@ -62,7 +64,7 @@ class Port:
         parts = [arrays[name] for name in self.columns]
         joined = parts[0] if len(parts) == 1 else np.concatenate([part.reshape(rows, -1) for part in parts], axis=1)
         if self.dtype == TEXT:
-            import tensorflow as tf  # noqa: PLC0415  (the only backend that has strings)
+            import tensorflow as tf  # noqa: PLC0415  (the only backend with string tensors)
 
             joined = tf.constant(joined, tf.string) if len(joined) else tf.zeros(joined.shape, tf.string)
             return joined if self.shape is None else tf.reshape(joined, (rows, *self.shape))
@@ -81,13 +83,13 @@ class Port:
 
 @dataclass(frozen=True)
 class Ports:
-    """All inputs of a model, or all its outputs, in the structure that Keras wants them in.
+    """All inputs or all outputs of a model, in the structure that Keras expects.
 
     Attributes:
-        ports: in the model's order.
-        structure: what holds them.
-        order: of outputs, the places in ``ports`` of the label columns, one after the other; None where all are in
-            the same order.
+        ports: the inputs or outputs, in the model's order.
+        structure: the container that holds them.
+        order: for outputs, the indices into ``ports`` of the label columns, in their order; None if both orders are
+            the same.
     """
 
     ports: tuple[Port, ...]
@@ -95,42 +97,42 @@ class Ports:
     order: tuple[int, ...] | None = None
 
     def arrays(self, columns: Arrays, rows: int) -> Any:
-        """What is passed to Keras for these rows."""
+        """Return the values of these rows in the structure that Keras expects."""
         values = [port.array(columns, rows) for port in self.ports]
-        if 0 < sum(isinstance(value, np.ndarray) for value in values) < len(values):  # a model takes no mixture
+        if 0 < sum(isinstance(value, np.ndarray) for value in values) < len(values):  # models do not accept a mixture
             import keras  # noqa: PLC0415
 
             values = [keras.ops.convert_to_tensor(v) if isinstance(v, np.ndarray) else v for v in values]
         return self.arranged(values)
 
     def arranged(self, values: Sequence[Any]) -> Any:
-        """Values, one per port, in the structure."""
+        """Return values, one per port, in the structure."""
         if self.structure == "single":
             return values[0]
         if self.structure == "list":
-            return tuple(values)  # in which, unlike in a list, tf.data sees several tensors
+            return tuple(values)  # tf.data takes a list for a single tensor
         return {port.name: value for port, value in zip(self.ports, values, strict=True)}
 
     def flat(self, values: Any) -> list[Any]:
-        """The inverse of ``arranged``.
+        """Return values, one per port, from the structure; the inverse of ``arranged``.
 
         Raises:
-            ModelOutputError: a model that does not tell its outputs gives others.
+            ModelOutputError: a model without declared outputs returns another structure.
         """
-        given = "dict" if isinstance(values, dict) else "list" if isinstance(values, list | tuple) else "single"
-        if given != self.structure:
+        actual = "dict" if isinstance(values, dict) else "list" if isinstance(values, list | tuple) else "single"
+        if actual != self.structure:
             raise ModelOutputError(
-                f"The model gives {_OUTPUTS[given]} where {_OUTPUTS[self.structure]} is expected, for "
-                f"{[port.name for port in self.ports]}. A subclassed model gives one output, or a list or tuple with "
-                "one per label column; name them in label_cols, with from_model too."
+                f"The model returns {_OUTPUTS[actual]}, but {_OUTPUTS[self.structure]} is expected for "
+                f"{[port.name for port in self.ports]}. A subclassed model must return one output, or a list or tuple "
+                "with one output per label column. Name the columns in label_cols, with from_model too."
             )
         if self.structure == "single":
             return [values]
         return [values[port.name] for port in self.ports] if self.structure == "dict" else list(values)
 
     def by_label(self, flat: Sequence[T]) -> list[T]:
-        """What is in the model's order, in that of the label columns."""
-        return list(flat) if self.order is None else [flat[place] for place in self.order]
+        """Return values from the model's order in the order of the label columns."""
+        return list(flat) if self.order is None else [flat[index] for index in self.order]
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.ports))
@@ -142,72 +144,73 @@ def plan_inputs(
     shapes: Sequence[Sequence[int]] | None,
     named: Mapping[str, NamedInput] | None = None,
 ) -> Ports:
-    """The inputs of ``model``; ``named`` says them by their names, and a sparse column needs one of its own.
+    """Return the inputs of ``model``. ``named`` maps columns by input name; a sparse column needs its own input.
 
     Raises:
         ParamError: the columns do not fit the inputs; the message names both.
-        SchemaError: a column is neither numbers nor a text.
+        SchemaError: a column holds neither numbers nor text.
     """
-    texts = {column.name for column in columns if column.dtype == "str"}
+    text_columns = {column.name for column in columns if column.dtype == "str"}
     for column in columns:
-        if column.name not in texts:
+        if column.name not in text_columns:
             numbers_only(column)
-    found = _plan_dense(model, columns, shapes, named)
+    dense = _plan_dense(model, columns, shapes, named)
     sparse = {column.name: column for column in columns if column.sparse}
-    ports = [_of_texts(port, texts) for port in found.ports]
-    return replace(found, ports=tuple(_sparse(port, sparse) if sparse else port for port in ports))
+    ports = [_with_text(port, text_columns) for port in dense.ports]
+    return replace(dense, ports=tuple(_with_sparse(port, sparse) if sparse else port for port in ports))
 
 
-def _of_texts(port: Port, texts: Set[str]) -> Port:
-    words = [name for name in port.columns if name in texts]
-    if not words:
+def _with_text(port: Port, text_columns: Set[str]) -> Port:
+    texts = [name for name in port.columns if name in text_columns]
+    if not texts:
         if port.dtype == TEXT:
-            raise _no_text(port, port.columns[0])
+            raise _not_text(port, port.columns[0])
         return port
     import keras  # noqa: PLC0415
 
     if keras.config.backend() != "tensorflow":
         raise ParamError(
-            f"The column {words[0]!r} is a text; of Keras' backends only TensorFlow has tensors of strings. Index it "
-            "first, for example with pyspark.ml.feature.StringIndexer."
+            f"The column {texts[0]!r} holds text, but only Keras' TensorFlow backend has string tensors. Index the "
+            "column first, for example with pyspark.ml.feature.StringIndexer."
         )
-    if port.dtype == TEXT and len(words) < len(port.columns):
-        others = [name for name in port.columns if name not in texts]
-        raise _no_text(port, others[0])
-    if len(words) < len(port.columns) or port.dtype not in {None, TEXT}:
+    if port.dtype == TEXT and len(texts) < len(port.columns):
+        others = [name for name in port.columns if name not in text_columns]
+        raise _not_text(port, others[0])
+    if len(texts) < len(port.columns) or port.dtype not in {None, TEXT}:
         numbers = "numbers" if port.dtype in {None, TEXT} else port.dtype
         raise ParamError(
-            f"The column {words[0]!r} is a text, but the input {port.name!r} takes {numbers}. Give the model an input "
-            'of its own for it, keras.Input((1,), dtype="string"), before a StringLookup or TextVectorization; or '
-            "index it first, for example with pyspark.ml.feature.StringIndexer."
+            f"The column {texts[0]!r} holds text, but the input {port.name!r} takes {numbers}. Add an input for the "
+            'column to the model, keras.Input((1,), dtype="string"), with a StringLookup or TextVectorization after '
+            "it; or index the column first, for example with pyspark.ml.feature.StringIndexer."
         )
     return replace(port, dtype=TEXT)
 
 
-def _no_text(port: Port, column: str) -> ParamError:
+def _not_text(port: Port, column: str) -> ParamError:
     return ParamError(
-        f"The input {port.name!r} takes strings, but the column {column!r} is none. Cast it "
-        '(df.withColumn(..., column.cast("string"))), or give the input another dtype.'
+        f"The input {port.name!r} takes strings, but the column {column!r} does not hold text. Cast the column "
+        '(df.withColumn(..., column.cast("string"))), or change the dtype of the input.'
     )
 
 
-def _sparse(port: Port, sparse: Mapping[str, ColumnSpec]) -> Port:
-    wanted = [name for name in port.columns if name in sparse]
-    if not wanted:
+def _with_sparse(port: Port, sparse: Mapping[str, ColumnSpec]) -> Port:
+    names = [name for name in port.columns if name in sparse]
+    if not names:
         return port
     import keras  # noqa: PLC0415
 
     if keras.config.backend() != "tensorflow":
         raise ParamError(
-            f"The column {wanted[0]!r} is in sparse_cols; of Keras' backends only TensorFlow takes sparse tensors here."
+            f"The column {names[0]!r} is in sparse_cols, but only Keras' TensorFlow backend takes sparse tensors here. "
+            "Remove it from sparse_cols."
         )
     if len(port.columns) > 1:
         raise ParamError(
-            f"The sparse column {wanted[0]!r} cannot go side by side with others into the input {port.name!r}. Give "
-            "the model one input per column, or leave the column out of sparse_cols."
+            f"The sparse column {names[0]!r} cannot be concatenated with others for the input {port.name!r}. Use a "
+            "model with one input per column, or remove the column from sparse_cols."
         )
-    # Before the data have been seen the size is not known; what is planned then is only looked at.
-    (size,) = sparse[wanted[0]].shape or (0,)
+    # The size is unknown before the data is read; until then the plan is only displayed.
+    (size,) = sparse[names[0]].shape or (0,)
     return replace(port, shape=None, sparse=size)
 
 
@@ -217,64 +220,63 @@ def _plan_dense(
     shapes: Sequence[Sequence[int]] | None,
     named: Mapping[str, NamedInput] | None,
 ) -> Ports:
-    known = _ends(model, "inputs")
+    known = _declared_tensors(model, "inputs")
     names = [column.name for column in columns]
     if named is not None:
         refuse_input_shapes(shapes)
         return _by_name(model, known, columns, named)
     if shapes is not None:
         check_input_shapes(shapes, names)
-    given = None if shapes is None else {name: row_shape(shape) for name, shape in zip(names, shapes, strict=True)}
+    row_shapes = None if shapes is None else {n: row_shape(shape) for n, shape in zip(names, shapes, strict=True)}
     if known is None:
-        if given is not None and len(columns) > 1:
-            return Ports(tuple(Port(name, (name,), given[name], None) for name in names), "list")
-        return Ports(
-            (Port("input", tuple(names), given[names[0]] if given else _side_by_side(columns), None),), "single"
-        )
+        if row_shapes is not None and len(columns) > 1:
+            return Ports(tuple(Port(name, (name,), row_shapes[name], None) for name in names), "list")
+        shape = row_shapes[names[0]] if row_shapes else _concatenated_shape(columns)
+        return Ports((Port("input", tuple(names), shape, None),), "single")
     structure = _structure(getattr(model, "_inputs_struct", None), len(known))
     if len(known) == 1 and len(columns) > 1:
-        ((known_as, tensor),) = known.items()
-        shape = _static(tensor) or _side_by_side(columns)
-        return Ports((Port(known_as, tuple(names), shape, tensor.dtype),), structure)
+        ((input_name, tensor),) = known.items()
+        shape = _static_shape(tensor) or _concatenated_shape(columns)
+        return Ports((Port(input_name, tuple(names), shape, tensor.dtype),), structure)
     if len(known) != len(columns):
         raise ParamError(
             f"The model has {len(known)} inputs {list(known)} but feature_cols has {len(columns)} columns: "
-            f"{names}. Give one column per input, or one input to which all columns go side by side."
+            f"{names}. Use one column per input, or a model with one input for all columns, concatenated."
         )
     by_name = set(known) == set(names)
     ports = []
-    for (known_as, tensor), column in zip(known.items(), columns, strict=True):
-        name = known_as if by_name else column.name
-        shape = given[name] if given else _static(tensor)
-        ports.append(Port(known_as, (name,), shape, tensor.dtype))
+    for (input_name, tensor), column in zip(known.items(), columns, strict=True):
+        name = input_name if by_name else column.name
+        shape = row_shapes[name] if row_shapes else _static_shape(tensor)
+        ports.append(Port(input_name, (name,), shape, tensor.dtype))
     return Ports(tuple(ports), structure)
 
 
 def _by_name(
     model: Any, known: Mapping[str, Any] | None, columns: Sequence[ColumnSpec], named: Mapping[str, NamedInput]
 ) -> Ports:
-    if known is None:  # a subclass, which takes what it is given
-        found = ordered_inputs(named, list(named), len(named), columns)
-        ports = [Port(name, given.columns, given.shape, given.dtype) for name, given, _ in found]
+    if known is None:  # a subclassed model without declared inputs
+        entries = ordered_inputs(named, list(named), len(named), columns)
+        ports = [Port(name, entry.columns, entry.shape, entry.dtype) for name, entry, _ in entries]
         return Ports(tuple(ports), "dict")
-    found = ordered_inputs(named, list(known), len(known), columns)
+    entries = ordered_inputs(named, list(known), len(known), columns)
     ports = [
-        Port(name, given.columns, given.shape or _static(known[name]), given.dtype or known[name].dtype)
-        for name, given, _ in found
+        Port(name, entry.columns, entry.shape or _static_shape(known[name]), entry.dtype or known[name].dtype)
+        for name, entry, _ in entries
     ]
     return Ports(tuple(ports), _structure(getattr(model, "_inputs_struct", None), len(known)))
 
 
 def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequence[int]] | None) -> Ports:
-    """The targets of ``model``, one per label column.
+    """Return the targets of ``model``, one per label column.
 
     Raises:
-        ParamError: there are not as many outputs as labels, or shapes as labels.
-        SchemaError: a label is no number.
+        ParamError: the numbers of outputs and labels, or of shapes and labels, differ.
+        SchemaError: a label does not hold numbers.
     """
     for column in labels:
         numbers_only(column)
-    known = _ends(model, "outputs")
+    known = _declared_tensors(model, "outputs")
     names = [column.name for column in labels]
     if shapes is not None and len(shapes) != len(labels):
         raise ParamError(f"label_shapes has {len(shapes)} shapes but label_cols has {len(labels)} columns: {names}.")
@@ -294,56 +296,57 @@ def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequ
     for index, (output, tensor) in enumerate(known.items()):
         column = specs[output] if by_name else labels[index]
         shape = rows[names.index(column.name)]
-        ports.append(Port(output, (column.name,), shape if shape is not None else _fitting(column, tensor), None))
+        ports.append(Port(output, (column.name,), shape if shape is not None else _output_shape(column, tensor), None))
     order = tuple(map(outputs.index, names)) if by_name else None
     return Ports(tuple(ports), _structure(getattr(model, "_outputs_struct", None), len(known)), order)
 
 
 def own_outputs(model: Any) -> Ports:
-    """The outputs of a model that nothing is learned with; one, if the model does not tell."""
-    known = _ends(model, "outputs")
+    """Return the outputs of a model without labels; a single output if the model does not declare them."""
+    known = _declared_tensors(model, "outputs")
     if known is None:
         return Ports((Port("output", (), None, None),), "single")
     structure = _structure(getattr(model, "_outputs_struct", None), len(known))
     return Ports(tuple(Port(name, (), None, None) for name in known), structure)
 
 
-def _ends(model: Any, which: Literal["inputs", "outputs"]) -> dict[str, Any] | None:
-    """The tensors at an end of a model by the names that callers know, in Keras' order; None if it does not tell.
+def _declared_tensors(model: Any, which: Literal["inputs", "outputs"]) -> dict[str, Any] | None:
+    """Return the input or output tensors of a model by their names, in Keras' order; None if it declares none.
 
-    Keras calls an end by its layer, but whoever passes or gets a dict by the key in it, in the order of the keys.
+    The name is the key for a model that takes or returns a dict, in the order of the keys, and otherwise the name that
+    Keras gives the tensor.
     """
-    found = getattr(model, which, None)
-    if not found:
+    tensors = getattr(model, which, None)
+    if not tensors:
         return None
     structure = getattr(model, f"_{which}_struct", None)
-    if isinstance(structure, dict) and len(structure) == len(found):
+    if isinstance(structure, dict) and len(structure) == len(tensors):
         return {key: structure[key] for key in sorted(structure)}
     names = getattr(model, "output_names", None) if which == "outputs" else None
-    return dict(zip(names or [tensor.name for tensor in found], found, strict=True))
+    return dict(zip(names or [tensor.name for tensor in tensors], tensors, strict=True))
 
 
-def _structure(given: Any, count: int) -> Literal["single", "list", "dict"]:
-    if isinstance(given, dict):
+def _structure(container: Any, count: int) -> Literal["single", "list", "dict"]:
+    if isinstance(container, dict):
         return "dict"
-    return "list" if count > 1 or isinstance(given, list | tuple) else "single"
+    return "list" if count > 1 or isinstance(container, list | tuple) else "single"
 
 
-def _static(tensor: Any) -> tuple[int, ...] | None:
-    """The shape of one row, where the model fixes all of it."""
+def _static_shape(tensor: Any) -> tuple[int, ...] | None:
+    """Return the shape of one row if the model fixes all its dimensions, else None."""
     sizes = tuple(tensor.shape[1:])
     return None if any(size is None for size in sizes) else sizes
 
 
-def _side_by_side(columns: Sequence[ColumnSpec]) -> tuple[int, ...] | None:
+def _concatenated_shape(columns: Sequence[ColumnSpec]) -> tuple[int, ...] | None:
     if len(columns) == 1:
         return None if columns[0].kind != "scalar" else (1,)
     widths = [1 if column.kind == "scalar" else int(np.prod(column.shape or (-1,))) for column in columns]
     return (sum(widths) if min(widths) > 0 else -1,)
 
 
-def _fitting(column: ColumnSpec, tensor: Any) -> tuple[int, ...] | None:
-    """The output's shape, for a label of as many elements."""
-    shape = _static(tensor)
+def _output_shape(column: ColumnSpec, tensor: Any) -> tuple[int, ...] | None:
+    """Return the shape of one row of the output if the label has as many elements, else None."""
+    shape = _static_shape(tensor)
     fits = shape is not None and column.shape is not None and np.prod(shape) == np.prod(column.shape)
     return shape if fits else None

@@ -1,4 +1,4 @@
-"""The metrics of a Keras model over the rows of all ranks."""
+"""Metrics of a Keras model over the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 
 
 def sum_over_ranks(model: Any, name: str) -> None:
-    """Make what the model's metrics counted on this rank's rows what was counted on those of all ranks; collective.
+    """Sum the variables of the model's metrics over all ranks; collective.
 
-    Their results are then exact, also where they are no means (``AUC``, ``F1Score``). A metric with a variable that is
-    not to be summed, by its ``aggregation``, stays as it is.
+    Their results are then exact, also for metrics that are not means (``AUC``, ``F1Score``). A metric with a variable
+    whose ``aggregation`` is not a sum is left unchanged.
 
     Args:
-        model: compiled, the same on all ranks.
-        name: of the collective.
+        model: the compiled model, the same on all ranks.
+        name: the name of the collective.
     """
     variables = [variable for metric in _metrics(model) if _is_sum(metric) for variable in metric.variables]
     values = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables]
@@ -33,10 +33,10 @@ def sum_over_ranks(model: Any, name: str) -> None:
 
 
 def _metrics(model: Any) -> list[Any]:
-    """The metrics of a model, each by itself."""
-    return [each for metric in model.metrics for each in getattr(metric, "metrics", [metric])]
+    """Return the metrics of a model, with those of containers."""
+    return [inner for metric in model.metrics for inner in getattr(metric, "metrics", [metric])]
 
 
 def _is_sum(metric: Any) -> bool:
-    # Keras before 3.7 does not let a metric say anything else.
+    # Keras before 3.7 has sums only.
     return all(getattr(variable, "aggregation", "sum") == "sum" for variable in metric.variables)

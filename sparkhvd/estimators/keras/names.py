@@ -1,4 +1,4 @@
-"""Losses, metrics and optimizers that are given by a name of Keras'."""
+"""Checks for the names of Keras losses, metrics and optimizers."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ import keras
 from sparkhvd._util.suggestions import did_you_mean
 from sparkhvd.errors import ParamError
 
-# What compile makes of the output's shape, in any case, and the modules do not know.
-_LOSSES_OF_COMPILE = frozenset({"crossentropy", "ce"})
-_METRICS_OF_COMPILE = frozenset({"accuracy", "acc"})
+# compile() resolves these names (in any letter case) by the output's shape; the modules do not know them.
+_COMPILE_LOSSES = frozenset({"crossentropy", "ce"})
+_COMPILE_METRICS = frozenset({"accuracy", "acc"})
 _FUNCTIONS = frozenset({"get", "serialize", "deserialize", "legacy", "schedules"})
 
 
 def check_names(optimizer: Any, loss: Any, metrics: Any) -> None:
-    """Refuse names that Keras does not know; it would look them up in the training only.
+    """Reject names that Keras does not know, which Keras itself would look up only in the training.
 
     Raises:
-        ParamError: there is no such loss, metric or optimizer; the message has the nearest names.
+        ParamError: a loss, metric or optimizer is unknown; the message suggests similar names.
     """
     for name in _names(optimizer):
         _check("optimizer", name, keras.optimizers, [known.lower() for known in _known(keras.optimizers)])
     for name in _names(loss):
-        if name.lower() not in _LOSSES_OF_COMPILE:
-            _check("loss", name, keras.losses, [*sorted(_LOSSES_OF_COMPILE), *_known(keras.losses)])
+        if name.lower() not in _COMPILE_LOSSES:
+            _check("loss", name, keras.losses, [*sorted(_COMPILE_LOSSES), *_known(keras.losses)])
     for name in _names(metrics):
-        if name.lower() not in _METRICS_OF_COMPILE:
-            _check("metrics", name, keras.metrics, [*sorted(_METRICS_OF_COMPILE), *_known(keras.metrics)])
+        if name.lower() not in _COMPILE_METRICS:
+            _check("metrics", name, keras.metrics, [*sorted(_COMPILE_METRICS), *_known(keras.metrics)])
 
 
 def _check(param: str, name: str, module: ModuleType, known: list[str]) -> None:
     try:
         module.get(name)
     except ValueError as error:
-        hint = did_you_mean(name, known, most=3) or f"Give a name of {module.__name__}, an object, or a function."
+        hint = did_you_mean(name, known, most=3) or f"Pass a name from {module.__name__}, an object, or a function."
         raise ParamError(f"{param}: Keras does not know {name!r}. {hint}") from error
 
 
@@ -46,7 +46,7 @@ def _known(module: ModuleType) -> list[str]:
 
 
 def _names(value: Any) -> Iterator[str]:
-    """The strings in a value, also in lists and in the values of dicts, but not in configurations of objects."""
+    """Yield the strings in a value, including lists and the values of dicts, but not configurations of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping) and "class_name" not in value:

@@ -1,4 +1,4 @@
-"""The user's Keras objects as bytes that another process, with the same backend, makes them of again."""
+"""Serialization of the user's Keras objects for another process with the same backend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONFIGURED = (keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimiz
 
 @dataclass(frozen=True)
 class Configured:
-    """A Keras object as its configuration and the values of its variables."""
+    """The configuration of a Keras object, and the values of its variables."""
 
     config: dict[str, Any]
     variables: tuple[npt.NDArray[np.generic], ...] = ()
@@ -37,23 +37,23 @@ class Configured:
 
 @dataclass(frozen=True)
 class Package:
-    """What a rank trains, in Keras' own file format where there is one.
+    """The model and the settings that a rank trains with; the model is in Keras' own file format.
 
     Attributes:
-        model: a ``.keras`` file.
-        objects: classes and functions by the names that the file knows them by.
+        model: the content of a ``.keras`` file.
+        objects: classes and functions, by the names that the file uses.
         optimizer: the optimizer, with its state.
-        loss: what ``compile`` takes, with Keras' objects configured.
-        loss_weights: what ``compile`` takes.
-        metrics: what ``compile`` takes, with Keras' objects configured.
+        loss: the ``loss`` of ``compile``, with Keras objects as ``Configured``.
+        loss_weights: the ``loss_weights`` of ``compile``.
+        metrics: the ``metrics`` of ``compile``, with Keras objects as ``Configured``.
         callbacks: the user's callbacks.
-        checkpoint_callback: the one that rank 0 alone runs, after those.
-        inputs: how columns become inputs.
-        outputs: how columns become targets.
-        input_shapes: the user's, for columns that are known later.
-        named_inputs: the user's ``inputs``, for the same.
-        label_shapes: the same of labels.
-        compression: what gradients travel as: a name, or what hvd.Compression has.
+        checkpoint_callback: the callback that only rank 0 runs, after ``callbacks``.
+        inputs: maps columns to inputs.
+        outputs: maps columns to targets.
+        input_shapes: the user's ``input_shapes``, for columns that are known later.
+        named_inputs: the user's ``inputs``, for columns that are known later.
+        label_shapes: the user's ``label_shapes``, for columns that are known later.
+        compression: compresses gradients for transfer: a name, or a member of ``hvd.Compression``.
     """
 
     model: bytes
@@ -72,7 +72,7 @@ class Package:
     label_shapes: Any = None
 
     def dumps(self) -> bytes:
-        """The package as bytes.
+        """Serialize the package.
 
         Raises:
             ParamError: something in it cannot be pickled.
@@ -88,7 +88,7 @@ class Package:
             ) from error
 
     def with_ports_for(self, model: Any, schema: DataSchema) -> Package:
-        """The package for other columns than it was made for."""
+        """Return the package with inputs and outputs for the columns of ``schema``."""
         return replace(
             self,
             inputs=plan_inputs(model, schema.of("feature"), self.input_shapes, self.named_inputs),
@@ -96,18 +96,18 @@ class Package:
         )
 
     def gradient_compression(self) -> Any:
-        """What ``DistributedOptimizer`` takes as ``compression``."""
+        """Return the ``compression`` argument of ``DistributedOptimizer``."""
         if not isinstance(self.compression, str):
             return self.compression
         return None if self.compression == "none" else getattr(hvd.Compression, self.compression)
 
     def build(self) -> Any:
-        """The model with its optimizer, compiled."""
+        """Return the model with its optimizer, compiled."""
         register_names(self.objects)
-        model = model_of(self.model, self.objects)
+        model = model_from_bytes(self.model, self.objects)
         with keras.saving.custom_object_scope(self.objects):
-            optimizer = thawed(self.optimizer)
-            loss, metrics = thawed(self.loss), thawed(self.metrics)
+            optimizer = from_configs(self.optimizer)
+            loss, metrics = from_configs(self.loss), from_configs(self.metrics)
         if model.built and self.optimizer.variables:
             optimizer.build(model.trainable_variables)
             for variable, value in zip(optimizer.variables, self.optimizer.variables, strict=True):
@@ -118,40 +118,40 @@ class Package:
         return model
 
 
-def refuse_own_optimizers(model: Any) -> None:
-    """Refuse optimizers in a ``train_step`` of the user's that would take the steps of one rank alone.
+def reject_own_optimizers(model: Any) -> None:
+    """Reject optimizers of a user-defined ``train_step`` that would apply the gradients of one rank only.
 
     Raises:
-        ParamError: the model has such optimizers, as those of two networks that train against each other.
+        ParamError: the model has such optimizers, for example of two networks that train against each other.
     """
     if type(model).train_step is keras.Model.train_step:
         return
-    # TensorFlow keeps everything a second time under names of its own.
-    own = {name: value for name, value in vars(model).items() if not name.startswith("_self_")}
-    others = {name: [x for x in _leaves(value) if x is not model.optimizer] for name, value in own.items()}
-    alone = [name for name, values in others.items() if any(map(_steps_alone, values))]
-    if alone:
+    # TensorFlow stores every attribute a second time, under a name with this prefix.
+    attributes = {name: value for name, value in vars(model).items() if not name.startswith("_self_")}
+    others = {name: [x for x in _leaves(value) if x is not model.optimizer] for name, value in attributes.items()}
+    local = [name for name, values in others.items() if any(map(_is_local_optimizer, values))]
+    if local:
         raise ParamError(
-            f"The model has optimizers of its own ({', '.join(alone)}), which would train every rank's weights with "
-            "that rank's gradients alone. Wrap each of them where the model makes it: "
+            f"The model has optimizers of its own ({', '.join(local)}), which would train every rank's weights with "
+            "that rank's gradients alone. Wrap each of them where the model creates it: "
             "sparkhvd.keras.DistributedOptimizer(keras.optimizers.Adam())."
         )
 
 
-def _steps_alone(value: Any) -> bool:
+def _is_local_optimizer(value: Any) -> bool:
     return isinstance(value, keras.optimizers.Optimizer) and not isinstance(value, ExchangingOptimizer)
 
 
-def bytes_of(model: Any) -> bytes:
-    """A model as the content of a ``.keras`` file, without what it was compiled with."""
+def model_to_bytes(model: Any) -> bytes:
+    """Return a model as the content of a ``.keras`` file, without its compile settings."""
     with tempfile.TemporaryDirectory(prefix="sparkhvd-keras-", dir=scratch_folder()) as folder:
         path = Path(folder, "model.keras")
         keras.saving.save_model(model, path)
         return path.read_bytes()
 
 
-def model_of(content: bytes, objects: Mapping[str, Any]) -> Any:
-    """The model of ``bytes_of``, not compiled. Runs the code in its Lambda layers: open only what you trust."""
+def model_from_bytes(content: bytes, objects: Mapping[str, Any]) -> Any:
+    """Load a model of ``model_to_bytes`` uncompiled. This runs code from Lambda layers: load trusted content only."""
     with tempfile.TemporaryDirectory(prefix="sparkhvd-keras-", dir=scratch_folder()) as folder:
         path = Path(folder, "model.keras")
         path.write_bytes(content)
@@ -159,78 +159,78 @@ def model_of(content: bytes, objects: Mapping[str, Any]) -> Any:
 
 
 def load(path: Path, objects: Mapping[str, Any], *, compiled: bool) -> Any:
-    """Return the model in a ``.keras`` file, made of ``objects`` even where this process knows others by their names.
+    """Load the model of a ``.keras`` file; ``objects`` take precedence over objects registered in this process.
 
-    Runs the code in its Lambda layers: open only what you trust.
+    This runs code from Lambda layers: load trusted files only.
     """
-    with keras.saving.custom_object_scope(dict(objects)):  # goes before what the process has registered
+    with keras.saving.custom_object_scope(dict(objects)):  # takes precedence over registered objects
         return keras.saving.load_model(path, compile=compiled, safe_mode=False)
 
 
-def custom_objects_of(model: Any, given: Mapping[str, Any] | None, used: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return the classes and functions that a saved model refers to by name and Keras does not know.
+def custom_objects_of(model: Any, custom_objects: Mapping[str, Any] | None, used: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return the classes and functions that a saved model refers to by name and that Keras does not know.
 
     Args:
         model: the model, whose layers are searched.
-        given: the user's ``custom_objects``, which Keras looks up by name as well.
-        used: losses, metrics and optimizers, also in lists and dicts.
+        custom_objects: the user's ``custom_objects``, which Keras looks up by name, too.
+        used: losses, metrics and optimizers, possibly in lists and dicts.
 
     Raises:
-        ParamError: one name stands for two objects.
+        ParamError: two different objects have the same name.
     """
-    found = dict(given or {})
-    layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to walk)
-    measures = _leaves(list(used))
-    classes: list[Any] = [*map(type, layers), *(type(each) for each in measures if isinstance(each, _CONFIGURED))]
-    functions = [each for each in measures if isinstance(each, FunctionType)]
+    objects = dict(custom_objects or {})
+    layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to list nested layers)
+    used_objects = _leaves(list(used))
+    classes: list[Any] = [*map(type, layers), *(type(obj) for obj in used_objects if isinstance(obj, _CONFIGURED))]
+    functions = [obj for obj in used_objects if isinstance(obj, FunctionType)]
     in_layers = [value for layer in layers for value in vars(layer).values() if isinstance(value, FunctionType)]
-    # Most functions of a layer are not in its configuration; those that are have to be given.
-    functions += [each for each in in_layers if keras.saving.get_registered_name(each) in found]
-    for each in (*classes, *functions):
-        _add(found, each)
-    return found
+    # Most functions of a layer are not part of its configuration; the user must pass those that are.
+    functions += [function for function in in_layers if keras.saving.get_registered_name(function) in objects]
+    for obj in (*classes, *functions):
+        _add(objects, obj)
+    return objects
 
 
-def _add(found: dict[str, Any], each: Any) -> None:
-    if each.__module__.startswith(("keras.", "keras_hub.")) or each.__name__ == "<lambda>":
+def _add(objects: dict[str, Any], obj: Any) -> None:
+    if obj.__module__.startswith(("keras.", "keras_hub.")) or obj.__name__ == "<lambda>":
         return
-    name = keras.saving.get_registered_name(each)
-    known = found.setdefault(name, each)
-    if known is not each:
-        kind, remedy = ("classes", "one of the classes") if isinstance(each, type) else ("functions", "one of them")
+    name = keras.saving.get_registered_name(obj)
+    known = objects.setdefault(name, obj)
+    if known is not obj:
+        kind, remedy = ("classes", "one of the classes") if isinstance(obj, type) else ("functions", "one of them")
         raise ParamError(
-            f"The name {name!r} stands for two different {kind}, {_where(known)} and {_where(each)}. A saved Keras "
-            f"model refers to them by name, so one would take the place of the other. Rename {remedy}, or register "
-            "both under different packages with @keras.saving.register_keras_serializable(package=...)."
+            f"The name {name!r} stands for two different {kind}, {_full_name(known)} and {_full_name(obj)}. A saved "
+            f"Keras model refers to them by name, so one would replace the other. Rename {remedy}, or register both "
+            "under different packages with @keras.saving.register_keras_serializable(package=...)."
         )
 
 
-def _where(each: Any) -> str:
-    return f"{getattr(each, '__module__', '?')}.{getattr(each, '__qualname__', repr(each))}"
+def _full_name(obj: Any) -> str:
+    return f"{getattr(obj, '__module__', '?')}.{getattr(obj, '__qualname__', repr(obj))}"
 
 
 def register_names(objects: Mapping[str, Any]) -> None:
-    """Register classes and functions that arrived in a pickle under the names that they had where they were pickled.
+    """Register unpickled classes and functions under the names that they had in the process that pickled them.
 
-    A class that is pickled by value loses its registration, and a model that is saved again would refer to it by its
-    bare name. A name that this process has registered already stays as it is.
+    A class that is pickled by value loses its registration, so a model that is saved again would refer to it by its
+    bare name. Names that are already registered in this process are left unchanged.
     """
-    for registered, each in objects.items():
+    for registered, obj in objects.items():
         package, separator, name = registered.partition(">")
         if not separator or keras.saving.get_registered_object(registered) is not None:
             continue
-        if keras.saving.get_registered_name(each) == each.__name__:
-            keras.saving.register_keras_serializable(package, name)(each)
+        if keras.saving.get_registered_name(obj) == obj.__name__:
+            keras.saving.register_keras_serializable(package, name)(obj)
 
 
 def dumps_params(custom: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
-    """An estimator's parameters as bytes for ``cloudpickle.loads``, which know the classes that Keras does not."""
-    return dumps(_Scoped(dict(custom), dumps(params)))
+    """Pickle an estimator's parameters together with the ``custom`` classes, which ``cloudpickle.loads`` then finds."""
+    return dumps(_PickledWithObjects(dict(custom), dumps(params)))
 
 
 @dataclass(frozen=True)
-class _Scoped:
-    """What is unpickled once its classes are there: a model is its file, in which classes are names."""
+class _PickledWithObjects:
+    """A pickle that is loaded after its classes: the file of a model refers to classes by name."""
 
     custom: dict[str, Any]
     content: bytes
@@ -244,12 +244,12 @@ def _unpickled(custom: dict[str, Any], content: bytes) -> Any:
         return cloudpickle.loads(content)
 
 
-def frozen(value: Any) -> Any:
-    """``value`` with the Keras objects in it configured: in lists, tuples and dicts too."""
+def to_configs(value: Any) -> Any:
+    """Replace the Keras objects in ``value`` with ``Configured``, including lists, tuples and dicts."""
     if isinstance(value, dict):
-        return {key: frozen(item) for key, item in value.items()}
+        return {key: to_configs(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [frozen(item) for item in value]
+        return [to_configs(item) for item in value]
     if not isinstance(value, _CONFIGURED):
         return value
     variables: tuple[npt.NDArray[np.generic], ...] = ()
@@ -258,28 +258,28 @@ def frozen(value: Any) -> Any:
     return Configured(keras.saving.serialize_keras_object(value), variables)
 
 
-def thawed(value: Any) -> Any:
-    """The inverse of ``frozen``, without the values of variables."""
+def from_configs(value: Any) -> Any:
+    """Invert ``to_configs``, without restoring the values of variables."""
     if isinstance(value, dict):
-        return {key: thawed(item) for key, item in value.items()}
+        return {key: from_configs(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [thawed(item) for item in value]
+        return [from_configs(item) for item in value]
     if isinstance(value, Configured):
         return keras.saving.deserialize_keras_object(value.config, safe_mode=False)
     return value
 
 
 def arrays_to_bytes(arrays: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
-    """Arrays by name as one file that opens without running code."""
+    """Serialize arrays by name into one file, which loads without running code."""
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)  # type: ignore[arg-type]  # numpy's stubs know allow_pickle only
     return buffer.getvalue()
 
 
-def arrays_of_bytes(content: bytes) -> dict[str, npt.NDArray[np.generic]]:
-    """The inverse of ``arrays_to_bytes``."""
-    with np.load(io.BytesIO(content), allow_pickle=False) as found:
-        return dict(found)
+def arrays_from_bytes(content: bytes) -> dict[str, npt.NDArray[np.generic]]:
+    """Invert ``arrays_to_bytes``."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        return dict(arrays)
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -1,6 +1,7 @@
-"""Keras 3 behind the estimators' plug-in protocol.
+"""The estimators' plug-in for Keras 3.
 
-Keras chooses its backend when it is imported, once per process; so nothing here imports it before the backend is known.
+Keras chooses its backend once per process, when it is imported. Therefore this module imports Keras only inside
+functions, after the backend is known.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimators.keras.package import Package
     from sparkhvd.estimators.keras.trainer import KerasTrainer
 
-_MEANS = ("sum_over_batch_size", "mean")  # over the rows; a third one divides by the sum of their weights
+_MEANS = ("sum_over_batch_size", "mean")  # both divide by the rows; mean_with_sample_weight by their weights
 
 
 class KerasPlugin:
@@ -50,8 +51,8 @@ class KerasPlugin:
         """See ``FrameworkPlugin.check``; runs a copy of the model.
 
         Raises:
-            ParamError: a parameter is of the wrong kind, or the objects cannot be sent to the ranks.
-            ModelOutputError: the model cannot take such rows, or its output does not fit the labels.
+            ParamError: a parameter has the wrong type, or the objects cannot be sent to the ranks.
+            ModelOutputError: the model cannot take such rows, or its output does not match the labels.
         """
         package = _unpack(self.pack({**params, "schema": schema}))
         if rows is not None:
@@ -64,16 +65,16 @@ class KerasPlugin:
         """See ``FrameworkPlugin.try_out``.
 
         Raises:
-            ModelOutputError: the model cannot take such rows, or its output does not fit the labels.
+            ModelOutputError: the model cannot take such rows, or its output does not match the labels.
         """
         return _try_out(_unpack(payload), schema, rows)
 
     def pack(self, params: Mapping[str, object]) -> bytes:
-        """Everything that the ranks need, as bytes."""
+        """Serialize everything that the ranks need."""
         return _package(params).dumps()
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
-        """See ``FrameworkPlugin.facts``; of automatic names, the number counts on in a process."""
+        """See ``FrameworkPlugin.facts``; removes the numbers of automatic names, which depend on the process."""
         model = _built(params["model"])
         names = [AUTOMATIC_NUMBER.sub("", variable.path) for variable in model.weights]
         numbered = [f"{index}: {name}" for index, name in enumerate(names)]
@@ -82,25 +83,25 @@ class KerasPlugin:
         return ModelFacts("Keras", type(optimizer).__name__, dict(zip(numbered, shapes, strict=True)))
 
     def normalization(self, params: Mapping[str, object]) -> Normalization:
-        """See ``FrameworkPlugin.normalization``; Keras' layers train on single rows."""
+        """See ``FrameworkPlugin.normalization``; Keras' layers can train on single rows."""
         import keras  # noqa: PLC0415
 
-        layers = _built(params["model"])._flatten_layers(include_self=False)  # noqa: SLF001  (no public way to walk)
-        found = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
-        local = tuple(layer.name for layer in found if type(layer).__name__ != "SyncBatchNormalization")
+        layers = _built(params["model"])._flatten_layers(include_self=False)  # noqa: SLF001  (no public way to list nested layers)
+        normalizing = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+        local = tuple(layer.name for layer in normalizing if type(layer).__name__ != "SyncBatchNormalization")
         return Normalization(local, "sparkhvd.tensorflow.SyncBatchNormalization (TensorFlow backend)")
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> KerasTrainer:
-        """The trainer of one rank."""
+        """Return the trainer of one rank."""
         from sparkhvd.estimators.keras.trainer import KerasTrainer  # noqa: PLC0415
 
         return KerasTrainer(_unpack(payload), spec, world)
 
     def export(self, params: Mapping[str, object], schema: DataSchema, folder: Path) -> None:
-        """Write the model of ``params``.
+        """Write the model of ``params`` into ``folder``.
 
         Raises:
-            ParamError: it is no Keras model, it is not built, or the columns do not fit its inputs.
+            ParamError: it is not a Keras model, it is not built, or the columns do not fit its inputs.
         """
         from sparkhvd.estimators.keras.package import custom_objects_of  # noqa: PLC0415
 
@@ -111,16 +112,16 @@ class KerasPlugin:
         artifact.save(folder, model, objects, inputs, outputs)
 
     def predictor(self, folder: Path, inference: Inference = ON_CPU) -> KerasPredictor:
-        """The model in a folder that ``KerasTrainer.export`` wrote, on the GPU if there is one for it."""
+        """Load the model that ``KerasTrainer.export`` wrote, on the GPU of ``inference`` if there is one."""
         use_backend(artifact.load_backend(folder))
         inputs, outputs = artifact.load_ports(folder)
-        place = _place(inference.gpu)
-        with place():
+        device_scope = _device_scope(inference.gpu)
+        with device_scope():
             model = artifact.load_model(folder, compiled=False)
-        return KerasPredictor(model, inputs, outputs, place, inference.function)
+        return KerasPredictor(model, inputs, outputs, device_scope, inference.function)
 
     def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
-        """Which columns go where, for the log."""
+        """Describe the mapping of columns to inputs and outputs, for the log."""
         inputs = _inputs(params, schema)
         outputs = _outputs(params, schema)
         return f"inputs: {inputs}; outputs: {outputs}"
@@ -133,22 +134,22 @@ class KerasPredictor:
     model: Any
     inputs: Ports
     outputs: Ports
-    place: Callable[[], AbstractContextManager[object]] = nullcontext
+    device_scope: Callable[[], AbstractContextManager[object]] = nullcontext
     function: Callable[..., Any] | None = None
 
     def predict(self, columns: Arrays) -> list[Predicted]:
-        """One array per output, or one per field of an output, first dimension = rows."""
+        """Return one array per output, or one per field of an output, with the rows in the first dimension."""
         rows = len(next(iter(columns.values())))
-        given = self.inputs.arrays(columns, rows)
-        with self.place():
+        inputs = self.inputs.arrays(columns, rows)
+        with self.device_scope():
             if self.function is None:
-                predicted = self.outputs.flat(self.model.predict_on_batch(given))
-                return [_array(each) for each in self.outputs.by_label(predicted)]
-            result = self.function(self.model, given)
-            found = list(result) if isinstance(result, tuple | list) else [result]
+                predicted = self.outputs.flat(self.model.predict_on_batch(inputs))
+                return [_array(output) for output in self.outputs.by_label(predicted)]
+            result = self.function(self.model, inputs)
+            outputs = list(result) if isinstance(result, tuple | list) else [result]
             return [
-                {name: _array(value) for name, value in each.items()} if isinstance(each, Mapping) else _array(each)
-                for each in found
+                {name: _array(value) for name, value in out.items()} if isinstance(out, Mapping) else _array(out)
+                for out in outputs
             ]
 
 
@@ -160,10 +161,11 @@ def _array(value: Any) -> npt.NDArray[np.generic]:
     return np.asarray(keras.ops.convert_to_numpy(value))
 
 
-def _place(gpu: int | None) -> Callable[[], AbstractContextManager[object]]:
-    """Where a model is to be computed.
+def _device_scope(gpu: int | None) -> Callable[[], AbstractContextManager[object]]:
+    """Return a function that creates the device scope for a model.
 
-    TensorFlow would take every GPU that it sees, and all of its memory; torch the first one, whoever else has it.
+    By default, TensorFlow would reserve all memory of every visible GPU, and torch would share the first GPU with other
+    processes.
     """
     import keras  # noqa: PLC0415
 
@@ -173,11 +175,11 @@ def _place(gpu: int | None) -> Callable[[], AbstractContextManager[object]]:
         has_gpu = gpu is not None and gpu < torch.cuda.device_count()
         return partial(keras.device, f"gpu:{gpu}" if has_gpu else "cpu")
     if keras.config.backend() != "tensorflow":
-        return nullcontext  # which leaves it to the backend
+        return nullcontext  # the backend chooses the device
     import tensorflow as tf  # noqa: PLC0415
 
     gpus = tf.config.list_physical_devices("GPU")
-    with suppress(RuntimeError):  # TensorFlow runs already, with what an earlier model of this process chose
+    with suppress(RuntimeError):  # TensorFlow is already initialized, by an earlier model of this process
         for device in gpus:
             tf.config.experimental.set_memory_growth(device, True)
     return partial(tf.device, "CPU:0" if gpu is None or gpu >= len(gpus) else f"GPU:{gpu}")
@@ -187,10 +189,10 @@ PLUGIN = KerasPlugin()
 
 
 def use_backend(name: str) -> None:
-    """Choose the backend of Keras for this process.
+    """Set the Keras backend of this process.
 
     Raises:
-        ConfigError: Keras has been imported with another one.
+        ConfigError: Keras is already imported with another backend.
     """
     if "keras" not in sys.modules:
         export({"KERAS_BACKEND": name})
@@ -208,50 +210,51 @@ def _package(params: Mapping[str, Any]) -> Package:
     import keras  # noqa: PLC0415
 
     from sparkhvd.estimators.keras.names import check_names  # noqa: PLC0415
-    from sparkhvd.estimators.keras.package import Package, bytes_of, custom_objects_of, frozen  # noqa: PLC0415
+    from sparkhvd.estimators.keras.package import Package, custom_objects_of, model_to_bytes, to_configs  # noqa: PLC0415
     from sparkhvd.keras.optimizer import reject_multi_optimizer  # noqa: PLC0415
 
     model = _built(params["model"])
     check_names(params["optimizer"], params["loss"], params["metrics"])
     optimizer = _optimizer(params, model)
     reject_multi_optimizer(optimizer)
-    _refuse_losses_elsewhere(params["loss"])
-    _refuse_other_reductions(params["loss"], weighted=params.get("sample_weight_col") is not None)
+    _reject_foreign_losses(params["loss"])
+    _reject_other_reductions(params["loss"], weighted=params.get("sample_weight_col") is not None)
     for callback in params["callbacks"] or ():
         if not isinstance(callback, keras.callbacks.Callback):
             raise ParamError(
-                f"callbacks holds a {type(callback).__name__}; KerasEstimator's are keras.callbacks.Callback objects."
+                f"callbacks holds a {type(callback).__name__}; KerasEstimator's callbacks are keras.callbacks.Callback "
+                "objects."
             )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or model.dtype_policy.name == "mixed_float16":
         raise ParamError(
-            "The model's loss would be scaled, as for 'mixed_float16', and each rank would leave out other steps where "
-            "its gradients overflow. Build the model under 'mixed_bfloat16', which needs no scaling."
+            "Loss scaling, as for 'mixed_float16', is not supported: each rank would skip different steps when its "
+            "gradients overflow. Build the model under 'mixed_bfloat16', which needs no scaling."
         )
     scheduled = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)  # noqa: SLF001
     if params.get("scale_lr") and scheduled:
         raise ParamError(
-            "scale_lr=True needs a learning rate that is a number; the optimizer has a schedule. Scale the schedule's "
-            "own numbers instead."
+            "scale_lr=True needs a learning rate that is a number, but the optimizer has a schedule. Scale the numbers "
+            "of the schedule instead."
         )
-    passes, gathered = params.get("backward_passes_per_step", 1), optimizer.gradient_accumulation_steps
-    if passes != 1 and gathered:
+    passes, accumulated = params.get("backward_passes_per_step", 1), optimizer.gradient_accumulation_steps
+    if passes != 1 and accumulated:
         raise ParamError(
-            f"backward_passes_per_step={passes} and the optimizer's gradient_accumulation_steps={gathered} both gather "
-            "batches; give one of them."
+            f"backward_passes_per_step={passes} and the optimizer's gradient_accumulation_steps={accumulated} both "
+            "accumulate gradients; set only one of them."
         )
     schema = cast("DataSchema", params["schema"])
-    # Texts of which a transformation_fn makes numbers are planned on the ranks, where it has been called.
-    later = params.get("transformation_fn") is not None and not all(column.is_number for column in schema.columns)
+    # If a transformation_fn turns text into numbers, the ranks plan the inputs after they have called it.
+    is_deferred = params.get("transformation_fn") is not None and not all(column.is_number for column in schema.columns)
     unknown = Ports((), "single")
     return Package(
-        model=bytes_of(model),
+        model=model_to_bytes(model),
         objects=custom_objects_of(model, params["custom_objects"], [optimizer, params["loss"], params["metrics"]]),
-        optimizer=frozen(optimizer),
-        loss=frozen(params["loss"]),
+        optimizer=to_configs(optimizer),
+        loss=to_configs(params["loss"]),
         loss_weights=None if params["loss_weights"] is None else list(params["loss_weights"]),
-        metrics=frozen(params["metrics"]) or None,
-        inputs=unknown if later else _inputs(params, schema),
-        outputs=unknown if later else plan_outputs(model, schema.of("label"), _shapes(params, "label_shapes")),
+        metrics=to_configs(params["metrics"]) or None,
+        inputs=unknown if is_deferred else _inputs(params, schema),
+        outputs=unknown if is_deferred else plan_outputs(model, schema.of("label"), _shapes(params, "label_shapes")),
         callbacks=tuple(params["callbacks"] or ()),
         checkpoint_callback=params.get("checkpoint_callback"),
         input_shapes=_shapes(params, "input_shapes"),
@@ -275,19 +278,17 @@ def _optimizer(params: Mapping[str, Any], model: Any) -> Any:
     return optimizer
 
 
-def _refuse_losses_elsewhere(losses: Any) -> None:
+def _reject_foreign_losses(losses: Any) -> None:
     import keras  # noqa: PLC0415
 
     backend = keras.config.backend()
     for loss in keras.tree.flatten(losses):
-        if elsewhere := estimator_hint(loss, ("keras", backend)):
+        if hint := estimator_hint(loss, ("keras", backend)):
             name = getattr(loss, "__name__", type(loss).__name__)
-            raise ParamError(
-                f"The loss {name} computes with other tensors than those of Keras on {backend}.{elsewhere}"
-            )
+            raise ParamError(f"The loss {name} does not compute with the tensors of Keras on {backend}.{hint}")
 
 
-def _refuse_other_reductions(losses: Any, *, weighted: bool) -> None:
+def _reject_other_reductions(losses: Any, *, weighted: bool) -> None:
     import keras  # noqa: PLC0415
 
     means = _MEANS if weighted else (*_MEANS, "mean_with_sample_weight")
@@ -295,7 +296,7 @@ def _refuse_other_reductions(losses: Any, *, weighted: bool) -> None:
         if isinstance(loss, keras.losses.Loss) and loss.reduction not in means:
             raise ParamError(
                 f"The loss {loss.name} has reduction={loss.reduction!r}; it must be 'sum_over_batch_size', because a "
-                "rank's gradient counts by its share of the rows."
+                "rank's gradient is weighted by its share of the rows."
             )
 
 
@@ -303,11 +304,11 @@ def _built(model: Any) -> Any:
     import keras  # noqa: PLC0415
 
     if not isinstance(model, keras.Model):
-        elsewhere = estimator_hint(model, ("keras",))
-        raise ParamError(f"model is a {type(model).__name__}; it must be a keras.Model.{elsewhere}")
+        hint = estimator_hint(model, ("keras",))
+        raise ParamError(f"model is a {type(model).__name__}; it must be a keras.Model.{hint}")
     if not model.built:
         raise ParamError(
-            "The model is not built, so it has no weights to send anywhere. Call it once on a few rows, or give it a "
+            "The model is not built, so it has no weights to send to the ranks. Call it once on a few rows, or add a "
             "keras.Input."
         )
     return model
@@ -337,7 +338,7 @@ def _try_out(
     package: Package, schema: DataSchema, sample: Arrays, params: Mapping[str, object] | None = None
 ) -> list[tuple[int, ...]]:
     rows = len(next(iter(sample.values())))
-    model = _made_again(package)
+    model = _rebuilt_model(package)
     package = package.with_ports_for(model, schema)
     try:
         features = package.inputs.arrays(sample, rows)
@@ -347,39 +348,39 @@ def _try_out(
         raise
     except Exception as error:
         columns = {name: sample[name] for port in package.inputs.ports for name in port.columns}
-        called = f"{_described(columns.values())} for {rows} rows; inputs: {package.inputs}"
+        called = f"{_dtypes_and_shapes(columns.values())} for {rows} rows; inputs: {package.inputs}"
         if not is_tensor_error(error):
             raise ModelOutputError(f"The model raised {describe_error(error)} It was called with {called}.") from error
         raise ModelOutputError(
             f"The model cannot take the feature columns ({called}): {type(error).__name__}: {with_full_stop(error)} "
-            "Give input_shapes if the columns need another shape."
+            "Set input_shapes if the columns need another shape."
         ) from error
     for port, output in zip(package.outputs.ports, outputs, strict=True):
         if len(output.shape) == 0 or output.shape[0] != rows:
             raise ModelOutputError(
-                f"Output {port.name!r} has shape {list(output.shape)} for {rows} rows; its first dimension must be the "
-                "rows."
+                f"Output {port.name!r} has shape {list(output.shape)} for {rows} rows; its first dimension must be "
+                "the number of rows."
             )
     targets = package.outputs.arrays(sample, rows)
     try:
-        targets = _tensors(targets)  # which own losses and metrics get in training
+        targets = _tensors(targets)  # the form that user-defined losses and metrics get in training
         model.compute_loss(features, targets, predicted)
         metrics = model.compute_metrics(features, targets, predicted)
     except Exception as error:
         compared = (
-            f"the model's outputs {_described(outputs)} with the labels {_described(package.outputs.flat(targets))} "
-            f"({package.outputs})"
+            f"the model's outputs {_dtypes_and_shapes(outputs)} with the labels "
+            f"{_dtypes_and_shapes(package.outputs.flat(targets))} ({package.outputs})"
         )
         if not is_tensor_error(error):
             raise ModelOutputError(
-                f"The loss or a metric raised {describe_error(error)} It was to compare {compared}."
+                f"The loss or a metric raised {describe_error(error)} It was called to compare {compared}."
             ) from error
         raise ModelOutputError(
             f"The loss or a metric cannot compare {compared}: {type(error).__name__}: {with_full_stop(error)} "
-            f"{_next_step(outputs, package.outputs.flat(targets))}"
+            f"{_remedy(outputs, package.outputs.flat(targets))}"
         ) from error
-    _check_numbers(metrics)
-    if params is not None and not _steps_by_itself(model):
+    _check_scalar(metrics)
+    if params is not None and not _has_own_steps(model):
         check_monitored(params, metrics)
     return [tuple(output.shape[1:]) for output in package.outputs.by_label(outputs)]
 
@@ -390,51 +391,53 @@ def _tensors(arrays: Any) -> Any:
     return keras.tree.map_structure(keras.ops.convert_to_tensor, arrays)
 
 
-def _next_step(outputs: Sequence[Any], targets: Sequence[Any]) -> str:
-    """What to do about outputs that do not fit their labels."""
+def _remedy(outputs: Sequence[Any], targets: Sequence[Any]) -> str:
+    """Return the advice for outputs that do not match their labels."""
     for output, target in zip(outputs, targets, strict=True):
         numbers = np.asarray(target)
         classes = output.shape[-1]
         if numbers.dtype.kind in "iu" and numbers.size == len(numbers) and classes > 1:
             if not 0 <= numbers.min() <= numbers.max() < classes:
                 return (
-                    f"{classes} outputs are the classes 0 to {classes - 1}; number the labels so, or give more outputs."
+                    f"{classes} outputs stand for the classes 0 to {classes - 1}; number the labels accordingly, or "
+                    "add outputs."
                 )
             return (
-                "Labels that are class numbers need loss='sparse_categorical_crossentropy', and metrics of that kind "
-                "(SparseCategoricalAccuracy, or 'accuracy'); those without sparse take one number per class."
+                "Labels that are class numbers need loss='sparse_categorical_crossentropy', and sparse metrics "
+                "(SparseCategoricalAccuracy, or 'accuracy'); other losses and metrics take one number per class."
             )
-    return "Make the model's last layer, label_cols or label_shapes fit."
+    return "Change the model's last layer, label_cols or label_shapes so that they match."
 
 
-def _made_again(package: Package) -> Any:
-    """The model as the ranks make it."""
+def _rebuilt_model(package: Package) -> Any:
+    """Build the model in the same way as the ranks."""
     try:
         return package.build()
-    except TypeError as error:  # what Keras raises, whatever was raised in a from_config
+    except TypeError as error:  # Keras raises it for any error in a from_config()
         raise ParamError(
-            "The ranks make the model, its optimizer, loss and metrics again of what get_config() says, and one of "
-            f"them cannot be made so: {with_full_stop(error)} A class of your own takes what its get_config() gives, "
-            "that of its base class included (name, dtype)."
+            "The ranks rebuild the model, its optimizer, loss and metrics from get_config(), and one of them cannot be "
+            f"rebuilt: {with_full_stop(error)} The constructor of a class of your own must accept everything that its "
+            "get_config() returns, including the arguments of its base class (name, dtype)."
         ) from error
 
 
-def _check_numbers(metrics: Mapping[str, Any]) -> None:
+def _check_scalar(metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
         if np.shape(value) != ():
             raise ParamError(
-                f"The metric {name!r} gives numbers of shape {list(np.shape(value))}, but an epoch reports one per "
-                "metric. Let it average them, as F1Score(average='macro') does, or give one metric per number."
+                f"The metric {name!r} returns numbers of shape {list(np.shape(value))}, but an epoch reports one "
+                "number per metric. Average them in the metric, as F1Score(average='macro') does, or use a metric per "
+                "number."
             )
 
 
-def _steps_by_itself(model: Any) -> bool:
-    """Whether the user wrote the steps, which may then measure anything."""
+def _has_own_steps(model: Any) -> bool:
+    """Return whether the user wrote the training or test step, which may then report any metrics."""
     import keras  # noqa: PLC0415
 
-    # Those of the backend are in a base class of keras.Model.
+    # The steps of the backend belong to a base class of keras.Model.
     return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in ("train_step", "test_step"))
 
 
-def _described(values: Iterable[Any]) -> str:
+def _dtypes_and_shapes(values: Iterable[Any]) -> str:
     return ", ".join(f"{value.dtype}{list(value.shape)}" for value in values)

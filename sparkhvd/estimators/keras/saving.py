@@ -1,4 +1,4 @@
-"""``checkpoint_callback``: the user's ``ModelCheckpoint``, whose files go to the Store."""
+"""``checkpoint_callback``: the user's ``ModelCheckpoint``, with its files kept in the Store."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sparkhvd.estimators.params.policies import Checkpoints, Mode, metric_value
 from sparkhvd.estimators.plugin import TrainHooks
 
 
-class UserRate(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Comes before a ``ModelCheckpoint``: what that saves has the learning rate that the user gave, not the scaled one.
+class UnscaledRateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
+    """Restores the user's unscaled learning rate before a ``ModelCheckpoint`` saves the model.
 
-    A model is trained further with the optimizer that it was saved with, and would be scaled again.
+    A later fit continues with the optimizer of the saved model, and would scale its learning rate again.
 
     Args:
-        scale: what the rate was multiplied by.
-        within_epoch: whether that saves after batches, too.
+        scale: the factor by which the learning rate was multiplied.
+        within_epoch: whether the ``ModelCheckpoint`` saves after batches, too.
     """
 
     def __init__(self, scale: float, *, within_epoch: bool) -> None:
@@ -32,7 +32,7 @@ class UserRate(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no 
         self._scaled: float | None = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Set the user's rate where the model may be saved; ``close`` sets the scaled one again."""
+        """Set the user's learning rate if the model may be saved now; ``close`` sets the scaled rate again."""
         if self._within_epoch:
             self.on_epoch_end(batch, logs)
 
@@ -44,30 +44,30 @@ class UserRate(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no 
             optimizer.learning_rate = self._scaled / self._scale
 
     def close(self) -> None:
-        """Set the rate that is trained with."""
+        """Set the scaled learning rate again."""
         if self._scaled is not None:
             self.model.optimizer.learning_rate = self._scaled
             self._scaled = None
 
 
-class KeptFiles(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Comes after a ``ModelCheckpoint`` and brings what that has written to the hooks.
+class CheckpointFilesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
+    """Runs after a ``ModelCheckpoint`` and passes the files that it has written to the hooks.
 
     Args:
-        callback: writes into a folder of this process's; what it knows of the best epoch so far is set where a run goes
-            on.
+        callback: the ``ModelCheckpoint``, which writes into a temporary folder of this process. If a run resumes, its
+            best value so far is set.
         hooks: keep the files.
-        policy: by which the best epoch is chosen.
-        lr_scale: what the user's learning rate was multiplied by.
+        policy: selects the best epoch.
+        lr_scale: the factor by which the user's learning rate was multiplied.
 
     Attributes:
-        callbacks: what Keras is to call, in this order.
+        callbacks: the callbacks for Keras, in the order of their calls.
     """
 
     def __init__(self, callback: Any, hooks: TrainHooks, policy: Checkpoints, lr_scale: float = 1.0) -> None:
         super().__init__()
         self._within_epoch = callback.save_freq != "epoch"
-        self._rate = UserRate(lr_scale, within_epoch=self._within_epoch)
+        self._rate = UnscaledRateCallback(lr_scale, within_epoch=self._within_epoch)
         self.callbacks = (self._rate, callback, self)
         self._folder = tempfile.TemporaryDirectory(prefix="sparkhvd-saved-", dir=scratch_folder())
         self._hooks = hooks
@@ -78,13 +78,13 @@ class KeptFiles(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no
             callback.best = metric_value(hooks.history[best], policy.best)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Keep what was saved within the epoch."""
+        """Keep the files that were saved within the epoch."""
         if self._within_epoch:
             self._rate.close()
             self._keep()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Keep what was saved at the end of the epoch."""
+        """Keep the files that were saved at the end of the epoch."""
         self._rate.close()
         self._keep()
 
@@ -94,17 +94,17 @@ class KeptFiles(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no
 
     def _keep(self) -> None:
         for path in sorted(Path(self._folder.name).iterdir()):
-            found = (path.stat().st_mtime_ns, path.stat().st_size)
-            if self._known.get(path) != found:
-                self._known[path] = found
+            version = (path.stat().st_mtime_ns, path.stat().st_size)
+            if self._known.get(path) != version:
+                self._known[path] = version
                 self._hooks.keep_file(path)
 
 
 def with_callback(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters, with ``checkpoints`` such that the trained model is the one that ``checkpoint_callback`` wants.
+    """Return the parameters with a ``checkpoints`` policy that selects the same model as ``checkpoint_callback``.
 
     Raises:
-        ParamError: the callback is of another kind, or cannot do what it says.
+        ParamError: the callback is not a ``ModelCheckpoint``, or its settings cannot work.
     """
     callback, policy = params["checkpoint_callback"], params["checkpoints"]
     if not isinstance(callback, keras.callbacks.ModelCheckpoint):
@@ -114,28 +114,30 @@ def with_callback(params: Mapping[str, Any]) -> dict[str, Any]:
         )
     if not callback.save_best_only:
         if params["store"] is None or not params["store"].save_runs:
-            none = "none is given. Pass store=" if params["store"] is None else "it keeps no runs. Pass save_runs=True"
+            reason = (
+                "no store is set. Pass store=" if params["store"] is None else "it keeps no runs. Pass save_runs=True"
+            )
             raise ParamError(
-                f"checkpoint_callback keeps its files in a Store, but {none}, or a callback with "
-                "save_best_only=True, which decides about the trained model as well."
+                f"checkpoint_callback keeps its files in a Store, but {reason}, or a callback with "
+                "save_best_only=True, which also selects the trained model."
             )
         return dict(params)
     if callback.save_freq != "epoch":
         raise ParamError(
-            f"checkpoint_callback has save_best_only=True and save_freq={callback.save_freq}; which model is the best "
-            "is known at the end of an epoch. Leave save_freq out."
+            f"checkpoint_callback has save_best_only=True and save_freq={callback.save_freq}, but the best model is "
+            "known only at the end of an epoch. Leave save_freq out."
         )
-    watched = Checkpoints(policy.every_steps, policy.keep, callback.monitor, _mode(callback, params))
-    if policy.best is not None and policy != watched:
+    monitored = Checkpoints(policy.every_steps, policy.keep, callback.monitor, _mode(callback, params))
+    if policy.best is not None and policy != monitored:
         raise ParamError(
-            f"checkpoint_callback takes the best {watched.best!r} ({watched.mode}) and checkpoints the best "
-            f"{policy.best!r} ({policy.mode}); leave one of them out."
+            f"checkpoint_callback selects the best model by {monitored.best!r} ({monitored.mode}), but checkpoints "
+            f"selects it by {policy.best!r} ({policy.mode}); leave one of them out."
         )
-    return {**params, "checkpoints": watched}
+    return {**params, "checkpoints": monitored}
 
 
 def _mode(callback: Any, params: Mapping[str, Any]) -> Mode:
-    """Whether less or more is better, as Keras decides it."""
+    """Return whether lower or higher values are better, by the rules of Keras."""
     name = callback.monitor.removeprefix("val_")
     if callback.mode in {"min", "max"}:
         return "min" if callback.mode == "min" else "max"
@@ -144,12 +146,13 @@ def _mode(callback: Any, params: Mapping[str, Any]) -> Mode:
     direction = {"accuracy": "up", "acc": "up"}.get(name)
     metrics = params["metrics"] or ()
     for metric in metrics.values() if isinstance(metrics, Mapping) else metrics:
-        found = keras.metrics.get(metric) if isinstance(metric, str) and metric not in {"accuracy", "acc"} else metric
-        if getattr(found, "name", None) == name:
-            direction = getattr(found, "_direction", None)
+        is_known_name = isinstance(metric, str) and metric not in {"accuracy", "acc"}
+        resolved = keras.metrics.get(metric) if is_known_name else metric
+        if getattr(resolved, "name", None) == name:
+            direction = getattr(resolved, "_direction", None)
     if direction not in {"up", "down"}:
         raise ParamError(
-            f"checkpoint_callback watches {callback.monitor!r}; whether less or more of it is better cannot be told. "
-            "Give the callback mode='min' or mode='max'."
+            f"checkpoint_callback monitors {callback.monitor!r}, but Keras does not know whether lower or higher is "
+            "better. Create the callback with mode='min' or mode='max'."
         )
     return "max" if direction == "up" else "min"

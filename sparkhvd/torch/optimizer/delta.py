@@ -34,7 +34,7 @@ class DeltaSettings:
 
 
 class DeltaOptimizer(ExchangingOptimizer):
-    """What ``DistributedOptimizer(op=Adasum)`` adds to the class of the optimizer that it wraps.
+    """A mixin that ``DistributedOptimizer(op=Adasum)`` adds to the class of the optimizer that it wraps.
 
     Adasum (Maleki et al., 2020) adds the orthogonal parts of the ranks' steps and averages their common parts, so that
     the learning rate of one rank suits any number of ranks. It combines steps rather than gradients, because an

@@ -13,7 +13,7 @@ from sparkhvd.torch.optimizer.parameters import checked_passes, names_by_positio
 
 
 class ExchangingOptimizer(torch.optim.Optimizer):
-    """What ``DistributedOptimizer`` adds to the class of the optimizer that it wraps."""
+    """A mixin that ``DistributedOptimizer`` adds to the class of the optimizer that it wraps."""
 
     _exchange: GradientExchange
     _skip: bool

@@ -53,9 +53,9 @@ def test_a_checkpoint_callback_may_watch_the_validation_rows_of_files():
     ("callback", "more", "message"),
     [
         (keras.callbacks.EarlyStopping(), {}, "must be a keras.callbacks.ModelCheckpoint"),
-        (BestModelCheckpoint(monitor="mine"), {}, "Give the callback mode='min' or mode='max'"),
+        (BestModelCheckpoint(monitor="mine"), {}, "Create the callback with mode='min' or mode='max'"),
         (BestModelCheckpoint(monitor="loss"), {"checkpoints": Checkpoints(best="mae")}, "leave one of them out"),
-        (keras.callbacks.ModelCheckpoint("x.keras"), {}, "keeps its files in a Store, but none is given"),
+        (keras.callbacks.ModelCheckpoint("x.keras"), {}, "keeps its files in a Store, but no store is set"),
         (
             keras.callbacks.ModelCheckpoint("x.keras", "loss", save_best_only=True, save_freq=3),
             {},
@@ -143,7 +143,7 @@ def fails(label, output):
         (
             {"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2), "backward_passes_per_step": 2},
             ParamError,
-            "gradient_accumulation_steps=2 both gather",
+            "gradient_accumulation_steps=2 both accumulate",
         ),
         (
             {"loss": keras.losses.CategoricalCrossentropy()},
@@ -163,14 +163,14 @@ def fails(label, output):
         (
             {"loss": torch.nn.MSELoss()},
             ParamError,
-            "MSELoss computes with other tensors than those of Keras on tensorflow. Use TorchEstimator for PyTorch",
+            "MSELoss does not compute with the tensors of Keras on tensorflow. Use TorchEstimator for PyTorch",
         ),
         (
             {"loss": "sparse_categorical_crossentopy"},
             ParamError,
             "(?s)loss: .* Did you mean 'sparse_categorical_crosse",
         ),
-        ({"loss": {"y": ["no such thing"]}}, ParamError, "(?s)does not know 'no such thing'.*Give a name of keras"),
+        ({"loss": {"y": ["no such thing"]}}, ParamError, "(?s)does not know 'no such thing'.*Pass a name from keras"),
         ({"metrics": ["acuracy"]}, ParamError, "metrics: Keras does not know 'acuracy'. Did you mean 'accuracy'"),
         ({"optimizer": "adm"}, ParamError, "optimizer: Keras does not know 'adm'. Did you mean 'adam'"),
         (
@@ -192,7 +192,7 @@ def fails(label, output):
         (
             {"metrics": [Unmade()]},
             ParamError,
-            "(?s)cannot be made so: .*unexpected keyword argument 'name'.*base class",
+            "(?s)cannot be rebuilt: .*unexpected keyword argument 'name'.*base class",
         ),
         ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, ParamError, "mixed_bfloat16"),
     ],
@@ -212,8 +212,13 @@ def reading(*inputs):
 @pytest.mark.parametrize(
     ("inputs", "dtypes", "error", "message"),
     [
-        ([("x", "float32"), ("z", "float32")], ("str", "float32"), ParamError, "'x' is a text, but .* takes float32"),
-        ([("x", "string"), ("z", "float32")], ("int64", "float32"), ParamError, "'x' takes strings, .* is none. Cast"),
+        ([("x", "float32"), ("z", "float32")], ("str", "float32"), ParamError, "'x' holds text, but .* takes float32"),
+        (
+            [("x", "string"), ("z", "float32")],
+            ("int64", "float32"),
+            ParamError,
+            "takes strings, .* does not hold text. Cast",
+        ),
         ([("x", "string"), ("z", "float32")], ("bytes", "float32"), SchemaError, "'x' has the type binary"),
         ([("x", "string"), ("z", "float32")], ("str", "datetime64[D]"), SchemaError, "'z' has the type date"),
     ],
@@ -233,11 +238,11 @@ def test_texts_and_numbers_are_not_put_side_by_side_and_labels_are_numbers():
     )
     model = OwnSteps()
     model(keras.ops.zeros((1, 6)))
-    with pytest.raises(ParamError, match="'x' is a text, but the input 'input' takes numbers"):
+    with pytest.raises(ParamError, match="'x' holds text, but the input 'input' takes numbers"):
         PLUGIN.check(parameters(data, model=model), data, None)
     for text in ("string", "str"):
         inputs = named_inputs("inputs", {"a": {"columns": ["x", "z"], "dtype": text}})
-        with pytest.raises(ParamError, match="The input 'a' takes strings, but the column 'z' is none"):
+        with pytest.raises(ParamError, match="The input 'a' takes strings, but the column 'z' does not hold text"):
             PLUGIN.check(parameters(data, model=reading(("a", "string")), inputs=inputs), data, None)
     with pytest.raises(SchemaError, match="'y' has the type string, which cannot be a label"):
         PLUGIN.check(parameters(data, model=reading(("x", "string"), ("z", "float32"))), data, None)
@@ -270,7 +275,7 @@ def test_a_metric_of_several_numbers_is_refused(outputs):
     data = schema(x=("feature", "float32", (6,), "array"), y=("label", "float32", (outputs,), "array"))
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(outputs)])
     given = parameters(data, model=model, loss="mse", metrics=[keras.metrics.F1Score()])
-    with pytest.raises(ParamError, match=rf"'f1_score' gives numbers of shape \[{outputs}\], .*average='macro'"):
+    with pytest.raises(ParamError, match=rf"'f1_score' returns numbers of shape \[{outputs}\], .*average='macro'"):
         PLUGIN.check(given, data, None)
 
 
@@ -377,18 +382,18 @@ def test_the_outputs_of_a_subclass_are_named_by_the_labels_and_come_in_their_ord
         return parameters(data, model=model, loss=loss, metrics=None, **more)
 
     assert PLUGIN.check(given("tuple"), data, None) == [(3,), (1,)]
-    with pytest.raises(ModelOutputError, match=r"gives a dict of outputs where a list of outputs.*\['y', 'z'\]"):
+    with pytest.raises(ModelOutputError, match=r"returns a dict of outputs, but a list of outputs.*\['y', 'z'\]"):
         PLUGIN.check(given("dict"), data, None)
     unlabelled = DataSchema(data.of("feature"))
     PLUGIN.export(given("tuple", unlabelled), unlabelled, tmp_path)
-    with pytest.raises(ModelOutputError, match=r"gives a list of outputs where one output is expected.* with from_mod"):
+    with pytest.raises(ModelOutputError, match=r"a list of outputs, but one output is expected.* with from_mod"):
         PLUGIN.predictor(tmp_path).predict({"x": np.zeros((2, 6))})
 
 
 def test_a_class_number_without_an_output_is_refused_with_those_that_there_are():
     sample = rows(4)
     sample["y"][-1] = 3
-    with pytest.raises(ModelOutputError, match=r"(?s)cannot compare.*3 outputs are the classes 0 to 2; number the lab"):
+    with pytest.raises(ModelOutputError, match=r"(?s)cannot compare.*3 outputs stand for the classes 0 to 2; number"):
         PLUGIN.check(parameters(), DATA, sample)
 
 

@@ -519,7 +519,7 @@ def devices_by_torch():
     from sparkhvd.estimators.keras import plugin, trainer  # noqa: PLC0415
 
     def place(gpu):
-        with keras.device("meta"), plugin._place(gpu)():
+        with keras.device("meta"), plugin._device_scope(gpu)():
             return str(get_device())
 
     chosen = []
@@ -695,7 +695,7 @@ def test_ranks_train_the_same_weights_in_bfloat16(group):
 def test_sparse_columns_train_the_same_weights_on_tensorflow_and_are_refused_elsewhere(group):
     on_sparse, on_dense = (group.run(train_on_vectors, sparse)[0] for sparse in (True, False))
     if isinstance(on_sparse, str):
-        assert "'x' is in sparse_cols; of Keras' backends only TensorFlow takes sparse tensors here" in on_sparse
+        assert "'x' is in sparse_cols, but only Keras' TensorFlow backend takes sparse tensors here" in on_sparse
         return
     for one, other in zip(on_sparse, on_dense, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -738,7 +738,7 @@ def test_texts_train_a_subclass_on_tensorflow_and_are_refused_elsewhere(group):
     """Also where a rank begins with no row at all."""
     found, other = group.run(train_on_texts, [(8, 0), *PARTIAL_END])
     if isinstance(found, str):
-        assert "'x' is a text; of Keras' backends only TensorFlow has tensors of strings" in found
+        assert "'x' holds text, but only Keras' TensorFlow backend has string tensors" in found
         return
     for one, two in zip(found, other, strict=True):
         np.testing.assert_array_equal(one, two)
