@@ -1,4 +1,4 @@
-"""What ``sparkhvdrun --check-build`` shows."""
+"""The output of ``sparkhvdrun --check-build``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sparkhvd.comm import features
 
 
 def check_build() -> str:
-    """A table of what is available here, in the form that Horovod's users know."""
+    """Return a table of the available features, in Horovod's format."""
     frameworks = {"TensorFlow": "tensorflow", "Keras": "keras", "PyTorch": "torch", "Lightning": "lightning"}
     parts = {
         "Available Frameworks": {name: find_spec(module) is not None for name, module in frameworks.items()},
@@ -25,5 +25,5 @@ def check_build() -> str:
     }
     lines = [f"sparkhvd v{sparkhvd.__version__}:"]
     for title, rows in parts.items():
-        lines += ["", f"{title}:", *(f"    [{'X' if there else ' '}] {name}" for name, there in rows.items())]
+        lines += ["", f"{title}:", *(f"    [{'X' if available else ' '}] {name}" for name, available in rows.items())]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The flags of ``sparkhvdrun``: those that Horovod's users type, under their names."""
+"""The flags of ``sparkhvdrun``, which have the same names as Horovod's."""
 
 from __future__ import annotations
 
@@ -30,29 +30,33 @@ class Tuning:
     Attributes:
         flag: its name, without dashes.
         variable: Horovod's name for the setting.
-        place: section and key in a configuration file.
+        config_key: section and key in a configuration file.
         switch: whether it takes no value but has a ``--no-`` form.
-        convert: makes the variable's text from the flag's.
+        convert: converts the flag's text to the variable's.
         inverted: whether the variable turns off what the flag turns on.
     """
 
     flag: str
     variable: str
-    place: tuple[str, str]
+    config_key: tuple[str, str]
     switch: bool = False
     convert: Callable[[str], str] = _same
     inverted: bool = False
 
     @property
     def name(self) -> str:
-        """The attribute of the parsed arguments."""
+        """The name of the attribute of the parsed arguments."""
         return self.flag.replace("-", "_")
 
     def text(self, value: object) -> str:
-        """What the variable is set to."""
+        """Return the value of the variable.
+
+        Raises:
+            ValueError: the flag's value cannot be converted.
+        """
         if self.switch:
             if not isinstance(value, int):
-                raise ValueError("it is neither true nor false")
+                raise ValueError("must be true or false")
             return str(int(bool(value) != self.inverted))
         return self.convert(str(value))
 
@@ -99,14 +103,14 @@ TUNINGS = (
     Tuning("log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", ("logging", "hide_timestamp"), True),
 )
 
-# Where a configuration file has what --mpi-args gives.
+# The section and key of --mpi-args in a configuration file.
 MPI_ARGS = ("library_options", "mpi_args")
-# Flags of Horovod that are accepted, with the line that says why they change nothing.
+# Flags of Horovod that are accepted without effect, with the reason.
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "--disable-cache": "nothing about the hosts is kept between runs",
+    "--disable-cache": "no state of the hosts is cached between runs",
     "--tcp": "InfiniBand verbs are not used",
 }
-# Flags of Horovod for what there is no way to do here.
+# Flags of Horovod that are rejected, with the reason.
 UNSUPPORTED: Mapping[str, str] = {
     "--jsrun": "LSF's jsrun is not supported; use -H host1:2,host2:2, or --mpi",
     "--min-np": "an elastic job cannot be started from the command line",
@@ -121,7 +125,7 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 
 
-# Flags that say how to reach other machines, by their attributes.
+# Flags that configure the access to other machines, by their attributes.
 FOR_HOSTS: Mapping[str, str] = {
     "ssh_port": "--ssh-port",
     "ssh_identity_file": "--ssh-identity-file",
@@ -130,26 +134,26 @@ FOR_HOSTS: Mapping[str, str] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line in one line, without all that could be on it."""
+    """Reports errors of a command line in one line, without the usage."""
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         choices = [str(choice) for choice in action.choices or ()]
-        if str(value) not in choices and (meant := did_you_mean(str(value), choices)):
-            raise argparse.ArgumentError(action, f"there is no {value!r}. {meant}")
+        if str(value) not in choices and (suggestion := did_you_mean(str(value), choices)):
+            raise argparse.ArgumentError(action, f"unknown value {value!r}. {suggestion}")
         super()._check_value(action, value)
 
     def parse(self, words: Sequence[str] | None) -> argparse.Namespace:
-        """The flags of a command line; a misspelt one ends the program with the nearest that there is."""
-        found, unknown = self.parse_known_args(words)
+        """Return the flags of a command line; for a misspelled one, exit with a suggestion."""
+        flags, unknown = self.parse_known_args(words)
         for word in unknown:
             if not word.startswith("-"):
-                self.error(f"{word} is more than was expected.")
-            meant = did_you_mean(word.partition("=")[0], self._flags(), show=str)
-            self.error(f"there is no flag {word}. {meant}".rstrip())
-        return found
+                self.error(f"unexpected argument {word}.")
+            suggestion = did_you_mean(word.partition("=")[0], self._flags(), show=str)
+            self.error(f"unknown flag {word}. {suggestion}".rstrip())
+        return flags
 
     def _flags(self) -> list[str]:
-        """Those of its commands, too."""
+        """Return all flags, including those of subcommands."""
         flags = [flag for action in self._actions for flag in action.option_strings]
         for action in self._actions:
             if isinstance(action.choices, Mapping):  # the parsers of commands
@@ -161,13 +165,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {sentence} See {self.prog} --help.\n")
 
 
-class _Refuse(argparse.Action):
-    """Ends the program with the reason why a flag cannot be followed."""
+class _UnsupportedFlag(argparse.Action):
+    """Exits with the reason why a flag is not supported."""
 
     def __call__(
         self,
         parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,  # noqa: ARG002 - argparse calls it so
+        namespace: argparse.Namespace,  # noqa: ARG002 - argparse's signature
         values: object,  # noqa: ARG002
         option_string: str | None = None,
     ) -> None:
@@ -175,7 +179,7 @@ class _Refuse(argparse.Action):
 
 
 def add_interfaces(parser: argparse.ArgumentParser) -> None:
-    """The flag for ``nics``."""
+    """Add the flag for ``nics``."""
     parser.add_argument(
         *("--network-interfaces", "--network-interface"),
         dest="nics",
@@ -187,48 +191,50 @@ def add_interfaces(parser: argparse.ArgumentParser) -> None:
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
-    made = Parser(
+    """Return the parser of the command line."""
+    command_line = Parser(
         prog="sparkhvdrun",
         description="Run a program once per rank, on this machine or on others through ssh; hvd.init() connects them.",
         allow_abbrev=False,
     )
-    made.add_argument("-v", "--version", action="version", version=sparkhvd.__version__)
-    made.add_argument("-np", "--num-proc", type=int, help="number of ranks; all slots when left out")
-    made.add_argument("-cb", "--check-build", action="store_true", help="show what is available, and end")
-    made.add_argument("--start-timeout", type=float, help="seconds within which all ranks must have started")
-    add_interfaces(made)
-    made.add_argument("--output-filename", help="folder that keeps each rank's output: rank.<number>/stdout, stderr")
-    made.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
-    made.add_argument("--verbose", action="store_true", help="show debug lines, and the command line of mpirun")
-    made.add_argument("--config-file", help="YAML file with settings; flags win")
-    made.add_argument("-p", "--ssh-port", type=int)
-    made.add_argument("-i", "--ssh-identity-file")
-    hosts = made.add_mutually_exclusive_group()
-    hosts.add_argument("-H", "--hosts", help="host1:2,host2:2; this machine when left out")
+    command_line.add_argument("-v", "--version", action="version", version=sparkhvd.__version__)
+    command_line.add_argument("-np", "--num-proc", type=int, help="number of ranks; default: all slots")
+    command_line.add_argument("-cb", "--check-build", action="store_true", help="show the available features and exit")
+    command_line.add_argument("--start-timeout", type=float, help="seconds within which all ranks must have started")
+    add_interfaces(command_line)
+    command_line.add_argument("--output-filename", help="folder for each rank's output: rank.<number>/stdout, stderr")
+    command_line.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
+    command_line.add_argument("--verbose", action="store_true", help="show debug lines, and the command line of mpirun")
+    command_line.add_argument("--config-file", help="YAML file with settings; flags override it")
+    command_line.add_argument("-p", "--ssh-port", type=int)
+    command_line.add_argument("-i", "--ssh-identity-file")
+    hosts = command_line.add_mutually_exclusive_group()
+    hosts.add_argument("-H", "--hosts", help="host1:2,host2:2; default: this machine")
     hosts.add_argument("-hostfile", "--hostfile", help="file with lines like 'host1 slots=2'")
-    controller = made.add_mutually_exclusive_group()
-    controller.add_argument("--gloo", action="store_true", help="the launcher of sparkhvd itself, as without it")
-    controller.add_argument("--mpi", action="store_true", help="let mpirun start the ranks; needs mpi4py")
-    made.add_argument("--mpi-args", default="", help="more arguments of mpirun, in one string")
-    made.add_argument("--binding-args", default="", help="process binding arguments of mpirun, in one string")
-    _add_tunings(made)
+    controller = command_line.add_mutually_exclusive_group()
+    controller.add_argument("--gloo", action="store_true", help="use sparkhvd's own launcher (the default)")
+    controller.add_argument("--mpi", action="store_true", help="start the ranks with mpirun; needs mpi4py")
+    command_line.add_argument("--mpi-args", default="", help="more arguments of mpirun, in one string")
+    command_line.add_argument("--binding-args", default="", help="process binding arguments of mpirun, in one string")
+    _add_tunings(command_line)
     for flag in WITHOUT_EFFECT:
-        made.add_argument(flag, dest="without_effect", action="append_const", const=flag, help=argparse.SUPPRESS)
+        command_line.add_argument(
+            flag, dest="without_effect", action="append_const", const=flag, help=argparse.SUPPRESS
+        )
     for flag in UNSUPPORTED:
-        made.add_argument(flag, action=_Refuse, nargs="*", help=argparse.SUPPRESS)
-    made.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
-    return made
+        command_line.add_argument(flag, action=_UnsupportedFlag, nargs="*", help=argparse.SUPPRESS)
+    command_line.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
+    return command_line
 
 
-def _add_tunings(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("settings of the ranks")
-    for one in TUNINGS:
-        if one.switch:
-            group.add_argument(f"--{one.flag}", dest=one.name, action="store_true", default=None)
-            group.add_argument(f"--no-{one.flag}", dest=one.name, action="store_false", help=argparse.SUPPRESS)
+def _add_tunings(command_line: argparse.ArgumentParser) -> None:
+    group = command_line.add_argument_group("settings of the ranks")
+    for tuning in TUNINGS:
+        if tuning.switch:
+            group.add_argument(f"--{tuning.flag}", dest=tuning.name, action="store_true", default=None)
+            group.add_argument(f"--no-{tuning.flag}", dest=tuning.name, action="store_false", help=argparse.SUPPRESS)
         else:
-            group.add_argument(f"--{one.flag}", dest=one.name)
-    # Horovod's other names of the last ones.
+            group.add_argument(f"--{tuning.flag}", dest=tuning.name)
+    # Horovod's other names for --log-hide-timestamp.
     group.add_argument("--log-without-timestamp", dest="log_hide_timestamp", action="store_true", default=None)
     group.add_argument("--log-with-timestamp", dest="log_hide_timestamp", action="store_false")

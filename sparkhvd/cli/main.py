@@ -1,4 +1,4 @@
-"""``sparkhvd doctor``: the preflight on the command line."""
+"""``sparkhvd doctor``: the preflight as a command."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-# What Spark's JVM writes at every start, and what says nothing about a failure.
-_GREETINGS = (
+# Lines that Spark's JVM writes at every start, which do not explain a failure.
+_STARTUP_LINES = (
     "WARNING: Using incubator modules",
     "Using Spark's default log4j",
     "Setting default log level",
@@ -45,12 +45,12 @@ _GREETINGS = (
 _NAME_SECONDS = 10.0
 
 
-class StillTryingError(LaunchError):
-    """Spark has made no session in time, and goes on trying."""
+class SessionTimeoutError(LaunchError):
+    """Spark has not created a session in time, and is still trying."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; the exit code is 0 when nothing keeps a job from running."""
+    """Run the command; return the exit code, which is 0 if nothing prevents a job from running."""
     words = sys.argv[1:] if arguments is None else arguments
     if not words:
         parser().print_help(sys.stderr)
@@ -76,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 session.stop()
     except SparkHvdError as error:
         sys.stderr.write(f"sparkhvd: {error}\n")
-        if isinstance(error, StillTryingError):
+        if isinstance(error, SessionTimeoutError):
             sys.stderr.flush()
-            os._exit(1)  # what pyspark does at the end of a program would wait for the same server again
+            os._exit(1)  # pyspark's exit handlers would wait for the same server again
         return 1
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in {"pyspark", "py4j"}:
@@ -89,28 +89,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
-    about = "sparkhvd on the command line. `sparkhvd COMMAND --help` shows the flags of a command."
-    made = Parser(prog="sparkhvd", description=about, allow_abbrev=False)
-    made.add_argument("-v", "--version", action="version", version=sparkhvd.__version__)
-    commands = made.add_subparsers(required=True, metavar="COMMAND")
-    doctor = commands.add_parser("doctor", help="look for what would keep a job from running well on a cluster")
+    """Return the parser of the command line."""
+    about = "The command line of sparkhvd. `sparkhvd COMMAND --help` shows the flags of a command."
+    command_line = Parser(prog="sparkhvd", description=about, allow_abbrev=False)
+    command_line.add_argument("-v", "--version", action="version", version=sparkhvd.__version__)
+    commands = command_line.add_subparsers(required=True, metavar="COMMAND")
+    doctor = commands.add_parser("doctor", help="check a cluster for problems that would prevent or slow down a job")
     where = doctor.add_mutually_exclusive_group()
-    where.add_argument("--master", help="Spark's master URL; that of Spark's own configuration when left out")
+    where.add_argument("--master", help="Spark's master URL; default: the master of Spark's own configuration")
     where.add_argument("--remote", help="a Spark Connect server, like sc://host")
-    doctor.add_argument("-np", "--num-proc", type=int, help="number of ranks; all slots when left out")
+    doctor.add_argument("-np", "--num-proc", type=int, help="number of ranks; default: all slots")
     doctor.add_argument("--store", help="URL of a Store to check")
     doctor.add_argument("--gpus-per-task", type=float)
     doctor.add_argument("--cpus-per-task", type=int)
     add_interfaces(doctor)
-    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a session, and for busy slots")
+    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a session and for busy slots")
     doctor.add_argument("--conf", action="append", default=[], metavar="NAME=VALUE", help="a setting of Spark")
-    return made
+    return command_line
 
 
 def _session(flags: argparse.Namespace) -> tuple[SparkSession, bool]:
-    """The session to use, and whether it is ours to stop: ``spark-submit`` programs may have one already."""
-    from pyspark.sql import SparkSession  # noqa: PLC0415 - what else the program does needs no Spark
+    """Return the session to use, and whether to stop it: a ``spark-submit`` program may already have one."""
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - --help and --version need no Spark
 
     builder = SparkSession.builder.appName("sparkhvd doctor")
     if flags.master is not None:
@@ -120,31 +120,31 @@ def _session(flags: argparse.Namespace) -> tuple[SparkSession, bool]:
     for setting in flags.conf:
         name, equals, value = setting.partition("=")
         if not equals:
-            raise ConfigError(f"--conf {setting!r} is not like spark.executor.cores=4.")
+            raise ConfigError(f"--conf must be NAME=VALUE, like spark.executor.cores=4, got {setting!r}.")
         builder = builder.config(name, value)
     own = SparkSession.getActiveSession() is None
     if own:
         _check_hosts(flags)
         if flags.remote is None:
             _check_java()
-        sys.stderr.write(f"sparkhvd: waiting at most {flags.timeout:g} s for a Spark session of {_place(flags)}\n")
+        sys.stderr.write(f"sparkhvd: waiting at most {flags.timeout:g} s for a Spark session of {_master(flags)}\n")
     with tempfile.TemporaryFile() as log:
         try:
-            with _stderr_to(log):  # of Spark's JVM for as long as it lives
+            with _stderr_to(log):  # Spark's JVM inherits it for as long as it lives
                 made = in_background(builder.getOrCreate, "sparkhvd-session")
                 return made.result(flags.timeout if math.isfinite(flags.timeout) else None), own
         except TimeoutError:
-            why = f"none came within --timeout {flags.timeout:g} s.{_last_line(log)}"
-            raise StillTryingError(f"There is no Spark session of {_place(flags)}: {why}") from None
+            why = f"none was created within --timeout {flags.timeout:g} s.{_last_line(log)}"
+            raise SessionTimeoutError(f"There is no Spark session of {_master(flags)}: {why}") from None
         except Exception as error:
             why = _in_one_line(error)
-            if not hasattr(error, "java_exception"):  # one of those says it all
+            if not hasattr(error, "java_exception"):  # a Java exception needs no explanation from the log
                 why = f"{why.removesuffix('.')}.{_last_line(log)}"
-            raise LaunchError(f"There is no Spark session of {_place(flags)}: {why}") from error
+            raise LaunchError(f"There is no Spark session of {_master(flags)}: {why}") from error
 
 
 def _check_java() -> None:
-    """Look for the Java that Spark starts.
+    """Check that there is a Java for Spark to start.
 
     Raises:
         LaunchError: there is none.
@@ -157,34 +157,34 @@ def _check_java() -> None:
         )
     if home is None and shutil.which("java") is None:
         raise LaunchError(
-            "There is no java on PATH, so Spark cannot start. Install Java 17 or later, or set JAVA_HOME."
+            "java was not found on PATH, so Spark cannot start. Install Java 17 or later, or set JAVA_HOME."
         )
 
 
 def _check_hosts(flags: argparse.Namespace) -> None:
-    """Spark would try hosts without an address again and again.
+    """Check that a host of the flags has an address: Spark would retry hosts without one endlessly.
 
     Raises:
-        LaunchError: this machine knows the address of no host that the flags name.
+        LaunchError: this machine cannot resolve any host that the flags name.
     """
     scheme, _, rest = str(flags.remote or flags.master or "").partition("://")
     if scheme not in {"spark", "sc"}:
         return
     unknown = []
-    for place in rest.partition("/")[0].split(","):
-        host = place
+    for location in rest.partition("/")[0].split(","):
+        host = location
         try:
-            host = urlsplit(f"//{place}").hostname or ""
-            asked = in_background(functools.partial(socket.getaddrinfo, host, None), "sparkhvd-names")
-            asked.result(min(flags.timeout, _NAME_SECONDS))
+            host = urlsplit(f"//{location}").hostname or ""
+            lookup = in_background(functools.partial(socket.getaddrinfo, host, None), "sparkhvd-names")
+            lookup.result(min(flags.timeout, _NAME_SECONDS))
         except TimeoutError:
-            return  # a slow name server; Spark asks again
+            return  # the name server is slow; Spark tries again
         except (OSError, ValueError) as error:
             unknown.append(f"{host!r} ({error.args[-1]})")
         else:
             return
     raise LaunchError(
-        f"There is no Spark session of {_place(flags)}: this machine finds no address of the host "
+        f"There is no Spark session of {_master(flags)}: this machine cannot resolve the host "
         f"{' and '.join(unknown)}. Check the name, and the DNS or /etc/hosts of this machine."
     )
 
@@ -192,11 +192,11 @@ def _check_hosts(flags: argparse.Namespace) -> None:
 def _last_line(log: IO[bytes]) -> str:
     log.seek(0)
     lines = log.read().decode("utf-8", "replace").splitlines()
-    written = [line for line in lines if line[:1].strip() and not any(words in line for words in _GREETINGS)]
-    return f" The last that Spark wrote: {written[-1]}" if written else ""
+    written = [line for line in lines if line[:1].strip() and not any(words in line for words in _STARTUP_LINES)]
+    return f" Spark's last output: {written[-1]}" if written else ""
 
 
-def _place(flags: argparse.Namespace) -> str:
+def _master(flags: argparse.Namespace) -> str:
     return str(flags.remote or flags.master or "the master that Spark's configuration names")
 
 
@@ -206,7 +206,7 @@ def _in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def _stderr_to(file: IO[bytes]) -> Iterator[None]:
-    """Within this block what this process and the children that it starts write to stderr goes into the file."""
+    """Redirect the stderr of this process, and of children that it starts, to the file within this block."""
     before = os.dup(2)
     os.dup2(file.fileno(), 2)
     try:

@@ -1,4 +1,4 @@
-"""``sparkhvdrun``: a program once per rank, without Spark."""
+"""``sparkhvdrun``: runs a program once per rank, without Spark."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from sparkhvd.driver.run import run_with
 from sparkhvd.errors import ConfigError, SparkHvdError
 from sparkhvd.task.worker.command import run_command
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# What mpirun may take to end its ranks.
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The time that mpirun may take to end its ranks.
 _MPIRUN_SECONDS = 10
 _OF_OPEN_MPI = ("OMPI_", "ORTE_", "PMIX_", "PRTE_")
-# Ends mpirun when its own stdin ends, which we hold no longer when we are killed.
+# Ends mpirun when its own stdin is closed, even by the death of this process.
 _END_AFTER_US = (
     'cat; kill -TERM "$0"; n=0; while kill -0 "$0" && [ $n -lt "$1" ]; do sleep 1; n=$((n+1)); done; kill -KILL "-$0"'
 )
 
 
 class EndedBySignal(KeyboardInterrupt):
-    """This program was told to end; ``number`` is the signal."""
+    """A signal ends this program; ``number`` is the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
@@ -48,17 +48,17 @@ class EndedBySignal(KeyboardInterrupt):
 
 @contextmanager
 def _ending_on_signals() -> Iterator[None]:
-    """Within this block SIGINT, SIGTERM and SIGHUP raise ``EndedBySignal``.
+    """Raise ``EndedBySignal`` on SIGINT, SIGTERM and SIGHUP within this block.
 
-    SIGINT also where our parent had it ignored: a shell starts background jobs that way, and Python then installs no
-    handler. That SIGHUP is ignored is a wish of the user's (``nohup``).
+    SIGINT is handled even if it was ignored at the start: a shell starts background jobs that way, and Python then
+    installs no handler. An ignored SIGHUP stays ignored, because the user asked for it (``nohup``).
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise EndedBySignal(number)
 
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-    previous = {number: signal.signal(number, end) for number in _ENDING if number not in ignored}
+    previous = {number: signal.signal(number, end) for number in _ENDING_SIGNALS if number not in ignored}
     try:
         yield
     finally:
@@ -67,18 +67,18 @@ def _ending_on_signals() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; the exit code is 0 when all ranks ended well.
+    """Run the program of the command line; return the exit code, which is 0 if all ranks succeeded.
 
-    A signal that ends it ends the ranks, too; the exit code is then 128 and its number.
+    A signal that ends this program ends the ranks, too; the exit code is then 128 plus its number.
     """
-    made = parser()
-    flags = made.parse(arguments)
+    command_line = parser()
+    flags = command_line.parse(arguments)
     if flags.check_build:
         sys.stdout.write(check_build() + "\n")
         return 0
     command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
     if not command:
-        made.error("there is no program to run, for example: sparkhvdrun -np 2 python train.py")
+        command_line.error("missing the program to run, for example: sparkhvdrun -np 2 python train.py")
     logging.basicConfig(stream=sys.stderr, format="sparkhvdrun: %(message)s")
     try:
         with _ending_on_signals():
@@ -92,20 +92,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
     file = read_file(flags.config_file)
-    given = variables(flags, file)
+    settings = variables(flags, file)
     flags.mpi_args = flags.mpi_args or str(file.get(MPI_ARGS[0], {}).get(MPI_ARGS[1]) or "")
     hosts = _hosts(flags)
     if not hosts and flags.timeline_filename and not Path(flags.timeline_filename).absolute().parent.is_dir():
-        raise ConfigError(f"--timeline-filename {flags.timeline_filename}: there is no such folder.")
+        raise ConfigError(f"--timeline-filename {flags.timeline_filename}: its folder does not exist. Create it first.")
     by_mpi = flags.mpi or (file.get("controller", {}).get("name") == "mpi" and not flags.gloo)
     launcher = "mpi" if by_mpi else "ssh" if hosts else "local"
-    for line in notices(flags, given, launcher):
+    for line in notices(flags, settings, launcher):
         sys.stderr.write(f"sparkhvdrun: {line}\n")
-    if by_mpi and flags.start_timeout is not None:  # for hvd.init(); mpirun itself knows no such limit
-        given[variable_of("start_timeout")] = str(flags.start_timeout)
-    if by_mpi and flags.nics:  # for the gradients; what mpirun gets is for Open MPI's own connections
-        given[variable_of("network_interfaces")] = ",".join(flags.nics)
-    export(given)
+    if by_mpi and flags.start_timeout is not None:  # for hvd.init(); mpirun itself has no such limit
+        settings[variable_of("start_timeout")] = str(flags.start_timeout)
+    if by_mpi and flags.nics:  # for the collectives; mpirun's parameters configure Open MPI's own connections
+        settings[variable_of("network_interfaces")] = ",".join(flags.nics)
+    export(settings)
     options = RunOptions(
         start_timeout=flags.start_timeout,
         nics=tuple(flags.nics) if hosts else (),
@@ -116,11 +116,11 @@ def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
     if by_mpi:
         check_counts(flags.num_proc)
         check_options(options, launcher)
-        from_environment()  # refuses what the ranks could not read
+        from_environment()  # rejects settings that the ranks could not read
         return _run_by_mpi(flags, hosts, command)
     for flag in ("mpi_args", "binding_args"):
         if getattr(flags, flag):
-            raise ConfigError(f"--{flag.replace('_', '-')} is for mpirun; give --mpi, too.")
+            raise ConfigError(f"--{flag.replace('_', '-')} is for mpirun. Pass --mpi, too.")
     request = LaunchRequest(
         num_proc=flags.num_proc, hosts=hosts, ssh=SshOptions(flags.ssh_port, flags.ssh_identity_file)
     )
@@ -138,11 +138,12 @@ def _hosts(flags: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def _run_by_mpi(flags: argparse.Namespace, hosts: tuple[Host, ...], command: Sequence[str]) -> int:
-    """By ``mpirun`` alone: it starts the ranks, and ``hvd.init()`` asks MPI who they are."""
+    """Run the program with ``mpirun`` alone: it starts the ranks, and ``hvd.init()`` gets their ranks from MPI."""
     line = [find_mpirun(with_orted=False), *mpirun_words(flags, hosts, environment_for_hosts(), is_root()), *command]
     if flags.verbose:
         sys.stderr.write(f"sparkhvdrun: {shlex.join(line)}\n")
-    # In a session of its own, so that a signal reaches it once, through us, and it ends its ranks in order.
+    # In a session of its own, so that a signal reaches it only once, through this process, and it ends its ranks in
+    # order.
     with subprocess.Popen(line, start_new_session=True) as mpirun:
         try:
             with _ended_after_us(mpirun):
@@ -154,7 +155,7 @@ def _run_by_mpi(flags: argparse.Namespace, hosts: tuple[Host, ...], command: Seq
 
 @contextmanager
 def _ended_after_us(mpirun: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Within this block ``mpirun`` ends, and its ranks with it, also when this process is killed."""
+    """End ``mpirun`` and its ranks even if this process is killed within this block."""
     with subprocess.Popen(
         ["/bin/sh", "-c", _END_AFTER_US, str(mpirun.pid), str(_MPIRUN_SECONDS)],
         start_new_session=True,
@@ -179,13 +180,13 @@ def _end(mpirun: subprocess.Popen[bytes]) -> None:
 def mpirun_words(
     flags: argparse.Namespace, hosts: tuple[Host, ...], environment: Mapping[str, str], root: bool
 ) -> list[str]:
-    """The arguments of ``mpirun`` for these flags.
+    """Return the arguments of ``mpirun`` for these flags.
 
     Args:
-        flags: of the command line.
+        flags: flags of the command line.
         hosts: where to run; empty is this machine.
-        environment: variables that the ranks get on all hosts; Open MPI carries its own ones itself.
-        root: whether this runs as root.
+        environment: variables that the ranks get on all hosts; Open MPI forwards its own variables itself.
+        root: whether this process runs as root.
     """
     used = take_slots(hosts, flags.num_proc) if hosts else ()
     count = sum(host.slots for host in used) or flags.num_proc
@@ -207,7 +208,7 @@ def mpirun_words(
         *("-mca", "pml", "ob1", "-mca", "btl", "^openib"),
         *(["-mca", "plm_rsh_args", " ".join(ssh)] if ssh else []),
         *(word for name, value in included.items() for word in ("-mca", name, value)),
-        # Without a folder for the job in between, it is as with the other launchers.
+        # Without a subfolder for the job, like the other launchers.
         *(["--output-filename", f"{flags.output_filename}:nojobid"] if flags.output_filename else []),
         *(["--timestamp-output"] if flags.prefix_output_with_timestamp else []),
         "--tag-output",

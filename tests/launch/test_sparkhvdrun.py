@@ -150,7 +150,7 @@ def test_mpirun_starts_the_ranks_where_it_is_asked_for(tmp_path):
     assert found[1]["interfaces"] == "lo,lo", "the gradients keep to them, too"
     assert (tmp_path / "kept" / "rank.1" / "stdout").read_text().startswith("[1,1]<stdout>:{")
     notice, line = done.stderr.splitlines()
-    assert notice == "sparkhvdrun: --ssh-port has no effect: all ranks run on this machine; -H names others."
+    assert notice == "sparkhvdrun: --ssh-port has no effect: all ranks run on this machine. Name others with -H."
     assert " -mca btl_tcp_if_include lo,lo " in line, "both flags count"
 
 
@@ -177,8 +177,8 @@ def test_hosts_of_this_machine_need_no_ssh_and_are_hosts_to_the_ranks():
     [
         (["--jsrun", "-np", "2", "x"], "--jsrun: LSF's jsrun is not supported"),
         (["--min-np", "2", "x"], "--min-np: an elastic job cannot be started from the command line"),
-        (["-np", "2"], "there is no program to run"),
-        (["-np", "2", "--mpi-args", "-x A", "true"], "--mpi-args is for mpirun; give --mpi, too"),
+        (["-np", "2"], "missing the program to run"),
+        (["-np", "2", "--mpi-args", "-x A", "true"], "--mpi-args is for mpirun. Pass --mpi, too"),
         (
             ["-np", "3", "-H", "a:1,b:1", "true"],
             "num_proc=3 is more than the 2 slots of the hosts (a:1,b:1)",
@@ -216,13 +216,13 @@ def test_what_cannot_be_done_is_said_in_one_line(arguments, words):
     [
         (
             "params:\n  fusion_treshold_mb: 4\n",
-            "params has fusion_treshold_mb; it can have fusion_threshold_mb, cycle_",
+            "params has unknown keys fusion_treshold_mb; expected some of fusion_threshold_mb, cycle_",
         ),
-        ("params: 3\n", "params is 3, not a section with fusion_threshold_mb or"),
-        ("autotune:\n  enabled: perhaps\n", "--autotune='perhaps': it is neither true nor false"),
-        ("tuning:\n  enabled: true\n", "has a section that does not exist: tuning"),
-        ("controller: jsrun\n", "controller is 'jsrun'; there are 'gloo' and 'mpi'"),
-        ("library_options:\n  mpi_args: --oversubscribe\n", "--mpi-args is for mpirun; give --mpi, too"),
+        ("params: 3\n", "params must be a section with fusion_threshold_mb or"),
+        ("autotune:\n  enabled: perhaps\n", "--autotune='perhaps': must be true or false"),
+        ("tuning:\n  enabled: true\n", "has an unknown section tuning"),
+        ("controller: jsrun\n", "controller must be 'gloo' or 'mpi', got 'jsrun'"),
+        ("library_options:\n  mpi_args: --oversubscribe\n", "--mpi-args is for mpirun. Pass --mpi, too"),
         ('controller: mpi\nlibrary_options:\n  mpi_args: "\'x"\n', '--mpi-args="\'x" is not valid shell syntax'),
     ],
 )
@@ -238,7 +238,7 @@ def test_flags_for_other_machines_say_that_they_change_nothing_on_this_one():
     done = sparkhvdrun("-np", 1, "-p", 22, "-i", "key", "--network-interface", "bogus0", "true")
     assert done.returncode == 0, done.stderr
     for flag in ("--ssh-port", "--ssh-identity-file", "--network-interfaces"):
-        assert f"{flag} has no effect: all ranks run on this machine; -H names others.\n" in done.stderr
+        assert f"{flag} has no effect: all ranks run on this machine. Name others with -H.\n" in done.stderr
 
 
 def test_check_build_shows_what_there_is():

@@ -19,9 +19,9 @@ def test_the_nearest_names_are_asked_about():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--fusion-treshold-mb", "32"], "there is no flag --fusion-treshold-mb. Did you mean --fusion-threshold-mb?"),
-        (["--ssh-prot=22"], "there is no flag --ssh-prot=22. Did you mean --ssh-port?"),
-        (["--zzz"], "there is no flag --zzz."),
+        (["--fusion-treshold-mb", "32"], "unknown flag --fusion-treshold-mb. Did you mean --fusion-threshold-mb?"),
+        (["--ssh-prot=22"], "unknown flag --ssh-prot=22. Did you mean --ssh-port?"),
+        (["--zzz"], "unknown flag --zzz."),
     ],
 )
 def test_a_misspelt_flag_of_sparkhvdrun_is_answered_with_the_nearest(words, said, capsys):

@@ -118,14 +118,14 @@ def test_a_file_names_the_controller_in_any_case(name, tmp_path):
 
 
 def test_a_timestamp_that_is_neither_true_nor_false_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--log-hide-timestamp='perhaps': it is neither true nor false"):
+    with pytest.raises(ConfigError, match="--log-hide-timestamp='perhaps': must be true or false"):
         settings([], {"logging": {"with_timestamp": "perhaps"}}, tmp_path)
 
 
 def test_a_flag_that_changes_nothing_here_is_said():
     flags = parser().parse_args(["--disable-cache", "program"])
     assert notices(flags, {}, "local") == [
-        "--disable-cache has no effect: nothing about the hosts is kept between runs."
+        "--disable-cache has no effect: no state of the hosts is cached between runs."
     ]
 
 
