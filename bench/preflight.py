@@ -29,7 +29,7 @@ from tests.launch import hosts
 from tests.launch.namespaces_script import session_on
 
 if TYPE_CHECKING:
-    from sparkhvd.driver.preflight.preflight import Tryable
+    from sparkhvd.driver.preflight.preflight import CheckableEstimator
 
 _RANKS = 2
 _SECONDS = 120.0
@@ -72,7 +72,7 @@ def measured(framework: str) -> str:
     return f"{_RANKS} hosts, a Store, and {framework} to try: {found[0]:.1f} s, again {again:.1f} s"
 
 
-def estimator_of(framework: str) -> Tryable:
+def estimator_of(framework: str) -> CheckableEstimator:
     """An estimator of the smallest model; its framework is loaded by then, as with the model of a user."""
     if framework == "torch":
         from tests import lines  # noqa: PLC0415

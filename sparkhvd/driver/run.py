@@ -1,4 +1,4 @@
-"""``run``: one function, once per rank, on the cluster of a Spark session."""
+"""``run``: runs a function once per rank on the cluster of a Spark session."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
     rows: DataFrame | None = None,
     **unknown: Never,
 ) -> list[Result]:
-    """Run ``fn`` in ``num_proc`` processes on the Spark cluster, connected through ``hvd.init()``.
+    """Run ``fn`` in ``num_proc`` processes on the Spark cluster, connected by ``hvd.init()``.
 
     Example:
         >>> def rank_and_size():
@@ -85,59 +85,58 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         [(0, 2), (1, 2)]
 
     Args:
-        fn: runs once per rank, in a process of its own. It is sent with its code when it is defined in the main script,
-            a notebook or a module that is not an installed package.
+        fn: runs once per rank, in a process of its own. Its code is sent along if it is defined in the main script, a
+            notebook or a module that is not an installed package.
         args: positional arguments of ``fn``.
         kwargs: keyword arguments of ``fn``.
         num_proc: number of ranks; None starts as many as the cluster has slots (or this machine has cores, for
             ``launcher="local"``).
         start_timeout: seconds within which all ranks must have started; None takes ``SPARKHVD_START_TIMEOUT`` (600).
-        use_mpi: True is ``launcher="mpi"``.
-        use_gloo: True is ``launcher="barrier"``.
-        extra_mpi_args: more arguments of ``mpirun``, as one string or a list.
-        env: added to the executors' own environment; None as a value removes a variable. The ``SPARKHVD_*`` settings of
-            the driver hold on all ranks.
-        stdout: where the ranks' stdout goes, each line as ``[rank]<stdout>:line``; None is ``sys.stdout``.
-            ``sparkhvd.LogFiles`` puts it into files of a Store, also where executors cannot reach the driver.
+        use_mpi: True selects ``launcher="mpi"``.
+        use_gloo: True selects ``launcher="barrier"``.
+        extra_mpi_args: additional arguments of ``mpirun``, as one string or a list.
+        env: variables to add to the executors' own environment; the value None removes a variable. The ``SPARKHVD_*``
+            settings of the driver apply to all ranks.
+        stdout: destination of the ranks' stdout, each line as ``[rank]<stdout>:line``; None is ``sys.stdout``.
+            ``sparkhvd.LogFiles`` writes it to files of a Store, even if executors cannot reach the driver.
         stderr: the same for stderr.
-        verbose: 0 leaves output in the executors' logs to which ``stdout``, ``stderr`` and ``output_filename`` give no
-            place, 1 shows it, 2 adds sparkhvd's own debug lines.
-        nics: network interfaces whose addresses the ranks use; None finds out which ones all hosts can reach.
+        verbose: 0 leaves output in the executors' logs unless ``stdout``, ``stderr`` or ``output_filename`` is set, 1
+            shows it, 2 adds sparkhvd's own debug lines.
+        nics: network interfaces whose addresses the ranks use; None uses those that all hosts can reach.
         prefix_output_with_timestamp: whether every line starts with the time of its arrival.
-        executable: the Python of the ranks; None is the one that the Spark tasks run with.
+        executable: the Python of the ranks; None is the Python of the Spark tasks.
         spark: the session to use; None takes the active one.
         launcher: ``barrier`` starts the ranks in a Spark barrier stage, ``mpi`` lets Open MPI start them in the
-            tasks of such a stage, ``local`` starts them beside this process and ``ssh`` on other machines, both without
-            Spark; ``auto`` is ``barrier``, unless ``use_mpi``, ``extra_mpi_args`` or ``hosts`` ask for another.
-        hosts: for ``launcher="ssh"``, which starts the ranks on these machines without Spark, for example
-            ``host1:2,host2:2``. Python and sparkhvd have to be installed there under the same paths.
-        ssh_port: where the hosts' ssh servers listen; None leaves it to ssh's configuration.
-        ssh_identity_file: the private key for them.
-        gpus_per_task: GPUs of each rank, where it is not what the session says (``spark.task.resource.gpu.amount``);
-            for this job alone. On standalone, YARN, Kubernetes and local-cluster.
-        cpus_per_task: cores of each rank, where it is not what the session says (``spark.task.cpus``).
-        output_filename: a folder in which each rank's output is kept as well, in ``rank.<number>/stdout`` and
-            ``stderr``.
+            tasks of such a stage, ``local`` starts them on this machine and ``ssh`` on other machines, both without
+            Spark; ``auto`` is ``barrier``, unless ``use_mpi``, ``extra_mpi_args`` or ``hosts`` select another.
+        hosts: the machines of ``launcher="ssh"``, which starts the ranks there without Spark, for example
+            ``host1:2,host2:2``. Python and sparkhvd must be installed there under the same paths.
+        ssh_port: port of the hosts' ssh servers; None uses ssh's configuration.
+        ssh_identity_file: the private key for the ssh servers.
+        gpus_per_task: GPUs of each rank, for this job only; None uses the session's ``spark.task.resource.gpu.amount``.
+            Works on standalone, YARN, Kubernetes and local-cluster.
+        cpus_per_task: cores of each rank, for this job only; None uses the session's ``spark.task.cpus``.
+        output_filename: a folder in which each rank's output is also saved, in ``rank.<number>/stdout`` and ``stderr``.
         preload: modules that the processes import while they wait for each other.
-        rows: a DataFrame with ``num_proc`` partitions; each goes to one rank, which finds it with
-            ``sparkhvd.config.given_rows()`` as a local Arrow file.
-        **unknown: nothing; other keywords, such as Horovod's ``np``, are refused with the right name.
+        rows: a DataFrame with ``num_proc`` partitions, one for each rank; ``sparkhvd.config.given_rows()`` returns the
+            rank's partition as a local Arrow file.
+        **unknown: nothing; other keywords, such as Horovod's ``np``, are rejected with the right name.
 
     Returns:
-        What ``fn`` returned on each rank, ordered by rank; 256 MB in all at most.
+        The results of ``fn``, ordered by rank; at most 256 MB in all.
 
     Raises:
         SlotsError: the cluster has fewer slots than ``num_proc``.
-        StartTimeoutError: there are enough slots, but they stayed busy, or a task or a process did not get ready.
-        RankFailedError: ``fn`` raised, or its process ended; the message carries the first failing rank's traceback.
-        LaunchError: there is no session, ``fn`` cannot be sent, or Spark lost the job.
+        StartTimeoutError: there are enough slots, but they stayed busy, or a task or a process did not become ready.
+        RankFailedError: ``fn`` raised, or its process ended; the message has the first failing rank's traceback.
+        LaunchError: there is no session, ``fn`` cannot be sent, or Spark aborted the job.
         ConfigError: an argument has a value that cannot work.
-        TypeError: there is no such argument.
+        TypeError: an argument is unknown.
     """
     for name in unknown:
         raise TypeError(unknown_argument(name, inspect.signature(run).parameters))
     if not callable(fn):
-        raise TypeError(f"run() takes a function, not {fn!r}: give it as run(train, args=(...,)), without calling it.")
+        raise TypeError(f"fn must be a function, got {fn!r}. Pass it without calling it, like run(train, args=(...,)).")
     name, request = launch_request(
         num_proc=num_proc,
         spark=spark,
@@ -181,12 +180,12 @@ def launch_request(
     gpus_per_task: float | None = None,
     cpus_per_task: int | None = None,
     rows: DataFrame | None = None,
-    **others: object,  # noqa: ARG001 - what does not say where the ranks run
+    **others: object,  # noqa: ARG001 - arguments that do not decide where the ranks run
 ) -> tuple[str, LaunchRequest]:
-    """The launcher for arguments of ``run``, and what that is told.
+    """Return the launcher for arguments of ``run``, and its request.
 
     Raises:
-        ConfigError: one has a value that cannot work, or they contradict each other.
+        ConfigError: an argument has a value that cannot work, or arguments contradict each other.
     """
     check_counts(num_proc, gpus_per_task, cpus_per_task)
     request = LaunchRequest(
@@ -209,11 +208,11 @@ def run_with(  # noqa: PLR0917
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[Result]:
-    """``run`` once it is known where."""
+    """Run ``fn`` with a launcher that has been chosen; see ``run``."""
     check_counts(request.num_proc, request.resources.gpus, request.resources.cpus)
     check_options(options, launcher)
     changes = checked_environment(options.env)
-    chosen = launcher_for(launcher, request)
+    instance = launcher_for(launcher, request)
     environment = changed_environment(changes)
     config = from_environment(environment)
     if options.start_timeout is not None:
@@ -227,7 +226,7 @@ def run_with(  # noqa: PLR0917
     deadline = Deadline.after(config.start_timeout)
     job = Job(
         payload=payload,
-        num_proc=chosen.reserve(deadline),
+        num_proc=instance.reserve(deadline),
         env=tuple(changes.items()),
         preload=tuple(options.preload),
         config=config,
@@ -242,45 +241,45 @@ def run_with(  # noqa: PLR0917
         if options.executable
         else frameworks_in_use(options.preload),  # another Python has its own packages
     )
-    with closing(_stream(options, job.num_proc)) as stream, closing(_launched(chosen, job, stream)) as handle:
+    with closing(_stream(options, job.num_proc)) as stream, closing(_launch(instance, job, stream)) as handle:
         handle.wait_started(deadline)
         return [cloudpickle.loads(content) for content in handle.results()]
 
 
 def _importable(launcher: str, request: LaunchRequest, options: RunOptions) -> Importable:
-    """What tells which of the user's modules the ranks can import."""
-    if launcher == "ssh" or options.executable:  # another Python may lack what the modules import
+    """Return the function that finds out which of the user's modules the ranks can import."""
+    if launcher == "ssh" or options.executable:  # another Python may lack the modules' dependencies
         return importable_nowhere
     return importable_here if launcher == "local" else partial(importable_on, request.session())
 
 
 def _stream(options: RunOptions, num_proc: int) -> LogStream:
-    kept = Path(options.output_filename) if options.output_filename is not None else None
+    folder = Path(options.output_filename) if options.output_filename is not None else None
     shown = options.verbose > 0
-    return LogStream(options.stdout, options.stderr, options.prefix_output_with_timestamp, kept, num_proc, shown)
+    return LogStream(options.stdout, options.stderr, options.prefix_output_with_timestamp, folder, num_proc, shown)
 
 
 def _streamed(options: RunOptions) -> tuple[str, ...]:
-    """The streams that somebody takes here: whoever gives a place for the output wants it there."""
-    taken = options.verbose > 0 or options.output_filename is not None
-    given = {"stdout": options.stdout, "stderr": options.stderr}
-    return tuple(name for name, place in given.items() if taken or place is not None)
+    """Return the streams to send to the driver: all if output is shown or saved, else those with a destination."""
+    all_streams = options.verbose > 0 or options.output_filename is not None
+    sinks = {"stdout": options.stdout, "stderr": options.stderr}
+    return tuple(name for name, sink in sinks.items() if all_streams or sink is not None)
 
 
-def _launched(launcher: Launcher, job: Job, stream: LogStream) -> LaunchHandle:
+def _launch(launcher: Launcher, job: Job, stream: LogStream) -> LaunchHandle:
     try:
         return launcher.launch(job, stream)
     except (CollectiveError, OSError) as error:
         if isinstance(error, LaunchError):
             raise
         raise LaunchError(
-            f"The driver on host {socket.gethostname()} cannot serve the job: {error}. No rank was started. Where all "
-            "ports are in use, see who holds them (ss -tan), or widen net.ipv4.ip_local_port_range."
+            f"The driver on host {socket.gethostname()} cannot serve the job: {error}. No rank was started. If all "
+            "ports are in use, list their users with `ss -tan`, or widen net.ipv4.ip_local_port_range."
         ) from error
 
 
 def _log_files(**streams: TextIO | LogFiles | None) -> tuple[tuple[str, LogFiles], ...]:
-    return tuple((name, given) for name, given in streams.items() if isinstance(given, LogFiles))
+    return tuple((name, sink) for name, sink in streams.items() if isinstance(sink, LogFiles))
 
 
 def _log_level(verbose: int) -> int:

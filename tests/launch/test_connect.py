@@ -37,7 +37,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert "spark.sql.leafNodeDefaultParallelism=7 of this cluster overrides. Set num" in found["hidden cores"]
     (ready, asked), (refused, all_slots) = found["preflight with hidden cores"]
     assert ready, asked
-    assert "2 ranks asked for; spark.sql.leafNodeDefaultParallelism=7 hides how many slots there are" in asked
+    assert "2 ranks requested; spark.sql.leafNodeDefaultParallelism=7 hides the number of slots" in asked
     assert "all ranks are on one host" in asked, "the tasks were asked"
     assert re.search(r"^- +slots +num_proc=None uses all slots.* Set num_proc\.$", all_slots, re.MULTILINE), refused
     ready, printed = found["preflight"]
@@ -45,7 +45,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     code, printed = found["doctor"]
     assert code == 0, printed
     assert "sparkhvd preflight: ready" in printed
-    assert "2 ranks (2 asked for; master connect)" in printed
+    assert "2 ranks (2 requested; master connect)" in printed
     assert found["interrupted"].startswith("Spark aborted the job: it was cancelled (Operation has been canceled).")
     before, after = found["executors of slow rows"]
     assert before == after, "the interrupt cost an executor"

@@ -48,7 +48,7 @@ def test_ranks_run_and_learn_where_all_is_set_that_databricks_sets(mounted, tmp_
             line = f"[0]<stdout>:rank {number}: host 127.0.0.1, local rank {number}, GPU {rank['own'][0]}"
             assert line in printed, printed
     assert found["report"].startswith("sparkhvd preflight: ready"), found["report"]
-    assert "slots          2 ranks (as many as there are; " in found["report"]
+    assert "slots          2 ranks (all slots; " in found["report"]
     assert found["error"] < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
     logs = mounted / "store" / "logs"
     kept = [(logs / f"rank.{rank}" / "stdout.000000").read_text() for rank in range(2)]

@@ -27,7 +27,7 @@ def found(tmp_path_factory) -> dict:
 
 def test_the_preflight_asks_every_host(found):
     assert found["preflight"]["problems"] == []
-    slots = r"4 ranks \(4 asked for; master spark://\S+\), there after [\d.]+ s"
+    slots = r"4 ranks \(4 requested; master spark://\S+\), available after [\d.]+ s"
     assert re.fullmatch(slots, found["preflight"]["slots"]), "Spark has brought executors since the session began"
     assert sorted(found["preflight"]["hosts"]) == sorted(found["addresses"])
 

@@ -62,7 +62,7 @@ def test_the_preflight_says_of_a_good_cluster_that_it_is_ready(spark, rows, tmp_
     assert printed.getvalue() == f"{report}\n"
     found = {check.name: check for check in report.checks}
     assert set(found) == {"slots", "network", "devices", "versions", "frameworks", "shared memory", "store", "model"}
-    assert found["slots"].says == "2 ranks (2 asked for; master local[4])"
+    assert found["slots"].says == "2 ranks (2 requested; master local[4])"
     assert "x [5], pixels [5, 3], y [5] gave [5, 1]" in found["model"].says
     assert [task.task_index for task in report.tasks] == [0, 1]
     assert report.tasks[0].versions == report.driver
@@ -99,7 +99,7 @@ def test_rows_that_take_too_long_are_given_up_and_their_job_is_cancelled(spark):
     report = sparkhvd.preflight(spark, estimator=Slow(), df=endless, timeout=1.0, stdout=io.StringIO())
     (said,) = [check for check in report.checks if check.name == "model"]
     assert said.verdict is Verdict.FAIL
-    assert said.says.startswith("5 rows of df did not go through the model within 1 s. Is df costly to compute")
+    assert said.says.startswith("5 rows of df did not pass through the model within 1 s. If df is costly to compute")
     wait_for(lambda: not spark.sparkContext.statusTracker().getActiveJobsIds())  # the query was cancelled
 
 
@@ -107,7 +107,7 @@ def test_the_doctor_on_the_command_line_ends_with_what_it_found(spark, tmp_path,
     assert main(["doctor", "-np", "2", "--store", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "sparkhvd preflight: ready" in said
-    assert f"store          file://{tmp_path}: a folder of the one machine that there is" in said
+    assert f"store          file://{tmp_path}: a local folder, and all tasks run on this machine" in said
     assert main(["doctor", "-np", "9"]) == 1
     assert main(["doctor", "--conf", "nothing"]) == 1
     assert "--conf must be NAME=VALUE, like spark.executor.cores=4, got 'nothing'." in capsys.readouterr().err
@@ -202,7 +202,7 @@ def test_the_preflight_looks_at_encryption_where_it_is_wanted(spark):
         for check in sparkhvd.preflight(spark, estimator=own, stdout=io.StringIO()).checks
         if check.name == "encryption"
     ]
-    assert said == Check("encryption", Verdict.OK, "all hosts can encrypt what the job sends")
+    assert said == Check("encryption", Verdict.OK, "all hosts can encrypt the job's connections")
 
 
 def test_a_preflight_that_cannot_be_is_refused(spark):

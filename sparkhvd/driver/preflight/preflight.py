@@ -1,4 +1,4 @@
-"""``preflight``: what would keep a job from running well on this cluster, and what to change."""
+"""``preflight``: finds what would prevent a job from running well on this cluster, and reports what to change."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _SAMPLE_ROWS = 5
-# How long executors take to be there, when that is said.
-_WAITED_SECONDS = 2.0
+# The report mentions a wait for executors that is longer than this.
+_REPORTED_WAIT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class AskedTasks:
-    """What an estimator asks of the cluster.
+    """The requirements of an estimator for the cluster.
 
     Attributes:
-        num_proc: ranks; None for all slots.
-        resources: what the Spark task of each is to get.
-        nics: as in ``run``.
-        encrypt: whether they encrypt what they send.
+        num_proc: number of ranks; None for all slots.
+        resources: the resources of a rank's Spark task.
+        nics: see ``run``.
+        encrypt: whether the ranks encrypt their connections.
     """
 
     num_proc: int | None
@@ -60,21 +60,21 @@ class AskedTasks:
     encrypt: bool = False
 
 
-class Tryable(Protocol):
-    """An estimator, as far as the preflight knows it."""
+class CheckableEstimator(Protocol):
+    """The interface of an estimator that the preflight uses."""
 
     def getStore(self) -> Store | None: ...  # noqa: N802 - named like all getters of Spark's estimators
 
     def asked_tasks(self) -> AskedTasks:
-        """What its ranks will need."""
+        """Return the requirements of its ranks."""
 
     def try_rows(self, dataset: DataFrame, rows: int) -> str:
-        """Put a few rows through the model, on the driver; what came out, in words."""
+        """Run a few rows through the model on the driver, and return a description of the output."""
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What the caller of ``preflight`` wants to know, with the session settled."""
+class _Request:
+    """The arguments of ``preflight``, completed with the session and the estimator's values."""
 
     spark: SparkSession
     num_proc: int | None
@@ -90,7 +90,7 @@ def preflight(
     num_proc: int | None = None,
     *,
     store: Store | str | None = None,
-    estimator: Tryable | None = None,
+    estimator: CheckableEstimator | None = None,
     df: DataFrame | None = None,
     gpus_per_task: float | None = None,
     cpus_per_task: int | None = None,
@@ -98,10 +98,11 @@ def preflight(
     timeout: float = 30.0,
     stdout: TextIO | None = None,
 ) -> PreflightReport:
-    """Look in a few seconds for what would keep a job from running well, print it, and say what to change.
+    """Check in a few seconds whether a job can run well, and print the problems and what to change.
 
-    One short barrier stage tells the slots, the GPU of every task, which hosts reach each other, whether all see the
-    Store, the versions of Python and the frameworks, and the size of /dev/shm. Nothing is raised for what is found.
+    One short barrier stage checks the slots, the GPU of every task, which hosts reach each other, whether all of them
+    see the Store, the versions of Python and the frameworks, and the size of /dev/shm. Problems are reported, not
+    raised.
 
     Example:
         >>> report = sparkhvd.preflight(num_proc=4, store=store)  # doctest: +SKIP
@@ -110,16 +111,16 @@ def preflight(
 
     Args:
         spark: the session to use; None takes the active one.
-        num_proc: the ranks that the job will have; None takes the estimator's, or all slots.
+        num_proc: number of ranks of the job; None takes the estimator's, or all slots.
         store: the Store to check, or its URL; None takes the estimator's.
-        estimator: tells ranks, Store, and the resources and networks of a task (of its ``backend``), and, with ``df``,
-            has its model tried.
-        df: five of its rows go through the model of ``estimator`` on the driver.
-        gpus_per_task: as in ``run``; None takes the estimator's.
-        cpus_per_task: as in ``run``; None takes the estimator's.
-        nics: as in ``run``; None takes the estimator's.
-        timeout: how many seconds to wait for executors that are not there yet, or whose slots other jobs keep busy, and
-            for the rows of ``df``.
+        estimator: provides the number of ranks, the Store, and the resources and networks of a task (of its
+            ``backend``), and, with ``df``, the model to try.
+        df: five of its rows run through the model of ``estimator`` on the driver.
+        gpus_per_task: see ``run``; None takes the estimator's.
+        cpus_per_task: see ``run``; None takes the estimator's.
+        nics: see ``run``; None takes the estimator's.
+        timeout: how many seconds to wait for executors that are still starting, for slots that other jobs keep busy,
+            and for the rows of ``df``.
         stdout: where the report is printed; None is ``sys.stdout``.
 
     Raises:
@@ -129,12 +130,12 @@ def preflight(
     encrypt = from_environment().encrypt
     if estimator is not None:
         store = estimator.getStore() if store is None else store
-        theirs = estimator.asked_tasks()
-        num_proc = theirs.num_proc if num_proc is None else num_proc
-        gpus_per_task = theirs.resources.gpus if gpus_per_task is None else gpus_per_task
-        cpus_per_task = theirs.resources.cpus if cpus_per_task is None else cpus_per_task
-        nics = theirs.nics if nics is None else nics
-        encrypt = theirs.encrypt
+        required = estimator.asked_tasks()
+        num_proc = required.num_proc if num_proc is None else num_proc
+        gpus_per_task = required.resources.gpus if gpus_per_task is None else gpus_per_task
+        cpus_per_task = required.resources.cpus if cpus_per_task is None else cpus_per_task
+        nics = required.nics if nics is None else nics
+        encrypt = required.encrypt
     check_counts(num_proc, gpus_per_task, cpus_per_task)
     check_names("nics", nics)
     check_seconds("timeout", timeout)
@@ -142,13 +143,13 @@ def preflight(
     if store is not None:
         store = told_by_spark(store_at("store", store), session)
     resources = TaskResources(cpus_per_task, gpus_per_task)
-    asked = _Asked(session, num_proc, resources, store, tuple(nics or ()), encrypt, timeout)
-    # Beside the stage: both wait, the one for executors, the other for imports and Spark's first query.
+    request = _Request(session, num_proc, resources, store, tuple(nics or ()), encrypt, timeout)
+    # In parallel with the stage: the stage waits for executors, the model for imports and Spark's first query.
     model = None
     if estimator is not None and df is not None:
         model = in_background(functools.partial(_model, estimator, df, timeout), "sparkhvd-preflight-model", session)
-    count, slots = _slots(asked)
-    tasks, checks = _cluster(asked, count)
+    count, slots = _slots(request)
+    tasks, checks = _cluster(request, count)
     if model is not None:
         checks.append(_in_time(model, timeout, began))
     report = PreflightReport((slots, *checks), tuple(tasks), versions(), time.monotonic() - began)
@@ -156,41 +157,43 @@ def preflight(
     return report
 
 
-def _slots(asked: _Asked) -> tuple[int, Check]:
-    """How many tasks to ask, and what there is to say about slots."""
-    began, deadline = time.monotonic(), Deadline.after(asked.timeout)
-    hidden = setting_that_hides_slots(asked.spark)
+def _slots(request: _Request) -> tuple[int, Check]:
+    """Return the number of tasks to start, and the check of the slots."""
+    began, deadline = time.monotonic(), Deadline.after(request.timeout)
+    hidden = setting_that_hides_slots(request.spark)
     try:
-        count = reserve_tasks(asked.spark, asked.num_proc, asked.resources, deadline)
+        count = reserve_tasks(request.spark, request.num_proc, request.resources, deadline)
     except SlotsError as error:
         if hidden:
             return 0, Check("slots", Verdict.SKIPPED, str(error))
-        there = describe_cluster(asked.spark, asked.resources).count(Deadline.after(asked.timeout))
-        return there, Check("slots", Verdict.FAIL, str(error))
+        available = describe_cluster(request.spark, request.resources).count(Deadline.after(request.timeout))
+        return available, Check("slots", Verdict.FAIL, str(error))
     except LaunchError as error:
         return 0, Check("slots", Verdict.FAIL, str(error))
     if hidden:
-        return count, Check(
-            "slots", Verdict.SKIPPED, f"{count} ranks asked for; {hidden} hides how many slots there are"
-        )
-    wanted = "as many as there are" if asked.num_proc is None else f"{asked.num_proc} asked for"
+        return count, Check("slots", Verdict.SKIPPED, f"{count} ranks requested; {hidden} hides the number of slots")
+    wanted = "all slots" if request.num_proc is None else f"{request.num_proc} requested"
     waited = time.monotonic() - began
-    after = f", there after {waited:.1f} s" if waited > _WAITED_SECONDS else ""
-    master = describe_cluster(asked.spark, asked.resources).master
+    after = f", available after {waited:.1f} s" if waited > _REPORTED_WAIT_SECONDS else ""
+    master = describe_cluster(request.spark, request.resources).master
     return count, Check("slots", Verdict.OK, f"{count} ranks ({wanted}; master {master}){after}")
 
 
-def _cluster(asked: _Asked, count: int) -> tuple[list[Examination], list[Check]]:
-    """What the tasks found, and what it means."""
+def _cluster(request: _Request, count: int) -> tuple[list[Examination], list[Check]]:
+    """Return the examinations of the tasks, and the checks that follow from them."""
     if not count:
-        return [], [Check("tasks", Verdict.SKIPPED, "No task could be asked.")]
-    probe = None if asked.store is None or not needs_check(asked.spark, asked.store) else new_store_probe(asked.store)
+        return [], [Check("tasks", Verdict.SKIPPED, "No task could be started.")]
+    probe = (
+        None
+        if request.store is None or not needs_check(request.spark, request.store)
+        else new_store_probe(request.store)
+    )
     try:
         if probe is not None:
             probe.leave()
-        tasks = _examined(asked, count, probe)
-        checks = [*cluster_checks(tasks, versions()), *_store(asked.store, probe, tasks)]
-        return tasks, [*checks, *_encryption(asked, tasks)]
+        tasks = _examined(request, count, probe)
+        checks = [*cluster_checks(tasks, versions()), *_store(request.store, probe, tasks)]
+        return tasks, [*checks, *_encryption(request, tasks)]
     except StoreError as error:
         return [], [Check("store", Verdict.FAIL, f"The driver cannot use it: {error}")]
     except LaunchError as error:
@@ -200,23 +203,23 @@ def _cluster(asked: _Asked, count: int) -> tuple[list[Examination], list[Check]]
             remove(probe)
 
 
-def _examined(asked: _Asked, count: int, probe: StoreProbe | None) -> list[Examination]:
-    """What the tasks of a short barrier stage found.
+def _examined(request: _Request, count: int, probe: StoreProbe | None) -> list[Examination]:
+    """Run a short barrier stage, and return the examinations of its tasks.
 
     Raises:
-        LaunchError: they did not start in time, or Spark could not run them.
+        LaunchError: the tasks did not start in time, or Spark could not run them.
     """
     pickled = None if probe is None else pickle.dumps(probe)
-    question = ExaminationRequest(secrets.token_bytes(32), pickled, asked.nics, asked.encrypt)
-    profile = profile_of(asked.spark, asked.resources)
+    question = ExaminationRequest(secrets.token_bytes(32), pickled, request.nics, request.encrypt)
+    profile = profile_of(request.spark, request.resources)
     task = functools.partial(examine_task, question)
-    stage = BarrierStage(asked.spark, count, task, profile, _nothing, retry=False)
+    stage = BarrierStage(request.spark, count, task, profile, _nothing, retry=False)
     with closing(stage):
-        if not stage.wait(asked.timeout):
-            fewer = ", or there are fewer than that" if setting_that_hides_slots(asked.spark) else ""
+        if not stage.wait(request.timeout):
+            fewer = ", or the cluster has fewer slots" if setting_that_hides_slots(request.spark) else ""
             raise LaunchError(
-                f"{count} tasks did not run at the same time within {asked.timeout:g} s: other jobs keep the slots "
-                f"busy{fewer}. Wait for those, or give this job a cluster of its own."
+                f"{count} tasks did not run at the same time within {request.timeout:g} s: other jobs keep the slots "
+                f"busy{fewer}. Wait for those jobs, or run this job on a cluster of its own."
             )
         if stage.error is not None:
             raise LaunchError(spark_failure(stage.error, stage.host_of, stage.task_hosts())) from stage.error
@@ -224,14 +227,14 @@ def _examined(asked: _Asked, count: int, probe: StoreProbe | None) -> list[Exami
 
 
 def _nothing() -> None:
-    """The end of the stage is waited for, not told."""
+    """Do nothing: the caller waits for the end of the stage itself."""
 
 
 def _store(store: Store | None, probe: StoreProbe | None, tasks: Sequence[Examination]) -> list[Check]:
     if store is None:
         return []
     if probe is None:
-        return [Check("store", Verdict.OK, f"{store.url}: a folder of the one machine that there is")]
+        return [Check("store", Verdict.OK, f"{store.url}: a local folder, and all tasks run on this machine")]
     try:
         judge(probe, [(task.host, task.store_answer, task.store) for task in tasks])
     except StoreError as error:
@@ -239,28 +242,29 @@ def _store(store: Store | None, probe: StoreProbe | None, tasks: Sequence[Examin
     return [Check("store", Verdict.OK, f"{store.url}: driver and all tasks see the same files")]
 
 
-def _encryption(asked: _Asked, tasks: Sequence[Examination]) -> list[Check]:
-    if not asked.encrypt:
+def _encryption(request: _Request, tasks: Sequence[Examination]) -> list[Check]:
+    if not request.encrypt:
         return []
     missing = [encryption_problem(socket.gethostname()), *(task.encryption for task in tasks)]
     if any(missing):
         return [Check("encryption", Verdict.FAIL, " ".join(dict.fromkeys(why for why in missing if why)))]
-    readable = unencrypted_spark(asked.spark)
-    said = readable or "all hosts can encrypt what the job sends"
-    return [Check("encryption", Verdict.WARN if readable else Verdict.OK, said)]
+    warning = unencrypted_spark(request.spark)
+    message = warning or "all hosts can encrypt the job's connections"
+    return [Check("encryption", Verdict.WARN if warning else Verdict.OK, message)]
 
 
 def _in_time(model: Future[Check], timeout: float, began: float) -> Check:
     is_done_within(model, max(0.0, began + timeout - time.monotonic()))
     try:
         return model.result(0)
-    except TimeoutError:  # of the query, which is cancelled; a model that never returns goes on in its thread
-        words = f"{_SAMPLE_ROWS} rows of df did not go through the model within {timeout:g} s."
-        return Check("model", Verdict.FAIL, f"{words} Is df costly to compute (then cache() it), or the cluster busy?")
+    except TimeoutError:  # the query is cancelled; a model that never returns continues in its thread
+        problem = f"{_SAMPLE_ROWS} rows of df did not pass through the model within {timeout:g} s."
+        remedy = "If df is costly to compute, cache() it; if the cluster is busy, raise timeout."
+        return Check("model", Verdict.FAIL, f"{problem} {remedy}")
 
 
-def _model(estimator: Tryable, df: DataFrame, timeout: float) -> Check:
-    from pyspark.errors import PySparkException  # noqa: PLC0415 - importing this module needs no Spark
+def _model(estimator: CheckableEstimator, df: DataFrame, timeout: float) -> Check:
+    from pyspark.errors import PySparkException  # noqa: PLC0415 - Spark is optional
 
     attempt: Callable[[], str] = functools.partial(estimator.try_rows, df, _SAMPLE_ROWS)
     try:

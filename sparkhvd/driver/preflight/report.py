@@ -1,4 +1,4 @@
-"""What the preflight concludes from what the tasks found, and how it says so."""
+"""The checks that follow from the tasks' examinations, and the report of the preflight."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from enum import Enum
 from sparkhvd.task.host.examination import Examination
 
 _MIB = 1 << 20
-# Docker's default, below which the workers of PyTorch's DataLoader die of SIGBUS with batches of ordinary size.
+# Below this size (Docker's default is 64 MiB) workers of PyTorch's DataLoader die of SIGBUS with ordinary batches.
 _SMALL_SHARED_MEMORY = 256 * _MIB
 
 
 class Verdict(Enum):
-    """What comes of a check."""
+    """The result of a check."""
 
     OK = "ok"
     WARN = "warn"
@@ -24,7 +24,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at, what came of it, and, where something is wrong, what to change."""
+    """A check, its verdict, and its message: what was found and, for a problem, what to change."""
 
     name: str
     verdict: Verdict
@@ -33,13 +33,13 @@ class Check:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What ``preflight`` found; as a string, the table that it prints.
+    """The findings of ``preflight``; as a string, the table that it prints.
 
     Attributes:
-        checks: what was looked at.
-        tasks: what each task of the cluster found.
+        checks: the checks and their verdicts.
+        tasks: the examination of each task of the cluster.
         driver: versions on the driver.
-        seconds: how long it took.
+        seconds: duration of the preflight.
     """
 
     checks: tuple[Check, ...]
@@ -49,12 +49,12 @@ class PreflightReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found that would keep a job from running."""
+        """Whether no check found a problem that would prevent a job from running."""
         return not self.problems
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What would keep a job from running, each with what to change."""
+        """The problems that would prevent a job from running, each with what to change."""
         return tuple(check.says for check in self.checks if check.verdict is Verdict.FAIL)
 
     def __str__(self) -> str:
@@ -66,14 +66,14 @@ class PreflightReport:
 
 
 def task_table(tasks: Sequence[Examination], driver: Mapping[str, str]) -> list[str]:
-    """A line per task, below one of the driver."""
-    names = list(dict.fromkeys(name for one in [driver, *(task.versions for task in tasks)] for name in one))
+    """Return the lines of a table with a row for the driver and one for each task."""
+    names = list(dict.fromkeys(name for versions in [driver, *(task.versions for task in tasks)] for name in versions))
     header = ["task", "host", "cores", "GPU", "shared memory", "orted", *names]
     rows = [["", "(driver)", "", "", "", "", *(driver.get(name, "-") for name in names)]]
     for task in tasks:
         gpu = " ".join(part for part in (",".join(task.devices), task.device_kind) if part) or "-"
-        place = [str(task.task_index), task.host, str(task.cpus), gpu, f"{task.shared_memory // _MIB} MiB"]
-        rows.append([*place, "yes" if task.orted else "no", *(task.versions.get(name, "-") for name in names)])
+        machine = [str(task.task_index), task.host, str(task.cpus), gpu, f"{task.shared_memory // _MIB} MiB"]
+        rows.append([*machine, "yes" if task.orted else "no", *(task.versions.get(name, "-") for name in names)])
     widths = [max(len(line[index]) for line in [header, *rows]) for index in range(len(header))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -82,7 +82,7 @@ def task_table(tasks: Sequence[Examination], driver: Mapping[str, str]) -> list[
 
 
 def cluster_checks(tasks: Sequence[Examination], driver: Mapping[str, str]) -> list[Check]:
-    """What follows from what the tasks found."""
+    """Return the checks that follow from the examinations of the tasks."""
     return [
         _network(tasks),
         _devices(tasks),
@@ -96,8 +96,8 @@ def _network(tasks: Sequence[Examination]) -> Check:
     hosts = len({task.host_hash for task in tasks})
     unreachable = [sentence for task in tasks for sentence in task.unreachable]
     if not unreachable:
-        what = "all ranks are on one host" if hosts == 1 else f"all {hosts} hosts reach each other"
-        return Check("network", Verdict.OK, what)
+        message = "all ranks are on one host" if hosts == 1 else f"all {hosts} hosts reach each other"
+        return Check("network", Verdict.OK, message)
     shown = "; ".join(unreachable[:10]) + ("; ..." if len(unreachable) > 10 else "")
     return Check(
         "network",
@@ -115,61 +115,63 @@ def _devices(tasks: Sequence[Examination]) -> Check:
         return Check(
             "devices",
             Verdict.FAIL,
-            f"Some ranks have a GPU, those on {', '.join(without)} have none. Let Spark give every rank one "
-            "(gpus_per_task=1), or keep all of them from using one (CUDA_VISIBLE_DEVICES='').",
+            f"Some ranks have a GPU, but those on {', '.join(without)} have none. Let Spark assign one to every rank "
+            "(gpus_per_task=1), or hide the GPUs from all ranks (CUDA_VISIBLE_DEVICES='').",
         )
     if len(kinds) > 1:
         return Check(
             "devices",
             Verdict.WARN,
-            f"The ranks have different GPUs: {'; '.join(kinds)}. The slowest one sets the pace of all.",
+            f"The ranks have different GPUs: {'; '.join(kinds)}. The slowest GPU determines the speed of all ranks.",
         )
     if not any(task.devices for task in tasks):
         return Check(
             "devices",
             Verdict.WARN,
             f"The hosts have GPUs ({kinds[0]}), but Spark assigns none, so all ranks of a host see all of them. Start "
-            "the session with spark.executor.resource.gpu.amount and ask for gpus_per_task=1.",
+            "the session with spark.executor.resource.gpu.amount and set gpus_per_task=1.",
         )
     return Check("devices", Verdict.OK, f"every rank has a {kinds[0]}")
 
 
 def _versions(tasks: Sequence[Examination], driver: Mapping[str, str]) -> Check:
-    """Python and sparkhvd have to be the same; other packages should, because models are pickled."""
+    """Compare versions: those of Python and sparkhvd must be equal; others should, because models are pickled."""
     everywhere = [driver, *(task.versions for task in tasks)]
-    names = sorted({name for one in everywhere for name in one})
-    found = {name: sorted({one.get(name, "none") for one in everywhere}) for name in names}
-    differing = {name: there for name, there in found.items() if len(there) > 1}
-    minor = {one["python"].rpartition(".")[0] for one in everywhere}
+    names = sorted({name for versions in everywhere for name in versions})
+    by_name = {name: sorted({versions.get(name, "none") for versions in everywhere}) for name in names}
+    differing = {name: versions for name, versions in by_name.items() if len(versions) > 1}
+    minor = {versions["python"].rpartition(".")[0] for versions in everywhere}
     if len(minor) == 1:
         differing.pop("python", None)
     if not differing:
         return Check("versions", Verdict.OK, "the same on the driver and everywhere")
-    shown = ", ".join(f"{name} {' and '.join(there)}" for name, there in differing.items())
+    shown = ", ".join(f"{name} {' and '.join(versions)}" for name, versions in differing.items())
     verdict = Verdict.FAIL if {"python", "sparkhvd"} & set(differing) else Verdict.WARN
-    return Check("versions", verdict, f"There are {shown}. Install the same versions on the driver and on every node.")
+    return Check(
+        "versions", verdict, f"Versions differ: {shown}. Install the same versions on the driver and on every node."
+    )
 
 
 def frameworks_check(driver: Mapping[str, str]) -> list[Check]:
-    """A warning where the driver has both TensorFlow and PyTorch; nothing otherwise."""
+    """Return a warning if the driver has both TensorFlow and PyTorch; empty otherwise."""
     if not {"tensorflow", "torch"} <= driver.keys():
         return []
-    says = (
+    message = (
         "The driver has both TensorFlow and PyTorch: a program that imports TensorFlow (or Keras with it) first can "
-        "crash with a segmentation fault in PyTorch's triton, so write `import torch._dynamo` before `import keras` "
-        "where one program uses both."
+        "crash with a segmentation fault in PyTorch's triton. In a program that uses both, write "
+        "`import torch._dynamo` before `import keras`."
     )
-    return [Check("frameworks", Verdict.WARN, says)]
+    return [Check("frameworks", Verdict.WARN, message)]
 
 
 def _shared_memory(tasks: Sequence[Examination]) -> Check:
     smallest = min(tasks, key=lambda task: task.shared_memory)
     size = smallest.shared_memory // _MIB
     if smallest.shared_memory >= _SMALL_SHARED_MEMORY:
-        return Check("shared memory", Verdict.OK, f"{size} MiB and more in /dev/shm")
+        return Check("shared memory", Verdict.OK, f"at least {size} MiB in /dev/shm")
     return Check(
         "shared memory",
         Verdict.WARN,
-        f"{size} MiB in /dev/shm on host {smallest.host}. sparkhvd does not need it, but the workers of PyTorch's "
-        "DataLoader do; start the containers with more (docker run --shm-size=2g).",
+        f"Only {size} MiB in /dev/shm on host {smallest.host}. sparkhvd does not need it, but the workers of PyTorch's "
+        "DataLoader do. Start the containers with more (docker run --shm-size=2g).",
     )

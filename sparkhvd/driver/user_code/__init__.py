@@ -1,1 +1,1 @@
-"""The user's functions and modules on their way to the executors."""
+"""Sends the user's functions and modules to the executors."""

@@ -1,4 +1,4 @@
-"""Which of the user's modules can be imported where a pickle is opened: executors are asked, once per session."""
+"""Finds out which of the user's modules can be imported where a pickle is loaded; asks executors once per session."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOST_TASKS = 64
+_MAX_TASKS = 64
 _SCHEMA = "found binary"
 
 
 def importable_elsewhere(modules: Mapping[str, str]) -> frozenset[str]:
-    """The modules that the executors of the active session can import; without a session, another Python here.
+    """Return the modules that the executors of the active session can import; without one, another Python here.
 
     Args:
         modules: the SHA-256 of each module's file, by the module's name.
@@ -37,24 +37,24 @@ def importable_elsewhere(modules: Mapping[str, str]) -> frozenset[str]:
 
 
 def importable_here(modules: Mapping[str, str]) -> frozenset[str]:
-    """The modules that another Python finds that has the import path of this one."""
+    """Return the modules that another Python with the import path of this one finds."""
     return look_for(modules).same
 
 
 def importable_nowhere(modules: Mapping[str, str]) -> frozenset[str]:  # noqa: ARG001
-    """No module: for machines that nobody has asked."""
+    """Return no module, for machines that cannot be asked."""
     return frozenset()
 
 
 def importable_on(spark: SparkSession, modules: Mapping[str, str]) -> frozenset[str]:
-    """The modules that the executors of a session can import, with the driver's content.
+    """Return the modules that the executors of a session can import with the driver's content.
 
-    One small Spark job asks about all modules of the user's that are loaded; a later question about them needs none.
+    One small Spark job asks about all of the user's loaded modules; later questions about them need no job.
     """
     known = _answers(_identity(spark))
     if any(item not in known for item in modules.items()):
-        asked = {**{module.name: module.digest for module in loaded_user_modules()}, **modules}
-        new = {name: digest for name, digest in asked.items() if (name, digest) not in known}
+        candidates = {**{module.name: module.digest for module in loaded_user_modules()}, **modules}
+        new = {name: digest for name, digest in candidates.items() if (name, digest) not in known}
         answers = _ask(spark, new)
         if answers is not None:
             known.update({(name, digest): name in answers for name, digest in new.items()})
@@ -62,40 +62,45 @@ def importable_on(spark: SparkSession, modules: Mapping[str, str]) -> frozenset[
 
 
 def importable_by(known: Mapping[tuple[str, str], bool], modules: Mapping[str, str]) -> frozenset[str]:
-    """The modules that executors import with the driver's content, by what they have said.
+    """Return the modules that executors import with the driver's content, according to their answers.
 
-    Spark goes on using processes that have a module as it was before the user changed it, and Python keeps that one.
+    A module that they have imported with several contents is excluded: Spark reuses processes, and Python keeps the
+    version of a module from before the user changed it.
     """
-    were_there = Counter(name for (name, _), there in known.items() if there)
-    return frozenset(name for name, digest in modules.items() if known.get((name, digest)) and were_there[name] == 1)
+    versions = Counter(name for (name, _), is_importable in known.items() if is_importable)
+    return frozenset(name for name, digest in modules.items() if known.get((name, digest)) and versions[name] == 1)
 
 
 def _ask(spark: SparkSession, modules: Mapping[str, str]) -> frozenset[str] | None:
-    """The modules that every executor that was asked can import; None where they did not answer."""
+    """Return the modules that all the asked executors can import; None if they did not answer."""
     # Spark spreads the tasks over idle executors.
-    tasks = None if is_connect(spark) else min(_MOST_TASKS, spark.sparkContext.defaultParallelism)
-    asked = spark.range(tasks or _MOST_TASKS, numPartitions=tasks).mapInArrow(partial(_answer, dict(modules)), _SCHEMA)
+    tasks = None if is_connect(spark) else min(_MAX_TASKS, spark.sparkContext.defaultParallelism)
+    answers = spark.range(tasks or _MAX_TASKS, numPartitions=tasks).mapInArrow(partial(_answer, dict(modules)), _SCHEMA)
     try:
-        rows = run_job(spark, asked.collect, from_environment().start_timeout)
-    except Exception as error:  # noqa: BLE001 - Spark may raise anything; whatever it is, the code can be sent
-        logger.warning("The executors did not say which modules they can import, so code is sent to them: %s", error)
+        rows = run_job(spark, answers.collect, from_environment().start_timeout)
+    except Exception as error:  # noqa: BLE001 - Spark may raise anything, and sending the code always works
+        logger.warning(
+            "The executors did not report which modules they can import, so the driver sends the code to them: %s",
+            error,
+        )
         return None
     found: list[Findings] = [pickle.loads(row["found"]) for row in rows]
-    if stale := sorted({name for each in found for name in each.other}):
+    if stale := sorted({name for findings in found for name in findings.other}):
         logger.warning(
-            "Executors have another version of %s than the driver. The driver's code is sent to them.", ", ".join(stale)
+            "Executors have a different version of %s than the driver. The driver sends its own code to them.",
+            ", ".join(stale),
         )
-    return frozenset.intersection(*(each.same for each in found)) if found else None
+    return frozenset.intersection(*(findings.same for findings in found)) if found else None
 
 
 def _answer(modules: Mapping[str, str], batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    for _ in batches:  # Spark wants its input read
+    for _ in batches:  # Spark requires that the input is read
         continue
     yield pa.RecordBatch.from_pydict({"found": pa.array([pickle.dumps(look_for(modules))], pa.binary())})
 
 
 def _active_session() -> SparkSession | None:
-    if "pyspark.sql" not in sys.modules:  # as in a rank
+    if "pyspark.sql" not in sys.modules:  # for example in a rank
         return None
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
@@ -111,5 +116,5 @@ def _identity(spark: SparkSession) -> str:
 
 @lru_cache(maxsize=8)
 def _answers(identity: str) -> dict[tuple[str, str], bool]:  # noqa: ARG001
-    """Whether the executors of a session can import a module, by its name and digest, as far as they were asked."""
+    """Return the cache of a session's answers: whether executors can import a module, by its name and digest."""
     return {}

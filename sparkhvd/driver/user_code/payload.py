@@ -1,4 +1,4 @@
-"""The user's function on its way to the workers."""
+"""Pickles the user's function for the workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sparkhvd.driver.user_code.importable import importable_elsewhere
 from sparkhvd.driver.user_code.pickling import Importable, dumps
 from sparkhvd.errors import LaunchError, SparkHvdError
 
-# A larger closure is refused by Spark Connect (128 MB) and slow everywhere.
+# Spark Connect rejects closures above 128 MB, and large ones are slow everywhere.
 PAYLOAD_CAP_BYTES = 100 * 1024 * 1024
 
 
@@ -18,7 +18,7 @@ def pickle_call(
     kwargs: Mapping[str, object],
     importable: Importable = importable_elsewhere,
 ) -> bytes:
-    """``(fn, args, kwargs)`` as bytes that a worker can unpickle.
+    """Return ``(fn, args, kwargs)`` as bytes that a worker can unpickle.
 
     Code of modules that the workers cannot import, such as a script's neighbours, is pickled with them.
 
@@ -26,10 +26,10 @@ def pickle_call(
         fn: the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        importable: tells which modules the workers can import.
+        importable: returns the modules that the workers can import.
 
     Raises:
-        LaunchError: it cannot be pickled, or is too large.
+        LaunchError: the call cannot be pickled, or is too large.
     """
     call = (fn, tuple(args), dict(kwargs))
     try:
@@ -39,12 +39,12 @@ def pickle_call(
     except Exception as error:
         raise LaunchError(
             f"{_name(fn)} and its arguments cannot be sent to the workers: {type(error).__name__}: {error}. "
-            "Make what cannot be pickled (sessions, locks, open files) inside fn, or pass it another way."
+            "Create objects that cannot be pickled (sessions, locks, open files) inside fn, or pass them another way."
         ) from error
     if len(payload) > PAYLOAD_CAP_BYTES:
         raise LaunchError(
-            f"{_name(fn)} and its arguments are {len(payload):,} bytes; more than {PAYLOAD_CAP_BYTES:,} are not sent "
-            "with the job. Put large data into a Store and pass its path."
+            f"{_name(fn)} and its arguments have {len(payload):,} bytes, more than the limit of "
+            f"{PAYLOAD_CAP_BYTES:,}. Write large data to a Store and pass its path."
         )
     return payload
 

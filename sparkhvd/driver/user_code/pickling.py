@@ -1,8 +1,8 @@
-"""Pickles of the user's objects that ranks and executors can open, with every class the same class in all of them.
+"""Pickles the user's objects so that ranks and executors can load them, with one identity of each class in all pickles.
 
-A module that the executors can import, with the driver's content, goes by reference. A module that they cannot import
-goes by value, and so does every module that imports one, however indirectly: ``user_modules.sent_by_value`` decides.
-The decision depends on modules alone. So all pickles of a session agree: the model, what is trained with it, a
+A module that the executors can import with the driver's content is pickled by reference. A module that they cannot
+import is pickled by value, and so is every module that imports one, however indirectly: ``user_modules.sent_by_value``
+decides. The decision depends on modules alone, so all pickles of a session agree: the model, its trained state, a
 ``prediction_fn`` and saved files.
 """
 
@@ -23,34 +23,34 @@ import cloudpickle
 from sparkhvd.driver.user_code.importable import importable_elsewhere
 from sparkhvd.driver.user_code.user_modules import (
     UserModule,
-    codes,
     import_graph,
     imported_when_called,
+    nested_code,
     sent_by_value,
     user_module,
 )
 from sparkhvd.errors import ParamError
 from sparkhvd.task.user_code import importable, pickling
 
-# Says which of these modules, given by name with the digest of their files, can be imported where a pickle is opened.
+# Returns those modules, out of a mapping of names to digests of files, that can be imported where a pickle is loaded.
 Importable = Callable[[Mapping[str, str]], Collection[str]]
 
-# cloudpickle's table of modules to pickle by value belongs to the process; this keeps two jobs from undoing each other.
+# cloudpickle's table of modules to pickle by value is global to the process; the lock protects it from other jobs.
 _PICKLE_TABLE = threading.RLock()
 _PLAIN = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
 _CACHED = type(functools.lru_cache(len))
 
 
 def dumps(value: object, importable_there: Importable = importable_elsewhere) -> bytes:
-    """Pickle a value, with the code that cannot be imported where it is opened; ``cloudpickle.loads`` opens it.
+    """Pickle a value, with the code that cannot be imported where it is loaded; load it with ``cloudpickle.loads``.
 
     Args:
         value: the value.
-        importable_there: tells which modules can be imported there.
+        importable_there: returns the modules that can be imported there.
 
     Raises:
         ParamError: code of a compiled module would have to be sent.
-        Exception: what pickle or the value's own methods raise.
+        Exception: an exception of pickle or of the value's own methods.
     """
     return dumps_with(CodePickler, value, importable_there=importable_there)
 
@@ -61,7 +61,7 @@ def dumps_with(
     *arguments: Any,
     importable_there: Importable = importable_elsewhere,
 ) -> bytes:
-    """Pickle a value as ``dumps`` does, with a subclass of ``CodePickler``.
+    """Pickle a value like ``dumps``, with a subclass of ``CodePickler``.
 
     Args:
         kind: the class, called with a file, ``arguments`` and ``code``.
@@ -79,20 +79,20 @@ def dumps_with(
 
 
 class Code:
-    """What goes by value in one pickle."""
+    """The code that one pickle contains by value."""
 
     def __init__(self, importable_there: Importable) -> None:
         self._importable = importable_there
-        self._by_value: dict[str, UserModule | None] = {}  # by name, None goes by reference
-        self._names: set[str] = set()  # in the code that goes by value
-        self._sent: dict[str, set[str]] = {}  # modules, with their names that were sent
+        self._by_value: dict[str, UserModule | None] = {}  # by name; None is pickled by reference
+        self._names: set[str] = set()  # used in the code that is pickled by value
+        self._sent: dict[str, set[str]] = {}  # names of each module that were pickled, by module
         self._registered: set[str] = set()
-        self._digests: dict[str, str] = {}  # of what goes by value, with all that it imports
-        self._users = {"__main__"}  # modules of the user's that were met
+        self._digests: dict[str, str] = {}  # of modules pickled by value, with all their imports
+        self._users = {"__main__"}  # the user's modules found so far
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Within this block, cloudpickle knows what goes by value; afterwards its table is as before."""
+        """Register the modules to pickle by value with cloudpickle within this block, and restore its table after."""
         with _PICKLE_TABLE:
             try:
                 yield
@@ -101,28 +101,28 @@ class Code:
                     cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
     def lacks_names(self) -> bool:
-        """Whether a module was sent before all the names were known that code in the pickle uses of it."""
+        """Whether a module was pickled before all names that the pickled code uses of it were known."""
         return any(self._used(sys.modules[name]) - names for name, names in self._sent.items())
 
     def goes_by_value(self, name: str) -> UserModule | None:
-        """The module, if it is one of the user's that goes by value."""
+        """Return the module if it is one of the user's that is pickled by value; None otherwise."""
         if name not in self._by_value:
             self._decide(name)
         return self._by_value[name]
 
     def identify(self, value: object) -> None:
-        """Make a class that goes by value the same class in all pickles."""
+        """Give a class that is pickled by value the same identity in all pickles."""
         if isinstance(value, type) and value.__module__ in self._digests:
-            found: Any = sys.modules[value.__module__]
+            attribute: Any = sys.modules[value.__module__]
             for part in value.__qualname__.split("."):
-                found = getattr(found, part, None)
-            if found is value:
+                attribute = getattr(attribute, part, None)
+            if attribute is value:
                 pickling.identify(value, self._digests[value.__module__])
 
     def single_of(self, value: object) -> tuple[Any, ...] | None:
-        """How to pickle a value without state by the name that a module of the user's has for it; None for others.
+        """Return how to pickle a stateless value by its name in one of the user's modules; None for other values.
 
-        Such a value is compared by ``is``, and pickle makes another object of it in every pickle.
+        Such a value is compared by ``is``, but pickle would create another object for it in every pickle.
         """
         kind: Any = type(value)
         plain = all(getattr(kind, name) is getattr(object, name) for name in _PLAIN)
@@ -132,11 +132,11 @@ class Code:
             return known
         self.goes_by_value(kind.__module__)
         users = [item for item in self._by_value.items() if item[0] in self._users]
-        # The module of the class comes first: others may have the value from there.
+        # The module of the class comes first: other modules may import the value from there.
         for name, sent in [(kind.__module__, self._by_value.get(kind.__module__)), *users, ("__main__", None)]:
             module = sys.modules.get(name)
-            for title, each in list(vars(module).items()) if module is not None else ():
-                if each is value:
+            for title, attribute in list(vars(module).items()) if module is not None else ():
+                if attribute is value:
                     by_name = sent is None and name != "__main__"
                     digest = self._digests.get(name, "")
                     return (
@@ -145,12 +145,12 @@ class Code:
         return None
 
     def note(self, code: CodeType) -> None:
-        """Note the names that a function uses: those are what a module is sent with."""
-        for part in codes(code):
+        """Record the names that a function uses; modules are pickled with these names only."""
+        for part in nested_code(code):
             self._names.update(part.co_names, (const for const in part.co_consts if isinstance(const, str)))
 
     def names_of(self, module: ModuleType) -> dict[str, Any]:
-        """What a module is sent with."""
+        """Return the attributes with which a module is pickled."""
         names = self._sent[module.__name__] = self._used(module)
         return {name: vars(module)[name] for name in sorted(names)}
 
@@ -178,16 +178,16 @@ class Code:
         if module.is_compiled:
             raise ParamError(
                 f"The compiled module {module.name!r} ({module.file}) cannot be sent to the executors, and they cannot "
-                "import it. Install it there, or build a wheel of the project and send that with --py-files."
+                "import it. Install it there, or build a wheel of the project and send it with --py-files."
             )
-        loaded = importlib.import_module(module.name)  # one that a function imports when it is called may not be, yet
+        loaded = importlib.import_module(module.name)  # a function may import it only when it is called
         if module.name not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(loaded)
             self._registered.add(module.name)
 
 
 class CodePickler(pickling.Pickler):
-    """Pickles by value the code that cannot be imported where the pickle is opened; see ``dumps``."""
+    """Pickles by value the code that cannot be imported where the pickle is loaded; see ``dumps``."""
 
     def __init__(self, file: io.BytesIO, *, code: Code) -> None:
         super().__init__(file)
@@ -213,7 +213,7 @@ class CodePickler(pickling.Pickler):
         reduced = super().reducer_override(value)
         if isinstance(value, FunctionType) and isinstance(reduced, tuple):
             self._code.note(value.__code__)
-            # cloudpickle lets a function bring modules; those that it imports when it is called come the same way,
+            # cloudpickle lets a function carry modules; those that it imports when it is called travel the same way,
             # and so do its source lines.
             reduced[2][1]["_cloudpickle_submodules"] += [
                 *self._imported_when_called(value),
@@ -222,7 +222,7 @@ class CodePickler(pickling.Pickler):
         return reduced
 
     def _goes_by_value(self, function: Any) -> bool:
-        """Whether a function that is not one of Python's kind must bring its code."""
+        """Whether a function of another type than Python's own must carry its code."""
         is_local = "<locals>" in function.__qualname__
         return (
             function.__module__ == "__main__" or is_local or self._code.goes_by_value(function.__module__) is not None

@@ -1,4 +1,4 @@
-"""The user's modules: those that belong neither to Python nor to an installed package, and what they import."""
+"""The user's modules, which belong neither to Python nor to an installed package, and their imports."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from types import CodeType, FunctionType, ModuleType
 
 from sparkhvd.task.user_code import importable
 
-# Executors have these wherever their files are.
+# Executors have these modules, wherever their files are.
 _PRESENT = frozenset({"__main__", "__mp_main__", "sparkhvd", "pyspark", "py4j"})
 
 
 @dataclass(frozen=True)
 class UserModule:
-    """A module of the user's.
+    """One of the user's modules.
 
     Attributes:
         name: dotted name.
@@ -69,14 +69,14 @@ def user_module(name: str) -> UserModule | None:
 
 
 def imported(module: UserModule) -> frozenset[str]:
-    """Return the user's modules that a module imports, at any place of its code, and its packages."""
+    """Return the user's modules that a module imports, anywhere in its code, and its packages."""
     candidates = set(_imports(module.content, module.name, module.is_package))
     package = module.name.rpartition(".")[0]
     return frozenset(name for name in (*candidates, package) if name and _is_candidate(name) and user_module(name))
 
 
 def import_graph(names: Collection[str]) -> dict[str, tuple[UserModule, frozenset[str]]]:
-    """Return these modules and all that they import, however indirectly: each with its own imports."""
+    """Return these modules and all their direct and indirect imports, each with its own imports."""
     graph: dict[str, tuple[UserModule, frozenset[str]]] = {}
     waiting = list(names)
     while waiting:
@@ -104,31 +104,31 @@ def sent_by_value(imports: Mapping[str, Collection[str]], importable_there: Coll
 
 
 def imported_when_called(function: FunctionType) -> frozenset[str]:
-    """Return the names in the import statements of a function, whatever they stand for."""
+    """Return the names in the import statements of a function, whether modules or not."""
     package = function.__globals__.get("__package__") or ""
-    return frozenset(name for code in codes(function.__code__) for name in _imported_by(code, package))
+    return frozenset(name for code in nested_code(function.__code__) for name in _imported_by(code, package))
 
 
-def codes(code: CodeType) -> Iterator[CodeType]:
-    """All code of a function: its own, and that of the functions and classes in it."""
+def nested_code(code: CodeType) -> Iterator[CodeType]:
+    """Yield all code of a function: its own, and that of the functions and classes in it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            yield from codes(const)
+            yield from nested_code(const)
 
 
 def loaded_user_modules() -> list[UserModule]:
     """Return the user's modules that this process has imported."""
-    found = (user_module(name) for name, module in list(sys.modules.items()) if isinstance(module, ModuleType))
-    return [module for module in found if module is not None]
+    modules = (user_module(name) for name, module in list(sys.modules.items()) if isinstance(module, ModuleType))
+    return [module for module in modules if module is not None]
 
 
 def _imported_by(code: CodeType, package: str) -> Iterator[str]:
     base = ""
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
-    for place, step in enumerate(steps):
+    for index, step in enumerate(steps):
         if step.opname == "IMPORT_NAME":
-            level = steps[place - 2].argval  # the compiler loads the level, then the names to import
+            level = steps[index - 2].argval  # the compiler loads the level, then the names to import
             above = package.split(".")[: len(package.split(".")) - level + 1] if level else []
             base = ".".join([*above, *([step.argval] if step.argval else [])])
             yield base
@@ -137,7 +137,7 @@ def _imported_by(code: CodeType, package: str) -> Iterator[str]:
 
 
 def _is_shadowed(top: str) -> bool:
-    """Whether the user has a module of the name of one of Python's: the folder of a script comes first in the path."""
+    """Whether a user's module shadows one of Python's: the folder of a script comes first in the path."""
     loaded = sys.modules.get(top)
     file = getattr(importable.locate(top), "origin", None) if loaded is None else getattr(loaded, "__file__", None)
     if not isinstance(file, str) or not Path(file).suffix:
@@ -170,25 +170,25 @@ def _is_package(spec: ModuleSpec | None) -> bool:
 
 @lru_cache(maxsize=4096)
 def _imports(content: bytes, name: str, is_package: bool) -> frozenset[str]:
-    """Return the names in a module's import statements, whatever they stand for, with their packages."""
+    """Return the names in a module's import statements, whether modules or not, with their packages."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):  # compiled, or for another Python
         return frozenset()
     package = name if is_package else name.rpartition(".")[0]
-    found: set[str] = set()
+    names: set[str] = set()
     for node in _statements(tree):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = _base(node, package)
-            found.add(base)
-            found.update(f"{base}.{alias.name}" if base else alias.name for alias in node.names)
-    return frozenset(part for each in found for part in _with_packages(each))
+            names.add(base)
+            names.update(f"{base}.{alias.name}" if base else alias.name for alias in node.names)
+    return frozenset(part for imported_name in names for part in _with_packages(imported_name))
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All statements that run; those under ``if TYPE_CHECKING`` do not."""
+    """Yield all statements that run; those under ``if TYPE_CHECKING`` do not."""
     yield node
     children = ast.iter_child_nodes(node)
     if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):

@@ -8,19 +8,19 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from sparkhvd.driver.user_code.user_modules import codes, import_graph, imported_when_called, is_installed
+from sparkhvd.driver.user_code.user_modules import import_graph, imported_when_called, is_installed, nested_code
 
 
 def code_names(code: CodeType) -> list[str]:
     """Return all names in a function's code, including those of attributes."""
-    return list(dict.fromkeys(name for part in codes(code) for name in part.co_names))
+    return list(dict.fromkeys(name for part in nested_code(code) for name in part.co_names))
 
 
 def globals_of(function: FunctionType) -> dict[str, Any]:
     """Return the globals that a function reads, with their values."""
     read = {
         str(step.argval)
-        for code in codes(function.__code__)
+        for code in nested_code(function.__code__)
         for step in dis.get_instructions(code)
         if step.opname in {"LOAD_GLOBAL", "LOAD_NAME"} and not str(step.argval).startswith("__")
     }

@@ -81,5 +81,5 @@ def test_another_unknown_name_is_answered_with_the_nearest_or_with_its_place(mod
 
 @pytest.mark.parametrize("called", [None, 3])
 def test_what_is_no_function_is_not_run(called):
-    with pytest.raises(TypeError, match=r"^run\(\) takes a function, not (None|3): give it as run\(train, args"):
+    with pytest.raises(TypeError, match=r"^fn must be a function, got (None|3)\. Pass it without calling it"):
         sparkhvd.run(called, num_proc=2, launcher="local")

@@ -42,5 +42,5 @@ def test_what_cannot_be_pickled_is_named_with_the_way_out():
 
 def test_a_payload_above_the_cap_is_refused(monkeypatch):
     monkeypatch.setattr(payload, "PAYLOAD_CAP_BYTES", 1000)
-    with pytest.raises(LaunchError, match=r"more than 1,000 are not sent .*Store"):
+    with pytest.raises(LaunchError, match=r"more than the limit of 1,000\..*Store"):
         pickle_call(times_factor, (bytes(1001),), {})
