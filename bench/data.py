@@ -35,9 +35,9 @@ from pyarrow import parquet
 from sparkhvd import Store
 from sparkhvd.config import given_rows
 from sparkhvd.data import torch_loader
-from sparkhvd.data.prepare.direct_rows import GivenRows, checked, dealt
+from sparkhvd.data.prepare.direct_rows import TaskRows, checked, partition_for_ranks
 from sparkhvd.data.prepare.prepared_data import prepare_data
-from sparkhvd.data.read.readers import PREFETCH_BYTES, Reading
+from sparkhvd.data.read.readers import PREFETCH_BYTES, ReadOptions
 from sparkhvd.data.schema.selection import select
 from sparkhvd.driver.run import run
 from sparkhvd.world import World
@@ -287,18 +287,20 @@ def _direct(spark: SparkSession, df: DataFrame) -> float:
     """From the DataFrame to the first batch on every rank; without what a job costs that has no rows."""
     selection = select(df.schema, feature_cols=df.columns[1:], label_cols=df.columns[:1])
     started = time.time()
-    rows = dealt(df, selection, num_proc=2, seed=1)
-    arrived = run(_first_batch, (selection,), num_proc=2, spark=spark, rows=rows, preload=[dealt.__module__])
+    rows = partition_for_ranks(df, selection, num_proc=2, seed=1)
+    arrived = run(
+        _first_batch, (selection,), num_proc=2, spark=spark, rows=rows, preload=[partition_for_ranks.__module__]
+    )
     return max(arrived) - started
 
 
 def _first_batch(selection: object) -> float:
     """When this rank has its first batch."""
-    given = GivenRows(given_rows(), selection, 0)  # type: ignore[arg-type]
+    given = TaskRows(given_rows(), selection, 0)  # type: ignore[arg-type]
     facts = given.facts()
     schema = checked(facts, selection, 1)  # type: ignore[arg-type]
     source = given.source(
-        "train", schema, facts, World(), BATCH, seed=1, shuffle=True, steps_per_epoch=None, reading=Reading()
+        "train", schema, facts, World(), BATCH, seed=1, shuffle=True, steps_per_epoch=None, reading=ReadOptions()
     )
     with closing(source.epoch(0)) as batches:  # type: ignore[type-var]
         next(batches)

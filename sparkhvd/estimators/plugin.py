@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.data.read.batches import Arrays, BatchSource
-from sparkhvd.data.read.readers import Reading
+from sparkhvd.data.read.readers import ReadOptions
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.data.schema.manifest import LabelRanges
 from sparkhvd.estimators.normalization import Normalization
@@ -40,8 +40,8 @@ class TrainSpec:
     shuffle: bool = True
     train_steps_per_epoch: int | None = None
     validation_steps_per_epoch: int | None = None
-    reading: Reading = field(default_factory=Reading)
-    val_reading: Reading = field(default_factory=Reading)
+    reading: ReadOptions = field(default_factory=ReadOptions)
+    val_reading: ReadOptions = field(default_factory=ReadOptions)
     early_stopping: EarlyStopping | None = None
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     terminate_on_nan: bool = False

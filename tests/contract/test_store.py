@@ -320,7 +320,7 @@ def test_files_at_its_paths_are_data_to_train_on(store):
         store.url, train_path=f"{store.url}/rows/train", val_path=f"{store.url}/rows/held out.parquet", **options
     )
     told = []
-    access = Access(made, told=lambda store: told.append(store) or store)
+    access = Access(made, configure=lambda store: told.append(store) or store)
     files = open_existing(made.train_path, made.val_path, feature_cols=["x"], label_cols=["y"], access=access)
     assert rows_of(files, "train") == list(range(200))
     assert rows_of(files, "validation") == list(range(200, 300))

@@ -18,7 +18,7 @@ from torch.nn import functional
 import sparkhvd
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.config import given_rows
-from sparkhvd.data.prepare.direct_rows import dealt
+from sparkhvd.data.prepare.direct_rows import partition_for_ranks
 from sparkhvd.data.read.blocks import ArrowBlocks
 from sparkhvd.data.schema.selection import select
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, RankFailedError, SchemaError
@@ -111,7 +111,9 @@ def test_the_same_seed_is_the_same_run_also_where_there_is_a_store_which_keeps_r
 
 def test_the_partitions_are_even_complete_and_in_the_order_of_the_seed(df):
     selection = select(df.schema, feature_cols=["x"], label_cols=["y"], validation=0.2)
-    first, again, other = (in_partitions(dealt(df, selection, num_proc=3, seed=s), ["x", "y"]) for s in (5, 5, 6))
+    first, again, other = (
+        in_partitions(partition_for_ranks(df, selection, num_proc=3, seed=s), ["x", "y"]) for s in (5, 5, 6)
+    )
     assert sorted(row for rows in first.values() for row in rows) == sorted(map(tuple, df.select("x", "y").collect()))
     assert max(map(len, first.values())) - min(map(len, first.values())) <= 3
     assert first == again
@@ -122,7 +124,7 @@ def test_the_partitions_are_even_complete_and_in_the_order_of_the_seed(df):
 
 def test_the_fraction_holds_out_the_rows_that_the_way_through_a_store_does(df, spark):
     selection = select(df.schema, feature_cols=["x"], label_cols=["y"], validation=0.2)
-    parts = [dealt(frame, selection, num_proc=2, seed=5) for frame in (df, df.repartition(4))]
+    parts = [partition_for_ranks(frame, selection, num_proc=2, seed=5) for frame in (df, df.repartition(4))]
     held_out = [
         sorted(map(tuple, rows.where("sparkhvd_split = 'validation'").select("x", "y").collect())) for rows in parts
     ]

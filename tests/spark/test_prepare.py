@@ -15,10 +15,10 @@ from pyspark.sql import types as t
 
 from sparkhvd.data import ParquetSource, head, load, select
 from sparkhvd.data.prepare import prepare as prepare_module
-from sparkhvd.data.prepare.direct_rows import GivenRows, checked, dealt
-from sparkhvd.data.prepare.prepare import Writing, prepare
+from sparkhvd.data.prepare.direct_rows import TaskRows, checked, partition_for_ranks
+from sparkhvd.data.prepare.prepare import WriteOptions, prepare
 from sparkhvd.data.prepare.stats import SPLIT
-from sparkhvd.data.read.readers import Reading
+from sparkhvd.data.read.readers import ReadOptions
 from sparkhvd.data.read.spool import Spool
 from sparkhvd.data.schema import columns
 from sparkhvd.errors import ConfigError, DataError, SchemaError, StoreError
@@ -39,7 +39,7 @@ def store(tmp_path):
 
 def prepare_all(df, store, *, labels=("y",), features=None, weight=None, validation=None, num_proc=2, seed=7):
     selection = select(df.schema, feature_cols=features, label_cols=labels, weight_col=weight, validation=validation)
-    return prepare(df, selection, store, writing=Writing(num_proc, seed))
+    return prepare(df, selection, store, writing=WriteOptions(num_proc, seed))
 
 
 def rows_of(store, manifest, split="train"):
@@ -52,11 +52,11 @@ def rows_of(store, manifest, split="train"):
 def directly(df, selection, folder):
     """The same rows as one rank gets them without a Store, in the order of the label."""
     with closing(Spool([str(folder)], by=SPLIT, otherwise="train")) as spool:
-        for batch in dealt(df, selection, num_proc=1, seed=0).toArrow().to_batches():
+        for batch in partition_for_ranks(df, selection, num_proc=1, seed=0).toArrow().to_batches():
             spool.write(batch)
-        given = GivenRows(spool.finish(), selection, 0)
+        given = TaskRows(spool.finish(), selection, 0)
         facts = given.facts()
-        options = {"seed": 0, "shuffle": False, "steps_per_epoch": None, "reading": Reading()}
+        options = {"seed": 0, "shuffle": False, "steps_per_epoch": None, "reading": ReadOptions()}
         source = given.source("train", checked(facts, selection, 1), facts, World(), 7, **options)
         (batch,) = source.epoch(0)
     order = np.argsort(batch.columns["y"])
@@ -210,7 +210,7 @@ def test_decimals_times_texts_nested_arrays_and_structs_arrive_with_null_filled(
     }  # fmt: skip
     selection = select(df.schema, feature_cols=None, label_cols=["y"], fill=fill, transformed=True)
     spark.conf.set("spark.sql.session.timeZone", "UTC")
-    manifest = prepare(df, selection, store, writing=Writing(1, 0))
+    manifest = prepare(df, selection, store, writing=WriteOptions(1, 0))
     assert load(store, manifest.path) == manifest
     wanted = {
         "d": ("float64", [1.25, 0.5]),
@@ -238,7 +238,7 @@ def test_vectors_stay_sparse_on_disk_and_are_delivered_as_asked(spark, store):
     wanted = [vector.toArray().tolist() for vector in vectors]
     for compress, kinds in [(False, [1, 0, 0, 1]), (True, [0, 0, 0, 0])]:
         selection = select(df.schema, feature_cols=["v", "w"], label_cols=["y"], sparse_cols=["w"])
-        manifest = prepare(df, selection, store, writing=Writing(1, 0, compress=compress))
+        manifest = prepare(df, selection, store, writing=WriteOptions(1, 0, compress=compress))
         assert [manifest.schema[name].entries for name in "vw"] == [None, 2]
         filesystem, place = store.arrow(f"{manifest.folder}/{manifest.train.files[0].path}")
         on_disk = parquet.read_table(place, filesystem=filesystem)
@@ -268,13 +268,13 @@ def test_ragged_nested_arrays_are_refused(spark, store, case):
 def test_row_groups_are_many_enough_for_the_ranks(spark, store):
     df = spark.range(0, 100_000, 1, 1).select("id", *(functions.rand(seed).alias(f"x{seed}") for seed in range(8)))
     selection = select(df.schema, feature_cols=None, label_cols=["id"])
-    small = prepare(df, selection, store, writing=Writing(2, 0))
-    one = prepare(df, selection, store, writing=Writing(1, 0, partitions_per_process=1))
+    small = prepare(df, selection, store, writing=WriteOptions(2, 0))
+    one = prepare(df, selection, store, writing=WriteOptions(1, 0, partitions_per_process=1))
     assert len(one.train.block_rows()) < 3 < len(small.train.block_rows())
-    assert prepare_module.row_group_bytes(df, Writing(1, 0, row_group_bytes=12345)) == 12345
+    assert prepare_module.row_group_bytes(df, WriteOptions(1, 0, row_group_bytes=12345)) == 12345
     for name in ("num_proc", "partitions_per_process", "row_group_bytes"):
         with pytest.raises(ConfigError, match=f"{name} is 0"):
-            Writing(**{"num_proc": 1, "seed": 0, name: 0})
+            WriteOptions(**{"num_proc": 1, "seed": 0, name: 0})
 
 
 def test_the_split_depends_on_content_and_seed_and_not_on_partitioning(spark, store):

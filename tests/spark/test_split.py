@@ -10,7 +10,7 @@ from pyspark.ml.linalg import SparseVector, Vectors, VectorUDT
 from pyspark.sql import functions
 from pyspark.sql.types import ArrayType, DoubleType, IntegerType, StringType, StructField, StructType
 
-from sparkhvd.data.prepare.prepare import prepared
+from sparkhvd.data.prepare.prepare import rows_to_write
 from sparkhvd.data.prepare.validation_split import WIDE
 from sparkhvd.data.schema.selection import select
 
@@ -20,7 +20,7 @@ ROWS = 60
 def split(df, features=None, labels=("y",), *, compress=False, **options):
     """The side of every row, in the order of ``df``."""
     selection = select(df.schema, feature_cols=features, label_cols=labels, validation=0.5, transformed=True, **options)
-    rows = prepared(df, selection, 7, compress=compress).collect()
+    rows = rows_to_write(df, selection, 7, compress=compress).collect()
     return [row["sparkhvd_split"] for row in rows]
 
 

@@ -19,7 +19,7 @@ from sparkhvd import Store, TorchModel
 from sparkhvd.data.prepare import arrow_writer
 from sparkhvd.data.prepare.prepared_data import prepare_data
 from sparkhvd.data.prepare.store_check import check_store
-from sparkhvd.data.spark.settings import in_default_file_system, spark_can_write, told_by_spark
+from sparkhvd.data.spark.settings import in_default_file_system, spark_can_write, with_spark_credentials
 from sparkhvd.errors import ParamError, StartTimeoutError, StoreError
 from sparkhvd.store import HDFSStore, layout
 from tests import lines
@@ -216,8 +216,8 @@ def test_the_writers_error_names_the_store(spark, hdfs, monkeypatch):
 
 @pytest.mark.usefixtures("sparks_own_credentials")
 def test_a_store_takes_sparks_credentials_where_it_was_given_none(spark):
-    told = told_by_spark(Store.create(f"s3a://{BUCKET}/{uuid.uuid4().hex}"), spark)
-    own = told_by_spark(Store.create(f"s3a://{BUCKET}/x", storage_options={"anon": True}), spark)
+    told = with_spark_credentials(Store.create(f"s3a://{BUCKET}/{uuid.uuid4().hex}"), spark)
+    own = with_spark_credentials(Store.create(f"s3a://{BUCKET}/x", storage_options={"anon": True}), spark)
     assert told.storage_options["secret"] == SECRET
     assert SECRET not in repr(told)
     told.publish("x", b"1")

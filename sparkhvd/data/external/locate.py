@@ -26,12 +26,12 @@ class Access:
     Attributes:
         near: a Store; files on the same kind of file system are accessed with its options.
         storage_options: options for other file systems.
-        told: adds settings to a Store that was created here, such as the credentials of Spark's session.
+        configure: adds settings to a Store that was created here, such as the credentials of Spark's session.
     """
 
     near: Store | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    told: Callable[[Store], Store] = lambda store: store
+    configure: Callable[[Store], Store] = lambda store: store
 
 
 def locate(urls: Sequence[str], access: Access) -> tuple[Store, list[str]]:
@@ -60,7 +60,7 @@ def _store_at(where: str, root: str, access: Access) -> Store:
     if access.near is not None and has_same_backend(url, access.near.url):
         return access.near.at(url)
     options = {} if access.storage_options is None else {"storage_options": access.storage_options}
-    return access.told(Store.create(url, **options))
+    return access.configure(Store.create(url, **options))
 
 
 def _parsed(url: str) -> tuple[str, str]:

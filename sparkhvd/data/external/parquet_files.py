@@ -19,7 +19,7 @@ from sparkhvd.data.external import petastorm_schema
 from sparkhvd.data.external.folder_layout import partition_columns, shown_files, visible_files
 from sparkhvd.data.external.locate import Access, locate
 from sparkhvd.data.prepare.footers import Footer, LeafFacts, read_footers
-from sparkhvd.data.prepare.prepared_data import chosen
+from sparkhvd.data.prepare.prepared_data import with_columns
 from sparkhvd.data.prepare.stats import too_few_rows
 from sparkhvd.data.reuse import leases
 from sparkhvd.data.schema import arrow_types, codecs, columns
@@ -68,7 +68,7 @@ class ExistingFiles:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ColumnRequest:
     """The columns to read from files, and their roles.
 
     Attributes:
@@ -120,7 +120,7 @@ def open_existing(
         StoreError: the file system cannot be reached.
     """
     store, places = locate([train] if validation is None else [train, validation], access or Access())
-    files = _opened(store, places, Wanted(feature_cols, label_cols, weight_col, fill, transformed))
+    files = _open(store, places, ColumnRequest(feature_cols, label_cols, weight_col, fill, transformed))
     if files.manifest.train.rows < num_proc:
         files.close()
         raise DataError(too_few_rows(files.manifest.train.rows, num_proc))
@@ -149,23 +149,23 @@ def open_data(
         SparkHvdError: see ``open_existing``.
     """
     store = None if store is None else store_at("store", store)
-    wanted = Wanted(names, fill=fill, transformed=True)
+    wanted = ColumnRequest(names, fill=fill, transformed=True)
     if isinstance(data, Manifest):
         if store is None:
             raise StoreError("A manifest does not name the Store that it is in; pass store= as well.")
         return ExistingFiles(store, selected(data, wanted))
     if store is not None:
-        return _opened(store, [data.strip("/")], wanted)
+        return _open(store, [data.strip("/")], wanted)
     found, places = locate([data], Access(storage_options=storage_options))
-    return _opened(found, places, wanted)
+    return _open(found, places, wanted)
 
 
-def _opened(store: Store, places: Sequence[str], wanted: Wanted) -> ExistingFiles:
+def _open(store: Store, places: Sequence[str], wanted: ColumnRequest) -> ExistingFiles:
     """Open the prepared dataset or the other files at a path; two paths are rows to train on and to validate on."""
     at = places[0] if places[0].endswith(_MANIFEST) else f"{places[0]}/{_MANIFEST}"
     if len(places) > 1 or not store.exists(at):
         return ExistingFiles(store, _manifest(store, places, wanted))
-    hold = _held(store, at.removesuffix(_MANIFEST))
+    hold = _hold_on(store, at.removesuffix(_MANIFEST))
     try:
         return ExistingFiles(store, selected(load(store, at), wanted), hold)
     except BaseException:
@@ -174,7 +174,7 @@ def _opened(store: Store, places: Sequence[str], wanted: Wanted) -> ExistingFile
         raise
 
 
-def _held(store: Store, folder: str) -> leases.Hold | None:
+def _hold_on(store: Store, folder: str) -> leases.Hold | None:
     """Return a hold on the prepared rows in a folder, or None if no driver would remove them."""
     found = layout.dataset_at(f"{store.url}/{folder}")
     if found is None:
@@ -192,7 +192,7 @@ def _held(store: Store, folder: str) -> leases.Hold | None:
         return None
 
 
-def _manifest(store: Store, places: Sequence[str], wanted: Wanted) -> Manifest:
+def _manifest(store: Store, places: Sequence[str], wanted: ColumnRequest) -> Manifest:
     """Return a manifest of files that are not a prepared dataset."""
     listed = [_visible_files(store, place) for place in places]
     footers = [read_footers(store, files) for files in listed]
@@ -215,18 +215,18 @@ def _manifest(store: Store, places: Sequence[str], wanted: Wanted) -> Manifest:
     return Manifest("existing files", folder, schema, splits[0], held_out, 0, places[1] if len(places) > 1 else None)
 
 
-def selected(manifest: Manifest, wanted: Wanted) -> Manifest:
+def selected(manifest: Manifest, wanted: ColumnRequest) -> Manifest:
     """Return the manifest with the selected columns only.
 
     Raises:
         SchemaError: a column does not exist, or a fill does not fit.
     """
     if wanted.features is not None:
-        manifest = chosen(manifest, wanted.features, wanted.labels, wanted.weight)
+        manifest = with_columns(manifest, wanted.features, wanted.labels, wanted.weight)
     elif wanted.labels or wanted.weight:
         others = [*wanted.labels, *([] if wanted.weight is None else [wanted.weight])]
         features = [name for name in manifest.schema.names() if name not in others]
-        manifest = chosen(manifest, features, wanted.labels, wanted.weight)
+        manifest = with_columns(manifest, features, wanted.labels, wanted.weight)
     if not wanted.fill:
         return manifest
     known = manifest.schema.names()
@@ -272,7 +272,7 @@ def _refuse_table(inside: str, url: str) -> None:
             )
 
 
-def _refuse_in_folders(names: Iterable[str], in_files: Sequence[str], wanted: Wanted, url: str) -> None:
+def _refuse_in_folders(names: Iterable[str], in_files: Sequence[str], wanted: ColumnRequest, url: str) -> None:
     """Refuse columns that Spark reads from folder names, even if the files have other values for them."""
     stored = {name.lower(): name for name in in_files}
     selected = None if wanted.features is None else {*wanted.features, *wanted.labels, wanted.weight}
@@ -287,14 +287,14 @@ def _refuse_in_folders(names: Iterable[str], in_files: Sequence[str], wanted: Wa
         )
 
 
-def _schema(store: Store, place: str, footers: Sequence[Footer], wanted: Wanted) -> DataSchema:
+def _schema(store: Store, place: str, footers: Sequence[Footer], wanted: ColumnRequest) -> DataSchema:
     packed = petastorm_schema.read(store, place, footers[0])
     schema = _selected(footers[0].schema, wanted, packed)
     schema = completed(schema, (), wanted.fill or {}, transformed=wanted.transformed)
     return _with_shapes(store, schema, footers)
 
 
-def _selected(arrow: pa.Schema, wanted: Wanted, packed: Mapping[str, petastorm_schema.Field]) -> DataSchema:
+def _selected(arrow: pa.Schema, wanted: ColumnRequest, packed: Mapping[str, petastorm_schema.Field]) -> DataSchema:
     others = [*wanted.labels, *([wanted.weight] if wanted.weight is not None else [])]
     features = wanted.features
     if features is None:

@@ -107,18 +107,18 @@ class PetastormSource:
             rows = list(islice(found, here))
             given += len(rows)
             if len(rows) < here:
-                raise self._lost(given, wanted)
+                raise self._wrong_count(given, wanted)
             if step >= first_step:
                 together = sum(self._rows_in(step, rank) for rank in range(self._size))
                 yield Batch(self._stacked(rows), here, together)
         if next(found, None) is not None:
-            raise self._lost(given + 1, wanted)
+            raise self._wrong_count(given + 1, wanted)
 
     def _rows_in(self, step: int, rank: int) -> int:
         left = rows_of_rank(self._blocks, rank, self._size) - step * self._batch
         return max(0, min(self._batch, left))
 
-    def _lost(self, given: int, wanted: int) -> DataError:
+    def _wrong_count(self, given: int, wanted: int) -> DataError:
         return DataError(
             f"petastorm read {given} rows of {self._store.url}/{self._folder} for rank {self._rank}, but the Parquet "
             f"footers have {wanted}. Read the dataset with reader='native'."
@@ -147,7 +147,7 @@ class PetastormSource:
         }
         packed = any(column.codec is not None for column in self._schema.columns)
         make: Callable[..., Any] = self._petastorm.make_reader if packed else self._petastorm.make_batch_reader
-        with closing(_Stopping(make(petastorm_files.URL, **options))) as reader:
+        with closing(_ClosableReader(make(petastorm_files.URL, **options))) as reader:
             for found in reader.rows():
                 values = [getattr(found, name) for name in names]
                 if packed:
@@ -162,7 +162,7 @@ class PetastormSource:
         }
 
 
-class _Stopping:
+class _ClosableReader:
     """petastorm's reader with a ``close``."""
 
     def __init__(self, reader: Any) -> None:

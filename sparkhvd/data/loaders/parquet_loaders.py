@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.comm import session
 from sparkhvd.data.external.parquet_files import ExistingFiles, open_data
-from sparkhvd.data.read.readers import ParquetSource, Reading, Transformation
+from sparkhvd.data.read.readers import ParquetSource, ReadOptions, Transformation
 from sparkhvd.data.schema.data_schema import Fill
 from sparkhvd.data.schema.manifest import Manifest, SplitName
 from sparkhvd.errors import ConfigError
@@ -31,7 +31,7 @@ _FINALIZER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoaderOptions:
     """The options of both loaders; see ``torch_loader``."""
 
     batch_size: int
@@ -47,8 +47,8 @@ class Loading:
     fill: Mapping[str, Fill] | None = None
     transformation_fn: Transformation | None = None
     cache: str | None = None
-    prefetch_bytes: int = Reading.prefetch_bytes
-    threads: int = Reading.threads
+    prefetch_bytes: int = ReadOptions.prefetch_bytes
+    threads: int = ReadOptions.threads
 
     def open(self, data: str | Manifest) -> tuple[ParquetSource, ExistingFiles]:
         """Open the rows of this rank; return them and their files."""
@@ -64,7 +64,7 @@ class Loading:
         return source, found
 
     def _source(self, found: ExistingFiles) -> ParquetSource:
-        reading = Reading(
+        reading = ReadOptions(
             prefetch_bytes=self.prefetch_bytes,
             threads=self.threads,
             transformation=self.transformation_fn,
@@ -107,7 +107,7 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
             - ``fill``: by column, the value to read in place of NULL; without it NULL is an error.
             - ``transformation_fn``: converts a dict of numpy arrays to another one with as many rows.
             - ``cache``: ``"memory"`` or ``"disk"`` caches this rank's rows after the first epoch.
-            - ``prefetch_bytes`` and ``threads``: see ``sparkhvd.data.read.readers.Reading``.
+            - ``prefetch_bytes`` and ``threads``: see ``sparkhvd.data.read.readers.ReadOptions``.
 
     Raises:
         DataError: the URL has no files, or none of Parquet, or there is NULL without a fill.
@@ -120,7 +120,7 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
     """
     from sparkhvd.data.loaders.torch_data import TorchBatches  # noqa: PLC0415  (imports torch)
 
-    source, files = Loading(batch_size, **options).open(data)
+    source, files = LoaderOptions(batch_size, **options).open(data)
     return TorchBatches(source, files.close)
 
 
@@ -147,7 +147,7 @@ def tf_dataset(data: str | Manifest, batch_size: int, *, epochs: int = 1, **opti
 
     if epochs < 1:
         raise ConfigError(f"epochs is {epochs}; it must be at least 1.")
-    source, _ = Loading(batch_size, **options).open(data)
+    source, _ = LoaderOptions(batch_size, **options).open(data)
     return dataset(source, epochs)
 
 

@@ -19,7 +19,7 @@ from sparkhvd.comm import objects
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.data.read.batches import Batch
-from sparkhvd.data.read.prefetch import Ahead
+from sparkhvd.data.read.prefetch import Prefetcher
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import DataError
@@ -107,7 +107,7 @@ class AsyncDataLoaderMixin:
         if self._queue_size < 1:
             yield from batches
             return
-        ahead = Ahead(
+        ahead = Prefetcher(
             [lambda: ((batch, 1) for batch in batches)],
             limit=self._queue_size,
             threads=1,

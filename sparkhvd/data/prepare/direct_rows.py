@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from sparkhvd.data.prepare.prepare import as_written, prepared
+from sparkhvd.data.prepare.prepare import rows_to_write, written_schema
 from sparkhvd.data.prepare.stats import (
     SIZE_PREFIX,
     ColumnFacts,
@@ -26,7 +26,7 @@ from sparkhvd.data.prepare.stats import (
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.read.blocks import ArrowBlocks, Blocks
 from sparkhvd.data.read.plan import Plan
-from sparkhvd.data.read.readers import Reading, RowSource
+from sparkhvd.data.read.readers import ReadOptions, RowSource
 from sparkhvd.data.read.shards import OwnBlocks, Piece
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 _SORTED_FIRST = "spark.sql.execution.sortBeforeRepartition"
 
 
-def dealt(df: DataFrame, selection: Selection, *, num_proc: int, seed: int) -> DataFrame:
+def partition_for_ranks(df: DataFrame, selection: Selection, *, num_proc: int, seed: int) -> DataFrame:
     """Return the selected columns of ``df`` in ``num_proc`` partitions of almost equal size, each in a seeded order."""
     from pyspark.sql import functions  # noqa: PLC0415  (ranks read this package without Spark)
 
     if df.isStreaming:
         raise DataError("A streaming DataFrame has no end and cannot be trained on; call this from foreachBatch.")
-    rows = prepared(df, selection, seed)
+    rows = rows_to_write(df, selection, seed)
     names = [source(column.name) for column in selection.schema.columns]
     place = functions.xxhash64(functions.lit(seed % 2**63).cast("long"), functions.lit("order"), *names)
-    sent = _sent(selection.schema)
+    sent = _aliases(selection.schema)
     chosen = [source(name).alias(sent.get(name, name)) for name in rows.columns]
     return _ordered_by_hash(rows).repartition(num_proc).sortWithinPartitions(place).select(*chosen)
 
@@ -77,7 +77,7 @@ def _ordered_by_hash(rows: DataFrame) -> DataFrame:
     return found
 
 
-class GivenRows:
+class TaskRows:
     """The rows that this rank's Spark task has received.
 
     Args:
@@ -87,9 +87,9 @@ class GivenRows:
     """
 
     def __init__(self, paths: Mapping[str, str], selection: Selection, rank: int) -> None:
-        self._schema = as_written(selection.schema)
+        self._schema = written_schema(selection.schema)
         self._rank = rank
-        names = {sent: name for name, sent in _sent(self._schema).items()}
+        names = {sent: name for name, sent in _aliases(self._schema).items()}
         self._blocks = {
             split: ArrowBlocks(path, f"the {split} rows of rank {rank}", names) for split, path in paths.items()
         }
@@ -115,7 +115,7 @@ class GivenRows:
         seed: int,
         shuffle: bool,
         steps_per_epoch: int | None,
-        reading: Reading,
+        reading: ReadOptions,
         pair_last_row: bool = False,
     ) -> RowSource:
         """Return the rows of one split as this rank sees them.
@@ -136,7 +136,7 @@ class GivenRows:
         counts = tuple(rows_of([one for one in facts if one.place[0] == rank], split) for rank in range(world.size))
         shards = OwnBlocks(() if own is None else _rows(own), counts)
         plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch, pair_last_row)
-        blocks: Blocks = _Nothing() if own is None else own
+        blocks: Blocks = _NoBlocks() if own is None else own
         return RowSource(schema, plan, world.rank, lambda: blocks, reading)
 
     def _facts(self, split: str, blocks: ArrowBlocks) -> FileFacts:
@@ -157,15 +157,15 @@ def checked(facts: Sequence[FileFacts], selection: Selection, num_proc: int) -> 
         DataError: the rows cannot be trained on; every rank raises the same error.
     """
     check_rows(facts, selection, num_proc)
-    return as_written(checked_schema(selection.schema, facts))
+    return written_schema(checked_schema(selection.schema, facts))
 
 
-def _sent(schema: DataSchema) -> dict[str, str]:
+def _aliases(schema: DataSchema) -> dict[str, str]:
     """Return substitutes for column names with a dot, which ``mapInArrow`` would take for the separator of a field."""
     return {name: f"{RESERVED_PREFIX}dotted_{place}" for place, name in enumerate(schema.names()) if "." in name}
 
 
-class _Nothing:
+class _NoBlocks:
     """The blocks of a rank without rows in a split."""
 
     where = "no rows"
@@ -181,10 +181,10 @@ def _rows(blocks: ArrowBlocks) -> tuple[int, ...]:
 
 def _facts_of(arrays: Sequence[pa.Array], column: ColumnSpec) -> ColumnFacts:
     nulls = sum(map(_nulls, arrays))
-    return ColumnFacts(nulls, *_ends(arrays)) if is_ranged(column) else ColumnFacts(nulls)
+    return ColumnFacts(nulls, *_extremes(arrays)) if is_ranged(column) else ColumnFacts(nulls)
 
 
-def _ends(arrays: Sequence[pa.Array]) -> tuple[Any, Any]:
+def _extremes(arrays: Sequence[pa.Array]) -> tuple[Any, Any]:
     """Return the smallest and the largest number; None where there are none."""
     import pyarrow.compute as pc  # noqa: PLC0415  (heavy)
 
@@ -203,4 +203,4 @@ def _nulls(array: pa.Array) -> int:
 
 def _measured(batches: Sequence[pa.RecordBatch], name: str) -> ColumnFacts:
     arrays = [batch.column(name) for batch in batches]
-    return ColumnFacts(sum(array.null_count for array in arrays), *_ends(arrays))
+    return ColumnFacts(sum(array.null_count for array in arrays), *_extremes(arrays))

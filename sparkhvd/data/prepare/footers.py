@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyarrow import parquet
 
-_AT_ONCE = 16
+_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def read_footers(store: Store, paths: Sequence[str]) -> list[Footer]:
     Raises:
         DataError: a file is not Parquet, was cut off, or cannot be read; the message has its URL.
     """
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="sparkhvd-footers") as pool:
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="sparkhvd-footers") as pool:
         return list(pool.map(lambda path: _read(store, path), paths))
 
 

@@ -65,7 +65,7 @@ _VECTOR_LEAVES = 4  # Parquet columns of a vector: type, size, indices, values
 
 
 @dataclass(frozen=True)
-class Writing:
+class WriteOptions:
     """Options for writing the rows.
 
     Attributes:
@@ -105,7 +105,7 @@ def prepare(
     selection: Selection,
     store: Store,
     *,
-    writing: Writing,
+    writing: WriteOptions,
     dataset_id: str | None = None,
     name: str | None = None,
     fingerprint: Fingerprint | None = None,
@@ -147,7 +147,7 @@ def prepare(
         manifest = Manifest(
             dataset_id=dataset_id,
             folder=layout.dataset_folder(dataset_id),
-            schema=as_written(checked_schema(selection.schema, files)),
+            schema=written_schema(checked_schema(selection.schema, files)),
             train=_split(files, "train"),
             validation=None if selection.validation is None else _split(files, "validation"),
             seed=writing.seed,
@@ -182,7 +182,7 @@ def _remove(store: Store, folder: str) -> None:
         logger.warning("Could not remove the unfinished dataset: %s", error)
 
 
-def prepared(df: DataFrame, selection: Selection, seed: int, *, compress: bool = False) -> DataFrame:
+def rows_to_write(df: DataFrame, selection: Selection, seed: int, *, compress: bool = False) -> DataFrame:
     """Return the rows to write: the selected columns, the sizes of arrays, and with validation the split."""
     from pyspark.sql import functions  # noqa: PLC0415  (ranks read this package without Spark)
 
@@ -219,7 +219,7 @@ def _measured(measure: Measure, functions: Any) -> Column:
     return cast("Column", (functions.array_min if measure.what == "shortest" else functions.array_max)(sizes))
 
 
-def row_group_bytes(rows: DataFrame, writing: Writing) -> int:
+def row_group_bytes(rows: DataFrame, writing: WriteOptions) -> int:
     """Return the bytes of a row group, such that each rank has ``partitions_per_process`` of them if possible."""
     if writing.row_group_bytes is not None:
         return writing.row_group_bytes
@@ -235,9 +235,9 @@ def _estimated_bytes(rows: DataFrame) -> int:
     return int(str(plan.stats().sizeInBytes()))
 
 
-def _write(df: DataFrame, selection: Selection, store: Store, folder: str, writing: Writing) -> int:
+def _write(df: DataFrame, selection: Selection, store: Store, folder: str, writing: WriteOptions) -> int:
     """Write the rows, and return how many the job had."""
-    rows = prepared(df, selection, writing.seed, compress=writing.compress)
+    rows = rows_to_write(df, selection, writing.seed, compress=writing.compress)
     group_bytes = row_group_bytes(rows, writing)
     url = store.spark_url(folder)
     if url is not None and spark_can_write(df.sparkSession, url) and not _changes_times(df, selection.schema):
@@ -283,7 +283,7 @@ def _write_by_spark(rows: DataFrame, url: str, more_options: dict[str, str], *, 
     return counted()
 
 
-def as_written(schema: DataSchema) -> DataSchema:
+def written_schema(schema: DataSchema) -> DataSchema:
     """Return the schema of the files, in which the fields of structs are columns."""
     return schema.replaced([replace(column, source=()) for column in schema.columns])
 

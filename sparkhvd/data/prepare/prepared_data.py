@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from sparkhvd._util.closable import Closable
 from sparkhvd._util.file_lock import exclusive_on_machine
 from sparkhvd._util.short_tracebacks import brief_errors
-from sparkhvd.data.prepare.prepare import Writing, new_dataset_id, prepare, refuse_streaming
+from sparkhvd.data.prepare.prepare import WriteOptions, new_dataset_id, prepare, refuse_streaming
 from sparkhvd.data.prepare.stats import too_few_rows
 from sparkhvd.data.prepare.store_check import check_store
 from sparkhvd.data.reuse import leases
@@ -26,7 +26,7 @@ from sparkhvd.data.reuse.fingerprint import Fingerprint, fingerprint, living_cac
 from sparkhvd.data.schema.data_schema import DataSchema, Fill, Role
 from sparkhvd.data.schema.manifest import Manifest, load
 from sparkhvd.data.schema.selection import Selection, no_such_column, select
-from sparkhvd.data.spark.settings import told_by_spark
+from sparkhvd.data.spark.settings import with_spark_credentials
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DataError, SchemaError, SparkHvdError, StoreError
 from sparkhvd.store import layout, store_at
@@ -150,7 +150,7 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
         ...     model = estimator.fit_on_parquet()
     """
     store = store_at("store", store)
-    writing = Writing(num_processes, seed, partitions_per_process, row_group_bytes, compress_sparse)
+    writing = WriteOptions(num_processes, seed, partitions_per_process, row_group_bytes, compress_sparse)
     if not label_columns:
         raise SchemaError("No label column is selected; label_columns is empty.")
     selection = select(
@@ -182,7 +182,7 @@ def acquire(
     df: DataFrame,
     selection: Selection,
     store: Store,
-    writing: Writing,
+    writing: WriteOptions,
     *,
     keep_seconds: float,
     before_writing: Callable[[SparkSession, Store], None] | None = None,
@@ -203,16 +203,16 @@ def acquire(
     if name is not None and not keep_seconds:
         raise ConfigError(f"name={name!r} keeps the rows, but keep_seconds=0 keeps none; leave one of them out.")
     refuse_streaming(df)
-    store = told_by_spark(store, df.sparkSession)
+    store = with_spark_credentials(store, df.sparkSession)
     _remove_expired(store, df.sparkSession)
     reasons: list[str] = []
-    identify = partial(_identity, df, selection, writing, reasons.append)
+    identify = partial(_fingerprint_of, df, selection, writing, reasons.append)
     known = identify() if keep_seconds > 0 else None
 
     def prepare_anew(keep_seconds: float) -> PreparedData:
         if before_writing is not None:
             before_writing(df.sparkSession, store)
-        return _prepared_now(
+        return _write_new(
             df, selection, store, writing=writing, name=name, identify=identify, known=known, keep_seconds=keep_seconds
         )
 
@@ -227,12 +227,12 @@ def acquire(
     what = f"named {name!r}" if known is None or name is not None else known.text
     with exclusive_on_machine(f"preparing the rows {what} in {store.url}", Deadline.after(_TURN_SECONDS)):
         if name is not None:
-            found = _named_before(store, name, keep_seconds)
+            found = _find_by_name(store, name, keep_seconds)
             if found is not None:
-                _refuse_others(found, selection, writing, known)
+                _refuse_other_rows(found, selection, writing, known)
         else:
             assert known is not None  # noqa: S101  (see above)
-            found = _prepared_before(store, known, keep_seconds)
+            found = _find_by_fingerprint(store, known, keep_seconds)
         found = found or prepare_anew(keep_seconds=keep_seconds)
     if found.train_rows < writing.num_proc:
         found.close()
@@ -240,12 +240,12 @@ def acquire(
     return found
 
 
-def _prepared_now(
+def _write_new(
     df: DataFrame,
     selection: Selection,
     store: Store,
     *,
-    writing: Writing,
+    writing: WriteOptions,
     name: str | None,
     identify: Callable[[], Fingerprint | None],
     known: Fingerprint | None,
@@ -272,26 +272,28 @@ def _prepared_now(
         elif manifest.fingerprint is not None:
             store.publish(layout.fingerprint_path(manifest.fingerprint, dataset_id), b"")
     except BaseException:
-        leases.let_go(replace(lease, keep_seconds=0.0))
+        leases.release_and_log(replace(lease, keep_seconds=0.0))
         raise
     if manifest.fingerprint is None and name is None:
         lease = replace(lease, keep_seconds=0.0)
     return PreparedData(store, manifest, lease, reused=False)
 
 
-def _named_before(store: Store, name: str, keep_seconds: float) -> PreparedData | None:
+def _find_by_name(store: Store, name: str, keep_seconds: float) -> PreparedData | None:
     for note, dataset_id in notes_of(store, name):
         lease = leases.take(store, dataset_id, keep_seconds, ())
-        manifest = _complete(store, dataset_id)
+        manifest = _load_if_complete(store, dataset_id)
         if manifest is not None:
             logger.info("Reusing dataset %s, which has the name %r", dataset_id, name)
             return PreparedData(store, manifest, lease, reused=True)
         store.delete(note)
-        leases.let_go(replace(lease, keep_seconds=0.0))
+        leases.release_and_log(replace(lease, keep_seconds=0.0))
     return None
 
 
-def _refuse_others(found: PreparedData, selection: Selection, writing: Writing, known: Fingerprint | None) -> None:
+def _refuse_other_rows(
+    found: PreparedData, selection: Selection, writing: WriteOptions, known: Fingerprint | None
+) -> None:
     """Refuse rows with the requested name that differ from the requested rows."""
     differs = difference(found.manifest, selection, writing.seed, known)
     if differs is not None:
@@ -333,7 +335,7 @@ def open_here(store: Store, columns: Collection[str]) -> Manifest | None:
     return None
 
 
-def chosen(
+def with_columns(
     manifest: Manifest, feature_cols: Sequence[str], label_cols: Sequence[str], weight_col: str | None = None
 ) -> Manifest:
     """Return the manifest with these columns only, in the roles of the arguments.
@@ -362,8 +364,8 @@ def clean(store: Store | str) -> list[str]:
     return leases.remove_all_unused(store_at("store", store))
 
 
-def _identity(
-    df: DataFrame, selection: Selection, writing: Writing, report: Callable[[str], None]
+def _fingerprint_of(
+    df: DataFrame, selection: Selection, writing: WriteOptions, report: Callable[[str], None]
 ) -> Fingerprint | None:
     by_fraction = isinstance(selection.validation, float)
     asked = () if writing.row_group_bytes is None else (writing.row_group_bytes,)
@@ -371,20 +373,20 @@ def _identity(
     return fingerprint(df, selection, writing.compress, seed, *asked, report=report)
 
 
-def _prepared_before(store: Store, known: Fingerprint, keep_seconds: float) -> PreparedData | None:
+def _find_by_fingerprint(store: Store, known: Fingerprint, keep_seconds: float) -> PreparedData | None:
     for note in reversed(store.list(layout.fingerprint_folder(known.text))):
         dataset_id = note.rpartition("/")[2]
         lease = leases.take(store, dataset_id, keep_seconds, known.caches)
-        manifest = _complete(store, dataset_id)
+        manifest = _load_if_complete(store, dataset_id)
         if manifest is not None and manifest.fingerprint == known.text:
             logger.info("Reusing dataset %s, which already holds these rows", dataset_id)
             return PreparedData(store, manifest, lease, reused=True)
         store.delete(note)
-        leases.let_go(replace(lease, keep_seconds=0.0))
+        leases.release_and_log(replace(lease, keep_seconds=0.0))
     return None
 
 
-def _complete(store: Store, dataset_id: str) -> Manifest | None:
+def _load_if_complete(store: Store, dataset_id: str) -> Manifest | None:
     """Return the manifest if all of its files exist."""
     path = layout.manifest_path(dataset_id)
     if not store.exists(path):

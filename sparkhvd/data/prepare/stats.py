@@ -21,8 +21,10 @@ SplitValue = Literal["train", "validation", "null", "other"]
 SPLIT = RESERVED_PREFIX + "split"
 SIZE_PREFIX = RESERVED_PREFIX + "size_"
 
-_DROP = "Drop these rows (df.dropna(subset=[{name!r}])), fill them (df.fillna), or set fill for the column."
-_REPLACE = "Replace them, for example with pyspark.sql.functions.transform and coalesce, or set fill for the column."
+_NULL_ROWS_ADVICE = "Drop these rows (df.dropna(subset=[{name!r}])), fill them (df.fillna), or set fill for the column."
+_NULL_ELEMENTS_ADVICE = (
+    "Replace them, for example with pyspark.sql.functions.transform and coalesce, or set fill for the column."
+)
 
 
 @dataclass(frozen=True)
@@ -195,12 +197,12 @@ def checked_schema(schema: DataSchema, files: Sequence[FileFacts]) -> DataSchema
             if measure.column.name == column.name
         }
         whole = measured.get(("length", 0), own)
-        _refuse_null(column, sum(facts.nulls for facts in whole), "NULL values", _DROP)
+        _refuse_null(column, sum(facts.nulls for facts in whole), "NULL values", _NULL_ROWS_ADVICE)
         if column.kind != "scalar":
             known.append(_with_shape(column, measured))
             # All arrays have the same length above 0 here, so every NULL in the elements' column is an element.
             inside = 0 if column.kind == "vector" else sum(facts.nulls for facts in own)
-            _refuse_null(column, inside, "NULL values inside its arrays", _REPLACE)
+            _refuse_null(column, inside, "NULL values inside its arrays", _NULL_ELEMENTS_ADVICE)
     return schema.replaced(known)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROWS = 4096  # for any number of tasks
-_MOST_TASKS = 256  # if Spark chooses the number
+_MAX_TASKS = 256  # if Spark chooses the number
 _SCHEMA = "host string, name string, trouble string"
 
 
@@ -57,13 +57,13 @@ def check_store(
     tasks = None if slots is None else max(1, slots())
     probe = new_store_probe(store)
     # As bytes, so that a task can report that its executor lacks the package of the Store.
-    sent = pickle.dumps(probe)
+    pickled_probe = pickle.dumps(probe)
     try:
         probe.leave()
-        asked = spark.range(tasks or _ROWS, numPartitions=tasks)
-        asked = asked.coalesce(_MOST_TASKS) if tasks is None else asked
+        requests = spark.range(tasks or _ROWS, numPartitions=tasks)
+        requests = requests.coalesce(_MAX_TASKS) if tasks is None else requests
         seconds = from_environment().start_timeout if seconds is None else seconds
-        rows = _in_time(spark, asked.mapInArrow(partial(answer, sent), _SCHEMA).collect, store, seconds)
+        rows = _in_time(spark, requests.mapInArrow(partial(answer, pickled_probe), _SCHEMA).collect, store, seconds)
         judge(probe, [(row["host"], row["name"], row["trouble"]) for row in rows])
     finally:
         remove(probe)
@@ -80,7 +80,7 @@ def _in_time(spark: SparkSession, collect: Callable[[], list[Row]], store: Store
         ) from None
 
 
-def answer(sent: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def answer(pickled_probe: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Answer a probe in a Spark task."""
     from pyspark import TaskContext  # noqa: PLC0415  (this runs in Spark's tasks)
 
@@ -89,7 +89,7 @@ def answer(sent: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Record
     context = TaskContext.get()
     name = "task" if context is None else f"{context.partitionId()}-{context.taskAttemptId()}"
     try:
-        trouble = pickle.loads(sent).answer(name)
+        trouble = pickle.loads(pickled_probe).answer(name)
     except ImportError as error:
         trouble = f"cannot use it: {error}"
     row = {"host": [socket.gethostname()], "name": [name], "trouble": [trouble]}
@@ -109,17 +109,17 @@ def judge(probe: StoreProbe, answers: Sequence[tuple[str, str, str]]) -> None:
     store = probe.store
     for host, _, trouble in answers:
         if trouble:
-            raise StoreError(f"The Store {store.url} is not shared: the executor on host {host} {trouble}. {_WAY_OUT}")
+            raise StoreError(f"The Store {store.url} is not shared: the executor on host {host} {trouble}. {_ADVICE}")
     unseen = set(probe.unseen([name for _, name, _ in answers]))
     for host, name, _ in answers:
         if name in unseen:
             raise StoreError(
                 f"The Store {store.url} is not shared: the driver does not see what the executor on host {host} has "
-                f"just written. {_WAY_OUT}"
+                f"just written. {_ADVICE}"
             )
 
 
-_WAY_OUT = "Use a folder that all machines mount at the same path, or HDFS or an object store that all can reach."
+_ADVICE = "Use a folder that all machines mount at the same path, or HDFS or an object store that all can reach."
 
 
 def remove(probe: StoreProbe) -> None:

@@ -25,7 +25,16 @@ from itertools import accumulate, chain, count, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from sparkhvd.data.read.shards import DRAW_BY_ALL, WINDOW_ORDER, Draw, Piece, Pieces, Shards, SharedBlocks, joined
+from sparkhvd.data.read.shards import (
+    DRAW_BY_ALL,
+    WINDOW_ORDER,
+    Draw,
+    Piece,
+    Pieces,
+    Shards,
+    SharedBlocks,
+    joined_pieces,
+)
 from sparkhvd.data.read.stratified import in_portions, part_in_portions
 from sparkhvd.errors import ConfigError
 
@@ -143,12 +152,12 @@ class Plan:
 
     def shard(self, rank: int) -> tuple[Piece, ...]:
         """Return the pieces of a rank that reads the same rows in every epoch."""
-        return tuple(joined(sorted(self._read(rank, Draw(self.seed, 0, 0)), key=Piece.place)))
+        return tuple(joined_pieces(sorted(self._read(rank, Draw(self.seed, 0, 0)), key=Piece.place)))
 
     def pieces(self, rank: int, epoch: int, first_step: int = 0) -> Iterator[Piece]:
         """Return the pieces of ``windows`` in the same order; neighbours within a block are joined."""
         windows = self._windows(rank, epoch, first_step, ordered=False)
-        return joined(chain.from_iterable(window.pieces for window in windows))
+        return joined_pieces(chain.from_iterable(window.pieces for window in windows))
 
     def windows(self, rank: int, epoch: int, first_step: int = 0) -> Iterator[Window]:
         """Return the windows of ``rank`` in ``epoch``.

@@ -16,14 +16,14 @@ Job = Callable[[], Iterator[tuple[T, int]]]
 
 _JOIN_TIMEOUT = 60.0
 # Limit on the jobs in progress, since results of small jobs never reach the limit of bytes.
-_LINES = 64
+_MAX_JOBS = 64
 
 
 class StoppedError(Exception):
     """The results are no longer needed."""
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Iterates over the results of jobs in order, while threads work on the next jobs.
 
     Args:
@@ -40,7 +40,7 @@ class Ahead(Generic[T]):
     ) -> None:
         self._changed = threading.Condition()  # guards everything below
         self._jobs: Iterator[Job[T]] | None = iter(jobs)
-        self._lines: deque[_Line[T]] = deque()  # the jobs in progress, in order
+        self._queue: deque[_JobResults[T]] = deque()  # the jobs in progress, in order
         self._bytes = 0
         self._stopped = False
         self._limit = limit
@@ -62,7 +62,7 @@ class Ahead(Generic[T]):
         """Stop the threads soon, and a thread that waits for a result at once."""
         with self._changed:
             self._stopped = True
-            self._lines.clear()
+            self._queue.clear()
             self._changed.notify_all()
 
     def join(self) -> None:
@@ -76,17 +76,17 @@ class Ahead(Generic[T]):
             while True:
                 if self._stopped:
                     raise StoppedError
-                if self._lines and self._lines[0].results:
-                    result, size = self._lines[0].results.popleft()
+                if self._queue and self._queue[0].results:
+                    result, size = self._queue[0].results.popleft()
                     self._bytes -= size
                     self._changed.notify_all()
                     return (result,)
-                if self._lines and self._lines[0].done:
-                    line = self._lines.popleft()
+                if self._queue and self._queue[0].done:
+                    line = self._queue.popleft()
                     if line.error is not None:
                         raise line.error
                     self._changed.notify_all()
-                elif not self._lines and not self._running:
+                elif not self._queue and not self._running:
                     return None
                 else:
                     deadline.check(self._waiting_for)
@@ -94,21 +94,21 @@ class Ahead(Generic[T]):
 
     def _work(self) -> None:
         try:
-            while (line := self._next_line()) is not None:
+            while (line := self._next_job()) is not None:
                 self._fill(line)
         finally:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _next_line(self) -> _Line[T] | None:
+    def _next_job(self) -> _JobResults[T] | None:
         with self._changed:
-            while self._lines and (self._bytes >= self._limit or len(self._lines) >= _LINES) and not self._ends():
+            while self._queue and (self._bytes >= self._limit or len(self._queue) >= _MAX_JOBS) and not self._is_over():
                 # A slow consumer is no error, so there is no deadline; the loop checks that the consumer still exists.
                 self._changed.wait(1.0)
-            if self._ends() or self._jobs is None:
+            if self._is_over() or self._jobs is None:
                 return None
-            line = _Line[T]()
+            line = _JobResults[T]()
             try:
                 job = next(self._jobs, None)
             except Exception as error:  # noqa: BLE001  (the consumer raises it)
@@ -118,11 +118,11 @@ class Ahead(Generic[T]):
                     self._jobs = None
                     return None
             line.job = job
-            self._lines.append(line)
+            self._queue.append(line)
             self._changed.notify_all()
             return line
 
-    def _fill(self, line: _Line[T]) -> None:
+    def _fill(self, line: _JobResults[T]) -> None:
         error: Exception | None = line.error
         try:
             for result, size in line.job() if line.job is not None else ():
@@ -135,11 +135,11 @@ class Ahead(Generic[T]):
             line.done, line.error = True, error
             self._changed.notify_all()
 
-    def _put(self, line: _Line[T], result: T, size: int) -> None:
+    def _put(self, line: _JobResults[T], result: T, size: int) -> None:
         with self._changed:
-            while not self._ends():
+            while not self._is_over():
                 # The first line may always add one result; otherwise the others could block it.
-                if self._bytes + size <= self._limit or (line is self._lines[0] and not line.results):
+                if self._bytes + size <= self._limit or (line is self._queue[0] and not line.results):
                     line.results.append((result, size))
                     self._bytes += size
                     self._changed.notify_all()
@@ -147,12 +147,12 @@ class Ahead(Generic[T]):
                 self._changed.wait(1.0)
         raise StoppedError
 
-    def _ends(self) -> bool:
+    def _is_over(self) -> bool:
         """Return whether no result will be taken any more: after ``stop``, or when the interpreter ends."""
         return self._stopped or not threading.main_thread().is_alive()
 
 
-class _Line(Generic[T]):
+class _JobResults(Generic[T]):
     """The results of one job that have not been taken yet."""
 
     def __init__(self) -> None:

@@ -21,11 +21,11 @@ from sparkhvd.data.read import cache
 from sparkhvd.data.read.batches import Arrays, Batch
 from sparkhvd.data.read.blocks import Blocks, ParquetBlocks
 from sparkhvd.data.read.plan import Plan, Window
-from sparkhvd.data.read.prefetch import Ahead
-from sparkhvd.data.read.prefetch import Job as AheadJob
+from sparkhvd.data.read.prefetch import Job as PrefetchJob
+from sparkhvd.data.read.prefetch import Prefetcher
 from sparkhvd.data.read.row_stream import RowStream
 from sparkhvd.data.read.shards import Piece, SharedBlocks
-from sparkhvd.data.read.shuffle import mixed
+from sparkhvd.data.read.shuffle import shuffle_rows
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.data.schema.manifest import Manifest, SplitName
@@ -49,7 +49,7 @@ _GROUP_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """Options for reading rows from any source.
 
     Attributes:
@@ -104,7 +104,7 @@ class RowSource:
     """
 
     def __init__(
-        self, schema: DataSchema, plan: Plan, rank: int, blocks: Callable[[], Blocks], reading: Reading
+        self, schema: DataSchema, plan: Plan, rank: int, blocks: Callable[[], Blocks], reading: ReadOptions
     ) -> None:
         self._schema = schema
         self._plan = plan
@@ -173,17 +173,19 @@ class RowSource:
         blocks = self._open()
         reading, name = self._reading, f"sparkhvd-read-{self._rank}"
         decode = partial(_decoded, blocks, self._schema)
-        jobs: Iterator[AheadJob[Arrays]] = (
+        jobs: Iterator[PrefetchJob[Arrays]] = (
             partial(decode, piece) for piece in self._plan.pieces(self._rank, number, first_step)
         )
         share = max(1, reading.prefetch_bytes // 4)
         wait_for = f"the next rows of {blocks.where}"
-        chunks = Ahead(
+        chunks = Prefetcher(
             jobs, limit=share, threads=reading.threads, name=name, timeout=reading.timeout, waiting_for=wait_for
         )
         windows = self._plan.windows(self._rank, number, first_step)
         cut = partial(_groups, windows, chunks, self._schema, reading, self._nothing)
-        groups = Ahead([cut], limit=share, threads=1, name=name, timeout=reading.timeout + 1.0, waiting_for=wait_for)
+        groups = Prefetcher(
+            [cut], limit=share, threads=1, name=name, timeout=reading.timeout + 1.0, waiting_for=wait_for
+        )
         try:
             for group in groups:
                 yield from group
@@ -226,10 +228,10 @@ class ParquetSource(RowSource):
         seed: int,
         shuffle: bool,
         steps_per_epoch: int | None = None,
-        reading: Reading | None = None,
+        reading: ReadOptions | None = None,
         pair_last_row: bool = False,
     ) -> None:
-        reading = Reading() if reading is None else reading
+        reading = ReadOptions() if reading is None else reading
         files, schema = manifest.split(split), manifest.schema
         shards = SharedBlocks(files.block_rows(), world.size, keep=reading.cache is not None)
         plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch, pair_last_row)
@@ -262,7 +264,7 @@ def head(store: Store, manifest: Manifest, rows: int, of: SplitName = "train") -
             piece = Piece(block, 0, min(rows, available))
             parts += [chunk for chunk, _ in _decoded(blocks, schema, piece)]
             rows -= piece.rows
-    return _joined(parts, schema)
+    return _joined_parts(parts, schema)
 
 
 def _chunk_rows(schema: DataSchema) -> int:
@@ -296,9 +298,9 @@ def _owned(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
 
 def _groups(
     windows: Iterator[Window],
-    chunks: Ahead[Arrays],
+    chunks: Prefetcher[Arrays],
     schema: DataSchema,
-    reading: Reading,
+    reading: ReadOptions,
     nothing: Callable[[], Arrays],
 ) -> Iterator[tuple[list[Batch], int]]:
     """Yield the batches of all windows in groups, with the bytes of each group."""
@@ -308,7 +310,7 @@ def _groups(
     group: list[Batch] = []
     size = 0
     with ThreadPoolExecutor(reading.threads, thread_name_prefix="sparkhvd-mix") as threads:
-        for batch in chain.from_iterable(_cut(window, rows, schema, threads) for window in windows):
+        for batch in chain.from_iterable(_batches_of(window, rows, schema, threads) for window in windows):
             if transformation is None:
                 group.append(batch)
                 size += batch.rows * row_bytes
@@ -323,7 +325,7 @@ def _groups(
         yield group, size
 
 
-def _cut(window: Window, rows: RowStream, schema: DataSchema, threads: Executor) -> Iterator[Batch]:
+def _batches_of(window: Window, rows: RowStream, schema: DataSchema, threads: Executor) -> Iterator[Batch]:
     """Yield the batches of a window from the rows that it reads."""
     if window.order is None:
         for count, global_rows in zip(window.rows, window.global_rows, strict=True):
@@ -334,7 +336,7 @@ def _cut(window: Window, rows: RowStream, schema: DataSchema, threads: Executor)
     for first in range(0, len(window.rows), window.portion):
         last = min(first + window.portion, len(window.rows))
         order = window.order[ends[first] : ends[last]]
-        shuffled = mixed(parts, order, schema, threads, release=last == len(window.rows))
+        shuffled = shuffle_rows(parts, order, schema, threads, release=last == len(window.rows))
         bounds = (ends[first : last + 1] - ends[first]).tolist()
         for (start, stop), global_rows in zip(pairwise(bounds), window.global_rows[first:last], strict=True):
             yield Batch({name: array[start:stop] for name, array in shuffled.items()}, stop - start, global_rows)
@@ -342,21 +344,21 @@ def _cut(window: Window, rows: RowStream, schema: DataSchema, threads: Executor)
 
 def _writable(parts: list[Arrays], schema: DataSchema) -> Arrays:
     if len(parts) != 1:
-        return _joined(parts, schema)
+        return _joined_parts(parts, schema)
     return {name: array if array.flags.writeable else array.copy() for name, array in parts[0].items()}
 
 
-def _joined(parts: list[Arrays], schema: DataSchema) -> Arrays:
+def _joined_parts(parts: list[Arrays], schema: DataSchema) -> Arrays:
     """Return the concatenated parts as new arrays."""
     return {
         column.name: np.array(
-            _together([part[column.name] for part in parts], column.name, schema), copy=len(parts) == 1
+            _concatenated([part[column.name] for part in parts], column.name, schema), copy=len(parts) == 1
         )
         for column in schema.columns
     }
 
 
-def _together(parts: list[npt.NDArray[np.generic]], name: str, schema: DataSchema) -> npt.NDArray[np.generic]:
+def _concatenated(parts: list[npt.NDArray[np.generic]], name: str, schema: DataSchema) -> npt.NDArray[np.generic]:
     if not parts:
         return columns.empty(schema[name], 0)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -17,11 +17,11 @@ from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.world import World
 
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class RestOfEpoch:
+class EpochRemainder:
     """The rows of one rank in an epoch that another number of ranks began (a ``BatchSource``).
 
     The batches that the old ranks have not trained on are assigned to the new ranks in contiguous parts, ordered by old
@@ -55,7 +55,7 @@ class RestOfEpoch:
 
     def steps_left(self) -> int:
         """Return the number of steps that remain in the epoch to resume."""
-        return -(-len(self._places) // self.world.size)
+        return -(-len(self._batch_ids) // self.world.size)
 
     def rows(self) -> int:
         """Return the rows of the split over all ranks."""
@@ -69,19 +69,19 @@ class RestOfEpoch:
         """Return the batches of an epoch from a step on."""
         if number != self.epoch_begun:
             return self.whole.epoch(number, first_step)
-        return self._rest(first_step)
+        return self._remaining_batches(first_step)
 
-    def _rest(self, first_step: int) -> Iterator[Batch]:
+    def _remaining_batches(self, first_step: int) -> Iterator[Batch]:
         rows = self._rows_left.ravel()
         parts = [self._part(rank) for rank in range(self.world.size)]
-        batches = self._dealt(parts[self.world.rank])
+        batches = self._batches_at(parts[self.world.rank])
         for step in range(self.steps_left()):
             together = sum(int(rows[part[step]]) for part in parts if step < len(part))
             batch = next(batches, None)
             if step >= first_step:
                 yield Batch(self._nothing(), 0, together) if batch is None else replace(batch, global_rows=together)
 
-    def _dealt(self, places: Places) -> Iterator[Batch]:
+    def _batches_at(self, places: Indices) -> Iterator[Batch]:
         """Yield the batches with these indices, one old rank after the other."""
         left = self._rows_left.shape[1]
         for rank in np.unique(places // left).tolist():
@@ -95,20 +95,20 @@ class RestOfEpoch:
                 found.close()  # type: ignore[attr-defined]  # a generator; this ends its threads
 
     @cached_property
-    def _rows_left(self) -> Places:
+    def _rows_left(self) -> Indices:
         """The rows of every old rank in every remaining step."""
         steps = range(self.first_step, self.plan.steps())
         rows = [[self.plan.rows_in(rank, step) for step in steps] for rank in range(self.plan.size)]
         return np.array(rows, np.int64)
 
     @cached_property
-    def _places(self) -> Places:
+    def _batch_ids(self) -> Indices:
         """The indices of the remaining batches that have rows, ordered by old rank."""
         return np.flatnonzero(self._rows_left)
 
-    def _part(self, rank: int) -> Places:
-        count = len(self._places)
-        return self._places[rank * count // self.world.size : (rank + 1) * count // self.world.size]
+    def _part(self, rank: int) -> Indices:
+        count = len(self._batch_ids)
+        return self._batch_ids[rank * count // self.world.size : (rank + 1) * count // self.world.size]
 
     def _nothing(self) -> dict[str, npt.NDArray[np.generic]]:
         return {column.name: columns.empty(column, 0) for column in self.schema.columns}

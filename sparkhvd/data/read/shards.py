@@ -166,7 +166,7 @@ def _windowed(pieces: Sequence[Piece], draw: Draw, rank: int, window_rows: int, 
     return tuple(pieces[place] for place in order)
 
 
-def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def joined_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Yield the same rows in the same order, neighbours within a block joined."""
     last: Piece | None = None
     for piece in pieces:

@@ -20,7 +20,7 @@ _SMALL_BYTES = 8
 _COLUMNS = 4
 
 
-def mixed(
+def shuffle_rows(
     parts: Sequence[Arrays], order: RowIds, schema: DataSchema, threads: Executor, *, release: bool = True
 ) -> Arrays:
     """Return the rows of all parts with these indices as new arrays.
@@ -40,11 +40,11 @@ def mixed(
         rows.pick([(from_parts[name], array) for name, array in into.items()], columns.column_bytes(some[0]))
         return into
 
-    found = dict(chain.from_iterable(arrays.items() for arrays in threads.map(pick, picked_together(schema))))
+    found = dict(chain.from_iterable(arrays.items() for arrays in threads.map(pick, column_groups(schema))))
     return {name: found[name] for name in schema.names()}
 
 
-def picked_together(schema: DataSchema) -> list[list[ColumnSpec]]:
+def column_groups(schema: DataSchema) -> list[list[ColumnSpec]]:
     """Return small groups of columns of the same size; small, so that memory is freed early."""
     by_size: dict[tuple[bool, int], list[ColumnSpec]] = {}
     for column in schema.columns:

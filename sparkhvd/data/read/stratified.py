@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 # Runs of neighbouring rows that are assigned as a whole. Long runs are copied faster; many runs make finer samples.
 _RUNS = 4096
 _RUNS_PER_PORTION = 256
 
 
-def spread(count: int, bins: int, random: np.random.Generator) -> Places:
+def spread(count: int, bins: int, random: np.random.Generator) -> Indices:
     """Return an order of ``count`` items, bin after bin: each bin has about one of every ``bins`` neighbouring items.
 
     Which one is random, as is the order within a bin. The items left over at the end go to random bins.
@@ -29,7 +29,7 @@ def spread(count: int, bins: int, random: np.random.Generator) -> Places:
     return np.lexsort((random.random(count), np.concatenate([even, rest])))
 
 
-def in_portions(rows: int, portion: int, random: np.random.Generator) -> Places:
+def in_portions(rows: int, portion: int, random: np.random.Generator) -> Indices:
     """Return an order of ``rows`` rows in which every ``portion`` rows in a row are a fair sample, well permuted."""
     portions = max(1, -(-rows // portion))
     places = _by_runs(rows, portions, min(_RUNS, portions * _RUNS_PER_PORTION), random)
@@ -38,7 +38,7 @@ def in_portions(rows: int, portion: int, random: np.random.Generator) -> Places:
 
 def part_in_portions(
     rows: Sequence[int], part: int, portion: int, drawn: np.random.Generator, random: np.random.Generator
-) -> Places:
+) -> Indices:
     """Return one part of a division of rows into fair samples, each in an order as ``in_portions`` makes it.
 
     Args:
@@ -53,7 +53,7 @@ def part_in_portions(
     return _permuted(_by_runs(sum(rows), bins, _RUNS, drawn)[start : start + rows[part]], portion, random)
 
 
-def _by_runs(rows: int, bins: int, runs: int, random: np.random.Generator) -> Places:
+def _by_runs(rows: int, bins: int, runs: int, random: np.random.Generator) -> Indices:
     """Return an order of about ``runs`` runs of rows in which each of ``bins`` equal parts is a fair sample."""
     run = max(1, rows // runs)
     starts = np.arange(0, rows, run)
@@ -66,7 +66,7 @@ def _by_runs(rows: int, bins: int, runs: int, random: np.random.Generator) -> Pl
     return places[:rows]
 
 
-def _permuted(places: Places, portion: int, random: np.random.Generator) -> Places:
+def _permuted(places: Indices, portion: int, random: np.random.Generator) -> Indices:
     for start in range(0, len(places), portion):
         random.shuffle(places[start : start + portion])
     return places

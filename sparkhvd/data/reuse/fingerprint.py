@@ -78,7 +78,7 @@ _SAMPLE = f"{_PLAN_PACKAGE}Sample"
 _EXPRESSION_PACKAGE = "org.apache.spark.sql.catalyst.expressions."
 _FUNCTION = f"{_EXPRESSION_PACKAGE}ScalaUDF"
 # Fields of the JSON of caches and functions that are ignored: how a cache is filled, and repetitions.
-_LOOKED_AT_ELSEWHERE = {_CACHE: ("cacheBuilder", "outputOrdering"), _FUNCTION: ("inputEncoders", "outputEncoder")}
+_IGNORED_FIELDS = {_CACHE: ("cacheBuilder", "outputOrdering"), _FUNCTION: ("inputEncoders", "outputEncoder")}
 _EXPRESSION_ID = re.compile(r'"id":(\d+),"jvmId":"[^"]*"')
 # The random id of a transformer, which is part of the names of its fields.
 _TRANSFORMER_ID = re.compile(r"(?<=_)VectorAssembler_[0-9a-f]{12}")
@@ -186,7 +186,7 @@ def _plan(df: DataFrame, *, caches: bool) -> tuple[list[object], tuple[str, ...]
     described, shown = json.loads(plan.toJSON()), str(plan.treeString(True, False, 2**31 - 1, False, False))
     nodes = []
     for node in _nodes(described):
-        for name in _LOOKED_AT_ELSEWHERE.get(str(node["class"]), ()):
+        for name in _IGNORED_FIELDS.get(str(node["class"]), ()):
             node.pop(name, None)
         nodes.append(node)
     description = json.dumps(described, separators=(",", ":"))

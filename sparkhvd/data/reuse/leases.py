@@ -181,7 +181,7 @@ class Hold:
                 logger.warning("Could not renew a lease in %s: %s", self._lease.store.url, error)
             else:
                 renewed = now
-        let_go(self._lease)
+        release_and_log(self._lease)
 
     def _is_closed(self) -> bool:
         """Wait for ``close`` at most ``look_seconds``, and return whether it was called."""
@@ -192,7 +192,7 @@ class Hold:
         return True
 
 
-def let_go(lease: Renewable) -> None:
+def release_and_log(lease: Renewable) -> None:
     """Release a lease and log a failure, which must neither hide another error nor fail a success."""
     try:
         lease.release()

@@ -25,7 +25,7 @@ _ELEMENTS = frozenset({"boolean", "tinyint", "smallint", "int", "bigint", "float
 
 
 @dataclass(frozen=True)
-class Packing:
+class ColumnPacking:
     """Which columns are sent together, by their indices.
 
     Attributes:
@@ -42,7 +42,7 @@ class Packing:
         return len(self.arrays) + bool(self.others)
 
 
-def plan_packing(spark_schema: StructType, columns: Sequence[ColumnSpec]) -> Packing:
+def plan_packing(spark_schema: StructType, columns: Sequence[ColumnSpec]) -> ColumnPacking:
     """Group the columns of the same type.
 
     Args:
@@ -57,10 +57,10 @@ def plan_packing(spark_schema: StructType, columns: Sequence[ColumnSpec]) -> Pac
             alike.setdefault(kind, []).append(place)
     arrays = tuple(tuple(places) for places in alike.values() if len(places) > 1)
     gone = {place for places in arrays for place in places}
-    return Packing(arrays, tuple(place for place in range(len(columns)) if place not in gone))
+    return ColumnPacking(arrays, tuple(place for place in range(len(columns)) if place not in gone))
 
 
-def packed(columns: Sequence[ColumnSpec], packing: Packing) -> tuple[list[Column], list[Column]]:
+def packed(columns: Sequence[ColumnSpec], packing: ColumnPacking) -> tuple[list[Column], list[Column]]:
     """Return the arrays, and a column of the others if there are any.
 
     Plain names are combined into one SQL text, which takes one call to Spark instead of one per column.
@@ -79,7 +79,7 @@ def packed(columns: Sequence[ColumnSpec], packing: Packing) -> tuple[list[Column
     return [put_together("array", places) for places in packing.arrays], others
 
 
-def unpacked(parts: Sequence[pa.Array], packing: Packing) -> list[pa.Array | npt.NDArray[np.generic]]:
+def unpacked(parts: Sequence[pa.Array], packing: ColumnPacking) -> list[pa.Array | npt.NDArray[np.generic]]:
     """Return the columns of a batch, in their order.
 
     Args:

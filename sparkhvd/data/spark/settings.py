@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Schemes whose Stores take Hadoop's settings.
-_TOLD = frozenset({"s3", "hdfs", "viewfs"})
-_OF_STORES = (
+_CONFIGURABLE = frozenset({"s3", "hdfs", "viewfs"})
+_STORE_SETTINGS = (
     r"^(fs\.s3a\.(.+\.)?(access\.key|secret\.key|session\.token|endpoint|endpoint\.region|path\.style\.access|"
     r"connection\.ssl\.enabled|aws\.credentials\.provider)|fs\.defaultFS|fs\.viewfs\.mounttable\..+|"
     r"dfs\.(ha\.namenodes|namenode\.rpc-address|client\.failover\.proxy\.provider)\..+|"
@@ -26,16 +26,16 @@ _OF_STORES = (
 _LOCAL = "file:///"
 _HADOOP = "spark.hadoop."
 # Every Spark can write to these. Connect does not report further connectors of its server.
-_ALWAYS = frozenset({"file", "hdfs", "viewfs", "dbfs"})
+_BUILT_IN = frozenset({"file", "hdfs", "viewfs", "dbfs"})
 
 
-def told_by_spark(store: Store, spark: SparkSession) -> Store:
+def with_spark_credentials(store: Store, spark: SparkSession) -> Store:
     """Return the Store with the credentials and addresses of Spark's own connectors, where it has none.
 
     They come from the settings ``fs.s3a.*``, ``fs.defaultFS`` and those of HDFS name services, from the session's
     ``spark.hadoop.*`` and Hadoop's configuration files.
     """
-    if _scheme_of(store.url) not in _TOLD:
+    if _scheme_of(store.url) not in _CONFIGURABLE:
         return store
     return store.with_spark_settings(_hadoop_settings(spark))
 
@@ -45,8 +45,8 @@ def spark_can_write(spark: SparkSession, url: str | None) -> bool:
     if url is None:
         return False
     scheme = _scheme_of(url)
-    if scheme in _ALWAYS or is_connect(spark):
-        return scheme in _ALWAYS
+    if scheme in _BUILT_IN or is_connect(spark):
+        return scheme in _BUILT_IN
     # Ranks read this package without Spark.
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # noqa: PLC0415
 
@@ -99,11 +99,11 @@ def with_own_settings(rows: DataFrame, settings: Mapping[str, str]) -> DataFrame
 
 def _hadoop_settings(spark: SparkSession) -> dict[str, str]:
     if is_connect(spark):
-        wanted = re.compile(_OF_STORES)
+        wanted = re.compile(_STORE_SETTINGS)
         found = {name.removeprefix(_HADOOP): value for name, value in spark.conf.getAll.items()}
         return {name: value for name, value in found.items() if wanted.match(name)}
     conf = _hadoop_configuration(spark)
-    return {str(name): str(value) for name, value in dict(conf.getValByRegex(_OF_STORES)).items()}
+    return {str(name): str(value) for name, value in dict(conf.getValByRegex(_STORE_SETTINGS)).items()}
 
 
 def _hadoop_configuration(spark: SparkSession) -> Any:

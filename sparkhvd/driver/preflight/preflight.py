@@ -18,7 +18,7 @@ from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd.config import from_environment
 from sparkhvd.data.prepare.store_check import judge, needs_check, remove
 from sparkhvd.data.spark.job import run_job
-from sparkhvd.data.spark.settings import told_by_spark
+from sparkhvd.data.spark.settings import with_spark_credentials
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_counts, check_names, check_seconds
 from sparkhvd.driver.launcher import active_session
@@ -141,7 +141,7 @@ def preflight(
     check_seconds("timeout", timeout)
     session = spark if spark is not None else active_session()
     if store is not None:
-        store = told_by_spark(store_at("store", store), session)
+        store = with_spark_credentials(store_at("store", store), session)
     resources = TaskResources(cpus_per_task, gpus_per_task)
     request = _Request(session, num_proc, resources, store, tuple(nics or ()), encrypt, timeout)
     # In parallel with the stage: the stage waits for executors, the model for imports and Spark's first query.

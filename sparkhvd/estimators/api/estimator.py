@@ -20,17 +20,17 @@ from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.data.external.locate import Access
 from sparkhvd.data.loaders.transformation import transformed
 from sparkhvd.data.loaders.user_loaders import DataModule, loads_rows
-from sparkhvd.data.prepare.direct_rows import dealt
-from sparkhvd.data.prepare.prepare import Writing
+from sparkhvd.data.prepare.direct_rows import partition_for_ranks
+from sparkhvd.data.prepare.prepare import WriteOptions
 from sparkhvd.data.prepare.prepared_data import PreparedData, acquire
 from sparkhvd.data.prepare.stats import with_extreme_labels
 from sparkhvd.data.prepare.store_check import check_store
 from sparkhvd.data.read.batches import Arrays, first_row
-from sparkhvd.data.read.readers import Reading, head
+from sparkhvd.data.read.readers import ReadOptions, head
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.data.schema.manifest import Manifest
 from sparkhvd.data.schema.selection import Selection, select, with_fields
-from sparkhvd.data.spark.settings import told_by_spark
+from sparkhvd.data.spark.settings import with_spark_credentials
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.preflight.preflight import AskedTasks
 from sparkhvd.driver.spark.slots import describe_cluster
@@ -144,7 +144,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         self._check_schema(params, selection.schema)
         spark = dataset.sparkSession
         if params["resume"] == "auto":
-            params["store"] = told_by_spark(params["store"], spark)
+            params["store"] = with_spark_credentials(params["store"], spark)
             params["run_id"] = self._run_id_by_content(dataset)
             if (result := finished_runs.find(params["store"], params["run_id"], params["epochs"])) is not None:
                 return self._model(params, result)
@@ -153,7 +153,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         with self._with_defaults(spark, params):
             if params["data"] == "direct":
                 return self._fit_direct(dataset, selection, params)
-            writing = Writing(
+            writing = WriteOptions(
                 params["division_proc"],
                 params["random_seed"],
                 params["partitions_per_process"],
@@ -262,7 +262,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         spark = SparkSession.active()
         any_type = self._any_type(values)
         with self._with_defaults(spark, values):
-            access = Access(values["store"], told=partial(told_by_spark, spark=spark))
+            access = Access(values["store"], configure=partial(with_spark_credentials, spark=spark))
             with existing_rows(
                 values, dataset_idx, path, validation_path, reader, access=access, any_type=any_type
             ) as files:
@@ -277,7 +277,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """Fill in defaults (ranks, run and seed), and hold the run within the context."""
         params["num_proc"] = reserve_ranks(params, spark)
         if params["store"] is not None:
-            params["store"] = told_by_spark(params["store"], spark)
+            params["store"] = with_spark_credentials(params["store"], spark)
             self._check_store(spark, params["store"])
         params["run_id"] = params["run_id"] or self._new_run_id()
         if params["store"] is not None:
@@ -303,7 +303,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """Train on rows that Spark sends straight to the ranks."""
         if params["transformation_fn"] is None:
             logger.info("run %s: %s", params["run_id"], find_plugin(self.plugin).mapping(params, selection.schema))
-        rows = dealt(dataset, selection, num_proc=params["num_proc"], seed=params["random_seed"])
+        rows = partition_for_ranks(dataset, selection, num_proc=params["num_proc"], seed=params["random_seed"])
         result = self._train(dataset.sparkSession, params, selection.schema, selection, direct_rows=rows)
         return self._kept_model(params, result)
 
@@ -540,8 +540,8 @@ def _train_spec(params: Mapping[str, Any], schema: DataSchema) -> TrainSpec:
         shuffle=params["shuffle"],
         train_steps_per_epoch=params["train_steps_per_epoch"],
         validation_steps_per_epoch=params["validation_steps_per_epoch"],
-        reading=Reading(cache=row_cache(params), threads=params["train_reader_num_workers"]),
-        val_reading=Reading(cache=row_cache(params), threads=params["val_reader_num_workers"]),
+        reading=ReadOptions(cache=row_cache(params), threads=params["train_reader_num_workers"]),
+        val_reading=ReadOptions(cache=row_cache(params), threads=params["val_reader_num_workers"]),
         early_stopping=params["early_stopping"],
         checkpoints=params["checkpoints"],
         terminate_on_nan=params["terminate_on_nan"],

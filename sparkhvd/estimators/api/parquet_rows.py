@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from sparkhvd.data.external.locate import Access
-from sparkhvd.data.external.parquet_files import ExistingFiles, Wanted, open_existing, selected
+from sparkhvd.data.external.parquet_files import ColumnRequest, ExistingFiles, open_existing, selected
 from sparkhvd.data.prepare.prepared_data import PreparedData, hold, open_here
 from sparkhvd.data.prepare.stats import too_few_rows
 from sparkhvd.data.reuse.dataset_names import id_of
@@ -65,7 +65,7 @@ def existing_rows(
 
 def _trainable(manifest: Manifest, params: Mapping[str, Any], any_type: bool) -> Manifest:
     """Return the manifest of a prepared dataset with the columns that are trained on."""
-    wanted = Wanted(params["feature_cols"], params["label_cols"], params["sample_weight_col"], params["fill"])
+    wanted = ColumnRequest(params["feature_cols"], params["label_cols"], params["sample_weight_col"], params["fill"])
     manifest = selected(manifest, wanted)
     _refuse_dense(manifest, params)
     _refuse_other_split(manifest, params["validation"])

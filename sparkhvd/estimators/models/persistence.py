@@ -27,7 +27,7 @@ import cloudpickle
 from pyspark.ml.util import MLReader, MLWriter
 
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
-from sparkhvd.data.spark.settings import in_default_file_system, told_by_spark
+from sparkhvd.data.spark.settings import in_default_file_system, with_spark_credentials
 from sparkhvd.driver.user_code.pickling import dumps
 from sparkhvd.errors import ParamError, SparkHvdError, StoreError
 from sparkhvd.estimators.models import saved_folder
@@ -264,11 +264,11 @@ def _locate(path: str, spark: SparkSession, within: Store | None) -> tuple[Store
     if within is not None:
         if "://" in url:
             raise ParamError(f"within({within.url}) needs a path in that Store, but {path} is a URL. Pass a path.")
-        return told_by_spark(within, spark), url
+        return with_spark_credentials(within, spark), url
     if "://" not in url and not url.startswith(("file:", "dbfs:")):
         url = in_default_file_system(spark, url)
     parent, _, name = url.rpartition("/")
-    return told_by_spark(Store.create(parent or ("/" if url.startswith("/") else ".")), spark), name
+    return with_spark_credentials(Store.create(parent or ("/" if url.startswith("/") else ".")), spark), name
 
 
 def _metadata(

@@ -15,7 +15,7 @@ from sparkhvd._util.framework_imports import gc_paused_for_import
 from sparkhvd.config import visible_devices
 from sparkhvd.data.schema import columns as columns_of
 from sparkhvd.data.schema.data_schema import ColumnSpec
-from sparkhvd.data.schema.packing import Packing, unpacked
+from sparkhvd.data.schema.packing import ColumnPacking, unpacked
 from sparkhvd.errors import DataError, ModelOutputError
 from sparkhvd.estimators.models.outputs import OutputColumn, encode_output
 from sparkhvd.estimators.plugin import FrameworkPlugin, Inference, Predictor
@@ -49,7 +49,7 @@ class PredictSpec:
     store: FileSource
     files: tuple[StoredFile, ...]
     features: tuple[ColumnSpec, ...]
-    packing: Packing
+    packing: ColumnPacking
     names: tuple[str, ...]
     outputs: tuple[OutputColumn, ...]
     types: tuple[pa.DataType, ...]

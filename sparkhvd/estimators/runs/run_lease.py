@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 from sparkhvd._util.process_identity import machine_id, process_start
-from sparkhvd.data.reuse.leases import Hold, let_go
+from sparkhvd.data.reuse.leases import Hold, release_and_log
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
@@ -177,7 +177,7 @@ def acquire_lease(store: Store, run_id: str, *, silent_seconds: float = SILENT_S
             if _claim(store, run_id, last + 1, lease.holder):
                 return replace(lease, token=last + 1)
     except BaseException:
-        let_go(lease)  # the interruption may have come after the claim
+        release_and_log(lease)  # the interruption may have come after the claim
         raise
 
 

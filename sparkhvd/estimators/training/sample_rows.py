@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sparkhvd.data.prepare.direct_rows import GivenRows, checked, dealt
+from sparkhvd.data.prepare.direct_rows import TaskRows, checked, partition_for_ranks
 from sparkhvd.data.prepare.stats import SPLIT
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.read.spool import Spool
@@ -35,10 +35,10 @@ def read_sample(dataset: DataFrame, selection: Selection, rows: int) -> tuple[Da
         DataError: the DataFrame is empty, or its rows cannot be trained on.
     """
     whole = replace(selection, validation=None)
-    table = dealt(dataset.limit(rows), whole, num_proc=1, seed=0).toArrow()
+    table = partition_for_ranks(dataset.limit(rows), whole, num_proc=1, seed=0).toArrow()
     with closing(Spool((tempfile.gettempdir(),), by=SPLIT, otherwise="train")) as spool:
         for batch in table.to_batches():
             spool.write(batch)
-        sample = GivenRows(spool.finish(), whole, 0)
+        sample = TaskRows(spool.finish(), whole, 0)
         schema = checked(sample.facts(), whole, 1)
         return schema, sample.head(schema, rows)

@@ -19,11 +19,11 @@ from sparkhvd.config import given_rows, scratch_folder
 from sparkhvd.data.external.petastorm_reader import PetastormSource
 from sparkhvd.data.loaders.transformation import transformed
 from sparkhvd.data.loaders.user_loaders import DataContext, DataModule, LoaderSource
-from sparkhvd.data.prepare.direct_rows import GivenRows, checked
+from sparkhvd.data.prepare.direct_rows import TaskRows, checked
 from sparkhvd.data.prepare.stats import label_ranges, with_extreme_labels
 from sparkhvd.data.read.batches import Arrays, BatchSource, first_row
-from sparkhvd.data.read.readers import ParquetSource, Reading, RowSource
-from sparkhvd.data.read.resume import RestOfEpoch
+from sparkhvd.data.read.readers import ParquetSource, ReadOptions, RowSource
+from sparkhvd.data.read.resume import EpochRemainder
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.data.schema.manifest import LabelRanges, Manifest, SplitName
 from sparkhvd.data.schema.selection import Selection
@@ -218,7 +218,7 @@ class _SplitReading:
     batch_size: int
     shuffle: bool
     steps: int | None
-    reading: Reading
+    reading: ReadOptions
     pair_last_row: bool = False
 
 
@@ -338,14 +338,14 @@ def _resume_source(job: TrainJob, rows: RankRows, hooks: RunHooks, world: World)
     def earlier_source(rank: int) -> ParquetSource:
         return cast("ParquetSource", _stored_source(stored, part, seed, World(rank=rank, size=within.num_proc)))
 
-    rest = RestOfEpoch(train, hooks.resumed.epoch, within.step, earlier_source, earlier_source(0).plan, world)
+    rest = EpochRemainder(train, hooks.resumed.epoch, within.step, earlier_source, earlier_source(0).plan, world)
     hooks.repartition_first_epoch(rest.steps_left())
     return rest
 
 
 def _direct_rows(job: TrainJob, selection: Selection, payload: bytes, communicator: Communicator) -> RankRows:
     world = communicator.world
-    local_rows = GivenRows(given_rows(), selection, world.rank)
+    local_rows = TaskRows(given_rows(), selection, world.rank)
     gathered = objects.allgather_object(communicator, local_rows.facts(), name="facts of the rows")
     facts = [file_facts for rank_facts in gathered for file_facts in rank_facts]
     schema = checked(facts, selection, world.size)
@@ -377,7 +377,7 @@ def _direct_rows(job: TrainJob, selection: Selection, payload: bytes, communicat
 
 
 def _try_model(
-    job: TrainJob, payload: bytes, schema: DataSchema, local_rows: GivenRows, ranges: LabelRanges
+    job: TrainJob, payload: bytes, schema: DataSchema, local_rows: TaskRows, ranges: LabelRanges
 ) -> tuple[DataSchema, list[tuple[int, ...]], Arrays] | SparkHvdError:
     """Return the model's input columns, the shapes of its outputs and a row; or the error about these rows."""
     rows, function = local_rows.head(schema, SAMPLE_ROWS), job.spec.reading.transformation

@@ -37,7 +37,7 @@ def test_a_relative_path_is_of_this_folder(tmp_path, monkeypatch):
 def test_a_store_of_the_same_kind_gives_its_way_and_any_other_is_told_what_spark_knows():
     told = []
     near = S3Store("s3://one/x", storage_options={"key": "k", "secret": "s"})
-    access = Access(near, told=lambda store: told.append(store.url) or store)
+    access = Access(near, configure=lambda store: told.append(store.url) or store)
     found, _ = locate(["s3a://two/rows/train"], access)
     assert (found.url, dict(found.storage_options)) == ("s3://two/rows", {"key": "k", "secret": "s"})
     assert told == []

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from sparkhvd.data import ParquetSource, torch_loader
-from sparkhvd.data.external.parquet_files import Wanted, open_existing, selected
+from sparkhvd.data.external.parquet_files import ColumnRequest, open_existing, selected
 from sparkhvd.data.schema import columns
 from sparkhvd.errors import DataError, SchemaError, StoreError
 from sparkhvd.world import World
@@ -307,11 +307,11 @@ def test_ten_thousand_columns_are_opened_and_chosen_in_seconds(tmp_path):
     parquet.write_table(pa.table({name: [0.5] for name in names}), tmp_path / "wide.parquet")
     start = time.process_time()
     files = opened(tmp_path, names[1:], labels=names[:1])
-    chosen = selected(files.manifest, Wanted(names[2:], names[:1]))
+    chosen = selected(files.manifest, ColumnRequest(names[2:], names[:1]))
     assert time.process_time() - start < 5
     assert (len(files.manifest.schema.columns), len(chosen.schema.columns)) == (10_000, 9_999)
 
 
 def test_a_column_is_not_taken_for_the_struct_of_another(tmp_path):
     manifest = opened(write(tmp_path / "p", y=[1.0], **{"a": [1.0], "a.b": [2.0], "s.u": [3.0]}), None).manifest
-    assert selected(manifest, Wanted(["a", "s"], ["y"])).schema.names() == ["a", "s.u", "y"]
+    assert selected(manifest, ColumnRequest(["a", "s"], ["y"])).schema.names() == ["a", "s.u", "y"]

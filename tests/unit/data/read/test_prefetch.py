@@ -6,13 +6,15 @@ from functools import partial
 
 import pytest
 
-from sparkhvd.data.read.prefetch import Ahead
+from sparkhvd.data.read.prefetch import Prefetcher
 from sparkhvd.errors import DeadlineExceededError
 
 
 @contextmanager
 def ahead(jobs, *, limit=10, threads=3, timeout=60.0):
-    made = Ahead(jobs, limit=limit, threads=threads, name="test-ahead", timeout=timeout, waiting_for="the next result")
+    made = Prefetcher(
+        jobs, limit=limit, threads=threads, name="test-ahead", timeout=timeout, waiting_for="the next result"
+    )
     try:
         yield made
     finally:

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from sparkhvd.data import ColumnSpec, DataSchema, ParquetSource, head
 from sparkhvd.data.read.batches import Batch
-from sparkhvd.data.read.readers import Reading
+from sparkhvd.data.read.readers import ReadOptions
 from sparkhvd.errors import ConfigError, DataError, StoreError
 from sparkhvd.world import World
 from tests.unit.data.conftest import SCHEMA, expected, table_of
@@ -30,7 +30,7 @@ def world_of(rank, size):
 def source_of(
     store, manifest, *, rank=0, size=1, batch=16, split="train", shuffle=False, steps_per_epoch=None, **options
 ):
-    world, reading = world_of(rank, size), Reading(**options)
+    world, reading = world_of(rank, size), ReadOptions(**options)
     return ParquetSource(
         store, manifest, split, world, batch, seed=5, shuffle=shuffle, steps_per_epoch=steps_per_epoch, reading=reading
     )

@@ -7,7 +7,7 @@ import pytest
 
 from sparkhvd.data.read.batches import Batch
 from sparkhvd.data.read.plan import Plan
-from sparkhvd.data.read.resume import RestOfEpoch
+from sparkhvd.data.read.resume import EpochRemainder
 from sparkhvd.data.read.shards import SharedBlocks
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.world import World
@@ -59,7 +59,7 @@ def test_every_row_of_a_begun_epoch_comes_once_at_another_number_of_ranks(old, n
 
 
 def rest_of(before, after, rank, new, done):
-    return RestOfEpoch(Rows(after, rank), 2, done, lambda old: Rows(before, old), before, World(rank=rank, size=new))
+    return EpochRemainder(Rows(after, rank), 2, done, lambda old: Rows(before, old), before, World(rank=rank, size=new))
 
 
 def test_a_later_step_and_other_epochs_are_as_ever():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkhvd.data import ColumnSpec, DataSchema
-from sparkhvd.data.read.shuffle import mixed, picked_together
+from sparkhvd.data.read.shuffle import column_groups, shuffle_rows
 from sparkhvd.data.schema import columns
 
 KINDS = [
@@ -68,7 +68,7 @@ def test_all_rows_or_some_come_in_the_order_that_is_asked_for(kinds, sparse, len
     ends = np.cumsum([0, *lengths])
     parts = [{name: array[start:stop] for name, array in whole.items()} for start, stop in pairwise(ends)]
     with ThreadPoolExecutor(2) as threads:
-        found = mixed(parts, order, schema, threads)
+        found = shuffle_rows(parts, order, schema, threads)
     assert list(found) == schema.names()
     for column in schema.columns:
         array = found[column.name]
@@ -82,7 +82,7 @@ def test_all_rows_or_some_come_in_the_order_that_is_asked_for(kinds, sparse, len
 
 def test_columns_are_picked_together_that_have_one_size_of_rows():
     schema = schema_of([("float32", ())] * 5 + [("int64", ()), ("str", ()), ("float32", (2,)), ("float64", (4,))] * 2)
-    names = [[column.name for column in group] for group in picked_together(schema)]
+    names = [[column.name for column in group] for group in column_groups(schema)]
     assert names == [
         ["c0", "c1", "c2", "c3"],
         ["c4"],
@@ -98,4 +98,4 @@ def test_parts_of_another_length_than_their_first_column_are_an_error():
     schema = schema_of([("float32", ())] * 2)
     parts = [{"c0": np.zeros(3, np.float32), "c1": np.zeros(2, np.float32)}]
     with ThreadPoolExecutor(1) as threads, pytest.raises(Exception, match="every column need 3 rows of 4 bytes"):
-        mixed(parts, np.arange(3), schema, threads)
+        shuffle_rows(parts, np.arange(3), schema, threads)

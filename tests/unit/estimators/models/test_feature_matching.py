@@ -7,7 +7,7 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types as t
 
 from sparkhvd.data import schema_of
-from sparkhvd.data.prepare.prepare import as_written
+from sparkhvd.data.prepare.prepare import written_schema
 from sparkhvd.errors import ParamError, SchemaError
 from sparkhvd.estimators.models.feature_matching import match_features, pandas_column_names, with_sources
 
@@ -19,7 +19,7 @@ def struct(*fields: str, **nested: t.DataType) -> t.StructType:
 
 def trained_on(schema, names):
     """Return the feature columns of a training on prepared rows."""
-    return with_sources(as_written(schema_of(schema, names, ())), names).of("feature")
+    return with_sources(written_schema(schema_of(schema, names, ())), names).of("feature")
 
 
 TRAINED = trained_on(struct("x", s=struct("b", "a", deep=struct("q", "p"))), ["s", "x"])

@@ -5,7 +5,7 @@ import pytest
 from pyarrow import parquet
 
 from sparkhvd.data.external.parquet_files import open_existing
-from sparkhvd.data.read.readers import Reading
+from sparkhvd.data.read.readers import ReadOptions
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.reports import EpochRecord
 from sparkhvd.estimators.runs.run_lease import Fence
@@ -96,12 +96,12 @@ def test_options_that_change_the_order_of_rows_change_the_division(tmp_path):
         data = files.manifest.schema
         return _stored_rows(StoredRows(files.store, files.manifest), spec(data, **how), World(rank=0, size=1)).division
 
-    memory, disk = Reading(cache="memory"), Reading(cache="disk")
+    memory, disk = ReadOptions(cache="memory"), ReadOptions(cache="disk")
     digests = [
         division(),
         division(reading=memory),
         division(shuffle=False),
-        division(reading=Reading(window_bytes=40)),
+        division(reading=ReadOptions(window_bytes=40)),
     ]
     assert len(set(digests)) == 4, digests
     assert division(epochs=5) == digests[0]
