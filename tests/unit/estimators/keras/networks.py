@@ -1,4 +1,4 @@
-"""What the tests of an estimator's training with Keras train, and on which rows."""
+"""Networks and rows for the tests of training with KerasEstimator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTED = schema(
 
 
 def network():
-    """The same weights in every backend, and a loss of the weights beside that of the rows."""
+    """Return a network with the same weights on every backend, and with a regularization loss."""
     decay = keras.regularizers.L2(0.01)
     layers = [
         keras.Input((6,)),
@@ -37,7 +37,7 @@ def rows(count):
 
 
 def source(sizes, rank, data=DATA):
-    """``rank``'s part of as many rows as the steps take."""
+    """Return the part of ``rank`` of the rows of all steps."""
     found = rows(sum(map(sum, sizes)))
     return dealt({name: values for name, values in found.items() if name in data.names()}, sizes, rank, data)
 

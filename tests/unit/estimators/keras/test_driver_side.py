@@ -1,4 +1,4 @@
-"""What KerasEstimator decides and refuses on the driver."""
+"""Decisions and rejections of KerasEstimator on the driver."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def values_with(callback, **more):
     return KerasEstimator(model=network(), checkpoint_callback=callback, **given)._checked_values()
 
 
-def test_the_trained_model_is_the_one_that_the_checkpoint_callback_wants():
+def test_the_checkpoint_callback_selects_the_trained_model():
     best = BestModelCheckpoint(monitor="val_accuracy")
     assert values_with(best, validation=0.1, metrics=["accuracy"])["checkpoints"] == Checkpoints(
         best="val_accuracy", mode="max"
@@ -42,7 +42,7 @@ def test_the_trained_model_is_the_one_that_the_checkpoint_callback_wants():
     assert values_with(best)["checkpoints"] == Checkpoints(best="mine", mode="max")
 
 
-def test_a_checkpoint_callback_may_watch_the_validation_rows_of_files():
+def test_a_checkpoint_callback_may_monitor_the_validation_rows_of_files():
     values = values_with(BestModelCheckpoint())
     check_monitored_metrics(values, held_out=True)
     with pytest.raises(ParamError, match="checkpoint_callback monitors 'val_loss', but this fit has no valid"):
@@ -63,7 +63,7 @@ def test_a_checkpoint_callback_may_watch_the_validation_rows_of_files():
         ),
     ],
 )
-def test_a_checkpoint_callback_that_cannot_do_what_it_says_is_refused(callback, more, message):
+def test_an_invalid_checkpoint_callback_is_rejected(callback, more, message):
     with pytest.raises(ParamError, match=message):
         values_with(callback, **more)
 
@@ -108,7 +108,7 @@ def test_columns_are_matched_by_name_before_order():
     assert "Doubled" in {type(layer).__name__ for layer in trainer._model.layers}
 
 
-def test_the_learning_rate_of_a_run_that_goes_on_has_the_scale_of_its_ranks():
+def test_the_learning_rate_of_a_resumed_run_is_scaled_by_its_ranks():
     def trainer(size):
         return PLUGIN.trainer(PLUGIN.pack(parameters()), spec(DATA, scale_lr=True), replace(World(), size=size))
 
@@ -197,13 +197,13 @@ def fails(label, output):
         ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, ParamError, "mixed_bfloat16"),
     ],
 )
-def test_what_cannot_work_is_refused_on_the_driver(changes, error, message):
+def test_invalid_parameters_are_rejected_on_the_driver(changes, error, message):
     with pytest.raises(error, match=message):
         PLUGIN.check(parameters(**changes), DATA, None)
 
 
 def reading(*inputs):
-    """A model with these inputs, of strings where it says so; only planned, never run."""
+    """Return a model with inputs of these dtypes; it is only planned, never run."""
     given = [keras.Input((1,), dtype=dtype, name=name) for name, dtype in inputs]
     looked = [keras.layers.StringLookup(vocabulary=["a"])(each) if each.dtype == "string" else each for each in given]
     return keras.Model(given, keras.layers.Dense(3)(keras.layers.Concatenate()(looked)))
@@ -223,7 +223,7 @@ def reading(*inputs):
         ([("x", "string"), ("z", "float32")], ("str", "datetime64[D]"), SchemaError, "'z' has the type date"),
     ],
 )
-def test_texts_go_to_inputs_of_strings_only(inputs, dtypes, error, message):
+def test_text_columns_go_to_string_inputs_only(inputs, dtypes, error, message):
     first, second = dtypes
     data = schema(
         x=("feature", first, (), "scalar"), z=("feature", second, (), "scalar"), y=("label", "int64", (), "scalar")
@@ -232,7 +232,7 @@ def test_texts_go_to_inputs_of_strings_only(inputs, dtypes, error, message):
         PLUGIN.check(parameters(data, model=reading(*inputs)), data, None)
 
 
-def test_texts_and_numbers_are_not_put_side_by_side_and_labels_are_numbers():
+def test_text_and_numbers_are_not_concatenated_and_labels_are_numbers():
     data = schema(
         x=("feature", "str", (), "scalar"), z=("feature", "float32", (), "scalar"), y=("label", "str", (), "scalar")
     )
@@ -248,7 +248,7 @@ def test_texts_and_numbers_are_not_put_side_by_side_and_labels_are_numbers():
         PLUGIN.check(parameters(data, model=reading(("x", "string"), ("z", "float32"))), data, None)
 
 
-def test_outputs_that_a_dict_names_are_known_by_its_keys_and_come_in_the_order_of_the_labels(tmp_path):
+def test_outputs_in_a_dict_are_named_by_its_keys_and_returned_in_label_order(tmp_path):
     given = keras.Input((1,), name="x")
     ends = {"b": keras.layers.Rescaling(2.0, name="one")(given), "a": keras.layers.Rescaling(3.0, name="two")(given)}
     model = keras.Model(given, ends)
@@ -262,16 +262,16 @@ def test_outputs_that_a_dict_names_are_known_by_its_keys_and_come_in_the_order_o
     assert [each.ravel().tolist() for each in PLUGIN.predictor(tmp_path).predict(columns)] == [[2.0, 10.0], [3.0, 15.0]]
 
 
-def test_a_loss_that_is_no_mean_over_the_rows_is_refused():
+def test_a_loss_that_is_not_a_mean_over_the_rows_is_rejected():
     for reduction in ("sum", "mean_with_sample_weight"):
         loss = keras.losses.MeanSquaredError(reduction=reduction)
         with pytest.raises(ParamError, match=f"mean_squared_error has reduction='{reduction}'; it must be 'sum_over"):
             PLUGIN.pack(parameters(loss=[loss], sample_weight_col="w"))
-    PLUGIN.pack(parameters(loss=loss, sample_weight_col=None))  # without weights that is the mean
+    PLUGIN.pack(parameters(loss=loss, sample_weight_col=None))  # without weights it is the mean
 
 
 @pytest.mark.parametrize("outputs", [3, 1])
-def test_a_metric_of_several_numbers_is_refused(outputs):
+def test_a_metric_of_several_numbers_is_rejected(outputs):
     data = schema(x=("feature", "float32", (6,), "array"), y=("label", "float32", (outputs,), "array"))
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(outputs)])
     given = parameters(data, model=model, loss="mse", metrics=[keras.metrics.F1Score()])
@@ -279,7 +279,7 @@ def test_a_metric_of_several_numbers_is_refused(outputs):
         PLUGIN.check(given, data, None)
 
 
-def test_an_optimizer_made_of_several_is_refused():
+def test_a_multi_optimizer_is_rejected():
     several = getattr(keras.optimizers, "MultiOptimizer", None)
     if several is None:
         pytest.skip("this Keras has no MultiOptimizer")
@@ -293,17 +293,17 @@ def test_an_optimizer_made_of_several_is_refused():
 @pytest.mark.parametrize("optimizer", ["Adam", "sgd"])
 @pytest.mark.parametrize("loss", ["ce", "CrossEntropy", "mse", {"class_name": "Huber", "config": {"name": "mine"}}])
 @pytest.mark.parametrize("metrics", [["Acc", "mae"], ["sparse_categorical_accuracy", keras.metrics.Mean()], [fails]])
-def test_names_that_keras_knows_pass(optimizer, loss, metrics):
+def test_names_that_keras_knows_are_accepted(optimizer, loss, metrics):
     check_names(optimizer, {"y": loss}, metrics)
 
 
-def test_what_compile_makes_of_a_loss_is_no_metric():
+def test_short_names_of_losses_are_not_metrics():
     with pytest.raises(ParamError, match="metrics: Keras does not know 'ce'"):
         check_names("sgd", "ce", ["ce"])
 
 
 class OwnSteps(keras.Model):
-    """Measures what it likes."""
+    """A model whose own step reports any metric."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -316,7 +316,7 @@ class OwnSteps(keras.Model):
         return {**super().train_step(data), "mine": 1.0}
 
 
-def test_a_step_of_the_users_may_measure_anything():
+def test_a_user_defined_step_may_report_any_metric():
     model = OwnSteps()
     model(keras.ops.zeros((1, 6)))
     watching = parameters(model=model, early_stopping=EarlyStopping("mine"))
@@ -324,7 +324,7 @@ def test_a_step_of_the_users_may_measure_anything():
 
 
 class Adversaries(OwnSteps):
-    """Takes steps with optimizers of its own."""
+    """A model whose own training step uses optimizers of its own."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -332,7 +332,7 @@ class Adversaries(OwnSteps):
         self.against = [keras.optimizers.Adam()]
 
 
-def test_optimizers_of_the_users_own_steps_are_refused_where_ranks_would_part():
+def test_optimizers_in_a_user_defined_step_are_rejected_if_ranks_would_diverge():
     model = Adversaries()
     model(keras.ops.zeros((1, 6)))
     content = PLUGIN.pack(parameters(model=model))
@@ -353,7 +353,7 @@ def test_a_fitted_model_starts_another_training_with_its_optimizer():
 
 
 class Several(keras.Model):
-    """Gives its outputs in one of the forms that Keras has."""
+    """A model that returns its outputs in one of the structures of Keras."""
 
     def __init__(self, form="tuple", **settings):
         super().__init__(**settings)
@@ -390,14 +390,14 @@ def test_the_outputs_of_a_subclass_are_named_by_the_labels_and_come_in_their_ord
         PLUGIN.predictor(tmp_path).predict({"x": np.zeros((2, 6))})
 
 
-def test_a_class_number_without_an_output_is_refused_with_those_that_there_are():
+def test_a_class_number_without_an_output_is_rejected_with_the_valid_classes():
     sample = rows(4)
     sample["y"][-1] = 3
     with pytest.raises(ModelOutputError, match=r"(?s)cannot compare.*3 outputs stand for the classes 0 to 2; number"):
         PLUGIN.check(parameters(), DATA, sample)
 
 
-def test_class_numbers_are_known_as_such_also_where_there_are_as_many_rows_as_classes():
+def test_class_numbers_are_recognized_with_as_many_rows_as_classes():
     two = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, activation="softmax")])
     given = parameters(model=two, loss="categorical_crossentropy", metrics=None)
     sample = {**rows(2), "y": np.array([0, 1])}
@@ -418,7 +418,7 @@ def scaled_by(*classes):
     return keras.Sequential(layers)
 
 
-def test_two_classes_or_functions_of_one_name_are_refused():
+def test_two_classes_or_functions_with_the_same_name_are_rejected():
     two, three = scale_class(2.0), scale_class(3.0)
     with pytest.raises(ParamError, match=r"The name 'Scale' stands for two different classes, .*Rename one"):
         PLUGIN.pack(parameters(model=scaled_by(two, three)))
@@ -432,8 +432,8 @@ def test_two_classes_or_functions_of_one_name_are_refused():
         PLUGIN.pack(parameters(model=activated, custom_objects={"squash": second}))
 
 
-def test_classes_of_one_name_that_are_registered_apart_stay_apart_in_another_process(tmp_path):
-    """Their pickles by value, opened by a process that has registered none of them, in training, export and reading."""
+def test_classes_with_the_same_name_in_different_packages_stay_distinct_in_another_process(tmp_path):
+    """A process that has not registered the classes loads their pickles, in training, export and reading."""
     model = scaled_by(scale_class(2.0, "two"), scale_class(3.0, "three"))
     (tmp_path / "payload").write_bytes(PLUGIN.pack(parameters(model=model)))
     done = run_script([sys.executable, "-c", _EXPORT_TWICE], tmp_path, 120.0)
@@ -470,7 +470,7 @@ def own_metric(labels, outputs):
     return keras.ops.mean(outputs, axis=-1) + 0 * keras.ops.cast(labels, outputs.dtype)
 
 
-def test_a_model_with_a_loss_and_a_metric_of_ones_own_is_given_back_compiled(tmp_path):
+def test_a_model_with_a_user_defined_loss_and_metric_is_returned_compiled(tmp_path):
     trainer = PLUGIN.trainer(PLUGIN.pack(parameters(loss=own_loss, metrics=[own_metric])), spec(DATA), World())
     trainer._model.optimizer.build(trainer._model.trainable_variables)
     trainer.export(tmp_path)
@@ -488,7 +488,7 @@ def test_the_layers_that_normalize_by_the_batch_of_a_rank_are_found_also_within_
 
 
 class Checked(keras.Model):
-    """Takes ids from 1."""
+    """Accepts ids from 1 only."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -504,7 +504,7 @@ IDS = schema(x=("feature", "int64", (2,), "array"), y=("label", "int64", (), "sc
 
 
 @pytest.mark.parametrize("kind", ["checked", "embedding"])
-def test_real_rows_decide_where_zeros_are_impossible(kind):
+def test_models_that_reject_zeros_are_checked_with_real_rows(kind):
     if kind == "checked":
         model = Checked()
         model(np.ones((1, 2), np.int64))
@@ -523,7 +523,7 @@ def plain_difference(labels, outputs):
 
 
 def test_double_labels_are_cast_as_model_fit_casts_them():
-    """A loss and a metric that compute with the labels as they are, which TensorFlow does not do with two types."""
+    """The loss and the metric use the labels without a cast, which fails in TensorFlow for mixed dtypes."""
     data = schema(x=("feature", "float64", (6,), "array"), y=("label", "float64", (1,), "array"))
     model = keras.Sequential([network(), keras.layers.Dense(1)])
     model(np.zeros((1, 6)))

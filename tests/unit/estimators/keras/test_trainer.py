@@ -57,7 +57,7 @@ def train_as_rank(sizes, weighted, passes=1):
 
 
 def train_plainly(sizes, weighted, passes=1):
-    """Plain Keras on the global batches; the weights, and the mean of the loss over the rows of the last epoch."""
+    """Train plain Keras on the global batches; return the weights and the mean loss of the last epoch over the rows."""
     model = network()
     model.compile(optimizer=keras.optimizers.Adam(0.02), loss=parameters()["loss"], metrics=["accuracy"])
     data = rows(sum(sum(step) for step in sizes))
@@ -110,7 +110,7 @@ def sequences(count):
 
 
 def parts_of(kind, count):
-    """The model, its loss, the columns and the rows."""
+    """Return the model, its loss, the columns and the rows."""
     if kind == "masked":
         return masking(), "mse", SEQUENCES, sequences(count)
     return network(), ignoring(), WEIGHTED if kind == "weighted" else DATA, rows(count)
@@ -127,8 +127,8 @@ def train_on_what_counts(kind, sizes):
 
 
 @pytest.mark.parametrize("kind", ["ignored", "weighted", "masked"])
-def test_losses_that_divide_by_what_counts_divide_by_that_of_all_ranks(group, kind):
-    """In training and in validation; one rank has no row in a step, and none that counts in another."""
+def test_losses_with_masks_divide_by_the_unmasked_values_of_all_ranks(group, kind):
+    """Check training and validation; one rank has no row in a step, and no unmasked row in another."""
     sizes = [*PARTIAL_END[:3], (4, 4), (3, 1), (2, 0)]
     (mine, loss, validation), (other, _, _) = group.run(train_on_what_counts, kind, sizes)
     model, plain_loss, _, made = parts_of(kind, sum(map(sum, sizes)))
@@ -138,7 +138,7 @@ def test_losses_that_divide_by_what_counts_divide_by_that_of_all_ranks(group, ki
         return made["w"][part] if kind == "weighted" else None
 
     def mean(step):
-        """The losses of the batches by their rows."""
+        """Return the mean of the batches' losses, weighted by their rows."""
         ends = np.cumsum([sum(size) for size in sizes])
         parts = [slice(end - sum(size), end) for end, size in zip(ends, sizes, strict=True)]
         losses = [float(step(made["x"][part], made["y"][part], weighted(part))) for part in parts]
@@ -153,7 +153,7 @@ def test_losses_that_divide_by_what_counts_divide_by_that_of_all_ranks(group, ki
 
 
 class Largest(keras.metrics.Metric):
-    """The largest output, which is no sum."""
+    """The largest output, a metric that is not a sum."""
 
     def __init__(self, name="largest", **settings):
         super().__init__(name=name, **settings)
@@ -203,7 +203,7 @@ def train_with_no_means(sizes):
 
 
 @pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_WITHIN, [(7, 1)] * 9 + [(0, 3)]])
-def test_metrics_that_are_no_means_are_those_of_all_rows(group, sizes):
+def test_metrics_that_are_not_means_cover_all_rows(group, sizes):
     records, others = group.run(train_with_no_means, sizes)
     assert records[-1].train == others[-1].train
     model, data = two_classes(), two_class_rows(sum(map(sum, sizes)))
@@ -219,7 +219,7 @@ def test_metrics_that_are_no_means_are_those_of_all_rows(group, sizes):
 
 
 class Prepared(keras.Model):
-    """Two outputs of columns that it prepares itself."""
+    """A model with two outputs that preprocesses its columns."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -282,7 +282,7 @@ def normalized_network(layer):
 
 
 def train_with_normalization(sizes):
-    """The weights, moving statistics included; nothing on a backend that does not have the layer."""
+    """Return the weights and moving statistics; None on a backend without the layer."""
     if keras.config.backend() != "tensorflow":
         return None
     world, model = session.current().world, normalized_network(hvd.SyncBatchNormalization(momentum=0.8))
@@ -319,7 +319,7 @@ class Counting(keras.layers.Layer):
 
 
 class Equal(Hooks):
-    """Keeps the model that a checkpoint within the epoch would keep."""
+    """Keeps the model that a checkpoint within the epoch would contain."""
 
     def on_step_end(self, report, trainer):
         super().on_step_end(report, trainer)
@@ -329,7 +329,7 @@ class Equal(Hooks):
 
 
 def train_with_own_statistics(sizes, folder):
-    """The states within an epoch and at its end, and the validation losses of the training and the exported model."""
+    """Return the states within an epoch and at its end, and the validation losses in training and after export."""
     start, rank = network(), session.current().world.rank
     layers = [keras.layers.BatchNormalization(momentum=0.8), Counting()]
     model = keras.Sequential([keras.Input((6,)), *layers, *start.layers])
@@ -337,7 +337,7 @@ def train_with_own_statistics(sizes, folder):
     packed = PLUGIN.pack(parameters(model=model, optimizer="sgd", checkpoint_callback=saved))
     trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2), session.current().world)
     train = source(sizes, rank)
-    train.columns["x"] += 3 * rank  # the ranks' rows differ, as those of sorted files
+    train.columns["x"] += 3 * rank  # the ranks' rows differ, as with sorted files
     validation = source(sizes, rank)
     validation.columns["x"] = train.columns["x"]
     hooks = type("Kept", (Equal, Keeping), {})()
@@ -357,7 +357,7 @@ def train_with_own_statistics(sizes, folder):
 
 @pytest.mark.parametrize("sizes", [[(4, 4)] * 5 + [(3, 0)]])
 def test_the_validation_loss_is_that_of_the_exported_model(group, sizes, tmp_path):
-    """With BatchNormalization, whose moving statistics every rank updates from its own rows."""
+    """Every rank updates the moving statistics of BatchNormalization from its own rows."""
     (within, weights, loss, exported, saved), (other_within, others, _, _, _) = group.run(
         train_with_own_statistics, sizes, str(tmp_path)
     )
@@ -372,14 +372,14 @@ def test_the_validation_loss_is_that_of_the_exported_model(group, sizes, tmp_pat
 
 
 class StopOn(keras.callbacks.Callback):
-    """Ends the training within an epoch, on one rank."""
+    """Stops the training within an epoch, on one rank."""
 
     def on_train_batch_end(self, batch, logs=None):
         self.model.stop_training = batch == 2 and session.current().world.rank == 1
 
 
 class Together(Hooks):
-    """Ends the training on all ranks when one wants it, as an estimator's hooks do."""
+    """Ends the training on all ranks when one rank stops, as an estimator's hooks do."""
 
     def on_epoch_end(self, report, trainer):
         return bool(session.current().allreduce(np.array([float(super().on_epoch_end(report, trainer))]))[0] == 1)
@@ -422,7 +422,7 @@ def test_the_exported_model_has_the_averages_of_its_weights_and_the_checkpoint_h
 
 
 def continue_from_state():
-    """Two epochs in one go, and one epoch, then another by another trainer: the same."""
+    """Train two epochs at once, and with two trainers one after the other: the results are equal."""
     world = session.current().world
 
     def trained(trainer, first, last):
@@ -443,7 +443,7 @@ def continue_from_state():
         np.testing.assert_array_equal(one, two)
 
 
-def test_a_resumed_training_equals_an_undisturbed_one(group):
+def test_a_resumed_training_equals_an_uninterrupted_one(group):
     group.run(continue_from_state)
 
 
@@ -453,7 +453,7 @@ def dropping():
 
 
 def drawn():
-    """The weights after a training with dropout, and what the layer then leaves of ones."""
+    """Return the weights after a training with dropout, and the layer's output for ones."""
     world, model = session.current().world, dropping()
     trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model)), spec(DATA), world)
     trainer.fit(source(PARTIAL_END, world.rank), None, Hooks())
@@ -469,7 +469,7 @@ def test_every_rank_draws_its_own_random_numbers(group):
 
 
 class Rates(keras.callbacks.Callback):
-    """Notes the learning rate of every batch."""
+    """Records the learning rate of every batch."""
 
     def on_train_begin(self, logs=None):
         self.noted = getattr(self, "noted", [])
@@ -480,7 +480,7 @@ class Rates(keras.callbacks.Callback):
 
 @dataclass
 class Begun(ArraySource):
-    """Gives the rest of the second epoch as if other ranks had begun it."""
+    """Delivers the rest of the second epoch as if other ranks had begun it."""
 
     def epoch(self, number, first_step=0):
         assert first_step == 0
@@ -488,7 +488,7 @@ class Begun(ArraySource):
 
 
 def rates_within_an_epoch():
-    """Of three epochs in one go; and of what is left where others did four batches of the second."""
+    """Return the rates of three epochs at once, and of the rest after other ranks did four batches of the second."""
     rank, found = session.current().world.rank, []
     for hooks in (Hooks(), Hooks(first_epoch=1, first_epoch_batches=6)):
         whole = source(EVEN, rank)
@@ -503,14 +503,14 @@ def rates_within_an_epoch():
     return found
 
 
-def test_the_learning_rate_of_an_epoch_that_others_began_goes_on(group):
+def test_the_learning_rate_continues_in_an_epoch_that_other_ranks_began(group):
     for whole, rest in group.run(rates_within_an_epoch):
         assert whole == sorted(set(whole)), "the rate rises with every batch"
         assert rest == pytest.approx(whole[14:])
 
 
 def devices_by_torch():
-    """Which GPU a rank takes of two, and where a transform computes; None on another backend."""
+    """Return the GPU that a rank uses of two, and the device of a transform; None on another backend."""
     if keras.config.backend() != "torch":
         return None
     import torch  # noqa: PLC0415
@@ -532,13 +532,13 @@ def devices_by_torch():
         return chosen, place(None), place(1), place(2)
 
 
-def test_every_rank_has_a_gpu_of_its_own_and_a_transform_only_what_spark_gave(group):
+def test_every_rank_has_its_own_gpu_and_a_transform_uses_the_gpu_that_spark_assigned(group):
     found = group.run(devices_by_torch)
     assert found in ([None, None], [([0], "cpu", "cuda:1", "cpu"), ([1], "cpu", "cuda:1", "cpu")])
 
 
 def continue_within_an_epoch():
-    """Three epochs in one go; and up to the middle of the second, then on from there by another trainer."""
+    """Train three epochs at once; and up to the middle of the second, resumed there by another trainer."""
     world = session.current().world
 
     def make():
@@ -549,7 +549,7 @@ def continue_within_an_epoch():
     class Interrupted(Hooks):
         def on_step_end(self, report, trainer):
             if (report.epoch, report.step) == (1, 4):
-                state = session.current().broadcast(np.frombuffer(trainer.state(), np.uint8), 0)  # as by the Store
+                state = session.current().broadcast(np.frombuffer(trainer.state(), np.uint8), 0)  # as the Store does
                 self.kept = state.tobytes(), report.sums(), report.rank_state()
                 raise InterruptedError
 
@@ -573,7 +573,7 @@ def continue_within_an_epoch():
     assert before + after == pytest.approx(total, rel=1e-4)
 
 
-def test_going_on_within_an_epoch_equals_never_having_stopped(group):
+def test_resuming_within_an_epoch_equals_an_uninterrupted_training(group):
     group.run(continue_within_an_epoch)
 
 
@@ -619,7 +619,7 @@ class Keeping(Hooks):
 
 
 def save_by_callback(save_best_only, history):
-    """What was kept, and the weights in the end."""
+    """Return the kept files, and the final weights."""
     callback = keras.callbacks.ModelCheckpoint("some/where/{epoch}.keras", "loss", save_best_only=save_best_only)
     policy = Checkpoints(best="loss") if save_best_only else Checkpoints()
     packed = PLUGIN.pack(parameters(checkpoint_callback=callback))
@@ -642,14 +642,14 @@ def test_rank_0_keeps_what_the_checkpoint_callback_saves(group, tmp_path):
     assert rate == pytest.approx(0.02), "whoever trains it further would scale it again"
 
 
-def test_a_run_that_goes_on_knows_its_best_epoch(group):
+def test_a_resumed_run_knows_its_best_epoch(group):
     before = (EpochRecord(0, {"loss": 1e-9}),)
     assert [kept for kept, _ in group.run(save_by_callback, True, before)] == [{}, {}]
     assert [sorted(kept) for kept, _ in group.run(save_by_callback, False, before)] == [["2.keras"], []]
 
 
 def train_on_vectors(sparse):
-    """The weights after training on vectors half of whose elements are 0; "refused" where that cannot be."""
+    """Return the weights after training on vectors with half of their elements 0, or the error if they are rejected."""
     vector = ColumnSpec("x", "float64", (6,), "feature", "vector", sparse=sparse, entries=6 if sparse else None)
     data = DataSchema((vector, DATA["y"]))
     made = source(PARTIAL_END, session.current().world.rank)
@@ -692,7 +692,7 @@ def test_ranks_train_the_same_weights_in_bfloat16(group):
         assert not np.allclose(one, before, atol=1e-3)
 
 
-def test_sparse_columns_train_the_same_weights_on_tensorflow_and_are_refused_elsewhere(group):
+def test_sparse_columns_train_the_same_weights_on_tensorflow_and_are_rejected_elsewhere(group):
     on_sparse, on_dense = (group.run(train_on_vectors, sparse)[0] for sparse in (True, False))
     if isinstance(on_sparse, str):
         assert "'x' is in sparse_cols, but only Keras' TensorFlow backend takes sparse tensors here" in on_sparse
@@ -705,7 +705,7 @@ TEXTS = schema(x=("feature", "str", (), "scalar"), y=("label", "int64", (), "sca
 
 
 class OfTexts(keras.Model):
-    """The word's number decides; a subclass, whose inputs nobody knows."""
+    """A subclassed model without declared inputs, which learns from the numbers of words."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -717,7 +717,7 @@ class OfTexts(keras.Model):
 
 
 def train_on_texts(sizes):
-    """The weights after training on words; what it was refused for where that cannot be."""
+    """Return the weights after training on words, or the error if they are rejected."""
     count, rank = sum(map(sum, sizes)), session.current().world.rank
     model = OfTexts()
     if keras.config.backend() == "tensorflow":
@@ -734,8 +734,8 @@ def train_on_texts(sizes):
     return trainer._model.get_weights()
 
 
-def test_texts_train_a_subclass_on_tensorflow_and_are_refused_elsewhere(group):
-    """Also where a rank begins with no row at all."""
+def test_text_trains_a_subclass_on_tensorflow_and_is_rejected_elsewhere(group):
+    """A rank may begin with no row at all."""
     found, other = group.run(train_on_texts, [(8, 0), *PARTIAL_END])
     if isinstance(found, str):
         assert "'x' holds text, but only Keras' TensorFlow backend has string tensors" in found
@@ -746,7 +746,7 @@ def test_texts_train_a_subclass_on_tensorflow_and_are_refused_elsewhere(group):
 
 
 class FromOne(keras.layers.Layer):
-    """Refuses ids below 1."""
+    """Rejects ids below 1."""
 
     def call(self, ids):
         if keras.config.backend() == "tensorflow":
@@ -759,7 +759,7 @@ class FromOne(keras.layers.Layer):
 
 
 def train_without_a_row(sizes):
-    """On a rank that has none, for which a row of another rank stands."""
+    """A rank without rows uses a row of another rank as placeholder."""
     model, rank = keras.Sequential([keras.Input((6,)), FromOne(), *network().layers]), session.current().world.rank
     how = spec(DATA, epochs=1, sample={"x": np.ones((1, 6)), "y": np.zeros(1, np.int64)})
     trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model)), how, session.current().world)
@@ -768,12 +768,12 @@ def train_without_a_row(sizes):
     trainer.fit(train, train, Hooks())
 
 
-def test_a_rank_without_rows_makes_up_none_that_the_model_refuses(group):
+def test_the_placeholder_of_a_rank_without_rows_is_valid_for_the_model(group):
     group.run(train_without_a_row, [(4, 0), (4, 0)])
 
 
 class OwnStep(keras.Model):
-    """A step of the user's that computes with the labels as they come."""
+    """A user-defined step that uses the labels without a cast."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -799,5 +799,5 @@ def train_on_doubles():
     return hooks.reports[-1].validation["loss"][0]
 
 
-def test_steps_of_ones_own_get_labels_of_the_type_that_model_fit_gives(group):
+def test_user_defined_steps_get_labels_with_the_dtype_of_model_fit(group):
     assert np.isfinite(group.run(train_on_doubles)).all()
