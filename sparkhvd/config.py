@@ -33,7 +33,7 @@ _LEVELS = {
 _ON, _OFF = frozenset({"1", "true", "on", "yes"}), frozenset({"0", "false", "off", "no"})
 
 
-def amount(text: str) -> float:
+def non_negative_number(text: str) -> float:
     """A number that is not negative."""
     try:
         value = float(text)
@@ -44,17 +44,17 @@ def amount(text: str) -> float:
     return value
 
 
-def whole(text: str) -> int:
+def non_negative_integer(text: str) -> int:
     """A whole number that is not negative."""
-    value = amount(text)
+    value = non_negative_number(text)
     if not value.is_integer():
         raise ValueError("must be a whole number")
     return int(value)
 
 
-def counting(text: str) -> int:
+def positive_integer(text: str) -> int:
     """A whole number from 1 on."""
-    value = whole(text)
+    value = non_negative_integer(text)
     if value == 0:
         raise ValueError("must be at least 1")
     return value
@@ -91,10 +91,10 @@ def path(text: str) -> str:
     return text
 
 
-def core_numbers(text: str) -> tuple[int, ...]:
+def core_list(text: str) -> tuple[int, ...]:
     """Numbers of processor cores with commas between them."""
     try:
-        return tuple(whole(part) for part in text.split(","))
+        return tuple(non_negative_integer(part) for part in text.split(","))
     except ValueError:
         raise ValueError("must be a list of core numbers such as 0,1,2") from None
 
@@ -154,32 +154,32 @@ class Config:
 
     collective_timeout: float = setting(
         1800.0,
-        amount,
+        non_negative_number,
         "Seconds a rank waits inside a collective for the others before it raises. A dead peer is noticed at once; "
         "this bounds only the wait for a slow or hanging one.",
     )
     start_timeout: float = setting(
         600.0,
-        amount,
+        non_negative_number,
         "Seconds within which all ranks must have started.",
         "HOROVOD_SPARK_START_TIMEOUT",
         "HOROVOD_START_TIMEOUT",
     )
     result_timeout: float = setting(
         300.0,
-        amount,
+        non_negative_number,
         "Seconds a rank may take, once its function has ended, to pack what it returned and to leave the job.",
     )
     fusion_threshold: int | None = setting(
         None,
-        whole,
+        non_negative_integer,
         "Bytes up to which ready allreduces are packed into one; 0 packs none. Unless given, 1048576 where all "
         "ranks share memory and 67108864 elsewhere; what is given is not tuned.",
         "HOROVOD_FUSION_THRESHOLD",
     )
     cache_capacity: int = setting(
         1024,
-        whole,
+        non_negative_integer,
         "Tensor names whose negotiation is remembered; 0 remembers none.",
         "HOROVOD_CACHE_CAPACITY",
     )
@@ -207,14 +207,14 @@ class Config:
         "HOROVOD_AUTOTUNE_LOG",
     )
     autotune_warmup_samples: int = setting(
-        3, whole, "Samples that are thrown away first.", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES"
+        3, non_negative_integer, "Samples that are thrown away first.", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES"
     )
     autotune_steps_per_sample: int = setting(
-        10, counting, "Steps whose median speed makes a sample.", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"
+        10, positive_integer, "Steps whose median speed makes a sample.", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"
     )
     autotune_max_samples: int = setting(
         70,
-        whole,
+        non_negative_integer,
         "Samples after which the best settings stay.",
         "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
     )
@@ -240,7 +240,7 @@ class Config:
     )
     thread_affinity: tuple[int, ...] = setting(
         (),
-        core_numbers,
+        core_list,
         "Processor cores, separated by commas: the core's own thread of local rank 0 runs on the first only, that of "
         "local rank 1 on the second, and so on; empty pins none.",
         "HOROVOD_THREAD_AFFINITY",
@@ -253,13 +253,13 @@ class Config:
     )
     stall_check_seconds: float = setting(
         60.0,
-        amount,
+        non_negative_number,
         "Seconds after which that is; again after twice the time, and so on.",
         "HOROVOD_STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_seconds: float = setting(
         0.0,
-        amount,
+        non_negative_number,
         "Seconds in a collective after which the job ends with an error on all ranks; 0 never.",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     )

@@ -1,4 +1,4 @@
-"""Work in a thread of its own, what comes of it, and waits for it that Ctrl-C ends."""
+"""Background threads, futures of their results, and waits that Ctrl-C interrupts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has to be closed."""
+"""A base class of closable resources."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Self
 
 
 class Closable(ABC):
-    """Something that the end of ``with`` closes."""
+    """A context manager that closes itself."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what it has."""
+        """Release its resources."""
 
     def __enter__(self) -> Self:
         return self

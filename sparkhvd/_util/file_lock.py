@@ -1,6 +1,6 @@
-"""Those who want to do the same thing on one machine, threads as well as processes, do it one after the other.
+"""Mutual exclusion among the threads and processes of one machine, so that later ones find the result of the first.
 
-So that the second finds what the first has made. The turn is a locked file: the kernel takes it from whoever dies.
+The lock is that of a file, so the kernel releases it when its holder dies.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _SAY_SECONDS = 3600.0
 
 @contextmanager
 def exclusive_on_machine(what: str, deadline: Deadline) -> Iterator[None]:
-    """Hold the turn for ``what`` inside ``with``.
+    """Hold the machine-wide lock for ``what`` inside ``with``.
 
-    Without it, work is done twice but not wrong: where no turn can be had, by the deadline or at all, it goes on so.
+    The lock only avoids duplicate work. Without it, or after the deadline, the block runs all the same.
 
     Args:
-        what: what is done in turn, such as "preparing rows 7"; the same text for the same thing.
-        deadline: of the wait. Whoever dies gives the turn back, so it is for those who hang.
+        what: the work, such as "preparing rows 7"; equal texts exclude each other.
+        deadline: the end of the wait, for a holder that hangs; a holder that dies releases the lock.
     """
     digest = hashlib.sha256(what.encode()).hexdigest()[:32]
     path = Path(tempfile.gettempdir(), f"sparkhvd-turn-{os.getuid()}-{digest}")

@@ -1,4 +1,4 @@
-"""What to mind when a process imports a framework."""
+"""Workarounds for the import of frameworks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused_for_import() -> Iterator[None]:
-    """Within this block nothing is collected, and what is there afterwards is never looked at again.
+    """Pause garbage collection inside ``with``, and exempt all objects that exist afterwards from it.
 
-    What the import of a framework makes is hardly ever garbage. To look for some, again and again while it grows and
-    once more when the process ends, is a third of the time that a rank which imports torch needs to start and end.
+    Importing a framework creates hardly any garbage, yet collections during the import and at exit take a third of the
+    time that a rank needs to import torch and end.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""What a process is known by beside its number, which the system uses again: its machine, and when it started."""
+"""The identity of a process: its machine and start time, because the system reuses process ids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def machine_id() -> str:
-    """This machine and, inside a container, the container: what a pid means something in."""
+    """Return the identity of this machine and container, within which process ids are unique."""
     parts = [platform.node()]
     for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         try:
@@ -19,7 +19,7 @@ def machine_id() -> str:
 
 
 def process_start(pid: int) -> str:
-    """When a process started, in clock ticks since boot; empty when it is gone."""
+    """Return the start time of a process in clock ticks since boot; empty when it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

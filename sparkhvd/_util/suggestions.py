@@ -1,4 +1,4 @@
-"""What somebody meant who wrote a name that is not there."""
+"""Suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from difflib import get_close_matches
 def did_you_mean(
     name: str, known: Iterable[str], *, most: int = 1, show: Callable[[str], str] = repr, cutoff: float = 0.6
 ) -> str:
-    """A question with the names that are nearest to ``name``; empty when none is near.
+    """Return a question with the known names closest to ``name``; empty when none is close.
 
     Example:
         >>> did_you_mean("lable_cols", ["feature_cols", "label_cols"])
         "Did you mean 'label_cols'?"
 
     Args:
-        name: what was written.
-        known: the names that there are. One that differs in its case alone is the nearest.
-        most: how many to name.
-        show: how a name is written in the question.
-        cutoff: how near is near, between 0 and 1.
+        name: the unknown name.
+        known: the known names. A name that differs only in case is the closest.
+        most: the largest number of suggestions.
+        show: formats a name.
+        cutoff: the least similarity of a suggestion, between 0 and 1.
     """
     names = list(known)
     same = [other for other in names if other.lower() == name.lower()]

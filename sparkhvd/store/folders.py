@@ -1,4 +1,4 @@
-"""Where the parts of a Store lie: below one folder, except for those that were given a folder of their own."""
+"""The folders of a Store: one root, and optionally a separate folder for runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from sparkhvd.errors import StoreError
 
-# The end of the names of files that are being written; such names also start with a dot.
+# The suffix of names of unfinished files; such names also start with a dot.
 UNFINISHED = ".unfinished"
-# A file that is being written is touched more often than this; an older one belongs to a writer that was killed.
+# Writers touch unfinished files more often than this; an older one belongs to a killed writer.
 LEFTOVER_SECONDS = 24 * 3600
 
 _RUNS = "runs"
@@ -18,21 +18,21 @@ _RUNS = "runs"
 
 @dataclass(frozen=True)
 class StoreFolders:
-    """The folders of a Store, as its file system knows them, without a slash at the end.
+    """The folders of a Store as names of its file system, without a trailing slash.
 
     Attributes:
-        root: everything lies below it, except for the runs when they have a folder of their own.
-        runs: what ``runs/...`` stands for; None means below the root.
+        root: the folder of everything except runs with a separate folder.
+        runs: the folder for ``runs/...``; None for one below the root.
     """
 
     root: str
     runs: str | None = None
 
     def of(self, path: str, url: str) -> str:
-        """The place of a path.
+        """Return the file-system location of a path.
 
         Raises:
-            StoreError: it could lead out of the Store ``url``.
+            StoreError: the path could lead out of the Store ``url``.
         """
         if not path or "\0" in path or any(part in {"", ".", ".."} for part in path.split("/")):
             raise StoreError(
@@ -45,7 +45,7 @@ class StoreFolders:
         return f"{self.root}/{path}"
 
     def tops(self, path: str, url: str) -> list[tuple[str, str]]:
-        """The places to list for ``path`` (``""`` for the whole Store), each with the path that it stands for."""
+        """Return the locations to list for ``path`` (``""`` for the whole Store), each with its Store path."""
         if path:
             return [(self.of(path, url), path)]
         everything = [(self.root, "")]
@@ -53,10 +53,10 @@ class StoreFolders:
 
 
 def root_of(prefix: str | None, others: Sequence[str | None]) -> str:
-    """The folder of a Store: ``prefix``, or without one the deepest folder that holds all the others.
+    """Return the folder of a Store: ``prefix``, or by default the deepest folder that contains all others.
 
     Raises:
-        StoreError: nothing was given, or the others have no folder in common.
+        StoreError: all are None, or the others have no folder in common.
     """
     if prefix is not None:
         return prefix

@@ -114,7 +114,7 @@ def alike_path(run_id: str) -> str:
     return f"{alike_folder(run_id)}/{_component('run id', run_id)}"
 
 
-def noted_run(path: str) -> str:
+def run_of_note(path: str) -> str:
     """The run that a note is about, whose path this is."""
     return path.rpartition("/")[2]
 
@@ -139,7 +139,7 @@ def ended_path(run_id: str, token: int = 0) -> str:
     return f"{checkpoints_folder(run_id)}/ended{_by(token)}"
 
 
-def is_end(path: str) -> bool:
+def is_ended_path(path: str) -> bool:
     """Whether ``ended_path`` made a path."""
     return _ENDED.fullmatch(path.rpartition("/")[2]) is not None
 

@@ -1,4 +1,4 @@
-"""Options of a file system, which may hold secrets: they travel with the Store and are never shown."""
+"""Options of a file system, which may contain secrets: they are pickled with the Store and never shown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from sparkhvd.errors import StoreError
 
-# What follows the server is looked at and not taken: in a chain of file systems it is the next URL.
+# A lookahead matches the rest, because in a chain of file systems it is the next URL.
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<server>[^/]*)(?=(?P<rest>.*))", re.DOTALL)
 _SERVER = re.compile(r"\[[0-9A-Fa-f:.]*\](:\d*)?|[^:@]*(@[^:@]*)?(:\d*)?")
 _SECRET_NAME = re.compile(
@@ -17,10 +17,10 @@ _SHORTEST_SECRET = 4  # replacing shorter texts would only garble messages
 
 
 class StorageOptions(Mapping[str, object]):
-    """What a file system is opened with, such as ``{"key": ..., "secret": ..., "endpoint_url": ...}``.
+    """The options of a file system, such as ``{"key": ..., "secret": ..., "endpoint_url": ...}``.
 
-    A mapping whose values are never shown: ``repr`` gives the names alone, and ``scrubbed`` takes secrets out of texts
-    that come from elsewhere.
+    A mapping that never shows its values: ``repr`` has only the names, and ``scrubbed`` removes secrets from other
+    texts.
     """
 
     def __init__(self, values: Mapping[str, object] | None = None) -> None:
@@ -45,7 +45,7 @@ class StorageOptions(Mapping[str, object]):
         return f"StorageOptions({', '.join(sorted(self._values))}; values not shown)"
 
     def scrubbed(self, text: str) -> str:
-        """``text`` without the values of options whose names sound secret."""
+        """Return ``text`` without the values of options whose names indicate secrets."""
         for secret in sorted(_secrets(self._values, named_secret=False), key=len, reverse=True):
             text = text.replace(secret, "***")
         return text

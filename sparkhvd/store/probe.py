@@ -1,4 +1,4 @@
-"""Is this place shared? One machine leaves a token in the Store, and the others read it and answer."""
+"""A check that a Store is shared: one machine writes a token, and the others read it and answer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sparkhvd.store.protocol import Store
 
 @dataclass(frozen=True)
 class StoreProbe:
-    """A token that the driver left in a Store.
+    """A token that the driver writes into a Store.
 
     Attributes:
         store: the Store.
         folder: the folder of the token and of the answers to it.
-        token: its content, which a file of another machine with the same name would not have.
+        token: the content, which a file of the same name on another machine would not have.
     """
 
     store: Store
@@ -33,9 +33,9 @@ class StoreProbe:
         self.store.publish(self._path, self.token)
 
     def answer(self, name: str) -> str:
-        """Read the token and write an answer under ``name``; what is wrong, or an empty text.
+        """Read the token and write an answer ``name``; return the problem, or an empty text.
 
-        Every error is told, because it is reported by another process than the one that reads the answer.
+        Errors are returned, not raised, because another process reports them.
         """
         try:
             if not self.store.exists(self._path):
@@ -50,7 +50,7 @@ class StoreProbe:
         return ""
 
     def unseen(self, names: list[str]) -> list[str]:
-        """Those of ``names`` whose answers cannot be seen here."""
+        """Return the ``names`` whose answers are not visible here."""
         seen = {path.rpartition("/")[2] for path in self.store.list(f"{self.folder}/answers")}
         return [name for name in names if name not in seen]
 
@@ -60,5 +60,5 @@ class StoreProbe:
 
 
 def new_store_probe(store: Store) -> StoreProbe:
-    """A probe of its own."""
+    """Return a new probe."""
     return StoreProbe(store, layout.probe_folder(secrets.token_hex(8)), secrets.token_bytes(16))

@@ -1,4 +1,4 @@
-"""Which class serves which URL scheme, as a table of strings that are resolved when they are asked for."""
+"""The table of Store classes by URL scheme, as strings that are resolved on use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StoreEntry:
 
     Attributes:
         target: ``"module:Class"``; the class is called with the URL and the options of ``Store.create``.
-        missing: the sentence to show when the module cannot be imported: what to install.
+        missing: the advice for a missing package: what to install.
     """
 
     target: str
@@ -50,7 +50,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
 
 
 def scheme_of(url: str) -> str:
-    """The lower-case scheme of a URL; ``file`` for a plain path, on Databricks ``dbfs`` for what is mounted there."""
+    """Return the lower-case scheme of a URL; ``file`` for a path, and ``dbfs`` for mounted paths on Databricks."""
     match = _SCHEME.match(url)
     scheme = match[1].lower() if match else "file"
     if scheme == "file" and runs_on_databricks():
@@ -59,13 +59,13 @@ def scheme_of(url: str) -> str:
 
 
 def has_same_backend(url: str, other: str) -> bool:
-    """Whether what is needed to reach one URL is what is needed to reach the other."""
+    """Return whether one Store class serves both URLs, so that the same options open them."""
     one, two = scheme_of(url), scheme_of(other)
     return one == two or (one in STORES and STORES.get(one) == STORES.get(two))
 
 
 def backend_of(scheme: str) -> Any:
-    """The class that serves a scheme.
+    """Return the class that serves a scheme.
 
     Raises:
         StoreError: a package is missing.
@@ -81,7 +81,7 @@ def backend_of(scheme: str) -> Any:
 
 
 def create(url: str, **options: object) -> Store:
-    """The Store at ``url``; see ``Store.create``."""
+    """Return the Store at ``url``; see ``Store.create``."""
     refuse_credentials(url)
     backend = backend_of(scheme_of(url))
     try:

@@ -357,7 +357,7 @@ class TakesTheRun(TorchCallback):
 
 
 def test_a_fit_whose_run_is_taken_over_fails_and_one_that_is_held_is_refused(store, df):
-    lease = run_lease.take(store, "held")
+    lease = run_lease.acquire_lease(store, "held")
     with pytest.raises(ParamError, match=r"Run 'held' is being trained by another fit \(process \d+ on"):
         estimator(store, run_id="held").fit(df)
     lease.release()

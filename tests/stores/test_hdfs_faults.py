@@ -98,7 +98,7 @@ def test_a_writing_that_was_given_up_replaces_nothing_later(hdfs, monkeypatch):
     monkeypatch.setattr(module, "_write", slowly)
     late = store._filesystem()
     with pytest.raises(TimeoutError):
-        store._send(late, f"{store._places.root}/x", io.BytesIO(b"late"), 4)
+        store._send(late, f"{store._folders.root}/x", io.BytesIO(b"late"), 4)
     assert store.list("") == []
     store._connection.close()
 
@@ -152,7 +152,7 @@ def test_another_user_than_hadoops_is_refused_with_the_variable_to_set(hdfs, mon
 def test_what_a_killed_writer_left_long_ago_is_removed_by_a_later_one(hdfs):
     store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
     client = store._filesystem().client
-    folder = store._places.root
+    folder = store._folders.root
     for name, age in (("old", 25 * 3600), ("new", 3600)):
         with client.create(f"{folder}/.{name}.unfinished") as file:
             file.write(b"half")

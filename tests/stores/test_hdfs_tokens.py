@@ -32,7 +32,7 @@ def theirs(hdfs, monkeypatch):
     url = f"{hdfs.url}/{uuid.uuid4().hex}"
     store = Store.create(url)
     store.publish("x", b"alice's")
-    client, folder = store._filesystem().client, store._places.root
+    client, folder = store._filesystem().client, store._folders.root
     for place in (f"{folder}/x", folder):
         client.set_owner(place, "alice", "staff")
     client.set_permission(folder, 0o700)
@@ -74,7 +74,7 @@ def test_rows_are_written_as_the_owner_of_the_token(theirs, token, monkeypatch):
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(token))
     store = Store.create(theirs, storage_options=KERBEROS)
     store.publish("y", b"1")
-    assert store._filesystem().client.get_file_info(f"{store._places.root}/y").owner == "alice"
+    assert store._filesystem().client.get_file_info(f"{store._folders.root}/y").owner == "alice"
     store._connection.close()
 
 

@@ -138,8 +138,8 @@ def note_run(store: Store, run_id: str) -> None:
             "initial weights differ. To have a restarted script resume its run, seed the weights before making the "
             "model (torch.manual_seed, keras.utils.set_random_seed). To resume that run now, pass run_id=%r.",
             run_id,
-            layout.noted_run(noted[-1]),
-            layout.noted_run(noted[-1]),
+            layout.run_of_note(noted[-1]),
+            layout.run_of_note(noted[-1]),
         )
     with store.open(this, "wb") as file:
         file.write(b"")

@@ -146,7 +146,7 @@ def kept_epochs(store: Store, run_id: str) -> frozenset[int]:
 def latest(store: Store, run_id: str) -> str | None:
     """Return the path of a run's last checkpoint, or None if it has none."""
     paths = _paths(store, run_id)
-    if ends := [path for path in paths if layout.is_end(path)]:
+    if ends := [path for path in paths if layout.is_ended_path(path)]:
         return ends[-1]
     return max(_checkpoints(paths), key=layout.checkpoint_position, default=None)  # type: ignore[arg-type]  # never None here
 

@@ -1,4 +1,4 @@
-"""Arrow's view of a Store that is reached over a network: Parquet is read by the ranges that are needed."""
+"""An Arrow file system over a remote Store, which reads only the needed ranges of Parquet files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _StoreHandler(fs.FSSpecHandler):  # type: ignore[misc]  # pyarrow is not typed
-    """fsspec's file system for Arrow, with files that are read through the Store: with its retries and messages."""
+    """fsspec's file system for Arrow, whose files are read with the retries and messages of the Store."""
 
     def __init__(self, filesystem: AbstractFileSystem, open_reader: Callable[[str], RangeReader]) -> None:
         super().__init__(filesystem)
@@ -29,10 +29,10 @@ class _StoreHandler(fs.FSSpecHandler):  # type: ignore[misc]  # pyarrow is not t
 
 
 def arrow_filesystem(filesystem: AbstractFileSystem, open_reader: Callable[[str], RangeReader]) -> fs.FileSystem:
-    """An Arrow file system over fsspec's.
+    """Return an Arrow file system over an fsspec file system.
 
     Args:
-        filesystem: answers what is asked about names.
-        open_reader: opens the file at a place for reading.
+        filesystem: handles all operations on names.
+        open_reader: opens a location for reading.
     """
     return fs.PyFileSystem(_StoreHandler(filesystem, open_reader))

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class Connection:
-    """Makes a file system when it is first asked for and keeps it; a copy, and a forked process, make their own."""
+    """A lazily created file system; copies and forked processes create their own."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # guards the fields below, and what only one thread may do at a time
+        self.lock = threading.RLock()  # guards the fields below and operations for one thread at a time
         self._filesystem: AbstractFileSystem | None = None
         self._process = 0
 
     def get(self, make: Callable[[], AbstractFileSystem]) -> AbstractFileSystem:
-        """The file system, made by ``make`` where there is none yet."""
+        """Return the file system, created by ``make`` on first use."""
         with self.lock:
             if self._filesystem is None or self._process != os.getpid():
                 self._filesystem = make()
@@ -28,12 +28,12 @@ class Connection:
             return self._filesystem
 
     def close(self) -> None:
-        """Let go of the file system; the next ``get`` makes another one."""
+        """Drop the file system; the next ``get`` creates another one."""
         with self.lock:
             self._filesystem = None
 
     def abandon(self) -> None:
-        """Let go of the file system that a thread hangs in, which may hold the lock for ever."""
+        """Drop a file system in which a thread hangs, together with the lock that this thread may hold."""
         self.lock = threading.RLock()
         self.close()
 

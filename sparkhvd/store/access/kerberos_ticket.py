@@ -1,4 +1,4 @@
-"""Whose tickets a Kerberos ticket cache holds."""
+"""The principal of a Kerberos ticket cache."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _VERSIONS = (b"\x05\x03", b"\x05\x04")
 
 
 def principal_of(cache: str) -> str:
-    """The principal that a ticket cache belongs to, such as ``me@EXAMPLE.COM``.
+    """Return the principal of a ticket cache, such as ``me@EXAMPLE.COM``.
 
     The format is MIT's, versions 3 and 4, as ``kinit`` writes it:
     https://web.mit.edu/kerberos/krb5-devel/doc/formats/ccache_file_format.html
 
     Args:
-        cache: its path, also with ``FILE:`` in front.
+        cache: its path, with or without a prefix ``FILE:``.
 
     Raises:
-        StoreError: it cannot be read, or is something else.
+        StoreError: the file cannot be read or is not a ticket cache.
     """
     path = Path(cache.removeprefix(_KIND))
     try:

@@ -1,4 +1,4 @@
-"""Files of a Store that is reached over a network: read by ranges, written as a whole."""
+"""Files of a remote Store: read by ranges, written as a whole."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import IO, Any, Protocol
 
 from sparkhvd.errors import StoreError
 
-# Content up to this size waits in memory until it is sent, larger content in a nameless temporary file.
+# Content up to this size is buffered in memory, larger content in an unnamed temporary file.
 SPOOL_BYTES = 32 * 1024 * 1024
-# What a reader without a buffer of its own asks for at once.
+# The size of one request of an unbuffered reader.
 READ_AHEAD_BYTES = 1024 * 1024
 
 
@@ -25,11 +25,11 @@ class Ranges(Protocol):
         """Bytes in the file."""
 
     def read(self, start: int, stop: int) -> bytes:
-        """Exactly the bytes from ``start`` to ``stop``, which lie inside the file."""
+        """Return exactly the bytes from ``start`` to ``stop``, which are inside the file."""
 
 
 class RangeReader(io.RawIOBase):
-    """A seekable file for reading over ``Ranges``, whose reads are whole or raise."""
+    """A seekable file for reading over ``Ranges``; reads are complete or raise."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._ranges = ranges
@@ -74,16 +74,15 @@ class RangeReader(io.RawIOBase):
 
 
 class SpooledFile(io.RawIOBase):
-    """A new file: its content waits locally and is handed to ``commit`` on ``close``, or dropped after an error.
+    """A new file that buffers its content locally and passes it to ``commit`` on ``close``, or drops it after an error.
 
-    Waiting makes it possible to send the content again when the connection is cut, and means that nothing of a writer
-    that is killed is ever seen.
+    The buffer lets a retry send the content again, and keeps partial content of a killed writer invisible.
     """
 
     def __init__(self, url: str, commit: Callable[[IO[bytes], int], None]) -> None:
         self._url = url
         self._commit = commit
-        # The descriptor is the only way to it: the system removes it with the process, however that ends.
+        # The file has no name, so the kernel removes it when the process ends.
         self._spool = tempfile.SpooledTemporaryFile(max_size=SPOOL_BYTES)  # noqa: SIM115
         self._dropped = False
 

@@ -1,4 +1,4 @@
-"""A name for one writer only, in folders that know no links."""
+"""Exclusive renames on file systems without links."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from sparkhvd.deadline import Deadline
 
 _CLAIM_SECONDS = 60.0  # longer than looking and renaming takes
-_LOOK_SECONDS = 0.05  # nothing tells when a folder goes
+_LOOK_SECONDS = 0.05  # nothing reports when a folder is removed
 
 
 def rename_once(temporary: Path, target: Path) -> None:
-    """Give a file a name that nothing has yet, where neither links nor exclusive renames are to be had.
+    """Rename a file to an unused name, on file systems without links and exclusive renames.
 
-    Only one writer can make a folder, and who has made ``.<name>.claim`` may look and rename. The claim of a writer
-    that was killed is taken away after a minute.
+    Only one writer can create the folder ``.<name>.claim``; that writer checks the name and renames the file. The claim
+    of a killed writer is removed after a minute.
 
     Raises:
-        FileExistsError: something has the name.
-        DeadlineExceededError: others keep claiming it.
+        FileExistsError: the name exists.
+        DeadlineExceededError: other writers keep claiming the name.
     """
     claim = target.with_name(f".{target.name}.claim")
     deadline = Deadline.after(3 * _CLAIM_SECONDS)

@@ -1,4 +1,4 @@
-"""Trying again what may succeed the next time, with growing pauses, until a deadline."""
+"""Retries of transient errors, with growing pauses, until a deadline."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Result = TypeVar("Result")
 
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
-# What repeating cannot change. Every other OSError is taken for a disturbance of the connection.
-_LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-_LASTING_NUMBERS = frozenset(
+# Errors that a retry cannot change. Every other OSError is treated as a disturbance of the connection.
+_PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_PERMANENT_ERRNOS = frozenset(
     {
         errno.ENOSPC,
         errno.EDQUOT,
@@ -35,37 +35,37 @@ _LASTING_NUMBERS = frozenset(
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether an error of Python's own kind may be gone the next time."""
-    if not isinstance(error, (OSError, EOFError)) or isinstance(error, _LASTING):
+    """Return whether a retry may succeed after a built-in error."""
+    if not isinstance(error, (OSError, EOFError)) or isinstance(error, _PERMANENT):
         return False
-    return getattr(error, "errno", None) not in _LASTING_NUMBERS
+    return getattr(error, "errno", None) not in _PERMANENT_ERRNOS
 
 
 def with_retries(
     action: Callable[[int], Result],
     *,
-    passing: Callable[[Exception], bool],
+    should_retry: Callable[[Exception], bool],
     deadline: Deadline,
     what: str,
     pause: Callable[[float], None] = time.sleep,
 ) -> Result:
-    """What ``action`` gives, called again after errors that are ``passing``.
+    """Return the result of ``action``, retried after errors for which ``should_retry`` is true.
 
-    Pauses double from 0.1 s up to 5 s, each shortened by a random part so that many ranks do not come back together.
+    Pauses double from 0.1 s up to 5 s, each shortened by a random part so that ranks do not retry at the same time.
 
     Args:
-        action: gets the number of the attempt, from 0.
-        passing: tells whether another attempt makes sense after an error.
-        deadline: no attempt begins after it; the last error is raised then, with a note of the attempts.
+        action: called with the number of the attempt, from 0.
+        should_retry: returns whether to retry after an error.
+        deadline: no attempt begins after it; the last error is then raised, with a note of the attempts.
         what: names the action in the log.
-        pause: waits for a number of seconds.
+        pause: sleeps for a number of seconds.
     """
     attempt = 0
     while True:
         try:
             return action(attempt)
         except Exception as error:
-            if isinstance(error, SparkHvdError) or not passing(error):  # what we say on purpose is final
+            if isinstance(error, SparkHvdError) or not should_retry(error):  # our own errors are final
                 raise
             seconds = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311
             if deadline.remaining() <= seconds:

@@ -79,8 +79,8 @@ class FilesystemStore(Store):
     save_runs: bool = True
     storage_options: Mapping[str, Any] | None = None
     retry_seconds: float = 60.0
-    _base: str = field(init=False, repr=False, compare=False)  # what URLs have before the place
-    _places: StoreFolders = field(init=False, repr=False, compare=False)
+    _base: str = field(init=False, repr=False, compare=False)  # what URLs have before the location
+    _folders: StoreFolders = field(init=False, repr=False, compare=False)
     _connection: Connection = field(init=False, repr=False, compare=False, default_factory=Connection)
 
     def __post_init__(self) -> None:
@@ -96,12 +96,12 @@ class FilesystemStore(Store):
             raise StoreError(f"All paths of a Store must be on one file system, got {' and '.join(bases)}.")
         object.__setattr__(self, "_base", bases[0] if bases else "")
         object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
-        prefix, *others, runs = (None if url is None else self._place_of_url(url) for url in urls)
-        object.__setattr__(self, "_places", StoreFolders(root_of(prefix, [*others, runs]), runs))
+        prefix, *others, runs = (None if url is None else self._location_of_url(url) for url in urls)
+        object.__setattr__(self, "_folders", StoreFolders(root_of(prefix, [*others, runs]), runs))
 
     @property
     def url(self) -> str:
-        return self._url_of_place(self._places.root)
+        return self._url_of_location(self._folders.root)
 
     @property
     def scheme(self) -> str:
@@ -109,39 +109,41 @@ class FilesystemStore(Store):
         return self._base.partition("://")[0]
 
     def exists(self, path: str) -> bool:
-        place = self._places.of(path, self.url)
+        location = self._folders.of(path, self.url)
 
         def look(_: int) -> bool:
             filesystem = self._filesystem()
             filesystem.invalidate_cache()
             try:
-                filesystem.info(place, **self._limit(filesystem))
+                filesystem.info(location, **self._limit(filesystem))
             except FileNotFoundError:
                 return False
             return True
 
-        return self._do("look up", place, look)
+        return self._do("look up", location, look)
 
     def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
         """A file for reading, or a new one that replaces ``path`` on ``close``; an error inside ``with`` drops it."""
-        place = self._places.of(path, self.url)
+        location = self._folders.of(path, self.url)
         if mode == "rb":
-            return io.BufferedReader(self._open_reader(place), READ_AHEAD_BYTES)
+            return io.BufferedReader(self._open_reader(location), READ_AHEAD_BYTES)
         if mode == "wb":
-            return cast("BinaryIO", SpooledFile(self._url_of_place(place), partial(self._replace, place)))
-        raise StoreError(f"Cannot open {self._url_of_place(place)} with mode {mode!r}; a Store supports 'rb' and 'wb'.")
+            return cast("BinaryIO", SpooledFile(self._url_of_location(location), partial(self._replace, location)))
+        raise StoreError(
+            f"Cannot open {self._url_of_location(location)} with mode {mode!r}; a Store supports 'rb' and 'wb'."
+        )
 
     def list(self, path: str) -> list[str]:
         """Paths of all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
         found = set()
-        for top, stands_for in self._places.tops(path, self.url):
-            for place in self._do("list", top, partial(self._find, top)):
-                inside = place.removeprefix(top).lstrip("/")
+        for top, stands_for in self._folders.tops(path, self.url):
+            for location in self._do("list", top, partial(self._find, top)):
+                inside = location.removeprefix(top).lstrip("/")
                 found.add("/".join(part for part in (stands_for, inside) if part))
         return sorted(name for name in found if not name.endswith((UNFINISHED, "/")))
 
     def publish(self, path: str, content: bytes) -> None:
-        place = self._places.of(path, self.url)
+        location = self._folders.of(path, self.url)
 
         name = uuid.uuid4().hex  # of this writing: an attempt whose answer was lost may have arrived
 
@@ -149,37 +151,37 @@ class FilesystemStore(Store):
             filesystem = self._filesystem()
             try:
                 with self._connection.lock:  # makes the generic, two-step exclusive write safe among threads
-                    self._create(filesystem, place, content, name)
+                    self._create(filesystem, location, content, name)
             except FileExistsError:
-                if not self._created(filesystem, place, content, name, attempt):
+                if not self._created(filesystem, location, content, name, attempt):
                     raise
 
         try:
-            self._do("publish", place, write, len(content))
+            self._do("publish", location, write, len(content))
         except StoreError as error:
             if isinstance(error.__context__, FileExistsError):  # also where a secret kept it from being the cause
                 raise StoreError(
-                    f"Cannot publish {self._url_of_place(place)}: it exists already, and published files are never "
-                    "changed. Use another id, or delete it first."
+                    f"Cannot publish {self._url_of_location(location)}: it exists already, and published files "
+                    "are never changed. Use another id, or delete it first."
                 ) from error.__cause__
             raise
 
     def delete(self, path: str) -> None:
-        place = self._places.of(path, self.url)
+        location = self._folders.of(path, self.url)
 
         def remove(_: int) -> None:
             filesystem = self._filesystem()
             filesystem.invalidate_cache()
             try:
-                self._remove(filesystem, place)
+                self._remove(filesystem, location)
             except FileNotFoundError:
                 return
 
-        self._do("delete", place, remove)
+        self._do("delete", location, remove)
 
     def spark_url(self, path: str) -> str | None:
-        place = self._places.of(path, self.url)
-        return self._url_of_place(place) if self.scheme in _HADOOP_SCHEMES else None
+        location = self._folders.of(path, self.url)
+        return self._url_of_location(location) if self.scheme in _HADOOP_SCHEMES else None
 
     def spark_options(self) -> dict[str, str]:
         return {}
@@ -187,8 +189,8 @@ class FilesystemStore(Store):
     def arrow(self, path: str) -> tuple[fs.FileSystem, str]:
         from sparkhvd.store.access.arrow_files import arrow_filesystem  # noqa: PLC0415  (a Store is cheap to import)
 
-        place = self._places.of(path, self.url)
-        return arrow_filesystem(self._filesystem(), self._open_reader), place
+        location = self._folders.of(path, self.url)
+        return arrow_filesystem(self._filesystem(), self._open_reader), location
 
     def at(self, url: str) -> FilesystemStore:
         return replace(self, prefix_path=url, train_path=None, val_path=None, test_path=None, runs_path=None)
@@ -210,14 +212,14 @@ class FilesystemStore(Store):
         scheme, _, rest = url.partition("://")
         return f"{scheme.lower()}://{rest.rstrip('/')}"
 
-    def _place_of_url(self, url: str) -> str:
+    def _location_of_url(self, url: str) -> str:
         return str(self._class()._strip_protocol(url)).rstrip("/")  # noqa: SLF001  (fsspec has no public name for it)
 
     def _base_of(self, url: str) -> str:
         return url[: url.index("://") + 3]
 
-    def _url_of_place(self, place: str) -> str:
-        return f"{self._base}{place}"
+    def _url_of_location(self, location: str) -> str:
+        return f"{self._base}{location}"
 
     def _class(self) -> Any:
         try:
@@ -237,7 +239,7 @@ class FilesystemStore(Store):
         options = dict(self.storage_options or {})
         return self._class()(**options, skip_instance_cache=True)
 
-    def _passing(self, error: Exception) -> bool:
+    def _is_transient(self, error: Exception) -> bool:
         """Whether an error may be gone the next time."""
         return is_transient(error)
 
@@ -252,41 +254,41 @@ class FilesystemStore(Store):
         text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         return text.strip().partition("\n")[0].rstrip(".")
 
-    def _ranges(self, place: str) -> Ranges:
+    def _ranges(self, location: str) -> Ranges:
         filesystem = self._filesystem()
         filesystem.invalidate_cache()
         return _FilesystemRanges(
-            self, filesystem, place, int(filesystem.info(place, **self._limit(filesystem))["size"])
+            self, filesystem, location, int(filesystem.info(location, **self._limit(filesystem))["size"])
         )
 
-    def _create(self, filesystem: Any, place: str, content: bytes, name: str) -> None:  # noqa: ARG002
+    def _create(self, filesystem: Any, location: str, content: bytes, name: str) -> None:  # noqa: ARG002
         """Write a new file as a whole; ``FileExistsError`` when there is one. ``name`` is of this writing alone."""
-        filesystem.pipe_file(place, content, mode="create", **self._limit(filesystem, len(content)))
+        filesystem.pipe_file(location, content, mode="create", **self._limit(filesystem, len(content)))
 
-    def _created(self, filesystem: Any, place: str, content: bytes, name: str, attempt: int) -> bool:  # noqa: ARG002
+    def _created(self, filesystem: Any, location: str, content: bytes, name: str, attempt: int) -> bool:  # noqa: ARG002
         """Whether the file that is there comes from an earlier attempt of the writing ``name``."""
-        return attempt > 0 and bool(filesystem.cat_file(place, **self._limit(filesystem, len(content))) == content)
+        return attempt > 0 and bool(filesystem.cat_file(location, **self._limit(filesystem, len(content))) == content)
 
-    def _send(self, filesystem: Any, place: str, content: IO[bytes], size: int) -> None:
-        """Write a file as a whole, in the place of another one if need be."""
+    def _send(self, filesystem: Any, location: str, content: IO[bytes], size: int) -> None:
+        """Write a file as a whole; it replaces an existing one."""
         limit = self._limit(filesystem, size)
         if size <= SPOOL_BYTES:
-            filesystem.pipe_file(place, content.read(size), **limit)
+            filesystem.pipe_file(location, content.read(size), **limit)
         else:  # the file has no name, but its descriptor is one
-            filesystem.put_file(f"/proc/self/fd/{content.fileno()}", place, **limit)
+            filesystem.put_file(f"/proc/self/fd/{content.fileno()}", location, **limit)
 
     def _find(self, top: str, _: int) -> Iterable[str]:
-        """All files below a place."""
+        """Return all files below a location."""
         filesystem = self._filesystem()
         filesystem.invalidate_cache()
         try:
-            return [str(place) for place in filesystem.find(top, **self._limit(filesystem))]
+            return [str(location) for location in filesystem.find(top, **self._limit(filesystem))]
         except FileNotFoundError:
             return []
 
-    def _remove(self, filesystem: Any, place: str) -> None:
+    def _remove(self, filesystem: Any, location: str) -> None:
         # fsspec would take a star or bracket in the name for a pattern.
-        filesystem.rm(glob.escape(place), recursive=True, **self._limit(filesystem))
+        filesystem.rm(glob.escape(location), recursive=True, **self._limit(filesystem))
 
     # What all have in common.
 
@@ -310,24 +312,24 @@ class FilesystemStore(Store):
     def _filesystem(self) -> Any:
         return self._connection.get(self._new_filesystem)
 
-    def _open_reader(self, place: str) -> RangeReader:
-        ranges = self._do("open", place, lambda _: self._ranges(place))
-        return RangeReader(_PatientRanges(self, place, ranges))
+    def _open_reader(self, location: str) -> RangeReader:
+        ranges = self._do("open", location, lambda _: self._ranges(location))
+        return RangeReader(_ReopeningRanges(self, location, ranges))
 
-    def _replace(self, place: str, content: IO[bytes], size: int) -> None:
+    def _replace(self, location: str, content: IO[bytes], size: int) -> None:
         def send(_: int) -> None:
             content.seek(0)
-            self._send(self._filesystem(), place, content, size)
+            self._send(self._filesystem(), location, content, size)
 
-        self._do("write", place, send, size)
+        self._do("write", location, send, size)
 
-    def _do(self, verb: str, place: str, action: Callable[[int], Result], size: int = 0) -> Result:
+    def _do(self, verb: str, location: str, action: Callable[[int], Result], size: int = 0) -> Result:
         """What an action gives, repeated while its errors are passing; every other error as a ``StoreError``."""
-        url = self._url_of_place(place)
+        url = self._url_of_location(location)
         try:
             return with_retries(
                 partial(self._bounded, action, size),
-                passing=self._passing,
+                should_retry=self._is_transient,
                 deadline=Deadline.after(self.retry_seconds),
                 what=f"{verb} {url}",
             )
@@ -346,32 +348,32 @@ class FilesystemStore(Store):
 class _FilesystemRanges:
     store: FilesystemStore
     filesystem: Any
-    place: str
+    location: str
     size: int
 
     def read(self, start: int, stop: int) -> bytes:
         limit = self.store._limit(self.filesystem, stop - start)  # noqa: SLF001
-        return bytes(self.filesystem.cat_file(self.place, start=start, end=stop, **limit))
+        return bytes(self.filesystem.cat_file(self.location, start=start, end=stop, **limit))
 
 
-class _PatientRanges:
+class _ReopeningRanges:
     """Ranges of a file that is opened again when reading it fails."""
 
-    def __init__(self, store: FilesystemStore, place: str, ranges: Ranges) -> None:
+    def __init__(self, store: FilesystemStore, location: str, ranges: Ranges) -> None:
         self._store = store
-        self._place = place
+        self._location = location
         self._ranges = ranges
         self.size = ranges.size
 
     def read(self, start: int, stop: int) -> bytes:
         read = partial(self._read, start, stop)
-        return self._store._do("read", self._place, read, stop - start)  # noqa: SLF001
+        return self._store._do("read", self._location, read, stop - start)  # noqa: SLF001
 
     def _read(self, start: int, stop: int, attempt: int) -> bytes:
         if attempt > 0:
-            self._ranges = self._store._ranges(self._place)  # noqa: SLF001
+            self._ranges = self._store._ranges(self._location)  # noqa: SLF001
             if self._ranges.size != self.size:
-                raise StoreError(f"{self._place} changed while it was being read; files of a Store must not change.")
+                raise StoreError(f"{self._location} changed while it was being read; files of a Store must not change.")
         content = self._ranges.read(start, stop)
         if len(content) != stop - start:
             raise ConnectionError(f"received {len(content)} of {stop - start} bytes")

@@ -31,7 +31,7 @@ _CLIENT_DEFAULTS = {
     "dfs.client.failover.sleep.base.millis": "100",
     "dfs.client.failover.sleep.max.millis": "1000",
 }
-_PASSING = re.compile(
+_TRANSIENT = re.compile(
     r"DataTransferError|StandbyException|SafeModeException|RetriableException|Timeout|timed out|in time"
 )
 _SERVER_ERROR = re.compile(r'RPCError\("[\w.$]*", "(.*)"\)', re.DOTALL)
@@ -113,9 +113,9 @@ class HDFSStore(FilesystemStore):
         return super()._normalized(str(_hdfs_url(url, "")))
 
     def _base_of(self, url: str) -> str:
-        return url[: -len(folder)] if (folder := self._place_of_url(url)) else url
+        return url[: -len(folder)] if (folder := self._location_of_url(url)) else url
 
-    def _place_of_url(self, url: str) -> str:
+    def _location_of_url(self, url: str) -> str:
         _, slash, folder = url.partition("://")[2].partition("/")
         return f"{slash}{folder}".rstrip("/")
 
@@ -132,26 +132,26 @@ class HDFSStore(FilesystemStore):
         settings = _CLIENT_DEFAULTS | {name: str(value) for name, value in self._client_options().items()}
         filesystem = _Hdfs()
         scheme, _, authority = self._base.partition("://")
-        place = f"{scheme}://{name_with_token(authority, hadoop_token_file())}"
+        location = f"{scheme}://{name_with_token(authority, hadoop_token_file())}"
         default_scheme, _, default = settings.get(_DEFAULT, "").partition("://")
         if default_scheme == "hdfs":
             settings[_DEFAULT] = f"hdfs://{name_with_token(default.rstrip('/'), hadoop_token_file())}"
         ticket = options.get(_TICKET)
         principal = None if ticket is None else principal_of(str(ticket))
-        filesystem.client = Client(place, settings, kerberos_principal=principal, kerberos_cache=ticket)
+        filesystem.client = Client(location, settings, kerberos_principal=principal, kerberos_cache=ticket)
         return filesystem
 
-    def _passing(self, error: Exception) -> bool:
+    def _is_transient(self, error: Exception) -> bool:
         if isinstance(error, RuntimeError):  # whatever the client has no Python type for
-            return bool(_PASSING.search(str(error)))
+            return bool(_TRANSIENT.search(str(error)))
         return is_transient(error)
 
     def _explain(self, error: Exception) -> str:
         said = _SERVER_ERROR.search(str(error)) if isinstance(error, RuntimeError) else None
         return super()._explain(RuntimeError(said[1].partition("\\n")[0]) if said else error)
 
-    def _ranges(self, place: str) -> Ranges:
-        return _HdfsRanges(self._filesystem().client.read(place))
+    def _ranges(self, location: str) -> Ranges:
+        return _HdfsRanges(self._filesystem().client.read(location))
 
     def _find(self, top: str, _: int) -> Iterable[str]:
         try:
@@ -159,24 +159,24 @@ class HDFSStore(FilesystemStore):
         except FileNotFoundError:
             return []
 
-    def _create(self, filesystem: Any, place: str, content: bytes, name: str) -> None:
-        folder = place.rpartition("/")[0]
-        hidden = _hidden(place, name)
+    def _create(self, filesystem: Any, location: str, content: bytes, name: str) -> None:
+        folder = location.rpartition("/")[0]
+        hidden = _hidden(location, name)
         with _removed_after_failure(filesystem.client, hidden):
             _write(filesystem.client, hidden, io.BytesIO(content))
-            filesystem.client.rename(hidden, place, overwrite=False)
+            filesystem.client.rename(hidden, location, overwrite=False)
         _remove_leftovers(filesystem.client, folder)
 
-    def _send(self, filesystem: Any, place: str, content: IO[bytes], size: int) -> None:
-        hidden = _hidden(place, uuid.uuid4().hex)
+    def _send(self, filesystem: Any, location: str, content: IO[bytes], size: int) -> None:
+        hidden = _hidden(location, uuid.uuid4().hex)
         with _own_view(content, size) as own, _removed_after_failure(filesystem.client, hidden):
             _write(filesystem.client, hidden, own)
             if self._filesystem() is not filesystem:
                 raise TimeoutError  # given up meanwhile: it must not replace what was written since
-            filesystem.client.rename(hidden, place, overwrite=True)
+            filesystem.client.rename(hidden, location, overwrite=True)
 
-    def _remove(self, filesystem: Any, place: str) -> None:
-        filesystem.client.delete(place, True)
+    def _remove(self, filesystem: Any, location: str) -> None:
+        filesystem.client.delete(location, True)
 
 
 class _Hdfs(HdfsFileSystem):
@@ -216,8 +216,8 @@ def _hdfs_url(path: str | None, authority: str) -> str | None:
     return f"{scheme}://{authority or own}{folder}"
 
 
-def _hidden(place: str, name: str) -> str:
-    return f"{place.rpartition('/')[0]}/.{name}{UNFINISHED}"
+def _hidden(location: str, name: str) -> str:
+    return f"{location.rpartition('/')[0]}/.{name}{UNFINISHED}"
 
 
 def _own_view(content: IO[bytes], size: int) -> IO[bytes]:
@@ -227,19 +227,19 @@ def _own_view(content: IO[bytes], size: int) -> IO[bytes]:
     return Path(f"/proc/self/fd/{content.fileno()}").open("rb")
 
 
-def _write(client: Client, place: str, content: IO[bytes]) -> None:
-    with client.create(place, WriteOptions(overwrite=False, create_parent=True)) as file:
+def _write(client: Client, location: str, content: IO[bytes]) -> None:
+    with client.create(location, WriteOptions(overwrite=False, create_parent=True)) as file:
         while piece := content.read(_SEND_BYTES):
             file.write(piece)
 
 
 @contextmanager
-def _removed_after_failure(client: Client, place: str) -> Iterator[None]:
+def _removed_after_failure(client: Client, location: str) -> Iterator[None]:
     try:
         yield
     except BaseException:
         with suppress(OSError, RuntimeError):  # the failure that led here is the one to report
-            client.delete(place, False)
+            client.delete(location, False)
         raise
 
 

@@ -62,7 +62,7 @@ class LocalStore(Store):
     runs_path: str | None = None
     save_runs: bool = True
     storage_options: Mapping[str, Any] | None = None
-    _places: StoreFolders = field(init=False, repr=False, compare=False)
+    _folders: StoreFolders = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.storage_options:
@@ -76,7 +76,7 @@ class LocalStore(Store):
         for name, path in zip(names, paths, strict=True):
             object.__setattr__(self, name, path)
         root = root_of(paths[0], paths[1:])
-        object.__setattr__(self, "_places", StoreFolders(root, self.runs_path))
+        object.__setattr__(self, "_folders", StoreFolders(root, self.runs_path))
         for folder in {root, self.runs_path or root}:
             if Path(folder).is_file():
                 raise StoreError(
@@ -91,7 +91,7 @@ class LocalStore(Store):
     @property
     def root(self) -> str:
         """The absolute path of the folder."""
-        return self._places.root
+        return self._folders.root
 
     @property
     def url(self) -> str:
@@ -108,13 +108,13 @@ class LocalStore(Store):
             if mode == "rb":
                 return target.open("rb")
             if mode == "wb":
-                return _insisting(lambda: _UnfinishedFile(_with_folder(target), self._shown(path)))
+                return _retry_if_folder_vanishes(lambda: _UnfinishedFile(_with_folder(target), self._shown(path)))
         raise StoreError(f"Cannot open {self._shown(path)} with mode {mode!r}; a Store supports 'rb' and 'wb'.")
 
     def list(self, path: str) -> list[str]:
         """Paths of all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
         found = set()
-        for top, stands_for in self._places.tops(path, self.url):
+        for top, stands_for in self._folders.tops(path, self.url):
             if path and Path(top).is_file():
                 return [path]
             with _reporting("list", f"file://{top}"):
@@ -129,7 +129,7 @@ class LocalStore(Store):
         target = self._file(path)
         with _reporting("publish", self._shown(path)):
             try:
-                _insisting(lambda: self._publish(_with_folder(target), content))
+                _retry_if_folder_vanishes(lambda: self._publish(_with_folder(target), content))
             except FileExistsError as error:
                 raise StoreError(
                     f"Cannot publish {self._shown(path)}: it exists already, and published files are never changed. "
@@ -165,7 +165,7 @@ class LocalStore(Store):
         return absolute_path(path_or_url)
 
     def _file(self, path: str) -> Path:
-        return Path(self._places.of(path, self.url))
+        return Path(self._folders.of(path, self.url))
 
     def _shown(self, path: str) -> str:
         return f"file://{self._file(path)}"
@@ -271,7 +271,7 @@ def _is_loop(folder: Path) -> bool:
     return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
 
 
-def _insisting(write: Callable[[], T]) -> T:
+def _retry_if_folder_vanishes(write: Callable[[], T]) -> T:
     """Write again when others removed the folder meanwhile."""
     for _ in range(_TRIES - 1):
         with suppress(FileNotFoundError):
@@ -288,7 +288,7 @@ def _remove(target: Path) -> None:
             else:
                 target.unlink()
         except OSError as error:
-            # rmtree has no number for a folder that another one has taken the place of.
+            # rmtree has no number for a folder that another one has replaced meanwhile.
             if error.errno not in _RACED or attempt == _TRIES - 1:
                 raise
         if not os.path.lexists(target):
@@ -333,14 +333,14 @@ def _sync_folder(folder: Path) -> None:
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
     """A folder that is there for a while; what had to be made of it goes again, unless others have begun to use it."""
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    missing = [location for location in (folder, *folder.parents) if not location.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     finally:
         with suppress(OSError):
-            for place in missing:
-                place.rmdir()
+            for location in missing:
+                location.rmdir()
 
 
 def _raise_unless_missing(error: OSError) -> None:

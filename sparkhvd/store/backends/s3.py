@@ -56,14 +56,14 @@ class S3Store(FilesystemStore):
         super().__init__(prefix_path, storage_options=storage_options, **paths)
 
     def spark_url(self, path: str) -> str:
-        return f"s3a://{self._places.of(path, self.url)}"
+        return f"s3a://{self._folders.of(path, self.url)}"
 
     def spark_options(self) -> dict[str, str]:
-        bucket = self._places.root.partition("/")[0]
+        bucket = self._folders.root.partition("/")[0]
         return hadoop_settings(self.storage_options or {}, bucket)
 
     def with_spark_settings(self, settings: Mapping[str, str]) -> S3Store:
-        found = storage_options_from(settings, self._places.root.partition("/")[0])
+        found = storage_options_from(settings, self._folders.root.partition("/")[0])
         return replace(self, storage_options=completed_options(self.storage_options or {}, found))
 
     def _normalized(self, url: str) -> str:
@@ -72,7 +72,7 @@ class S3Store(FilesystemStore):
             raise StoreError(f"{url!r} is not a folder on S3; use s3://bucket/folder.")
         return super()._normalized(f"s3://{rest}")
 
-    def _place_of_url(self, url: str) -> str:
+    def _location_of_url(self, url: str) -> str:
         return url.removeprefix("s3://")
 
     def _new_filesystem(self) -> Any:
@@ -82,13 +82,13 @@ class S3Store(FilesystemStore):
         filesystem.retries = _PARTS_TRIED
         return filesystem
 
-    def _create(self, filesystem: Any, place: str, content: bytes, name: str) -> None:
+    def _create(self, filesystem: Any, location: str, content: bytes, name: str) -> None:
         limit = self._limit(filesystem, len(content))
-        filesystem.pipe_file(place, content, mode="create", Metadata={_WRITING: name}, **limit)
+        filesystem.pipe_file(location, content, mode="create", Metadata={_WRITING: name}, **limit)
 
-    def _created(self, filesystem: Any, place: str, content: bytes, name: str, attempt: int) -> bool:  # noqa: ARG002
+    def _created(self, filesystem: Any, location: str, content: bytes, name: str, attempt: int) -> bool:  # noqa: ARG002
         # The client repeats requests too, so that also the first attempt may find its own file.
-        return bool(filesystem.metadata(place, refresh=True, **self._limit(filesystem)).get(_WRITING) == name)
+        return bool(filesystem.metadata(location, refresh=True, **self._limit(filesystem)).get(_WRITING) == name)
 
     def _explain(self, error: Exception) -> str:
         answer = error.__cause__
@@ -98,7 +98,7 @@ class S3Store(FilesystemStore):
             return f"{super()._explain(error)}. {_CREDENTIALS_COME_FROM}"
         return super()._explain(error)
 
-    def _passing(self, error: Exception) -> bool:
+    def _is_transient(self, error: Exception) -> bool:
         answer = error if isinstance(error, ClientError) else error.__cause__
         if isinstance(answer, ClientError):
             status = int(answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

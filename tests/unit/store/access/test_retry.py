@@ -19,7 +19,7 @@ def attempt(failures, seconds=1000.0, pauses=None):
 
     return with_retries(
         action,
-        passing=is_transient,
+        should_retry=is_transient,
         deadline=Deadline.after(seconds),
         what="test",
         pause=(pauses if pauses is not None else []).append,

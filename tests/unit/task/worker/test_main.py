@@ -204,7 +204,7 @@ def test_what_a_killed_worker_has_put_into_its_folder_is_removed(worker, tmp_pat
 
 def test_a_worker_and_its_children_end_when_their_task_is_killed(tmp_path):
     program = (
-        "import sys, threading; sys.path.insert(0, sys.argv[1]); import test_worker as t; "
+        "import sys, threading; sys.path.insert(0, sys.argv[1]); import test_main as t; "
         "from pathlib import Path; w = t.WorkerProcess(t.spawn_worker({}, {}, ()), t.DriverLog(t.Job(b'', 1))); "
         "w.send(t.spec(t.fork_and_stay, sys.argv[2])); Path(sys.argv[3]).write_text(str(w.pid)); "
         "threading.Event().wait()"
