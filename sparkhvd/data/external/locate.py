@@ -46,11 +46,11 @@ def locate(urls: Sequence[str], access: Access) -> tuple[Store, list[str]]:
     parsed = [_parsed(url) for url in urls]
     if len({where for where, _ in parsed}) > 1:
         raise DataError(f"{' and '.join(urls)} are on different file systems; put them on the same one.")
-    places = [place for _, place in parsed]
-    root = posixpath.commonpath([posixpath.dirname(place) for place in places])
-    if root in places:
+    paths = [path for _, path in parsed]
+    root = posixpath.commonpath([posixpath.dirname(path) for path in paths])
+    if root in paths:
         raise DataError(f"There is no folder above {' and '.join(urls)}; put the rows into a folder.")
-    return _store_at(parsed[0][0], root, access), [posixpath.relpath(place, root) for place in places]
+    return _store_at(parsed[0][0], root, access), [posixpath.relpath(path, root) for path in paths]
 
 
 def _store_at(where: str, root: str, access: Access) -> Store:
@@ -72,5 +72,5 @@ def _parsed(url: str) -> tuple[str, str]:
     if scheme == "dbfs" and (mounted := mounted_path(url)) is not None:
         return "file:", absolute_path(mounted)
     assert match is not None  # noqa: S101  (other schemes come from the match)
-    server, place = match[2], posixpath.normpath("/" + match[3].strip("/"))
-    return (f"{scheme}:" if server is None else f"{scheme}://{server}"), place
+    server, path = match[2], posixpath.normpath("/" + match[3].strip("/"))
+    return (f"{scheme}:" if server is None else f"{scheme}://{server}"), path

@@ -119,8 +119,8 @@ def open_existing(
         SchemaError: a column is missing or cannot be used, or the files differ in it.
         StoreError: the file system cannot be reached.
     """
-    store, places = locate([train] if validation is None else [train, validation], access or Access())
-    files = _open(store, places, ColumnRequest(feature_cols, label_cols, weight_col, fill, transformed))
+    store, locations = locate([train] if validation is None else [train, validation], access or Access())
+    files = _open(store, locations, ColumnRequest(feature_cols, label_cols, weight_col, fill, transformed))
     if files.manifest.train.rows < num_proc:
         files.close()
         raise DataError(too_few_rows(files.manifest.train.rows, num_proc))
@@ -156,15 +156,15 @@ def open_data(
         return ExistingFiles(store, selected(data, wanted))
     if store is not None:
         return _open(store, [data.strip("/")], wanted)
-    found, places = locate([data], Access(storage_options=storage_options))
-    return _open(found, places, wanted)
+    found, locations = locate([data], Access(storage_options=storage_options))
+    return _open(found, locations, wanted)
 
 
-def _open(store: Store, places: Sequence[str], wanted: ColumnRequest) -> ExistingFiles:
+def _open(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> ExistingFiles:
     """Open the prepared dataset or the other files at a path; two paths are rows to train on and to validate on."""
-    at = places[0] if places[0].endswith(_MANIFEST) else f"{places[0]}/{_MANIFEST}"
-    if len(places) > 1 or not store.exists(at):
-        return ExistingFiles(store, _manifest(store, places, wanted))
+    at = locations[0] if locations[0].endswith(_MANIFEST) else f"{locations[0]}/{_MANIFEST}"
+    if len(locations) > 1 or not store.exists(at):
+        return ExistingFiles(store, _manifest(store, locations, wanted))
     hold = _hold_on(store, at.removesuffix(_MANIFEST))
     try:
         return ExistingFiles(store, selected(load(store, at), wanted), hold)
@@ -192,27 +192,30 @@ def _hold_on(store: Store, folder: str) -> leases.Hold | None:
         return None
 
 
-def _manifest(store: Store, places: Sequence[str], wanted: ColumnRequest) -> Manifest:
+def _manifest(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> Manifest:
     """Return a manifest of files that are not a prepared dataset."""
-    listed = [_visible_files(store, place) for place in places]
+    listed = [_visible_files(store, location) for location in locations]
     footers = [read_footers(store, files) for files in listed]
     first = next((footer for footer in footers[0] if any(footer.row_groups)), None)
     if first is None:
-        raise DataError(f"There are no rows to train on in {store.url}/{places[0]}: its files are empty.")
-    in_folders = partition_columns([path.removeprefix(places[0]) for path in listed[0]])
-    _refuse_in_folders(in_folders, first.schema.names, wanted, f"{store.url}/{places[0]}")
-    schema = _schema(store, places[0], [footer for footer in footers[0] if any(footer.row_groups)], wanted)
+        raise DataError(f"There are no rows to train on in {store.url}/{locations[0]}: its files are empty.")
+    in_folders = partition_columns([path.removeprefix(locations[0]) for path in listed[0]])
+    _refuse_in_folders(in_folders, first.schema.names, wanted, f"{store.url}/{locations[0]}")
+    schema = _schema(store, locations[0], [footer for footer in footers[0] if any(footer.row_groups)], wanted)
     for footer in (footer for group in footers for footer in group if any(footer.row_groups)):
         _check(store, footer, first, schema)
     tops = [
-        posixpath.dirname(place) if files == [place] else place for place, files in zip(places, listed, strict=True)
+        posixpath.dirname(location) if files == [location] else location
+        for location, files in zip(locations, listed, strict=True)
     ]
     folder = posixpath.commonpath(tops)
     splits = [_split(group, folder) for group in footers]
-    if len(places) > 1 and not splits[1].rows:
-        raise DataError(f"There are no rows to validate on in {store.url}/{places[1]}: its files are empty.")
-    held_out = splits[1] if len(places) > 1 else None
-    return Manifest("existing files", folder, schema, splits[0], held_out, 0, places[1] if len(places) > 1 else None)
+    if len(locations) > 1 and not splits[1].rows:
+        raise DataError(f"There are no rows to validate on in {store.url}/{locations[1]}: its files are empty.")
+    held_out = splits[1] if len(locations) > 1 else None
+    return Manifest(
+        "existing files", folder, schema, splits[0], held_out, 0, locations[1] if len(locations) > 1 else None
+    )
 
 
 def selected(manifest: Manifest, wanted: ColumnRequest) -> Manifest:
@@ -240,22 +243,22 @@ def selected(manifest: Manifest, wanted: ColumnRequest) -> Manifest:
     return replace(manifest, schema=manifest.schema.replaced(filled))
 
 
-def _visible_files(store: Store, place: str) -> list[str]:
-    found = store.list(place)
-    inside = {path.removeprefix(place).lstrip("/"): path for path in found}
+def _visible_files(store: Store, location: str) -> list[str]:
+    found = store.list(location)
+    inside = {path.removeprefix(location).lstrip("/"): path for path in found}
     for name in inside:
-        _refuse_table(name, f"{store.url}/{place}")
+        _refuse_table(name, f"{store.url}/{location}")
     shown = [inside[name] for name in shown_files(list(inside))]
     if not shown:
-        pattern = " Patterns are not expanded; pass a folder." if _PATTERN.search(place) else ""
-        raise DataError(f"There are no Parquet files in {store.url}/{place}; check the path.{pattern}")
+        pattern = " Patterns are not expanded; pass a folder." if _PATTERN.search(location) else ""
+        raise DataError(f"There are no Parquet files in {store.url}/{location}; check the path.{pattern}")
     left_out = sorted({inside[name] for name in visible_files(list(inside))} - set(shown))
     if left_out:
         logger.warning(
             "%s/%s has %d files that are skipped, because Spark does not read them either, for example %s. Read their "
             "folders one by one, or name all folders by values (day=1).",
             store.url,
-            place,
+            location,
             len(left_out),
             left_out[0],
         )
@@ -287,8 +290,8 @@ def _refuse_in_folders(names: Iterable[str], in_files: Sequence[str], wanted: Co
         )
 
 
-def _schema(store: Store, place: str, footers: Sequence[Footer], wanted: ColumnRequest) -> DataSchema:
-    packed = petastorm_schema.read(store, place, footers[0])
+def _schema(store: Store, location: str, footers: Sequence[Footer], wanted: ColumnRequest) -> DataSchema:
+    packed = petastorm_schema.read(store, location, footers[0])
     schema = _selected(footers[0].schema, wanted, packed)
     schema = completed(schema, (), wanted.fill or {}, transformed=wanted.transformed)
     return _with_shapes(store, schema, footers)
@@ -347,9 +350,9 @@ def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) ->
     for footer in footers:
         if not unknown:
             break
-        filesystem, place = store.arrow(footer.path)
+        filesystem, arrow_path = store.arrow(footer.path)
         names = columns.stored_names(DataSchema(tuple(unknown.values())))
-        with filesystem.open_input_file(place) as file:
+        with filesystem.open_input_file(arrow_path) as file:
             for batch in columns.open_parquet(file).iter_batches(_SOME_ROWS, columns=names):
                 for column in list(unknown.values()):
                     values = columns.stored(batch, column).drop_null()

@@ -71,5 +71,5 @@ class StoreFolder:
         """Open a file for reading."""
         if mode != "rb" or path not in self._files:
             raise FileNotFoundError(f"Cannot open {path} for reading in {self._store.url}: no such file.")
-        files, place = self._store.arrow(self._files[path])
-        return files.open_input_file(place)
+        files, arrow_path = self._store.arrow(self._files[path])
+        return files.open_input_file(arrow_path)

@@ -130,8 +130,8 @@ class PetastormSource:
             return
         random = np.random.default_rng([self._seed, epoch, self._rank])
         while window := list(islice(rows, WINDOW_ROWS)):
-            for place in random.permutation(len(window)):
-                yield window[place]
+            for index in random.permutation(len(window)):
+                yield window[index]
 
     def _read(self) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of this rank, each with the columns of the schema in their order."""

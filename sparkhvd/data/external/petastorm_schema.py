@@ -54,14 +54,14 @@ class Field:
     codec: Codec | None
 
 
-def read(store: Store, place: str, footer: Footer) -> dict[str, Field]:
+def read(store: Store, folder: str, footer: Footer) -> dict[str, Field]:
     """Return the fields of the petastorm dataset in a folder; empty for other datasets.
 
     Raises:
         DataError: there is a schema that petastorm did not write.
     """
     for name in _FILES:
-        path = f"{place}/{name}"
+        path = f"{folder}/{name}"
         if store.exists(path):
             content = _metadata(store, path).get(KEY)
             if content is not None:
@@ -95,9 +95,9 @@ def _metadata(store: Store, path: str) -> dict[bytes, bytes]:
     import pyarrow as pa  # noqa: PLC0415  (heavy)
     from pyarrow import parquet  # noqa: PLC0415
 
-    filesystem, place = store.arrow(path)
+    filesystem, arrow_path = store.arrow(path)
     try:
-        with filesystem.open_input_file(place) as file:
+        with filesystem.open_input_file(arrow_path) as file:
             return dict(parquet.read_metadata(file).metadata or {})
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{store.url}/{path} cannot be read: {error}.") from error

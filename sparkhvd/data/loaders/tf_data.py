@@ -33,8 +33,8 @@ def dataset(source: RowSource, epochs: int) -> tf.data.Dataset:
 
 def sparse_tensor(array: np.ndarray[Any, Any], width: int, dtype: str = "float64") -> tf.SparseTensor:
     """Return a sparse column's rows (see ``sparkhvd.data.schema.columns``) as a tensor of shape ``(rows, width)``."""
-    rows, places, values = columns.coordinates(array)
-    return tf.SparseTensor(np.stack([rows, places], axis=1), values.astype(dtype, copy=False), (len(array), width))
+    rows, positions, values = columns.coordinates(array)
+    return tf.SparseTensor(np.stack([rows, positions], axis=1), values.astype(dtype, copy=False), (len(array), width))
 
 
 def _value(array: np.ndarray[Any, Any], width: int | None) -> np.ndarray[Any, Any] | tf.SparseTensor:

@@ -75,8 +75,8 @@ def _no_workers() -> ConfigError:
 
 def sparse_tensor(array: npt.NDArray[np.generic], width: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Return a sparse column's rows (see ``sparkhvd.data.schema.columns``) as a tensor of shape ``(rows, width)``."""
-    at_rows, places, values = coordinates(array)
-    indices = torch.from_numpy(np.stack([at_rows, places]))
+    at_rows, positions, values = coordinates(array)
+    indices = torch.from_numpy(np.stack([at_rows, positions]))
     # The indices of a row ascend, so the tensor is coalesced already.
     return torch.sparse_coo_tensor(
         indices, torch.from_numpy(values).to(dtype), (len(array), width), is_coalesced=True, check_invariants=False

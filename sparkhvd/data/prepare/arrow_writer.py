@@ -64,7 +64,7 @@ def write(
         StoreError: from a task that could not write, as the Spark error's cause.
     """
     job = ArrowWrite(store, folder, uuid.uuid4().hex, tuple(rows.columns), row_group_bytes, split)
-    numbered = rows.toDF(*(f"c{place}" for place in range(len(job.names))))
+    numbered = rows.toDF(*(f"c{index}" for index in range(len(job.names))))
     written = numbered.mapInArrow(partial(write_partition, job), "path string, rows long").collect()
     rows_of = {row["path"]: row["rows"] for row in sorted(written)}
     for other in set(store.list(folder)) - set(rows_of):

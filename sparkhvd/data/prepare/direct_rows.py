@@ -52,10 +52,10 @@ def partition_for_ranks(df: DataFrame, selection: Selection, *, num_proc: int, s
         raise DataError("A streaming DataFrame has no end and cannot be trained on; call this from foreachBatch.")
     rows = rows_to_write(df, selection, seed)
     names = [source(column.name) for column in selection.schema.columns]
-    place = functions.xxhash64(functions.lit(seed % 2**63).cast("long"), functions.lit("order"), *names)
+    sort_hash = functions.xxhash64(functions.lit(seed % 2**63).cast("long"), functions.lit("order"), *names)
     sent = _aliases(selection.schema)
     chosen = [source(name).alias(sent.get(name, name)) for name in rows.columns]
-    return _ordered_by_hash(rows).repartition(num_proc).sortWithinPartitions(place).select(*chosen)
+    return _ordered_by_hash(rows).repartition(num_proc).sortWithinPartitions(sort_hash).select(*chosen)
 
 
 def _ordered_by_hash(rows: DataFrame) -> DataFrame:
@@ -133,7 +133,7 @@ class TaskRows:
             pair_last_row: see ``Plan``.
         """
         own = self._blocks.get(split)
-        counts = tuple(rows_of([one for one in facts if one.place[0] == rank], split) for rank in range(world.size))
+        counts = tuple(rows_of([one for one in facts if one.position[0] == rank], split) for rank in range(world.size))
         shards = OwnBlocks(() if own is None else _rows(own), counts)
         plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch, pair_last_row)
         blocks: Blocks = _NoBlocks() if own is None else own
@@ -162,7 +162,7 @@ def checked(facts: Sequence[FileFacts], selection: Selection, num_proc: int) -> 
 
 def _aliases(schema: DataSchema) -> dict[str, str]:
     """Return substitutes for column names with a dot, which ``mapInArrow`` would take for the separator of a field."""
-    return {name: f"{RESERVED_PREFIX}dotted_{place}" for place, name in enumerate(schema.names()) if "." in name}
+    return {name: f"{RESERVED_PREFIX}dotted_{index}" for index, name in enumerate(schema.names()) if "." in name}
 
 
 class _NoBlocks:

@@ -60,8 +60,8 @@ def _read(store: Store, path: str) -> Footer:
     from pyarrow import parquet  # noqa: PLC0415
 
     try:
-        filesystem, place = store.arrow(path)
-        with filesystem.open_input_file(place) as file:
+        filesystem, arrow_path = store.arrow(path)
+        with filesystem.open_input_file(arrow_path) as file:
             if not file.size():  # a killed writer leaves an empty file, which Spark ignores, too
                 return Footer(path, (), (), pa.schema([]))
             opened = parquet.ParquetFile(file, coerce_int96_timestamp_unit="us")

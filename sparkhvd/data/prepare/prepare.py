@@ -204,12 +204,12 @@ def rows_to_write(df: DataFrame, selection: Selection, seed: int, *, compress: b
 def _measured(measure: Measure, functions: Any) -> Column:
     value = source(measure.column.name)
     if measure.column.kind == "vector":
-        is_dense, places, values = value["type"] == 1, value["indices"], value["values"]
+        is_dense, indices, values = value["type"] == 1, value["indices"], value["values"]
         if measure.what == "length":
             found = functions.when(is_dense, functions.array_size(values)).otherwise(value["size"])
         else:
             filled = functions.array_size(functions.filter(values, lambda element: element != 0))
-            found = functions.when(is_dense, filled).otherwise(functions.array_size(places))
+            found = functions.when(is_dense, filled).otherwise(functions.array_size(indices))
         return cast("Column", found)
     if measure.what == "length":
         return cast("Column", functions.array_size(value))
@@ -293,7 +293,7 @@ def _read_facts(store: Store, dataset_id: str, schema: DataSchema) -> list[FileF
     paths = [path for path in store.list(layout.dataset_rows_folder(dataset_id)) if path.endswith(".parquet")]
     footers = [footer for footer in read_footers(store, paths) if any(footer.row_groups)]
     files = [_facts(store, folder, footer, schema) for footer in footers]
-    return sorted(files, key=lambda file: (file.place, file.path))
+    return sorted(files, key=lambda file: (file.position, file.path))
 
 
 def _facts(store: Store, folder: str, footer: Footer, schema: DataSchema) -> FileFacts:
@@ -314,7 +314,7 @@ def _facts(store: Store, folder: str, footer: Footer, schema: DataSchema) -> Fil
     return FileFacts(
         path=footer.path.removeprefix(folder + "/"),
         split=split[1] if split else "train",  # type: ignore[arg-type]  # the values of the split expressions
-        place=(int(name[1]), int(name[2])),
+        position=(int(name[1]), int(name[2])),
         row_groups=footer.row_groups,
         columns=tuple(
             ColumnFacts(footer.columns[start].nulls or 0, footer.columns[start].low, footer.columns[start].high)

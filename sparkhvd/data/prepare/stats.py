@@ -47,14 +47,14 @@ class FileFacts:
     Attributes:
         path: the file.
         split: the split of the rows; "null" and "other" are values that a validation column must not have.
-        place: the sort key of the file in the order of the rows.
+        position: the sort key of the file in the order of the rows.
         row_groups: rows of each row group.
         columns: the columns of the schema, then the columns of ``size_columns``.
     """
 
     path: str
     split: SplitValue
-    place: tuple[int, int]
+    position: tuple[int, int]
     row_groups: tuple[int, ...]
     columns: tuple[ColumnFacts, ...]
 
@@ -192,8 +192,8 @@ def checked_schema(schema: DataSchema, files: Sequence[FileFacts]) -> DataSchema
     for index, column in enumerate(schema.columns):
         own = [file.columns[index] for file in files]
         measured: dict[tuple[str, int], list[ColumnFacts]] = {
-            (measure.what, measure.level): [file.columns[len(schema.columns) + place] for file in files]
-            for place, measure in enumerate(measures)
+            (measure.what, measure.level): [file.columns[len(schema.columns) + offset] for file in files]
+            for offset, measure in enumerate(measures)
             if measure.column.name == column.name
         }
         whole = measured.get(("length", 0), own)

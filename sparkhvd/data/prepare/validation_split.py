@@ -77,10 +77,10 @@ def _of_vector(vector: Column) -> list[Column]:
     is_dense, indices, values = stored["type"] == 1, stored["indices"], stored["values"]
     width = functions.when(is_dense, functions.array_size(values)).otherwise(stored["size"])
 
-    def entry(place: Column, value: Column) -> Column:
-        return functions.when(value != 0, functions.xxhash64(place, value))
+    def entry(index: Column, value: Column) -> Column:
+        return functions.when(value != 0, functions.xxhash64(index, value))
 
-    of_dense = functions.transform(values, lambda value, place: entry(place, value))
+    of_dense = functions.transform(values, lambda value, index: entry(index, value))
     of_sparse = functions.transform(values, lambda value, number: entry(indices[number], value))
     entries = functions.when(is_dense, of_dense).otherwise(of_sparse)
     return [functions.when(width <= WIDE, vector_to_array(vector)), functions.when(width > WIDE, entries)]

@@ -67,8 +67,8 @@ class ParquetBlocks:
         url = f"{self._store.url}/{path}"
         end = 0
         try:
-            filesystem, place = self._store.arrow(path)
-            with filesystem.open_input_file(place) as content, closing(self._opened(content, file, url)) as opened:
+            filesystem, arrow_path = self._store.arrow(path)
+            with filesystem.open_input_file(arrow_path) as content, closing(self._opened(content, file, url)) as opened:
                 for batch in opened.iter_batches(
                     self._chunk_rows, row_groups=[index], columns=self._columns, use_threads=False
                 ):

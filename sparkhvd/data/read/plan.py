@@ -152,7 +152,7 @@ class Plan:
 
     def shard(self, rank: int) -> tuple[Piece, ...]:
         """Return the pieces of a rank that reads the same rows in every epoch."""
-        return tuple(joined_pieces(sorted(self._read(rank, Draw(self.seed, 0, 0)), key=Piece.place)))
+        return tuple(joined_pieces(sorted(self._read(rank, Draw(self.seed, 0, 0)), key=Piece.sort_key)))
 
     def pieces(self, rank: int, epoch: int, first_step: int = 0) -> Iterator[Piece]:
         """Return the pieces of ``windows`` in the same order; neighbours within a block are joined."""

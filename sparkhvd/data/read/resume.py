@@ -81,11 +81,11 @@ class EpochRemainder:
             if step >= first_step:
                 yield Batch(self._nothing(), 0, together) if batch is None else replace(batch, global_rows=together)
 
-    def _batches_at(self, places: Indices) -> Iterator[Batch]:
+    def _batches_at(self, batch_ids: Indices) -> Iterator[Batch]:
         """Yield the batches with these indices, one old rank after the other."""
         left = self._rows_left.shape[1]
-        for rank in np.unique(places // left).tolist():
-            steps = places[places // left == rank] % left
+        for rank in np.unique(batch_ids // left).tolist():
+            steps = batch_ids[batch_ids // left == rank] % left
             found = self.old(rank).epoch(self.epoch_begun, self.first_step + int(steps[0]))
             try:
                 for batch in islice(found, int(steps[-1] - steps[0]) + 1):

@@ -33,7 +33,7 @@ class Piece:
     def rows(self) -> int:
         return self.stop - self.start
 
-    def place(self) -> tuple[int, int]:
+    def sort_key(self) -> tuple[int, int]:
         """Return the sort key for pieces in the order of the dataset."""
         return self.block, self.start
 
@@ -107,7 +107,7 @@ class SharedBlocks:
         slices = _cut(self.block_rows, -(-self._total // (SLICES * self.size))) if few else self.whole
         assigning = Draw(draw.seed, 0, 0) if self.keep else draw
         order = spread(len(slices), self.size, assigning.random(SEQUENCE))
-        shard = Pieces([slices[place] for place in order]).between(start, start + self.rows[rank])
+        shard = Pieces([slices[index] for index in order]).between(start, start + self.rows[rank])
         return _windowed(shard, draw, rank, window_rows, cut=self.keep)
 
     @cached_property
@@ -153,7 +153,7 @@ def _cut(block_rows: Sequence[int], most: int | None = None) -> tuple[Piece, ...
 
 def _windowed(pieces: Sequence[Piece], draw: Draw, rank: int, window_rows: int, *, cut: bool) -> tuple[Piece, ...]:
     """Order the pieces of a shard so that every window is a fair sample; ``cut`` if cutting costs nothing."""
-    pieces = sorted(pieces, key=Piece.place)
+    pieces = sorted(pieces, key=Piece.sort_key)
     if cut:
         most = max(1, window_rows // _FREE_SLICES)
         pieces = [
@@ -163,7 +163,7 @@ def _windowed(pieces: Sequence[Piece], draw: Draw, rank: int, window_rows: int, 
         ]
     windows = -(-sum(piece.rows for piece in pieces) // window_rows)
     order = spread(len(pieces), max(1, windows), draw.random(SHARD_ORDER, rank))
-    return tuple(pieces[place] for place in order)
+    return tuple(pieces[index] for index in order)
 
 
 def joined_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -190,12 +190,12 @@ class Pieces:
     def between(self, start: int, stop: int) -> tuple[Piece, ...]:
         """Return the parts of pieces that make up the rows ``start`` to ``stop`` (exclusive)."""
         found = []
-        place = int(np.searchsorted(self._ends, start, side="right"))
+        index = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
-            piece = self._pieces[place]
-            begin = int(self._ends[place]) - piece.rows
+            piece = self._pieces[index]
+            begin = int(self._ends[index]) - piece.rows
             end = min(begin + piece.rows, stop)
             if end > start:
                 found.append(Piece(piece.block, piece.start + start - begin, piece.start + end - begin))
-            start, place = max(start, end), place + 1
+            start, index = max(start, end), index + 1
         return tuple(found)

@@ -32,8 +32,8 @@ def spread(count: int, bins: int, random: np.random.Generator) -> Indices:
 def in_portions(rows: int, portion: int, random: np.random.Generator) -> Indices:
     """Return an order of ``rows`` rows in which every ``portion`` rows in a row are a fair sample, well permuted."""
     portions = max(1, -(-rows // portion))
-    places = _by_runs(rows, portions, min(_RUNS, portions * _RUNS_PER_PORTION), random)
-    return _permuted(places, portion, random)
+    indices = _by_runs(rows, portions, min(_RUNS, portions * _RUNS_PER_PORTION), random)
+    return _permuted(indices, portion, random)
 
 
 def part_in_portions(
@@ -58,15 +58,15 @@ def _by_runs(rows: int, bins: int, runs: int, random: np.random.Generator) -> In
     run = max(1, rows // runs)
     starts = np.arange(0, rows, run)
     ordered = starts[spread(len(starts), bins, random)]
-    places = (ordered[:, np.newaxis] + np.arange(run)).ravel()
-    surplus = len(places) - rows
+    indices = (ordered[:, np.newaxis] + np.arange(run)).ravel()
+    surplus = len(indices) - rows
     if surplus:  # the last run is shorter; closing the gap is faster than copying all others
         end = (int(np.argmax(ordered)) + 1) * run
-        places[end - surplus : rows] = places[end:]
-    return places[:rows]
+        indices[end - surplus : rows] = indices[end:]
+    return indices[:rows]
 
 
-def _permuted(places: Indices, portion: int, random: np.random.Generator) -> Indices:
-    for start in range(0, len(places), portion):
-        random.shuffle(places[start : start + portion])
-    return places
+def _permuted(indices: Indices, portion: int, random: np.random.Generator) -> Indices:
+    for start in range(0, len(indices), portion):
+        random.shuffle(indices[start : start + portion])
+    return indices

@@ -105,8 +105,8 @@ def blank(column: ColumnSpec, rows: int) -> Array:
 def coordinates(array: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Return the row, the index in the row and the value of every stored entry of a sparse column, ordered by row."""
     indices, values = array["indices"], array["values"]  # type: ignore[call-overload]
-    rows, places = np.nonzero(indices >= 0)
-    return rows, indices[rows, places].astype(np.int64), values[rows, places]
+    rows, positions = np.nonzero(indices >= 0)
+    return rows, indices[rows, positions].astype(np.int64), values[rows, positions]
 
 
 def sparse_widths(schema: DataSchema) -> dict[str, int]:
@@ -119,8 +119,8 @@ def to_dense(array: Array, column: ColumnSpec) -> Array:
     if not column.sparse:
         return array
     dense = np.zeros((len(array), *_known(column, column.shape)))
-    rows, places, values = coordinates(array)
-    dense[rows, places] = values
+    rows, positions, values = coordinates(array)
+    dense[rows, positions] = values
     return dense
 
 
@@ -353,24 +353,24 @@ def _vectors(array: pa.StructArray, column: ColumnSpec, where: str) -> Array:
         return stored_values.reshape(len(array), size)
     counts = _counts(values)
     rows = np.repeat(np.arange(len(array)), counts)
-    places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    stored_places = np.asarray(indices.flatten().to_numpy(zero_copy_only=False), np.int64)
-    if len(stored_places) and not 0 <= stored_places.min() <= stored_places.max() < size:
+    positions = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    stored_positions = np.asarray(indices.flatten().to_numpy(zero_copy_only=False), np.int64)
+    if len(stored_positions) and not 0 <= stored_positions.min() <= stored_positions.max() < size:
         raise DataError(f"{_called(column, where)} has vector indices outside 0 to {size - 1}; the data are damaged.")
-    places[~is_dense[rows]] = stored_places
+    positions[~is_dense[rows]] = stored_positions
     if not column.sparse:
         dense = np.zeros((len(array), size))
-        dense[rows, places] = stored_values
+        dense[rows, positions] = stored_values
         dense[null] = 0.0 if column.fill is None else float(column.fill)
         return dense
     wanted = (stored_values != 0) | ~is_dense[rows]
-    return from_entries(len(array), rows[wanted], places[wanted], stored_values[wanted], column, where)
+    return from_entries(len(array), rows[wanted], positions[wanted], stored_values[wanted], column, where)
 
 
 def from_entries(  # noqa: PLR0917
     count: int,
     rows: npt.NDArray[np.int64],
-    places: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
     values: npt.NDArray[np.float64],
     column: ColumnSpec,
     where: str,
@@ -386,6 +386,6 @@ def from_entries(  # noqa: PLR0917
     room = column if column.entries is not None else replace(column, entries=max(1, int(counts.max(initial=0))))
     array = np.zeros(count, array_type(room))
     array["indices"] = -1
-    array["indices"][rows, slots] = places
+    array["indices"][rows, slots] = positions
     array["values"][rows, slots] = values
     return array

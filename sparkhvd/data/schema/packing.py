@@ -51,13 +51,13 @@ def plan_packing(spark_schema: StructType, columns: Sequence[ColumnSpec]) -> Col
     """
     types = {field.name: field.dataType for field in spark_schema.fields}
     alike: dict[str, list[int]] = {}
-    for place, column in enumerate(columns):
+    for index, column in enumerate(columns):
         kind = types[column.name].simpleString() if column.path == (column.name,) else ""
         if kind in _ELEMENTS:
-            alike.setdefault(kind, []).append(place)
-    arrays = tuple(tuple(places) for places in alike.values() if len(places) > 1)
-    gone = {place for places in arrays for place in places}
-    return ColumnPacking(arrays, tuple(place for place in range(len(columns)) if place not in gone))
+            alike.setdefault(kind, []).append(index)
+    arrays = tuple(tuple(indices) for indices in alike.values() if len(indices) > 1)
+    gone = {index for indices in arrays for index in indices}
+    return ColumnPacking(arrays, tuple(index for index in range(len(columns)) if index not in gone))
 
 
 def packed(columns: Sequence[ColumnSpec], packing: ColumnPacking) -> tuple[list[Column], list[Column]]:
@@ -67,8 +67,8 @@ def packed(columns: Sequence[ColumnSpec], packing: ColumnPacking) -> tuple[list[
     """
     from pyspark.sql import functions  # noqa: PLC0415
 
-    def put_together(word: str, places: Sequence[int]) -> Column:
-        chosen = expressions(columns[place] for place in places)
+    def put_together(word: str, indices: Sequence[int]) -> Column:
+        chosen = expressions(columns[index] for index in indices)
         names = [each for each in chosen if isinstance(each, str)]
         if len(names) == len(chosen):
             return functions.expr(f"{word}({', '.join(names)})" if len(names) > 1 else names[0])
@@ -76,7 +76,7 @@ def packed(columns: Sequence[ColumnSpec], packing: ColumnPacking) -> tuple[list[
         return functions.struct(first, *more) if more or isinstance(first, str) else first
 
     others = [put_together("struct", packing.others)] if packing.others else []
-    return [put_together("array", places) for places in packing.arrays], others
+    return [put_together("array", indices) for indices in packing.arrays], others
 
 
 def unpacked(parts: Sequence[pa.Array], packing: ColumnPacking) -> list[pa.Array | npt.NDArray[np.generic]]:
@@ -90,17 +90,17 @@ def unpacked(parts: Sequence[pa.Array], packing: ColumnPacking) -> list[pa.Array
         Arrow arrays; for columns that were sent in an array without NULL, numpy arrays with their own memory.
     """
     found: dict[int, pa.Array | npt.NDArray[np.generic]] = {}
-    for places, lists in zip(packing.arrays, parts, strict=False):
-        found.update(zip(places, _elements(lists, len(places)), strict=True))
+    for indices, lists in zip(packing.arrays, parts, strict=False):
+        found.update(zip(indices, _elements(lists, len(indices)), strict=True))
     if packing.others:
         others = parts[-1]
         found.update(zip(packing.others, others.flatten() if len(packing.others) > 1 else [others], strict=True))
-    return [found[place] for place in range(len(found))]
+    return [found[index] for index in range(len(found))]
 
 
 def _elements(lists: pa.Array, count: int) -> Sequence[pa.Array | npt.NDArray[np.generic]]:
     values = lists.flatten()
     if values.null_count:
-        return [values.take(np.arange(place, len(values), count)) for place in range(count)]
+        return [values.take(np.arange(index, len(values), count)) for index in range(count)]
     rows: npt.NDArray[np.generic] = values.to_numpy(zero_copy_only=False).reshape(len(lists), count)
     return list(rows.T.copy())

@@ -198,7 +198,7 @@ def _sparse_form(vector: Column) -> Column:
     from pyspark.sql import functions  # noqa: PLC0415
 
     values = vector["values"]
-    numbered = functions.transform(values, lambda value, place: functions.struct(place.alias("i"), value.alias("v")))
+    numbered = functions.transform(values, lambda value, index: functions.struct(index.alias("i"), value.alias("v")))
     entries = functions.filter(numbered, lambda entry: entry["v"] != 0)
     return functions.struct(
         functions.lit(0).cast("tinyint").alias("type"),
@@ -280,8 +280,8 @@ class _Table:
 
 def _field(types: Mapping[str, DataType], name: str) -> tuple[tuple[str, ...], DataType] | None:
     """Return the path and the type of ``struct.field``; both names may contain dots."""
-    for place in (place for place, letter in enumerate(name) if letter == "."):
-        top, rest = name[:place], name[place + 1 :]
+    for dot in (dot for dot, letter in enumerate(name) if letter == "."):
+        top, rest = name[:dot], name[dot + 1 :]
         if top in types and types[top].typeName() == "struct":
             fields = {field.name: field.dataType for field in types[top].fields}  # type: ignore[attr-defined]
             inside = ((rest,), fields[rest]) if rest in fields else _field(fields, rest)

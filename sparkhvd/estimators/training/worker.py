@@ -349,7 +349,7 @@ def _direct_rows(job: TrainJob, selection: Selection, payload: bytes, communicat
     gathered = objects.allgather_object(communicator, local_rows.facts(), name="facts of the rows")
     facts = [file_facts for rank_facts in gathered for file_facts in rank_facts]
     schema = checked(facts, selection, world.size)
-    first = next(file_facts.place[0] for file_facts in facts if file_facts.split == "train")
+    first = next(file_facts.position[0] for file_facts in facts if file_facts.split == "train")
     ranges = label_ranges(schema, facts)
     local_trial = _try_model(job, payload, schema, local_rows, ranges) if world.rank == first else None
     trial = objects.broadcast_object(communicator, local_trial, first, name="shapes of the outputs")
