@@ -101,12 +101,12 @@ class Launcher(Protocol):
 
 
 def launcher_for(name: str, request: LaunchRequest) -> Launcher:
-    """Create the launcher with a name that ``choose`` returned."""
+    """Create the launcher with a name that ``choose_launcher`` returned."""
     module, _, class_name = _LAUNCHERS[name].partition(":")
     return cast(Callable[[LaunchRequest], Launcher], getattr(import_module(module), class_name))(request)
 
 
-def choose(launcher: str, use_mpi: bool | None, use_gloo: bool | None, request: LaunchRequest) -> str:
+def choose_launcher(launcher: str, use_mpi: bool | None, use_gloo: bool | None, request: LaunchRequest) -> str:
     """Return the name of the launcher to use.
 
     ``auto`` is the barrier launcher, unless ``use_mpi`` or ``extra_mpi_args`` select Open MPI, or ``hosts`` ssh.

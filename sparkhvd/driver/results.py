@@ -78,9 +78,9 @@ def failure_of(report: FailureReport) -> LaunchError:
     )
 
 
-def lost(task: TaskStatus, error: OSError) -> FailureReport:
+def lost_task(task: TaskStatus, error: OSError) -> FailureReport:
     """Return the report for a task whose connection broke with an error."""
-    return cut_off(task) if is_host_unreachable(error) else silent(task)
+    return unreachable_host(task) if is_host_unreachable(error) else unresponsive_task(task)
 
 
 def tasks_not_ready(
@@ -119,7 +119,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:_MAX_LISTED], *more])
 
 
-def silent(task: TaskStatus) -> FailureReport:
+def unresponsive_task(task: TaskStatus) -> FailureReport:
     """Return the report for a task that sends no heartbeats."""
     why = (
         f"has sent no heartbeat for {SILENT_SECONDS:g} s. The task's Python worker is suspended (by a signal, a "
@@ -131,7 +131,7 @@ def silent(task: TaskStatus) -> FailureReport:
     return FailureReport(-1, task.host, cause, kind=LAUNCH)
 
 
-def cut_off(task: TaskStatus) -> FailureReport:
+def unreachable_host(task: TaskStatus) -> FailureReport:
     """Return the report for a task whose host cannot be reached any more."""
     why = "the host has not responded for 9 s. Check that it is running, and the network between it and the driver"
     if task.rank >= 0:

@@ -22,7 +22,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, checked_environment, split_arguments
 from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import parse_hosts
-from sparkhvd.driver.launcher import Launcher, LaunchHandle, LaunchRequest, choose, launcher_for
+from sparkhvd.driver.launcher import Launcher, LaunchHandle, LaunchRequest, choose_launcher, launcher_for
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark.encryption import unencrypted_spark
 from sparkhvd.driver.spark.resources import TaskResources
@@ -197,7 +197,7 @@ def launch_request(
         ssh=SshOptions(ssh_port, ssh_identity_file),
         rows=rows,
     )
-    return choose(launcher, use_mpi, use_gloo, request), request
+    return choose_launcher(launcher, use_mpi, use_gloo, request), request
 
 
 def run_with(  # noqa: PLR0917

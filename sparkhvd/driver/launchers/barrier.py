@@ -16,7 +16,7 @@ from sparkhvd.data.spark.job import is_connect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.results import failure_of, lost, results_of, tasks_not_ready
+from sparkhvd.driver.results import failure_of, lost_task, results_of, tasks_not_ready
 from sparkhvd.driver.spark.barrier_stage import BarrierStage
 from sparkhvd.driver.spark.driver_address import driver_hosts
 from sparkhvd.driver.spark.job_failures import spark_failure
@@ -127,7 +127,7 @@ class BarrierHandle:
     def _on_task_lost(self, task: TaskStatus, error: OSError) -> None:
         """End the job; Spark itself would notice only after ``spark.network.timeout``, two minutes by default."""
         if not self._exchange.is_superseded(task):
-            self._lost = self._lost or lost(task, error)
+            self._lost = self._lost or lost_task(task, error)
             self._ended()
 
     def _on_tasks_missing(self, tasks: Mapping[int, str]) -> None:

@@ -31,7 +31,7 @@ from sparkhvd.driver.mpi.command import (
 from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
 from sparkhvd.driver.mpi.ring import connect_ring
 from sparkhvd.driver.mpi.service import DriverService, mpi_hosts
-from sparkhvd.driver.results import failure_of, lost, results_of, tasks_not_ready
+from sparkhvd.driver.results import failure_of, lost_task, results_of, tasks_not_ready
 from sparkhvd.driver.spark.barrier_stage import BarrierStage
 from sparkhvd.driver.spark.driver_address import driver_hosts
 from sparkhvd.driver.spark.job_failures import spark_failure
@@ -319,7 +319,7 @@ class MpiHandle:
                 unknown = TaskStatus(offer.task_index, rank, offer.host, phase=STARTING)
                 task = self._service.tasks().get(offer.task_index, unknown)
                 if is_host_unreachable(error) or isinstance(error, DeadlineExceededError):
-                    self._record(lost(task, error))
+                    self._record(lost_task(task, error))
                 self._fail(
                     f"Task {offer.task_index} on host {offer.host}, that of rank {task.rank}, was lost "
                     f"{'before mpirun was started' if self._mpirun is None else f'({task.phase})'}: its "

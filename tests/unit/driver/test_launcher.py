@@ -6,7 +6,7 @@ import pytest
 
 from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import Host
-from sparkhvd.driver.launcher import LaunchRequest, choose
+from sparkhvd.driver.launcher import LaunchRequest, choose_launcher
 from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.errors import ConfigError
 
@@ -29,7 +29,7 @@ HOSTS = (Host("node1", 2),)
     ],
 )
 def test_the_launcher_is_the_one_asked_for(launcher, use_mpi, use_gloo, request_fields: dict[str, Any], chosen):
-    assert choose(launcher, use_mpi, use_gloo, LaunchRequest(2, **request_fields)) == chosen
+    assert choose_launcher(launcher, use_mpi, use_gloo, LaunchRequest(2, **request_fields)) == chosen
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,4 @@ def test_the_launcher_is_the_one_asked_for(launcher, use_mpi, use_gloo, request_
 )
 def test_contradictions_are_refused(launcher, use_mpi, use_gloo, request_fields: dict[str, Any], words):
     with pytest.raises(ConfigError, match=words):
-        choose(launcher, use_mpi, use_gloo, LaunchRequest(2, **request_fields))
+        choose_launcher(launcher, use_mpi, use_gloo, LaunchRequest(2, **request_fields))

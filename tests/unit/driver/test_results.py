@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkhvd.driver.results import cut_off, failure_of, results_of, silent, tasks_not_ready
+from sparkhvd.driver.results import failure_of, results_of, tasks_not_ready, unreachable_host, unresponsive_task
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.rpc.messages import TaskStatus
 from sparkhvd.task.failure_report import CONNECTED, IN_FN, NOT_STARTED, TOO_LARGE, FailureReport
@@ -53,17 +53,17 @@ def test_other_kinds_of_failure_have_their_own_types():
 
 
 def test_a_host_that_is_cut_off_is_a_failed_rank_or_a_task_that_has_none_yet():
-    failed = failure_of(FailureReport.from_json(cut_off(TaskStatus(2, 3, "node-4", 7, IN_FN)).to_json()))
+    failed = failure_of(FailureReport.from_json(unreachable_host(TaskStatus(2, 3, "node-4", 7, IN_FN)).to_json()))
     assert isinstance(failed, RankFailedError)
     assert (failed.rank, failed.host) == (3, "node-4")
     assert str(failed).startswith(
         "Rank 3 on host node-4 was cut off from the network (in fn): the host has not responded for 9 s."
     )
-    stopped = failure_of(silent(TaskStatus(2, 3, "node-4", 7, CONNECTED)))
+    stopped = failure_of(unresponsive_task(TaskStatus(2, 3, "node-4", 7, CONNECTED)))
     assert str(stopped).startswith(
         "Rank 3 on host node-4 stopped responding (in fn, after init()): its Spark task has sent no heartbeat for "
     )
-    early = failure_of(cut_off(TaskStatus(2, -1, "node-4")))
+    early = failure_of(unreachable_host(TaskStatus(2, -1, "node-4")))
     assert type(early) is LaunchError
     assert str(early).startswith("Task 2 on host node-4 was cut off from the network before its rank was assigned")
 
