@@ -176,7 +176,7 @@ def test_a_driver_that_no_executor_reaches_says_so_while_the_ranks_run(spark, mo
 
     said: list[str] = []
     monkeypatch.setattr(Job, "with_driver_addresses", lambda job, addresses: job)
-    monkeypatch.setattr(barrier_stage, "_LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(barrier_stage, "_POLL_SECONDS", 0.5)
     monkeypatch.setattr(barrier.logger, "filters", [note])
     for rows in (None, spark.range(4).repartition(2)):
         (tmp_path / "said").unlink(missing_ok=True)
