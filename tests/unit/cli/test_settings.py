@@ -105,7 +105,7 @@ def test_the_table_has_every_flag_of_the_settings():
     assert {one.flag for one in TUNINGS} <= told
 
 
-def test_flags_win_over_the_file_also_in_its_other_words(tmp_path):
+def test_flags_override_the_file_even_under_its_alternative_keys(tmp_path):
     given = settings(["--log-with-timestamp", "--no-autotune"], {"logging": {"with_timestamp": False}}, tmp_path)
     assert given == {"HOROVOD_LOG_HIDE_TIME": "0", "HOROVOD_AUTOTUNE": "0"}
 
@@ -122,7 +122,7 @@ def test_a_timestamp_that_is_neither_true_nor_false_is_refused(tmp_path):
         settings([], {"logging": {"with_timestamp": "perhaps"}}, tmp_path)
 
 
-def test_a_flag_that_changes_nothing_here_is_said():
+def test_a_flag_without_effect_is_reported():
     flags = parser().parse_args(["--disable-cache", "program"])
     assert notices(flags, {}, "local") == [
         "--disable-cache has no effect: no state of the hosts is cached between runs."
@@ -138,7 +138,7 @@ def words_of_mpirun(*given: str, hosts: str = "") -> str:
     )
 
 
-def test_mpirun_gets_hosts_and_how_to_reach_them():
+def test_mpirun_gets_the_hosts_and_the_ssh_options():
     words = words_of_mpirun("-np", "3", "-p", "2222", "-i", "/a/key", hosts="a:2,b:2")
     assert words.startswith("-np 3 -H a:2,b:1 --bind-to none --map-by slot -mca pml ob1 ")
     assert " -mca plm_rsh_args -p 2222 -i /a/key " in words
@@ -152,7 +152,7 @@ def test_mpirun_gets_no_ipv6_address():
         words_of_mpirun(hosts="a:1,[fd00::5]:1")
 
 
-def test_mpirun_gets_what_is_said_about_binding_output_and_itself():
+def test_mpirun_gets_the_options_for_binding_output_and_its_own_arguments():
     words = words_of_mpirun(
         *("--binding-args=--bind-to core", "-prefix-timestamp", "--output-filename", "out", "--mpi-args=-x 'B=c d'"),
         *("--network-interfaces", "eth0,eth1"),

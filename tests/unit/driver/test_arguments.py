@@ -48,7 +48,7 @@ class Endless:
         ({"output_filename": "/dev/null"}, "'/dev/null' is not a folder in which files can be created: File"),
     ],
 )
-def test_what_cannot_work_is_refused(arguments, words):
+def test_an_invalid_argument_is_refused(arguments, words):
     with pytest.raises(ConfigError) as caught:
         sparkhvd.run(print, **{"num_proc": 1, "launcher": "local", **arguments})
     assert words in str(caught.value)
@@ -61,7 +61,7 @@ def test_a_closed_file_is_refused(tmp_path):
         sparkhvd.run(print, num_proc=1, launcher="local", stdout=file)
 
 
-def test_networks_are_of_no_use_on_one_machine(caplog):
+def test_nics_have_no_effect_on_one_machine(caplog):
     with caplog.at_level(logging.WARNING, logger="sparkhvd"):
         assert sparkhvd.run(len, ("four",), num_proc=1, launcher="local", nics=["bogus0"]) == [4]
     assert "nics=['bogus0'] has no effect: all ranks run on this machine." in caplog.text

@@ -7,11 +7,11 @@ from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 from sparkhvd.errors import ConfigError, SlotsError
 
 
-def test_hosts_have_one_slot_unless_they_say_more():
+def test_hosts_have_one_slot_by_default():
     assert parse_hosts("a:2, b,c.d-e:4") == (Host("a", 2), Host("b", 1), Host("c.d-e", 4))
 
 
-def test_ipv6_addresses_stand_in_brackets_where_slots_follow():
+def test_ipv6_addresses_need_brackets_before_slots():
     hosts = parse_hosts("[::1]:2,[fd00::5],c:1")
     assert hosts == (Host("::1", 2), Host("fd00::5", 1), Host("c", 1))
     assert [host.text for host in hosts] == ["[::1]:2", "[fd00::5]:1", "c:1"]
@@ -38,12 +38,12 @@ def test_a_host_file_may_have_comments_and_empty_lines():
         ("[::1]:2,[::1]", "lists a host twice"),
     ],
 )
-def test_what_is_no_list_of_hosts_is_refused(text, words):
+def test_an_invalid_list_of_hosts_is_refused(text, words):
     with pytest.raises(ConfigError, match=words):
         parse_hosts(text)
 
 
-def test_a_strange_line_of_a_host_file_is_shown():
+def test_an_invalid_line_of_a_host_file_is_shown():
     with pytest.raises(ConfigError, match="has an invalid line 'node1 cores=4'"):
         parse_hostfile("node1 cores=4")
 

@@ -28,7 +28,7 @@ HOSTS = (Host("node1", 2),)
         ("barrier", None, None, {"resources": TaskResources(cpus=2)}, "barrier"),
     ],
 )
-def test_the_launcher_is_the_one_asked_for(launcher, use_mpi, use_gloo, request_fields: dict[str, Any], chosen):
+def test_the_arguments_select_the_launcher(launcher, use_mpi, use_gloo, request_fields: dict[str, Any], chosen):
     assert choose_launcher(launcher, use_mpi, use_gloo, LaunchRequest(2, **request_fields)) == chosen
 
 

@@ -20,7 +20,7 @@ def test_chunks_are_put_together_in_rank_order_whatever_order_they_arrive_in():
     assert results_of(rows, 3) == [b"ab", b"cd", b""]
 
 
-def test_a_missing_result_is_not_passed_over():
+def test_a_missing_result_is_an_error():
     with pytest.raises(LaunchError, match=r"no result from ranks \[1\]"):
         results_of([row(0, 0, b"a")], 2)
 
@@ -30,7 +30,7 @@ def failed(**fields: str) -> list[SimpleNamespace]:
     return [row(0, 0, b"a"), row(1, 0, report.to_json(), FAILURE)]
 
 
-def test_a_failed_rank_is_raised_with_everything_that_is_known():
+def test_a_failed_rank_is_raised_with_all_details():
     with pytest.raises(RankFailedError) as caught:
         results_of(failed(traceback="Traceback ... in f", stderr_tail="last words"), 2)
     assert str(caught.value).startswith("Rank 1 on host node-4 raised ValueError: bad.")
@@ -39,7 +39,7 @@ def test_a_failed_rank_is_raised_with_everything_that_is_known():
     assert (caught.value.remote_traceback, caught.value.stderr_tail) == ("Traceback ... in f", "last words")
 
 
-def test_without_a_traceback_the_message_carries_the_last_words():
+def test_without_a_traceback_the_message_has_the_last_lines_of_stderr():
     with pytest.raises(RankFailedError, match="wrote to stderr:\nlast words"):
         results_of(failed(stderr_tail="last words"), 2)
 
@@ -52,7 +52,7 @@ def test_other_kinds_of_failure_have_their_own_types():
     assert type(caught.value) is LaunchError
 
 
-def test_a_host_that_is_cut_off_is_a_failed_rank_or_a_task_that_has_none_yet():
+def test_a_host_that_is_cut_off_fails_its_rank_or_a_task_without_one():
     failed = failure_of(FailureReport.from_json(unreachable_host(TaskStatus(2, 3, "node-4", 7, IN_FN)).to_json()))
     assert isinstance(failed, RankFailedError)
     assert (failed.rank, failed.host) == (3, "node-4")
@@ -68,7 +68,7 @@ def test_a_host_that_is_cut_off_is_a_failed_rank_or_a_task_that_has_none_yet():
     assert str(early).startswith("Task 2 on host node-4 was cut off from the network before its rank was assigned")
 
 
-def test_tasks_that_do_not_come_are_named_with_their_hosts_where_spark_says_them():
+def test_missing_tasks_are_named_with_the_hosts_that_spark_reports():
     failed = failure_of(tasks_not_ready([1, 3, 4], {1: "node-b", 2: "node-c", 4: "node-d"}, 15.0))
     assert isinstance(failed, StartTimeoutError)
     assert str(failed).startswith(

@@ -18,6 +18,6 @@ from sparkhvd.driver.mpi.command import interface_parameters, parameters_of
         ),
     ],
 )
-def test_open_mpi_is_told_which_networks_to_use_where_the_user_has_not_told_it(arguments, environment, names):
+def test_open_mpi_gets_the_networks_unless_the_user_has_set_them(arguments, environment, names):
     found = interface_parameters("10.0.0.0/24", parameters_of(arguments.split(), environment))
     assert found == dict.fromkeys(names, "10.0.0.0/24")

@@ -33,7 +33,7 @@ def server(interface: str, address: str) -> TaskServer:
         ([["lo 127.0.0.1"]], ["127.0.0.1"]),
     ],
 )
-def test_a_network_goes_before_a_name_and_any_address_is_better_than_none(usable, addresses):
+def test_a_common_network_is_preferred_to_an_interface_name_and_that_to_any_address(usable, addresses):
     servers = [[server(*one.split()) for one in own] for own in usable]
     assert [one.address for one in choose_servers(servers)] == addresses
 

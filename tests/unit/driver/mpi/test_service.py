@@ -60,7 +60,7 @@ def test_missing_tasks_are_counted_and_late_ones_refused():
         driver.await_registrations(-1, Deadline.after(60.0))
 
 
-def test_the_tasks_that_have_not_come_are_known():
+def test_missing_reports_the_tasks_that_have_not_registered():
     driver = service(3)
     assert driver.missing() == [0, 1, 2]
     for index, attempt in ((0, 0), (1, 1), (2, 5), (0, 3)):  # Spark has begun anew with task 2

@@ -43,7 +43,7 @@ def test_tasks_that_are_alike_pass_every_check():
         ({"shared_memory": 64 << 20}, "shared memory", Verdict.WARN, "64 MiB in /dev/shm on host node-b"),
     ],
 )
-def test_a_task_that_differs_is_said_with_what_to_change(changes, name, verdict, words):
+def test_a_task_that_differs_is_reported_with_a_remedy(changes, name, verdict, words):
     other = replace(TASK, **{"task_index": 1, "host": "node-b", "host_hash": "b", **changes})
     check = next(check for check in cluster_checks([TASK, other], VERSIONS) if check.name == name)
     assert check.verdict is verdict
@@ -77,5 +77,5 @@ def test_the_report_is_ready_while_nothing_fails():
     assert row.split() == ["0", "node-a", "2", "0", "GPU", "(NVIDIA", "H100)", "1024", "MiB", "yes", *VERSIONS.values()]
 
 
-def test_an_examination_survives_its_way_as_text():
+def test_an_examination_survives_serialization():
     assert Examination.from_json(TASK.to_json()) == TASK

@@ -23,7 +23,7 @@ CLUSTER = {"spark.master": "spark://one:7077"}
         ({**CLUSTER, "spark.ssl.enabled": "true"}, True),
     ],
 )
-def test_the_secret_is_as_safe_as_what_spark_sends(settings, readable):
+def test_a_warning_says_when_spark_sends_the_secret_unencrypted(settings, readable):
     said = unencrypted_spark(SimpleNamespace(conf=settings))
     assert bool(said) is readable
     assert not readable or "Set spark.authenticate and spark.network.crypto.enabled" in said

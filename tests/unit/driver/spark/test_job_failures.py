@@ -13,7 +13,7 @@ ABORTED = (
 LAST = "This was the last of 4 attempts.\n\nSpark's own error: org.apache"
 
 
-def test_an_executor_without_sparkhvd_gets_its_own_sentence():
+def test_an_executor_without_sparkhvd_has_a_message_of_its_own():
     assert "Install this version on every node" in spark_failure(
         RuntimeError("x\nNo module named 'sparkhvd'\n\tat org.y")
     )
@@ -41,7 +41,7 @@ def test_an_executor_without_sparkhvd_gets_its_own_sentence():
         ),
     ],
 )
-def test_the_cause_comes_before_what_spark_says(said, cause):
+def test_the_cause_precedes_the_error_of_spark(said, cause):
     failure = spark_failure(RuntimeError(ABORTED + said), lambda executor: f"node-{executor}")
     assert failure.startswith(f"Spark aborted the job: {cause} {LAST}")
     assert "\tat org.y" not in failure
@@ -56,7 +56,7 @@ def test_a_task_is_named_with_its_host():
     assert failure.startswith("Spark aborted the job: task 1 on host node-b failed with ValueError: no luck.")
 
 
-def test_a_task_is_named_with_its_rank_and_how_far_it_was_where_it_has_said_that():
+def test_a_task_is_named_with_its_rank_and_phase_if_it_has_reported_them():
     said = RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone")
     failure = spark_failure(said, tasks={1: TaskStatus(1, 3, "node-b", 9, "in fn")})
     assert failure.startswith("Spark aborted the job: executor 2, which ran task 1 (rank 3, in fn), was lost (gone).")
@@ -70,7 +70,7 @@ def test_a_task_is_named_with_its_rank_and_how_far_it_was_where_it_has_said_that
     assert "the Python worker of task 1 on host node-b (before its rank was assigned) was killed or crashed" in failure
 
 
-def test_too_few_slots_are_told_with_what_to_change():
+def test_too_few_slots_are_reported_with_a_remedy():
     said = "[SPARK-24819]: Barrier execution mode does not allow run a barrier stage that requires more slots than"
     failure = spark_failure(RuntimeError(said))
     assert failure.startswith("Spark aborted the job: the cluster has fewer slots than this job has ranks, given the ")
@@ -83,7 +83,7 @@ def test_too_few_slots_are_told_with_what_to_change():
         ("x: [OPERATION_CANCELED] Operation has been canceled. SQLSTATE: HY008", "Operation has been canceled"),
     ],
 )
-def test_who_cancels_a_job_is_told_so(said, cause):
+def test_a_cancelled_job_says_how_it_was_cancelled(said, cause):
     failure = spark_failure(RuntimeError(f"An error occurred.\n{said}\n\tat org.y"))
     assert failure.startswith(f"Spark aborted the job: it was cancelled ({cause}")
     assert failure.splitlines()[0].endswith(").")
@@ -94,7 +94,7 @@ def test_an_executor_whose_host_is_not_known_is_named_alone():
     assert failure.startswith("Spark aborted the job: executor 2, which ran task 1, was lost (gone).")
 
 
-def test_what_is_not_known_of_spark_is_passed_on():
+def test_an_unknown_error_of_spark_is_passed_on():
     failure = spark_failure(RuntimeError("cause\n\tat org.y"))
     assert failure == "Spark aborted the job, and no rank reported a failure. Spark's own error: cause"
 

@@ -34,7 +34,7 @@ def soon() -> Deadline:
         ("connect", 1, None),
     ],
 )
-def test_the_size_of_fixed_masters_is_known(master, task_cpus, slots_there):
+def test_masters_of_fixed_size_have_a_known_number_of_slots(master, task_cpus, slots_there):
     assert fixed_slots(cluster(master, 5, task_cpus=task_cpus), Deadline.after(1.0)) == slots_there
 
 
@@ -52,7 +52,7 @@ def test_too_few_slots_of_a_local_cluster_fail_before_its_executors_are_there():
         reserve(cluster("local-cluster[2,1,1024]", 0), 3, soon())
 
 
-def test_executors_that_register_late_are_waited_for():
+def test_reserve_waits_for_executors_that_register_late():
     assert reserve(cluster("spark://host:7077", 0, 1, 3), 3, soon()) == 3
     assert reserve(cluster("local-cluster[2,1,1024]", 0, 1, 2), None, soon()) == 2
 
@@ -66,7 +66,7 @@ def test_too_few_slots_elsewhere_fail_after_the_settle_time_that_the_deadline_bo
         reserve(cluster("yarn", 0), None, Deadline.after(0.1))
 
 
-def test_all_slots_are_taken_once_their_number_stands_still(monkeypatch):
+def test_all_slots_are_used_once_their_number_is_stable(monkeypatch):
     monkeypatch.setattr(slots, "_STABLE_SECONDS", 0.5)
     assert reserve(cluster("spark://host:7077", 0, 2, 2, 4), None, soon()) == 4
     assert reserve(cluster("local[2]", 2), None, soon()) == 2

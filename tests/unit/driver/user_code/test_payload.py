@@ -35,7 +35,7 @@ def test_installed_modules_are_recognised():
     assert not is_installed(Path(__file__))
 
 
-def test_what_cannot_be_pickled_is_named_with_the_way_out():
+def test_an_object_that_cannot_be_pickled_is_named_with_a_remedy():
     with pytest.raises(LaunchError, match=r"times_factor and its arguments cannot be sent .*lock.* inside fn"):
         pickle_call(times_factor, (threading.Lock(),), {})
 

@@ -130,7 +130,7 @@ def test_a_function_that_imports_a_module_when_it_is_called_brings_it(project, t
     assert elsewhere("print(opened[0]())", dumps(script.late, importable_nowhere)) == "False"
 
 
-def test_what_imports_a_module_that_must_be_sent_is_sent_too(project, tmp_path):
+def test_a_module_that_imports_a_sent_module_is_sent_too(project, tmp_path):
     (tmp_path / "script.py").write_text("import ours.model\ndef late():\n    import ours.late")
     importlib.import_module("script")
     graph = import_graph(["script"])
@@ -207,7 +207,7 @@ for factor in (2, 3):
 """
 
 
-def test_what_a_notebook_defines_again_replaces_what_a_worker_has_opened_before():
+def test_a_redefinition_in_a_notebook_replaces_the_one_that_a_worker_has_loaded():
     command = [sys.executable, "-c", NOTEBOOK]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     contents = map(bytes.fromhex, printed.split())
