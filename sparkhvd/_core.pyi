@@ -4,7 +4,7 @@ Only ``sparkhvd.comm``, ``sparkhvd.rpc.protection`` and ``sparkhvd.data.read.shu
 
 All waits release the GIL. Every failure is a ``CoreError`` whose ``args`` are ``(code, message)`` with ``code`` one of
 ``invalid_argument``, ``mismatch``, ``timeout``, ``aborted``, ``peer_lost``, ``io``, ``authentication``, ``shut_down``,
-``internal``; who imports it turns these into the types of ``sparkhvd.errors``.
+``internal``; its importers translate these into the types of ``sparkhvd.errors``.
 """
 
 from collections.abc import Sequence
@@ -12,53 +12,53 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# Number of the CUDA device that holds the buffers, and address of the stream whose work makes them ready.
+# The number of the CUDA device that holds the buffers, and the address of the stream whose work makes them ready.
 OnDevice = tuple[int, int] | None
 
-# One of a group: name, address of the source, of the target (unused by an allgather), shape, dtype, keep_alive.
+# One tensor of a group: name, address of the source, of the target (unused by an allgather), shape, dtype, keep_alive.
 Tensor = tuple[str, int, int, Sequence[int], str, object]
 
 class CoreError(Exception): ...
 
 def local_addresses() -> list[tuple[str, str, bool]]:
-    """Interface, numeric address and whether it is a loopback, of every address of this host that is up."""
+    """Return interface, numeric address and whether it is a loopback, of every address of this host that is up."""
 
 class RowOrder:
-    """Which rows come, and in which order: their ``places`` (int64) among ``rows`` rows, each at most once."""
+    """The order of rows: their indices, ``places`` (int64), among ``rows`` rows, each at most once."""
 
     def __init__(self, places: NDArray[np.int64], rows: int) -> None: ...
     def pick(
         self, columns: Sequence[tuple[Sequence[NDArray[np.generic]], NDArray[np.generic]]], row_bytes: int
     ) -> None:
-        """Put rows of ``row_bytes`` in this order: of every column, from its parts into its target.
+        """Copy rows of ``row_bytes`` in this order: of every column, from its parts into its target.
 
-        Arrays are C-contiguous, without Python's objects, and the parts of all columns divide the rows alike. Four
+        Arrays are C-contiguous, without Python objects, and the parts of all columns split the rows alike. Four
         columns of up to 8 bytes take less time together than one by one. Several threads may pick at once.
         """
 
 CIPHER_TAG_BYTES: int
 
 class Sealer:
-    """AES-256-GCM by OpenSSL, for what travels in one direction of one connection under a ``key`` of 32 bytes.
+    """AES-256-GCM by OpenSSL, for one direction of one connection, with a ``key`` of 32 bytes.
 
     ``io`` where OpenSSL is missing.
     """
 
     def __init__(self, key: bytes) -> None: ...
     def seal(self, plain: bytes) -> bytes:
-        """The next record, longer by ``CIPHER_TAG_BYTES``."""
+        """Return the next record, longer by ``CIPHER_TAG_BYTES``."""
 
 class Opener:
     """The other end of a ``Sealer``."""
 
     def __init__(self, key: bytes) -> None: ...
     def open(self, sealed: bytes) -> bytes:
-        """``authentication`` when it is not what the ``Sealer`` made at this place."""
+        """Return the plain content; ``authentication`` unless the ``Sealer`` made it as this record."""
 
 class RendezvousServer:
     """Key-value server that speaks only to holders of ``token``; serves from construction until ``close()``.
 
-    With ``encrypt`` nobody else can read what its clients say and are told; ``io`` where OpenSSL is missing.
+    With ``encrypt`` all messages are encrypted; ``io`` where OpenSSL is missing.
     """
 
     def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, encrypt: bool = False) -> None: ...
@@ -69,7 +69,7 @@ class RendezvousServer:
     def close(self) -> None: ...
 
 class RendezvousClient:
-    """Connection to a ``RendezvousServer``; both sides prove that they know ``token`` before anything is parsed.
+    """Connection to a ``RendezvousServer``; both sides prove that they know ``token`` before parsing anything else.
 
     ``addresses`` are tried in order until one answers. Safe for use from several threads. With ``encrypt`` a server
     that does not encrypt is refused with ``authentication``.
@@ -80,51 +80,51 @@ class RendezvousClient:
     ) -> None: ...
     def set(self, key: str, value: bytes, timeout_s: float) -> None: ...
     def get(self, key: str, timeout_s: float) -> bytes:
-        """The value of ``key``, waiting until somebody sets it. Wakes with ``peer_lost`` when the server goes away."""
+        """Return the value of ``key``, waiting until it is set; ``peer_lost`` when the server ends."""
 
     def close(self) -> None: ...
 
 class Operation:
-    """One submitted collective. Keeps the buffers that it was given alive until it is done and dropped."""
+    """One submitted collective. Keeps its buffers alive until it is done and dropped."""
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> None:
         """Wait for the result; raises the operation's error, or ``timeout`` naming the tensor. May be called again."""
 
     def output(self) -> memoryview:
-        """Allgather and alltoall, after ``wait``: what came from all ranks (owned by this object), format ``B``."""
+        """Allgather and alltoall, after ``wait``: the data of all ranks (owned by this object), format ``B``."""
 
     def rows(self) -> list[int]:
-        """After ``wait``: the rows of ``output`` by rank. Join: the number of the last rank to join, alone."""
+        """After ``wait``: the rows of ``output`` by rank. Join: only the number of the last rank to join."""
 
     def let_wait(self, stream: int) -> None:
-        """After ``wait``: what is put on the CUDA stream from now on sees the result; nothing for memory of the host.
+        """After ``wait``: make later work on the CUDA stream see the result; does nothing for memory of the host.
 
-        Raises why the engine has ended, if it has: what is done here may have failed on the device since.
+        Raises the failure of the engine if it has ended: the operation may still have failed on the device.
         """
 
     def carried_out(self) -> bool:
-        """After ``wait``: whether the device has done it, too; True for memory of the host. Raises as ``let_wait``."""
+        """After ``wait``: whether the device has done it; True for memory of the host. Raises like ``let_wait``."""
 
     def move_output(self, target: int, stream: int) -> None:
-        """Allgather and alltoall on a device, after ``wait``: copy what came into its memory, in order of the stream.
+        """Allgather and alltoall on a device, after ``wait``: copy the result into its memory, in order of the stream.
 
         ``output`` is empty then. Works once.
         """
 
 class DeviceLibraries:
-    """CUDA's driver and NCCL, loaded: with them collectives work on the memory of CUDA devices."""
+    """CUDA's driver and NCCL, loaded, with which collectives work on the memory of CUDA devices."""
 
     def __init__(self, cuda: str, nccl: str) -> None: ...
 
 def nccl_version(path: str) -> int:
-    """The version of the NCCL there, such as 22907; fails with ``io`` where it is missing or too old."""
+    """Return the version of the NCCL at ``path``, such as 22907; fails with ``io`` where it is missing or too old."""
 
 SHARE_DEVICE_NAME: str
-"""A barrier of this name tells the ranks of an engine that from then on other engines use their devices, too."""
+"""The name of the barrier after which other engines use the devices of an engine's ranks, too."""
 
 class Autotune:
-    """How an engine looks for its fastest settings; rank 0 writes what it tried into ``log`` unless that is empty."""
+    """How an engine searches for its fastest settings; rank 0 writes every sample into ``log`` unless that is empty."""
 
     def __init__(self, log: str, warmup_samples: int, steps_per_sample: int, max_samples: int) -> None: ...
 
@@ -133,15 +133,15 @@ class Engine:
 
     ``rendezvous`` is None only for ``size == 1``. ``host_key`` is equal for ranks that may share memory; whether they
     do is decided by trying. ``bind_hosts`` are the local addresses that this rank's sockets bind and offer, the
-    preferred one first. ``encrypt`` (equal on all ranks) encrypts what travels over TCP; it needs OpenSSL everywhere.
+    preferred one first. ``encrypt`` (equal on all ranks) encrypts the TCP links; it needs OpenSSL on all hosts.
     ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than once; ``label``
-    stands in front of what is said about failed operations. ``hierarchical_allreduce`` and ``hierarchical_allgather``
-    (equal on all ranks) say whether these use the memory of every host where the ranks are on several.
+    prefixes the messages of failed operations. ``hierarchical_allreduce`` and ``hierarchical_allgather``
+    (equal on all ranks) say whether these use shared memory where the ranks are on several hosts.
     ``processor_core`` is the core that the engine's thread runs on, any by default. ``autotune`` tunes
     ``fusion_threshold`` and ``hierarchical_allreduce`` where they are None, and the switch points of shared memory.
     ``device_libraries`` (the same object for all engines of a process) lets it take memory of CUDA devices;
-    ``shares_device`` says that other engines use these devices, too, so that all launch in one order.
-    The timeline of ``recorded_with`` is this engine's, too, where its tensors carry ``timeline_label``.
+    ``shares_device`` says that other engines use these devices, too, so all launch in one order.
+    This engine shares the timeline of ``recorded_with``, where its tensors carry ``timeline_label``.
     Construction connects to every peer within ``timeout_s`` and is collective.
     """
 
@@ -179,9 +179,9 @@ class Engine:
     # int8, int16, int32, int64, float16, bfloat16, float32, float64; `op` one of sum, average, min, max, product.
     # `source` and `target` may be the same address. A rank's value is multiplied by `prescale` before the reduction and
     # the result by `postscale` after it; `prescale` is each rank's own (it may differ among ranks and from call to call
-    # without costing a cache hit), the rest must agree. `with_waiter`: the operation may begin only once somebody waits
-    # for it, and then does so on the thread that waits. With a `device`, for engines with DeviceLibraries, the buffers
-    # are in its memory, and an operation is done once its work is on the way there: `let_wait` puts a stream behind it.
+    # without costing a cache hit), the rest must agree. `with_waiter`: the operation may begin only once a thread waits
+    # for it, and then runs on that thread. With a `device`, for engines with DeviceLibraries, the buffers
+    # are in its memory, and an operation is done once its work is enqueued there: `let_wait` orders a stream behind it.
     # There the caller scales; the factors are only compared.
     def allreduce(
         self,
@@ -273,16 +273,16 @@ class Engine:
     ) -> list[Operation]: ...
     def barrier(self, name: str, with_waiter: bool = False) -> Operation: ...
     def join(self, with_waiter: bool = False, device: OnDevice = None) -> Operation:
-        """Contribute nothing to what the others still do until all have joined, on ``device`` to what is on theirs."""
+        """Contribute nothing to the others' operations until all have joined; on ``device`` to those on devices."""
 
     def has_direct_calls(self) -> bool:
-        """Whether ``allreduce_now`` works: all ranks share memory."""
+        """Return whether ``allreduce_now`` works: all ranks share memory."""
 
     def allreduce_now(self, source: NDArray[np.generic], target: NDArray[np.generic], op: str) -> None:
         """Reduce on the calling thread without negotiation; every rank must make the same calls in the same order.
 
-        Contiguous arrays of a dtype that the buffer protocol knows. Fails with ``mismatch`` on all ranks when they
-        bring different things; any other failure, an interruption included, ends the engine.
+        Contiguous arrays of a dtype that the buffer protocol supports. Fails with ``mismatch`` on all ranks when their
+        calls differ; any other failure, an interruption included, ends the engine.
         """
 
     def tuning(self) -> dict[str, int]:
@@ -301,19 +301,19 @@ class Engine:
         """
 
     def pending(self) -> list[tuple[str, float]]:
-        """What was submitted here and is not done, as ``("allreduce 'grad/7'", seconds)``, oldest first."""
+        """Return the submitted operations that are not done, as ``("allreduce 'grad/7'", seconds)``, oldest first."""
 
     def start_timeline(self, path: str, recording: str, mark_cycles: bool) -> None:
-        """Record into ``path``, with the other ranks of this host that are given the same ``recording``."""
+        """Record into ``path``, with the other ranks of this host that pass the same ``recording``."""
 
     def stop_timeline(self) -> None:
-        """Write what is left of the recording; does nothing when none is on."""
+        """Write the rest of the recording; does nothing when none is running."""
 
     def local_ranks(self) -> list[int]:
-        """The ranks that this one shares memory with, itself included (just itself where shared memory failed)."""
+        """Return the ranks that this one shares memory with, itself included; only itself where sharing failed."""
 
     def host_ranks(self) -> list[int]:
-        """The ranks with this one's ``host_key``, itself included."""
+        """Return the ranks with this one's ``host_key``, itself included."""
 
     def abort(self, why: str) -> None:
         """End every pending and future operation here and on all peers with ``aborted: why``."""

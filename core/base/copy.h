@@ -6,10 +6,9 @@
 
 namespace sparkhvd {
 
-// As std::memcpy, for the data of collectives. From a few KiB on, glibc before 2.39 copies with
-// `rep movsb`, which on AMD's Zen 3 and 4 takes several times as long as vector moves where source
-// and target lie badly within their pages (glibc bug 30994). Copies of one block become vector
-// moves.
+// Like std::memcpy, for the data of collectives. From a few KiB on, glibc before 2.39 copies with
+// `rep movsb`, which on AMD's Zen 3 and 4 takes several times as long as vector moves for some
+// alignments of source and target (glibc bug 30994). Copies of one block become vector moves.
 inline void CopyBytes(void* target, const void* source, size_t bytes) {
   if (target == source) return;
   constexpr size_t kBlock = 64;

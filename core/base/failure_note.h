@@ -1,4 +1,4 @@
-// A failure as text that ranks leave for each other: the code as one character, then the message.
+// A failure as text in the store: the code as one character, then the message.
 #pragma once
 
 #include <optional>
@@ -10,7 +10,7 @@ namespace sparkhvd {
 
 std::string EncodeFailure(const Status& failure);
 
-// Nothing where `note` is none.
+// Returns nothing unless `note` is a failure.
 std::optional<Status> DecodeFailure(const std::string& note);
 
 }  // namespace sparkhvd

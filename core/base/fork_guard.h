@@ -1,5 +1,5 @@
-// Tells a process from its forked children, in which no thread of ours runs and whose copies of our
-// sockets belong to the parent.
+// Detects forked children, in which none of our threads runs and whose copies of our sockets belong
+// to the parent.
 #pragma once
 
 #include <sys/mman.h>
@@ -10,7 +10,7 @@
 
 namespace sparkhvd {
 
-// Asking costs the read of a word: the kernel wipes its page in a child.
+// A check costs the read of a word: the kernel wipes its page in a child.
 class ForkGuard {
  public:
   ForkGuard() : owner_(::getpid()) {
@@ -42,7 +42,7 @@ class ForkGuard {
 };
 
 inline constexpr char kForked[] =
-    "this process was forked from a rank and is no rank itself; use collectives in the rank's own "
+    "this process was forked from a rank and is not a rank; use collectives in the rank's own "
     "process only";
 
 }  // namespace sparkhvd

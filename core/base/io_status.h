@@ -7,10 +7,10 @@
 
 namespace sparkhvd {
 
-// The system's sentence for `error` (an errno value); safe from any thread.
+// The system's message for `error` (an errno value); safe from any thread.
 std::string ErrorText(int error);
 
-// kIo: "<what>: <sentence>".
+// kIo: "<what>: <message>".
 Status IoStatus(const std::string& what, int error);
 
 }  // namespace sparkhvd

@@ -51,8 +51,8 @@ const unsigned char* Raw(const std::byte* data) {
 }
 unsigned char* Raw(std::byte* data) { return reinterpret_cast<unsigned char*>(data); }
 
-Status Refused(const char* what) {
-  return Status(StatusCode::kInternal, std::string("libcrypto refused to ") + what);
+Status LibraryFailure(const char* what) {
+  return Status(StatusCode::kInternal, std::string("libcrypto failed to ") + what);
 }
 
 }  // namespace
@@ -80,11 +80,11 @@ Result<LinkCipher> LinkCipher::Make(std::shared_ptr<CryptoLibrary> library, cons
                                     Use use) {
   const CryptoLibrary::Functions& crypto = library->functions();
   void* context = crypto.context_new();
-  if (context == nullptr) return Refused("make a cipher");
+  if (context == nullptr) return LibraryFailure("make a cipher");
   LinkCipher cipher(std::move(library), context);
   const auto init = use == Use::kSeal ? crypto.encrypt_init : crypto.decrypt_init;
   if (init(context, crypto.aes_256_gcm(), nullptr, Raw(key.data()), nullptr) != 1) {
-    return Refused("take a key");
+    return LibraryFailure("take a key");
   }
   return cipher;
 }
@@ -121,7 +121,7 @@ Status LinkCipher::Seal(ConstBytes plain, Bytes sealed) {
                             static_cast<int>(plain.size())) != 1 ||
       crypto.encrypt_final(context_, Raw(sealed.data()) + length, &rest) != 1 ||
       crypto.control(context_, kGetTag, kCipherTagBytes, sealed.data() + plain.size()) != 1) {
-    return Refused("encrypt");
+    return LibraryFailure("encrypt");
   }
   return Status();
 }
@@ -136,10 +136,10 @@ Status LinkCipher::Open(ConstBytes sealed, Bytes plain) {
       crypto.decrypt_update(context_, Raw(plain.data()), &length, Raw(sealed.data()),
                             static_cast<int>(plain.size())) != 1 ||
       crypto.control(context_, kSetTag, kCipherTagBytes, tag) != 1) {
-    return Refused("decrypt");
+    return LibraryFailure("decrypt");
   }
   if (crypto.decrypt_final(context_, Raw(plain.data()) + length, &rest) == 1) return Status();
-  return Status(StatusCode::kAuthentication, "what came over the link was altered on its way");
+  return Status(StatusCode::kAuthentication, "data from the link was altered in transit");
 }
 
 }  // namespace sparkhvd

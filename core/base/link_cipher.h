@@ -1,4 +1,4 @@
-// Authenticated encryption of what travels in one direction of a link, by OpenSSL's libcrypto.
+// Authenticated encryption of one direction of a link, by OpenSSL's libcrypto.
 #pragma once
 
 #include <array>
@@ -15,11 +15,11 @@ namespace sparkhvd {
 
 constexpr size_t kCipherTagBytes = 16;
 
-// libcrypto, loaded when it is first wanted: the core is built without its headers, and where it is
-// missing only encryption is.
+// libcrypto, loaded at its first use: the core is built without its headers, and only encryption
+// needs it.
 class CryptoLibrary {
  public:
-  // The first of `names` that can be loaded. kIo with what to do when there is none.
+  // Loads the first of `names` that is available; fails with kIo and a remedy.
   static Result<std::shared_ptr<CryptoLibrary>> Load(const std::vector<std::string>& names = {
                                                          "libcrypto.so.3", "libcrypto.so.1.1"});
   ~CryptoLibrary();
@@ -49,8 +49,7 @@ class LinkCipher {
 
   // `sealed` has the length of `plain` and kCipherTagBytes for the tag.
   Status Seal(ConstBytes plain, Bytes sealed);
-  // The other way round, also in place. kAuthentication when it was not sealed by the peer as this
-  // record.
+  // Decrypts, also in place. kAuthentication unless the peer sealed it as this record.
   Status Open(ConstBytes sealed, Bytes plain);
 
  private:

@@ -16,7 +16,7 @@ class Sha256 {
  public:
   Sha256();
   void Update(ConstBytes data);
-  // The digest of everything given to Update; the object must not be used afterwards.
+  // The digest of all bytes passed to Update; the object must not be used afterwards.
   Digest Finish();
 
  private:

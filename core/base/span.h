@@ -1,4 +1,4 @@
-// A view of contiguous memory that somebody else owns (std::span is C++20).
+// A view of contiguous memory that another object owns (std::span is C++20).
 #pragma once
 
 #include <cstddef>

@@ -12,15 +12,15 @@ namespace sparkhvd {
 
 enum class StatusCode {
   kOk,
-  kInvalidArgument,  // the caller asked for something that cannot work
+  kInvalidArgument,  // the caller passed an invalid value
   kMismatch,         // ranks disagree about one operation
   kTimeout,          // a deadline passed
-  kAborted,          // somebody called Abort
-  kPeerLost,         // a peer's process or link is gone
-  kIo,               // the operating system refused
+  kAborted,          // Abort was called
+  kPeerLost,         // a peer's process or link has ended
+  kIo,               // the operating system reported an error
   kAuthentication,   // the other side does not know the job's token
   kShutDown,         // the engine has been shut down
-  kInternal,         // a defect of ours
+  kInternal,         // a bug in sparkhvd
 };
 
 // The lower-case name that Python sees, such as "peer_lost".
@@ -45,14 +45,14 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-// As Annotate (a copy with an empty context), for where no exception may come out. Without memory
-// the context or all of the message is left away.
+// Like Annotate (a copy with an empty context), but never throws. Without memory it drops the
+// context or the whole message.
 Status AnnotateIfPossible(const Status& status, std::string_view context) noexcept;
 
-// The failure that `error` is.
+// Converts the exception `error` into a failure.
 Status StatusOf(const std::exception& error) noexcept;
 
-// What `function`, which returns a Status, says; an exception becomes a failure.
+// Returns the Status of `function`; an exception becomes a failure.
 template <typename Function>
 Status Guarded(const Function& function) noexcept {
   try {

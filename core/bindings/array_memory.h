@@ -1,4 +1,4 @@
-// The memory of arrays for the time of a call.
+// The memory of arrays during a call.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,8 +10,8 @@
 
 namespace sparkhvd::bindings {
 
-// Contiguous memory of one array. Some calls take a few microseconds only, so it is asked for
-// without the detours that describe it in Python's terms.
+// Contiguous memory of one array. Some calls take only a few microseconds, so this avoids
+// py::buffer_info, which builds Python objects.
 class ArrayMemory {
  public:
   // `flags` are those of the buffer protocol. Without PyBUF_FORMAT, which not every dtype of numpy

@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace sparkhvd::bindings {
 namespace {
 
-// One class each, as no key serves both ways.
+// One class per direction, because a key serves only one.
 template <LinkCipher::Use kUse>
 struct OneWay {
   LinkCipher cipher;
@@ -27,7 +27,7 @@ std::unique_ptr<OneWay<kUse>> Make(const std::string& key) {
   Digest digest;
   if (key.size() != digest.size()) {
     Check(Status(StatusCode::kInvalidArgument,
-                 "a key has " + std::to_string(digest.size()) + " bytes"));
+                 "a key must have " + std::to_string(digest.size()) + " bytes"));
   }
   const ConstBytes bytes = AsBytes(key);
   std::copy(bytes.begin(), bytes.end(), digest.begin());

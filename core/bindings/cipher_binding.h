@@ -1,4 +1,4 @@
-// LinkCipher, for connections whose frames are Python's.
+// Registers LinkCipher, for connections whose frames are Python's.
 #pragma once
 
 #include <pybind11/pybind11.h>

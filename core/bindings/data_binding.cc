@@ -19,7 +19,7 @@ namespace {
 std::unique_ptr<RowOrder> MakeOrder(py::handle places, size_t rows) {
   const ArrayMemory memory(places, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT);
   if (memory.format() != "l" && memory.format() != "q") {
-    Check(Status(StatusCode::kInvalidArgument, "places of rows are numbers of type int64"));
+    Check(Status(StatusCode::kInvalidArgument, "row indices must have dtype int64"));
   }
   const GilRelease release;
   const auto* begin = reinterpret_cast<const int64_t*>(memory.data());

@@ -1,4 +1,4 @@
-// DeviceLibraries, and what is known of them without a device.
+// Registers DeviceLibraries, and the queries that need no device.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -16,33 +16,34 @@ DType DTypeOf(const ArrayMemory& array) {
   constexpr DType kTypes[] = {DType::kBool,    DType::kUInt8,   DType::kInt8,   DType::kUInt16,
                               DType::kInt16,   DType::kInt32,   DType::kInt64,  DType::kInt64,
                               DType::kFloat16, DType::kFloat32, DType::kFloat64};
-  const size_t found = format.size() == 1 ? letters.find(format[0]) : std::string::npos;
-  if (found == std::string::npos) {
-    Check(
-        Status(StatusCode::kInvalidArgument,
-               "an array of format '" + format +
-                   "' cannot be reduced directly; numpy has bool, uint8, uint16, int8 to int64 and "
-                   "float16 to float64 in common with the core"));
+  const size_t index = format.size() == 1 ? letters.find(format[0]) : std::string::npos;
+  if (index == std::string::npos) {
+    Check(Status(
+        StatusCode::kInvalidArgument,
+        "an array of format '" + format +
+            "' cannot be reduced directly; use bool, uint8, uint16, int8 to int64 or float16 to "
+            "float64"));
   }
-  return kTypes[found];
+  return kTypes[index];
 }
 
 void AllreduceNow(PyEngine& self, py::handle source, py::handle target, const std::string& op) {
   const ArrayMemory from(source, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT);
   const ArrayMemory to(target, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE);
   const std::optional<ReduceOp> parsed = ParseReduceOp(op);
-  if (!parsed) Check(Status(StatusCode::kInvalidArgument, "there is no operator '" + op + "'"));
+  if (!parsed) Check(Status(StatusCode::kInvalidArgument, "op '" + op + "' is unknown"));
   const Reduction reduction{DTypeOf(from), *parsed, 1.0, 1.0};
   if (to.count() != from.count() || DTypeOf(to) != reduction.dtype) {
     Check(Status(StatusCode::kInvalidArgument,
-                 "the array for the result has another length or dtype than the array to reduce"));
+                 "the array for the result must have the length and dtype of the array to reduce"));
   }
   if (reduction.dtype == DType::kBool && reduction.op == ReduceOp::kAverage) {
     Check(
         Status(StatusCode::kInvalidArgument, "bool has no average; use sum (or) or product (and)"));
   }
   if (reduction.op == ReduceOp::kAdasum) {
-    Check(Status(StatusCode::kInvalidArgument, "there is no direct adasum; use allreduce"));
+    Check(Status(StatusCode::kInvalidArgument,
+                 "allreduce_now does not support adasum; use allreduce"));
   }
   const auto interrupted = [&self] {
     const GilAcquire acquire;

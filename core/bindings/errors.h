@@ -1,4 +1,4 @@
-// How the core's failures become Python exceptions.
+// Converts failures of the core into Python exceptions.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,7 +10,7 @@
 
 namespace sparkhvd::bindings {
 
-// A failure on its way to Python, where it is a CoreError(code, message).
+// A failure as a C++ exception, which Python sees as CoreError(code, message).
 class CoreFailure {
  public:
   explicit CoreFailure(Status status) : status_(std::move(status)) {}

@@ -1,8 +1,8 @@
-// The interpreter's lock, let go of and taken by threads that may outlive the interpreter.
+// The GIL, released and acquired by threads that may outlive the interpreter.
 //
-// Up to Python 3.13 a thread that asks for the lock while the interpreter ends is itself ended by
+// Up to Python 3.13 a thread that asks for the GIL while the interpreter ends is itself ended by
 // pthread_exit, whose unwinding may not pass a destructor: the process would abort. Such a thread
-// stays where it is instead, as since Python 3.14, and goes with the process.
+// blocks instead, as since Python 3.14, and ends with the process.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,7 +19,7 @@ auto TakeLockOrStay(const TakeLock& take_lock) noexcept {
   }
 }
 
-// Other threads may run Python for as long as this lives.
+// Other threads may run Python while this lives.
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}
@@ -33,7 +33,7 @@ class GilRelease {
   PyThreadState* state_;
 };
 
-// This thread may call Python for as long as this lives.
+// This thread may call Python while this lives.
 class GilAcquire {
  public:
   GilAcquire() : state_(TakeLockOrStay([] { return PyGILState_Ensure(); })) {}

@@ -9,8 +9,8 @@
 
 namespace sparkhvd::bindings {
 
-// For waits that ask now and then whether to go on, without the GIL: kAborted when a signal handler
-// raised; Interrupted() then throws what it raised.
+// For waits that poll without the GIL whether to continue: kAborted when a signal handler raised;
+// Interrupted() then throws what it raised.
 inline Status CheckSignals() {
   const GilAcquire acquire;
   if (PyErr_Occurred() == nullptr && PyErr_CheckSignals() == 0) return Status();
@@ -22,10 +22,10 @@ inline void ThrowIfInterrupted() {
   if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
 }
 
-// Calls `wait(deadline)`, which answers kTimeout at its deadline, in short slices without the GIL,
-// until it answers something else, `settled()` (a kTimeout is the outcome itself) or `timeout_s`
-// has passed; between the slices Python's signal handlers run. They run in the main thread alone,
-// so other threads wait in one go.
+// Calls `wait(deadline)`, which returns kTimeout at its deadline, in short slices without the GIL,
+// until it returns another status, `settled()` (a kTimeout is the outcome itself) or `timeout_s`
+// has passed; between the slices Python's signal handlers run. They run only in the main thread, so
+// other threads wait in one slice.
 inline bool IsMainThread() {
   const pybind11::module_ threading = pybind11::module_::import("threading");
   return threading.attr("get_ident")().equal(threading.attr("main_thread")().attr("ident"));

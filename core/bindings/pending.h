@@ -1,4 +1,4 @@
-// Which operations are not done yet.
+// The operations that are not done yet.
 #pragma once
 
 #include <chrono>
@@ -21,7 +21,7 @@ class PendingOperations {
     operations_.emplace_back(operation);
   }
 
-  // A direct call that has not met the others at once; until DirectCallEnded.
+  // Notes a direct call that waits for other ranks; until DirectCallEnded.
   void DirectCallWaits() {
     if (!direct_since_) direct_since_ = Deadline::Clock::now();
   }
@@ -50,8 +50,8 @@ class PendingOperations {
     return !operation || operation->done();
   }
 
-  // In the order of submission, which is about that of completion. Weak: what nobody else holds any
-  // more is done.
+  // In the order of submission, which roughly is that of completion. Weak: an operation without an
+  // owner is done.
   std::deque<std::weak_ptr<Operation>> operations_;
   std::optional<Deadline::Clock::time_point> direct_since_;
 };

@@ -21,10 +21,10 @@ namespace sparkhvd::bindings {
 
 namespace py = pybind11;
 
-// Python drops a handle whenever it likes, while the engine thread still uses the buffers. That
-// thread never touches a Python object (it must not need the GIL, least of all while the
-// interpreter is being torn down): what the dropped handle kept alive stays here until the
-// operation is settled, and is released by the next call that holds the GIL anyway.
+// Python may drop a handle while the engine's thread still uses the buffers. That thread never
+// touches a Python object (it must not need the GIL, least of all while the interpreter shuts
+// down): the objects that a dropped handle kept alive stay here until the operation is settled, and
+// the next call that holds the GIL releases them.
 class Orphans {
  public:
   void Adopt(std::shared_ptr<Operation> operation, py::object keep_alive) {
@@ -35,7 +35,7 @@ class Orphans {
     const auto done =
         std::stable_partition(orphans_.begin(), orphans_.end(),
                               [](const Orphan& orphan) { return !orphan.operation->settled(); });
-    // Released outside the list: a finalizer may come back here.
+    // Released outside of the list, because a finalizer may call this again.
     std::vector<Orphan> finished(std::make_move_iterator(done),
                                  std::make_move_iterator(orphans_.end()));
     orphans_.erase(done, orphans_.end());
@@ -67,7 +67,7 @@ class PyEngine {
     if (forked()) throw CoreFailure(Status(StatusCode::kShutDown, kForked));
     return *engine_;
   }
-  // After a fork, in the child.
+  // Called in the child after a fork.
   void CloseCopies() const {
     if (forked()) engine_->CloseCopies();
   }
@@ -118,21 +118,21 @@ class Handle {
     Check(operation_->done() ? operation_->outcome() : status);
   }
 
-  // Lets what is put on the stream from now on see the result; does nothing for memory of the host.
+  // Makes later work on the stream see the result; does nothing for memory of the host.
   void LetWait(uintptr_t stream) {
     if (operation_->device() == nullptr) return;
     RequireGoodDevice();
     Check(WithoutGil([&] { return operation_->device()->LetWait(ToStream(stream)); }));
   }
 
-  // Whether the device has carried it out, too; so it is once it is done for memory of the host.
+  // Whether the device has completed it, too; true for memory of the host.
   bool CarriedOut() const {
     RequireGoodDevice();
     return operation_->device() == nullptr ||
            WithoutGil([&] { return operation_->device()->Finished(); });
   }
 
-  // Copies what an operation on a device has brought there, in the order of the stream.
+  // Copies the result of an operation on a device, in the order of the stream.
   void MoveOutput(uintptr_t target, uintptr_t stream) {
     if (Finished().device() == nullptr) return;
     RequireGoodDevice();
@@ -160,7 +160,7 @@ class Handle {
   void RequireDone() const {
     if (operation_->done()) return;
     Check(Status(StatusCode::kInvalidArgument,
-                 operation_->request().Title() + " is not finished: wait first"));
+                 operation_->request().Title() + " is not finished; call wait() first"));
   }
 
   // What is done on the host may have failed on the device.

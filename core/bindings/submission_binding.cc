@@ -61,18 +61,18 @@ std::unique_ptr<GilRelease> ReleaseFor(const OnDevice& device) {
   return device ? std::make_unique<GilRelease>() : nullptr;
 }
 
-// Without the detours of a conversion that takes any sequence: one is made for every tensor.
+// Faster than pybind11's conversion of any sequence: every tensor needs one.
 Shape ToShape(const py::tuple& lengths) {
   Shape shape(lengths.size());
   for (size_t i = 0; i < shape.size(); ++i) {
-    const auto place = static_cast<py::ssize_t>(i);
-    shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(lengths.ptr(), place));
+    const auto index = static_cast<py::ssize_t>(i);
+    shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(lengths.ptr(), index));
     if (shape[i] == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
   }
   return shape;
 }
 
-// What a reduction is asked for with.
+// The reduction that Python passes.
 struct Scales {
   double prescale;
   double postscale;
@@ -101,7 +101,7 @@ HandlePointer MakeHandle(const EnginePointer& engine, std::shared_ptr<Operation>
     engine->pending().Add(operation);
     return std::make_unique<Handle>(engine, std::move(operation), keep_alive);
   } catch (...) {
-    keep_alive.release();  // for ever: the engine uses the buffers, and nobody is there to let go
+    keep_alive.release();  // leaked: the engine uses the buffers, and no handle is left
     throw;
   }
 }
@@ -118,7 +118,7 @@ HandlePointer Submit(const EnginePointer& engine, Request request, uintptr_t sou
   return MakeHandle(engine, Take(std::move(operation)), std::move(keep_alive));
 }
 
-// `complete` sets what the requests of the group have in common.
+// `complete` sets the fields that the requests of the group share.
 template <typename Complete>
 std::vector<HandlePointer> SubmitGroup(const EnginePointer& engine, OperationKind kind,
                                        const std::string& group, std::vector<Tensor> tensors,

@@ -13,7 +13,7 @@
 namespace sparkhvd {
 namespace {
 
-// What two vectors have to do with each other, of one tensor.
+// The products of two vectors of one tensor.
 struct Products {
   double ab = 0;
   double aa = 0;
@@ -25,7 +25,7 @@ Bytes BytesOf(T* data, size_t count) {
   return Bytes(reinterpret_cast<std::byte*>(data), count * sizeof(T));
 }
 
-// Several sums side by side: the additions of one would wait for each other.
+// Several partial sums, because the additions of one would wait for each other.
 template <typename T>
 Products Multiply(const T* a, const T* b, size_t count) {
   constexpr size_t kLanes = 8;
@@ -56,7 +56,7 @@ Products Multiply(const T* a, const T* b, size_t count) {
   return total;
 }
 
-// The work of one rank, on all tensors at once. T is what is computed in.
+// The work of one rank, on all tensors at once. T is the type of the computation.
 template <typename T>
 class Tree {
  public:
@@ -85,10 +85,10 @@ class Tree {
   }
 
  private:
-  // Recursive vector halving: in every step two groups of `distance` ranks, which hold one vector
-  // each in pieces, become one that holds the sum of both. Partners exchange the halves of their
-  // pieces. The products are those of whole vectors, so each step adds up what the ranks of both
-  // groups found in theirs. Afterwards the pieces are collected the same way back.
+  // Recursive vector halving: in every step two groups of `distance` ranks, each of which holds one
+  // vector in pieces, become one group that holds the sum of both. Partners exchange the halves of
+  // their pieces. The products are those of whole vectors, so each step adds up the partial
+  // products of the ranks of both groups. Afterwards the pieces are gathered in reverse order.
   Status HalveAndDouble() {
     std::vector<Slice> pieces{Slice{0, count_}};
     for (int distance = 1; distance < paired_; distance *= 2) {
@@ -168,7 +168,7 @@ class Tree {
     return products;
   }
 
-  // Puts the adaptive sum into the own data; `a` and `b` begin where the piece does.
+  // Writes the adaptive sum into this rank's data; `a` and `b` begin where the piece does.
   void Combine(Slice piece, const T* a, const T* b, const std::vector<Products>& products) {
     ForEachTensor(piece, [&](size_t tensor, size_t offset, size_t count) {
       const auto [ab, aa, bb] = products[tensor];

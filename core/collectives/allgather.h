@@ -11,7 +11,7 @@
 
 namespace sparkhvd {
 
-// `lengths[r]` bytes come from rank r and stand in `target` in rank order; `source` is the own
+// Gathers `lengths[r]` bytes from rank r into `target`, in rank order; `source` is this rank's
 // contribution.
 Status AllgatherRing(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
                      Bytes target, Deadline deadline);

@@ -9,8 +9,8 @@
 namespace sparkhvd {
 namespace {
 
-// Pieces of memory that count as one after the other; none is empty. What comes from one host need
-// not lie together, because the result is in rank order.
+// Consecutive pieces of memory; none is empty. The contributions of one host need not be
+// contiguous, because the result is in rank order.
 using Fragments = std::vector<Bytes>;
 
 size_t TotalBytes(const Fragments& fragments) {
@@ -32,7 +32,7 @@ Fragments Cut(const Fragments& whole, Slice part) {
   return cut;
 }
 
-// `fragments[m]` is what member m holds and all others get.
+// `fragments[m]` is the data of member m that all others get.
 Status SpreadShm(ArenaSteps& steps, const std::vector<Fragments>& fragments, Deadline deadline) {
   size_t longest = 0;
   for (const Fragments& each : fragments) longest = std::max(longest, TotalBytes(each));
@@ -59,7 +59,7 @@ Status SpreadShm(ArenaSteps& steps, const std::vector<Fragments>& fragments, Dea
   return Status();
 }
 
-// What a lane carries of what the ranks of a group contribute.
+// The share of a group's contributions that a lane carries.
 class Shares {
  public:
   Shares(const Hierarchy& hierarchy, const std::vector<size_t>& lengths, Bytes target)
@@ -105,8 +105,8 @@ Status PassOn(Transport& transport, int to, const Fragments& outgoing, int from,
   return transport.Wait(Span<const Ticket>(tickets.data(), tickets.size()), deadline);
 }
 
-// Every step passes on to the right what came from the left in the step before, the share in the
-// own group's contributions first.
+// Every step sends to the right the share that came from the left in the previous step, starting
+// with that of this rank's group.
 Status GatherInLane(Transport& transport, const Hierarchy& hierarchy, const Shares& shares,
                     Deadline deadline) {
   const std::vector<int> ranks = hierarchy.LaneRanks();
@@ -125,8 +125,8 @@ Status GatherInLane(Transport& transport, const Hierarchy& hierarchy, const Shar
   return Status();
 }
 
-// What each member of the own group holds of the other groups' contributions after the lanes have
-// carried them.
+// The contributions of other groups that each member of this group holds after the exchange between
+// hosts.
 std::vector<Fragments> Carried(const Hierarchy& hierarchy, const Shares& shares) {
   std::vector<Fragments> carried(hierarchy.own_group().size());
   for (int lane = 0; lane < hierarchy.lanes(); ++lane) {
@@ -142,9 +142,9 @@ std::vector<Fragments> Carried(const Hierarchy& hierarchy, const Shares& shares)
 
 }  // namespace
 
-// Three steps: the members of a group show each other what they contribute; every lane carries its
-// share of all groups' contributions around a ring; the members of a group show each other what
-// came. So every byte enters a host once.
+// Three steps: the members of a group share their contributions; every lane carries its share of
+// all groups' contributions around a ring; the members of a group share the data that arrived. So
+// every byte enters a host once.
 Status AllgatherHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
                              ConstBytes source, const std::vector<size_t>& lengths, Bytes target,
                              Deadline deadline) {

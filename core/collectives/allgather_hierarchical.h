@@ -12,8 +12,8 @@
 
 namespace sparkhvd {
 
-// `lengths[r]` bytes come from rank r and stand in `target` in rank order; `source` is the own
-// contribution. `steps` are those of the own group's arena, null where that is this rank alone.
+// Gathers `lengths[r]` bytes from rank r into `target`, in rank order; `source` is this rank's
+// contribution. `steps` are those of this group's arena, null for a group of one rank.
 Status AllgatherHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
                              ConstBytes source, const std::vector<size_t>& lengths, Bytes target,
                              Deadline deadline);

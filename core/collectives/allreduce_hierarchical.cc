@@ -29,11 +29,11 @@ std::vector<Slice> LaneSlices(const Hierarchy& hierarchy, size_t count, size_t g
 
 }  // namespace
 
-// Three steps: the members of a group combine what they have, each of them the slice of its lane;
-// the members of a lane reduce that slice around a ring; the members of a group show each other
-// their slices. A byte of the data then leaves and enters a host as often as with one rank per
-// host: with H groups 2 (H - 1) / H times, the least there is (Patarasuk and Yuan 2009). All links
-// between two hosts that lanes have carry data at the same time.
+// Three steps: the members of a group combine their contributions, each of them the slice of its
+// lane; the members of a lane reduce that slice around a ring; the members of a group share their
+// slices. A byte of the data then leaves and enters a host as often as with one rank per host: with
+// H groups 2 (H - 1) / H times, the minimum (Patarasuk and Yuan 2009). The links of all lanes
+// between two hosts carry data at the same time.
 Status AllreduceHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
                              const Reduction& reduction, const std::byte* source, std::byte* target,
                              size_t count, std::vector<std::byte>& scratch, Deadline deadline) {

@@ -13,8 +13,8 @@
 namespace sparkhvd {
 
 // Reduces `count` elements of every rank; all ranks get the same bits. `target` may be `source`.
-// `steps` are those of the own group's arena, null where that is this rank alone. `scratch` is
-// working memory of the caller, grown as needed and worth keeping.
+// `steps` are those of this group's arena, null for a group of one rank. `scratch` is working
+// memory of the caller, which grows as needed and should be reused.
 Status AllreduceHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
                              const Reduction& reduction, const std::byte* source, std::byte* target,
                              size_t count, std::vector<std::byte>& scratch, Deadline deadline);

@@ -16,7 +16,7 @@ constexpr size_t kCacheLine = 64;
 
 constexpr size_t kBlockBytes = size_t{8} << 10;
 
-// One step: write the own contribution, then read all of them.
+// One step: write this member's contribution, then read all of them.
 Status AllreduceSmall(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
                       std::byte* target, size_t count, Deadline deadline) {
   const ArenaSteps::Round round = steps.StartRound();
@@ -26,10 +26,10 @@ Status AllreduceSmall(ArenaSteps& steps, const Reduction& reduction, const std::
   return Status();
 }
 
-// Larger buffers go through in chunks. A chunk has three stages with a step between them: show the
-// others their slices of it; combine the own slice of everybody's contributions and show the
-// result; take the others' results. The stages of consecutive chunks overlap, so that there is one
-// step per chunk and nobody waits as long as all are about equally fast.
+// Larger buffers are reduced in chunks. A chunk has three stages with a step between them: publish
+// the slices of the other members; combine this member's slice of all contributions and publish the
+// result; copy the others' results. The stages of consecutive chunks overlap, so there is one step
+// per chunk, and members of about equal speed never wait.
 class Pipeline {
  public:
   Pipeline(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
@@ -52,8 +52,8 @@ class Pipeline {
         Show(now, rounds[now % 3]);
       }
       if (now >= 1 && now <= chunks) CombineOwn(now - 1, rounds[(now - 1) % 3]);
-      // Nobody waits for this member to take something: that comes after it has arrived. Still it
-      // does so before its next step, as ArenaSteps asks for.
+      // No member waits for this copy, which follows the arrival. It still ends before the next
+      // step, as ArenaSteps requires.
       if (now <= chunks) steps_.Arrive();
       if (now >= 2) Take(now - 2, rounds[(now - 2) % 3]);
       if (now > chunks) continue;
@@ -83,8 +83,8 @@ class Pipeline {
     }
   }
 
-  // Block by block, so that what one kernel leaves the next finds in the first-level cache. The own
-  // contribution comes from where it is; the result is built where it is shown.
+  // Block by block, so that the output of one kernel is still in the first-level cache for the
+  // next. This member's contribution is read from its source; the result is built in the slot.
   void CombineOwn(size_t index, const ArenaSteps::Round& round) const {
     const Slice mine = SliceOfMember(index, steps_.member());
     const size_t block = kBlockBytes / width_;
@@ -101,7 +101,7 @@ class Pipeline {
         return member == steps_.member() ? own : round.Slot(member) + offset;
       };
       std::byte* result = round.Slot(steps_.member()) + offset;
-      // In member order, so that a sum doesn't depend on whose slice it is in.
+      // In member order, so that a sum does not depend on the owner of the slice.
       Combine(reduction_.dtype, reduction_.op, result, contribution(0), contribution(1), count);
       for (int member = 2; member < steps_.count(); ++member) {
         Combine(reduction_.dtype, reduction_.op, result, result, contribution(member), count);

@@ -9,13 +9,13 @@
 
 namespace sparkhvd {
 
-// Where it goes another way; equal on all members. Results do not depend on it.
+// Where the algorithm changes; equal on all members. Results do not depend on it.
 struct ArenaSwitches {
-  // Up to this many bytes from all members together everybody reduces everything: one step instead
-  // of two.
+  // Up to this many bytes from all members together, every member reduces everything: one step
+  // instead of two.
   size_t small_bytes = size_t{32} << 10;
-  // Larger buffers go through in chunks. What a chunk touches (its share of the source, the target
-  // and everybody's slot) stays in the second-level cache.
+  // Larger buffers are reduced in chunks. The memory of a chunk (its share of the source, the
+  // target and all slots) stays in the second-level cache.
   size_t chunk_bytes = size_t{256} << 10;
 
   bool operator==(const ArenaSwitches& other) const {
@@ -23,8 +23,8 @@ struct ArenaSwitches {
   }
 };
 
-// Contributions of up to this many bytes need one step only: everybody shows its own and combines
-// all of them.
+// Contributions of up to this many bytes need one step only: every member shows its own and
+// combines all of them.
 size_t SmallAllreduceBytes(const ArenaSteps& steps, const ArenaSwitches& switches = {});
 
 // Reduces `count` elements of every member; all members get the same bits. `target` may be

@@ -9,7 +9,7 @@
 namespace sparkhvd {
 namespace {
 
-// The table of lengths, and where things stand according to it.
+// The table of lengths, and the offsets that follow from it.
 struct Plan {
   const std::vector<size_t>& lengths;
   size_t size;
@@ -30,8 +30,8 @@ struct Plan {
 
 }  // namespace
 
-// In step s everybody sends to the rank s places after and receives from the rank s places before,
-// so that no rank is asked by two at once.
+// In step s every rank sends to the rank s after it and receives from the rank s before it, so that
+// no rank serves two at once.
 Status AlltoallPairwise(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
                         Bytes target, Deadline deadline) {
   const int size = transport.size();
@@ -55,8 +55,8 @@ Status AlltoallPairwise(Transport& transport, ConstBytes source, const std::vect
   return Status();
 }
 
-// Every round shows the next stretch of everybody's source; each member takes out of it what is
-// meant for it.
+// Every round publishes the next stretch of every member's source; each member copies its own part
+// of it.
 Status AlltoallShm(ArenaSteps& steps, ConstBytes source, const std::vector<size_t>& lengths,
                    Bytes target, Deadline deadline) {
   const Plan plan{lengths, static_cast<size_t>(steps.count())};
@@ -71,17 +71,17 @@ Status AlltoallShm(ArenaSteps& steps, ConstBytes source, const std::vector<size_
     const size_t own = source.size() > done ? std::min(stretch, source.size() - done) : 0;
     CopyBytes(round.Slot(steps.member()), source.data() + done, own);
     SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
-    size_t place = 0;  // where the sender's part begins in the target
+    size_t target_offset = 0;  // where the sender's part begins in the target
     for (size_t sender = 0; sender < plan.size; ++sender) {
       const size_t begin = plan.SourceOffset(sender, me);
       const size_t end = begin + plan.Length(sender, me);
       const size_t first = std::max(begin, done);
       const size_t last = std::min(end, done + stretch);
       if (first < last) {
-        CopyBytes(target.data() + place + (first - begin),
+        CopyBytes(target.data() + target_offset + (first - begin),
                   round.Slot(static_cast<int>(sender)) + (first - done), last - first);
       }
-      place += plan.Length(sender, me);
+      target_offset += plan.Length(sender, me);
     }
   }
   return Status();

@@ -11,8 +11,8 @@
 
 namespace sparkhvd {
 
-// `lengths[s * size + r]` bytes go from rank s to rank r. They stand in the sender's `source` in
-// the order of the receivers and in the receiver's `target` in the order of the senders.
+// `lengths[s * size + r]` bytes go from rank s to rank r. The sender's `source` is in the order of
+// the receivers, the receiver's `target` in the order of the senders.
 Status AlltoallPairwise(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
                         Bytes target, Deadline deadline);
 

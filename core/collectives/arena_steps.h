@@ -1,4 +1,4 @@
-// Where a member stands in the use of its arena.
+// A member's progress through the steps of its arena.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +10,15 @@
 
 namespace sparkhvd {
 
-// One per arena, owned by whoever runs collectives over it. All members run the same collectives in
-// the same order, so all count alike, and the count alone says which part of a region may be
-// written.
+// There is one per arena, owned by its user. All members run the same collectives in the same
+// order, so their counts agree, and the count alone decides which part of a region may be written.
 //
-// A region is used in `kSlots` slots. A collective works in rounds; a round starts after everybody
-// was awaited at the step that is then current, makes one or two steps, and uses the slot that
-// belongs to the step at which it starts. The next round may start one step later already. What a
-// round leaves in the slot may be read until the reader arrives at the fourth step after the
-// round's start. The slot comes up again at the earliest four steps after, when everybody has been
-// awaited at the fourth: nobody reads what is overwritten, and no round has to wait for the readers
-// of the one before.
+// A region is used in `kSlots` slots. A collective works in rounds; a round starts after an
+// AwaitAll at the current step, makes one or two steps, and uses the slot of the step at which it
+// starts. The next round may start one step later already. The contents of a slot may be read until
+// the reader arrives at the fourth step after the round's start. The slot is reused four steps
+// later at the earliest, after an AwaitAll at the fourth step: no data is overwritten before it is
+// read, and no round has to wait for the readers of the previous one.
 class ArenaSteps {
  public:
   static constexpr uint64_t kSlots = 4;
@@ -33,7 +31,7 @@ class ArenaSteps {
 
   size_t SlotBytes() const { return arena_.Region(arena_.member()).size() / kSlots; }
 
-  // Everybody's slots of one round; stays good while the steps advance.
+  // The slots of all members in one round; valid while the steps advance.
   class Round {
    public:
     Round(const Arena& arena, size_t offset) : arena_(&arena), offset_(offset) {}
@@ -51,11 +49,11 @@ class ArenaSteps {
     return Round(arena_, static_cast<size_t>(step_ % kSlots) * SlotBytes());
   }
 
-  // Ends a step: what this member wrote is visible to everybody who awaits it.
+  // Ends a step: this member's writes are visible to all members that await it.
   void Arrive() { step_ = arena_.Arrive(); }
 
-  // Waits for everybody at the step that this member ended last. After a kTimeout it may be called
-  // again, by any thread.
+  // Waits for all members at the step that this member ended last. After a kTimeout any thread may
+  // call it again.
   Status AwaitAll(Deadline deadline) { return arena_.AwaitAll(step_, deadline); }
 
   Status ArriveAndAwaitAll(Deadline deadline) {

@@ -1,4 +1,4 @@
-// A meeting of all ranks.
+// A barrier of all ranks.
 #pragma once
 
 #include "base/deadline.h"

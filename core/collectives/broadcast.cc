@@ -9,7 +9,7 @@
 namespace sparkhvd {
 namespace {
 
-// Pieces let a rank pass on the beginning while the rest is still coming.
+// With pieces a rank forwards the beginning while the rest still arrives.
 constexpr size_t kPieceBytes = size_t{512} << 10;
 
 Status PostToChildren(Transport& transport, const std::vector<int>& children, ConstBytes piece,
@@ -24,25 +24,25 @@ Status PostToChildren(Transport& transport, const std::vector<int>& children, Co
 
 }  // namespace
 
-// A binomial tree over the ranks counted from the root: the parent of a rank is the rank without
-// its lowest set bit, its children are the rank with one lower bit set.
+// A binomial tree over the ranks relative to the root: the parent of a rank is the rank without its
+// lowest set bit, its children are the ranks with one lower bit set.
 Status BroadcastTree(Transport& transport, int root, const std::byte* source, Bytes target,
                      Deadline deadline) {
   const int size = transport.size();
-  const int place = (transport.rank() - root + size) % size;
+  const int relative_rank = (transport.rank() - root + size) % size;
   const auto rank_at = [&](int other) { return (other + root) % size; };
   int lowest = 1;
-  while (lowest < size && (place & lowest) == 0) lowest <<= 1;
+  while (lowest < size && (relative_rank & lowest) == 0) lowest <<= 1;
   std::vector<int> children;
   for (int bit = lowest >> 1; bit > 0; bit >>= 1) {
-    if (place + bit < size) children.push_back(rank_at(place + bit));
+    if (relative_rank + bit < size) children.push_back(rank_at(relative_rank + bit));
   }
-  if (place == 0) CopyBytes(target.data(), source, target.size());
+  if (relative_rank == 0) CopyBytes(target.data(), source, target.size());
   std::vector<Ticket> sends;
   for (size_t done = 0; done < target.size(); done += kPieceBytes) {
     const Bytes piece = target.Sub(done, std::min(kPieceBytes, target.size() - done));
-    if (place != 0) {
-      const Result<Ticket> posted = transport.PostReceive(rank_at(place - lowest), piece);
+    if (relative_rank != 0) {
+      const Result<Ticket> posted = transport.PostReceive(rank_at(relative_rank - lowest), piece);
       SHVD_TRY(posted.status());
       SHVD_TRY(transport.Wait(Span<const Ticket>(&posted.value(), 1), deadline));
     }

@@ -9,8 +9,8 @@
 
 namespace sparkhvd {
 
-// `source` counts on the root alone; `target` receives on every rank (on the root it may be the
-// source).
+// Only the root reads `source`; every rank receives into `target`, which may be the source on the
+// root.
 Status BroadcastTree(Transport& transport, int root, const std::byte* source, Bytes target,
                      Deadline deadline);
 

@@ -1,4 +1,4 @@
-// The reduction of what the members of an arena have shown each other.
+// The reduction of the members' slots.
 #pragma once
 
 #include "collectives/arena_steps.h"
@@ -7,8 +7,8 @@
 
 namespace sparkhvd {
 
-// Combines and finishes the elements of `slice` that all members (two at least) have in their slots
-// into `target`: in member order, so that a result doesn't depend on who computes it.
+// Combines and finishes the elements of `slice` from the slots of all members (at least two) into
+// `target`, in member order, so that the result does not depend on the member that computes it.
 inline void CombineSlots(const ArenaSteps& steps, const ArenaSteps::Round& round,
                          const Reduction& reduction, std::byte* target, Slice slice) {
   const size_t offset = slice.begin * SizeOf(reduction.dtype);

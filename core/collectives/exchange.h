@@ -1,4 +1,4 @@
-// One send and one receive that belong together.
+// A send and a receive that run together.
 #pragma once
 
 #include <array>

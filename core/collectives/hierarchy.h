@@ -1,4 +1,4 @@
-// How ranks of several hosts work together when those of a host share memory.
+// The hierarchy of ranks of several hosts, where those of a host share memory.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@ namespace sparkhvd {
 // own. Members beyond the last lane only take part inside their group.
 struct Hierarchy {
   std::vector<std::vector<int>> groups;  // all ranks, the same list on every rank
-  int group = 0;                         // the own one
-  int member = 0;                        // the own place in it
+  int group = 0;                         // that of this rank
+  int member = 0;                        // this rank's index in it
 
   Hierarchy(std::vector<std::vector<int>> all, int rank) : groups(std::move(all)) {
     for (size_t index = 0; index < groups.size(); ++index) {
@@ -35,7 +35,7 @@ struct Hierarchy {
   const std::vector<int>& own_group() const { return groups[static_cast<size_t>(group)]; }
   bool in_lane() const { return member < lanes(); }
 
-  // The ranks of the own lane, by group.
+  // The ranks of this rank's lane, by group.
   std::vector<int> LaneRanks() const {
     std::vector<int> ranks;
     for (const std::vector<int>& each : groups) ranks.push_back(each[static_cast<size_t>(member)]);

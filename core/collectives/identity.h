@@ -1,4 +1,4 @@
-// What a rank contributes to a reduction that has nothing to contribute.
+// The contribution of a rank that has joined to a reduction.
 #pragma once
 
 #include <cstddef>
@@ -7,9 +7,8 @@
 
 namespace sparkhvd {
 
-// Fills `data` with the element that leaves every other one as it is under `op`: 0 for a sum, 1 for
-// a product, the highest value of the type (infinity, true) for a minimum, the lowest for a
-// maximum.
+// Fills `data` with the neutral element of `op`: 0 for a sum, 1 for a product, the highest value of
+// the type (infinity, true) for a minimum, the lowest for a maximum.
 void FillIdentity(DType dtype, ReduceOp op, std::byte* data, size_t count);
 
 }  // namespace sparkhvd

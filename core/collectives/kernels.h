@@ -31,20 +31,19 @@ struct KernelTable {
 // Runs everywhere.
 const KernelTable& GenericKernels();
 
-// The best for this processor, found out once.
+// The best table for this processor, chosen once.
 const KernelTable& FastestKernels();
 
-// target = left op right, with an average treated as the sum that it starts from. Not for Adasum,
-// which does not go element by element.
+// target = left op right; an average is summed here. Not for Adasum, which is not elementwise.
 void Combine(DType dtype, ReduceOp op, std::byte* target, const std::byte* left,
              const std::byte* right, size_t count);
 
-// target = source * reduction.prescale, element by element; a plain copy (or nothing) when there is
-// nothing to do.
+// target = source * reduction.prescale, element by element; a plain copy (or nothing) for a
+// prescale of 1.
 void CopyPrescaled(const Reduction& reduction, std::byte* target, const std::byte* source,
                    size_t count);
 
-// Between a floating type of up to 32 bits and float32.
+// Converts between a floating type of up to 32 bits and float32.
 void ToFloats(DType dtype, const std::byte* source, float* target, size_t count);
 void FromFloats(DType dtype, const float* source, std::byte* target, size_t count);
 

@@ -10,12 +10,12 @@
 namespace sparkhvd {
 namespace {
 
-// What a round of the arena moves stays in the second-level cache.
+// The data of one round of the arena stays in the second-level cache.
 constexpr size_t kChunkBytes = size_t{256} << 10;
 
 }  // namespace
 
-// The first half of the ring allreduce, on a copy, because partial results need a place.
+// The first half of the ring allreduce, on a copy, because partial results need memory.
 Status ReducescatterRing(Transport& transport, const Reduction& reduction, const std::byte* source,
                          std::byte* target, const std::vector<Slice>& slices,
                          std::vector<std::byte>& scratch, Deadline deadline) {
@@ -35,7 +35,7 @@ Status ReducescatterRing(Transport& transport, const Reduction& reduction, const
   return Status();
 }
 
-// Every round shows a piece of each slice; its owner combines it straight into the target.
+// Every round publishes a piece of each slice; its owner combines it directly into the target.
 Status ReducescatterShm(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
                         std::byte* target, const std::vector<Slice>& slices, Deadline deadline) {
   const size_t width = SizeOf(reduction.dtype);

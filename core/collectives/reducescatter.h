@@ -1,4 +1,4 @@
-// Reduction of which every rank gets one slice.
+// Reduction in which every rank gets one slice of the result.
 #pragma once
 
 #include <vector>
@@ -13,8 +13,8 @@
 namespace sparkhvd {
 
 // Rank r gets the elements of `slices[r]`, reduced over all ranks, in its `target`. The slices are
-// in rank order and cover the `source`, which stays as it is; it must not overlap the target.
-// `scratch` is working memory of the caller, grown as needed and worth keeping.
+// in rank order and cover the `source`, which is not changed and must not overlap the target.
+// `scratch` is working memory of the caller, which grows as needed and should be reused.
 Status ReducescatterRing(Transport& transport, const Reduction& reduction, const std::byte* source,
                          std::byte* target, const std::vector<Slice>& slices,
                          std::vector<std::byte>& scratch, Deadline deadline);

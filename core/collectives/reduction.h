@@ -1,4 +1,4 @@
-// What an allreduce computes from the contributions of its ranks.
+// The reduction that an allreduce computes.
 #pragma once
 
 #include "base/dtype.h"

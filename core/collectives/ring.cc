@@ -13,7 +13,7 @@ namespace {
 // cache, the next arrives.
 constexpr size_t kPieceBytes = size_t{256} << 10;
 
-// Receives a slice piece by piece and combines each with the own data while the next is on its way.
+// Receives a slice piece by piece and combines each with this rank's data while the next arrives.
 Status ReceiveAndCombine(const Ring& ring, Slice slice, std::vector<std::byte>& scratch) {
   const Bytes own = ring.View(slice);
   const size_t piece = std::max(kPieceBytes / ring.width(), size_t{1}) * ring.width();
@@ -47,7 +47,7 @@ Status ReceiveAndCombine(const Ring& ring, Slice slice, std::vector<std::byte>& 
   return Status();
 }
 
-// Sends a slice in the pieces in which ReceiveAndCombine takes it.
+// Sends a slice in the pieces that ReceiveAndCombine expects.
 Status PostPieces(const Ring& ring, Slice slice, std::vector<Ticket>& tickets) {
   const ConstBytes bytes = ring.View(slice);
   const size_t piece = std::max(kPieceBytes / ring.width(), size_t{1}) * ring.width();
@@ -66,7 +66,7 @@ std::string StepName(const char* half, int step) {
 
 }  // namespace
 
-// After step s a rank has combined s + 2 contributions to one slice; after the last one its own
+// After step s a rank has combined s + 2 contributions to one slice; after the last step its own
 // slice is complete.
 Status RingReduceScatter(const Ring& ring, std::vector<std::byte>& scratch) {
   std::vector<Ticket> sends;

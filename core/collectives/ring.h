@@ -12,7 +12,7 @@
 
 namespace sparkhvd {
 
-// What travels around the ring: one slice of `data` per rank.
+// The data that travels around the ring: one slice of `data` per rank.
 struct Ring {
   Transport& transport;
   const Reduction& reduction;
@@ -22,7 +22,7 @@ struct Ring {
 
   int size() const { return transport.size(); }
   int Neighbour(int distance) const { return (transport.rank() + distance + size()) % size(); }
-  // The slice that is `distance` places after the own one.
+  // The slice that is `distance` slices after this rank's.
   Slice SliceAt(int distance) const { return slices[static_cast<size_t>(Neighbour(distance))]; }
   size_t width() const { return SizeOf(reduction.dtype); }
   Bytes View(Slice slice) const {
@@ -30,12 +30,12 @@ struct Ring {
   }
 };
 
-// Combines the contributions of all ranks (not the average's division) until every rank holds its
-// own slice complete; what the other slices hold afterwards is of no use. `scratch` is working
-// memory of the caller, grown as needed and worth keeping.
+// Combines the contributions of all ranks (without the average's division) until every rank's own
+// slice is complete; the other slices hold partial results. `scratch` is working memory of the
+// caller, which grows as needed and should be reused.
 Status RingReduceScatter(const Ring& ring, std::vector<std::byte>& scratch);
 
-// Gives every rank the slices that the others hold.
+// Copies every rank's slice to all other ranks.
 Status RingGather(const Ring& ring);
 
 }  // namespace sparkhvd

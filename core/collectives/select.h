@@ -1,4 +1,4 @@
-// Which algorithm carries out a collective: a pure decision that every rank makes alike.
+// The choice of the algorithm of a collective: a pure decision, equal on all ranks.
 #pragma once
 
 #include <cstddef>
@@ -12,21 +12,21 @@ enum class Algorithm {
   kHierarchical,  // through memory inside hosts, over links between them
 };
 
-// What every rank of a job knows about the way its ranks are connected.
+// How the ranks of a job are connected, as every rank knows it.
 struct Topology {
   int size = 1;
   int arenas =
       0;  // groups of ranks that share memory; a rank that shares with nobody counts as one
 };
 
-// The arena serves only when it holds the whole job: ranks of several hosts go over the links.
+// The arena is used only if it holds the whole job; ranks of several hosts use the links.
 constexpr Algorithm Select(const Topology& topology) {
   if (topology.size == 1) return Algorithm::kLocal;
   return topology.arenas == 1 ? Algorithm::kArena : Algorithm::kTransport;
 }
 
-// For a collective that has a hierarchical form: that is better at every size as soon as any ranks
-// share memory, because fewer ranks stand in the ring and fewer bytes leave a host.
+// For a collective with a hierarchical form, which is faster at every size as soon as some ranks
+// share memory: the ring has fewer ranks, and fewer bytes leave a host.
 constexpr Algorithm Select(const Topology& topology, bool hierarchical) {
   const Algorithm flat = Select(topology);
   const bool shared = topology.arenas < topology.size;

@@ -1,4 +1,4 @@
-// How a range of elements is divided among ranks.
+// The division of a range of elements among ranks.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ inline Slice SliceOf(size_t count, int parts, int index, size_t grain = 1) {
   return Slice{begin, end - begin};
 }
 
-// All of them, in order.
+// All slices, in order.
 inline std::vector<Slice> EvenSlices(size_t count, int parts, size_t grain = 1) {
   std::vector<Slice> slices;
   for (int index = 0; index < parts; ++index) slices.push_back(SliceOf(count, parts, index, grain));

@@ -12,7 +12,7 @@
 namespace sparkhvd {
 namespace {
 
-// More at once gain nothing more: what they fill leaves the processor's nearer caches.
+// More columns at once gain nothing: their data leaves the processor's nearer caches.
 constexpr size_t kTogether = 4;
 constexpr uint32_t kNowhere = std::numeric_limits<uint32_t>::max();
 
@@ -34,10 +34,10 @@ void ForEachRun(const std::vector<RowRun>& runs, const std::vector<ConstBytes>& 
   }
 }
 
-// Reading at random places is what takes the time, so it is done once for N columns: their values
-// of a row are put side by side in `together`, and picked together.
+// Reading at random indices dominates the time, so it is done once for N columns: their values of a
+// row are interleaved in `together` and picked together.
 template <size_t kBytes, size_t N>
-void PickTogether(const std::vector<uint32_t>& places, const std::vector<RowRun>& runs,
+void PickTogether(const std::vector<uint32_t>& indices, const std::vector<RowRun>& runs,
                   const ColumnRows* columns, std::byte* together) {
   std::byte* to = together;
   ForEachRun(runs, columns[0].parts, kBytes, [&](size_t part, size_t offset, size_t bytes) {
@@ -51,46 +51,46 @@ void PickTogether(const std::vector<uint32_t>& places, const std::vector<RowRun>
   std::byte* targets[N];
   for (size_t c = 0; c < N; ++c) targets[c] = columns[c].target.data();
   constexpr size_t kRows = 8;  // of a column before the next one: what was fetched is still near
-  const uint32_t* place = places.data();
+  const uint32_t* index = indices.data();
   size_t row = 0;
-  for (; row + kRows <= places.size(); row += kRows) {
+  for (; row + kRows <= indices.size(); row += kRows) {
     const std::byte* picked[kRows];
-    for (size_t r = 0; r < kRows; ++r) picked[r] = together + size_t{place[row + r]} * kBytes * N;
+    for (size_t r = 0; r < kRows; ++r) picked[r] = together + size_t{index[row + r]} * kBytes * N;
     for (size_t c = 0; c < N; ++c) {
       for (size_t r = 0; r < kRows; ++r) {
         std::memcpy(targets[c] + (row + r) * kBytes, picked[r] + c * kBytes, kBytes);
       }
     }
   }
-  for (; row < places.size(); ++row) {
+  for (; row < indices.size(); ++row) {
     for (size_t c = 0; c < N; ++c) {
-      std::memcpy(targets[c] + row * kBytes, together + (size_t{place[row]} * N + c) * kBytes,
+      std::memcpy(targets[c] + row * kBytes, together + (size_t{index[row]} * N + c) * kBytes,
                   kBytes);
     }
   }
 }
 
 template <size_t kBytes>
-void PickSmall(const std::vector<uint32_t>& places, const std::vector<RowRun>& runs,
+void PickSmall(const std::vector<uint32_t>& indices, const std::vector<RowRun>& runs,
                Span<const ColumnRows> columns) {
-  const std::unique_ptr<std::byte[]> together(new std::byte[places.size() * kBytes * kTogether]);
+  const std::unique_ptr<std::byte[]> together(new std::byte[indices.size() * kBytes * kTogether]);
   size_t done = 0;
   for (; done + kTogether <= columns.size(); done += kTogether) {
-    PickTogether<kBytes, kTogether>(places, runs, columns.data() + done, together.get());
+    PickTogether<kBytes, kTogether>(indices, runs, columns.data() + done, together.get());
   }
   for (; done + 2 <= columns.size(); done += 2) {
-    PickTogether<kBytes, 2>(places, runs, columns.data() + done, together.get());
+    PickTogether<kBytes, 2>(indices, runs, columns.data() + done, together.get());
   }
   if (done < columns.size()) {
-    PickTogether<kBytes, 1>(places, runs, columns.data() + done, together.get());
+    PickTogether<kBytes, 1>(indices, runs, columns.data() + done, together.get());
   }
 }
 
-// Rows that are copied one by one, in the order in which they lie.
-void PickLarge(const std::vector<uint32_t>& places, const std::vector<RowRun>& runs,
+// Copies large rows one by one, in storage order.
+void PickLarge(const std::vector<uint32_t>& indices, const std::vector<RowRun>& runs,
                Span<const ColumnRows> columns, size_t row_bytes) {
-  std::vector<uint32_t> targets(places.size());
-  for (size_t i = 0; i < places.size(); ++i) targets[places[i]] = static_cast<uint32_t>(i);
+  std::vector<uint32_t> targets(indices.size());
+  for (size_t i = 0; i < indices.size(); ++i) targets[indices[i]] = static_cast<uint32_t>(i);
   for (const ColumnRows& column : columns) {
     const uint32_t* target = targets.data();
     ForEachRun(runs, column.parts, row_bytes, [&](size_t part, size_t offset, size_t bytes) {
@@ -102,10 +102,10 @@ void PickLarge(const std::vector<uint32_t>& places, const std::vector<RowRun>& r
   }
 }
 
-// Numbers the wanted rows in the order in which they lie, and makes `places` these numbers.
-std::vector<RowRun> NumberWanted(std::vector<uint32_t>& places, size_t rows) {
+// Numbers the wanted rows in storage order, and replaces `indices` by these numbers.
+std::vector<RowRun> NumberWanted(std::vector<uint32_t>& indices, size_t rows) {
   std::vector<uint32_t> numbers(rows, kNowhere);
-  for (const uint32_t place : places) numbers[place] = 0;
+  for (const uint32_t index : indices) numbers[index] = 0;
   std::vector<RowRun> runs;
   uint32_t number = 0;
   for (uint32_t row = 0; row < rows; ++row) {
@@ -114,25 +114,26 @@ std::vector<RowRun> NumberWanted(std::vector<uint32_t>& places, size_t rows) {
     if (runs.empty() || runs.back().end != row) runs.push_back({row, row});
     runs.back().end = row + 1;
   }
-  for (uint32_t& place : places) place = numbers[place];
+  for (uint32_t& index : indices) index = numbers[index];
   return runs;
 }
 
 }  // namespace
 
-Result<RowOrder> RowOrder::Make(Span<const int64_t> places, size_t rows) {
+Result<RowOrder> RowOrder::Make(Span<const int64_t> indices, size_t rows) {
   if (rows >= kNowhere) {
-    return Status(StatusCode::kInvalidArgument, "rows are put into order up to 2**32 at a time");
+    return Status(StatusCode::kInvalidArgument, "a RowOrder covers fewer than 2**32 rows");
   }
-  std::vector<uint32_t> checked(places.size());
+  std::vector<uint32_t> checked(indices.size());
   size_t outside = 0;
-  for (size_t i = 0; i < places.size(); ++i) {
-    outside += static_cast<uint64_t>(places[i]) >= rows;
-    checked[i] = static_cast<uint32_t>(places[i]);
+  for (size_t i = 0; i < indices.size(); ++i) {
+    outside += static_cast<uint64_t>(indices[i]) >= rows;
+    checked[i] = static_cast<uint32_t>(indices[i]);
   }
   if (outside > 0) {
-    return Status(StatusCode::kInvalidArgument, std::to_string(outside) + " places are not among " +
-                                                    std::to_string(rows) + " rows");
+    return Status(
+        StatusCode::kInvalidArgument,
+        std::to_string(outside) + " row indices are outside the " + std::to_string(rows) + " rows");
   }
   std::vector<RowRun> runs = NumberWanted(checked, rows);
   return RowOrder(std::move(checked), std::move(runs), rows);
@@ -148,29 +149,29 @@ Status RowOrder::Pick(Span<const ColumnRows> columns, size_t row_bytes) const {
       whole = size == columns[0].parts[part].size() && size % row_bytes == 0;
     }
     if (!whole || bytes != rows_ * row_bytes ||
-        column.target.size() != places_.size() * row_bytes) {
+        column.target.size() != indices_.size() * row_bytes) {
       return Status(StatusCode::kInvalidArgument,
-                    "the parts of every column need " + std::to_string(rows_) + " rows of " +
+                    "the parts of every column must hold " + std::to_string(rows_) + " rows of " +
                         std::to_string(row_bytes) +
-                        " bytes, divided alike, and its target room for " +
-                        std::to_string(places_.size()));
+                        " bytes, split alike, and its target must have room for " +
+                        std::to_string(indices_.size()));
     }
   }
   switch (row_bytes) {
     case 1:
-      PickSmall<1>(places_, runs_, columns);
+      PickSmall<1>(indices_, runs_, columns);
       break;
     case 2:
-      PickSmall<2>(places_, runs_, columns);
+      PickSmall<2>(indices_, runs_, columns);
       break;
     case 4:
-      PickSmall<4>(places_, runs_, columns);
+      PickSmall<4>(indices_, runs_, columns);
       break;
     case 8:
-      PickSmall<8>(places_, runs_, columns);
+      PickSmall<8>(indices_, runs_, columns);
       break;
     default:
-      PickLarge(places_, runs_, columns, row_bytes);
+      PickLarge(indices_, runs_, columns, row_bytes);
   }
   return Status();
 }

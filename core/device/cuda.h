@@ -1,5 +1,5 @@
-// The few functions of CUDA's driver that are used, found while the program runs: nothing of CUDA
-// is needed to build, and where it is missing everything else works.
+// The functions of CUDA's driver that are used, loaded at run time: the build needs no CUDA, and
+// without the driver all other features work.
 #pragma once
 
 #include <array>
@@ -27,8 +27,7 @@ using CudaAddress = unsigned long long;  // the driver's own words  NOLINT
 constexpr int kCudaSuccess = 0;
 constexpr int kCudaNotReady = 600;
 
-// CUmemPoolProps of CUDA 11.2 and later, of which later versions name more of what is reserved
-// here.
+// CUmemPoolProps of CUDA 11.2 and later; later versions give names to more of the reserved bytes.
 struct CudaPoolProperties {
   int allocation_type = 1;  // CU_MEM_ALLOCATION_TYPE_PINNED
   int handle_types = 0;     // no other process gets at it
@@ -65,7 +64,7 @@ struct CudaFunctions {
   int (*copy_on_device)(CudaAddress target, CudaAddress source, size_t bytes, CudaStream stream);
   int (*copy_to_device)(CudaAddress target, const void* source, size_t bytes, CudaStream stream);
 
-  // What a `result` of `call` means; kIo unless it is success.
+  // Converts the `result` of `call`; kIo unless it is success.
   Status Check(const char* call, int result) const;
 };
 

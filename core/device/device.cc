@@ -16,7 +16,7 @@ CudaAddress AddressOf(const std::byte* data) { return reinterpret_cast<CudaAddre
 
 }  // namespace
 
-// What fails in destructors is left: by then the process, and with it the driver, may be ending.
+// Failures in destructors are ignored: by then the process, and with it the driver, may be ending.
 
 DeviceEvent::~DeviceEvent() { device_->GiveBack(handle_); }
 
@@ -154,7 +154,7 @@ Result<DeviceMemory> Device::Allocate(size_t bytes) const {
   SHVD_TRY(cuda_
                ->Check("cuMemAllocFromPoolAsync",
                        cuda_->memory_allocate(&address, bytes, pool_, stream_))
-               .Annotate("no memory for " + std::to_string(bytes) + " bytes on CUDA device " +
+               .Annotate("cannot allocate " + std::to_string(bytes) + " bytes on CUDA device " +
                          std::to_string(ordinal_)));
   return DeviceMemory(shared_from_this(), address, bytes);
 }

@@ -26,11 +26,10 @@ class DeviceEvent {
   DeviceEvent& operator=(const DeviceEvent&) = delete;
   ~DeviceEvent();
 
-  // Whether the device has come so far; a device that has failed comes no further and counts as
-  // there.
+  // Whether the device has reached it; a device that has failed counts as having done so.
   bool Reached() const;
 
-  // Lets what is put on `stream` from now on wait for it; the host does not wait.
+  // Makes later work on `stream` wait for it; the host does not wait.
   Status LetWait(CudaStream stream) const;
 
  private:
@@ -38,7 +37,7 @@ class DeviceEvent {
   const CudaEvent handle_;
 };
 
-// Memory in the order of streams: it is there for what follows on the device's own stream.
+// Memory in stream order: it is valid for later work on the device's own stream.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
@@ -54,8 +53,7 @@ class DeviceMemory {
   std::byte* data() const;
   size_t bytes() const { return bytes_; }
 
-  // Copies all to `target` on `stream` and gives the memory back there; does nothing the second
-  // time.
+  // Copies all to `target` on `stream` and frees the memory there; a second call does nothing.
   Status MoveTo(std::byte* target, CudaStream stream);
 
  private:
@@ -67,8 +65,8 @@ class DeviceMemory {
 // May be used by any thread.
 class Device : public std::enable_shared_from_this<Device> {
  public:
-  // Within the primary context, the one that everybody in the process uses. Where several engines
-  // use a device they share one of these, see DeviceTable.
+  // Uses the primary context, which the whole process shares. Engines that use the same device
+  // share one of these, see DeviceTable.
   static Result<std::shared_ptr<const Device>> Open(std::shared_ptr<const CudaFunctions> cuda,
                                                     int ordinal);
   ~Device();
@@ -76,12 +74,12 @@ class Device : public std::enable_shared_from_this<Device> {
   Device& operator=(const Device&) = delete;
 
   int ordinal() const { return ordinal_; }
-  // Its own, beside those of the program and before them where the device has too much to do.
+  // The device's own stream, with higher priority than those of the program.
   CudaStream stream() const { return stream_; }
   LaunchOrder& order() const { return order_; }
   const CudaFunctions& cuda() const { return *cuda_; }
 
-  // As long as it lives, this thread's CUDA calls go to the device.
+  // While it lives, this thread's CUDA calls go to the device.
   class Current {
    public:
     explicit Current(const Device& device);
@@ -95,7 +93,7 @@ class Device : public std::enable_shared_from_this<Device> {
     Status status_;
   };
 
-  // The point that `stream` has come to once what is on it by now is done.
+  // The point at which the current work of `stream` is done.
   Result<std::unique_ptr<DeviceEvent>> Record(CudaStream stream) const;
 
   // `bytes` may be 0.
@@ -119,8 +117,8 @@ class Device : public std::enable_shared_from_this<Device> {
   mutable LaunchOrder order_;
 
   mutable std::mutex mutex_;  // guards what follows; a leaf
-  // An event may be recorded anew while streams still wait for the point that it was: they wait for
-  // what it was when they were told to.
+  // An event may be recorded anew while streams still wait for its previous point: they keep
+  // waiting for that one.
   mutable std::vector<CudaEvent> free_events_;
 };
 

@@ -22,41 +22,42 @@ namespace sparkhvd {
 // communication in the presence of failures", 1987): once all ranks of a communicator are ready for
 // its next collective, each proposes a ticket later than all that its device has seen, and the
 // latest proposal is the collective's ticket on all of them. A device launches by ticket, and waits
-// as long as a proposal of its own may still become an earlier one. Nobody who has proposed waits
-// for anything but messages, so that every proposal is settled soon.
+// while a proposal of its own may still become an earlier one. A rank that has proposed waits only
+// for messages, so every proposal is settled soon.
 //
 // May be used by any thread.
 class LaunchOrder {
  public:
-  // The place of a communicator's next collective; it ends when that has been launched.
+  // The turn of a communicator's next collective; it ends at the launch.
   class Turn {
    public:
     ~Turn();
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
-    uint64_t proposal() const { return place_.first; }
+    uint64_t proposal() const { return position_.first; }
 
     // Waits for all collectives with earlier tickets. `ticket` is the latest proposal of all ranks.
     Status Await(uint64_t ticket, const Waiting& waiting);
 
    private:
     friend class LaunchOrder;
-    using Place = std::pair<uint64_t, std::string>;
-    Turn(LaunchOrder& order, Place place) : order_(order), place_(std::move(place)) {}
+    using Position = std::pair<uint64_t, std::string>;
+    Turn(LaunchOrder& order, Position position) : order_(order), position_(std::move(position)) {}
 
     LaunchOrder& order_;
-    Place place_;  // guarded by the order's mutex
+    Position position_;  // guarded by the order's mutex
   };
 
-  // `communicator` is equal on its ranks and tells it from others; it proposes one at a time.
+  // `communicator` is unique among those of the ranks and equal on all of its ranks; it proposes
+  // one at a time.
   std::unique_ptr<Turn> Propose(const std::string& communicator);
 
  private:
   std::mutex mutex_;  // guards what follows; a leaf
   std::condition_variable changed_;
   uint64_t latest_ = 0;  // the latest ticket that was proposed or agreed on
-  std::set<Turn::Place> turns_;
+  std::set<Turn::Position> turns_;
 };
 
 }  // namespace sparkhvd

@@ -1,4 +1,4 @@
-// What collectives in the memory of CUDA devices need to have been found.
+// The libraries that collectives in the memory of CUDA devices need.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace sparkhvd {
 
-// Engines of one process get copies of one of these, so that they share what they have of a device.
+// Engines of one process get copies of one of these, so that they share devices.
 struct DeviceLibraries {
   std::shared_ptr<const CudaFunctions> cuda;
   std::shared_ptr<const NcclFunctions> nccl;

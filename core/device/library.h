@@ -1,4 +1,4 @@
-// Shared libraries that are looked for while the program runs.
+// Shared libraries that are loaded at run time.
 #pragma once
 
 #include <string>
@@ -7,13 +7,14 @@
 
 namespace sparkhvd {
 
-// A library of this process. It is never unloaded: CUDA's leave threads and exit handlers behind.
+// A library of this process. It is never unloaded: CUDA's libraries leave threads and exit handlers
+// behind.
 class Library {
  public:
   // `path` is a file, or a name that the dynamic linker finds. Fails with kIo.
   static Result<Library> Open(const std::string& path);
 
-  // Sets `function` to what the library calls `name`; kIo where it has no such function.
+  // Sets `function` to the library's function `name`; kIo where it has none.
   template <typename Function>
   Status Find(const char* name, Function*& function) const {
     void* found = nullptr;

@@ -12,8 +12,8 @@ std::string VersionText(int version) {
          std::to_string(version % 100);
 }
 
-// NCCL gives no sign of what it does in the background, so that it has to be asked: without a pause
-// as long as most calls take, then in intervals.
+// NCCL does not signal the progress of background work, so it has to be polled: without a pause at
+// first, for as long as most calls take, then in intervals.
 constexpr std::chrono::microseconds kSoon{200};
 
 }  // namespace
@@ -137,7 +137,7 @@ Status NcclCommunicator::Finish(std::unique_ptr<NcclCommunicator> communicator,
   const NcclFunctions& nccl = *communicator->nccl_;
   const int begun = nccl.finalize(communicator->handle_);
   SHVD_TRY(communicator->Settle("ncclCommFinalize", begun, waiting));
-  // Nothing is left to wait for, and the handle is gone whatever the result says.
+  // No call is left to wait for, and the handle is invalid whatever the result.
   return nccl.Check("ncclCommDestroy", nccl.destroy(std::exchange(communicator->handle_, nullptr)));
 }
 
@@ -150,7 +150,7 @@ Status NcclCommunicator::Together(const std::vector<NcclCall>& calls, const Wait
   Status status;
   for (const NcclCall& call : calls) {
     const int result = call.make(*nccl_, handle_);
-    if (result == kNcclInProgress) continue;  // nothing of a group is done before its end
+    if (result == kNcclInProgress) continue;  // the calls of a group run at its end
     status = nccl_->Check(call.name, result, handle_);
     if (!status.ok()) break;
   }
@@ -165,18 +165,18 @@ Status NcclCommunicator::Failure() const {
   return result == kNcclInProgress ? Status() : nccl_->Check("NCCL", result, handle_);
 }
 
-// Until a call that goes on in the background has come to its result.
+// Waits until a call that continues in the background has its result.
 Status NcclCommunicator::Settle(const char* call, int result, const Waiting& waiting) const {
   const auto start = Deadline::Clock::now();
   while (result == kNcclInProgress) {
     if (waiting.deadline.Expired()) {
       return Status(StatusCode::kTimeout,
-                    std::string(call) + " is not done yet; some rank may not have come to it");
+                    std::string(call) + " is not done yet; some rank may not have reached it");
     }
     if (Deadline::Clock::now() - start < kSoon) {
       std::this_thread::yield();
     } else {
-      SHVD_TRY(waiting.trouble());
+      SHVD_TRY(waiting.check());
       std::this_thread::sleep_for(kSoon);
     }
     SHVD_TRY(nccl_->Check("ncclCommGetAsyncError", nccl_->get_async_error(handle_, &result)));

@@ -1,4 +1,4 @@
-// NCCL, found while the program runs, and communicators of it that never wait without an end.
+// NCCL, loaded at run time, and its communicators, with a limit on every wait.
 #pragma once
 
 #include <array>
@@ -19,12 +19,12 @@ struct ncclComm;  // a name of NCCL's binary interface
 
 namespace sparkhvd {
 
-// What ranks meet by; NCCL passes it by value.
+// The id by which ranks connect; NCCL passes it by value.
 struct NcclId {
   std::array<std::byte, 128> bytes;
 };
 
-// What NCCL 2.14 knew of its configuration. Later ones recognise it by its size and version.
+// The configuration of NCCL 2.14. Later versions recognise it by its size and version.
 struct NcclConfig {
   size_t size = sizeof(NcclConfig);
   unsigned magic = 0xcafebeef;
@@ -38,7 +38,7 @@ constexpr int kNcclInvalidUsage = 5;
 constexpr int kNcclRemoteError = 6;
 constexpr int kNcclInProgress = 7;
 
-constexpr int kNcclBytes = 0;  // the element type of what is only moved
+constexpr int kNcclBytes = 0;  // the element type of data that is only copied
 constexpr int kOldestNccl = 21400;
 
 // Element types and operators are numbers, see NcclType and NcclOperator.
@@ -70,37 +70,37 @@ struct NcclFunctions {
   int (*receive)(void* target, size_t count, int type, int peer, ncclComm* communicator,
                  CudaStream stream);
 
-  // What a `result` of `call` means; kPeerLost where NCCL lost another rank, kInvalidArgument for
-  // what it refuses, else kIo.
+  // Converts the `result` of `call`; kPeerLost where NCCL lost another rank, kInvalidArgument for
+  // an invalid call, else kIo.
   Status Check(const char* call, int result, ncclComm* communicator = nullptr) const;
 };
 
-// Fails with kIo where it is not to be found or too old.
+// Fails with kIo where it is missing or too old.
 Result<std::shared_ptr<const NcclFunctions>> LoadNccl(const std::string& path);
 
-// NCCL's numbers; nothing for what it cannot reduce.
+// NCCL's numbers; nothing for types and operators that it does not support.
 std::optional<int> NcclType(DType dtype);
 std::optional<int> NcclOperator(ReduceOp op);
 
-// A call that is going to be made; `make` returns its result.
+// A call; `make` makes it and returns its result.
 struct NcclCall {
   const char* name;
   std::function<int(const NcclFunctions&, ncclComm*)> make;
 };
 
-// One rank of a group of ranks, on the device that is current when it connects. One thread at a
-// time uses it.
+// One rank of a communicator, on the device that is current when it connects. One thread at a time
+// uses it.
 class NcclCommunicator {
  public:
   static Result<NcclId> NewId(const NcclFunctions& nccl);
 
-  // Returns once all ranks have come.
+  // Returns once all ranks have connected.
   static Result<std::unique_ptr<NcclCommunicator>> Connect(
       std::shared_ptr<const NcclFunctions> nccl, const NcclId& id, int rank, int size,
       const Waiting& waiting);
 
-  // Ends what runs, without waiting for the other ranks; collectives that are not complete on all
-  // of them may then fail there.
+  // Aborts running collectives, without waiting for the other ranks; those that are not complete on
+  // all of them may then fail there.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -108,11 +108,11 @@ class NcclCommunicator {
   // Makes the calls, which run together. Returns once they are on their streams.
   Status Together(const std::vector<NcclCall>& calls, const Waiting& waiting);
 
-  // What went wrong since, on the device or on the way to other ranks.
+  // A failure since the last call, on the device or on the links to other ranks.
   Status Failure() const;
 
-  // Gives everything back, once the collectives are complete on all ranks. Where that fails, the
-  // communicator is to be destroyed.
+  // Frees everything, once the collectives are complete on all ranks. Where that fails, the
+  // communicator has to be destroyed.
   static Status Finish(std::unique_ptr<NcclCommunicator> communicator, const Waiting& waiting);
 
   // Keeps it until the process ends: for collectives that may not be complete on other ranks.

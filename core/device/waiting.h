@@ -1,4 +1,4 @@
-// How long something may wait for other ranks.
+// The limits of a wait for other ranks.
 #pragma once
 
 #include <functional>
@@ -8,10 +8,10 @@
 
 namespace sparkhvd {
 
-// Until the deadline, or until `trouble`, which is asked time and again, says why it is no use.
+// Waits last until the deadline, or until `check`, which is called repeatedly, returns a failure.
 struct Waiting {
   Deadline deadline;
-  std::function<Status()> trouble;
+  std::function<Status()> check;
 };
 
 }  // namespace sparkhvd

@@ -1,4 +1,4 @@
-// What belongs to one operation in the memory of a device, beside its buffers.
+// The state of one operation in the memory of a device, beside its buffers.
 #pragma once
 
 #include <memory>
@@ -9,8 +9,7 @@
 
 namespace sparkhvd {
 
-// Where the program's work for an operation stands: its results are used, and its sources come
-// from, what is on this stream.
+// The stream of the program's work for an operation, which makes its sources and uses its results.
 struct DeviceStream {
   int ordinal = 0;
   CudaStream stream = nullptr;
@@ -20,7 +19,7 @@ struct DeviceStream {
   }
 };
 
-// The engine fills it in; once the operation is done it does not change, but for its output.
+// The engine fills it in; once the operation is done only its output changes.
 class DeviceWork {
  public:
   explicit DeviceWork(std::shared_ptr<const DeviceEvent> submitted)
@@ -34,17 +33,17 @@ class DeviceWork {
     output_ = std::move(output);
   }
 
-  // The rest once the operation is done.
+  // For use once the operation is done.
 
-  // Whether the device has carried it out, too.
+  // Whether the device has completed it, too.
   bool Finished() const { return !finished_ || finished_->Reached(); }
 
-  // Lets what is put on `stream` from now on see the result.
+  // Makes later work on `stream` see the result.
   Status LetWait(CudaStream stream) const {
     return finished_ ? finished_->LetWait(stream) : Status();
   }
 
-  // Copies what came from all ranks to `target` in the order of `stream`. Once.
+  // Copies the data from all ranks to `target` in the order of `stream`. Works once.
   Status MoveOutput(std::byte* target, CudaStream stream) {
     SHVD_TRY(LetWait(stream));
     return output_.MoveTo(target, stream);

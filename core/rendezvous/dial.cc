@@ -17,23 +17,23 @@
 namespace sparkhvd {
 namespace {
 
-// An address that answers within this time is not overtaken by one that stands behind it.
+// An address that answers within this time is not overtaken by a later one.
 constexpr std::chrono::milliseconds kHeadStart(100);
 constexpr int kSliceMillis = 100;
-// A listener without room is dialed again after a random time around this one, which doubles from
-// one attempt to the next.
+// A full listener is dialed again after a random time around this one, which doubles from one
+// attempt to the next.
 constexpr std::chrono::milliseconds kFirstPause(20);
 constexpr std::chrono::milliseconds kLongestPause(1000);
 
-// Between half and one and a half of `typical`, so that those who were turned away together do not
-// come together again.
+// Between half and one and a half of `typical`, so that dialers that were dropped together do not
+// return together.
 std::chrono::nanoseconds WithJitter(std::chrono::nanoseconds typical) {
   std::array<std::byte, 1> random{std::byte{128}};
   (void)FillRandom(Bytes(random.data(), random.size()));  // the middle where there is none
   return typical / 2 + typical * std::to_integer<int>(random[0]) / 255;
 }
 
-// One address on its way from nothing to an authenticated connection.
+// The attempt to reach one address, up to an authenticated connection.
 class Attempt {
  public:
   Attempt(HostPort address, const DialOptions& options, Deadline start)
@@ -63,9 +63,8 @@ class Attempt {
   bool connected() const { return underway() && state_ != State::kConnecting; }
   int times_turned_away() const { return times_turned_away_; }
 
-  // Begins the first try now, as nobody else is left that could answer sooner; false where there is
-  // none to begin.
-  bool Hurry() {
+  // Begins the first try now, for when all earlier attempts have failed; false if it has begun.
+  bool BeginNow() {
     if (state_ != State::kWaiting || times_turned_away_ > 0) return false;
     start_ = Deadline::AfterSeconds(0);
     return true;
@@ -83,16 +82,16 @@ class Attempt {
     if (state_ == State::kProving) ReadAnswer();
   }
 
-  // Sends the proof. One attempt at a time does: the other side keeps one connection.
+  // Sends the proof. Only one attempt at a time does so: the other side keeps one connection.
   void Prove() {
     const Digest proof = handshake_->Prove(welcome_);
     received_ = 0;
     state_ = State::kProving;
     const auto sent = WriteSome(fd_.get(), ConstBytes(proof.data(), proof.size()));
-    if (sent.status().code() == StatusCode::kPeerLost)
-      return TryAgain();  // we were too slow for it
+    if (sent.status().code() == StatusCode::kPeerLost) return TryAgain();  // this side was too slow
     if (!sent.ok()) return Fail(sent.status());
-    if (sent.value() != proof.size()) Fail(Status(StatusCode::kIo, "the proof was not taken"));
+    if (sent.value() != proof.size())
+      Fail(Status(StatusCode::kIo, "the socket did not accept the whole proof"));
   }
 
   void Fail(const Status& why) {
@@ -134,7 +133,7 @@ class Attempt {
     auto sent = WriteSome(fd_.get(), ConstBytes(hello.value().data(), hello.value().size()));
     if (!sent.ok()) return Fail(sent.status());
     if (sent.value() != hello.value().size()) {
-      return Fail(Status(StatusCode::kIo, "the hello was not taken"));
+      return Fail(Status(StatusCode::kIo, "the socket did not accept the whole hello"));
     }
     state_ = State::kAwaitingWelcome;
   }
@@ -152,13 +151,13 @@ class Attempt {
     if (!status.ok()) return Fail(status);
     if (options_.require_encryption && !keys().encrypt) {
       return Fail(Status(StatusCode::kAuthentication,
-                         "the other side does not encrypt, but this side must "
-                         "(SPARKHVD_ENCRYPT); set it for both"));
+                         "the other side does not encrypt, but this side requires it; set "
+                         "SPARKHVD_ENCRYPT for both"));
     }
     state_ = State::kDone;
   }
 
-  // True once a whole message is there.
+  // True once a whole message has arrived.
   bool Read(Bytes message) {
     while (received_ < message.size()) {
       auto count = ReadSome(fd_.get(), message.Sub(received_, message.size() - received_));
@@ -192,7 +191,7 @@ class Dialing {
   Dialing(const DialOptions& options, Deadline deadline) : options_(options), deadline_(deadline) {
     if (!options.unix_name.empty()) Add({"@" + options.unix_name, 0});
     for (size_t i = 0; options.unix_name.empty() && i < options.addresses.size(); ++i) {
-      // A name service that is late must leave time for the addresses behind the name.
+      // A slow name service must leave time for the addresses of the name.
       const auto share = deadline.Remaining() / static_cast<int64_t>(options.addresses.size() - i);
       auto numeric = ResolveAll(options.addresses[i], Deadline::After(share));
       if (!numeric.ok()) {
@@ -227,15 +226,15 @@ class Dialing {
 
  private:
   Attempt& Add(const HostPort& address) {
-    const auto place = static_cast<int64_t>(attempts_.size());
-    return attempts_.emplace_back(address, options_, Deadline::After(place * kHeadStart));
+    const auto index = static_cast<int64_t>(attempts_.size());
+    return attempts_.emplace_back(address, options_, Deadline::After(index * kHeadStart));
   }
 
   int NextTimeout() {
     bool trying = false;
     for (const Attempt& attempt : attempts_) trying = trying || attempt.underway();
     for (size_t i = 0; i < attempts_.size() && !trying; ++i) {
-      if (attempts_[i].Hurry()) return 0;
+      if (attempts_[i].BeginNow()) return 0;
     }
     int timeout = deadline_.RemainingMillis(kSliceMillis);
     for (const Attempt& attempt : attempts_) timeout = attempt.TimeoutMillis(timeout);
@@ -264,7 +263,7 @@ class Dialing {
       std::string how = attempt.connected() ? "connected, but no answer before the deadline"
                                             : "no answer before the deadline";
       if (attempt.times_turned_away() > 0) {
-        how += " (it had no room for another handshake " +
+        how += " (it had no free slot for a handshake " +
                std::to_string(attempt.times_turned_away()) + " times)";
       }
       attempt.Fail(Status(StatusCode::kTimeout, how));
@@ -278,7 +277,7 @@ class Dialing {
     for (const Attempt& attempt : attempts_) {
       tried += (tried.empty() ? "" : "; ") + ToText(attempt.address()) + ": " +
                attempt.failure().message();
-      // Of several failures the refused token is the one to act on.
+      // Of several failures the refused token is the one that the user can fix.
       if (code != StatusCode::kAuthentication) code = attempt.failure().code();
     }
     return Status(code, tried);
@@ -293,7 +292,7 @@ class Dialing {
 
 Result<UniqueFd> Dial(const DialOptions& options, Deadline deadline, SessionKeys* keys) {
   if (options.addresses.empty() && options.unix_name.empty()) {
-    return Status(StatusCode::kInvalidArgument, "there is no address to dial");
+    return Status(StatusCode::kInvalidArgument, "at least one address to dial is needed");
   }
   return Dialing(options, deadline).Run(keys);
 }

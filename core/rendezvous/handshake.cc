@@ -56,7 +56,7 @@ bool IsComeAgain(ConstBytes message) {
 
 Result<std::vector<std::byte>> AcceptorHandshake::Consume(ConstBytes message) {
   if (message.size() != wanted() || done_) {
-    return Status(StatusCode::kInternal, "handshake message of the wrong length");
+    return Status(StatusCode::kInternal, "a handshake message has the wrong length");
   }
   SHVD_TRY(CheckToken(token_));
   if (!hello_seen_) {

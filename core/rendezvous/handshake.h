@@ -6,14 +6,14 @@
 //   dialer   -> acceptor  HMAC("dial", all of this, purpose)    (32 bytes)
 //   acceptor -> dialer    HMAC("acpt", all of this, purpose)    (32 bytes)
 //
-// In place of a welcome or a proof the acceptor may send the beginning of ComeAgain and hang up: it
-// has no room, or the dialer was too slow. The dialer then dials again. Nothing authenticates that
-// word: whoever could forge it could also cut the connection.
+// Instead of a welcome or a proof the acceptor may send the beginning of ComeAgain and hang up: it
+// is full, or the dialer was too slow. The dialer then dials again. Nothing authenticates this
+// message: an attacker who could forge it could also cut the connection.
 //
-// Both nonces are fresh, so nothing recorded is worth anything later; the label keeps a proof from
-// being reflected; the purpose (known to both, never sent) keeps a connection from being led to
-// another listener of the job. A stranger learns only a nonce. The proofs do not protect what
-// follows: that needs encryption, with the keys that come of the handshake.
+// Both nonces are fresh, so a recording is worthless later; the label prevents a proof from being
+// reflected; the purpose (known to both, never sent) prevents a connection from being redirected to
+// another listener of the job. A stranger learns only a nonce. The proofs do not protect the data
+// that follows: that needs encryption, with the keys that the handshake derives.
 #pragma once
 
 #include <array>
@@ -33,8 +33,8 @@ constexpr size_t kNonceBytes = 32;
 constexpr size_t kWelcomeBytes = 40;
 constexpr size_t kProofBytes = 32;
 
-// What both ends know after a handshake and nobody else: a key for each direction, new with every
-// connection; and what the acceptor has decided.
+// The secrets that both ends share after a handshake: a key for each direction, new for every
+// connection; and the acceptor's decision to encrypt.
 struct SessionKeys {
   Digest from_dialer{};
   Digest from_acceptor{};
@@ -49,22 +49,24 @@ bool IsComeAgain(ConstBytes message);
 using Hello = std::array<std::byte, kHelloBytes>;
 using Welcome = std::array<std::byte, kWelcomeBytes>;
 
-// The acceptor's half, fed by whoever reads the socket: exactly wanted() bytes each time.
+// The acceptor's half, driven by the owner of the socket: it takes exactly wanted() bytes each
+// time.
 class AcceptorHandshake {
  public:
-  // `encrypt`: both are to encrypt what follows. Ranks agree on that by their address records.
+  // `encrypt`: whether both sides encrypt from then on. Ranks agree on that by their address
+  // records.
   AcceptorHandshake(const std::string& token, const std::string& purpose, bool encrypt = false)
       : token_(token), purpose_(purpose), encrypt_(encrypt) {}
 
   size_t wanted() const { return hello_seen_ ? kProofBytes : kHelloBytes; }
-  // What to send back; kAuthentication when the dialer is to be dropped without an answer.
+  // The reply to send; kAuthentication when the dialer is to be dropped without an answer.
   Result<std::vector<std::byte>> Consume(ConstBytes message);
-  // What to send before hanging up, so that a member dials again.
+  // The reply to send before hanging up, so that a member dials again.
   ConstBytes farewell() const {
     return ComeAgain().Sub(0, hello_seen_ ? kProofBytes : kWelcomeBytes);
   }
   bool done() const { return done_; }
-  // What the dialer says of itself; meaningful once done().
+  // The dialer's claim; meaningful once done().
   uint64_t claim() const;
   SessionKeys keys() const;  // likewise
 
@@ -78,8 +80,8 @@ class AcceptorHandshake {
   bool done_ = false;
 };
 
-// The dialer's half: send what Start gives, then what Prove makes of the acceptor's welcome, then
-// hand the acceptor's proof to Check.
+// The dialer's half: send the result of Start, then the result of Prove for the acceptor's welcome,
+// then pass the acceptor's proof to Check.
 class DialerHandshake {
  public:
   DialerHandshake(const std::string& token, const std::string& purpose, uint64_t claim)
@@ -102,8 +104,8 @@ class DialerHandshake {
 // kAuthentication: the other side closed the connection during the handshake.
 Status HandshakeRefused();
 
-// All of it over a connected socket. kAuthentication when the other side does not know the token
-// (or refuses ours).
+// Runs the whole handshake over a connected socket. kAuthentication when the other side does not
+// know the token (or refuses ours).
 Status DialHandshake(int fd, const std::string& token, const std::string& purpose, uint64_t claim,
                      Deadline deadline);
 

@@ -3,7 +3,7 @@
 namespace sparkhvd {
 
 Status MissingKey(const std::string& key) {
-  return Status(StatusCode::kTimeout, "nobody set key '" + key + "' before the deadline");
+  return Status(StatusCode::kTimeout, "key '" + key + "' was not set before the deadline");
 }
 
 Status InProcessStore::Set(const std::string& key, const std::string& value,

@@ -1,4 +1,4 @@
-// A key-value store for the threads of one process; also what a TcpStoreServer keeps its keys in.
+// A key-value store for the threads of one process; TcpStoreServer keeps its keys in one.
 #pragma once
 
 #include <condition_variable>
@@ -16,10 +16,10 @@ class InProcessStore final : public KeyValueStore {
   Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
   Result<std::string> Get(const std::string& key, Deadline deadline) override;
 
-  // The value if somebody has set it.
+  // The value if the key is set.
   std::optional<std::string> Find(const std::string& key) const;
 
-  // Wakes those who wait in Get with `why`; later calls fail with it, too.
+  // Wakes all waiters in Get with `why`; later calls fail with it, too.
   void Close(const Status& why);
 
  private:
@@ -29,7 +29,7 @@ class InProcessStore final : public KeyValueStore {
   Status closed_;
 };
 
-// kTimeout: the sentence for a key that nobody has set.
+// kTimeout: the message for a key that is not set.
 Status MissingKey(const std::string& key);
 
 }  // namespace sparkhvd

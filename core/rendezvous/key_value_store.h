@@ -1,4 +1,4 @@
-// Where the ranks of a job leave each other notes: addresses, agreements, failures.
+// The key-value store of a job's ranks: addresses, agreements, failures.
 #pragma once
 
 #include <memory>
@@ -9,12 +9,12 @@
 
 namespace sparkhvd {
 
-// What a process leaves with the store in case that it ends without a word. Ends before the store.
+// A key that the store sets when the process ends without notice. A will ends before its store.
 class Will {
  public:
   virtual ~Will() = default;  // as if the process had ended
 
-  // The process has left in good order, or nobody depends on it any more.
+  // Withdraws the will: the process leaves in good order, or no other depends on it.
   virtual void Withdraw() = 0;
 };
 
@@ -27,15 +27,15 @@ class KeyValueStore {
 
   virtual Status Set(const std::string& key, const std::string& value, Deadline deadline) = 0;
 
-  // The value of `key`, waiting until somebody sets it; kTimeout names the key, kPeerLost says that
-  // the server is gone.
+  // Returns the value of `key`, waiting until it is set; kTimeout names the key, kPeerLost means
+  // that the server has ended.
   virtual Result<std::string> Get(const std::string& key, Deadline deadline) = 0;
 
-  // Nobody here will ask for `key` again: what a Get that ran out of time has left is cleared away.
+  // Ends the use of `key` on this side: clears what a Get that timed out has left.
   virtual void StopAsking(const std::string& key) { (void)key; }
 
-  // Sets `key` to `value` once this process has ended or cannot reach the store any more. Null
-  // where the store ends with the process.
+  // Makes the store set `key` to `value` once this process has ended or is unreachable. Null where
+  // the store ends with the process.
   virtual Result<std::unique_ptr<Will>> LeaveWill(const std::string& key, const std::string& value,
                                                   Deadline deadline) {
     (void)key, (void)value, (void)deadline;

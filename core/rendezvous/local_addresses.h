@@ -14,8 +14,8 @@ struct LocalInterfaceAddress {
   bool loopback = false;
 };
 
-// Of all interfaces that are up, IPv4 before IPv6, without those that mean nothing on another host
-// or link (link-local).
+// The addresses of all interfaces that are up, IPv4 before IPv6, except link-local ones, which mean
+// nothing on another host or link.
 Result<std::vector<LocalInterfaceAddress>> LocalAddresses();
 
 }  // namespace sparkhvd

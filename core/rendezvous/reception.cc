@@ -47,7 +47,7 @@ bool Reception::HasRoom() const {
 
 std::vector<Admitted> Reception::Serve() {
   std::vector<Admitted> admitted;
-  AdvanceAll(admitted);  // before anybody has to make room
+  AdvanceAll(admitted);  // before any stranger is dropped
   if (resume_accepting_.Expired()) {
     for (const UniqueFd& listener : listeners_) Accept(listener.get());
   }
@@ -76,7 +76,7 @@ bool Reception::MakeRoom() {
 }
 
 void Reception::TurnAway(const Stranger& stranger) {
-  // A flood must not hold up the owner: what does not go at once does not go.
+  // A flood must not delay the owner: bytes that cannot be sent at once are dropped.
   (void)WriteSome(stranger.fd.get(), stranger.handshake.farewell());
 }
 

@@ -1,4 +1,4 @@
-// Accepts connections and lets in only those that know the job's token.
+// Accepts connections and admits only those that know the job's token.
 #pragma once
 
 #include <poll.h>
@@ -16,10 +16,10 @@
 namespace sparkhvd {
 
 struct ReceptionLimits {
-  size_t strangers = 256;          // connections that have not proved anything yet
+  size_t strangers = 256;          // connections without a proof so far
   double handshake_seconds = 5.0;  // for the whole handshake of one connection
-  // Nobody is turned away earlier to make room: a handshake among members takes a round trip or
-  // two.
+  // The time during which no connection is dropped for another: a handshake among members takes one
+  // or two round trips.
   double undisturbed_seconds = 0.1;
 };
 
@@ -30,10 +30,9 @@ struct Admitted {
   SessionKeys keys;
 };
 
-// When there is no room for another stranger, the oldest one makes room if it had its undisturbed
-// time; otherwise new connections wait in the kernel's queue. Whoever is turned away or too slow is
-// told to come again, so that neither a burst of members nor a flood of strangers keeps a member
-// out.
+// When there is no room for another stranger, the oldest one is dropped if it had its guaranteed
+// time; otherwise new connections wait in the kernel's queue. A dropped or slow dialer is asked to
+// dial again, so that neither a burst of members nor a flood of strangers keeps a member out.
 //
 // Owns listening sockets and the handshakes in progress on them. It has no thread: its owner polls
 // the descriptors from AppendPollFds together with its own, for at most TimeoutMillis, and then
@@ -46,7 +45,7 @@ class Reception {
 
   void AppendPollFds(std::vector<pollfd>& fds) const;
   int TimeoutMillis(int cap) const;
-  // Never waits: accepts, reads, answers, drops. Returns those who have just come through.
+  // Never waits: accepts, reads, answers, drops. Returns the newly admitted connections.
   std::vector<Admitted> Serve();
 
  private:

@@ -47,9 +47,9 @@ Resolution LookUp(const HostPort& address, int flags) {
   return {error, Addresses(list)};
 }
 
-// A name server that does not answer holds getaddrinfo up for as long as it likes, and nothing can
-// end it. So it has a thread that owns all it uses, and that is left alone when the time is up: the
-// one thread of ours that nobody joins.
+// getaddrinfo cannot be interrupted and may wait for a name server indefinitely. So it runs on a
+// thread that owns all its data and is abandoned at the deadline: the only thread that is never
+// joined.
 std::optional<Resolution> LookUpName(const HostPort& address, int flags, Deadline deadline) {
   auto promise = std::make_shared<std::promise<Resolution>>();
   std::future<Resolution> answer = promise->get_future();
@@ -64,7 +64,7 @@ Result<Addresses> Resolve(const HostPort& address, int flags, Deadline deadline)
     auto named = LookUpName(address, flags, deadline);
     if (!named) {
       return Status(StatusCode::kTimeout,
-                    "the name service did not say what host '" + address.host + "' is in time");
+                    "the name service did not resolve host '" + address.host + "' in time");
     }
     found = std::move(*named);
   }
@@ -87,12 +87,11 @@ Result<HostPort> Numeric(const sockaddr* address, socklen_t length) {
 }
 
 void SetOption(int fd, int level, int name, int value) {
-  // Tuning only: a kernel that refuses leaves a slower socket, not a wrong one.
+  // Tuning only: without these options the socket is slower, not wrong.
   (void)::setsockopt(fd, level, name, &value, sizeof(value));
 }
 
-// The first probe after a third of `silence` without a word, the end when three more are
-// unanswered.
+// The first probe follows a third of `silence`; the link ends when three more are unanswered.
 void SetKeepalive(int fd, std::chrono::seconds silence) {
   const int third = static_cast<int>(silence.count() / 3);
   SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, third);
@@ -121,10 +120,10 @@ Result<socklen_t> AbstractAddress(const std::string& name, sockaddr_un* address)
 
 Status FinishConnect(int fd, const sockaddr* address, socklen_t length, Deadline deadline) {
   while (::connect(fd, address, length) != 0) {
-    // Over TCP the connection goes on being made; the next call says so.
+    // Over TCP the connection proceeds in the background; the next call reports it.
     if (errno == EINTR) continue;
     if (errno == EISCONN) return Status();
-    // A Unix socket whose backlog is full: it has room as soon as the listener accepts; nothing to
+    // A Unix socket with a full backlog: it has room once the listener accepts; there is nothing to
     // poll for.
     if (errno == EAGAIN) {
       if (deadline.Expired()) {
@@ -144,7 +143,7 @@ Status FinishConnect(int fd, const sockaddr* address, socklen_t length, Deadline
   return Status();
 }
 
-// EAGAIN is no failure; the end of the other side is.
+// EAGAIN is not a failure; the end of the other side is.
 Result<size_t> Moved(ssize_t count, const char* what) {
   if (count > 0) return static_cast<size_t>(count);
   if (count == 0) return Status(StatusCode::kPeerLost, "the other side closed the connection");
@@ -169,7 +168,7 @@ Result<UniqueFd> ListenTcp(const HostPort& address, int buffer_bytes) {
   const addrinfo& first = *found.value();
   UniqueFd fd(::socket(first.ai_family, kSocketType, 0));
   if (!fd.valid()) return IoStatus(what, errno);
-  // A port chosen by the user must be free again at once when the job is started anew.
+  // A port that the user chose must be free again at once when the job restarts.
   if (address.port != 0) SetOption(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
   SetBuffers(fd.get(), buffer_bytes);
   if (::bind(fd.get(), first.ai_addr, first.ai_addrlen) != 0 || ::listen(fd.get(), kBacklog) != 0) {
@@ -206,7 +205,7 @@ Result<std::vector<HostPort>> ResolveAll(const HostPort& address, Deadline deadl
 Result<UniqueFd> BeginConnectTcp(const HostPort& address, int buffer_bytes) {
   const Resolution found = LookUp(address, AI_NUMERICHOST);
   if (found.error != 0) {
-    return Status(StatusCode::kInvalidArgument, "'" + address.host + "' is no numeric address");
+    return Status(StatusCode::kInvalidArgument, "'" + address.host + "' is not a numeric address");
   }
   UniqueFd fd(::socket(found.list->ai_family, kSocketType, 0));
   if (!fd.valid()) return IoStatus("open a socket", errno);
@@ -284,16 +283,14 @@ void TuneStream(int fd) {
 void NoticeLostHost(int fd) { SetKeepalive(fd, kSilentRendezvous); }
 
 bool HostWatch::IsSilent(int fd, std::chrono::milliseconds limit) {
-  // What was seen long ago, before we were stopped ourselves, has been answered since for all we
-  // know.
+  // Old observations, from before this process was stopped, may have been answered since.
   constexpr std::chrono::seconds kLongestGap(5);
   const auto now = Deadline::Clock::now();
   if (now - last_look_ > kLongestGap) unanswered_since_.reset();
   last_look_ = now;
   tcp_info info{};
   socklen_t size = sizeof(info);
-  // Both numbers go back to 0 with every answer, also with that of a host whose process reads
-  // nothing.
+  // Both numbers return to 0 with every answer, even of a host whose process reads nothing.
   const bool unanswered = ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
                           (info.tcpi_retransmits > 0 || info.tcpi_probes > 0);
   if (!unanswered) {
@@ -313,7 +310,7 @@ Status AwaitEvents(int fd, short events, Deadline deadline) {
     if (ready < 0 && errno != EINTR) return IoStatus("poll", errno);
     if (deadline.Expired()) return Status(StatusCode::kTimeout, "no answer before the deadline");
     if (ready == 0 && host.IsSilent(fd, kSilentRendezvous)) {
-      return Status(StatusCode::kPeerLost, "the other host does not answer any more");
+      return Status(StatusCode::kPeerLost, "the other host has stopped responding");
     }
   }
 }

@@ -29,34 +29,31 @@ Result<UniqueFd> ListenTcp(const HostPort& address, int buffer_bytes = 0);
 // Listens on a name in the abstract namespace: no file, nothing left when the process ends.
 Result<UniqueFd> ListenUnix(const std::string& name, int buffer_bytes = 0);
 
-// The numeric addresses that a name stands for, itself where it is one. kTimeout when the name
-// service is late.
+// The numeric addresses of a name, or the address itself. kTimeout when the name service is slow.
 Result<std::vector<HostPort>> ResolveAll(const HostPort& address, Deadline deadline);
 
-// A socket on its way to a numeric address: writable, or failed, once that is decided.
+// A socket that connects to a numeric address: writable, or failed, once that is decided.
 Result<UniqueFd> BeginConnectTcp(const HostPort& address, int buffer_bytes = 0);
 Result<UniqueFd> ConnectTcp(const HostPort& address, Deadline deadline, int buffer_bytes = 0);
 Result<UniqueFd> ConnectUnix(const std::string& name, Deadline deadline, int buffer_bytes = 0);
 
-// Doubles the number of descriptors that this process may have, as far as its hard limit permits;
-// false when it is there.
+// Doubles this process's limit of descriptors, up to its hard limit; false when that is reached.
 bool AllowMoreDescriptors();
 
 // The numeric address to which a TCP socket is bound.
 Result<HostPort> LocalAddress(int fd);
-// That of its other end.
+// The address of its peer.
 Result<HostPort> PeerAddress(int fd);
 
-// How a host that vanished (no power, no network) is told from a process that is slow or stopped.
-// The kernel of a stopped process goes on to acknowledge: to keepalive probes while nothing is on
-// its way, and to probes of a full window. So there are no limits on how long the other side may
-// take, only on how long its host may be silent: the kernel's keepalive ends a link on which
-// nothing is on its way, and whoever waits for a link asks a HostWatch. (TCP_USER_TIMEOUT would
-// also end links whose receiver does not read.)
+// How a host that vanished (no power, no network) differs from a slow or stopped process. The
+// kernel of a stopped process still acknowledges keepalive probes on an idle link and probes of a
+// full window. So there is no limit on the time of the other side, only on the silence of its host:
+// the kernel's keepalive ends an idle link, and a waiting thread checks a HostWatch.
+// (TCP_USER_TIMEOUT would also end links whose receiver does not read.)
 
 // For links between ranks.
 constexpr std::chrono::seconds kSilentLink(30);
-// For links on which little is ever on its way: those of the rendezvous.
+// For links that are mostly idle: those of the rendezvous.
 constexpr std::chrono::seconds kSilentRendezvous(9);
 
 // No delay for small segments, and keepalive that ends a link after kSilentLink. Nothing on Unix
@@ -65,12 +62,12 @@ void TuneStream(int fd);
 // After TuneStream: keepalive that ends the link after kSilentRendezvous.
 void NoticeLostHost(int fd);
 
-// Watches the host at the other end of one socket. While nothing is on its way, that is left to
-// keepalive.
+// Watches the host at the other end of one socket while data is unacknowledged; keepalive covers
+// idle links.
 class HostWatch {
  public:
-  // To be asked about once a second while somebody waits: whether the other host has left
-  // unanswered for `limit` what was sent to it.
+  // To be called about once a second during a wait: whether the other host has left sent data
+  // unacknowledged for `limit`.
   bool IsSilent(int fd, std::chrono::milliseconds limit);
 
  private:
@@ -78,8 +75,8 @@ class HostWatch {
   std::optional<Deadline::Clock::time_point> unanswered_since_;
 };
 
-// Waits until `events` (of poll) are there; kTimeout when they do not come, kPeerLost when the
-// other host is silent for kSilentRendezvous.
+// Waits for `events` (of poll); kTimeout at the deadline, kPeerLost when the other host is silent
+// for kSilentRendezvous.
 Status AwaitEvents(int fd, short events, Deadline deadline);
 
 // Exactly these bytes. kPeerLost when the other side closes or resets the connection.

@@ -16,7 +16,7 @@ std::array<std::byte, kStoreRequestBytes> EncodeStoreRequest(const StoreRequestH
 
 Result<StoreRequestHeader> DecodeStoreRequest(ConstBytes bytes) {
   if (bytes.size() != kStoreRequestBytes) {
-    return Status(StatusCode::kInvalidArgument, "rendezvous request of the wrong length");
+    return Status(StatusCode::kInvalidArgument, "a rendezvous request has the wrong length");
   }
   StoreRequestHeader header;
   header.request = static_cast<StoreRequest>(LoadLittleEndian<uint32_t>(bytes.data()));
@@ -70,7 +70,7 @@ Status CheckStoreSizes(const std::string& key, size_t value_bytes) {
     return Status(StatusCode::kInvalidArgument,
                   "the value of key '" + key + "' has " + std::to_string(value_bytes) +
                       " bytes; a rendezvous value has at most " + std::to_string(kMaxValueBytes) +
-                      ", pass larger things through the Store");
+                      "; pass larger values through the Store");
   }
   return Status();
 }

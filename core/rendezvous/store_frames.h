@@ -1,7 +1,6 @@
 // The messages between TcpStoreClient and TcpStoreServer, after the handshake.
 //
-// Each has a head of fixed length and a body. Where the server encrypts, both are sealed one by
-// one.
+// Each has a head of fixed length and a body. Where the server encrypts, each of the two is sealed.
 #pragma once
 
 #include <array>
@@ -24,10 +23,10 @@ constexpr size_t kMaxValueBytes = size_t{16} << 20;
 // The purpose of the handshake on a rendezvous connection.
 inline constexpr char kStorePurpose[] = "rendezvous";
 
-// A will is a Set that the server carries out when the connection ends; an empty one withdraws it.
+// A will is a Set that the server carries out when the connection ends; an empty will withdraws it.
 enum class StoreRequest : uint32_t { kSet = 1, kGet = 2, kWill = 3 };
 
-// A request is this header, and the key and the value (not of a Get).
+// A request is this header, the key, and for Set the value.
 struct StoreRequestHeader {
   StoreRequest request = StoreRequest::kGet;
   uint32_t key_bytes = 0;
@@ -35,26 +34,26 @@ struct StoreRequestHeader {
 };
 
 constexpr size_t kStoreRequestBytes = 12;
-// An answer is the length of the value (0 but for a Get) and the value.
+// An answer is the length of the value and the value; both are empty except for Get.
 constexpr size_t kStoreAnswerBytes = 4;
 
 std::array<std::byte, kStoreRequestBytes> EncodeStoreRequest(const StoreRequestHeader& header);
 // kInvalidArgument for unknown requests and for lengths above the limits.
 Result<StoreRequestHeader> DecodeStoreRequest(ConstBytes bytes);
 
-// What seals the heads and bodies of one connection; made without keys it leaves them as they are.
+// Seals the heads and bodies of one connection; without keys it leaves them unchanged.
 class StoreCipher {
  public:
   StoreCipher() = default;
-  // For one of both sides. Fails where OpenSSL is missing.
+  // For one of the two sides. Fails where OpenSSL is missing.
   static Result<StoreCipher> Make(const Digest& sending, const Digest& receiving);
 
-  // By how much what travels is longer than what was said.
+  // The number of bytes that sealing adds.
   size_t overhead() const { return sealing_ ? kCipherTagBytes : 0; }
-  // Appends `plain` as it travels.
+  // Appends `plain`, sealed.
   Status Seal(ConstBytes plain, std::vector<std::byte>* out);
-  // In place: leaves the content at the beginning of what travelled, as far as it reaches.
-  // kAuthentication when the other side did not say it at this place.
+  // Opens in place: the plain content is at the beginning afterwards. kAuthentication unless the
+  // other side sealed it as this record.
   Result<Bytes> Open(Bytes travelled);
 
  private:
@@ -62,7 +61,7 @@ class StoreCipher {
   std::optional<LinkCipher> opening_;
 };
 
-// Both limits, for the caller's side.
+// Checks both limits, on the caller's side.
 Status CheckStoreSizes(const std::string& key, size_t value_bytes);
 
 }  // namespace sparkhvd

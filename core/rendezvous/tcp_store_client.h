@@ -1,4 +1,4 @@
-// The ranks' side of a TcpStoreServer.
+// The client of a TcpStoreServer.
 #pragma once
 
 #include <functional>
@@ -19,15 +19,15 @@
 
 namespace sparkhvd {
 
-// Thread-safe: every call in progress has a connection to itself, taken from the idle ones or
-// dialed, so a thread that waits for a key keeps nobody waiting. A Get that ran out of time leaves
-// its question with the server: the next Get of the key takes up its connection, so asking again
-// and again is cheap. Has no thread. Encrypts where the server does. In a forked child all that
-// works is Close, which closes the child's copies of the connections.
+// Thread-safe: every call in progress has a connection of its own, an idle or a new one, so a
+// thread that waits for a key blocks no other. A Get that timed out leaves its question with the
+// server: the next Get of the key reuses its connection, so polling is cheap. Has no thread.
+// Encrypts where the server does. In a forked child only Close works; it closes the child's copies
+// of the connections.
 class TcpStoreClient final : public KeyValueStore {
  public:
-  // Keeps the first address that answers and knows the token; `check` and `require_encryption` as
-  // in DialOptions.
+  // Keeps the first address that answers and knows the token; `check` and `require_encryption` are
+  // those of DialOptions.
   static Result<std::unique_ptr<TcpStoreClient>> Connect(const std::vector<HostPort>& addresses,
                                                          const std::string& token,
                                                          Deadline deadline,

@@ -24,7 +24,7 @@ namespace {
 constexpr short kEnds = POLLRDHUP | POLLHUP | POLLERR;
 
 // One authenticated client connection. It carries one request at a time: a client thread that waits
-// for a key has a connection of its own, so nobody stands behind it.
+// for a key has a connection of its own, so it blocks no other.
 class Session {
  public:
   Session(UniqueFd fd, StoreCipher cipher)
@@ -35,7 +35,7 @@ class Session {
   int fd() const { return fd_.get(); }
   bool IsHostSilent() { return host_.IsSilent(fd_.get(), kSilentRendezvous); }
 
-  // The connection has ended: carries out what its client wanted for this case.
+  // Carries out the client's will after the end of the connection.
   void End(InProcessStore& values) const {
     if (!will_.empty()) (void)values.Set(will_key_, will_, Deadline::AfterSeconds(0));
   }
@@ -45,16 +45,15 @@ class Session {
       case State::kReading:
         return POLLIN;
       case State::kWaiting:
-        return POLLRDHUP;  // only its end is of interest until the key is there
+        return POLLRDHUP;  // only its end matters until the key is set
       case State::kAnswering:
         return POLLOUT;
     }
     return 0;
   }
 
-  // Does what can be done without waiting; false when the connection is finished.
-  // `ready` is what poll reported; another connection may have brought the key that this one waits
-  // for.
+  // Does all work that needs no wait; false when the connection is finished. `ready` is the result
+  // of poll; another connection may have set the key that this one waits for.
   bool Advance(InProcessStore& values, short ready) {
     if (state_ == State::kWaiting && (ready & kEnds) != 0) return false;
     if (state_ != State::kWaiting && ready == 0) return true;
@@ -199,7 +198,7 @@ Result<std::unique_ptr<TcpStoreServer>> TcpStoreServer::Start(const HostPort& ad
     return std::unique_ptr<TcpStoreServer>(
         new TcpStoreServer(bound.value(), std::move(wake),
                            Reception(std::move(listeners), token, kStorePurpose, limits, encrypt)));
-  } catch (const std::system_error& error) {  // std::thread has no other way to say so
+  } catch (const std::system_error& error) {  // how std::thread reports a failure
     return Status(StatusCode::kIo, std::string("start the rendezvous thread: ") + error.what());
   }
 }
@@ -263,7 +262,7 @@ void TcpStoreServer::Serve(Reception reception) {
       const short events = fds[index].revents;
       progressed = progressed || events != 0;
       bool goes_on = false;
-      // A session that there is no memory for ends; the others go on.
+      // A session without memory ends; the others continue.
       static_cast<void>(Guarded([&] {
         goes_on = session->Advance(values_, events) && !(look && session->IsHostSilent());
         return Status();
@@ -285,7 +284,7 @@ void TcpStoreServer::Serve(Reception reception) {
       NoticeLostHost(admitted.fd.get());
       sessions.emplace_back(std::move(admitted.fd), std::move(cipher));
     }
-    // A key that a later session has set may be what an earlier one waits for.
+    // An earlier session may wait for a key that a later one has set.
     if (progressed) Ring();
   }
 }

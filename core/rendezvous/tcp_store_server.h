@@ -21,8 +21,8 @@ namespace sparkhvd {
 // Serves from Start until Close on one thread of its own. Its own Set and Get need no connection.
 class TcpStoreServer final : public KeyValueStore {
  public:
-  // `address.port` 0 takes any free port. With `encrypt` nobody else can read what the clients say
-  // and are told; fails where OpenSSL is missing.
+  // `address.port` 0 takes any free port. With `encrypt` all messages are encrypted; fails where
+  // OpenSSL is missing.
   static Result<std::unique_ptr<TcpStoreServer>> Start(const HostPort& address,
                                                        const std::string& token,
                                                        ReceptionLimits limits = {},
@@ -31,15 +31,15 @@ class TcpStoreServer final : public KeyValueStore {
   TcpStoreServer& operator=(const TcpStoreServer&) = delete;
   ~TcpStoreServer() override;
 
-  // The address that was bound, with its real port.
+  // The bound address, with its actual port.
   const HostPort& address() const { return address_; }
 
   Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
   Result<std::string> Get(const std::string& key, Deadline deadline) override;
 
-  // Ends all connections and the thread; clients and local waiters wake with kPeerLost. Once is
-  // enough, twice is harmless; not from two threads at a time. In a forked child it leaves all to
-  // the parent.
+  // Ends all connections and the thread; clients and local waiters wake with kPeerLost. A second
+  // call is harmless, but not from two threads at once. In a forked child it leaves the parent's
+  // server alone.
   void Close();
 
  private:

@@ -21,7 +21,7 @@ Status PinThisThread(int core) {
   const std::string there = std::to_string(::sysconf(_SC_NPROCESSORS_CONF));
   return Status(StatusCode::kInvalidArgument,
                 "a thread cannot be pinned to " + name + ": this host has " + there +
-                    " cores, numbered from 0, and this process may have been given only some");
+                    " cores, numbered from 0, and this process may be limited to some of them");
 }
 
 Status CheckProcessorCore(int core) {

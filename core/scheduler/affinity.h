@@ -1,15 +1,15 @@
-// Which processor core a thread runs on.
+// Pins threads to processor cores.
 #pragma once
 
 #include "base/status.h"
 
 namespace sparkhvd {
 
-// Lets the calling thread run on `core` alone. kInvalidArgument where there is no such core, or
-// none that this process may use.
+// Pins the calling thread to `core`. kInvalidArgument where there is no such core, or this process
+// may not use it.
 Status PinThisThread(int core);
 
-// Whether that would work, found out without changing the calling thread.
+// Checks whether that works, without changing the calling thread.
 Status CheckProcessorCore(int core);
 
 }  // namespace sparkhvd

@@ -1,8 +1,8 @@
-// Negotiation of ranks that share memory. Every rank leaves its message in its slot; one meeting
-// later everybody reads all of them and comes to the same decision, because all tables of readiness
-// are fed with the same messages in the same order. There is no coordinator and no answer to wait
-// for. Data of a small operation may lie beside the message: when all messages turn out to be equal
-// it has travelled already, and the meeting was the only one that the operation needs.
+// Negotiation of ranks that share memory. Every rank writes its message into its slot; after one
+// step every rank reads all messages and comes to the same decision, because all Readiness tables
+// receive the same messages in the same order. There is no coordinator and no answer to wait for.
+// The data of a small operation may travel beside the message: when all messages are equal it has
+// already arrived, and the operation needs no other step.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -14,14 +14,14 @@
 namespace sparkhvd {
 namespace {
 
-// What a message takes of a slot in the first round of a cycle; data that travels along lies behind
-// it. A longer message goes on in further rounds, which it has for itself.
+// The room for a message in the first round of a cycle; data that travels along follows it. A
+// longer message continues in further rounds, which have no such data.
 constexpr size_t kFrameBytes = 1024;
 
-// A frame begins with it.
+// The head of a frame.
 struct Head {
   uint64_t length;  // of the whole message
-  int64_t now;      // in nanoseconds; everybody goes by the clock of member 0
+  int64_t now;      // in nanoseconds; all use the clock of member 0
 };
 
 class ArenaNegotiation final : public Negotiation {
@@ -80,10 +80,10 @@ class ArenaNegotiation final : public Negotiation {
   bool interruptible() const override { return true; }
 
  private:
-  // Where the current part of a message lies in a slot.
+  // The offset of the current part of a message in a slot.
   size_t PartOffset() const { return part_ == 0 ? sizeof(Head) : 0; }
 
-  // Which bytes of a message of `length` bytes the current part has.
+  // The current part of a message of `length` bytes.
   Slice Part(size_t length) const {
     const size_t first = frame_bytes_ - sizeof(Head);
     const size_t begin = part_ == 0 ? 0 : first + (part_ - 1) * steps_.SlotBytes();
@@ -97,7 +97,7 @@ class ArenaNegotiation final : public Negotiation {
     std::memcpy(round_.Slot(steps_.member()) + PartOffset(), own_.data() + part.begin, part.count);
   }
 
-  // Compares without taking anything in: the steady state.
+  // Compares without decoding: the steady state.
   bool AllAskTheSame() const {
     if (own_.size() > frame_bytes_ - sizeof(Head)) return false;
     for (int member = 0; member < steps_.count(); ++member) {
@@ -121,7 +121,7 @@ class ArenaNegotiation final : public Negotiation {
         if (head.length > kMaxMessageBytes) {
           return Status(StatusCode::kInternal, "rank " + std::to_string(member) + " announces " +
                                                    std::to_string(head.length) +
-                                                   " bytes of requests, which is beyond the limit");
+                                                   " bytes of requests, which exceeds the limit");
         }
         message.resize(head.length);
         if (member == 0) now_ = Readiness::Time(Readiness::Time::duration(head.now));
@@ -133,7 +133,7 @@ class ArenaNegotiation final : public Negotiation {
     return Status();
   }
 
-  // Whether anybody's message goes on.
+  // Whether any member's message continues.
   bool MoreParts() const {
     return std::any_of(messages_.begin(), messages_.end(), [this](const auto& message) {
       const Slice part = Part(message.size());

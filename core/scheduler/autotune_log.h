@@ -1,4 +1,4 @@
-// Where a user reads what the autotuner tried.
+// The autotuner's log for users.
 #pragma once
 
 #include <fstream>
@@ -10,15 +10,15 @@
 
 namespace sparkhvd {
 
-// A file of comma-separated values: a header, then a line per sample, complete as soon as it is
-// written. What it held before is replaced.
+// A file of comma-separated values: a header, then a line per sample, each flushed at once.
+// Existing content is replaced.
 class AutotuneLog {
  public:
   static Result<std::shared_ptr<AutotuneLog>> Open(const std::string& path);
 
   explicit AutotuneLog(std::ofstream file) : file_(std::move(file)) {}
 
-  // A job doesn't end because a disk is full: what cannot be written is missing.
+  // A full disk does not end the job: lines that cannot be written are dropped.
   void Write(const TuningSample& sample);
 
  private:

@@ -8,7 +8,7 @@ namespace {
 constexpr size_t kKiB = 1024;
 constexpr size_t kMiB = 1024 * kKiB;
 
-// A step of tensors that never come again, because their names are made by counting, ends after so
+// A step whose tensors never come again, because their names are made by counting, ends after this
 // many.
 constexpr size_t kMostNames = 4096;
 
@@ -17,8 +17,8 @@ TuningAxis MakeAxis(std::vector<size_t> values, size_t start,
   values.push_back(start);
   std::sort(values.begin(), values.end());
   values.erase(std::unique(values.begin(), values.end()), values.end());
-  const auto place = std::find(values.begin(), values.end(), start) - values.begin();
-  return TuningAxis{std::move(values), static_cast<size_t>(place), set};
+  const auto index = std::find(values.begin(), values.end(), start) - values.begin();
+  return TuningAxis{std::move(values), static_cast<size_t>(index), set};
 }
 
 // first, first * factor, ... up to `last`.
@@ -68,7 +68,7 @@ Autotuner::Autotuner(AutotuneOptions options, const TuningScope& scope, const Tu
   Propose();
 }
 
-// What the current sample is of, or the best of all.
+// The point of the current sample, or the best of all.
 Tunables Autotuner::Sampled() const {
   Tunables tunables = start_;
   for (size_t axis = 0; warmups_left_ == 0 && axis < axes_.size(); ++axis) {

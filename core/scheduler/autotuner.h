@@ -1,4 +1,4 @@
-// Tries settings of the engine on the job that runs, and keeps the best: rank 0's part in tuning.
+// Tries settings of the engine on the running job and keeps the best: rank 0's part in tuning.
 #pragma once
 
 #include <chrono>
@@ -24,29 +24,29 @@ struct TuningSample {
 };
 
 struct AutotuneOptions {
-  size_t warmup_samples = 3;     // thrown away
-  size_t steps_per_sample = 10;  // one at least
+  size_t warmup_samples = 3;     // discarded
+  size_t steps_per_sample = 10;  // at least one
   size_t max_samples = 70;
-  std::function<void(const TuningSample&)> report;  // called by the thread that steers the engine
+  std::function<void(const TuningSample&)> report;  // called by the thread that drives the cycle
 };
 
-// What there is to choose.
+// The settings to tune.
 struct TuningScope {
-  bool fusion = false;          // how much is fused
+  bool fusion = false;          // the fusion threshold
   bool hierarchical = false;    // whether to use the memory of several hosts
   size_t arena_slot_bytes = 0;  // where allreduces go through one arena of all ranks
 };
 
-// The values among which one thing is chosen.
+// The candidate values of one setting.
 struct TuningAxis {
   std::vector<size_t> values;  // ascending
-  size_t start;                // the place of the one in force at the beginning
+  size_t start;                // the index of the initial value
   void (*set)(Tunables*, size_t value);
 };
 
-// A step is what runs until a tensor of it comes again. Its speed is the bytes of its allreduces by
-// the time until the next step begins, so that a user's computation counts, too: what makes an
-// allreduce faster at its expense is no gain. The score of a sample is the median of its steps.
+// A step ends when one of its tensors comes again. Its speed is the bytes of its allreduces divided
+// by the time until the next step begins, so that a user's computation counts, too: a faster
+// allreduce at its expense is no gain. The score of a sample is the median of its steps.
 class Autotuner {
  public:
   using Time = std::chrono::steady_clock::time_point;
@@ -55,16 +55,16 @@ class Autotuner {
     size_t bytes;
   };
 
-  // `start`: what is in force, and where the search begins.
+  // `start`: the settings in force, where the search begins.
   Autotuner(AutotuneOptions options, const TuningScope& scope, const Tunables& start);
 
-  // What everybody has to be told, once.
+  // Returns settings that all ranks have to receive, once.
   std::optional<Retuning> TakeRetuning() { return std::exchange(retuning_, std::nullopt); }
 
-  // It has come into force.
+  // Notes that they have come into force.
   void Begin();
 
-  // These allreduces run now.
+  // Notes that these allreduces run now.
   void Run(const std::vector<Piece>& pieces, Time now);
 
  private:
@@ -83,7 +83,7 @@ class Autotuner {
   std::optional<Retuning> retuning_;
 
   // Of the current sample.
-  bool running_ = false;                  // what is sampled is in force
+  bool running_ = false;                  // whether the sampled settings are in force
   std::vector<double> speeds_;            // of its steps
   std::optional<Time> step_start_;        // none before the first whole step
   std::unordered_set<std::string> seen_;  // names of the step

@@ -1,6 +1,6 @@
-// Negotiation over links. Every rank sends the coordinator one message and gets one back. A message
-// is a frame of fixed length, which holds all of it in the steady state, and a second transfer
-// where it doesn't fit.
+// Negotiation over links. Every rank sends the coordinator one message and receives one. A message
+// is a frame of fixed length, which holds all of it in the steady state, and a second transfer for
+// the rest if it does not fit.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -18,11 +18,11 @@ constexpr size_t kFrameBytes = 256;
 constexpr size_t kLengthBytes = sizeof(uint32_t);
 
 // A rank waits a little longer for the coordinator than the coordinator for the ranks, because the
-// coordinator knows who is missing and its complaint is the better one.
+// coordinator's error names the missing ranks.
 constexpr double kPatienceShare = 0.5;
 constexpr double kPatienceSeconds = 2.0;
 
-// The message behind its length, filled up to a whole frame.
+// The message after its length, padded to a whole frame.
 std::vector<std::byte> Pack(const std::vector<std::byte>& message) {
   std::vector<std::byte> packed(std::max(kFrameBytes, kLengthBytes + message.size()));
   const auto length = static_cast<uint32_t>(message.size());
@@ -35,8 +35,8 @@ Result<size_t> MessageBytes(const std::vector<std::byte>& frame) {
   uint32_t length = 0;
   std::memcpy(&length, frame.data(), kLengthBytes);
   if (length > kMaxMessageBytes) {
-    return Status(StatusCode::kInternal, "a message of " + std::to_string(length) +
-                                             " bytes in the negotiation is beyond its limit");
+    return Status(StatusCode::kInternal, "a negotiation message of " + std::to_string(length) +
+                                             " bytes exceeds the limit");
   }
   return static_cast<size_t>(length);
 }
@@ -65,7 +65,7 @@ Status PostFrame(Transport& transport, int peer, std::vector<std::byte>& frame,
   return Status();
 }
 
-// Once a frame has come: the transfer of what did not fit into it.
+// The transfer of the rest of a message, once its frame has arrived.
 Status PostRest(Transport& transport, int peer, std::vector<std::byte>& frame,
                 std::vector<Ticket>& tickets) {
   const Result<size_t> length = MessageBytes(frame);
@@ -124,7 +124,7 @@ class CoordinatedNegotiation final : public Negotiation {
     return Outcome{std::move(response).value(), std::nullopt};
   }
 
-  // A wait over links that ends too early breaks them. Alone there is nothing to wait for.
+  // A wait over links that ends too early breaks them. A single rank has nothing to wait for.
   bool interruptible() const override { return transport_.size() == 1; }
 
  private:

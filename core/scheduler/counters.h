@@ -1,4 +1,4 @@
-// What an engine has done so far, in numbers that only grow.
+// Monotonic counts of an engine's work.
 #pragma once
 
 #include <array>
@@ -25,7 +25,7 @@ inline uint64_t Microseconds(std::chrono::steady_clock::duration duration) {
       std::chrono::duration_cast<std::chrono::microseconds>(duration).count());
 }
 
-// Written by the thread that steers the engine, read by any.
+// Written by the thread that drives the cycle, read by any.
 struct Counters {
   std::atomic<uint64_t> operations{0};
   std::atomic<uint64_t> bytes{0};
@@ -34,8 +34,8 @@ struct Counters {
   std::atomic<uint64_t> fused_buffers{0};
   std::atomic<uint64_t> hierarchical{0};  // collectives, fused ones as one
   std::atomic<uint64_t> on_device{0};     // likewise
-  // Time by phase. The engine does one thing at a time; operations queue side by side, so theirs is
-  // a sum over operations.
+  // Time by phase. The engine runs one phase at a time; operations queue concurrently, so their
+  // time is a sum over operations.
   std::atomic<uint64_t> queue_us{0};
   std::atomic<uint64_t> negotiation_us{0};
   std::atomic<uint64_t> collective_us{0};  // includes the copies

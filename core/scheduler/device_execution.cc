@@ -11,7 +11,7 @@
 namespace sparkhvd {
 namespace {
 
-// How long a rank that leaves waits for what its device still does.
+// How long a rank that leaves waits for the work on its device.
 constexpr double kFarewellSeconds = 5.0;
 
 // One operation as NCCL sees it.
@@ -28,8 +28,8 @@ bool HasOutput(OperationKind kind) {
   return kind == OperationKind::kAllgather || kind == OperationKind::kAlltoall;
 }
 
-// All functions below add the calls for one operation. Lengths are in bytes where nothing is
-// computed.
+// All functions below add the calls for one operation. Lengths are in bytes where no arithmetic is
+// needed.
 class Calls {
  public:
   Calls(int rank, int size, CudaStream stream) : rank_(rank), size_(size), stream_(stream) {}
@@ -62,7 +62,7 @@ class Calls {
   static int Type(const Part& part) { return NcclType(part.request->dtype).value_or(0); }
   static int Operator(const Part& part) { return NcclOperator(part.request->op).value_or(0); }
 
-  // NCCL takes no call without elements.
+  // NCCL accepts no call without elements.
   template <typename Make>
   void Call(const char* name, size_t count, const Make& make) {
     if (count > 0) calls_.push_back(NcclCall{name, make});
@@ -76,7 +76,7 @@ class Calls {
          });
   }
 
-  // In equal parts where the rows can be divided; else every part is reduced to its rank.
+  // In equal parts where the rows divide evenly; else every part is reduced to its rank.
   void AddReducescatter(const Part& part) {
     const auto rows = static_cast<size_t>(part.request->shape[0]);
     const size_t row = RowElements(*part.request);
@@ -154,8 +154,7 @@ class Calls {
   std::vector<NcclCall> calls_;
 };
 
-// The operation with memory for what it brings, and for what it has to contribute where this rank
-// has joined.
+// The operation with memory for its output, and for its contribution where this rank has joined.
 Result<Part> PartOf(const Ready& ready, const Device& device, int rank, int size) {
   const Operation& operation = *ready.operation;
   const Request& request = operation.request();
@@ -190,14 +189,14 @@ std::optional<std::string> DeviceProblem(const Request& request) {
                      request.dtype == DType::kInt32 || request.dtype == DType::kInt64;
   const bool rounded = whole && request.op == ReduceOp::kAverage;
   if (NcclType(request.dtype) && NcclOperator(request.op) && !rounded) return std::nullopt;
-  return std::string("NCCL has no ") + Name(request.op) + " of " + Name(request.dtype) +
+  return std::string("NCCL does not support ") + Name(request.op) + " of " + Name(request.dtype) +
          "; copy the tensor to the host";
 }
 
 Result<std::shared_ptr<const DeviceEvent>> DeviceExecution::Mark(const DeviceStream& submitter) {
   if (!libraries_) {
     return Status(StatusCode::kInvalidArgument,
-                  "this engine was made without NCCL; copy the tensor to the host");
+                  "this engine runs without NCCL; copy the tensor to the host");
   }
   std::shared_ptr<const Device> device;
   {
@@ -214,7 +213,7 @@ Result<std::shared_ptr<const DeviceEvent>> DeviceExecution::Mark(const DeviceStr
                   "the tensor is on CUDA device " + std::to_string(submitter.ordinal) +
                       ", but this rank's first collective was on device " +
                       std::to_string(device->ordinal()) +
-                      "; with NCCL a rank has one device, copy the tensor there");
+                      "; with NCCL a rank uses one device: copy the tensor there");
   }
   Result<std::unique_ptr<DeviceEvent>> submitted = device->Record(submitter.stream);
   SHVD_TRY(submitted.status());
@@ -232,8 +231,8 @@ Status DeviceExecution::Run(const std::vector<const Ready*>& group, const Waitin
   if (!device) {
     return Status(StatusCode::kInvalidArgument,
                   "rank " + std::to_string(rank_) +
-                      " has joined without ever using a CUDA device, while others go on with "
-                      "theirs; pass its device to join()");
+                      " has joined without ever using a CUDA device, while other ranks still "
+                      "use theirs; pass its device to join()");
   }
   const Device::Current current(*device);
   SHVD_TRY(current.status());
@@ -284,7 +283,7 @@ Result<std::unique_ptr<LaunchOrder::Turn>> DeviceExecution::AwaitTurn(const Devi
   return turn;
 }
 
-// Ranks meet by an id of NCCL's that comes from rank 0.
+// Ranks connect by an id of NCCL's that rank 0 sends.
 Status DeviceExecution::Connect(const Waiting& waiting, const Links& links) {
   NcclId id{};
   if (rank_ == 0) {
@@ -308,21 +307,21 @@ Status DeviceExecution::Watch() {
   if (!oldest.deadline.Expired()) return Status();
   return Status(StatusCode::kTimeout,
                 oldest.title +
-                    ": begun on the CUDA device and not finished there; some rank may "
+                    ": started on the CUDA device but not finished there; some rank may "
                     "have failed");
 }
 
-void DeviceExecution::Leave(const Meet& meet) {
+void DeviceExecution::Leave(const EndBarrier& barrier) {
   constexpr std::chrono::milliseconds kInterval(1);
   const Deadline deadline = Deadline::AfterSeconds(kFarewellSeconds);
-  // A device gives no sign to a thread that could do anything else.
-  while (meet && busy() && !deadline.Expired() && Watch().ok()) {
+  // A device cannot wake a waiting thread.
+  while (barrier && busy() && !deadline.Expired() && Watch().ok()) {
     if (busy()) std::this_thread::sleep_for(kInterval);
   }
-  if (communicator_ && meet && Watch().ok()) {
-    // What is complete here may not be so on other ranks, which take what NCCL keeps for them here;
-    // and what a long queue of the program's own work still holds up goes on here, too.
-    if (!busy() && meet(deadline).ok()) {
+  if (communicator_ && barrier && Watch().ok()) {
+    // Work that is complete here may be incomplete on other ranks, which use NCCL's memory here;
+    // and a long queue of the program's own work may delay it.
+    if (!busy() && barrier(deadline).ok()) {
       const Waiting waiting{deadline, [] { return Status(); }};
       static_cast<void>(NcclCommunicator::Finish(std::move(communicator_), waiting));
     } else {

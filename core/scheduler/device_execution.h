@@ -22,11 +22,11 @@ namespace sparkhvd {
 
 // One rank's device, the first that it has submitted something on. An operation is done here when
 // its work is on a stream of the device, behind what the submitter had put on its own stream; the
-// device goes on alone, and Watch() looks after it.
+// device continues alone, and Watch() checks it.
 class DeviceExecution {
  public:
   // `libraries` may be null: then there is no device. `communicator` is equal on all ranks and
-  // tells this one from others of the process. `shared` is as after ShareDevice().
+  // distinguishes it from others of the process. `shared` is as after ShareDevice().
   DeviceExecution(std::shared_ptr<const DeviceLibraries> libraries, int rank, int size,
                   std::string communicator, bool shared)
       : libraries_(std::move(libraries)),
@@ -35,20 +35,20 @@ class DeviceExecution {
         communicator_name_(std::move(communicator)),
         shared_(shared) {}
 
-  // By any thread.
+  // For any thread.
 
-  // The point at which memory is ready that what is on `submitter` by now makes ready.
+  // The point at which the current work of `submitter` is done, and so its memory is ready.
   Result<std::shared_ptr<const DeviceEvent>> Mark(const DeviceStream& submitter);
 
-  // By the thread that steers the engine.
+  // For the thread that drives the cycle.
 
-  // What the ranks do over the links of the host before they begin on their devices.
+  // The ranks' exchanges over the links of the hosts before they start on their devices.
   struct Links {
     std::function<Status(Bytes)> share;       // gives all ranks the bytes of rank 0
     std::function<Status(int64_t*)> highest;  // gives all ranks the highest number of any
   };
 
-  // Runs operations of one kind together. What takes longer than until the deadline has failed.
+  // Runs operations of one kind together; those that are not done by the deadline fail.
   Status Run(const std::vector<const Ready*>& group, const Waiting& waiting, const Links& links);
 
   // From now on, on all ranks, other communicators use the devices too: see LaunchOrder.
@@ -57,18 +57,18 @@ class DeviceExecution {
   // Whether NCCL connects the ranks, which it does from the first Run on.
   bool connected() const { return communicator_ != nullptr; }
 
-  // Whether the device may not have carried out everything yet.
+  // Whether the device may still have work to do.
   bool busy() const { return !running_.empty(); }
 
-  // What has gone wrong on the device since.
+  // Returns a failure of the device since the last call.
   Status Watch();
 
-  // Waits until all ranks of the engine leave it; fails where they do not by the deadline.
-  using Meet = std::function<Status(Deadline)>;
+  // Waits until all ranks of the engine leave it; fails at the deadline.
+  using EndBarrier = std::function<Status(Deadline)>;
 
-  // Leaves the other ranks. With `meet` the job goes well: what runs ends first, on all ranks, or
-  // goes on where that takes long. Else it ends here and now.
-  void Leave(const Meet& meet);
+  // Leaves the other ranks. With `barrier` the end is orderly: running work ends first, on all
+  // ranks, or continues where that takes long. Without it the work is aborted.
+  void Leave(const EndBarrier& barrier);
 
  private:
   struct Running {
@@ -90,14 +90,14 @@ class DeviceExecution {
   mutable std::mutex mutex_;  // guards device_, which stays once it is set; a leaf
   std::shared_ptr<const Device> device_;
 
-  // Of the thread that steers.
+  // Used only by the thread that drives the cycle.
   bool shared_;
   std::unique_ptr<NcclCommunicator> communicator_;
   std::deque<Running> running_;  // in the order of the device's stream
 };
 
-// Why NCCL cannot do what is asked for, as a sentence; nothing where it can. Only what ranks agree
-// on counts.
+// Why NCCL cannot run the request, as a sentence; nothing where it can. It depends only on fields
+// that the ranks agree on.
 std::optional<std::string> DeviceProblem(const Request& request);
 
 }  // namespace sparkhvd

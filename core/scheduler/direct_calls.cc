@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kInterruptInterval(100);
 
-// What a rank is going to do, at the start of its slot; a small contribution lies behind it.
+// The call of a rank, at the start of its slot; a small contribution follows it.
 struct Call {
   uint64_t count;
   uint32_t dtype;
@@ -27,7 +27,7 @@ std::string ToText(const Call& call) {
          " x " + Name(static_cast<DType>(call.dtype));
 }
 
-// All ranks compare all with the first, so that all come to the same answer.
+// All ranks compare every call with the first one, so that all get the same answer.
 Status CompareCalls(const ArenaSteps& steps, const ArenaSteps::Round& round) {
   Call first;
   std::memcpy(&first, round.Slot(0), sizeof(first));
@@ -35,8 +35,8 @@ Status CompareCalls(const ArenaSteps& steps, const ArenaSteps::Round& round) {
     if (std::memcmp(round.Slot(member), round.Slot(0), sizeof(first)) == 0) continue;
     Call other;
     std::memcpy(&other, round.Slot(member), sizeof(other));
-    return Status(StatusCode::kMismatch, "rank 0 calls for the " + ToText(first) + ", rank " +
-                                             std::to_string(member) + " for the " + ToText(other));
+    return Status(StatusCode::kMismatch, "rank 0 calls " + ToText(first) + ", rank " +
+                                             std::to_string(member) + " calls " + ToText(other));
   }
   return Status();
 }
@@ -54,14 +54,14 @@ Status DirectCalls::Allreduce(const Reduction& reduction, const std::byte* sourc
   std::byte* slot = round.Slot(steps_.member());
   std::memcpy(slot, &call, sizeof(call));
   if (small) CopyPrescaled(reduction, slot + kCallBytes, source, count);
-  SHVD_TRY(Meet(deadline, interrupted));
+  SHVD_TRY(AwaitCalls(deadline, interrupted));
   SHVD_TRY(CompareCalls(steps_, round));
   if (!small) return AllreduceShm(steps_, reduction, source, target, count, deadline);
   CombineSlots(steps_, round.Behind(kCallBytes), reduction, target, Slice{0, count});
   return Status();
 }
 
-Status DirectCalls::Meet(Deadline deadline, const std::function<bool()>& interrupted) {
+Status DirectCalls::AwaitCalls(Deadline deadline, const std::function<bool()>& interrupted) {
   steps_.Arrive();
   while (true) {
     const Deadline slice = Deadline::Earlier(deadline, Deadline::After(kInterruptInterval));
@@ -70,7 +70,7 @@ Status DirectCalls::Meet(Deadline deadline, const std::function<bool()>& interru
       return status;
     }
     if (interrupted())
-      return Status(StatusCode::kAborted, "interrupted while it waited for the others");
+      return Status(StatusCode::kAborted, "interrupted while waiting for the other ranks");
   }
 }
 

@@ -19,15 +19,15 @@ using Clock = Deadline::Clock;
 constexpr std::chrono::microseconds kShortestPause{50};
 constexpr std::chrono::microseconds kLongestPause{5000};
 
-// What is fused is copied, by more than a few ranks twice. Where all ranks share memory that soon
-// costs more than the meetings that it spares, and more than this leaves the cache in between.
+// Fused data is copied, twice for more than a few ranks. Where all ranks share memory that soon
+// costs more than the steps it saves, and larger buffers leave the cache in between.
 constexpr size_t kFusionInMemory = size_t{1} << 20;
 
-// How long submissions that nobody waits for are gathered, unless they come to so many bytes.
+// How long submissions without a waiter are gathered, unless they add up to so many bytes.
 constexpr std::chrono::microseconds kGathering{150};
 constexpr size_t kEnoughBytes = size_t{1} << 20;
 
-// How often the engine looks after a device that is at work while there is nothing else to do.
+// How often the otherwise idle engine checks a busy device.
 constexpr std::chrono::milliseconds kDeviceInterval(50);
 
 uint64_t MicrosecondsSince(Clock::time_point start) { return Microseconds(Clock::now() - start); }
@@ -167,8 +167,8 @@ Status Engine::Enqueue(Span<const OperationPointer> operations, Start start) {
     if (!taken.ok()) {
       queue_.erase(queue_.begin() + static_cast<std::ptrdiff_t>(queued), queue_.end());
       for (const OperationPointer& operation : operations) {
-        const auto found = in_flight_.find(operation->request().name);
-        if (found != in_flight_.end() && found->second == operation) in_flight_.erase(found);
+        const auto entry = in_flight_.find(operation->request().name);
+        if (entry != in_flight_.end() && entry->second == operation) in_flight_.erase(entry);
       }
       return taken;
     }
@@ -176,12 +176,12 @@ Status Engine::Enqueue(Span<const OperationPointer> operations, Start start) {
       joined_ = joined_ || operation->request().kind == OperationKind::kJoin;
       queued_bytes_ += operation->bytes();
     }
-    // Whoever steers looks at the queue again before he leaves.
-    if (steered_ || (start == Start::kWithWaiter && negotiation_->interruptible())) {
+    // The thread that drives the cycle checks the queue again before it stops.
+    if (driven_ || (start == Start::kWithWaiter && negotiation_->interruptible())) {
       return Status();
     }
     const bool at_once = start == Start::kWithWaiter || queued_bytes_ >= kEnoughBytes;
-    if (gathering_ && !at_once) return Status();  // the engine's thread knows when to take it
+    if (gathering_ && !at_once) return Status();  // the engine's thread takes it in time
     gathering_ = !at_once;
     gathered_ = at_once ? Clock::time_point{} : Clock::now() + kGathering;
   }
@@ -195,8 +195,8 @@ Status Engine::TakeIn(Span<const OperationPointer> operations) {
     SHVD_TRY(Refusal(request).Annotate(request.Title()));
     if (in_flight_.emplace(request.name, operation).second) continue;
     return Status(StatusCode::kInvalidArgument,
-                  "an operation of this name is in flight already; wait for it or give this one "
-                  "another name")
+                  "an operation with this name is already in flight; wait for it or use another "
+                  "name")
         .Annotate(request.Title());
   }
   for (const OperationPointer& operation : operations) {
@@ -219,20 +219,19 @@ Status Engine::Refusal(const Request& request) const {
 Status Engine::Wait(Operation& operation, Deadline deadline) {
   if (operation.done()) return operation.Wait(deadline);
   if (negotiation_->interruptible()) {
-    SteerUntilDone(operation, deadline);
+    DriveUntilDone(operation, deadline);
   } else {
-    Hurry();
+    StopGathering();
   }
   return operation.Wait(deadline);
 }
 
-void Engine::StartNow() { Hurry(); }
+void Engine::StartNow() { StopGathering(); }
 
-// Ends the gathering.
-void Engine::Hurry() {
+void Engine::StopGathering() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (queue_.empty() || steered_) return;
+    if (queue_.empty() || driven_) return;
     gathering_ = false;
     gathered_ = Clock::time_point{};
   }
@@ -271,7 +270,7 @@ void Engine::Abort(const std::string& why) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (end_) return;
   }
-  // The reason stands on the board before the links break, so that every peer finds it there.
+  // The reason is on the board before the links break, so that every peer finds it there.
   EndTogether(status);
 }
 
@@ -283,8 +282,8 @@ Status Engine::Shutdown(Deadline deadline) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!end_) end_ = why;
-    // Without operations in flight the thread is not waiting for anybody, and peers that are still
-    // busy with an operation that has ended here must not be disturbed.
+    // Without operations in flight the thread waits for no peer, and peers that are still busy with
+    // an operation that has ended here must not be disturbed.
     interrupt = !in_flight_.empty();
   }
   wake_.notify_one();
@@ -297,7 +296,7 @@ Status Engine::Shutdown(Deadline deadline) {
   }
   thread_.join();
   {
-    // Nobody begins a direct call any more; one that waits is told to stop.
+    // No direct call can begin any more; one that waits is aborted.
     std::unique_lock<std::mutex> turn(direct_mutex_, std::try_to_lock);
     if (!turn.owns_lock()) {
       mesh_.direct_arena->Abort(why);
@@ -322,11 +321,11 @@ void Engine::Main() {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     while (AwaitWork(lock)) {
-      steered_ = true;
+      driven_ = true;
       lock.unlock();
       RunCycle(Deadline::Never());
       lock.lock();
-      steered_ = false;
+      driven_ = false;
     }
   }
   FailEverything();
@@ -339,11 +338,12 @@ void Engine::Main() {
   finished_changed_.notify_all();
 }
 
-// Until this thread has a cycle to run: true. False once the engine has ended and nobody steers.
+// Returns true once this thread has a cycle to run, false once the engine has ended and no thread
+// drives a cycle.
 bool Engine::AwaitWork(std::unique_lock<std::mutex>& lock) {
   while (true) {
-    if (!steered_ && !end_ && devices_.busy()) WatchDevice(lock);
-    if (steered_) {
+    if (!driven_ && !end_ && devices_.busy()) WatchDevice(lock);
+    if (driven_) {
       wake_.wait(lock);
     } else if (end_) {
       return false;
@@ -366,11 +366,12 @@ bool Engine::AwaitWork(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-// Returns when the operation is done, when others have to act first, or when somebody else steers.
-void Engine::SteerUntilDone(const Operation& operation, Deadline deadline) {
+// Drives cycles until the operation is done or other ranks have to act first; returns at once if
+// another thread drives.
+void Engine::DriveUntilDone(const Operation& operation, Deadline deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (steered_) return;
-  steered_ = true;
+  if (driven_) return;
+  driven_ = true;
   bool progress = true;
   while (progress && !operation.done() && !end_) {
     lock.unlock();
@@ -378,16 +379,16 @@ void Engine::SteerUntilDone(const Operation& operation, Deadline deadline) {
     lock.lock();
     progress = !entered_ && pause_.count() == 0;
   }
-  steered_ = false;
-  // What is left is for the engine's thread.
+  driven_ = false;
+  // The engine's thread takes over the rest.
   if (end_ || !queue_.empty() || entered_ || !pending_.empty() || devices_.busy()) {
     wake_.notify_one();
   }
 }
 
-// One cycle, or as much of it as `patience` allows where waiting can be interrupted.
-// Whatever happens in it, and be it that there is no memory, every operation gets its outcome: the
-// process must not go down with it, and nobody must wait in vain.
+// Runs one cycle, or as much of it as `patience` allows where waiting can be interrupted.
+// Every operation gets its outcome, even when memory runs out: a failure must neither end the
+// process nor leave a thread waiting.
 void Engine::RunCycle(Deadline patience) noexcept {
   const Status status = Guarded([&] {
     if (!entered_) SHVD_TRY(EnterCycle());
@@ -438,7 +439,7 @@ Status Engine::ConcludeCycle(Deadline patience) {
       negotiation_->Conclude(Deadline::Earlier(patience, entered_->deadline));
   if (outcome.status().code() == StatusCode::kTimeout && patience.Expired() &&
       !entered_->deadline.Expired()) {
-    return Status();  // whoever steers next goes on waiting
+    return Status();  // the next thread that drives continues to wait
   }
   const Entered cycle = *std::exchange(entered_, std::nullopt);
   if (!outcome.ok()) return outcome.status().Annotate("pending here " + PendingTitles());
@@ -460,7 +461,7 @@ Status Engine::ConcludeCycle(Deadline patience) {
   return Status();
 }
 
-// All ranks do so in the same cycle, before they run what it has brought.
+// All ranks do so in the same cycle, before they run its operations.
 void Engine::Retune(const Retuning& retuning) {
   execution_.Retune(retuning.tunables);
   if (autotuner_) autotuner_->Begin();
@@ -512,7 +513,7 @@ Result<Engine::OperationPointer> Engine::Accept(const Agreement& agreement) {
     return OperationPointer();
   }
   if (operation) {
-    // What ran beside ranks that had joined has other rows than it will have with all.
+    // An operation beside ranks that had joined has other rows than with all ranks.
     if (!agreement.request && operation->request().kind != OperationKind::kJoin) {
       negotiation_->Remember(operation->request(), agreement.rows);
     }

@@ -1,5 +1,5 @@
-// One rank of a job: a queue of named operations in, tickets out, and the thread that negotiates
-// and runs them.
+// The engine of one rank: a queue of named operations, and the thread that negotiates and runs
+// them.
 #pragma once
 
 #include <atomic>
@@ -34,43 +34,43 @@
 namespace sparkhvd {
 
 struct EngineConfig {
-  // Stands in front of what is said about failures; empty where this engine serves the whole job.
+  // Prefixes failure messages; empty where this engine serves the whole job.
   std::string label;
-  // What is given stays as it is; the rest suits the way the ranks are connected, and may be tuned.
+  // A value that is set stays; otherwise the default depends on the links, and may be tuned.
   std::optional<size_t> fusion_threshold;
   std::optional<bool> hierarchical_allreduce;
   size_t cache_capacity = 1024;
   double collective_timeout_s = 1800.0;
-  // Whether an allgather among several hosts makes use of the memory that ranks of a host share.
+  // Whether an allgather among several hosts uses the memory that the ranks of a host share.
   bool hierarchical_allgather = true;
   std::optional<AutotuneOptions> autotune;  // those of rank 0 count
-  std::optional<int> processor_core;        // where the engine's thread runs; anywhere when empty
+  std::optional<int> processor_core;        // that runs the engine's thread; any when empty
   std::shared_ptr<const DeviceLibraries> device_libraries;  // null: no operations on devices
   bool shares_device = false;  // other engines use the devices of the ranks, see kShareDeviceName
   std::shared_ptr<Timeline> timeline;  // another engine's; null: one of its own
-  std::string timeline_label;          // tells this engine's tensors from those of the other
+  std::string timeline_label;          // distinguishes this engine's tensors from the other's
 };
 
-// A barrier of this name tells the ranks that from then on other engines use their devices, too.
+// A barrier of this name announces that other engines use the ranks' devices from then on.
 inline constexpr const char* kShareDeviceName = "devices.share";
 
 // When an operation begins.
 enum class Start {
   kNow,        // on the engine's thread
-  kWithWaiter  // when somebody waits for it, on the thread that waits; or with the next kNow
+  kWithWaiter  // when a thread waits for it, on that thread; or with the next kNow
 };
 
-// Ranks run cycles in lockstep. A rank enters a cycle as soon as it has submitted something or
-// waits for something, and the cycle lasts until all ranks have entered it, so nobody waits for a
-// tick and an idle job costs nothing. When a cycle brought nothing new to anybody (every rank waits
-// for something that others have not submitted yet) the next one is put off by up to kLongestPause,
-// or until something is submitted here.
+// Ranks run cycles in lockstep. A rank enters a cycle as soon as it has submitted an operation or
+// waits for one, and the cycle lasts until all ranks have entered it, so no rank waits for a tick
+// and an idle job costs nothing. After a cycle without progress (every rank waits for operations
+// that others have not submitted yet) the next one is delayed by up to kLongestPause, or until an
+// operation is submitted here.
 //
-// One thread at a time runs cycles; it is said to steer. The engine's own thread steers when there
-// is work and nobody else does. A thread that waits for an operation steers instead while it waits:
-// handing a small operation over to another thread and back takes longer than the operation. What
-// nobody waits for is gathered for up to kGathering, so that the tensors of a burst travel together
-// and the engine's thread is not in the way of the one that submits them.
+// One thread at a time drives the cycle. The engine's own thread does so when there is work and no
+// other thread drives. A thread that waits for an operation drives while it waits: handing a small
+// operation over to another thread and back takes longer than the operation. Operations without a
+// waiter are gathered for up to kGathering, so that the tensors of a burst travel together and the
+// engine's thread does not compete with the thread that submits them.
 class Engine {
  public:
   Engine(const EngineConfig& config, Mesh mesh, FailureBoard board);
@@ -85,22 +85,22 @@ class Engine {
   const Counters& counters() const { return counters_; }
   const std::shared_ptr<Timeline>& timeline() const { return timeline_.shared(); }
 
-  // What is in force on all ranks, and whether it may still change.
+  // The settings in force on all ranks, and whether they may still change.
   Retuning tuning() const;
 
   // The caller keeps the buffers alive until the operation is settled. With `device` they are in
-  // its memory; a join that has it tells what it would use for the others' tensors. Fails with
-  // kInvalidArgument for a request that cannot work or a name that is in flight already, and with
-  // the engine's failure once it has one.
+  // its memory; a join uses it for the other ranks' tensors. Fails with kInvalidArgument for an
+  // invalid request or a name that is already in flight, and with the engine's failure once it has
+  // one.
   Result<std::shared_ptr<Operation>> Submit(Request request, const std::byte* source,
                                             std::byte* target, Start start = Start::kNow,
                                             const std::optional<DeviceStream>& device = {});
 
-  // The outcome of an operation of this engine; kTimeout naming the tensor when there is none by
-  // the deadline (the operation goes on).
+  // Waits for the outcome of an operation of this engine; fails with kTimeout and the tensor's name
+  // at the deadline (the operation continues).
   Status Wait(Operation& operation, Deadline deadline);
 
-  // Submits all or none; requests of one `group` have to come together.
+  // Submits all or none; requests of one `group` have to be submitted together.
   struct Submission {
     Request request;
     const std::byte* source;
@@ -110,21 +110,21 @@ class Engine {
   Result<std::vector<std::shared_ptr<Operation>>> SubmitAll(std::vector<Submission> submissions,
                                                             Start start = Start::kNow);
 
-  // Lets what was submitted with kWithWaiter begin without one.
+  // Starts operations that were submitted with kWithWaiter without waiting for them.
   void StartNow();
 
   // Whether AllreduceNow works: all ranks of the job share memory.
   bool has_direct_calls() const { return direct_calls_.has_value(); }
 
   // An allreduce without a name and without negotiation, on the calling thread: every rank must
-  // make the same calls in the same order. It may run beside anything else that the engine does.
-  // `interrupted` is asked from time to time during a wait; a call that was interrupted ends the
-  // engine, as any failure but kMismatch and kInvalidArgument does.
+  // make the same calls in the same order. It may run beside all other work of the engine.
+  // `interrupted` is polled during a wait. An interrupted call ends the engine, and so does every
+  // failure but kMismatch and kInvalidArgument.
   Status AllreduceNow(const Reduction& reduction, const std::byte* source, std::byte* target,
                       size_t count, const std::function<bool()>& interrupted);
 
-  // Why this engine has ended; OK as long as it goes on, and after an orderly Shutdown. What is
-  // done on a device may have failed there since.
+  // Why this engine has ended; OK while it runs, and after an orderly Shutdown. An operation that
+  // is done may still fail on its device.
   Status Failure() const;
 
   // Ends every pending and future operation here and on all peers with kAborted.
@@ -133,7 +133,7 @@ class Engine {
   // Leaves the job: pending operations fail with kShutDown. May be called again.
   Status Shutdown(Deadline deadline);
 
-  // In a forked child, where nothing else may be called: closes its copies of the links.
+  // Closes a forked child's copies of the links; no other call is allowed there.
   void CloseCopies() const { mesh_.sockets.CloseCopies(); }
 
  private:
@@ -149,7 +149,7 @@ class Engine {
 
   void Main();
   bool AwaitWork(std::unique_lock<std::mutex>& lock);
-  void SteerUntilDone(const Operation& operation, Deadline deadline);
+  void DriveUntilDone(const Operation& operation, Deadline deadline);
   void RunCycle(Deadline patience) noexcept;
   Status EnterCycle();
   Status ConcludeCycle(Deadline patience);
@@ -160,10 +160,10 @@ class Engine {
   Status ExecuteOnDevice(const std::vector<Ready>& ready, const std::vector<size_t>& positions,
                          Deadline deadline);
   void WatchDevice(std::unique_lock<std::mutex>& lock);
-  Status Trouble();
+  Status CheckForFailure();
   void LeaveDevices();
   void CompleteDeposits(const std::vector<Ready>& ready, const ArenaSteps::Round& round);
-  // Operations that are submitted together on one stream share the point at which they are ready.
+  // The point at which operations that are submitted together on one stream are ready.
   struct Mark {
     DeviceStream submitter;
     std::shared_ptr<const DeviceEvent> point;
@@ -174,7 +174,7 @@ class Engine {
   Status Refusal(const Request& request) const;                          // mutex_ is held
   Result<OperationPointer> Accept(const Agreement& agreement);
   OperationPointer TakePending(std::string_view name);
-  // They are of one kind where they succeeded.
+  // All are of one kind where they succeeded.
   void Complete(Span<const OperationPointer> operations, const Status& status) noexcept;
   void CountOperations(OperationKind kind, size_t number, size_t bytes);
   void EnterAll(const std::vector<OperationPointer>& operations, Phase phase);
@@ -182,7 +182,7 @@ class Engine {
   void End(const Status& why) noexcept;
   void FailEverything() noexcept;
   Status FirstFailure(const Status& own) noexcept;
-  void Hurry();
+  void StopGathering();
   std::string PendingTitles() const;
 
   const EngineConfig config_;
@@ -196,14 +196,14 @@ class Engine {
   Counters counters_;
   EngineTimeline timeline_;
 
-  // Of the thread that steers, which may be handed over (under mutex_) at any time.
+  // Used only by the thread that drives the cycle; threads hand over under mutex_.
   std::optional<ArenaSteps> steps_;  // where there is an arena
   std::unique_ptr<Negotiation> negotiation_;
   Execution execution_;
-  DeviceExecution devices_;  // some of it is for any thread
+  DeviceExecution devices_;  // partly for any thread
   std::unique_ptr<Will> will_;
-  Deadline::Clock::time_point next_look_{};  // at the board
-  std::unique_ptr<Autotuner> autotuner_;     // of rank 0, as long as it searches
+  Deadline::Clock::time_point next_look_{};                         // when to poll the board next
+  std::unique_ptr<Autotuner> autotuner_;                            // on rank 0 while it searches
   std::unordered_map<std::string_view, OperationPointer> pending_;  // by their names
   std::optional<Entered> entered_;
   std::chrono::microseconds pause_{0};
@@ -212,16 +212,16 @@ class Engine {
   mutable std::mutex mutex_;      // guards what follows; an Operation's mutex may be taken inside
   std::condition_variable wake_;  // for the engine's thread
   std::condition_variable finished_changed_;
-  bool steered_ = false;  // somebody runs a cycle
+  bool driven_ = false;  // whether a thread drives the cycle
   std::vector<OperationPointer> queue_;
-  // What is queued, pending or running, by name: whatever fails, nothing is forgotten.
+  // Queued, pending and running operations by name, so that every failure reaches them all.
   std::unordered_map<std::string_view, OperationPointer> in_flight_;
   size_t queued_bytes_ = 0;
-  bool gathering_ = false;  // the engine's thread knows that something is queued and will take it
-  Deadline::Clock::time_point gathered_{};  // then
-  bool joined_ = false;                     // a join is in flight
+  bool gathering_ = false;  // the engine's thread takes the queue at gathered_
+  Deadline::Clock::time_point gathered_{};
+  bool joined_ = false;  // a join is in flight
   Retuning tuning_;
-  std::optional<Status> end_;  // why nothing can be submitted any more
+  std::optional<Status> end_;  // why the engine accepts no more operations
   bool finished_ = false;
 
   std::mutex direct_mutex_;  // one direct call at a time; taken before mutex_

@@ -1,4 +1,4 @@
-// What the engine does for operations in the memory of devices.
+// The engine's part in operations in the memory of devices.
 #include <chrono>
 
 #include "scheduler/engine.h"
@@ -6,8 +6,8 @@
 namespace sparkhvd {
 namespace {
 
-// A rank whose device is at work may wait for others without being in a cycle with them, so that
-// it has to look for their failures.
+// A rank whose device is at work may wait for others outside of a cycle, so it has to poll for
+// their failures.
 constexpr std::chrono::seconds kLookInterval(1);
 
 }  // namespace
@@ -23,28 +23,28 @@ Status Engine::ExecuteOnDevice(const std::vector<Ready>& ready,
   }
   if (!devices_.connected()) will_ = board_.LeaveWill(rank_);
   ++counters_.on_device;
-  const Waiting waiting{deadline, [this] { return Trouble(); }};
+  const Waiting waiting{deadline, [this] { return CheckForFailure(); }};
   DeviceExecution::Links links;
   links.share = [&](Bytes bytes) { return execution_.Broadcast(0, bytes.data(), bytes, deadline); };
   links.highest = [&](int64_t* number) { return execution_.Highest(number, deadline); };
   return devices_.Run(group, waiting, links);
 }
 
-// While nobody else steers.
+// Called while no other thread drives the cycle.
 void Engine::WatchDevice(std::unique_lock<std::mutex>& lock) {
-  steered_ = true;
+  driven_ = true;
   lock.unlock();
   const Status status = Guarded([this] {
     SHVD_TRY(devices_.Watch());
-    return devices_.busy() ? Trouble() : Status();
+    return devices_.busy() ? CheckForFailure() : Status();
   });
   if (!status.ok()) EndTogether(status);
   lock.lock();
-  steered_ = false;
+  driven_ = false;
 }
 
-// Why it is no use to wait for a device any longer.
-Status Engine::Trouble() {
+// Returns why waiting for a device is futile; OK while it is not.
+Status Engine::CheckForFailure() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (end_) return *end_;
@@ -55,12 +55,13 @@ Status Engine::Trouble() {
   return board_.Look();
 }
 
-// Once nothing can be submitted any more.
+// Called once the engine accepts no more operations.
 void Engine::LeaveDevices() {
   const bool orderly = Failure().ok();
-  devices_.Leave(orderly ? [this](Deadline deadline) { return board_.Meet(rank_, size_, deadline); }
-                         : DeviceExecution::Meet());
-  board_.LookAway();
+  devices_.Leave(
+      orderly ? [this](Deadline deadline) { return board_.AwaitAllDone(rank_, size_, deadline); }
+              : DeviceExecution::EndBarrier());
+  board_.StopWatching();
   if (will_ && orderly) will_->Withdraw();
   will_.reset();
 }

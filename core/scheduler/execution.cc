@@ -23,8 +23,8 @@
 namespace sparkhvd {
 namespace {
 
-// Up to so many ranks it costs less to read the contributions of all, each once, than to share the
-// work and copy every tensor into a buffer before and out of it afterwards.
+// Up to this many ranks it costs less to read all contributions, each once, than to share the work
+// and copy every tensor into a buffer and out of it.
 constexpr int kMostRanksInSlots = 4;
 
 Reduction ReductionOf(const Request& request) {
@@ -39,7 +39,7 @@ Result<std::unique_ptr<std::byte[]>> Allocate(size_t bytes) {
   std::unique_ptr<std::byte[]> memory(new (std::nothrow) std::byte[bytes]);
   if (!memory) {
     return Status(StatusCode::kIo,
-                  "no memory for the " + std::to_string(bytes) + " bytes that come from all ranks");
+                  "cannot allocate the " + std::to_string(bytes) + " bytes that all ranks send");
   }
   return memory;
 }
@@ -112,7 +112,7 @@ void Execution::CombineDeposits(Operations group, const ArenaSteps::Round& round
   }
 }
 
-// Tensors of `lengths` elements one after the other.
+// Consecutive tensors of `lengths` elements.
 Status Execution::Reduce(const Reduction& reduction, const std::byte* source, std::byte* target,
                          Span<const size_t> lengths, Deadline deadline) {
   const size_t count = std::accumulate(lengths.begin(), lengths.end(), size_t{0});
@@ -169,8 +169,8 @@ bool Execution::GoThroughSlots(Operations group) const {
   });
 }
 
-// From the tensors to where everybody reads them, and combined to the tensors: as many in a round
-// as a slot has room for.
+// From the tensors to the slots, and combined back to the tensors: as many in a round as fit into a
+// slot.
 Status Execution::AllreduceInSlots(Operations group, Deadline deadline) {
   for (size_t begin = 0, end = 0; begin < group.size(); begin = end) {
     const auto start = Deadline::Clock::now();
@@ -190,7 +190,7 @@ Status Execution::AllreduceInSlots(Operations group, Deadline deadline) {
   return Status();
 }
 
-// Through memory of this rank's own, which then is one long tensor.
+// Through this rank's own memory, as one long tensor.
 Status Execution::AllreduceInBuffer(Operations group, Deadline deadline) {
   size_t total = 0;
   for (const auto& operation : group) total += operation->bytes();
@@ -245,7 +245,7 @@ Status Execution::Run(Operation& operation, const std::vector<int64_t>& rows, De
       operation.SetOutput(nullptr, 0, rows);
       return Status();
   }
-  return Status(StatusCode::kInternal, "no such operation");
+  return Status(StatusCode::kInternal, "unknown operation");
 }
 
 Status Execution::Gather(Operation& operation, const std::vector<int64_t>& rows,

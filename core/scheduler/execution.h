@@ -23,7 +23,7 @@ namespace sparkhvd {
 
 using Operations = Span<const std::shared_ptr<Operation>>;
 
-// One rank's hands: the links, and working memory that outlives a single operation.
+// Runs one rank's operations: its links, and working memory that outlives an operation.
 class Execution {
  public:
   // `steps` are those of the mesh's arena, null without one.
@@ -32,34 +32,34 @@ class Execution {
 
   const Tunables& tunables() const { return tunables_; }
 
-  // Between two cycles, in the same one on all ranks.
+  // To be called between two cycles, the same ones on all ranks.
   void Retune(const Tunables& tunables);
 
-  // What there is to tune.
+  // The settings that can be tuned.
   TuningScope tuning_scope() const;
 
-  // Runs one allreduce over all the operations together. They compute the same.
+  // Runs one allreduce over all the operations together, which have the same reduction.
   Status Allreduce(Operations group, Deadline deadline);
 
-  // Whether these are allreduces of which the contributions of a rank are small enough for `room`,
-  // beside a message of the negotiation. All ranks come to the same answer.
+  // Whether these are allreduces whose contributions fit into `room`, beside a message of the
+  // negotiation. All ranks get the same answer.
   bool MayDeposit(Operations group, Bytes room) const;
 
-  // Puts this rank's contributions there.
+  // Copies this rank's contributions there.
   void Deposit(Operations group, Bytes room) const;
 
-  // Completes such an allreduce from what all ranks have put there. `phase` is how the timeline
-  // calls that.
+  // Completes such an allreduce from the contributions of all ranks. `phase` is its name in the
+  // timeline.
   void CombineDeposits(Operations group, const ArenaSteps::Round& round,
                        Phase phase = Phase::kCollective) const;
 
-  // Runs an operation of any kind; `rows` is what the agreement says.
+  // Runs an operation of any kind; `rows` are those of the agreement.
   Status Run(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
 
-  // Gives all ranks the bytes of one. On the root the target may be the source.
+  // Copies the root's bytes to all ranks. On the root the target may be the source.
   Status Broadcast(int root, const std::byte* source, Bytes target, Deadline deadline);
 
-  // Gives all ranks the highest number of any.
+  // Sets `number` to the highest of all ranks.
   Status Highest(int64_t* number, Deadline deadline);
 
  private:
@@ -80,12 +80,12 @@ class Execution {
   Counters& counters_;
   const Hierarchy hierarchy_;
   const Topology topology_;
-  const Algorithm algorithm_;  // of whatever has no algorithm of its own
+  const Algorithm algorithm_;  // of all other operations
   const Algorithm gathering_;  // of allgathers
   Tunables tunables_;
   Algorithm reducing_;              // of allreduces
   std::vector<std::byte> scratch_;  // of the ring
-  std::vector<std::byte> fused_;    // where small tensors travel together
+  std::vector<std::byte> fused_;    // the fusion buffer
 };
 
 }  // namespace sparkhvd

@@ -34,7 +34,7 @@ Status FailureBoard::Look() const {
 }
 
 // Rank 0 waits for all, and all others for it.
-Status FailureBoard::Meet(int rank, int size, Deadline deadline) const {
+Status FailureBoard::AwaitAllDone(int rank, int size, Deadline deadline) const {
   if (!store || size == 1) return Status();
   const std::string all = scope + "/done";
   const auto of = [&all](int one) { return all + "/" + std::to_string(one); };
@@ -51,7 +51,7 @@ Status FailureBoard::Meet(int rank, int size, Deadline deadline) const {
   return store->Set(all, "", deadline);
 }
 
-void FailureBoard::LookAway() const {
+void FailureBoard::StopWatching() const {
   if (store) store->StopAsking(Key());
 }
 

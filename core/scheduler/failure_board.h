@@ -1,4 +1,4 @@
-// Where the ranks of one engine tell each other why they failed, or that they are done.
+// The board on which the ranks of one engine publish why they failed, or that they are done.
 #pragma once
 
 #include <memory>
@@ -9,26 +9,27 @@
 
 namespace sparkhvd {
 
-// The first reason is everybody's. The links themselves only say that a peer is gone, which is
-// rarely the reason.
+// All ranks report the first failure on the board. The links themselves only show that a peer is
+// gone, which is rarely the cause.
 struct FailureBoard {
-  std::shared_ptr<KeyValueStore> store;  // null: everybody is left with what it knows itself
+  std::shared_ptr<KeyValueStore> store;  // null: each rank knows only its own failures
   std::string scope;                     // unique per engine of a job
 
-  // Notes what `rank` knows; the first note on the board, `own` where that cannot be told.
+  // Publishes the failure of `rank`; returns the first one on the board, or `own` if that is
+  // unknown.
   Status First(const Status& own, int rank) const;
 
-  // The note that is on the board, if there is one; does not wait for any.
+  // Returns the failure on the board, if there is one; does not wait for any.
   Status Look() const;
 
-  // Waits until all `size` ranks have come to their end in good order.
-  Status Meet(int rank, int size, Deadline deadline) const;
+  // Waits until all `size` ranks have ended in good order.
+  Status AwaitAllDone(int rank, int size, Deadline deadline) const;
 
-  // Nobody here will look again.
-  void LookAway() const;
+  // Ends the use of Look() on this rank.
+  void StopWatching() const;
 
-  // Leaves the note that the process of `rank` has ended, should it end without a word. Null where
-  // it cannot be left.
+  // Leaves a will: the store publishes that the process of `rank` has ended if it ends without
+  // notice. Null if the store does not accept it.
   std::unique_ptr<Will> LeaveWill(int rank) const;
 
  private:

@@ -6,7 +6,7 @@
 namespace sparkhvd {
 namespace {
 
-// Where a fused tensor begins: on a boundary that suits every vector register.
+// The offset of a fused tensor: a multiple that suits every vector register.
 constexpr size_t kAlignment = 64;
 
 size_t PaddedBytes(const Request& request) {
@@ -37,7 +37,7 @@ std::vector<std::vector<size_t>> PlanFusion(const std::vector<const Request*>& r
       groups.push_back({position});
       continue;
     }
-    // Not the prescale: it is each rank's own, and all ranks have to come to the same plan.
+    // Without the prescale: it is each rank's own, and all ranks have to make the same plan.
     const auto key = std::make_tuple(request.dtype, request.op, request.postscale);
     const size_t bytes = PaddedBytes(request);
     const auto found = open.find(key);

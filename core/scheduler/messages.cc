@@ -38,7 +38,7 @@ class Writer {
   std::vector<std::byte> bytes_;
 };
 
-// Reads what is there; after the first read beyond the end everything is zero and ok() is false.
+// Reads the bytes; after the first read beyond the end all values are zero and ok() is false.
 class Reader {
  public:
   explicit Reader(ConstBytes bytes) : bytes_(bytes) {}
@@ -52,7 +52,7 @@ class Reader {
     Read(&value, sizeof(value));
     return value;
   }
-  // A count of things that take at least `least` bytes each.
+  // A count of items that take at least `least` bytes each.
   size_t GetCount(size_t least) {
     const size_t count = Get<uint32_t>();
     if (count > (bytes_.size() - position_) / least) ok_ = false;

@@ -1,4 +1,4 @@
-// What ranks and the coordinator tell each other in a cycle, and its form on the wire.
+// The messages between ranks and coordinator in a cycle, and their form on the wire.
 #pragma once
 
 #include <cstddef>
@@ -14,14 +14,14 @@
 
 namespace sparkhvd {
 
-// From a rank: what it has submitted since its last message.
+// From a rank: its submissions since its last message.
 struct RequestMessage {
   std::vector<uint32_t> cached;           // by the ids of the response cache, ascending
   std::vector<Request> requests;          // everything else
   std::optional<Retuning> retuning = {};  // of rank 0 alone
 };
 
-// The coordinator's word about one operation that was asked for in full.
+// The coordinator's decision about one operation that was requested in full.
 struct Agreement {
   std::string name;
   StatusCode code = StatusCode::kOk;  // otherwise the operation fails with `message`
@@ -29,25 +29,25 @@ struct Agreement {
   // allgather: rows by rank; alltoall: rows from rank s to rank r at s * size + r; join: the last
   // rank that joined.
   std::vector<int64_t> rows;
-  // Where some rank has joined: what the others ask for, so that it can take part.
+  // Where a rank has joined: the request of the others, so that it can take part.
   std::optional<Request> request;
 };
 
-// From the coordinator: what all ranks do next, `cached` first, in this order.
+// From the coordinator: the operations that all ranks run next, `cached` first, in this order.
 struct ResponseMessage {
   std::vector<uint32_t> cached;
   std::vector<Agreement> agreements;
   std::optional<Retuning> retuning = {};  // in force from this cycle on
 };
 
-// The length of the longest message that is read at all.
+// The length of the longest message that is accepted.
 constexpr size_t kMaxMessageBytes = size_t{256} << 20;
 
 std::vector<std::byte> Encode(const RequestMessage& message);
 std::vector<std::byte> Encode(const ResponseMessage& message);
 
-// Bytes that no Encode made fail with kInternal; nothing is allocated beyond what the bytes can
-// hold.
+// Bytes that are no encoded message fail with kInternal; allocations never exceed what the bytes
+// can hold.
 Result<RequestMessage> DecodeRequestMessage(ConstBytes bytes);
 Result<ResponseMessage> DecodeResponseMessage(ConstBytes bytes);
 

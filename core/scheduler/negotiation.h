@@ -1,4 +1,4 @@
-// The exchange in which ranks agree on what to do next.
+// The exchange in which ranks agree on the next operations.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,13 @@
 
 namespace sparkhvd {
 
-// What a cycle came to: the operations that all ranks have asked for by now, in an order that is
-// the same everywhere.
+// The result of a cycle: the operations that all ranks have requested, in the same order on all of
+// them.
 struct Outcome {
   ResponseMessage response;
-  // Set where every rank asked for exactly the same, by ids alone: then `response` is what they all
-  // asked for, and what each of them put beside its message lies here (in everybody's slots).
+  // Set if all ranks requested exactly the same operations, by ids alone: then `response` holds
+  // these, and this holds the data that the ranks put beside their messages (in the members'
+  // slots).
   std::optional<ArenaSteps::Round> beside;
 };
 
@@ -34,18 +35,17 @@ class Negotiation {
   Negotiation(const Negotiation&) = delete;
   Negotiation& operator=(const Negotiation&) = delete;
 
-  // Splits what was submitted into what the cache knows and what it doesn't.
+  // Splits submissions into those that the cache knows and others.
   RequestMessage Report(const std::vector<const Request*>& submitted) const;
 
-  // Writes down what this rank asks for. The result is room for data that travels along, empty
-  // where none does.
+  // Writes this rank's message. The result is room for data that travels along, possibly empty.
   virtual Bytes Announce(const RequestMessage& message) = 0;
 
-  // Lets the others read it.
+  // Publishes the message.
   virtual Status Enter() = 0;
 
-  // Waits until all ranks have entered. After a kTimeout at a `deadline` before the cycle's own it
-  // may be called again, by any thread, where interruptible().
+  // Waits until all ranks have entered. Where interruptible(), any thread may call it again after a
+  // kTimeout at a `deadline` before the cycle's own.
   virtual Result<Outcome> Conclude(Deadline deadline) = 0;
   virtual bool interruptible() const = 0;
 
@@ -55,21 +55,21 @@ class Negotiation {
   ResponseCache& cache() { return cache_; }
 
  protected:
-  // What is complete once everybody's messages were added, and what never will be. `retuning` is
-  // what rank 0 has sent.
+  // Decides which operations are complete with the messages of all ranks, and which will never be.
+  // `retuning` is that of rank 0.
   ResponseMessage Decide(Readiness::Time now, double timeout_s,
                          const std::optional<Retuning>& retuning);
 
   ResponseCache cache_;
-  Readiness readiness_;  // of whoever decides
+  Readiness readiness_;  // on the ranks that decide
 };
 
-// Over links: every rank sends the coordinator (rank 0) one message and gets one back.
+// Over links: every rank sends the coordinator (rank 0) one message and receives one.
 std::unique_ptr<Negotiation> MakeCoordinatedNegotiation(Transport& transport, size_t cache_capacity,
                                                         double collective_timeout_s);
 
-// Among ranks that share an arena, all of the job: one meeting, in which everybody reads
-// everybody's message and decides for itself.
+// Among ranks of a job that all share an arena: one step, in which every rank reads all messages
+// and decides for itself.
 std::unique_ptr<Negotiation> MakeArenaNegotiation(ArenaSteps& steps, size_t cache_capacity,
                                                   double collective_timeout_s);
 

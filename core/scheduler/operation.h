@@ -18,7 +18,7 @@
 
 namespace sparkhvd {
 
-// Shared by the submitter and the engine. Whoever owns the buffers keeps them alive until done().
+// Shared by the submitter and the engine. The owner of the buffers keeps them alive until done().
 class Operation {
  public:
   // `device` is null for the memory of the host.
@@ -47,18 +47,18 @@ class Operation {
   DeviceWork* device() const { return device_.get(); }
   Deadline::Clock::time_point submitted() const { return submitted_; }
 
-  // With device memory, that its work is on the way: what follows on a stream that waits for it
-  // sees the result.
+  // With device memory, done means that the work is enqueued: later work on a stream that waits for
+  // it sees the result.
   bool done() const { return done_.load(std::memory_order_acquire); }
 
-  // Done, and nothing uses the buffers any more.
+  // Whether it is done and nothing uses the buffers.
   bool settled() const { return done() && (!device_ || device_->Finished()); }
 
-  // Once done.
+  // For use once it is done.
   const Status& outcome() const { return status_; }
 
-  // The outcome; kTimeout naming the tensor when there is none by the deadline (the operation goes
-  // on).
+  // Waits for the outcome; fails with kTimeout and the tensor's name at the deadline (the operation
+  // continues).
   Status Wait(Deadline deadline) {
     if (done()) return status_;
     std::unique_lock<std::mutex> lock(mutex_);
@@ -69,13 +69,13 @@ class Operation {
     return status_;
   }
 
-  // Allgather and alltoall, once done: what came from all ranks, in rank order; on a device its
+  // Allgather and alltoall, once done: the data of all ranks, in rank order; on a device its
   // DeviceWork has it.
   Bytes output() const { return Bytes(output_.get(), output_bytes_); }
-  // The rows of the output by rank. Join: the one number of the last rank to join.
+  // The rows of the output by rank. Join: only the number of the last rank to join.
   const std::vector<int64_t>& rows() const { return rows_; }
 
-  // The rest is the engine's.
+  // For the engine only.
   void SetOutput(std::unique_ptr<std::byte[]> output, size_t bytes, std::vector<int64_t> rows) {
     output_ = std::move(output);
     output_bytes_ = bytes;
@@ -116,7 +116,7 @@ class Operation {
   Status status_;
 };
 
-// What all ranks agreed to do: an operation and the rows that the agreement says.
+// An operation that all ranks agreed on, and the rows of the agreement.
 struct Ready {
   std::shared_ptr<Operation> operation;
   std::vector<int64_t> rows;

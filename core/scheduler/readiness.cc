@@ -10,8 +10,9 @@ Status Readiness::Add(int rank, const RequestMessage& message, const ResponseCac
                       Time now) {
   for (const uint32_t id : message.cached) {
     if (!cache.Contains(id)) {
-      return Status(StatusCode::kInternal, "rank " + std::to_string(rank) + " asks for operation " +
-                                               std::to_string(id) + ", which nobody agreed on");
+      return Status(StatusCode::kInternal, "rank " + std::to_string(rank) +
+                                               " requests cached operation " + std::to_string(id) +
+                                               ", which the ranks have not agreed on");
     }
     AddHit(rank, id, cache, now);
   }
@@ -20,7 +21,7 @@ Status Readiness::Add(int rank, const RequestMessage& message, const ResponseCac
       AddJoin(rank);
       continue;
     }
-    // The others may have asked for this name by its id: from here on it is negotiated in full.
+    // The others may have requested this name by its id: from now on it is negotiated in full.
     if (const auto id = cache.FindName(request.name)) Forget(*id, cache);
     AddRequest(rank, request, now);
   }
@@ -89,7 +90,7 @@ void Readiness::Forget(uint32_t id, const ResponseCache& cache) {
   }
 }
 
-// After a rank has joined: what was only waiting for it is complete now.
+// After a rank has joined: operations that waited only for it are complete now.
 void Readiness::CompleteForJoined(const ResponseCache& cache) {
   for (uint32_t id = 0; pending_hits_ > 0 && id < hits_.size(); ++id) Forget(id, cache);
   std::vector<std::pair<uint64_t, std::string>> complete;
@@ -122,7 +123,7 @@ Readiness::Decided Readiness::Decide(const std::string& name, const Waiting& wai
   return decided;
 }
 
-// What keeps an operation from running beside ranks that have joined.
+// What an operation needs from ranks that have joined, if anything.
 std::optional<std::string> Readiness::NeededFromJoined(const Waiting& waiting) {
   const Request& asked = waiting.by_rank.begin()->second;
   switch (asked.kind) {
@@ -132,12 +133,12 @@ std::optional<std::string> Readiness::NeededFromJoined(const Waiting& waiting) {
     case OperationKind::kJoin:
       return std::nullopt;
     case OperationKind::kBroadcast:
-      if (waiting.by_rank.count(asked.root) == 0) return "the data of its root, which is one";
+      if (waiting.by_rank.count(asked.root) == 0) return "the data of its root, which has joined";
       break;
     case OperationKind::kReducescatter:
       break;
     case OperationKind::kAlltoall:
-      return "data of every rank";
+      return "the data of every rank";
   }
   if (asked.on_device) return "memory of every rank on its device";
   return std::nullopt;
@@ -148,7 +149,7 @@ void Readiness::DecideRows(Agreement& agreement, const Waiting& waiting) const {
   if (waiting.by_rank.size() < static_cast<size_t>(size_)) {
     if (const auto needed = NeededFromJoined(waiting)) {
       agreement.code = StatusCode::kInvalidArgument;
-      agreement.message = "some ranks have joined, and this needs " + *needed;
+      agreement.message = "some ranks have joined, but this needs " + *needed;
       return;
     }
     agreement.request = first;
@@ -212,7 +213,7 @@ void Readiness::SettleGroups(const ResponseCache& cache) {
   }
 }
 
-// The names of what is incomplete of a group; forgets it.
+// Returns the names of the incomplete operations of a group, and forgets the group.
 std::vector<std::string> Readiness::TakeWaitingOf(const std::string& group,
                                                   const ResponseCache& cache) {
   for (uint32_t id = 0; pending_hits_ > 0 && id < hits_.size(); ++id) {

@@ -1,4 +1,5 @@
-// Which operations all ranks have asked for: the coordinator's table. Pure; time is handed in.
+// The table of operations that ranks have requested, as the coordinator keeps it. Pure; time is an
+// argument.
 #pragma once
 
 #include <chrono>
@@ -22,29 +23,29 @@ class Readiness {
 
   explicit Readiness(int size) : size_(size), joined_(static_cast<size_t>(size), false) {}
 
-  // Takes in what `rank` reported. `cache` is in the state in which the message was written.
+  // Adds the message of `rank`. `cache` is in the state in which the message was written.
   Status Add(int rank, const RequestMessage& message, const ResponseCache& cache, Time now);
 
-  // Everything that became complete since the last call: agreed or refused. To be called once per
-  // cycle, when the messages of all ranks are in: a group arrives in one message, so one that is
-  // complete in part only will never be complete, and is refused as a whole.
+  // Returns all operations that became complete since the last call: agreed or refused. To be
+  // called once per cycle, with the messages of all ranks added: a group arrives in one message, so
+  // one that is only partly complete will never be complete, and is refused as a whole.
   ResponseMessage TakeComplete(const ResponseCache& cache);
 
-  // Gives up on operations that some rank asked for before `since` and others still did not.
+  // Refuses operations that some rank requested before `since` and others still did not.
   std::vector<Agreement> TakeOverdue(const ResponseCache& cache, Time since);
 
-  // Must be called before the cache gives `id` to something else.
+  // Must be called before the cache assigns `id` to another operation.
   void Forget(uint32_t id, const ResponseCache& cache);
 
   bool empty() const { return by_name_.empty() && pending_hits_ == 0 && joined_count_ == 0; }
 
  private:
-  struct Waiting {  // asked for in full by at least one rank
+  struct Waiting {  // requested in full by at least one rank
     std::map<int, Request> by_rank;
     Time first{};
     uint64_t order = 0;
   };
-  struct Hits {  // asked for by id alone
+  struct Hits {  // requested by id alone
     std::vector<bool> ranks;
     int count = 0;
     Time first{};
@@ -52,10 +53,10 @@ class Readiness {
 
   struct Decided {  // complete
     Agreement agreement;
-    std::vector<std::string> groups;  // where the ranks put it: one, unless they disagree
+    std::vector<std::string> groups;  // those of its requests: one, unless ranks disagree
     uint32_t group_size = 0;
   };
-  struct Tally {  // what is complete of a group
+  struct Tally {  // the complete operations of a group
     uint32_t complete = 0;
     uint32_t size = 0;
     std::string problem;
@@ -80,7 +81,7 @@ class Readiness {
   std::vector<Hits> hits_;   // by id
   std::unordered_map<std::string, Waiting> by_name_;
 
-  // A rank that has joined counts as having asked for everything, until all have joined.
+  // A rank that has joined counts as having requested everything, until all have joined.
   std::vector<bool> joined_;  // by rank
   int joined_count_ = 0;
   int last_joined_ = 0;
@@ -88,7 +89,7 @@ class Readiness {
 
   std::vector<uint32_t> complete_hits_;
   std::vector<Decided> decided_;
-  bool groups_complete_ = false;  // whether anything complete belongs to a group
+  bool groups_complete_ = false;  // whether a complete operation belongs to a group
 };
 
 }  // namespace sparkhvd

@@ -29,16 +29,16 @@ std::vector<int64_t> WithoutFirst(const std::vector<int64_t>& shape) {
   return shape.empty() ? shape : std::vector<int64_t>(shape.begin() + 1, shape.end());
 }
 
-// Whether ranks may come with different numbers of rows.
+// Whether ranks may have different numbers of rows.
 bool Ragged(OperationKind kind) {
   return kind == OperationKind::kAllgather || kind == OperationKind::kAlltoall;
 }
 
-// What is wrong with an alltoall's splits.
+// Returns the problem of an alltoall's splits, if any.
 std::optional<std::string> SplitsProblem(const Request& request, int size) {
   if (request.splits.size() != static_cast<size_t>(size)) {
     return "splits " + Text(request.splits) + " has " + std::to_string(request.splits.size()) +
-           " entries for " + std::to_string(size) + " ranks; give the rows for each rank";
+           " entries for " + std::to_string(size) + " ranks; pass the number of rows for each rank";
   }
   int64_t left = request.shape[0];
   for (const int64_t rows : request.splits) {
@@ -152,13 +152,13 @@ std::optional<std::string> Problem(const Request& request, int size) {
     return "shape " + Text(request.shape) + " has a negative dimension or too many elements";
   }
   if ((request.kind == OperationKind::kJoin) != (request.name == kJoinName)) {
-    return std::string("the name ") + kJoinName + " is for join alone; give it another one";
+    return std::string("the name ") + kJoinName + " is reserved for join; use another name";
   }
   const bool by_rows = Ragged(request.kind) || request.kind == OperationKind::kReducescatter;
   if (by_rows && request.shape.empty()) {
     return std::string("a scalar has no first dimension to ") +
            (request.kind == OperationKind::kAllgather ? "gather along" : "divide") +
-           "; give it the shape (1,)";
+           "; reshape it to (1,)";
   }
   if (request.kind == OperationKind::kAlltoall) {
     if (auto problem = SplitsProblem(request, size)) return problem;

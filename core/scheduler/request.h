@@ -1,4 +1,4 @@
-// What a rank asks for when it submits an operation.
+// The request of a rank that submits an operation.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +24,12 @@ constexpr OperationKind kLastOperationKind = OperationKind::kJoin;
 
 const char* Name(OperationKind kind);
 
-// The name of every join; nothing else may have it.
+// The name of every join, reserved for it.
 constexpr const char* kJoinName = "join()";
 
-// What ranks have to agree on (two ranks' requests for one tensor are compared with
-// Disagreement()), and the factor that is each rank's own: it neither travels nor takes part in
-// comparisons. In the memory of devices the submitter scales; there the factors are only compared.
+// The fields that ranks have to agree on (Disagreement() compares the requests of two ranks for one
+// tensor), and the prescale, which is each rank's own: it is neither sent nor compared. In the
+// memory of devices the submitter scales; there the factors are only compared.
 struct Request {
   std::string name;
   OperationKind kind = OperationKind::kAllreduce;
@@ -40,13 +40,13 @@ struct Request {
   double postscale = 1.0;        // allreduce, reducescatter
   std::vector<int64_t> shape;    // allgather, alltoall: the first dimension may differ among ranks
   std::vector<int64_t> splits;   // alltoall: how many rows go to each rank; each rank's own
-  std::string group;             // what all run together or fail together; empty for one alone
+  std::string group;             // operations that run or fail together; empty for one alone
   uint32_t group_size = 0;       // operations in the group
   bool on_device = false;        // whether the buffers are in the memory of a CUDA device
 
   bool operator==(const Request& other) const;
 
-  // "allreduce 'grad/7'", as error messages begin.
+  // The title in error messages, such as "allreduce 'grad/7'".
   std::string Title() const;
 };
 
@@ -56,8 +56,8 @@ bool Reduces(OperationKind kind);
 // Elements in a row of the first dimension.
 size_t RowElements(const Request& request);
 
-// The bytes of each number of rows; kInvalidArgument when there are not `expected` numbers or they
-// make too many bytes.
+// The bytes for each number of rows; kInvalidArgument unless there are `expected` numbers and the
+// bytes fit.
 Result<std::vector<size_t>> BytesOf(const Request& request, const std::vector<int64_t>& rows,
                                     size_t expected);
 
@@ -67,10 +67,10 @@ std::vector<int64_t> RowsReceived(const std::vector<int64_t>& rows, int rank, in
 // Elements of `shape`; nothing when a dimension is negative or the product does not fit.
 std::optional<size_t> ElementCount(const std::vector<int64_t>& shape);
 
-// What is wrong with a request by itself, as a sentence; nothing when it is fine.
+// The problem of a request by itself, as a sentence; nothing for a valid one.
 std::optional<std::string> Problem(const Request& request, int size);
 
-// How the requests of two ranks for one name contradict each other, with both values; nothing when
+// The difference between the requests of two ranks for one name, with both values; nothing when
 // they agree.
 std::optional<std::string> Disagreement(const Request& first, int first_rank, const Request& second,
                                         int second_rank);

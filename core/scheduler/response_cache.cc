@@ -17,12 +17,12 @@ std::optional<uint32_t> ResponseCache::FindName(const std::string& name) const {
 Request ResponseCache::OfRank(uint32_t id, int rank) const {
   Request request = entries_[id].own;
   const std::vector<int64_t>& rows = entries_[id].rows;
-  const auto place = static_cast<size_t>(rank);
+  const auto index = static_cast<size_t>(rank);
   if (request.kind == OperationKind::kAllgather) {
-    request.shape[0] = rows[place];
+    request.shape[0] = rows[index];
   } else if (request.kind == OperationKind::kAlltoall) {
     const size_t size = request.splits.size();
-    const auto first = rows.begin() + static_cast<ptrdiff_t>(place * size);
+    const auto first = rows.begin() + static_cast<ptrdiff_t>(index * size);
     request.splits.assign(first, first + static_cast<ptrdiff_t>(size));
     request.shape[0] = std::accumulate(request.splits.begin(), request.splits.end(), int64_t{0});
   }

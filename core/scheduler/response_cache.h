@@ -1,4 +1,4 @@
-// Operations that were agreed on before, so that asking for them again takes one bit.
+// Operations that were agreed on before, so that requesting them again takes one bit.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@
 
 namespace sparkhvd {
 
-// Every rank feeds its cache with the same agreements in the same order, so that the ids mean the
-// same everywhere. Only the requests are a rank's own: where they differ among ranks (the rows of
-// an allgather or alltoall) the agreement tells how.
+// Every rank adds the same agreements in the same order, so the ids mean the same on all ranks.
+// Only the requests are a rank's own: where they differ among ranks (the rows of an allgather or
+// alltoall), the agreement has the values of all.
 class ResponseCache {
  public:
   explicit ResponseCache(size_t capacity) : capacity_(capacity) {}
@@ -22,21 +22,21 @@ class ResponseCache {
   // The id of exactly this request of this rank.
   std::optional<uint32_t> Find(const Request& request) const;
 
-  // The id under which `name` is remembered, whatever was asked for.
+  // The id of `name`, whatever the request.
   std::optional<uint32_t> FindName(const std::string& name) const;
 
   bool Contains(uint32_t id) const { return id < entries_.size() && entries_[id].used; }
   const Request& Own(uint32_t id) const { return entries_[id].own; }
   const std::vector<int64_t>& Rows(uint32_t id) const { return entries_[id].rows; }
 
-  // What `rank` asked for when `id` was agreed on.
+  // The request of `rank` when `id` was agreed on.
   Request OfRank(uint32_t id, int rank) const;
 
-  // The id that Insert will give to `name`: its own, a free one or the least recently used; nothing
-  // without capacity.
+  // The id that Insert will assign to `name`: its own, a free one or the least recently used;
+  // nothing without capacity.
   std::optional<uint32_t> NextId(const std::string& name) const;
 
-  // `rows` as in the agreement.
+  // `rows` are those of the agreement.
   void Insert(const Request& own, const std::vector<int64_t>& rows);
 
   // Marks `id` as the most recently used.

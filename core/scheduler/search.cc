@@ -27,7 +27,7 @@ void GridSearch::StartAxis(size_t axis) {
   StartRound();
 }
 
-// Every other pass goes backwards, so that a steady drift cancels out.
+// Every other pass is reversed, so that a steady drift cancels out.
 void GridSearch::StartRound() {
   const bool final = rivals_.size() == 2;
   const size_t passes = final ? kFinalPairs : std::max(kRoundSamples / rivals_.size(), size_t{1});

@@ -1,4 +1,4 @@
-// How a rank that has joined takes part in what the others still do.
+// The part of a rank that has joined in the other ranks' operations.
 #pragma once
 
 #include <memory>
@@ -7,9 +7,9 @@
 
 namespace sparkhvd {
 
-// The operation of a rank that has nothing to contribute to what the others agreed on: the identity
-// of the reduction, or no rows. It owns its buffers, in the memory of the
-// host in any case, and nobody waits for it.
+// The operation of a rank that contributes nothing to an agreed operation: the identity of the
+// reduction, or no rows. It owns its buffers, which are always in the memory of the host, and has
+// no waiter.
 std::shared_ptr<Operation> SubstituteFor(const Request& agreed);
 
 }  // namespace sparkhvd

@@ -1,4 +1,4 @@
-// What may change between two cycles, on all ranks in the same one.
+// The settings that may change between two cycles, the same ones on all ranks.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct Tunables {
   }
 };
 
-// From rank 0, on the way to everybody.
+// New settings that rank 0 sends to all ranks.
 struct Retuning {
   Tunables tunables;
   bool last = false;  // no other will follow

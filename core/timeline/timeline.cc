@@ -14,7 +14,7 @@
 namespace sparkhvd {
 namespace {
 
-// So many events wake the writer before its time; so many are kept for one that cannot keep up.
+// This many events wake the writer early; at most this many are kept for a slow one.
 constexpr size_t kBatch = 8192;
 constexpr size_t kMostWaiting = size_t{1} << 20;
 constexpr uint32_t kCycleTrack = 0;
@@ -50,8 +50,9 @@ const char* NameOf(Phase phase) {
 Status Timeline::Start(const TimelineOptions& options) {
   const std::lock_guard<std::mutex> turn(turn_);
   if (writer_.joinable()) {
-    return Status(StatusCode::kInvalidArgument, "the timeline is recorded to " + options_.path +
-                                                    " already; stop it before starting another");
+    return Status(StatusCode::kInvalidArgument, "a timeline is already being recorded to " +
+                                                    options_.path +
+                                                    "; stop it before starting another");
   }
   auto file = TimelineFile::Join(options.path, options.recording);
   if (!file.ok()) return file.status();
@@ -192,33 +193,33 @@ std::string Timeline::Text(const std::vector<Event>& events) const {
 
 void Timeline::AppendText(const Event& event, std::string* lines) const {
   const int64_t time = event.time_ns + epoch_ns_;
-  char place[96];
-  std::snprintf(place, sizeof(place), "\"pid\":%d,\"tid\":%" PRIu32 ",\"ts\":%" PRId64 ".%03d}",
+  char suffix[96];
+  std::snprintf(suffix, sizeof(suffix), "\"pid\":%d,\"tid\":%" PRIu32 ",\"ts\":%" PRId64 ".%03d}",
                 options_.rank, event.track, time / 1000, static_cast<int>(time % 1000));
   switch (event.kind) {
     case Kind::kTrack:
       *lines +=
           ",\n{\"ph\":\"M\",\"name\":\"thread_name\",\"args\":{\"name\":" + JsonText(event.text) +
-          "}," + place;
+          "}," + suffix;
       break;
     case Kind::kBegin:
       *lines += std::string(",\n{\"ph\":\"B\",\"name\":\"") + event.name +
-                "\",\"args\":{\"bytes\":" + std::to_string(event.bytes) + "}," + place;
+                "\",\"args\":{\"bytes\":" + std::to_string(event.bytes) + "}," + suffix;
       break;
     case Kind::kPhase:
-      *lines += std::string(",\n{\"ph\":\"B\",\"name\":\"") + event.name + "\"," + place;
+      *lines += std::string(",\n{\"ph\":\"B\",\"name\":\"") + event.name + "\"," + suffix;
       break;
     case Kind::kEnd:
       *lines += ",\n{\"ph\":\"E\",";
       if (!event.text.empty()) *lines += "\"args\":{\"failure\":" + JsonText(event.text) + "},";
-      *lines += place;
+      *lines += suffix;
       break;
     case Kind::kPhaseEnd:
-      *lines += std::string(",\n{\"ph\":\"E\",") + place;
+      *lines += std::string(",\n{\"ph\":\"E\",") + suffix;
       break;
     case Kind::kCycle:
       *lines +=
-          std::string(",\n{\"ph\":\"i\",\"s\":\"t\",\"name\":\"") + event.name + "\"," + place;
+          std::string(",\n{\"ph\":\"i\",\"s\":\"t\",\"name\":\"") + event.name + "\"," + suffix;
       break;
   }
 }

@@ -1,4 +1,4 @@
-// What happened to every tensor and when, as a Chrome trace, which Perfetto opens.
+// The timeline: the phases of every tensor as a Chrome trace, which Perfetto opens.
 #pragma once
 
 #include <atomic>
@@ -19,26 +19,26 @@
 
 namespace sparkhvd {
 
-// Where a tensor is on its way, in this order.
+// The phases of a tensor, in this order.
 enum class Phase : uint8_t {
   kQueue,      // submitted, not seen by the engine yet
   kNegotiate,  // until all ranks have submitted it
   kWait,       // until the tensors before it are done
-  kCopyIn,     // into the buffer in which small tensors travel together
+  kCopyIn,     // into the fusion buffer
   kCollective,
   kCopyOut,
 };
 
 struct TimelineOptions {
   std::string path;
-  std::string recording;  // equal on all ranks, another for every start
+  std::string recording;  // equal on all ranks, unique per start
   int rank = 0;
   bool mark_cycles = false;
 };
 
-// Ranks are the trace's processes and tensors their threads. While it is off, which every caller
-// asks first, nothing happens. Events are written by a thread of its own: at most kLag old when the
-// process is killed. Thread-safe.
+// Ranks are the trace's processes and tensors their threads. Callers check first whether it is on.
+// A thread of its own writes the events: they are at most kLag old when the process is killed.
+// Thread-safe.
 class Timeline {
  public:
   static constexpr std::chrono::milliseconds kLag{200};
@@ -48,20 +48,21 @@ class Timeline {
   Timeline& operator=(const Timeline&) = delete;
   ~Timeline() { (void)Stop(); }
 
-  // Fails with kInvalidArgument while a recording is on, with kIo where the file cannot be written.
+  // Fails with kInvalidArgument during a recording, with kIo where the file cannot be written.
   Status Start(const TimelineOptions& options);
-  // Writes what is left and leaves the file; says so if writing had failed. Does nothing when off.
+  // Writes the remaining events and leaves the file; returns a failure to write. Does nothing when
+  // off.
   Status Stop();
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
 
   // `tensor` is submitted for an operation called `what` and queues.
   void Begin(const std::string& tensor, const char* what, uint64_t bytes);
-  // The phase of `tensor` ends and `phase` begins.
+  // Ends the current phase of `tensor` and begins `phase`.
   void Enter(const std::string& tensor, Phase phase);
-  // The operation is over; `failure` is empty when it went well.
+  // Ends the operation; `failure` is empty on success.
   void End(const std::string& tensor, const std::string& failure);
-  // A cycle of the negotiation is over.
+  // Marks the end of a cycle of the negotiation.
   void MarkCycle();
 
  private:
@@ -71,7 +72,7 @@ class Timeline {
     uint32_t track;
     int64_t time_ns;
     const char* name;
-    std::string text;  // of a track its name, of a failed operation the reason
+    std::string text;  // the name of a track or the reason of a failure
     uint64_t bytes;
   };
   struct Track {

@@ -18,15 +18,14 @@ class TimelineFile {
   TimelineFile& operator=(TimelineFile&&) = default;
   ~TimelineFile() { (void)Leave(); }
 
-  // Joins those who write to `path` already, or starts the file anew where there are none. What an
-  // earlier writer with the same `recording` left is kept: it may have come and gone before this
-  // one.
+  // Joins the current writers of `path`, or starts the file anew without them. The content of an
+  // earlier writer with the same `recording` is kept: it may have ended before this one began.
   static Result<TimelineFile> Join(const std::string& path, const std::string& recording);
 
   // `lines` holds events, each with ",\n" in front.
   Status Append(const std::string& lines);
 
-  // The last one to leave closes the array. Once is enough, twice is harmless.
+  // The last writer closes the array. Calling it twice is harmless.
   Status Leave();
 
  private:

@@ -1,4 +1,4 @@
-// What a rank tells the others through the rendezvous: how it can be reached.
+// The addresses that a rank publishes through the rendezvous.
 #pragma once
 
 #include <cstdint>

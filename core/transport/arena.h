@@ -29,8 +29,8 @@ class Arena {
   virtual uint64_t Arrive() = 0;
 
   // Waits until every member's counter has reached `step` (acquire). Fails with kTimeout naming the
-  // missing ranks, kPeerLost when a member's process is gone, or with the reason given to Abort. A
-  // step that all have reached stays reached, also after an Abort.
+  // missing ranks, with kPeerLost when a member's process has ended, or with the reason passed to
+  // Abort. A step that all have reached stays reached, even after an Abort.
   virtual Status AwaitAll(uint64_t step, Deadline deadline) = 0;
   virtual Status Await(int member, uint64_t step, Deadline deadline) = 0;
 

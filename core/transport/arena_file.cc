@@ -40,8 +40,8 @@ struct FileMessage {
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
 };
 
-// The kernel does not refuse to reserve more than there is: it ends other processes to find it. So
-// this is decided here.
+// The kernel does not refuse to reserve more memory than available: it kills other processes to
+// find it. So this checks the limit first.
 Status CheckAffordable(size_t bytes) {
   const Result<uint64_t> memory = MemoryLimit();
   SHVD_TRY(memory.status());
@@ -111,14 +111,14 @@ Result<UniqueFd> ReceiveArenaFile(int socket, size_t bytes, Deadline deadline) {
     SHVD_TRY(AwaitEvents(socket, POLLIN, deadline).Annotate("receive shared memory"));
   }
   UniqueFd file = TakeFile(&parts.message);
-  if (count == 0) return Status(StatusCode::kIo, "the creator of the shared memory is gone");
+  if (count == 0) return Status(StatusCode::kIo, "the creator of the shared memory has ended");
   if (!file.valid()) return Status(StatusCode::kIo, "the creator could not share memory");
   struct stat info{};
   const int seals = ::fcntl(file.get(), F_GET_SEALS);
   if (::fstat(file.get(), &info) != 0 || info.st_size != static_cast<off_t>(bytes) || seals < 0 ||
       (seals & F_SEAL_SHRINK) == 0) {
-    return Status(StatusCode::kIo, "what came is not shared memory of " + std::to_string(bytes) +
-                                       " bytes fixed in size");
+    return Status(StatusCode::kIo, "the received file is not shared memory with a fixed size of " +
+                                       std::to_string(bytes) + " bytes");
   }
   return file;
 }

@@ -1,4 +1,4 @@
-// The memory of an arena as a file without a name, and its way from process to process.
+// The memory of an arena as an unnamed file, and its transfer between processes.
 #pragma once
 
 #include <cstddef>
@@ -9,14 +9,14 @@
 
 namespace sparkhvd {
 
-// A memfd of `bytes` zero bytes, reserved now (so that no store into it can fail later) and fixed
-// in size.
+// A memfd of `bytes` zero bytes with a fixed size, reserved now so that no later store into it can
+// fail.
 Result<UniqueFd> CreateArenaFile(size_t bytes);
 
-// Sends `file` over a Unix socket; -1 tells the receiver that there is none.
+// Sends `file` over a Unix socket; -1 means that there is none.
 Status SendArenaFile(int socket, int file, Deadline deadline);
 
-// kIo when the sender has none or what came is not a file of `bytes` bytes fixed in size.
+// kIo unless the sender has sent a file with a fixed size of `bytes` bytes.
 Result<UniqueFd> ReceiveArenaFile(int socket, size_t bytes, Deadline deadline);
 
 }  // namespace sparkhvd

@@ -30,20 +30,20 @@ constexpr size_t kRecordBytes = kLengthBytes + kContentBytes + kCipherTagBytes;
 constexpr std::chrono::milliseconds kFarewellTime(1000);
 constexpr std::chrono::seconds kLookInterval(1);  // at the hosts of peers
 
-// What the other host has not acknowledged.
+// The number of bytes that the other host has not acknowledged.
 int BytesOnTheirWay(int fd) {
   int bytes = 0;
   return ::ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
 }
 
-// What is still to be written to a socket.
+// The bytes that are still to be written to a socket.
 struct Outgoing {
   std::vector<std::byte> bytes = std::vector<std::byte>(kRecordBytes);
   size_t begin = 0;
   size_t end = 0;
 
   bool empty() const { return begin == end; }
-  // False when the socket takes nothing any more.
+  // False when the socket accepts no more data.
   bool Write(int fd, bool* moved) {
     while (!empty()) {
       auto count = WriteSome(fd, ConstBytes(bytes.data() + begin, end - begin));
@@ -126,7 +126,7 @@ class Opening {
   }
 
  private:
-  // The bytes of the record as far as it is known; 0 when no peer of ours sends such a length.
+  // The length of the record as far as it is known; 0 for an invalid length.
   size_t Wanted() const {
     if (received_ < kLengthBytes) return kLengthBytes;
     const auto content = LoadLittleEndian<uint32_t>(record_.data());
@@ -160,12 +160,12 @@ class EncryptedLinks::Tunnel {
     };
     const short plain = events(sealing_.wants_input(), opening_.wants_output());
     const short link = events(opening_.wants_input(), sealing_.wants_output());
-    // poll reports an end even where nothing is asked for; then there is nothing to do about it.
+    // poll reports an end even without requested events; there is nothing to do about it then.
     fds.push_back({plain != 0 ? plain_.get() : -1, plain, 0});
     fds.push_back({link != 0 ? link_.get() : -1, link, 0});
   }
 
-  // Whether something may be on its way to the other host.
+  // Whether data may be in transit to the other host.
   bool sends() const { return !done() && BytesOnTheirWay(link_.get()) > 0; }
 
   void EndIfHostIsSilent(std::chrono::milliseconds silence) {
@@ -187,7 +187,7 @@ class EncryptedLinks::Tunnel {
   }
 
  private:
-  static constexpr int kTurns = 8;  // so that no link starves while another one is busy
+  static constexpr int kTurns = 8;  // so that no link starves beside a busy one
 
   UniqueFd plain_;
   UniqueFd link_;

@@ -1,4 +1,4 @@
-// Connections on which everything is encrypted, as plain sockets for those who use them.
+// Encrypted connections, which their users see as plain sockets.
 #pragma once
 
 #include <chrono>
@@ -14,26 +14,26 @@
 
 namespace sparkhvd {
 
-// Seen from one side.
+// The role of one side.
 struct LinkKeys {
   Digest sending;
   Digest receiving;
 };
 
-// Sits between sockets of this process and those that leave the host: one thread encrypts what goes
-// out and decrypts what comes in, in records
+// Connects sockets of this process with those that leave the host: one thread encrypts outgoing and
+// decrypts incoming data, in records
 //
 //   length of the content (4 bytes), content, tag (16 bytes)
 //
-// An end on one side becomes an end on the other. So does a record that does not open: whatever its
-// reason, nothing that comes after it can be trusted.
+// An end on one side becomes an end on the other. So does a record that fails authentication:
+// nothing after it can be trusted.
 class EncryptedLinks {
  public:
-  // Fails where OpenSSL is missing. A link ends once its other host is silent for longer than
+  // Fails where OpenSSL is missing. A link ends once the other host is silent for longer than
   // `silence`.
   static Result<std::unique_ptr<EncryptedLinks>> Make(
       std::chrono::milliseconds silence = kSilentLink);
-  // What was written before the plain sockets were closed still has a moment to leave.
+  // Data written before the plain sockets were closed still has a moment to leave.
   ~EncryptedLinks();
 
   // The plain end of `link`, a connected non-blocking socket. All links come before Start.
@@ -49,7 +49,7 @@ class EncryptedLinks {
   std::thread thread_;
 };
 
-// `transport` over sockets that `links` has made; ends both in the right order.
+// Wraps a `transport` over sockets that `links` has made; ends both in the right order.
 std::unique_ptr<Transport> MakeEncryptedTransport(std::unique_ptr<EncryptedLinks> links,
                                                   std::unique_ptr<Transport> transport);
 

@@ -1,5 +1,4 @@
-// The sentences in which every transport says what went wrong, so that they read the same
-// everywhere.
+// The failure messages that all transports share.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +22,7 @@ Status LengthMismatch(int peer, size_t sent, size_t expected);
 // kPeerLost: "rank 3 is gone: <how>".
 Status PeerGone(int peer, const std::string& how);
 
-// What a rank sees when `peer` aborted with `why`: the same code, "rank 3 aborted: <why>".
+// What a rank reports when `peer` aborted with `why`: the same code, "rank 3 aborted: <why>".
 Status PeerAborted(int peer, const Status& why);
 
 // kInvalidArgument unless `peer` is another rank of a job with `size` ranks.

@@ -1,4 +1,4 @@
-// Ranks as threads of one process: how collectives and the engine are tested.
+// A transport for ranks that are threads of one process, for tests of collectives and the engine.
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -14,8 +14,8 @@
 namespace sparkhvd {
 namespace {
 
-// Where the ranks meet. A send is complete when its receive has been posted, which is stricter than
-// sockets are: what deadlocks here would deadlock there with larger messages.
+// The meeting point of the ranks. A send is complete when its receive has been posted, which is
+// stricter than sockets: a deadlock here is one there with larger messages.
 class Hub {
  public:
   explicit Hub(int size)
@@ -61,7 +61,7 @@ class Hub {
     if (!At(rank).broken) Leave(rank, why);
   }
 
-  // The owner of the rank is going; its peers are told without a reason.
+  // The owner of the rank is ending; its peers get no reason.
   void Close(int rank) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (At(rank).broken) return;
@@ -135,8 +135,8 @@ class Hub {
     return Status();
   }
 
-  // Breaks `rank` for good: nobody touches its buffers any more, and everybody looks whether that
-  // concerns them.
+  // Breaks `rank` for good: its buffers are not touched any more, and all ranks check whether that
+  // affects them.
   void Leave(int rank, const Status& why) {
     Member& leaver = At(rank);
     leaver.broken = why;
@@ -185,7 +185,7 @@ class InProcessTransport final : public Transport {
   const int size_;
 };
 
-// Gives the ranks of one host their arena; without memory for it they go on without one.
+// Makes the arenas of the hosts; without memory for one its ranks continue without it.
 void ShareArena(std::vector<Mesh>& meshes, const std::vector<int>& ranks, size_t region_bytes) {
   auto mapping = SharedMapping::Anonymous(ArenaPair::Bytes(ranks.size(), region_bytes));
   if (!mapping.ok()) return;

@@ -46,7 +46,7 @@ Status Meeting::Check() {
   auto note = store_.Get(FailureKey(), Deadline::AfterSeconds(0));
   if (!note.ok()) return note.status().code() == StatusCode::kTimeout ? Status() : note.status();
   return DecodeFailure(note.value())
-      .value_or(Status(StatusCode::kInternal, "another rank failed without a reason"));
+      .value_or(Status(StatusCode::kInternal, "another rank failed and gave no reason"));
 }
 
 Status Meeting::Fail(const Status& own) {

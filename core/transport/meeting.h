@@ -1,4 +1,4 @@
-// How ranks that are being connected hear of each other's failures.
+// How ranks that are connecting learn of each other's failures.
 #pragma once
 
 #include <functional>
@@ -11,12 +11,11 @@
 
 namespace sparkhvd {
 
-// Every wait for another rank's word is also a wait for the word that some rank has failed: its
-// own, or the one that it left with the store in case that its process ends. The first failure is
-// everybody's.
+// Every wait for another rank is also a wait for a failure: one that a rank has published, or the
+// will that it left with the store for the end of its process. All ranks report the first failure.
 class Meeting {
  public:
-  // `interrupted` is asked several times a second, a failure ends the wait; it may be empty.
+  // `interrupted` is polled several times a second, and its failure ends the wait; it may be empty.
   Meeting(KeyValueStore& store, std::string scope, int rank, Deadline deadline,
           std::function<Status()> interrupted)
       : store_(store),
@@ -28,10 +27,10 @@ class Meeting {
   Status Join();
   Status Set(const std::string& key, const std::string& value);
   Result<std::string> Get(const std::string& key);
-  // The failure of another rank, or the interruption. Does not wait: an answer of the store may be
-  // there at the next call only.
+  // Returns the failure of another rank, or the interruption. Does not wait: the answer of the
+  // store may arrive only by the next call.
   Status Check();
-  // Tells the others of `own`; returns the failure that came first.
+  // Publishes `own`; returns the first failure.
   Status Fail(const Status& own);
   void Leave();
 

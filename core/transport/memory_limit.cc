@@ -18,12 +18,12 @@ constexpr uint64_t kNoLimit = std::numeric_limits<uint64_t>::max();
 uint64_t ReadLimit(const std::string& path) {
   std::ifstream file(path);
   uint64_t limit = kNoLimit;
-  // "max", which is no number, means that there is none.
+  // "max", which is not a number, means that there is no limit.
   return file >> limit ? limit : kNoLimit;
 }
 
-// Of the group and of those around it. In a container the path may be one of the host, of which
-// only the last part (or nothing) is visible here: then the groups that are there decide.
+// The limit of the group and its parents. In a container the path may be one of the host, and only
+// its last part (or nothing) is visible here: then the visible groups decide.
 uint64_t SmallestLimit(const std::string& folder, std::string path, const std::string& name) {
   uint64_t limit = ReadLimit(folder + "/" + name);
   while (path.size() > 1) {

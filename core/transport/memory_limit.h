@@ -1,4 +1,4 @@
-// How much memory this process may use.
+// The limit of this process's memory.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace sparkhvd {
 // The host's memory or the smallest limit of the control groups that this process is in.
 Result<uint64_t> MemoryLimit();
 
-// The smallest limit of the groups in `membership` (the text of /proc/self/cgroup), whose files lie
-// below `root`; the largest number where there is none. Both versions of control groups.
+// The smallest limit of the groups in `membership` (the text of /proc/self/cgroup), whose files are
+// below `root`; the largest number without one. Supports both versions of control groups.
 uint64_t ControlGroupLimit(const std::string& membership, const std::string& root);
 
 }  // namespace sparkhvd

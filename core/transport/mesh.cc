@@ -29,12 +29,11 @@
 namespace sparkhvd {
 namespace {
 
-// What a dialer says of a connection: its rank and what the connection is for. The watch comes
-// before the link.
+// A dialer's claim: its rank and the purpose of the connection. The watch comes before the link.
 enum class Kind : uint64_t { kLink = 1, kWatch = 2 };
 constexpr int kKindShift = 32;
 constexpr char kYes[] = "yes";
-constexpr int kSliceMillis = 100;  // between two looks at what the other ranks say
+constexpr int kSliceMillis = 100;  // between two checks of the other ranks
 constexpr size_t kMaxArenaRegionBytes = size_t{1} << 40;
 
 uint64_t Claim(Kind kind, int rank) {
@@ -43,7 +42,7 @@ uint64_t Claim(Kind kind, int rank) {
 
 std::string RankName(int rank) { return "rank " + std::to_string(rank); }
 
-// A name that nobody can guess and no other job uses.
+// A name that is unpredictable and unique to the job.
 Result<std::string> FreshUnixName() {
   std::array<std::byte, 16> bytes;
   SHVD_TRY(FillRandom(Bytes(bytes.data(), bytes.size())));
@@ -83,13 +82,13 @@ Status CheckOptions(const MeshOptions& options) {
     return Status(StatusCode::kInvalidArgument, text);
   };
   if (options.size < 1 || options.rank < 0 || options.rank >= options.size) {
-    return invalid("there is no rank " + std::to_string(options.rank) + " among " +
-                   std::to_string(options.size));
+    return invalid("rank " + std::to_string(options.rank) + " is not one of " +
+                   std::to_string(options.size) + " ranks");
   }
   if (options.size == 1) return Status();
   // Also keeps the arena's size, a sum over all members, from overflowing.
   if (options.arena_region_bytes == 0 || options.arena_region_bytes > kMaxArenaRegionBytes) {
-    return invalid("an arena region has 1 to " + std::to_string(kMaxArenaRegionBytes) +
+    return invalid("an arena region must have 1 to " + std::to_string(kMaxArenaRegionBytes) +
                    " bytes, not " + std::to_string(options.arena_region_bytes));
   }
   if (options.token.empty()) return invalid("ranks can only be connected with the job's token");
@@ -97,7 +96,7 @@ Status CheckOptions(const MeshOptions& options) {
   for (const std::string& host : options.bind_hosts) {
     if (!host.empty() && host != "0.0.0.0" && host != "::") continue;
     return invalid("bind_host '" + host +
-                   "' is no address that peers could dial; name one interface of this host");
+                   "' is not an address that peers can dial; use the address of one interface");
   }
   return Status();
 }
@@ -198,7 +197,7 @@ class MeshBuilder {
       auto name = FreshUnixName();
       if (!name.ok()) return name.status();
       auto local = ListenUnix(name.value(), options_.socket_buffer_bytes);
-      // Where there are no Unix sockets, TCP serves inside the host, too.
+      // Without Unix sockets, TCP serves inside the host, too.
       if (local.ok()) {
         own.unix_name = name.value();
         own.shared_memory = options_.shared_memory;
@@ -314,8 +313,8 @@ class MeshBuilder {
     }
   }
 
-  // The other side knows the token, yet what it says must still make sense; otherwise its
-  // connection ends here.
+  // The other side knows the token, but its claim must still be valid; otherwise its connection
+  // ends here.
   void Admit(Admitted admitted) {
     const auto kind = static_cast<Kind>(admitted.claim >> kKindShift);
     const uint64_t rank = admitted.claim & 0xffffffff;
@@ -325,7 +324,7 @@ class MeshBuilder {
     }
     const int peer = static_cast<int>(rank);
     if (kind == Kind::kLink) {
-      // A peer that comes again has given its first connection up.
+      // A peer that connects again has abandoned its first connection.
       Keep(kind, peer, std::move(admitted.fd));
       At(keys_, peer) = {admitted.keys.from_acceptor, admitted.keys.from_dialer};
     } else if (kind == Kind::kWatch && IsUnix(admitted.fd.get())) {
@@ -362,8 +361,8 @@ class MeshBuilder {
           meeting_.Set(Key("arena", options_.rank), made.ok() ? kYes : made.status().message()));
       if (made.ok()) mapping = std::move(made).value();
     }
-    // All ranks hear the votes of all hosts: what one does between hosts depends on what the others
-    // do inside.
+    // All ranks receive the votes of all hosts, because the algorithm between hosts depends on the
+    // arenas inside them.
     for (const std::vector<int>& ranks : groups) {
       const Result<bool> unanimous = Unanimous(ranks);
       SHVD_TRY(unanimous.status());
@@ -382,7 +381,7 @@ class MeshBuilder {
     return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
   }
 
-  // Whether all of them have the arena that they were to share.
+  // Whether all of them have the arena that they agreed to share.
   Result<bool> Unanimous(const std::vector<int>& ranks) {
     bool unanimous = true;
     for (const int rank : ranks) {

@@ -26,18 +26,17 @@ struct MeshOptions {
   std::vector<std::string> bind_hosts = {"127.0.0.1"};
   std::string scope;  // prefix of this mesh's rendezvous keys; unique per mesh of a job
   bool shared_memory = true;
-  bool encrypt = false;  // what travels over TCP; equal on all ranks
+  bool encrypt = false;  // the TCP links; equal on all ranks
   size_t arena_region_bytes = size_t{4} << 20;
-  // Asked several times a second while the ranks are being connected; a failure ends that. May be
-  // empty.
+  // Polled several times a second while the ranks connect; a failure ends that. May be empty.
   std::function<Status()> interrupted;
   int socket_buffer_bytes = 0;  // 0 leaves the kernel's default; tests set tiny ones
 };
 
 struct Mesh {
   std::unique_ptr<Transport> transport;
-  std::unique_ptr<Arena> arena;  // null where the rank shares memory with nobody
-  // Another one of the same ranks, for calls beside those that `arena` serves.
+  std::unique_ptr<Arena> arena;  // null for a rank that shares no memory
+  // A second arena of the same ranks, for direct calls.
   std::unique_ptr<Arena> direct_arena;
   // All ranks by the arena that they share, the same list on every rank: ascending inside a group
   // and by the first rank. A rank without an arena is a group of its own.
@@ -46,11 +45,11 @@ struct Mesh {
   std::vector<int> host_ranks;  // those with this rank's host key, itself included, ascending
 };
 
-// Connects this rank with all the others through `rendezvous`; collective. When one of them fails
-// or dies meanwhile, all fail with its reason, which stays in the store. Point-to-point bytes
-// travel over token-authenticated TCP (Unix sockets inside a host). Ranks of one host agree on an
-// arena backed by a memfd that travels over an authenticated Unix socket; when any of them cannot
-// take it, none uses it.
+// Connects this rank with all others through `rendezvous`; collective. When one of them fails or
+// ends meanwhile, all fail with its reason, which stays in the store. Point-to-point bytes travel
+// over token-authenticated TCP (Unix sockets inside a host). Ranks of one host agree on an arena
+// backed by a memfd that is sent over an authenticated Unix socket; when one of them cannot use it,
+// none does.
 Result<Mesh> ConnectMesh(const MeshOptions& options, KeyValueStore& rendezvous, Deadline deadline);
 
 // One mesh per rank, all inside this process, for tests: ranks are threads. `hosts[i]` is the host

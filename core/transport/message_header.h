@@ -1,5 +1,5 @@
-// What precedes every message on a socket: its length, so that a disagreement is noticed, or a
-// farewell.
+// The header of every message on a socket: the payload's length, so that a disagreement is noticed,
+// or a farewell.
 #pragma once
 
 #include <array>
@@ -14,8 +14,7 @@ namespace sparkhvd {
 constexpr size_t kMessageHeaderBytes = 8;
 constexpr size_t kMaxFarewellBytes = 1024;
 
-// A rank that aborts says why, as the last thing that it sends: the header of a farewell and the
-// text.
+// A rank that aborts sends its reason last: the header of a farewell and the text.
 struct MessageHeader {
   bool farewell = false;
   uint64_t length = 0;                     // of the payload or of the text
@@ -23,7 +22,7 @@ struct MessageHeader {
 };
 
 std::array<std::byte, kMessageHeaderBytes> EncodeMessageHeader(const MessageHeader& header);
-// kInternal when no rank of ours can have sent these bytes.
+// kInternal for bytes that no rank of this version sends.
 Result<MessageHeader> DecodeMessageHeader(ConstBytes bytes);
 
 }  // namespace sparkhvd

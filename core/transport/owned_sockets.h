@@ -7,13 +7,12 @@
 
 namespace sparkhvd {
 
-// Knows sockets that others own, so that a forked child can close its copies of them: as long as it
-// keeps them, peers would not notice the end of its parent.
+// Records sockets that others own, so that a forked child can close its copies: while it keeps
+// them, peers would not notice the end of its parent.
 class OwnedSockets {
  public:
   void Add(int fd);
-  // In a child, for the child alone. A number that has come to mean another file by now is left
-  // alone.
+  // Closes the copies, in a child only. A number that refers to another file by now is skipped.
   void CloseCopies() const;
 
  private:

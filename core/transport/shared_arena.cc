@@ -23,14 +23,14 @@ namespace sparkhvd {
 namespace {
 
 constexpr size_t kPage = 4096;
-// Four slots of what a chunk of an allreduce takes.
+// Four slots for a chunk of an allreduce.
 constexpr size_t kDirectRegionBytes = size_t{1} << 20;
 
 constexpr uint64_t kArenaMagic = 0x3130616e65726173;  // "sarena01"
 
-// A waiter looks at the processes of the missing members each time such a slice ends.
+// A waiter checks the processes of the missing members at the end of every such slice.
 constexpr std::chrono::milliseconds kWatchInterval(50);
-// Longer spinning takes the core from the thread that is waited for (ARCHITECTURE, section 5).
+// Longer spinning takes the core from the awaited thread (ARCHITECTURE, section 5).
 constexpr std::chrono::microseconds kSpinTime(5);
 
 enum AbortState : uint32_t { kRunning = 0, kWritingReason = 1, kAborted = 2 };
@@ -47,7 +47,7 @@ struct ArenaHeader {
   std::array<char, 1024> abort_text;
 };
 
-// What one member publishes. Others read the first line all the time; waiters write the second.
+// The published state of one member. Others poll the first line; waiters write the second.
 struct MemberSlot {
   alignas(64) std::atomic<uint64_t> counter;
   std::atomic<uint32_t> bell;  // the futex word: changes with every Arrive, Abort and departure
@@ -155,8 +155,8 @@ class SharedArena final : public Arena {
     return slots[member];
   }
 
-  // The bell changes before the waiters are looked at, and a waiter registers before it sleeps on
-  // the old value of the bell: one of the two sees the other, so no wake-up is lost.
+  // The bell changes before the waiters are checked, and a waiter registers before it sleeps on the
+  // old value of the bell: one of the two sees the other, so no wake-up is lost.
   static void Ring(MemberSlot& slot) {
     slot.bell.fetch_add(1);
     if (slot.waiters.load() != 0) FutexWakeAll(slot.bell);
@@ -188,8 +188,7 @@ class SharedArena final : public Arena {
       MemberSlot& slot = Slot(member);
       const uint32_t bell = slot.bell.load();
       if (Reached(member, step)) continue;
-      // Whoever aborts after a step that all have reached must not take the step from those who are
-      // slow to see it.
+      // An abort after a step that all have reached must not undo the step for slow members.
       if (Aborted()) return advance() ? Status() : AbortReason();
       SHVD_TRY(FindDeparted(member, last, step));
       const auto left = deadline.Remaining();
@@ -212,8 +211,8 @@ class SharedArena final : public Arena {
     return false;
   }
 
-  // A member that left after reaching the step owes nothing, so its counter is read again after the
-  // sign of its end.
+  // A member that left after reaching the step is not missing, so its counter is read again after
+  // the sign of its end.
   Status FindDeparted(int first, int last, uint64_t step) const {
     for (int m = first; m < last; ++m) {
       if (Slot(m).departed.load(std::memory_order_acquire) != 0 && !Reached(m, step)) {
@@ -228,7 +227,7 @@ class SharedArena final : public Arena {
     for (int m = first; m < last; ++m) {
       if (m == member_ || Reached(m, step)) continue;
       if (!watches_->Ended(m)) continue;
-      // A member that leaves marks that first and closes its sockets then; it has not died.
+      // A member that leaves sets its mark first and then closes its sockets; it has not died.
       SHVD_TRY(FindDeparted(m, m + 1, step));
       if (!Reached(m, step) && !Aborted()) {
         return PeerGone(ranks_[static_cast<size_t>(m)], "its process has ended");
@@ -286,7 +285,7 @@ SharedMapping::~SharedMapping() {
 }
 
 MemberWatches::~MemberWatches() {
-  // A forked child of ours may hold copies of these sockets: closing alone would not end them.
+  // A forked child may hold copies of these sockets: closing alone would not end them.
   for (const MemberWatch& watch : watches_) {
     if (watch.socket.valid()) ::shutdown(watch.socket.get(), SHUT_RDWR);
   }
@@ -318,7 +317,7 @@ Status CheckArena(const SharedMapping& mapping, size_t count, size_t region_byte
       header.count == count && header.region_bytes == WholePages(region_bytes)) {
     return Status();
   }
-  return Status(StatusCode::kInternal, "the shared memory holds no arena of " +
+  return Status(StatusCode::kInternal, "the shared memory does not hold an arena of " +
                                            std::to_string(count) + " regions of " +
                                            std::to_string(region_bytes) + " bytes");
 }

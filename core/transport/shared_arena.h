@@ -19,7 +19,7 @@ class SharedMapping {
   // `fd` may be closed afterwards.
   static Result<std::shared_ptr<SharedMapping>> OfFile(int fd, size_t size);
 
-  // `size` bytes from `offset` on of a mapping that is kept for as long.
+  // `size` bytes at `offset` of a mapping, which is kept as long.
   static std::shared_ptr<SharedMapping> Part(std::shared_ptr<SharedMapping> whole, size_t offset,
                                              size_t size);
 
@@ -38,19 +38,19 @@ class SharedMapping {
   std::shared_ptr<SharedMapping> whole_;  // null where this is all of it
 };
 
-// How a member notices that another one has died without a word: a connected socket that ends with
+// How a member notices that another one has ended without notice: a connected socket that ends with
 // it, and a pidfd. The pidfd covers children that inherited the socket and keep it open. Either may
 // be missing.
 struct MemberWatch {
   UniqueFd socket;
   UniqueFd process;
 
-  // Looks once, without waiting.
+  // Checks once, without waiting.
   bool Ended() const;
 };
 
-// One per member; the own one stays empty. Arenas of the same members share them; the last arena
-// that goes ends the sockets, so that peers notice.
+// One per member; this rank's own stays empty. Arenas of the same members share them; the last
+// arena to go ends the sockets, so that peers notice.
 class MemberWatches {
  public:
   explicit MemberWatches(std::vector<MemberWatch> watches) : watches_(std::move(watches)) {}
@@ -67,8 +67,8 @@ class MemberWatches {
 // The bytes of an arena with `count` regions of `region_bytes` (rounded up to whole pages).
 size_t ArenaBytes(size_t count, size_t region_bytes);
 
-// Writes the header of a fresh arena into zeroed memory; done once, by the creator, before anybody
-// else maps it.
+// Writes the header of a new arena into zeroed memory; the creator does so once, before others map
+// it.
 void FormatArena(SharedMapping& mapping, size_t count, size_t region_bytes);
 
 // kInternal unless `mapping` holds an arena of this shape.
@@ -80,8 +80,8 @@ std::unique_ptr<Arena> MakeSharedArena(std::shared_ptr<SharedMapping> mapping, i
                                        std::vector<int> ranks, size_t region_bytes,
                                        std::shared_ptr<const MemberWatches> watches);
 
-// The memory of two arenas, one behind the other: the ranks' arena and the one for direct calls,
-// whose regions have a size of their own.
+// The memory of two consecutive arenas: the ranks' arena and the one for direct calls, which has
+// its own region size.
 class ArenaPair {
  public:
   // `mapping` has Bytes(count, region_bytes) bytes.

@@ -34,7 +34,7 @@ namespace {
 // One system call moves at most this much, so that no peer starves while another one sends.
 constexpr size_t kBytesPerCall = size_t{1} << 20;
 constexpr int kCallsPerTurn = 8;
-// For peers that are slow to take what has been sent; nearly always it has arrived long ago.
+// For peers that are slow to read; nearly always the data has arrived long ago.
 constexpr std::chrono::milliseconds kLingerTime(1000);
 constexpr int kLingerSliceMillis = 5;
 constexpr std::chrono::seconds kLookInterval(1);  // at the hosts of peers
@@ -51,7 +51,7 @@ struct Operation {
   size_t payload_done() const { return done - std::min(done, kMessageHeaderBytes); }
 };
 
-// The part of an operation that comes next, as sendmsg and recvmsg want it.
+// The next part of an operation, in the form of sendmsg and recvmsg.
 class Remaining {
  public:
   explicit Remaining(Operation& operation) {
@@ -98,8 +98,8 @@ class Link {
     (direction == Direction::kSend ? sends_ : receives_).push_back(operation);
   }
 
-  // Moves what the socket takes and gives now; completed tickets leave `open`. True when anything
-  // moved.
+  // Moves all bytes that the socket accepts and offers now; completed tickets leave `open`. True
+  // when any bytes moved.
   bool Advance(std::unordered_set<Ticket>& open) {
     bool moved = false;
     for (int call = 0; call < kCallsPerTurn && failure_.ok() && pending(); ++call) {
@@ -112,7 +112,7 @@ class Link {
   }
 
   void AppendPollFds(std::vector<pollfd>& fds) const {
-    // A peer that has stopped sending is gone, also for somebody who only sends to it.
+    // A peer that has stopped sending is lost, even for a rank that only sends to it.
     short events = POLLRDHUP;
     if (!sends_.empty()) events |= POLLOUT;
     if (!receives_.empty()) events |= POLLIN;
@@ -120,7 +120,7 @@ class Link {
     fds.push_back({socket_.process.get(), POLLIN, 0});
   }
 
-  // Called with what poll said, after which nothing more could be moved: is the peer gone?
+  // Called with the events of poll after which no bytes moved: checks whether the peer has ended.
   void Judge(short stream_events, short process_events) {
     if (!failure_.ok() || !pending()) return;
     if ((stream_events & (POLLRDHUP | POLLHUP | POLLERR)) != 0 && receives_.empty()) End(kClosed);
@@ -129,7 +129,7 @@ class Link {
 
   void EndIfHostIsSilent(std::chrono::milliseconds silence) {
     if (failure_.ok() && pending() && host_.IsSilent(socket_.stream.get(), silence)) {
-      End("its host does not answer any more");
+      End("its host has stopped responding");
     }
   }
 
@@ -144,24 +144,23 @@ class Link {
     return nullptr;
   }
 
-  // Says why, if a message is not just half sent, and ends the connection. No buffer is touched any
-  // more.
+  // Sends the reason unless a message is half sent, and ends the connection. Buffers are not
+  // touched any more.
   void Close(const Status* why) {
     if (!connected()) return;
     const bool between_messages = sends_.empty() || sends_.front().done == 0;
     if (why != nullptr && between_messages) {
-      // Without memory for the reason the peer only learns of the end.
+      // Without memory for the reason the peer only notices the end.
       static_cast<void>(Guarded([&] { return SendFarewell(*why); }));
     }
-    // Only this direction: what the peer sends meanwhile would be answered with a reset, and that
-    // takes with it what the peer has not received yet of operations that are over here.
+    // Only this direction: otherwise the kernel would answer later data of the peer with a reset,
+    // which discards data of completed operations that the peer has not read yet.
     ::shutdown(socket_.stream.get(), SHUT_WR);
     sends_.clear();
     receives_.clear();
   }
 
-  // Gives what was sent the time to arrive: closing a socket on which something lies unread resets
-  // it, too.
+  // Waits for sent data to arrive: closing a socket with unread data resets it, too.
   void Linger(Deadline deadline) {
     std::array<std::byte, 4096> unread;
     while (connected() && Undelivered() > 0 && !deadline.Expired()) {
@@ -174,8 +173,7 @@ class Link {
   }
 
  private:
-  // Bytes that the peer's host has not confirmed; of no concern on Unix sockets, which lose
-  // nothing.
+  // Bytes that the peer's host has not acknowledged; 0 for Unix sockets, which lose nothing.
   int Undelivered() const {
     int bytes = 0;
     tcp_info info{};
@@ -233,7 +231,7 @@ class Link {
     return failure_.ok();
   }
 
-  // `start` is what came together with the header.
+  // `start` is the data that arrived together with the header.
   void ReadFarewell(const MessageHeader& header, ConstBytes start) {
     std::string text(reinterpret_cast<const char*>(start.data()),
                      std::min<size_t>(start.size(), header.length));
@@ -249,12 +247,13 @@ class Link {
     const auto header = EncodeMessageHeader({true, text.size(), why.code()});
     std::string message(reinterpret_cast<const char*>(header.data()), header.size());
     message += text;
-    // What does not go at once does not go: the peer then learns of the end without the reason.
+    // A part that cannot be sent at once is dropped: the peer then notices the end without the
+    // reason.
     (void)!::send(socket_.stream.get(), message.data(), message.size(), MSG_NOSIGNAL);
     return Status();
   }
 
-  // The peer is gone. Its farewell may lie unread where nobody has posted a receive.
+  // The peer has ended. Its farewell may be unread if no receive was posted.
   void End(const std::string& how) {
     const bool between_messages = receives_.empty() || receives_.front().done == 0;
     std::array<std::byte, kMessageHeaderBytes> bytes;
@@ -268,7 +267,7 @@ class Link {
     failure_ = PeerGone(peer_, how).Annotate(Front());
   }
 
-  // The transfer that suffers.
+  // The transfer that fails.
   std::string Front() const {
     return TransferName(receives_.empty() ? Direction::kSend : Direction::kReceive, peer_);
   }
@@ -345,13 +344,13 @@ class SocketTransport final : public Transport {
     open_.insert(operation.ticket);
     Link& link = links_[static_cast<size_t>(peer)];
     link.Post(direction, operation);
-    // A small message is on its way before anybody waits for it. A failure is reported by Wait.
+    // Starts small messages before the wait. Wait reports a failure.
     if (sending) link.Advance(open_);
     return operation.ticket;
   }
 
-  // A mutex is not fair: while data flows, this thread could take it again and again before an
-  // aborting one gets it.
+  // A mutex is not fair: while data flows, this thread could lock it repeatedly before an aborting
+  // thread gets it.
   void LetAbortIn(std::unique_lock<std::mutex>& lock) {
     aborted_.wait(lock, [this] { return aborts_waiting_.load() == 0; });
   }
@@ -386,7 +385,7 @@ class SocketTransport final : public Transport {
     return Status(StatusCode::kInternal, "an open ticket belongs to no link");
   }
 
-  // Sleeps without the mutex until a socket is ready, a peer ends, or somebody aborts.
+  // Sleeps without the mutex until a socket is ready, a peer ends, or Abort is called.
   Status AwaitSockets(std::unique_lock<std::mutex>& lock, Deadline deadline) {
     poll_fds_.clear();
     polled_links_.clear();
@@ -408,7 +407,7 @@ class SocketTransport final : public Transport {
       for (Link* link : polled_links_) link->EndIfHostIsSilent(silence_);
     }
     if (ready <= 0) return Status();
-    // First what the peers sent before they went, then whether they are gone.
+    // First the data that peers sent before they ended, then their end.
     if (AdvanceLinks()) return Status();
     for (size_t i = 0; i < polled_links_.size(); ++i) {
       polled_links_[i]->Judge(poll_fds_[2 * i].revents, poll_fds_[2 * i + 1].revents);
@@ -425,7 +424,7 @@ class SocketTransport final : public Transport {
 
   const int rank_;
   const UniqueFd
-      wake_;  // an eventfd that only Abort writes and nobody reads: the transport is over then
+      wake_;  // an eventfd that Abort writes and no thread reads: the transport has ended then
   const std::chrono::milliseconds silence_;
   std::atomic<int> aborts_waiting_{0};
   std::condition_variable aborted_;

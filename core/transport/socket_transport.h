@@ -12,14 +12,15 @@
 namespace sparkhvd {
 
 // The connection to one peer. `process` is a pidfd where the peer is on this host, or empty: it
-// tells of the peer's end also while a child of the peer keeps a copy of the socket.
+// reports the peer's end even while a child of the peer keeps a copy of the socket.
 struct PeerSocket {
   UniqueFd stream;
   UniqueFd process;
 };
 
-// `peers` has one entry per rank, the own one empty; sockets are non-blocking and authenticated.
-// A peer whose host is silent for longer than `silence` is gone; one that is only slow is not.
+// `peers` has one entry per rank, this rank's own empty; sockets are non-blocking and
+// authenticated. A peer whose host is silent for longer than `silence` is lost; one that is only
+// slow is not.
 Result<std::unique_ptr<Transport>> MakeSocketTransport(
     int rank, std::vector<PeerSocket> peers, std::chrono::milliseconds silence = kSilentLink);
 

@@ -29,13 +29,12 @@ class Transport {
   virtual Result<Ticket> PostReceive(int peer, Bytes data) = 0;
 
   // Returns once all the tickets are complete, or with the first failure: kTimeout ("receive from
-  // rank 5: 0 of 65536 bytes"), kPeerLost when a peer of a pending ticket is gone, or the reason
-  // given to Abort. After a failure the transport is broken for good and no buffer is touched any
-  // more.
+  // rank 5: 0 of 65536 bytes"), kPeerLost when a peer of a pending ticket has ended, or the reason
+  // passed to Abort. After a failure the transport stays broken and touches no buffer.
   virtual Status Wait(Span<const Ticket> tickets, Deadline deadline) = 0;
 
   // Wakes every waiter here with `why` and makes later calls fail with it. Peers notice that this
-  // rank has gone.
+  // rank has ended.
   virtual void Abort(const Status& why) = 0;
 };
 

@@ -9,7 +9,7 @@
 
 namespace sparkhvd {
 
-// Numbers `ranks` of `whole`, its own among them, 0, 1, 2... Posts and waits go to `whole`, so that
+// Numbers `ranks` of `whole`, which include its own, 0, 1, 2... Posts and waits go to `whole`, so
 // failures name its ranks.
 class TransportSubset final : public Transport {
  public:

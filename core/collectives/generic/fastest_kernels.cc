@@ -1,4 +1,4 @@
-// For processors without kernels of their own.
+// The kernels for processors without specialised ones.
 #include "collectives/kernels.h"
 
 namespace sparkhvd {

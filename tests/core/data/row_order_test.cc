@@ -90,7 +90,7 @@ TEST(RowOrder, RefusesPlacesThatAreNotThere) {
     const std::vector<int64_t> places = {0, wrong, 4};
     const Status status = RowOrder::Make({places.data(), places.size()}, 5).status();
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
-    EXPECT_EQ(status.message(), "1 places are not among 5 rows");
+    EXPECT_EQ(status.message(), "1 row indices are outside the 5 rows");
   }
   EXPECT_FALSE(RowOrder::Make({}, size_t{1} << 32).ok());
 }
@@ -101,8 +101,8 @@ TEST(RowOrder, RefusesMemoryOfAnotherSize) {
   for (const auto& part_rows : divided) {
     Columns columns(1, 4, part_rows, 2);
     EXPECT_EQ(order.Pick(columns.span(), 4).message(),
-              "the parts of every column need 3 rows of 4 bytes, divided alike, and its target "
-              "room for 2");
+              "the parts of every column must hold 3 rows of 4 bytes, split alike, and its target "
+              "must have room for 2");
   }
   Columns small(1, 4, {3}, 1);
   EXPECT_FALSE(order.Pick(small.span(), 4).ok());

@@ -79,7 +79,7 @@ TEST(Device, MemoryIsFilledMovedAndGivenBackInTheOrderOfStreams) {
     EXPECT_EQ(simulated::Allocations(), 1u);
     simulated::FailNext("cuMemAllocFromPoolAsync", 2);
     ExpectFailure(device->Allocate(8).status(), StatusCode::kIo,
-                  "no memory for 8 bytes on CUDA device 1");
+                  "cannot allocate 8 bytes on CUDA device 1");
   }
   EXPECT_EQ(simulated::Allocations(), 0u);
 }

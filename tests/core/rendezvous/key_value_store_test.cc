@@ -118,7 +118,7 @@ TEST_P(KeyValueStoreContract, NamesTheKeyThatNobodySets) {
   Parties parties = GetParam().make();
   const auto value = parties.reader->Get("lonely", Soon());
   EXPECT_EQ(value.status().code(), StatusCode::kTimeout);
-  EXPECT_EQ(value.status().message(), "nobody set key 'lonely' before the deadline");
+  EXPECT_EQ(value.status().message(), "key 'lonely' was not set before the deadline");
   ASSERT_TRUE(parties.writer->Set("lonely", "at last", Late()).ok());
   EXPECT_EQ(parties.reader->Get("lonely", Late()).value(), "at last");
 }
@@ -194,8 +194,8 @@ TEST(TcpStore, RefusesWhatIsTooLarge) {
   EXPECT_EQ(client->Get(key, Late()).status().code(), StatusCode::kInvalidArgument);
   const Status refused = client->Set("big", value, Late());
   EXPECT_EQ(refused.message(),
-            "the value of key 'big' has 16777217 bytes; a rendezvous value has at most 16777216, "
-            "pass larger things through the Store");
+            "the value of key 'big' has 16777217 bytes; a rendezvous value has at most 16777216; "
+            "pass larger values through the Store");
   EXPECT_EQ(server->Set("big", value, Late()).code(), StatusCode::kInvalidArgument);
   ASSERT_TRUE(client->Set("largest", value.substr(1), Late()).ok());
   EXPECT_EQ(client->Get("largest", Late()).value().size(), kMaxValueBytes);

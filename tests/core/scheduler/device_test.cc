@@ -357,15 +357,15 @@ TEST(EngineDevice, WhatCannotBeDoneIsRefusedAtOnce) {
   OnEveryDevice(OneHost(1), WithDevices(), [&](int, Rank& self, Program& program) {
     std::vector<float> data(4);
     ExpectFailure(FailureOf(program.TryAllreduce("x", data, ReduceOp::kAdasum)),
-                  StatusCode::kInvalidArgument, {"NCCL has no adasum of float32"});
+                  StatusCode::kInvalidArgument, {"NCCL does not support adasum of float32"});
     Request request = RequestFor(OperationKind::kAllreduce, "x", {2});
     request.dtype = DType::kInt16;
     ExpectFailure(FailureOf(program.TrySubmit(request, data.data(), data.data())),
-                  StatusCode::kInvalidArgument, {"NCCL has no sum of int16"});
+                  StatusCode::kInvalidArgument, {"NCCL does not support sum of int16"});
     request.dtype = DType::kInt32;
     request.op = ReduceOp::kAverage;
     ExpectFailure(FailureOf(program.TrySubmit(request, data.data(), data.data())),
-                  StatusCode::kInvalidArgument, {"NCCL has no average of int32"});
+                  StatusCode::kInvalidArgument, {"NCCL does not support average of int32"});
     EXPECT_TRUE(program.Finish(program.TryAllreduce("x", data)).ok());
     ExpectFailure(FailureOf(self.engine.Submit(RequestFor(OperationKind::kAllreduce, "y", {4}),
                                                BytesOf(data), BytesOf(data), Start::kNow,

@@ -285,7 +285,7 @@ TEST(EngineJoin, WhatNeedsTheirDataIsRefusedBesideRanksThatJoined) {
     std::vector<float> data(1);
     Request taken = Of(OperationKind::kAllreduce, kJoinName, {1});
     ExpectFailure(FailureOf(self.engine.Submit(taken, BytesOf(data), BytesOf(data))),
-                  StatusCode::kInvalidArgument, {"for join alone"});
+                  StatusCode::kInvalidArgument, {"reserved for join"});
   });
 }
 

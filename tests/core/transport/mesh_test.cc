@@ -87,15 +87,15 @@ TEST(ConnectMesh, RefusesOptionsThatCannotWork) {
     return ConnectMesh(options, store, Soon()).status().message();
   };
   EXPECT_EQ(message([](MeshOptions* options) { options->rank = 2; }),
-            "connect the ranks: there is no rank 2 among 2");
+            "connect the ranks: rank 2 is not one of 2 ranks");
   EXPECT_EQ(message([](MeshOptions* options) { options->token.clear(); }),
             "connect the ranks: ranks can only be connected with the job's token");
-  EXPECT_EQ(
-      message([](MeshOptions* options) { options->arena_region_bytes = size_t{1} << 55; }),
-      "connect the ranks: an arena region has 1 to 1099511627776 bytes, not 36028797018963968");
+  EXPECT_EQ(message([](MeshOptions* options) { options->arena_region_bytes = size_t{1} << 55; }),
+            "connect the ranks: an arena region must have 1 to 1099511627776 bytes, not "
+            "36028797018963968");
   EXPECT_EQ(message([](MeshOptions* options) { options->bind_hosts = {"127.0.0.1", "0.0.0.0"}; }),
-            "connect the ranks: bind_host '0.0.0.0' is no address that peers could dial; name one "
-            "interface of this host");
+            "connect the ranks: bind_host '0.0.0.0' is not an address that peers can dial; use the "
+            "address of one interface");
 }
 
 TEST(ConnectMesh, NamesTheRankThatNeverPublishesItsAddress) {
@@ -103,8 +103,8 @@ TEST(ConnectMesh, NamesTheRankThatNeverPublishesItsAddress) {
   const Status status = ConnectMesh(OptionsOf(0, 2), store, Soon()).status();
   EXPECT_EQ(status.code(), StatusCode::kTimeout);
   EXPECT_EQ(status.message(),
-            "rank 0 waits for the address of rank 1: nobody set key 'test/address/1' before the "
-            "deadline");
+            "rank 0 waits for the address of rank 1: key 'test/address/1' was not set before "
+            "the deadline");
 }
 
 TEST(ConnectMesh, NamesTheRankThatNeverDials) {
@@ -402,7 +402,7 @@ TEST_F(ArenaFile, IsRefusedWhenItIsNotWhatWasAgreed) {
   auto file = CreateArenaFile(8192);
   ASSERT_TRUE(SendArenaFile(sender_.get(), file.value().get(), Late()).ok());
   EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 4096, Late()).status().message(),
-            "what came is not shared memory of 4096 bytes fixed in size");
+            "the received file is not shared memory with a fixed size of 4096 bytes");
   const UniqueFd other(::open("/dev/null", O_RDWR | O_CLOEXEC));
   ASSERT_TRUE(SendArenaFile(sender_.get(), other.get(), Late()).ok());
   EXPECT_FALSE(ReceiveArenaFile(receiver_.get(), 0, Late()).ok());
@@ -412,7 +412,7 @@ TEST_F(ArenaFile, IsRefusedWhenItIsNotWhatWasAgreed) {
   EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 8192, Soon()).status().code(), StatusCode::kTimeout);
   sender_.Reset();
   EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 8192, Late()).status().message(),
-            "the creator of the shared memory is gone");
+            "the creator of the shared memory has ended");
 }
 
 }  // namespace

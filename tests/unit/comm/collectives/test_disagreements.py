@@ -96,7 +96,7 @@ def test_a_name_in_flight_is_refused_at_once_and_the_first_one_goes_on(group):
             continue
         kind, message = told
         assert kind == ConfigError.__name__
-        assert "allreduce 'twice': an operation of this name is in flight already" in message
+        assert "allreduce 'twice': an operation with this name is already in flight" in message
 
 
 def leave_gaps():

@@ -145,7 +145,7 @@ def test_a_second_device_of_a_rank_is_refused(alone_by_nccl):
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device here")
     hvd.allreduce(torch.ones(2, device="cuda:0"))
-    with pytest.raises(ConfigError, match="with NCCL a rank has one device"):
+    with pytest.raises(ConfigError, match="with NCCL a rank uses one device"):
         hvd.allreduce(torch.ones(2, device="cuda:1"))
 
 
