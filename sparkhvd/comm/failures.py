@@ -33,7 +33,7 @@ _TYPE_OF: dict[str, type[SparkHvdError]] = {
 def translate(error: CoreError) -> SparkHvdError:
     """Return our exception with the message of the core's ``error``; unknown codes become ``CollectiveError``.
 
-    Raise it ``from None``: a traceback would begin with the core's error, which nobody needs to read first.
+    Raise it ``from None``: otherwise a traceback would begin with the core's error.
     """
     code, message = error.args
     return _TYPE_OF.get(code, CollectiveError)(message)

@@ -113,7 +113,7 @@ class Handle(Generic[T]):
 
         Raises:
             MismatchError: the ranks disagree on shape, dtype, operation, root or group.
-            PeerLostError: a rank that takes part is gone, or aborted the job.
+            PeerLostError: a rank that takes part has ended, or aborted the job.
             DeadlineExceededError: not all ranks took part in time.
             CollectiveError: the operation failed otherwise, or the communicator was closed before it was done.
         """

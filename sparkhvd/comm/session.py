@@ -88,8 +88,8 @@ def init(
     (mpi4py has to be installed); without either, this process is a job of one rank.
 
     Collective: every rank must call it. Calling it again without ``shutdown()`` does nothing; after ``shutdown()`` the
-    ranks connect anew. A rank on which it failed may call it again: it then connects with the ranks that still wait and
-    those that call later.
+    ranks connect again. A rank on which it failed may call it again: it then connects with the ranks that still wait
+    and those that call later.
 
     Args:
         comm: makes some ranks a job of their own: a list of ranks of the launcher's job or of MPI's world, which

@@ -56,7 +56,7 @@ def disagree():
 def test_a_disagreement_of_direct_calls_is_told_to_all_and_the_next_call_works(pair):
     for message, after in pair.run(disagree):
         assert "rank 0 calls sum of 3 x float32" in message
-        assert "rank 1 for the sum of 4 x float32" in message
+        assert "rank 1 calls sum of 4 x float32" in message
         assert after == [2.0, 2.0]
 
 
