@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from sparkhvd import Store
+from sparkhvd.driver.user_code.importable import importable_on
+from sparkhvd.driver.user_code.user_modules import loaded_user_modules
 from sparkhvd.errors import ParamError, SchemaError
 from tests.spark.trainings import ROWS, estimator
 
@@ -41,6 +43,12 @@ BY_FRAMEWORK = {
     "lightning": (({"logger": 3}, "logger holds a int"),),
     "keras": (({"checkpoint_callback": 3}, "checkpoint_callback=3"),),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _asked_about_modules(spark):
+    """Executors are asked once per session which modules they can import; that job is not a case's."""
+    importable_on(spark, {module.name: module.digest for module in loaded_user_modules()})
 
 
 @pytest.mark.parametrize(
