@@ -1,9 +1,11 @@
-"""What a Store is: bytes under a URL. It knows nothing about Parquet, models or runs (see ``layout``)."""
+"""The protocol of a Store: bytes under a URL, without knowledge of Parquet, models or runs (see ``layout``)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol, runtime_checkable
+
+from sparkhvd.store.registry import create
 
 if TYPE_CHECKING:
     from pyarrow import fs
@@ -19,21 +21,19 @@ class Store(Protocol):
 
     @staticmethod
     def create(url: str, **options: object) -> Store:
-        """The Store at a URL, of the class that serves its scheme.
+        """Return the Store at a URL, an instance of the class for its scheme.
 
         Args:
             url: such as ``file:///data/store``, or a plain path. The driver, the executors and the ranks must all
                 reach the same files by it.
-            options: what the class of that scheme takes besides the URL.
+            options: further arguments of that class.
 
         Raises:
-            StoreError: nothing serves the scheme, or the place cannot be used.
+            StoreError: no class serves the scheme, or the folder cannot be used.
 
         Example:
             >>> store = Store.create("/mnt/shared/experiments")
         """
-        from sparkhvd.store.registry import create  # noqa: PLC0415  (the table imports this module)
-
         return create(url, **options)
 
     @property
@@ -58,28 +58,28 @@ class Store(Protocol):
 
     def exists(self, path: str) -> bool: ...
     def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
-        """A file for reading, or a new file whose content appears all at once on ``close`` (never when it fails)."""
+        """Open a file to read, or a new one that becomes visible as a whole on ``close``, and never after an error."""
 
     def list(self, path: str) -> list[str]:
-        """Paths (relative to the Store) of all files below ``path``, sorted; a file is below itself."""
+        """Return the sorted paths, relative to the Store, of all files below ``path``; a file is below itself."""
 
     def publish(self, path: str, content: bytes) -> None:
-        """Write one small object, all or nothing; ``StoreError`` if ``path`` exists already, also in a race."""
+        """Write one small object atomically; raise ``StoreError`` if ``path`` exists, also in a race."""
 
     def delete(self, path: str) -> None:
-        """Remove a file or a folder with everything in it; nothing happens where nothing is."""
+        """Remove a file or a folder with its content; a missing path is no error."""
 
     def spark_url(self, path: str) -> str | None:
-        """The URL by which Spark's own readers and writers reach ``path``; None where Hadoop has no such scheme."""
+        """Return the URL of ``path`` for Spark's readers and writers; None when Hadoop lacks the scheme."""
 
     def spark_options(self) -> dict[str, str]:
-        """Options for Spark's readers and writers that say what this Store was told about access."""
+        """Return options for Spark's readers and writers with the access settings of this Store."""
 
     def with_spark_settings(self, settings: Mapping[str, str]) -> Store:
-        """This Store, told what Hadoop's settings (``fs.s3a.access.key``...) say and its own options do not."""
+        """Return this Store with missing options taken from Hadoop's settings (``fs.s3a.access.key``...)."""
 
     def arrow(self, path: str) -> tuple[fs.FileSystem, str]:
-        """An Arrow file system and the path in it: the fast way to read (memory-mapped for local files)."""
+        """Return an Arrow file system and the path in it, for fast reads (memory-mapped for local files)."""
 
     def at(self, url: str) -> Store:
-        """The Store at another URL of the same file system, reached in the same way."""
+        """Return the Store at another URL of the same file system, with the same access."""

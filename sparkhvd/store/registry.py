@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkhvd.compat.databricks import mounted_path
 from sparkhvd.config import runs_on_databricks
 from sparkhvd.errors import StoreError
 from sparkhvd.store.options import refuse_credentials
-from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from sparkhvd.store.protocol import Store
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Output of ranks as files in a Store, written by whoever watches over the rank: the driver need not be reached."""
+"""Output of ranks as files in a Store, written by the supervisor of the rank without the driver."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class StoreOutput:
     """Output of ranks in files, as long as the Store takes them; not safe for use from several threads.
 
     Args:
-        say: told once of each stream that the Store does not take.
-        show: gets the rank, the stream and the whole lines that are in no file.
+        say: called once for each stream that the Store cannot store.
+        show: called with the rank, the stream and the whole lines that are in no file.
     """
 
     def __init__(self, say: Callable[[str], None], show: Callable[[int, str, bytes], None]) -> None:

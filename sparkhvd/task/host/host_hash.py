@@ -14,18 +14,18 @@ _NAMESPACES = ("ipc", "mnt", "net")
 
 
 def host_hash(container: str = "") -> str:
-    """The key of the place where this process runs: machine, boot and container.
+    """Return the key of the machine, boot and container of this process.
 
     Args:
-        container: tells resource containers apart that see the same namespaces, as those of YARN do.
+        container: distinguishes resource containers that share namespaces, such as those of YARN.
     """
     boot = _read(Path("/proc/sys/kernel/random/boot_id"))
-    places = [_link(Path("/proc/self/ns") / kind) for kind in _NAMESPACES]
-    return hash_of([socket.gethostname(), boot, *places, *([container] if container else [])])
+    namespaces = [_link(Path("/proc/self/ns") / kind) for kind in _NAMESPACES]
+    return hash_of([socket.gethostname(), boot, *namespaces, *([container] if container else [])])
 
 
 def hash_of(parts: Sequence[str]) -> str:
-    """A short key of ``parts``; different sequences have different keys."""
+    """Return a short key of ``parts``; different sequences have different keys."""
     digest = hashlib.sha256()
     for part in parts:
         content = part.encode()

@@ -1,4 +1,4 @@
-"""What a launcher and the process that it starts on a host tell each other over that process's stdin and stdout.
+"""The messages between a launcher and its process on a host, over the stdin and stdout of that process.
 
 These are pickles: the pipes are private on this machine, and ssh authenticates and encrypts them to another.
 """
@@ -12,7 +12,7 @@ from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.job import Job
 from sparkhvd.task.supervision import Outcome
 
-# What comes before is the host's own (a message of the day, a shell's start files).
+# Output before the marker belongs to the host (a message of the day, a shell's start files).
 MARKER = b"\nsparkhvd is ready\n"
 
 
@@ -22,8 +22,8 @@ class HostJob:
 
     Attributes:
         job: the job.
-        host: how the user calls this host.
-        hosts: how the user calls all of them.
+        host: the user's name of this host.
+        hosts: the user's names of all hosts.
         first_index: number of this host's first slot.
         count: how many ranks it runs.
         serves: whether it serves the rendezvous.
@@ -53,7 +53,7 @@ class HostReady:
 
 @dataclass(frozen=True)
 class HostDone:
-    """Host to launcher: what its ranks came to."""
+    """Host to launcher: the results and outcomes of its ranks."""
 
     contents: Mapping[int, bytes | Outcome] = field(repr=False)
 

@@ -1,4 +1,4 @@
-"""The versions of the packages that the driver and the tasks of a job have to have in common."""
+"""The package versions that must be equal on the driver and the tasks of a job."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def frameworks_in_use(preload: Sequence[str]) -> tuple[str, ...]:
 
 
 def local_versions(wanted: Sequence[str]) -> tuple[str, ...]:
-    """The versions that this process would load of what ``frameworks_in_use`` found elsewhere."""
+    """Return the versions in this process of the packages that ``frameworks_in_use`` found in the driver."""
     return _joined(installed_versions(name for name, _ in map(_parted, wanted)))
 
 
 def different_versions(driver: Sequence[str], offers: Sequence[TaskOffer]) -> str:
-    """A sentence where tasks have other versions than the driver; empty where not.
+    """Return a warning when tasks have other versions than the driver; otherwise empty.
 
-    What stands behind a plus is another build of the same version, as for a machine without GPUs.
+    A suffix after a plus names a build of the same version, such as one without GPUs, and is ignored.
     """
     found = []
     for name, own in map(_parted, driver):

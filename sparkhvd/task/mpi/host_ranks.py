@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.2
 
 
 class RankEnd:
-    """The end of a worker that another process is the parent of, told over a link to that process."""
+    """The exit of a worker that another process has forked and reports over a link."""
 
     def __init__(self, pid: int, link: FrameSocket) -> None:
         self.pid = pid
@@ -58,12 +58,12 @@ class RankListener:
     def accept(
         self, preload: Sequence[str], deadline: Deadline, given_up: Callable[[], bool]
     ) -> tuple[RankConnected, Spawned]:
-        """What the next rank that connects says of itself, and its worker.
+        """Return the message of the next rank that connects, and its worker.
 
         Args:
             preload: modules that the worker imports first.
             deadline: when to give up.
-            given_up: asked again and again; true ends the wait, too.
+            given_up: polled during the wait; true ends it.
 
         Raises:
             LaunchError: none came.
@@ -84,7 +84,7 @@ class RankListener:
     def _welcome(self, connection: socket.socket, preload: Sequence[str]) -> tuple[RankConnected, Spawned]:
         deadline = Deadline.after(_HELLO_SECONDS)
         link = accept_handshake(connection, self._secret, deadline)
-        place = _receive(RankConnected, link, deadline)
+        started = _receive(RankConnected, link, deadline)
         link.send(encode(Preload(tuple(preload))), deadline)
         own, other = socket.socketpair()
         read_out, write_out = os.pipe()
@@ -102,7 +102,7 @@ class RankListener:
             other.close()
             os.close(write_out)
             os.close(write_err)
-        return place, Spawned(RankEnd(pid, link), own, read_out, read_err)
+        return started, Spawned(RankEnd(pid, link), own, read_out, read_err)
 
     def close(self) -> None:
         self._socket.close()
@@ -113,12 +113,12 @@ def _receive(kind: type[T], link: FrameSocket, deadline: Deadline) -> T:
     content = link.receive(idle=deadline)
     if content is None:
         raise ConnectionResetError("The rank closed its link.")
-    told = decode(content)
-    if not isinstance(told, kind):
-        raise MessageError(f"A rank sent {type(told).__name__} instead of {kind.__name__}.")
-    return told
+    message = decode(content)
+    if not isinstance(message, kind):
+        raise MessageError(f"A rank sent {type(message).__name__} instead of {kind.__name__}.")
+    return message
 
 
 def orted_failure(returncode: int, output: str) -> str:
-    """Why a host's ranks did not start, as the end of "Rank 1 on host X ..."."""
+    """Return why a host's ranks did not start, to complete "Rank 1 on host X ..."."""
     return f"did not start: orted {describe_exit(returncode)}. Its output: {output.strip() or 'none'}"

@@ -1,4 +1,4 @@
-"""What a task of the mpi launcher does when driver and agents ask it to."""
+"""The requests of driver and agents that a task of the mpi launcher handles."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ class TaskService:
         )
 
     def plan_within(self, seconds: float) -> tuple[TaskOffer, ...] | None:
-        """What the driver has assigned, waiting for it at most this long; None when that is nothing yet."""
+        """Wait at most ``seconds`` for the assignment of the driver and return it; None when there is none yet."""
         return self._plan if self._assigned.wait(seconds) else None
 
     def let_execute(self, environment: Mapping[str, str]) -> None:
-        """From now on ``orted`` may be started, with this environment."""
+        """Allow the start of ``orted``, with this environment."""
         self._environment = environment
         self._can_execute.set()
 
     def orted_ended(self) -> tuple[int, str] | None:
-        """The exit code of ``orted`` and the last that it wrote; None before its end."""
+        """Return the exit code of ``orted`` and its last output; None before its end."""
         with self._lock:
             return self._ended
 
@@ -85,7 +85,7 @@ class TaskService:
         self._orted_ended.wait(seconds)
 
     def close(self) -> None:
-        """End ``orted`` and let the driver know that this task is over."""
+        """End ``orted`` and report to the driver that this task has ended."""
         with self._lock:
             orted = self._orted
         if orted is not None:

@@ -1,4 +1,4 @@
-"""A program as the function of a rank."""
+"""A rank whose function runs a program."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sparkhvd.task.failure_report import describe_exit
 
 
 class CommandEndedError(LaunchError):
-    """The program of a rank did not end well; the message completes "Rank 1 on host X ..."."""
+    """The program of a rank failed; the message completes "Rank 1 on host X ..."."""
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Run a program whose ``hvd.init()`` joins this rank's job; returns its exit code, which is 0.
+    """Run a program whose ``hvd.init()`` joins this rank's job, and return its exit code 0.
 
     Raises:
-        CommandEndedError: it ended with another one, or could not be started.
+        CommandEndedError: the program ended with another exit code, or could not be started.
     """
     with context_file(session.launch_context()) as path:
         try:

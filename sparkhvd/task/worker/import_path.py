@@ -1,4 +1,4 @@
-"""What the Python of a rank can import: what that of its task can.
+"""The import path of a rank, equal to that of its task.
 
 Spark adds the files of ``addPyFile`` to ``sys.path`` alone, so the path goes to the worker by ``PYTHONPATH``. Before
 ``fn`` runs, the worker gives that variable its own value back: what ``fn`` starts may be another Python.
@@ -16,7 +16,7 @@ IMPORT_PATH = "PYTHONPATH"
 
 
 def import_path(executable: str = "") -> str:
-    """The ``PYTHONPATH`` for a Python that is to find what this process does.
+    """Return the ``PYTHONPATH`` that makes this process's modules importable in another Python.
 
     Args:
         executable: that Python; empty is the one that runs this. Another one has a standard library and packages of

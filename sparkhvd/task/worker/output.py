@@ -1,4 +1,4 @@
-"""The way of a worker's stdout and stderr: to the driver where it can be reached, else to the task's own stderr."""
+"""The data path of a worker's stdout and stderr: to the driver if it is reachable, else to the task's stderr."""
 
 from __future__ import annotations
 
@@ -75,22 +75,22 @@ class LineBuffer:
 
 
 class RankLog(Protocol):
-    """Where one rank's output goes."""
+    """A destination of one rank's output."""
 
     rank: int
 
     def started(self) -> None:
-        """Say that all ranks of the job run."""
+        """Report that all ranks of the job run."""
 
     def write(self, stream: str, content: bytes) -> None:
-        """Pass whole lines on."""
+        """Write whole lines."""
 
     def close(self) -> None:
         """Wait until everything has been written."""
 
 
 class HandlerLog:
-    """Output of a rank beside the one who writes it."""
+    """A log that passes output to a handler in the same process."""
 
     def __init__(self, handle: Callable[[Message], object], num_proc: int) -> None:
         self._handle = handle
@@ -122,11 +122,11 @@ class DriverLog:
         self.rank = -1
 
     def started(self) -> None:
-        """Tell the driver that the ranks run."""
+        """Report to the driver that the ranks run."""
         self._send(Started(self._job.num_proc))
 
     def write(self, stream: str, content: bytes) -> None:
-        """Pass whole lines on."""
+        """Write whole lines."""
         where = dict(self._job.log_files).get(stream)
         if where is not None:
             self._files.write(where, self.rank, stream, content)
@@ -134,7 +134,7 @@ class DriverLog:
             self._write_here(self.rank, stream, content)
 
     def close(self) -> None:
-        """Wait until the driver and the Store have everything, then hang up."""
+        """Wait until the driver and the Store have all output, then disconnect."""
         self._files.close()
         with self._lock:
             client, self._client, self._unreachable = self._client, None, True
@@ -213,7 +213,7 @@ class OutputPump:
         self._log.write(stream, text.encode())
 
     def stderr_tail(self) -> str:
-        """The last lines of stderr so far."""
+        """Return the last lines of stderr so far."""
         return "\n".join(list(self._tail))
 
     def _run(self) -> None:

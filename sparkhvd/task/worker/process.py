@@ -1,4 +1,4 @@
-"""The worker process of a task, its private socket and its end."""
+"""The worker process of a task, its private socket and its exit."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class ProcessEnd(Protocol):
     pid: int
 
     def wait(self) -> Exited:
-        """Block until the process has ended, and keep its number from being used again."""
+        """Block until the process has ended, and keep its process id reserved."""
 
     def release(self) -> None:
-        """Let go of the number of the ended process."""
+        """Release the process id of the ended process."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,13 @@ def spawn_or_substitute(
     preload: Sequence[str],
     executable: str = "",
 ) -> tuple[Spawned, str]:
-    """Start a worker as ``spawn_worker`` does; where that cannot be, a worker that has nothing to do takes its place.
+    """Start a worker, or an idle substitute when the worker cannot start.
 
-    The next attempt would fail in the same way, so the task tells the others instead of throwing. For that it needs a
-    process to watch over.
+    A retry would fail in the same way, so the task reports the failure to the others instead of raising. For that it
+    needs a process to supervise.
 
     Returns:
-        The process, and why it is not the one that was asked for: the end of "Rank 1 on host X ..."; empty when it is.
+        The process, and why it is a substitute, to complete "Rank 1 on host X ..."; empty for the worker itself.
 
     Raises:
         OSError: this host cannot start any process.
@@ -152,7 +152,7 @@ def spawn_or_substitute(
 
 
 def not_started(executable: str, why: str) -> str:
-    """That a host cannot execute the Python of its ranks, as the end of "Rank 1 on host X ..."."""
+    """Return that this host cannot execute the Python of its ranks, to complete "Rank 1 on host X ..."."""
     program = f"executable={executable!r}" if executable else f"the executor's own Python {sys.executable!r}"
     advice = ". Set executable to the path of a Python that every executor has" if executable else ""
     return f"did not start: {program} cannot be executed on this host: {why}{advice}"
@@ -235,4 +235,4 @@ class WorkerProcess:
         try:
             os.killpg(self.pid, number)
         except (ProcessLookupError, PermissionError):
-            return  # nobody is left
+            return  # no process is left

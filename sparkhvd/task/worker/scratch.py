@@ -1,7 +1,7 @@
-"""A folder for the files of one rank that nobody wants after it.
+"""The temporary folder of one rank.
 
-Whoever watches over the rank removes it, because a process that is killed removes nothing; a rank whose watcher is
-killed does so itself, before it ends.
+The supervisor of the rank removes it, because a killed process cannot. A rank whose supervisor is killed removes it
+before it ends.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from sparkhvd.config import local_folders
 
 
 def make_scratch(within: str | None = None) -> str | None:
-    """A new folder: in ``within``, or in the first of the local folders that takes one.
+    """Create a folder in ``within``, or in the first usable local folder.
 
-    Spark's own come first of them, which go with the application.
+    Spark's local folders come first, because Spark removes them with the application.
     """
     for folder in local_folders() if within is None else (within,):
         with suppress(OSError):
@@ -25,6 +25,6 @@ def make_scratch(within: str | None = None) -> str | None:
 
 
 def remove_scratch(folder: str | None) -> None:
-    """Remove it with all that is in it; may be called again."""
+    """Remove the folder with its content; a missing folder is no error."""
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a task and its worker process tell each other over their private socket."""
+"""The messages between a task and its worker process over their private socket."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sparkhvd.comm.connect.launch_context import LaunchContext
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Task to worker: which rank it is and what to run.
+    """Task to worker: its rank and the function to run.
 
     Attributes:
-        context: its place in the job.
+        context: the launch context of the rank.
         payload: the pickled function and its arguments.
-        variables: what ``fn`` finds in its environment.
-        import_path: what it finds as ``PYTHONPATH``, see ``task.import_path``; None is nothing.
+        variables: environment variables for ``fn``.
+        import_path: the ``PYTHONPATH`` of ``fn``, see ``task.worker.import_path``; None removes it.
     """
 
     context: LaunchContext
@@ -26,12 +26,12 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Ready:
-    """Worker to task: the modules are imported, ``fn`` is about to run."""
+    """Worker to task: modules are imported and ``fn`` starts."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Worker to task: ``init()`` has connected it to the other ranks."""
+    """Worker to task: ``init()`` has connected the rank to the others."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,20 @@ class FnEnded:
 
 @dataclass(frozen=True)
 class Returned:
-    """Worker to task: ``fn`` returned this, pickled."""
+    """Worker to task: the pickled result of ``fn``."""
 
     content: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Raised:
-    """Worker to task: ``fn`` did not return.
+    """Worker to task: the rank failed.
 
     Attributes:
         cause: completes "Rank 1 on host X ...".
-        traceback: Python's, or empty.
+        traceback: the Python traceback, or empty.
         secondary: whether the loss of another rank was the cause.
-        phase: how far the rank was; None is within ``fn``, empty where ``cause`` says it.
+        phase: the phase of the rank; None is within ``fn``, empty when ``cause`` contains it.
     """
 
     cause: str
@@ -67,6 +67,6 @@ class Raised:
 
 @dataclass(frozen=True)
 class Leave:
-    """Task to worker: the outcome is noted, end within ``seconds``; the worker is killed then."""
+    """Task to worker: the outcome is published; end within ``seconds`` or be killed."""
 
     seconds: float

@@ -1,10 +1,10 @@
-"""How many threads the libraries of a rank use."""
+"""The number of threads for the libraries of a rank."""
 
 from __future__ import annotations
 
 
 def thread_defaults(cpus: int) -> dict[str, str]:
-    """Environment variables that keep a rank's libraries to its own cores, where the user has set nothing else.
+    """Return environment variables that limit a rank's libraries to its cores, unless the user sets others.
 
     PyTorch follows OMP and MKL. TensorFlow gets two threads at least for running operations beside each other: one that
     waits for other ranks must not keep the rest of the graph from running.
