@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol, runtime_checkable
 
+from sparkhvd.errors import StoreError
 from sparkhvd.store.registry import create
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ class Store(Protocol):
         Example:
             >>> store = Store.create("/mnt/shared/experiments")
         """
-        return create(url, **options)
+        store = create(url, **options)
+        if not isinstance(store, Store):
+            raise StoreError(f"{type(store).__name__}, which serves {url!r}, is not a Store.")
+        return store
 
     @property
     def url(self) -> str:

@@ -7,15 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparkhvd.compat.databricks import mounted_path
 from sparkhvd.config import runs_on_databricks
 from sparkhvd.errors import StoreError
 from sparkhvd.store.options import refuse_credentials
-
-if TYPE_CHECKING:
-    from sparkhvd.store.protocol import Store
 
 
 @dataclass(frozen=True)
@@ -82,12 +79,11 @@ def backend_of(scheme: str) -> Any:
         ) from error
 
 
-def create(url: str, **options: object) -> Store:
-    """Return the Store at ``url``; see ``Store.create``."""
+def create(url: str, **options: object) -> object:
+    """Return the object that serves ``url``; see ``Store.create``."""
     refuse_credentials(url)
     backend = backend_of(scheme_of(url))
     try:
-        store: Store = backend(url, **options)
+        return backend(url, **options)
     except TypeError as error:
         raise StoreError(f"The Store at {url!r} does not accept these options: {error}.") from error
-    return store
