@@ -154,7 +154,7 @@ def _await_plan(driver: Client, service: TaskService) -> tuple[TaskOffer, ...]:
 
 
 def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
-    """Let ``orted`` start the ranks of this host, and supervise_rank them."""
+    """Let ``orted`` start the ranks of this host, and supervise them."""
     job, service = part.job.job, part.service
     with ExitStack() as stack:
         # Last of all: a driver that does not answer any more must not keep orted alive.

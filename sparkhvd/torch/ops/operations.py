@@ -89,7 +89,7 @@ def sparse_allreduce_async(
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:
-    """Return once every rank of the process set (all ranks by default) has label_of it."""
+    """Return once every rank of the process set (all ranks by default) has called it."""
     session.current().barrier(process_set=process_set)
 
 
