@@ -1,4 +1,4 @@
-// Copies of data, at the speed of the memory on every processor.
+// Copies memory at full bandwidth on every processor.
 #pragma once
 
 #include <cstddef>
@@ -6,9 +6,10 @@
 
 namespace sparkhvd {
 
-// Like std::memcpy, for the data of collectives. From a few KiB on, glibc before 2.39 copies with
-// `rep movsb`, which on AMD's Zen 3 and 4 takes several times as long as vector moves for some
-// alignments of source and target (glibc bug 30994). Copies of one block become vector moves.
+// Like std::memcpy, for the data of collectives. Before version 2.39, glibc copies more than a few
+// KiB with `rep movsb`. On AMD's Zen 3 and 4 that takes several times as long as vector moves for
+// some alignments of source and target (glibc bug 30994). Fixed-size blocks compile to vector
+// moves.
 inline void CopyBytes(void* target, const void* source, size_t bytes) {
   if (target == source) return;
   constexpr size_t kBlock = 64;

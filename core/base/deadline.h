@@ -37,7 +37,8 @@ class Deadline {
     return std::max(std::chrono::nanoseconds(0),
                     std::chrono::duration_cast<std::chrono::nanoseconds>(at_ - Clock::now()));
   }
-  // For poll(2): at least 1 while time is left, so that a wait never degenerates into a busy loop.
+  // The timeout for poll(2): at least 1 while time is left, so that a wait never becomes a busy
+  // loop.
   int RemainingMillis(int cap = 1000) const {
     const auto left = Remaining();
     if (left.count() <= 0) return 0;

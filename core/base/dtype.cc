@@ -8,11 +8,11 @@ namespace {
 
 struct DTypeRow {
   DType dtype;
-  std::string_view name;  // of a literal
+  std::string_view name;  // views a string literal
   size_t size;
 };
 
-// In the order of the enumeration, which is its index.
+// The index of a row is the value of its enumerator.
 constexpr std::array<DTypeRow, kDTypeCount> kDTypes = {{
     {DType::kBool, "bool", 1},
     {DType::kUInt8, "uint8", 1},
@@ -29,7 +29,7 @@ constexpr std::array<DTypeRow, kDTypeCount> kDTypes = {{
 
 struct ReduceOpRow {
   ReduceOp op;
-  std::string_view name;  // of a literal
+  std::string_view name;  // views a string literal
 };
 
 constexpr std::array<ReduceOpRow, 6> kReduceOps = {{

@@ -1,4 +1,4 @@
-// A failure as text in the store: the code as one character, then the message.
+// Encodes a failure as text for the store: one character for the code, then the message.
 #pragma once
 
 #include <optional>
@@ -10,7 +10,7 @@ namespace sparkhvd {
 
 std::string EncodeFailure(const Status& failure);
 
-// Returns nothing unless `note` is a failure.
+// Returns nothing unless `note` encodes a failure.
 std::optional<Status> DecodeFailure(const std::string& note);
 
 }  // namespace sparkhvd

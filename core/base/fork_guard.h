@@ -1,5 +1,5 @@
-// Detects forked children, in which none of our threads runs and whose copies of our sockets belong
-// to the parent.
+// Detects forked children. A child has none of the core's threads, and the sockets that it inherits
+// belong to the parent.
 #pragma once
 
 #include <sys/mman.h>
@@ -10,7 +10,7 @@
 
 namespace sparkhvd {
 
-// A check costs the read of a word: the kernel wipes its page in a child.
+// A check costs one memory read: the kernel zeroes the guard's page in a child.
 class ForkGuard {
  public:
   ForkGuard() : owner_(::getpid()) {
@@ -29,7 +29,7 @@ class ForkGuard {
   ForkGuard(const ForkGuard&) = delete;
   ForkGuard& operator=(const ForkGuard&) = delete;
 
-  // Whether this is a child of the process that made the guard.
+  // Returns whether this process is a forked child of the one that made the guard.
   bool InChild() const {
     if (mark_ != nullptr) return mark_->load(std::memory_order_relaxed) == 0;
     return ::getpid() != owner_;

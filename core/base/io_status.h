@@ -1,4 +1,4 @@
-// Failures of system calls as Status values.
+// Converts failures of system calls to Status values.
 #pragma once
 
 #include <string>
@@ -7,10 +7,10 @@
 
 namespace sparkhvd {
 
-// The system's message for `error` (an errno value); safe from any thread.
+// Returns the system's message for `error`, an errno value. Thread-safe.
 std::string ErrorText(int error);
 
-// kIo: "<what>: <message>".
+// Returns kIo with "<what>: <message>".
 Status IoStatus(const std::string& what, int error);
 
 }  // namespace sparkhvd

@@ -8,7 +8,7 @@
 
 namespace sparkhvd {
 
-// As declared in openssl/evp.h of versions 1.1 and 3, which keep them stable.
+// The declarations of openssl/evp.h, which are the same in versions 1.1 and 3.
 struct CryptoLibrary::Functions {
   void* (*context_new)();
   void (*context_free)(void*);
@@ -131,7 +131,7 @@ Status LinkCipher::Open(ConstBytes sealed, Bytes plain) {
   const auto nonce = NextNonce();
   int length = 0;
   int rest = 0;
-  auto* tag = const_cast<std::byte*>(sealed.data() + plain.size());  // it is only read
+  auto* tag = const_cast<std::byte*>(sealed.data() + plain.size());  // OpenSSL only reads the tag
   if (crypto.decrypt_init(context_, nullptr, nullptr, nullptr, nonce.data()) != 1 ||
       crypto.decrypt_update(context_, Raw(plain.data()), &length, Raw(sealed.data()),
                             static_cast<int>(plain.size())) != 1 ||

@@ -1,4 +1,4 @@
-// Authenticated encryption of one direction of a link, by OpenSSL's libcrypto.
+// Authenticated encryption of one direction of a link with OpenSSL's libcrypto.
 #pragma once
 
 #include <array>
@@ -15,11 +15,11 @@ namespace sparkhvd {
 
 constexpr size_t kCipherTagBytes = 16;
 
-// libcrypto, loaded at its first use: the core is built without its headers, and only encryption
-// needs it.
+// libcrypto, loaded at its first use. The core is built without OpenSSL's headers, and only
+// encryption needs the library.
 class CryptoLibrary {
  public:
-  // Loads the first of `names` that is available; fails with kIo and a remedy.
+  // Loads the first of `names` that is available. Fails with kIo and a remedy.
   static Result<std::shared_ptr<CryptoLibrary>> Load(const std::vector<std::string>& names = {
                                                          "libcrypto.so.3", "libcrypto.so.1.1"});
   ~CryptoLibrary();
@@ -35,8 +35,8 @@ class CryptoLibrary {
   std::unique_ptr<Functions> functions_;
 };
 
-// AES-256-GCM with a key that serves one direction of one connection, and the number of the record
-// as the nonce: a record that is altered, left out, repeated or moved does not open.
+// AES-256-GCM. A key serves one direction of one connection, and the nonce is the record's number,
+// so an altered, omitted, repeated or reordered record fails authentication.
 class LinkCipher {
  public:
   enum class Use { kSeal, kOpen };
@@ -47,9 +47,10 @@ class LinkCipher {
   LinkCipher& operator=(LinkCipher&& other) noexcept;
   ~LinkCipher();
 
-  // `sealed` has the length of `plain` and kCipherTagBytes for the tag.
+  // `sealed` holds the ciphertext of `plain` and kCipherTagBytes for the tag.
   Status Seal(ConstBytes plain, Bytes sealed);
-  // Decrypts, also in place. kAuthentication unless the peer sealed it as this record.
+  // Decrypts; `plain` may overlap `sealed`. Fails with kAuthentication unless the peer sealed this
+  // record.
   Status Open(ConstBytes sealed, Bytes plain);
 
  private:

@@ -16,7 +16,7 @@ class Sha256 {
  public:
   Sha256();
   void Update(ConstBytes data);
-  // The digest of all bytes passed to Update; the object must not be used afterwards.
+  // Returns the digest of all bytes passed to Update. The object must not be used afterwards.
   Digest Finish();
 
  private:
@@ -24,12 +24,12 @@ class Sha256 {
 
   std::array<uint32_t, 8> state_;
   std::array<std::byte, 64> block_{};
-  uint64_t length_ = 0;  // bytes seen so far
+  uint64_t length_ = 0;  // bytes hashed so far
 };
 
 Digest HmacSha256(ConstBytes key, ConstBytes message);
 
-// Compares in a time that depends on the lengths only.
+// The time of the comparison depends only on the lengths.
 bool EqualInConstantTime(ConstBytes left, ConstBytes right);
 
 inline ConstBytes AsBytes(std::string_view text) {

@@ -5,7 +5,7 @@
 namespace sparkhvd {
 namespace {
 
-// So short that a std::string holds it without memory of its own.
+// Short enough for std::string's small buffer, so it needs no allocation.
 constexpr char kOutOfMemory[] = "out of memory";
 static_assert(sizeof(kOutOfMemory) <= 16);
 
@@ -14,7 +14,7 @@ static_assert(sizeof(kOutOfMemory) <= 16);
 Status AnnotateIfPossible(const Status& status, std::string_view context) noexcept {
   try {
     return context.empty() ? status : status.Annotate(context);
-  } catch (...) {  // tried again with less
+  } catch (...) {  // retry with a shorter message
   }
   try {
     return status;

@@ -16,14 +16,14 @@ enum class StatusCode {
   kMismatch,         // ranks disagree about one operation
   kTimeout,          // a deadline passed
   kAborted,          // Abort was called
-  kPeerLost,         // a peer's process or link has ended
+  kPeerLost,         // a peer's process or its link has ended
   kIo,               // the operating system reported an error
-  kAuthentication,   // the other side does not know the job's token
+  kAuthentication,   // the peer does not know the job's token
   kShutDown,         // the engine has been shut down
   kInternal,         // a bug in sparkhvd
 };
 
-// The lower-case name that Python sees, such as "peer_lost".
+// Returns the lower-case name that Python uses, such as "peer_lost".
 const char* StatusCodeName(StatusCode code);
 
 class [[nodiscard]] Status {
@@ -35,7 +35,7 @@ class [[nodiscard]] Status {
   StatusCode code() const { return code_; }
   const std::string& message() const { return message_; }
 
-  // The same failure with "context: " in front of its message; OK stays OK.
+  // Returns the same failure with "context: " before its message. OK stays OK.
   Status Annotate(std::string_view context) const {
     return ok() ? *this : Status(code_, std::string(context) + ": " + message_);
   }
@@ -45,14 +45,14 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-// Like Annotate (a copy with an empty context), but never throws. Without memory it drops the
-// context or the whole message.
+// Like Annotate (or a copy, for an empty context), but never throws. When memory is short, it drops
+// the context or the whole message.
 Status AnnotateIfPossible(const Status& status, std::string_view context) noexcept;
 
 // Converts the exception `error` into a failure.
 Status StatusOf(const std::exception& error) noexcept;
 
-// Returns the Status of `function`; an exception becomes a failure.
+// Returns the Status of `function`, and converts an exception to a failure.
 template <typename Function>
 Status Guarded(const Function& function) noexcept {
   try {
@@ -60,7 +60,7 @@ Status Guarded(const Function& function) noexcept {
   } catch (const std::exception& error) {
     return StatusOf(error);
   } catch (...) {
-    return Status(StatusCode::kInternal, "unknown error");  // of a length that needs no memory
+    return Status(StatusCode::kInternal, "unknown error");  // short enough to need no allocation
   }
 }
 
@@ -85,7 +85,7 @@ class [[nodiscard]] Result {
 
 }  // namespace sparkhvd
 
-// Leaves the enclosing function with the failure of `expression`, if it failed.
+// Returns from the enclosing function with the failure of `expression` if it failed.
 #define SHVD_TRY(expression)                                                                  \
   do {                                                                                        \
     if (::sparkhvd::Status shvd_status = (expression); !shvd_status.ok()) return shvd_status; \

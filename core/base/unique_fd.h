@@ -24,7 +24,7 @@ class UniqueFd {
   bool valid() const { return fd_ >= 0; }
   int Release() { return std::exchange(fd_, -1); }
   void Reset(int fd = -1) {
-    // Linux frees the descriptor even when close reports EINTR; a retry could close another file.
+    // Linux frees the descriptor even when close reports EINTR. A retry could close another file.
     if (fd_ >= 0) ::close(fd_);
     fd_ = fd;
   }

@@ -1,4 +1,4 @@
-// Integers as little-endian bytes, the order of every message of ours.
+// Encodes integers as little-endian bytes, the byte order of all messages.
 #pragma once
 
 #include <cstddef>

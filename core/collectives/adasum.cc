@@ -13,7 +13,7 @@
 namespace sparkhvd {
 namespace {
 
-// The products of two vectors of one tensor.
+// The dot products of two vectors of one tensor.
 struct Products {
   double ab = 0;
   double aa = 0;
@@ -25,7 +25,7 @@ Bytes BytesOf(T* data, size_t count) {
   return Bytes(reinterpret_cast<std::byte*>(data), count * sizeof(T));
 }
 
-// Several partial sums, because the additions of one would wait for each other.
+// Uses several partial sums, because the additions to a single sum would wait for each other.
 template <typename T>
 Products Multiply(const T* a, const T* b, size_t count) {
   constexpr size_t kLanes = 8;
@@ -56,7 +56,7 @@ Products Multiply(const T* a, const T* b, size_t count) {
   return total;
 }
 
-// The work of one rank, on all tensors at once. T is the type of the computation.
+// The work of one rank on all tensors at once. Computes in type T.
 template <typename T>
 class Tree {
  public:
@@ -85,10 +85,11 @@ class Tree {
   }
 
  private:
-  // Recursive vector halving: in every step two groups of `distance` ranks, each of which holds one
-  // vector in pieces, become one group that holds the sum of both. Partners exchange the halves of
-  // their pieces. The products are those of whole vectors, so each step adds up the partial
-  // products of the ranks of both groups. Afterwards the pieces are gathered in reverse order.
+  // Recursive vector halving (distance doubling). In every step, two groups of `distance` ranks,
+  // each holding one vector in pieces, become one group that holds the sum of both vectors.
+  // Partners exchange halves of their pieces. The products are those of whole vectors, so each step
+  // sums the partial products of the ranks of both groups. Afterwards, the pieces are gathered in
+  // reverse order.
   Status HalveAndDouble() {
     std::vector<Slice> pieces{Slice{0, count_}};
     for (int distance = 1; distance < paired_; distance *= 2) {
@@ -146,8 +147,8 @@ class Tree {
     return Status();
   }
 
-  // Calls `visit(tensor, offset, count)` for the part of every tensor that lies in `piece`; the
-  // offset is within the piece.
+  // Calls `visit(tensor, offset, count)` for the part of every tensor that lies in `piece`. The
+  // offset is relative to the piece.
   template <typename Visit>
   void ForEachTensor(Slice piece, const Visit& visit) const {
     size_t begin = 0;
@@ -168,7 +169,7 @@ class Tree {
     return products;
   }
 
-  // Writes the adaptive sum into this rank's data; `a` and `b` begin where the piece does.
+  // Writes the adaptive sum to this rank's data. `a` and `b` begin at the start of the piece.
   void Combine(Slice piece, const T* a, const T* b, const std::vector<Products>& products) {
     ForEachTensor(piece, [&](size_t tensor, size_t offset, size_t count) {
       const auto [ab, aa, bb] = products[tensor];
@@ -199,7 +200,7 @@ class Tree {
   const Span<const size_t> lengths_;
   T* data_;
   Deadline deadline_;
-  int paired_ = 1;  // ranks in the power of two
+  int paired_ = 1;  // the largest power of two up to the number of ranks
   size_t count_ = 0;
   std::vector<T> theirs_;
 };

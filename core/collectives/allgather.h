@@ -1,4 +1,4 @@
-// Allgather of contributions that may differ in length.
+// Allgather of contributions of different lengths.
 #pragma once
 
 #include <vector>
@@ -11,12 +11,12 @@
 
 namespace sparkhvd {
 
-// Gathers `lengths[r]` bytes from rank r into `target`, in rank order; `source` is this rank's
+// Gathers `lengths[r]` bytes from rank r into `target`, in rank order. `source` is this rank's
 // contribution.
 Status AllgatherRing(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
                      Bytes target, Deadline deadline);
 
-// The same among the members of an arena; `lengths` is by member.
+// Like AllgatherRing, among the members of an arena. `lengths` is indexed by member.
 Status AllgatherShm(ArenaSteps& steps, ConstBytes source, const std::vector<size_t>& lengths,
                     Bytes target, Deadline deadline);
 

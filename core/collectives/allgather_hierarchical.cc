@@ -9,8 +9,8 @@
 namespace sparkhvd {
 namespace {
 
-// Consecutive pieces of memory; none is empty. The contributions of one host need not be
-// contiguous, because the result is in rank order.
+// Consecutive non-empty pieces of memory. The contributions of one host may be scattered, because
+// the result is in rank order.
 using Fragments = std::vector<Bytes>;
 
 size_t TotalBytes(const Fragments& fragments) {
@@ -19,7 +19,7 @@ size_t TotalBytes(const Fragments& fragments) {
   return total;
 }
 
-// The bytes of `part`.
+// Returns the fragments that hold the bytes of `part`.
 Fragments Cut(const Fragments& whole, Slice part) {
   Fragments cut;
   size_t before = 0;
@@ -32,7 +32,7 @@ Fragments Cut(const Fragments& whole, Slice part) {
   return cut;
 }
 
-// `fragments[m]` is the data of member m that all others get.
+// Copies `fragments[m]`, the data of member m, to all other members.
 Status SpreadShm(ArenaSteps& steps, const std::vector<Fragments>& fragments, Deadline deadline) {
   size_t longest = 0;
   for (const Fragments& each : fragments) longest = std::max(longest, TotalBytes(each));
@@ -59,7 +59,7 @@ Status SpreadShm(ArenaSteps& steps, const std::vector<Fragments>& fragments, Dea
   return Status();
 }
 
-// The share of a group's contributions that a lane carries.
+// The share that each lane carries of each group's contributions.
 class Shares {
  public:
   Shares(const Hierarchy& hierarchy, const std::vector<size_t>& lengths, Bytes target)
@@ -85,7 +85,7 @@ class Shares {
 
  private:
   const int lanes_;
-  std::vector<Fragments> blocks_;  // by group
+  std::vector<Fragments> blocks_;  // indexed by group
 };
 
 Status PassOn(Transport& transport, int to, const Fragments& outgoing, int from,
@@ -105,8 +105,8 @@ Status PassOn(Transport& transport, int to, const Fragments& outgoing, int from,
   return transport.Wait(Span<const Ticket>(tickets.data(), tickets.size()), deadline);
 }
 
-// Every step sends to the right the share that came from the left in the previous step, starting
-// with that of this rank's group.
+// Every step sends to the right the share that came from the left in the previous step. The first
+// step sends the share of this rank's group.
 Status GatherInLane(Transport& transport, const Hierarchy& hierarchy, const Shares& shares,
                     Deadline deadline) {
   const std::vector<int> ranks = hierarchy.LaneRanks();
@@ -125,8 +125,8 @@ Status GatherInLane(Transport& transport, const Hierarchy& hierarchy, const Shar
   return Status();
 }
 
-// The contributions of other groups that each member of this group holds after the exchange between
-// hosts.
+// Returns the contributions of other groups that each member of this group holds after the exchange
+// between hosts.
 std::vector<Fragments> Carried(const Hierarchy& hierarchy, const Shares& shares) {
   std::vector<Fragments> carried(hierarchy.own_group().size());
   for (int lane = 0; lane < hierarchy.lanes(); ++lane) {
@@ -142,13 +142,13 @@ std::vector<Fragments> Carried(const Hierarchy& hierarchy, const Shares& shares)
 
 }  // namespace
 
-// Three steps: the members of a group share their contributions; every lane carries its share of
-// all groups' contributions around a ring; the members of a group share the data that arrived. So
-// every byte enters a host once.
+// Three steps: the members of a group share their contributions; every lane passes its share of all
+// groups' contributions around a ring; the members of a group share the data that arrived. Every
+// byte thus enters a host once.
 Status AllgatherHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
                              ConstBytes source, const std::vector<size_t>& lengths, Bytes target,
                              Deadline deadline) {
-  std::vector<Fragments> contributions;  // by member of the own group
+  std::vector<Fragments> contributions;  // of this group, indexed by member
   for (const int rank : hierarchy.own_group()) {
     size_t offset = 0;
     for (int other = 0; other < rank; ++other) offset += lengths[static_cast<size_t>(other)];

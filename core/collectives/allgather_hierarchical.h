@@ -1,4 +1,4 @@
-// Allgather among ranks of several hosts.
+// Allgather across several hosts.
 #pragma once
 
 #include <vector>
@@ -12,8 +12,8 @@
 
 namespace sparkhvd {
 
-// Gathers `lengths[r]` bytes from rank r into `target`, in rank order; `source` is this rank's
-// contribution. `steps` are those of this group's arena, null for a group of one rank.
+// Gathers `lengths[r]` bytes from rank r into `target`, in rank order. `source` is this rank's
+// contribution. `steps` belongs to this group's arena and is null for a group of one rank.
 Status AllgatherHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
                              ConstBytes source, const std::vector<size_t>& lengths, Bytes target,
                              Deadline deadline);

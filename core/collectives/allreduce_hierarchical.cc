@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kCacheLine = 64;
 
-// The reduction inside a group, whose result is a contribution to the reduction among groups.
+// Returns the reduction inside a group. Its result is a contribution to the reduction among groups.
 Reduction Unfinished(const Reduction& whole) {
   Reduction part = whole;
   if (part.op == ReduceOp::kAverage) part.op = ReduceOp::kSum;
@@ -20,7 +20,7 @@ Reduction Unfinished(const Reduction& whole) {
   return part;
 }
 
-// By member; empty for those outside of the lanes.
+// Indexed by member; empty for members outside the lanes.
 std::vector<Slice> LaneSlices(const Hierarchy& hierarchy, size_t count, size_t grain) {
   std::vector<Slice> slices = EvenSlices(count, hierarchy.lanes(), grain);
   slices.resize(hierarchy.own_group().size(), Slice{count, 0});
@@ -29,11 +29,11 @@ std::vector<Slice> LaneSlices(const Hierarchy& hierarchy, size_t count, size_t g
 
 }  // namespace
 
-// Three steps: the members of a group combine their contributions, each of them the slice of its
-// lane; the members of a lane reduce that slice around a ring; the members of a group share their
-// slices. A byte of the data then leaves and enters a host as often as with one rank per host: with
-// H groups 2 (H - 1) / H times, the minimum (Patarasuk and Yuan 2009). The links of all lanes
-// between two hosts carry data at the same time.
+// Three steps: the members of a group combine their contributions, each the slice of its lane; the
+// members of a lane reduce that slice around a ring; the members of a group share their slices. A
+// byte then leaves and enters a host as often as with one rank per host: 2 (H - 1) / H times with H
+// groups, which is the minimum (Patarasuk and Yuan 2009). All lanes between two hosts carry data at
+// the same time.
 Status AllreduceHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
                              const Reduction& reduction, const std::byte* source, std::byte* target,
                              size_t count, std::vector<std::byte>& scratch, Deadline deadline) {

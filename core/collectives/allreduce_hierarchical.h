@@ -1,4 +1,4 @@
-// Allreduce among ranks of several hosts.
+// Allreduce across several hosts.
 #pragma once
 
 #include <vector>
@@ -12,9 +12,9 @@
 
 namespace sparkhvd {
 
-// Reduces `count` elements of every rank; all ranks get the same bits. `target` may be `source`.
-// `steps` are those of this group's arena, null for a group of one rank. `scratch` is working
-// memory of the caller, which grows as needed and should be reused.
+// Reduces `count` elements of every rank. All ranks get the same bits. `target` may be `source`.
+// `steps` belongs to this group's arena and is null for a group of one rank. `scratch` is the
+// caller's working memory; it grows as needed and should be reused.
 Status AllreduceHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
                              const Reduction& reduction, const std::byte* source, std::byte* target,
                              size_t count, std::vector<std::byte>& scratch, Deadline deadline);

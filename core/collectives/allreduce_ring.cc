@@ -12,9 +12,9 @@ constexpr size_t kCacheLine = 64;
 }  // namespace
 
 // The ring algorithm (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-// workstations", 2009): the data is cut into one slice per rank; N - 1 steps pass partial results
-// to the right until every rank holds the complete result of its slice, N - 1 more steps pass the
-// results around.
+// workstations", 2009). The data is cut into one slice per rank. In N - 1 steps, partial results
+// move to the right until every rank holds the complete result of its slice. In N - 1 more steps,
+// the results move around the ring.
 Status ReduceAround(Transport& transport, const Reduction& reduction, int ranks, std::byte* data,
                     size_t count, std::vector<std::byte>& scratch, Deadline deadline) {
   if (count == 0) return Status();

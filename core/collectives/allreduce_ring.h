@@ -11,13 +11,13 @@
 
 namespace sparkhvd {
 
-// Reduces `count` elements of every rank; all ranks get the same bits. `target` may be `source`.
-// `scratch` is working memory of the caller, which grows as needed and should be reused.
+// Reduces `count` elements of every rank. All ranks get the same bits. `target` may be `source`.
+// `scratch` is the caller's working memory; it grows as needed and should be reused.
 Status AllreduceRing(Transport& transport, const Reduction& reduction, const std::byte* source,
                      std::byte* target, size_t count, std::vector<std::byte>& scratch,
                      Deadline deadline);
 
-// Reduces in place contributions that are already scaled; together they stand for `ranks` ranks.
+// Reduces contributions that are already scaled, in place. Together they stand for `ranks` ranks.
 Status ReduceAround(Transport& transport, const Reduction& reduction, int ranks, std::byte* data,
                     size_t count, std::vector<std::byte>& scratch, Deadline deadline);
 

@@ -28,8 +28,8 @@ Status AllreduceSmall(ArenaSteps& steps, const Reduction& reduction, const std::
 
 // Larger buffers are reduced in chunks. A chunk has three stages with a step between them: publish
 // the slices of the other members; combine this member's slice of all contributions and publish the
-// result; copy the others' results. The stages of consecutive chunks overlap, so there is one step
-// per chunk, and members of about equal speed never wait.
+// result; copy the others' results. The stages of consecutive chunks overlap, so each chunk costs
+// one step, and members of about equal speed never wait.
 class Pipeline {
  public:
   Pipeline(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
@@ -52,8 +52,8 @@ class Pipeline {
         Show(now, rounds[now % 3]);
       }
       if (now >= 1 && now <= chunks) CombineOwn(now - 1, rounds[(now - 1) % 3]);
-      // No member waits for this copy, which follows the arrival. It still ends before the next
-      // step, as ArenaSteps requires.
+      // This copy follows the arrival, because no member waits for it. It still ends before the
+      // next step, as ArenaSteps requires.
       if (now <= chunks) steps_.Arrive();
       if (now >= 2) Take(now - 2, rounds[(now - 2) % 3]);
       if (now > chunks) continue;
@@ -83,8 +83,8 @@ class Pipeline {
     }
   }
 
-  // Block by block, so that the output of one kernel is still in the first-level cache for the
-  // next. This member's contribution is read from its source; the result is built in the slot.
+  // Works block by block, so that the output of one kernel is still in the first-level cache for
+  // the next. Reads this member's contribution from its source and builds the result in the slot.
   void CombineOwn(size_t index, const ArenaSteps::Round& round) const {
     const Slice mine = SliceOfMember(index, steps_.member());
     const size_t block = kBlockBytes / width_;
@@ -101,7 +101,7 @@ class Pipeline {
         return member == steps_.member() ? own : round.Slot(member) + offset;
       };
       std::byte* result = round.Slot(steps_.member()) + offset;
-      // In member order, so that a sum does not depend on the owner of the slice.
+      // Combines in member order, so that a sum does not depend on the owner of the slice.
       Combine(reduction_.dtype, reduction_.op, result, contribution(0), contribution(1), count);
       for (int member = 2; member < steps_.count(); ++member) {
         Combine(reduction_.dtype, reduction_.op, result, result, contribution(member), count);

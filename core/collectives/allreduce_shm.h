@@ -9,10 +9,11 @@
 
 namespace sparkhvd {
 
-// Where the algorithm changes; equal on all members. Results do not depend on it.
+// The sizes at which the algorithm changes. They are equal on all members and do not affect
+// results.
 struct ArenaSwitches {
-  // Up to this many bytes from all members together, every member reduces everything: one step
-  // instead of two.
+  // Up to this total size of all contributions, every member reduces everything: one step instead
+  // of two.
   size_t small_bytes = size_t{32} << 10;
   // Larger buffers are reduced in chunks. The memory of a chunk (its share of the source, the
   // target and all slots) stays in the second-level cache.
@@ -23,11 +24,11 @@ struct ArenaSwitches {
   }
 };
 
-// Contributions of up to this many bytes need one step only: every member shows its own and
-// combines all of them.
+// Returns the size in bytes up to which one step suffices: every member publishes its contribution
+// and combines all of them.
 size_t SmallAllreduceBytes(const ArenaSteps& steps, const ArenaSwitches& switches = {});
 
-// Reduces `count` elements of every member; all members get the same bits. `target` may be
+// Reduces `count` elements of every member. All members get the same bits. `target` may be
 // `source`.
 Status AllreduceShm(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
                     std::byte* target, size_t count, Deadline deadline,

@@ -15,7 +15,8 @@ struct Plan {
   size_t size;
 
   size_t Length(size_t sender, size_t receiver) const { return lengths[sender * size + receiver]; }
-  // Where the part for `receiver` begins in what `sender` sends; all of it when there is none.
+  // Returns the offset of the part for `receiver` in the data of `sender`; the total length if
+  // `receiver` is past the last rank.
   size_t SourceOffset(size_t sender, size_t receiver) const {
     size_t offset = 0;
     for (size_t other = 0; other < receiver; ++other) offset += Length(sender, other);
@@ -30,8 +31,8 @@ struct Plan {
 
 }  // namespace
 
-// In step s every rank sends to the rank s after it and receives from the rank s before it, so that
-// no rank serves two at once.
+// In step s, every rank sends to the rank s after it and receives from the rank s before it, so no
+// rank serves two others at once.
 Status AlltoallPairwise(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
                         Bytes target, Deadline deadline) {
   const int size = transport.size();
@@ -55,7 +56,7 @@ Status AlltoallPairwise(Transport& transport, ConstBytes source, const std::vect
   return Status();
 }
 
-// Every round publishes the next stretch of every member's source; each member copies its own part
+// Every round publishes the next section of every member's source. Each member copies its own part
 // of it.
 Status AlltoallShm(ArenaSteps& steps, ConstBytes source, const std::vector<size_t>& lengths,
                    Bytes target, Deadline deadline) {
@@ -71,7 +72,7 @@ Status AlltoallShm(ArenaSteps& steps, ConstBytes source, const std::vector<size_
     const size_t own = source.size() > done ? std::min(stretch, source.size() - done) : 0;
     CopyBytes(round.Slot(steps.member()), source.data() + done, own);
     SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
-    size_t target_offset = 0;  // where the sender's part begins in the target
+    size_t target_offset = 0;  // offset of the sender's part in the target
     for (size_t sender = 0; sender < plan.size; ++sender) {
       const size_t begin = plan.SourceOffset(sender, me);
       const size_t end = begin + plan.Length(sender, me);

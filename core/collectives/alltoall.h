@@ -1,4 +1,4 @@
-// Every rank sends a part of its data to every rank.
+// Alltoall: every rank sends a part of its data to every rank.
 #pragma once
 
 #include <vector>
@@ -11,12 +11,12 @@
 
 namespace sparkhvd {
 
-// `lengths[s * size + r]` bytes go from rank s to rank r. The sender's `source` is in the order of
-// the receivers, the receiver's `target` in the order of the senders.
+// Sends `lengths[s * size + r]` bytes from rank s to rank r. The sender's `source` is in the order
+// of the receivers, and the receiver's `target` is in the order of the senders.
 Status AlltoallPairwise(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
                         Bytes target, Deadline deadline);
 
-// The same among the members of an arena; `lengths` is by member.
+// Like AlltoallPairwise, among the members of an arena. `lengths` is indexed by member.
 Status AlltoallShm(ArenaSteps& steps, ConstBytes source, const std::vector<size_t>& lengths,
                    Bytes target, Deadline deadline);
 

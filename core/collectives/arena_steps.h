@@ -1,4 +1,4 @@
-// A member's progress through the steps of its arena.
+// Tracks a member's progress through the steps of its arena.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,15 @@
 
 namespace sparkhvd {
 
-// There is one per arena, owned by its user. All members run the same collectives in the same
+// Each arena has one, which the arena's user owns. All members run the same collectives in the same
 // order, so their counts agree, and the count alone decides which part of a region may be written.
 //
-// A region is used in `kSlots` slots. A collective works in rounds; a round starts after an
+// A region is divided into `kSlots` slots. A collective works in rounds. A round starts after an
 // AwaitAll at the current step, makes one or two steps, and uses the slot of the step at which it
-// starts. The next round may start one step later already. The contents of a slot may be read until
-// the reader arrives at the fourth step after the round's start. The slot is reused four steps
-// later at the earliest, after an AwaitAll at the fourth step: no data is overwritten before it is
-// read, and no round has to wait for the readers of the previous one.
+// starts. The next round may start one step later. A reader may read a slot until it arrives at the
+// fourth step after the round's start. The slot is reused four steps later at the earliest, after
+// an AwaitAll at the fourth step. So no data is overwritten before it is read, and no round has to
+// wait for the readers of the previous one.
 class ArenaSteps {
  public:
   static constexpr uint64_t kSlots = 4;
@@ -31,12 +31,12 @@ class ArenaSteps {
 
   size_t SlotBytes() const { return arena_.Region(arena_.member()).size() / kSlots; }
 
-  // The slots of all members in one round; valid while the steps advance.
+  // The slots of all members in one round. It stays valid while the steps advance.
   class Round {
    public:
     Round(const Arena& arena, size_t offset) : arena_(&arena), offset_(offset) {}
     std::byte* Slot(int member) const { return arena_->Region(member).data() + offset_; }
-    // The same slots without their first `bytes` bytes.
+    // Returns the same slots without their first `bytes` bytes.
     Round Behind(size_t bytes) const { return Round(*arena_, offset_ + bytes); }
 
    private:
@@ -44,15 +44,15 @@ class ArenaSteps {
     size_t offset_;
   };
 
-  // The round that starts now.
+  // Returns the round that starts now.
   Round StartRound() const {
     return Round(arena_, static_cast<size_t>(step_ % kSlots) * SlotBytes());
   }
 
-  // Ends a step: this member's writes are visible to all members that await it.
+  // Ends a step: members that await it see everything that this member has written.
   void Arrive() { step_ = arena_.Arrive(); }
 
-  // Waits for all members at the step that this member ended last. After a kTimeout any thread may
+  // Waits for all members at the step that this member ended last. After a kTimeout, any thread may
   // call it again.
   Status AwaitAll(Deadline deadline) { return arena_.AwaitAll(step_, deadline); }
 

@@ -6,8 +6,8 @@
 
 namespace sparkhvd {
 
-// The dissemination barrier (Hensgen, Finkel and Manber, 1988): after round k a rank knows,
-// directly or not, that the 2^(k+1) - 1 ranks before it have called.
+// The dissemination barrier (Hensgen, Finkel and Manber, 1988). After round k, a rank knows that
+// the 2^(k+1) - 1 ranks before it have called, directly or through others.
 Status Barrier(Transport& transport, Deadline deadline) {
   const int size = transport.size();
   const int rank = transport.rank();

@@ -9,7 +9,7 @@
 namespace sparkhvd {
 namespace {
 
-// With pieces a rank forwards the beginning while the rest still arrives.
+// Pieces let a rank forward the beginning while the rest still arrives.
 constexpr size_t kPieceBytes = size_t{512} << 10;
 
 Status PostToChildren(Transport& transport, const std::vector<int>& children, ConstBytes piece,
@@ -24,8 +24,8 @@ Status PostToChildren(Transport& transport, const std::vector<int>& children, Co
 
 }  // namespace
 
-// A binomial tree over the ranks relative to the root: the parent of a rank is the rank without its
-// lowest set bit, its children are the ranks with one lower bit set.
+// A binomial tree over the ranks relative to the root. The parent of a rank is the rank without its
+// lowest set bit. Its children are the ranks with one more, lower bit set.
 Status BroadcastTree(Transport& transport, int root, const std::byte* source, Bytes target,
                      Deadline deadline) {
   const int size = transport.size();

@@ -1,4 +1,4 @@
-// Broadcast of one rank's bytes to all.
+// Broadcast of one rank's bytes to all ranks.
 #pragma once
 
 #include "base/deadline.h"
@@ -9,12 +9,12 @@
 
 namespace sparkhvd {
 
-// Only the root reads `source`; every rank receives into `target`, which may be the source on the
+// Only the root reads `source`. Every rank receives into `target`, which may be the source on the
 // root.
 Status BroadcastTree(Transport& transport, int root, const std::byte* source, Bytes target,
                      Deadline deadline);
 
-// The same among the members of an arena; `root` is a member.
+// Like BroadcastTree, among the members of an arena. `root` is a member.
 Status BroadcastShm(ArenaSteps& steps, int root, const std::byte* source, Bytes target,
                     Deadline deadline);
 

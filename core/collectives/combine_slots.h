@@ -1,4 +1,4 @@
-// The reduction of the members' slots.
+// Reduces the slots of all members.
 #pragma once
 
 #include "collectives/arena_steps.h"
@@ -7,8 +7,9 @@
 
 namespace sparkhvd {
 
-// Combines and finishes the elements of `slice` from the slots of all members (at least two) into
-// `target`, in member order, so that the result does not depend on the member that computes it.
+// Combines the elements of `slice` from the slots of all members (at least two) and writes the
+// finished result to `target`. It combines in member order, so the result does not depend on the
+// member that computes it.
 inline void CombineSlots(const ArenaSteps& steps, const ArenaSteps::Round& round,
                          const Reduction& reduction, std::byte* target, Slice slice) {
   const size_t offset = slice.begin * SizeOf(reduction.dtype);

@@ -1,4 +1,4 @@
-// A send and a receive that run together.
+// A concurrent send and receive.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// The hierarchy of ranks of several hosts, where those of a host share memory.
+// The hierarchy of ranks on several hosts, where the ranks of a host share memory.
 #pragma once
 
 #include <algorithm>
@@ -7,14 +7,14 @@
 
 namespace sparkhvd {
 
-// Groups are the ranks that share an arena; between groups there are links. Every group has as many
-// lanes as the smallest has members: the first members of all groups form lane 0, the second ones
-// lane 1 and so on. Each lane carries its share of the data between the groups, over links of its
-// own. Members beyond the last lane only take part inside their group.
+// A group is the ranks that share an arena; links connect the groups. Every group has as many lanes
+// as the smallest group has members: the first members of all groups form lane 0, the second
+// members lane 1 and so on. Each lane carries its share of the data between groups over its own
+// links. Members beyond the last lane only take part inside their group.
 struct Hierarchy {
-  std::vector<std::vector<int>> groups;  // all ranks, the same list on every rank
-  int group = 0;                         // that of this rank
-  int member = 0;                        // this rank's index in it
+  std::vector<std::vector<int>> groups;  // all ranks; equal on every rank
+  int group = 0;                         // this rank's group
+  int member = 0;                        // this rank's index in its group
 
   Hierarchy(std::vector<std::vector<int>> all, int rank) : groups(std::move(all)) {
     for (size_t index = 0; index < groups.size(); ++index) {
@@ -35,7 +35,7 @@ struct Hierarchy {
   const std::vector<int>& own_group() const { return groups[static_cast<size_t>(group)]; }
   bool in_lane() const { return member < lanes(); }
 
-  // The ranks of this rank's lane, by group.
+  // Returns the ranks of this rank's lane, indexed by group.
   std::vector<int> LaneRanks() const {
     std::vector<int> ranks;
     for (const std::vector<int>& each : groups) ranks.push_back(each[static_cast<size_t>(member)]);

@@ -1,4 +1,4 @@
-// The contribution of a rank that has joined to a reduction.
+// The contribution of a joined rank to a reduction.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 namespace sparkhvd {
 
 // Fills `data` with the neutral element of `op`: 0 for a sum, 1 for a product, the highest value of
-// the type (infinity, true) for a minimum, the lowest for a maximum.
+// the type (infinity or true) for a minimum and the lowest for a maximum.
 void FillIdentity(DType dtype, ReduceOp op, std::byte* data, size_t count);
 
 }  // namespace sparkhvd

@@ -1,5 +1,5 @@
-// The loops behind the kernel tables. Every function is inlined into a caller that is compiled for
-// one instruction set, which is what vectorises it; nothing here may be called from anywhere else.
+// The loops of the kernel tables. Every function is inlined into a caller that is compiled for one
+// instruction set, which is what vectorises it. Only such callers may use them.
 #pragma once
 
 #include <cstdint>
@@ -30,9 +30,9 @@ template <typename To, typename From>
   return to;
 }
 
-// A float16 is a float32 with a shorter mantissa and an exponent that is biased by 112 less:
-// shifted into place and multiplied by 2^112 it has the right value, subnormal numbers included.
-// Only infinity and NaN need their exponent set.
+// A float16 is a float32 with a shorter mantissa and an exponent whose bias is smaller by 112.
+// Shifted into position and multiplied by 2^112, it has the right value, even for subnormal
+// numbers. Only infinity and NaN need their exponent set.
 [[gnu::always_inline]] inline float Widen(Float16 half) {
   const uint32_t magnitude = static_cast<uint32_t>(half.bits & 0x7fffu) << 13;
   const uint32_t sign = static_cast<uint32_t>(half.bits & 0x8000u) << 16;
@@ -41,8 +41,8 @@ template <typename To, typename From>
   return BitCast<float>(BitCast<uint32_t>(scaled) | special | sign);
 }
 
-// Rounds to nearest even. Below 2^-14 the addition of 0.5 does the rounding: the last bit of a
-// float32 near 0.5 is worth 2^-24, the last bit of a subnormal float16.
+// Rounds to nearest even. Below 2^-14, adding 0.5 does the rounding: the last bit of a float32 near
+// 0.5 is worth 2^-24, like the last bit of a subnormal float16.
 [[gnu::always_inline]] inline Float16 NarrowToFloat16(float value) {
   const uint32_t bits = BitCast<uint32_t>(value);
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -68,8 +68,8 @@ template <typename To, typename From>
   return BFloat16{static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
 }
 
-// Arithmetic in the type that a dtype is computed in: integers as unsigned (they wrap around), at
-// least 32 bits wide so that promotion to int cannot overflow.
+// The type in which a dtype is computed. Integers are unsigned, so that they wrap around, and at
+// least 32 bits wide, so that promotion to int cannot overflow.
 template <typename T>
 using Wrapping = std::conditional_t<(sizeof(T) < 4), uint32_t, std::make_unsigned_t<T>>;
 
@@ -144,7 +144,8 @@ template <typename Op, typename T>
   }
 }
 
-// Truncates towards zero; what does not fit becomes the nearest value that does, NaN becomes 0.
+// Truncates towards zero. An out-of-range value becomes the nearest representable value, NaN
+// becomes 0.
 template <typename T>
 [[gnu::always_inline]] inline T Truncate(double value) {
   constexpr double kLow = static_cast<double>(std::numeric_limits<T>::min());
@@ -185,8 +186,8 @@ template <typename T>
   std::memcpy(data + index * sizeof(T), &value, sizeof(T));
 }
 
-// The pragmas say that no iteration depends on another one; `target` may be one of the inputs,
-// element for element.
+// The pragmas state that the iterations are independent. `target` may be one of the inputs, element
+// for element.
 template <typename T, typename Op>
 [[gnu::always_inline]] inline void CombineAll(std::byte* target, const std::byte* left,
                                               const std::byte* right, size_t count) {
@@ -205,7 +206,7 @@ template <typename T>
   }
 }
 
-// Which row of a table an operator's kernel is in.
+// Returns the row of an operator's kernel in a table.
 constexpr size_t CombineIndex(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
@@ -217,13 +218,13 @@ constexpr size_t CombineIndex(ReduceOp op) {
       return 2;
     case ReduceOp::kProduct:
       return 3;
-    case ReduceOp::kAdasum:  // has no kernel
+    case ReduceOp::kAdasum:  // has no elementwise kernel
       break;
   }
   return 0;
 }
 
-// Fills a table from a class template `Kernels<T>` with static functions Combine<Op> and Scale.
+// Fills a table from a class template `Kernels<T>` with the static functions Combine<Op> and Scale.
 template <template <typename> class Kernels, typename T>
 void FillRow(KernelTable& table, DType dtype) {
   auto& row = table.combine[static_cast<size_t>(dtype)];

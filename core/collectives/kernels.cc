@@ -23,7 +23,7 @@ struct Generic {
 
 template <typename T>
 void DivideAll(std::byte* data, size_t count, int divisor) {
-  // Wide enough for every element type and for the number of ranks.
+  // int64_t is wide enough for every element type and for the number of ranks.
   for (size_t i = 0; i < count; ++i) {
     const int64_t value = static_cast<int64_t>(loops::Load<T>(data, i));
     loops::Store<T>(data, i, static_cast<T>(value / divisor));
@@ -50,7 +50,7 @@ void DivideIntegers(DType dtype, int divisor, std::byte* data, size_t count) {
     case DType::kInt64:
       return DivideAll<int64_t>(data, count, divisor);
     default:
-      return;  // floating types are scaled, an average of bool is refused when it is submitted
+      return;  // floating types are scaled instead; submission rejects an average of bool
   }
 }
 

@@ -1,8 +1,7 @@
-// The arithmetic of reductions on contiguous elements, vectorised for the processor that runs it.
+// The arithmetic of reductions on contiguous elements, vectorised for the current processor.
 //
-// Pointers need no alignment. Integers wrap around, float16 and bfloat16 are computed in float32
-// and rounded to nearest even after every step, a NaN on either side of a minimum or maximum is the
-// result.
+// Pointers need no alignment. Integers wrap around. float16 and bfloat16 are computed in float32
+// and rounded to nearest even after every step. A minimum or maximum with a NaN is NaN.
 #pragma once
 
 #include <array>
@@ -13,14 +12,15 @@
 
 namespace sparkhvd {
 
-// target = left op right. `target` may be `left` or `right`, but not overlap them otherwise.
+// Computes target = left op right. `target` may be `left` or `right`, but must not overlap them
+// otherwise.
 using CombineKernel = void (*)(std::byte* target, const std::byte* left, const std::byte* right,
                                size_t count);
-// target = source * factor. `target` may be `source`.
+// Computes target = source * factor. `target` may be `source`.
 using ScaleKernel = void (*)(std::byte* target, const std::byte* source, size_t count,
                              double factor);
 
-constexpr size_t kCombineCount = 4;  // sum, min, max, product
+constexpr size_t kCombineCount = 4;  // sum, minimum, maximum, product
 
 struct KernelTable {
   const char* name = "";
@@ -28,26 +28,28 @@ struct KernelTable {
   std::array<ScaleKernel, kDTypeCount> scale{};
 };
 
-// Runs everywhere.
+// Returns the kernels that run on every processor.
 const KernelTable& GenericKernels();
 
-// The best table for this processor, chosen once.
+// Returns the best table for this processor, which is chosen once.
 const KernelTable& FastestKernels();
 
-// target = left op right; an average is summed here. Not for Adasum, which is not elementwise.
+// Computes target = left op right. An average is summed here. Adasum is not elementwise and has no
+// kernel.
 void Combine(DType dtype, ReduceOp op, std::byte* target, const std::byte* left,
              const std::byte* right, size_t count);
 
-// target = source * reduction.prescale, element by element; a plain copy (or nothing) for a
-// prescale of 1.
+// Computes target = source * reduction.prescale for every element. A prescale of 1 makes it a plain
+// copy, or nothing if `target` is `source`.
 void CopyPrescaled(const Reduction& reduction, std::byte* target, const std::byte* source,
                    size_t count);
 
-// Converts between a floating type of up to 32 bits and float32.
+// Converts between float32 and a floating type of up to 32 bits.
 void ToFloats(DType dtype, const std::byte* source, float* target, size_t count);
 void FromFloats(DType dtype, const float* source, std::byte* target, size_t count);
 
-// Turns combined contributions of `ranks` ranks into the result, in place: average and postscale.
+// Turns the combined contributions of `ranks` ranks into the result in place: applies the average
+// and postscale.
 void Finish(const Reduction& reduction, int ranks, std::byte* data, size_t count);
 
 }  // namespace sparkhvd

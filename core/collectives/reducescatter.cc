@@ -10,12 +10,12 @@
 namespace sparkhvd {
 namespace {
 
-// The data of one round of the arena stays in the second-level cache.
+// The data of one arena round stays in the second-level cache.
 constexpr size_t kChunkBytes = size_t{256} << 10;
 
 }  // namespace
 
-// The first half of the ring allreduce, on a copy, because partial results need memory.
+// The first half of the ring allreduce. It works on a copy, because partial results need memory.
 Status ReducescatterRing(Transport& transport, const Reduction& reduction, const std::byte* source,
                          std::byte* target, const std::vector<Slice>& slices,
                          std::vector<std::byte>& scratch, Deadline deadline) {
@@ -35,7 +35,8 @@ Status ReducescatterRing(Transport& transport, const Reduction& reduction, const
   return Status();
 }
 
-// Every round publishes a piece of each slice; its owner combines it directly into the target.
+// Every round publishes a piece of each slice, and the slice's owner combines it directly into the
+// target.
 Status ReducescatterShm(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
                         std::byte* target, const std::vector<Slice>& slices, Deadline deadline) {
   const size_t width = SizeOf(reduction.dtype);

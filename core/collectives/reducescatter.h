@@ -1,4 +1,4 @@
-// Reduction in which every rank gets one slice of the result.
+// A reduction that gives every rank one slice of the result.
 #pragma once
 
 #include <vector>
@@ -12,14 +12,14 @@
 
 namespace sparkhvd {
 
-// Rank r gets the elements of `slices[r]`, reduced over all ranks, in its `target`. The slices are
-// in rank order and cover the `source`, which is not changed and must not overlap the target.
-// `scratch` is working memory of the caller, which grows as needed and should be reused.
+// Writes the elements of `slices[r]`, reduced over all ranks, to the `target` of rank r. The slices
+// are in rank order and cover `source`, which stays unchanged and must not overlap the target.
+// `scratch` is the caller's working memory; it grows as needed and should be reused.
 Status ReducescatterRing(Transport& transport, const Reduction& reduction, const std::byte* source,
                          std::byte* target, const std::vector<Slice>& slices,
                          std::vector<std::byte>& scratch, Deadline deadline);
 
-// The same among the members of an arena; `slices` is by member.
+// Like ReducescatterRing, among the members of an arena. `slices` is indexed by member.
 Status ReducescatterShm(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
                         std::byte* target, const std::vector<Slice>& slices, Deadline deadline);
 

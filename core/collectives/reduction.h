@@ -5,10 +5,10 @@
 
 namespace sparkhvd {
 
-// Every contribution is multiplied by `prescale`, the contributions are combined with `op`, and the
-// result is multiplied by `postscale`. An average is the sum, divided by the number of ranks:
-// integers by truncating division. Scales of integers are applied in double and truncated. bool:
-// sum is "or", product is "and". Adasum: see adasum.h.
+// Multiplies every contribution by `prescale`, combines the contributions with `op`, and multiplies
+// the result by `postscale`. An average is the sum divided by the number of ranks, truncated for
+// integers. Scales of integers are applied in double and truncated. For bool, a sum is "or" and a
+// product is "and". For Adasum, see adasum.h.
 struct Reduction {
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;

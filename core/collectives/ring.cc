@@ -9,11 +9,12 @@
 namespace sparkhvd {
 namespace {
 
-// The pieces in which a slice travels during the reduction: while one is combined, still in the
-// cache, the next arrives.
+// A slice travels in pieces during the reduction: one is combined, still in the cache, while the
+// next arrives.
 constexpr size_t kPieceBytes = size_t{256} << 10;
 
-// Receives a slice piece by piece and combines each with this rank's data while the next arrives.
+// Receives a slice piece by piece. Combines each piece with this rank's data while the next one
+// arrives.
 Status ReceiveAndCombine(const Ring& ring, Slice slice, std::vector<std::byte>& scratch) {
   const Bytes own = ring.View(slice);
   const size_t piece = std::max(kPieceBytes / ring.width(), size_t{1}) * ring.width();
@@ -66,7 +67,7 @@ std::string StepName(const char* half, int step) {
 
 }  // namespace
 
-// After step s a rank has combined s + 2 contributions to one slice; after the last step its own
+// After step s, a rank has combined s + 2 contributions to one slice. After the last step, its own
 // slice is complete.
 Status RingReduceScatter(const Ring& ring, std::vector<std::byte>& scratch) {
   std::vector<Ticket> sends;

@@ -12,17 +12,17 @@
 
 namespace sparkhvd {
 
-// The data that travels around the ring: one slice of `data` per rank.
+// The data that moves around the ring: one slice of `data` per rank.
 struct Ring {
   Transport& transport;
   const Reduction& reduction;
   std::byte* data;
-  const std::vector<Slice>& slices;  // by rank
+  const std::vector<Slice>& slices;  // indexed by rank
   Deadline deadline;
 
   int size() const { return transport.size(); }
   int Neighbour(int distance) const { return (transport.rank() + distance + size()) % size(); }
-  // The slice that is `distance` slices after this rank's.
+  // Returns the slice `distance` positions after this rank's.
   Slice SliceAt(int distance) const { return slices[static_cast<size_t>(Neighbour(distance))]; }
   size_t width() const { return SizeOf(reduction.dtype); }
   Bytes View(Slice slice) const {
@@ -30,9 +30,9 @@ struct Ring {
   }
 };
 
-// Combines the contributions of all ranks (without the average's division) until every rank's own
-// slice is complete; the other slices hold partial results. `scratch` is working memory of the
-// caller, which grows as needed and should be reused.
+// Combines the contributions of all ranks, without an average's division, until every rank's own
+// slice is complete. The other slices hold partial results. `scratch` is the caller's working
+// memory; it grows as needed and should be reused.
 Status RingReduceScatter(const Ring& ring, std::vector<std::byte>& scratch);
 
 // Copies every rank's slice to all other ranks.

@@ -1,4 +1,4 @@
-// The division of a range of elements among ranks.
+// Divides a range of elements among ranks.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +11,9 @@ struct Slice {
   size_t count = 0;
 };
 
-// The `index`-th of `parts` slices of `count` elements: contiguous, in order, covering all, of
-// lengths that differ by at most one `grain` (a number of elements that should stay together, such
-// as a cache line); some are empty when there are few.
+// Returns slice `index` of the `parts` slices of `count` elements. The slices are contiguous, in
+// order and cover all elements. Their lengths differ by at most one `grain`, a number of elements
+// that should stay together, such as a cache line. Some slices are empty if there are few elements.
 inline Slice SliceOf(size_t count, int parts, int index, size_t grain = 1) {
   const size_t grains = (count + grain - 1) / grain;
   const auto total = static_cast<size_t>(parts);
@@ -27,7 +27,7 @@ inline Slice SliceOf(size_t count, int parts, int index, size_t grain = 1) {
   return Slice{begin, end - begin};
 }
 
-// All slices, in order.
+// Returns all slices in order.
 inline std::vector<Slice> EvenSlices(size_t count, int parts, size_t grain = 1) {
   std::vector<Slice> slices;
   for (int index = 0; index < parts; ++index) slices.push_back(SliceOf(count, parts, index, grain));

@@ -12,11 +12,11 @@
 namespace sparkhvd {
 namespace {
 
-// More columns at once gain nothing: their data leaves the processor's nearer caches.
+// Picking more columns at once gains nothing: their data leaves the processor's nearer caches.
 constexpr size_t kTogether = 4;
 constexpr uint32_t kNowhere = std::numeric_limits<uint32_t>::max();
 
-// Calls `take(part, offset, bytes)` for the bytes of all runs, part by part, in ascending order.
+// Calls `take(part, offset, bytes)` for the bytes of all runs, part by part in ascending order.
 template <typename Take>
 void ForEachRun(const std::vector<RowRun>& runs, const std::vector<ConstBytes>& parts,
                 size_t row_bytes, const Take& take) {
@@ -34,8 +34,8 @@ void ForEachRun(const std::vector<RowRun>& runs, const std::vector<ConstBytes>& 
   }
 }
 
-// Reading at random indices dominates the time, so it is done once for N columns: their values of a
-// row are interleaved in `together` and picked together.
+// Reads at random indices dominate the time, so N columns share them: `together` interleaves their
+// values of a row, which are then picked together.
 template <size_t kBytes, size_t N>
 void PickTogether(const std::vector<uint32_t>& indices, const std::vector<RowRun>& runs,
                   const ColumnRows* columns, std::byte* together) {
@@ -50,7 +50,7 @@ void PickTogether(const std::vector<uint32_t>& indices, const std::vector<RowRun
   });
   std::byte* targets[N];
   for (size_t c = 0; c < N; ++c) targets[c] = columns[c].target.data();
-  constexpr size_t kRows = 8;  // of a column before the next one: what was fetched is still near
+  constexpr size_t kRows = 8;  // rows per column at a time, so that prefetched values stay cached
   const uint32_t* index = indices.data();
   size_t row = 0;
   for (; row + kRows <= indices.size(); row += kRows) {
@@ -86,7 +86,7 @@ void PickSmall(const std::vector<uint32_t>& indices, const std::vector<RowRun>& 
   }
 }
 
-// Copies large rows one by one, in storage order.
+// Copies large rows one by one in storage order.
 void PickLarge(const std::vector<uint32_t>& indices, const std::vector<RowRun>& runs,
                Span<const ColumnRows> columns, size_t row_bytes) {
   std::vector<uint32_t> targets(indices.size());
@@ -102,7 +102,7 @@ void PickLarge(const std::vector<uint32_t>& indices, const std::vector<RowRun>& 
   }
 }
 
-// Numbers the wanted rows in storage order, and replaces `indices` by these numbers.
+// Numbers the requested rows in storage order, and replaces `indices` with these numbers.
 std::vector<RowRun> NumberWanted(std::vector<uint32_t>& indices, size_t rows) {
   std::vector<uint32_t> numbers(rows, kNowhere);
   for (const uint32_t index : indices) numbers[index] = 0;

@@ -17,23 +17,23 @@
 namespace sparkhvd {
 namespace {
 
-// An address that answers within this time is not overtaken by a later one.
+// A later address cannot overtake one that answers within this time.
 constexpr std::chrono::milliseconds kHeadStart(100);
 constexpr int kSliceMillis = 100;
-// A full listener is dialed again after a random time around this one, which doubles from one
-// attempt to the next.
+// The dialer dials a full listener again after a random pause around this value, which doubles with
+// every attempt.
 constexpr std::chrono::milliseconds kFirstPause(20);
 constexpr std::chrono::milliseconds kLongestPause(1000);
 
-// Between half and one and a half of `typical`, so that dialers that were dropped together do not
-// return together.
+// Returns a time between half and one and a half of `typical`, so that dialers that were dropped
+// together do not return together.
 std::chrono::nanoseconds WithJitter(std::chrono::nanoseconds typical) {
   std::array<std::byte, 1> random{std::byte{128}};
-  (void)FillRandom(Bytes(random.data(), random.size()));  // the middle where there is none
+  (void)FillRandom(Bytes(random.data(), random.size()));  // without random bytes, the middle
   return typical / 2 + typical * std::to_integer<int>(random[0]) / 255;
 }
 
-// The attempt to reach one address, up to an authenticated connection.
+// An attempt to reach one address, up to an authenticated connection.
 class Attempt {
  public:
   Attempt(HostPort address, const DialOptions& options, Deadline start)
@@ -63,7 +63,8 @@ class Attempt {
   bool connected() const { return underway() && state_ != State::kConnecting; }
   int times_turned_away() const { return times_turned_away_; }
 
-  // Begins the first try now, for when all earlier attempts have failed; false if it has begun.
+  // Begins the first try at once, because all earlier attempts have failed. Returns false if it has
+  // already begun.
   bool BeginNow() {
     if (state_ != State::kWaiting || times_turned_away_ > 0) return false;
     start_ = Deadline::AfterSeconds(0);
@@ -82,7 +83,7 @@ class Attempt {
     if (state_ == State::kProving) ReadAnswer();
   }
 
-  // Sends the proof. Only one attempt at a time does so: the other side keeps one connection.
+  // Sends the proof. Only one attempt at a time does so, because the acceptor keeps one connection.
   void Prove() {
     const Digest proof = handshake_->Prove(welcome_);
     received_ = 0;
@@ -157,7 +158,7 @@ class Attempt {
     state_ = State::kDone;
   }
 
-  // True once a whole message has arrived.
+  // Returns true once a whole message has arrived.
   bool Read(Bytes message) {
     while (received_ < message.size()) {
       auto count = ReadSome(fd_.get(), message.Sub(received_, message.size() - received_));
@@ -191,7 +192,7 @@ class Dialing {
   Dialing(const DialOptions& options, Deadline deadline) : options_(options), deadline_(deadline) {
     if (!options.unix_name.empty()) Add({"@" + options.unix_name, 0});
     for (size_t i = 0; options.unix_name.empty() && i < options.addresses.size(); ++i) {
-      // A slow name service must leave time for the addresses of the name.
+      // A slow name service must leave time for dialing the addresses.
       const auto share = deadline.Remaining() / static_cast<int64_t>(options.addresses.size() - i);
       auto numeric = ResolveAll(options.addresses[i], Deadline::After(share));
       if (!numeric.ok()) {
@@ -277,7 +278,7 @@ class Dialing {
     for (const Attempt& attempt : attempts_) {
       tried += (tried.empty() ? "" : "; ") + ToText(attempt.address()) + ": " +
                attempt.failure().message();
-      // Of several failures the refused token is the one that the user can fix.
+      // Among several failures, report the refused token: it is the one that the user can fix.
       if (code != StatusCode::kAuthentication) code = attempt.failure().code();
     }
     return Status(code, tried);

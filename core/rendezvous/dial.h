@@ -1,4 +1,4 @@
-// Dials a listener that has several addresses.
+// Dials a listener that may have several addresses.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +15,21 @@
 namespace sparkhvd {
 
 struct DialOptions {
-  std::vector<HostPort> addresses;  // the preferred one first
-  std::string unix_name;            // dialed instead if set
+  std::vector<HostPort> addresses;  // preferred address first
+  std::string unix_name;            // dialed instead of `addresses` if set
   std::string token;
   std::string purpose;
   uint64_t claim = 0;
   int buffer_bytes = 0;
-  // Polled several times a second; a failure ends the dialing. May be empty.
+  // Polled several times a second. A failure ends the dialing. May be empty.
   std::function<Status()> check;
-  bool require_encryption = false;  // whether to refuse an acceptor that does not encrypt
+  bool require_encryption = false;  // refuse an acceptor that does not encrypt
 };
 
-// Tries all addresses, with staggered starts, and returns the first connection whose other side
-// proves that it knows the token: an address counts only if it can be routed and leads to the right
-// listener. A full listener is dialed again until the deadline. The failure names every address and
-// its problem. `keys`, if set, receives the connection's keys.
+// Tries all addresses with staggered starts. Returns the first connection whose acceptor proves
+// that it knows the token, because an address may be unroutable or lead to another listener. Dials
+// a full listener again until the deadline. The failure names every address and its problem.
+// `keys`, if set, receives the connection's keys.
 Result<UniqueFd> Dial(const DialOptions& options, Deadline deadline, SessionKeys* keys = nullptr);
 
 }  // namespace sparkhvd

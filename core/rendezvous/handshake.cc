@@ -24,7 +24,7 @@ Digest Proof(const std::string& token, const char* label, const Hello& hello,
   const auto append = [&message](ConstBytes part) {
     message.insert(message.end(), part.begin(), part.end());
   };
-  // Everything before the purpose has a fixed length, so the parts cannot be confused.
+  // Everything before the purpose has a fixed length, so the fields are unambiguous.
   append(AsBytes(label));
   append(ConstBytes(hello.data(), hello.size()));
   append(ConstBytes(welcome.data(), welcome.size()));

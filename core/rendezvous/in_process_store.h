@@ -1,4 +1,4 @@
-// A key-value store for the threads of one process; TcpStoreServer keeps its keys in one.
+// A key-value store for the threads of one process. TcpStoreServer keeps its keys in one.
 #pragma once
 
 #include <condition_variable>
@@ -16,20 +16,20 @@ class InProcessStore final : public KeyValueStore {
   Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
   Result<std::string> Get(const std::string& key, Deadline deadline) override;
 
-  // The value if the key is set.
+  // Returns the value, or nothing if the key is not set.
   std::optional<std::string> Find(const std::string& key) const;
 
-  // Wakes all waiters in Get with `why`; later calls fail with it, too.
+  // Wakes all waiters in Get with `why`. Later calls fail with it, too.
   void Close(const Status& why);
 
  private:
-  mutable std::mutex mutex_;  // guards all fields; nothing else is locked under it
+  mutable std::mutex mutex_;  // guards all fields; innermost in the lock order
   std::condition_variable changed_;
   std::map<std::string, std::string> values_;
   Status closed_;
 };
 
-// kTimeout: the message for a key that is not set.
+// Returns kTimeout with the message for a key that is not set.
 Status MissingKey(const std::string& key);
 
 }  // namespace sparkhvd

@@ -14,8 +14,8 @@ struct LocalInterfaceAddress {
   bool loopback = false;
 };
 
-// The addresses of all interfaces that are up, IPv4 before IPv6, except link-local ones, which mean
-// nothing on another host or link.
+// Returns the addresses of all interfaces that are up, IPv4 before IPv6. Omits link-local
+// addresses, which are not valid on another host or link.
 Result<std::vector<LocalInterfaceAddress>> LocalAddresses();
 
 }  // namespace sparkhvd

@@ -11,7 +11,8 @@
 namespace sparkhvd {
 namespace {
 
-// So that a flood of connections leaves the owner's loop time for its own work.
+// Limits the work of one turn, so that a flood of connections leaves the owner's loop time for its
+// own work.
 constexpr int kAcceptsPerTurn = 16;
 constexpr double kPauseWithoutDescriptors = 0.1;
 
@@ -47,7 +48,7 @@ bool Reception::HasRoom() const {
 
 std::vector<Admitted> Reception::Serve() {
   std::vector<Admitted> admitted;
-  AdvanceAll(admitted);  // before any stranger is dropped
+  AdvanceAll(admitted);  // before any unauthenticated connection is dropped
   if (resume_accepting_.Expired()) {
     for (const UniqueFd& listener : listeners_) Accept(listener.get());
   }
@@ -76,7 +77,7 @@ bool Reception::MakeRoom() {
 }
 
 void Reception::TurnAway(const Stranger& stranger) {
-  // A flood must not delay the owner: bytes that cannot be sent at once are dropped.
+  // A flood must not delay the owner, so bytes that cannot be sent at once are dropped.
   (void)WriteSome(stranger.fd.get(), stranger.handshake.farewell());
 }
 
@@ -87,10 +88,10 @@ void Reception::Accept(int listener) {
       if (errno == EMFILE && AllowMoreDescriptors()) continue;
       const bool exhausted =
           errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
-      // The listener stays readable meanwhile: without a pause the owner's loop would spin.
+      // The listener stays readable meanwhile, so without a pause the owner's loop would spin.
       if (exhausted) resume_accepting_ = Deadline::AfterSeconds(kPauseWithoutDescriptors);
       if (errno == EAGAIN || exhausted) return;
-      continue;  // this one went away before it was accepted
+      continue;  // this connection ended before it was accepted
     }
     strangers_.push_back({std::move(fd), AcceptorHandshake(token_, purpose_, encrypt_),
                           Deadline::AfterSeconds(limits_.undisturbed_seconds),
@@ -100,7 +101,7 @@ void Reception::Accept(int listener) {
 
 Reception::Verdict Reception::Advance(Stranger& stranger) {
   if (stranger.deadline.Expired()) {
-    TurnAway(stranger);  // a member whose host has been slow
+    TurnAway(stranger);  // may be a member on a slow host
     return Verdict::kDropped;
   }
   while (true) {
@@ -114,7 +115,7 @@ Reception::Verdict Reception::Advance(Stranger& stranger) {
     stranger.received = 0;
     auto reply = stranger.handshake.Consume(ConstBytes(stranger.buffer.data(), wanted));
     if (!reply.ok()) return Verdict::kDropped;
-    // The answers of a whole handshake fit into the smallest send buffer of the kernel.
+    // The answers of a whole handshake fit into the kernel's smallest send buffer.
     auto sent =
         WriteSome(stranger.fd.get(), ConstBytes(reply.value().data(), reply.value().size()));
     if (!sent.ok() || sent.value() != reply.value().size()) return Verdict::kDropped;

@@ -16,36 +16,37 @@
 namespace sparkhvd {
 
 struct ReceptionLimits {
-  size_t strangers = 256;          // connections without a proof so far
-  double handshake_seconds = 5.0;  // for the whole handshake of one connection
-  // The time during which no connection is dropped for another: a handshake among members takes one
-  // or two round trips.
+  size_t strangers = 256;          // limit of connections without a proof
+  double handshake_seconds = 5.0;  // limit for the whole handshake of one connection
+  // No connection is dropped for another during this time. A handshake between members takes one or
+  // two round trips.
   double undisturbed_seconds = 0.1;
 };
 
-// A connection whose other side has proved that it knows the token.
+// A connection whose dialer has proved that it knows the token.
 struct Admitted {
   UniqueFd fd;
   uint64_t claim;
   SessionKeys keys;
 };
 
-// When there is no room for another stranger, the oldest one is dropped if it had its guaranteed
-// time; otherwise new connections wait in the kernel's queue. A dropped or slow dialer is asked to
-// dial again, so that neither a burst of members nor a flood of strangers keeps a member out.
+// If there is no room for another unauthenticated connection, the oldest one is dropped once it has
+// had its guaranteed time. Until then, new connections wait in the kernel's queue. A dropped or
+// slow dialer is asked to dial again, so neither a burst of members nor a flood of strangers keeps
+// a member out.
 //
-// Owns listening sockets and the handshakes in progress on them. It has no thread: its owner polls
-// the descriptors from AppendPollFds together with its own, for at most TimeoutMillis, and then
-// calls Serve.
+// Owns listening sockets and their handshakes in progress. It has no thread: the owner polls the
+// descriptors from AppendPollFds together with its own for at most TimeoutMillis, and then calls
+// Serve.
 class Reception {
  public:
-  // `encrypt` as in AcceptorHandshake.
+  // `encrypt` is that of AcceptorHandshake.
   Reception(std::vector<UniqueFd> listeners, std::string token, std::string purpose,
             ReceptionLimits limits = {}, bool encrypt = false);
 
   void AppendPollFds(std::vector<pollfd>& fds) const;
   int TimeoutMillis(int cap) const;
-  // Never waits: accepts, reads, answers, drops. Returns the newly admitted connections.
+  // Accepts, reads, answers and drops connections without waiting. Returns the newly admitted ones.
   std::vector<Admitted> Serve();
 
  private:
@@ -72,7 +73,7 @@ class Reception {
   ReceptionLimits limits_;
   bool encrypt_;
   std::deque<Stranger> strangers_;  // oldest first
-  Deadline resume_accepting_;       // in the future while the process is out of descriptors
+  Deadline resume_accepting_;       // in the future while the process has no free descriptors
 };
 
 }  // namespace sparkhvd

@@ -23,7 +23,7 @@
 namespace sparkhvd {
 namespace {
 
-constexpr int kBacklog = 4096;  // the kernel cuts it down to net.core.somaxconn
+constexpr int kBacklog = 4096;  // the kernel lowers it to net.core.somaxconn
 constexpr double kOwnNameSeconds = 20.0;
 constexpr int kSocketType = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
 
@@ -47,9 +47,9 @@ Resolution LookUp(const HostPort& address, int flags) {
   return {error, Addresses(list)};
 }
 
-// getaddrinfo cannot be interrupted and may wait for a name server indefinitely. So it runs on a
-// thread that owns all its data and is abandoned at the deadline: the only thread that is never
-// joined.
+// getaddrinfo cannot be interrupted and may wait for a name server indefinitely. It therefore runs
+// on a thread that owns all its data and is abandoned at the deadline. This is the only thread that
+// is never joined.
 std::optional<Resolution> LookUpName(const HostPort& address, int flags, Deadline deadline) {
   auto promise = std::make_shared<std::promise<Resolution>>();
   std::future<Resolution> answer = promise->get_future();
@@ -87,11 +87,12 @@ Result<HostPort> Numeric(const sockaddr* address, socklen_t length) {
 }
 
 void SetOption(int fd, int level, int name, int value) {
-  // Tuning only: without these options the socket is slower, not wrong.
+  // For tuning only: without these options the socket is slower, but correct.
   (void)::setsockopt(fd, level, name, &value, sizeof(value));
 }
 
-// The first probe follows a third of `silence`; the link ends when three more are unanswered.
+// Sends the first probe after a third of `silence`, and ends the link after three more unanswered
+// probes.
 void SetKeepalive(int fd, std::chrono::seconds silence) {
   const int third = static_cast<int>(silence.count() / 3);
   SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, third);
@@ -120,11 +121,11 @@ Result<socklen_t> AbstractAddress(const std::string& name, sockaddr_un* address)
 
 Status FinishConnect(int fd, const sockaddr* address, socklen_t length, Deadline deadline) {
   while (::connect(fd, address, length) != 0) {
-    // Over TCP the connection proceeds in the background; the next call reports it.
+    // Over TCP the connection proceeds in the background, and the next call reports its result.
     if (errno == EINTR) continue;
     if (errno == EISCONN) return Status();
-    // A Unix socket with a full backlog: it has room once the listener accepts; there is nothing to
-    // poll for.
+    // The Unix socket's backlog is full. It has room once the listener accepts, but poll cannot
+    // report that.
     if (errno == EAGAIN) {
       if (deadline.Expired()) {
         return Status(StatusCode::kTimeout, "connect: the listener's queue is full");
@@ -143,7 +144,7 @@ Status FinishConnect(int fd, const sockaddr* address, socklen_t length, Deadline
   return Status();
 }
 
-// EAGAIN is not a failure; the end of the other side is.
+// Returns the number of bytes moved. EAGAIN is not a failure; the peer's end is.
 Result<size_t> Moved(ssize_t count, const char* what) {
   if (count > 0) return static_cast<size_t>(count);
   if (count == 0) return Status(StatusCode::kPeerLost, "the other side closed the connection");
@@ -168,7 +169,7 @@ Result<UniqueFd> ListenTcp(const HostPort& address, int buffer_bytes) {
   const addrinfo& first = *found.value();
   UniqueFd fd(::socket(first.ai_family, kSocketType, 0));
   if (!fd.valid()) return IoStatus(what, errno);
-  // A port that the user chose must be free again at once when the job restarts.
+  // A port that the user chose must be available again at once when the job restarts.
   if (address.port != 0) SetOption(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
   SetBuffers(fd.get(), buffer_bytes);
   if (::bind(fd.get(), first.ai_addr, first.ai_addrlen) != 0 || ::listen(fd.get(), kBacklog) != 0) {
@@ -283,14 +284,16 @@ void TuneStream(int fd) {
 void NoticeLostHost(int fd) { SetKeepalive(fd, kSilentRendezvous); }
 
 bool HostWatch::IsSilent(int fd, std::chrono::milliseconds limit) {
-  // Old observations, from before this process was stopped, may have been answered since.
+  // Observations from before this process was stopped are stale: the data may have been
+  // acknowledged since.
   constexpr std::chrono::seconds kLongestGap(5);
   const auto now = Deadline::Clock::now();
   if (now - last_look_ > kLongestGap) unanswered_since_.reset();
   last_look_ = now;
   tcp_info info{};
   socklen_t size = sizeof(info);
-  // Both numbers return to 0 with every answer, even of a host whose process reads nothing.
+  // Every acknowledgement resets both counters to 0, even if the process on the other host reads
+  // nothing.
   const bool unanswered = ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
                           (info.tcpi_retransmits > 0 || info.tcpi_probes > 0);
   if (!unanswered) {

@@ -19,7 +19,7 @@ namespace {
 constexpr size_t kIdleConnections = 1;
 constexpr size_t kAskedConnections = 8;
 
-// The rest of an answer that has begun arrives in a moment.
+// Limits the wait for the rest of an answer that has begun to arrive.
 constexpr double kAnswerSeconds = 10.0;
 
 Result<UniqueFd> DialServer(const std::vector<HostPort>& addresses, const std::string& token,
@@ -148,7 +148,7 @@ Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadlin
   SHVD_TRY(CheckStoreSizes(key, 0));
   std::optional<Connection> connection = TakeAsked(key);
   if (!connection) {
-    // Even without time to wait for the value, the question is sent.
+    // The request is sent even if no time is left to wait for the value.
     auto taken = Take(deadline.Expired() ? Deadline::AfterSeconds(kAnswerSeconds) : deadline);
     if (!taken.ok()) return Explain(taken.status(), key, false);
     connection.emplace(std::move(taken).value());
@@ -195,7 +195,7 @@ void TcpStoreClient::StopAsking(const std::string& key) {
 void TcpStoreClient::Close() {
   std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
   if (guard_.InChild()) {
-    // A thread of the parent may have held it at the fork; then the copies stay open.
+    // A thread of the parent may have held the mutex at the fork. Then the copies stay open.
     if (!lock.try_lock() || closed_) return;
     for (const int fd : busy_) ::close(fd);
     busy_.clear();
@@ -205,7 +205,7 @@ void TcpStoreClient::Close() {
   closed_ = true;
   idle_.clear();
   asked_.clear();
-  // The thread that uses a connection closes it; this only ends its wait.
+  // The thread that uses a connection closes it. This call only ends its wait.
   for (const int fd : busy_) ::shutdown(fd, SHUT_RDWR);
 }
 
@@ -242,7 +242,7 @@ Result<TcpStoreClient::Connection> TcpStoreClient::Take(Deadline deadline) {
   SessionKeys keys;
   auto dialed = DialServer({server_}, token_, require_encryption_, deadline, &keys);
   if (!dialed.ok()) {
-    // It answered before, so a failure means that the server has ended.
+    // The server answered before, so a failure means that it has ended.
     const bool late = dialed.status().code() == StatusCode::kTimeout;
     return late ? dialed.status() : Status(StatusCode::kPeerLost, dialed.status().message());
   }

@@ -19,15 +19,14 @@
 
 namespace sparkhvd {
 
-// Thread-safe: every call in progress has a connection of its own, an idle or a new one, so a
-// thread that waits for a key blocks no other. A Get that timed out leaves its question with the
-// server: the next Get of the key reuses its connection, so polling is cheap. Has no thread.
-// Encrypts where the server does. In a forked child only Close works; it closes the child's copies
-// of the connections.
+// Thread-safe: every call in progress has its own connection, so a thread that waits for a key does
+// not block the others. After a timeout, the server keeps the request of a Get, and the next Get of
+// the key reuses the connection, so polling is cheap. Has no thread. Encrypts if the server does.
+// In a forked child only Close works; it closes the child's copies of the connections.
 class TcpStoreClient final : public KeyValueStore {
  public:
-  // Keeps the first address that answers and knows the token; `check` and `require_encryption` are
-  // those of DialOptions.
+  // Keeps the first address that answers and knows the token. For `check` and `require_encryption`,
+  // see DialOptions.
   static Result<std::unique_ptr<TcpStoreClient>> Connect(const std::vector<HostPort>& addresses,
                                                          const std::string& token,
                                                          Deadline deadline,
@@ -38,11 +37,11 @@ class TcpStoreClient final : public KeyValueStore {
   Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
   Result<std::string> Get(const std::string& key, Deadline deadline) override;
   void StopAsking(const std::string& key) override;
-  // Has a connection to itself until it is withdrawn.
+  // Reserves a connection for the will until it is withdrawn.
   Result<std::unique_ptr<Will>> LeaveWill(const std::string& key, const std::string& value,
                                           Deadline deadline) override;
 
-  // Wakes the calls in progress with kShutDown; later calls fail with it.
+  // Wakes the calls in progress with kShutDown. Later calls fail with it, too.
   void Close();
 
  private:
@@ -52,7 +51,7 @@ class TcpStoreClient final : public KeyValueStore {
     UniqueFd fd;
     StoreCipher cipher;
 
-    // Fails where the server encrypts and OpenSSL is missing.
+    // Fails if the server encrypts and OpenSSL is missing.
     static Result<Connection> Make(UniqueFd fd, const SessionKeys& keys);
     Status Ask(StoreRequest request, const std::string& key, const std::string& value,
                Deadline deadline);
@@ -75,10 +74,10 @@ class TcpStoreClient final : public KeyValueStore {
   const std::string token_;
   const bool require_encryption_;
   const ForkGuard guard_;
-  std::mutex mutex_;  // guards the fields below; nothing else is locked under it
+  std::mutex mutex_;  // guards the fields below; innermost in the lock order
   bool closed_ = false;
   std::vector<Connection> idle_;
-  std::list<Asked> asked_;  // where an answer may come, oldest first
+  std::list<Asked> asked_;  // connections on which an answer may arrive, oldest first
   std::unordered_set<int> busy_;
 };
 

@@ -24,7 +24,7 @@ namespace {
 constexpr short kEnds = POLLRDHUP | POLLHUP | POLLERR;
 
 // One authenticated client connection. It carries one request at a time: a client thread that waits
-// for a key has a connection of its own, so it blocks no other.
+// for a key has its own connection and does not block other threads.
 class Session {
  public:
   Session(UniqueFd fd, StoreCipher cipher)
@@ -35,7 +35,7 @@ class Session {
   int fd() const { return fd_.get(); }
   bool IsHostSilent() { return host_.IsSilent(fd_.get(), kSilentRendezvous); }
 
-  // Carries out the client's will after the end of the connection.
+  // Carries out the client's will once the connection has ended.
   void End(InProcessStore& values) const {
     if (!will_.empty()) (void)values.Set(will_key_, will_, Deadline::AfterSeconds(0));
   }
@@ -45,15 +45,15 @@ class Session {
       case State::kReading:
         return POLLIN;
       case State::kWaiting:
-        return POLLRDHUP;  // only its end matters until the key is set
+        return POLLRDHUP;  // until the key is set, only the end of the connection matters
       case State::kAnswering:
         return POLLOUT;
     }
     return 0;
   }
 
-  // Does all work that needs no wait; false when the connection is finished. `ready` is the result
-  // of poll; another connection may have set the key that this one waits for.
+  // Does all work that needs no wait. Returns false when the connection is finished. `ready` is the
+  // result of poll. Another connection may have set the key that this one waits for.
   bool Advance(InProcessStore& values, short ready) {
     if (state_ == State::kWaiting && (ready & kEnds) != 0) return false;
     if (state_ != State::kWaiting && ready == 0) return true;
@@ -117,13 +117,13 @@ class Session {
       will_ = std::move(value);
       will_key_ = key_;
     } else {
-      // Fails only when the server is closing, and then this connection ends, too.
+      // Fails only while the server closes, and then this connection ends, too.
       (void)values.Set(key_, std::move(value), Deadline::AfterSeconds(0));
     }
     return StartAnswer("");
   }
 
-  // False when the connection is finished.
+  // Returns false when the connection is finished.
   bool Answer(const InProcessStore& values, bool* moved) {
     const auto value = values.Find(key_);
     if (!value) return true;
@@ -163,13 +163,13 @@ class Session {
   std::string key_;
   std::string will_key_;
   std::string will_;
-  std::vector<std::byte> body_;  // of the request being read, or of the answer being sent
+  std::vector<std::byte> body_;  // body of the request being read or of the answer being sent
   size_t received_ = 0;
   size_t sent_ = 0;
 };
 
 constexpr int kPollCapMillis = 1000;
-constexpr std::chrono::seconds kLookInterval(1);  // at the hosts of clients
+constexpr std::chrono::seconds kLookInterval(1);  // between checks of the clients' hosts
 
 void DrainWake(int fd) {
   uint64_t count = 0;
@@ -198,7 +198,7 @@ Result<std::unique_ptr<TcpStoreServer>> TcpStoreServer::Start(const HostPort& ad
     return std::unique_ptr<TcpStoreServer>(
         new TcpStoreServer(bound.value(), std::move(wake),
                            Reception(std::move(listeners), token, kStorePurpose, limits, encrypt)));
-  } catch (const std::system_error& error) {  // how std::thread reports a failure
+  } catch (const std::system_error& error) {  // std::thread reports a failure with this exception
     return Status(StatusCode::kIo, std::string("start the rendezvous thread: ") + error.what());
   }
 }
@@ -225,7 +225,7 @@ Result<std::string> TcpStoreServer::Get(const std::string& key, Deadline deadlin
 
 void TcpStoreServer::Close() {
   if (guard_.InChild()) {
-    if (thread_.joinable()) thread_.detach();  // there is none
+    if (thread_.joinable()) thread_.detach();  // a forked child has no such thread
     return;
   }
   closing_.store(true);
@@ -262,7 +262,7 @@ void TcpStoreServer::Serve(Reception reception) {
       const short events = fds[index].revents;
       progressed = progressed || events != 0;
       bool goes_on = false;
-      // A session without memory ends; the others continue.
+      // A session that runs out of memory ends. The others continue.
       static_cast<void>(Guarded([&] {
         goes_on = session->Advance(values_, events) && !(look && session->IsHostSilent());
         return Status();
@@ -278,7 +278,7 @@ void TcpStoreServer::Serve(Reception reception) {
       StoreCipher cipher;
       if (admitted.keys.encrypt) {
         auto made = StoreCipher::Make(admitted.keys.from_acceptor, admitted.keys.from_dialer);
-        if (!made.ok()) continue;  // it could be made at the start
+        if (!made.ok()) continue;  // making the cipher already worked at the start
         cipher = std::move(made).value();
       }
       NoticeLostHost(admitted.fd.get());

@@ -18,10 +18,10 @@
 
 namespace sparkhvd {
 
-// Serves from Start until Close on one thread of its own. Its own Set and Get need no connection.
+// Serves from Start until Close on its own thread. The server's own Set and Get need no connection.
 class TcpStoreServer final : public KeyValueStore {
  public:
-  // `address.port` 0 takes any free port. With `encrypt` all messages are encrypted; fails where
+  // Port 0 in `address` takes any free port. With `encrypt`, all messages are encrypted. Fails if
   // OpenSSL is missing.
   static Result<std::unique_ptr<TcpStoreServer>> Start(const HostPort& address,
                                                        const std::string& token,
@@ -31,15 +31,15 @@ class TcpStoreServer final : public KeyValueStore {
   TcpStoreServer& operator=(const TcpStoreServer&) = delete;
   ~TcpStoreServer() override;
 
-  // The bound address, with its actual port.
+  // Returns the bound address with the actual port.
   const HostPort& address() const { return address_; }
 
   Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
   Result<std::string> Get(const std::string& key, Deadline deadline) override;
 
-  // Ends all connections and the thread; clients and local waiters wake with kPeerLost. A second
-  // call is harmless, but not from two threads at once. In a forked child it leaves the parent's
-  // server alone.
+  // Ends all connections and the thread. Clients and local waiters wake with kPeerLost. A second
+  // call is harmless, but two threads must not call it at once. In a forked child, it leaves the
+  // parent's server alone.
   void Close();
 
  private:
@@ -49,8 +49,8 @@ class TcpStoreServer final : public KeyValueStore {
 
   const HostPort address_;
   const ForkGuard guard_;
-  UniqueFd wake_;          // an eventfd: rung when a local Set or Close concerns the thread
-  std::mutex wake_mutex_;  // guards wake_ against its end; a leaf
+  UniqueFd wake_;          // eventfd that a local Set or Close writes to wake the thread
+  std::mutex wake_mutex_;  // keeps wake_ open during a write; innermost in the lock order
   InProcessStore values_;
   std::atomic<bool> closing_{false};
   std::thread thread_;

@@ -1,4 +1,4 @@
-// The kernels for processors without specialised ones.
+// The kernel selection for processors without specialised kernels.
 #include "collectives/kernels.h"
 
 namespace sparkhvd {

@@ -1,5 +1,5 @@
-// The kernels for x86-64 with AVX2 or AVX-512. The loops are the generic ones, compiled for the
-// wider registers; the 16-bit floats have loops of their own.
+// The kernels for x86-64 with AVX2 or AVX-512. They are the generic loops compiled for the wider
+// registers; the 16-bit floats have loops of their own.
 #include <immintrin.h>
 
 #include "collectives/kernel_loops.h"
@@ -8,7 +8,7 @@
 namespace sparkhvd {
 namespace {
 
-// Sixteen numbers of 16 bits as float32, in whatever order suits loading and storing them.
+// Sixteen 16-bit numbers as float32, in the order that suits loading and storing.
 struct Widened {
   __m256 first;
   __m256 second;
@@ -29,8 +29,8 @@ struct Float16Lanes {
   }
 };
 
-// A bfloat16 is the upper half of a float32. Interleaving with zeros makes float32s, and packing
-// undoes the order in which that leaves them.
+// A bfloat16 is the upper half of a float32. Interleaving with zeros makes float32 values, and
+// packing restores their order.
 struct BFloat16Lanes {
   using Scalar = loops::BFloat16;
   [[gnu::target("avx2"), gnu::always_inline]] static inline Widened Load(const std::byte* data) {
@@ -46,7 +46,7 @@ struct BFloat16Lanes {
   }
 
  private:
-  // To nearest even; a NaN stays one. As loops::NarrowToBFloat16.
+  // Rounds to nearest even and keeps NaN, like loops::NarrowToBFloat16.
   [[gnu::target("avx2"), gnu::always_inline]] static inline __m256i Round(__m256 value) {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i upper = _mm256_srli_epi32(bits, 16);
@@ -100,8 +100,8 @@ struct VectorProduct {
     return _mm256_mul_ps(a, b);
   }
 };
-// The instructions return their second operand when either is NaN: `b` comes second, and a NaN in
-// `a` is put back.
+// The instructions return their second operand if either is NaN. So `b` comes second, and a NaN in
+// `a` is restored afterwards.
 struct VectorMin {
   using Scalar = loops::Min;
   [[gnu::target("avx2"), gnu::always_inline]] static inline __m256 ApplyVector(__m256 a, __m256 b) {
