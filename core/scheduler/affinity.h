@@ -5,11 +5,11 @@
 
 namespace sparkhvd {
 
-// Pins the calling thread to `core`. kInvalidArgument where there is no such core, or this process
-// may not use it.
+// Pins the calling thread to `core`. Fails with kInvalidArgument if there is no such core or this
+// process may not use it.
 Status PinThisThread(int core);
 
-// Checks whether that works, without changing the calling thread.
+// Checks whether PinThisThread would work, without changing the calling thread.
 Status CheckProcessorCore(int core);
 
 }  // namespace sparkhvd

@@ -1,8 +1,8 @@
-// Negotiation of ranks that share memory. Every rank writes its message into its slot; after one
-// step every rank reads all messages and comes to the same decision, because all Readiness tables
-// receive the same messages in the same order. There is no coordinator and no answer to wait for.
-// The data of a small operation may travel beside the message: when all messages are equal it has
-// already arrived, and the operation needs no other step.
+// Negotiation of ranks that share memory. Every rank writes its message to its slot. After one
+// step, every rank reads all messages and reaches the same decision, because all Readiness tables
+// receive the same messages in the same order. There is no coordinator, and no answer to wait for.
+// The data of a small operation may travel beside the message. If all messages are equal, that data
+// has already arrived, and the operation needs no further step.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -14,14 +14,14 @@
 namespace sparkhvd {
 namespace {
 
-// The room for a message in the first round of a cycle; data that travels along follows it. A
-// longer message continues in further rounds, which have no such data.
+// The room for a message in the first round of a cycle. Data that travels with the message follows
+// it. A longer message continues in further rounds, which carry no such data.
 constexpr size_t kFrameBytes = 1024;
 
 // The head of a frame.
 struct Head {
   uint64_t length;  // of the whole message
-  int64_t now;      // in nanoseconds; all use the clock of member 0
+  int64_t now;      // in nanoseconds; all members use the clock of member 0
 };
 
 class ArenaNegotiation final : public Negotiation {
@@ -80,10 +80,10 @@ class ArenaNegotiation final : public Negotiation {
   bool interruptible() const override { return true; }
 
  private:
-  // The offset of the current part of a message in a slot.
+  // Returns the offset in a slot of the current part of a message.
   size_t PartOffset() const { return part_ == 0 ? sizeof(Head) : 0; }
 
-  // The current part of a message of `length` bytes.
+  // Returns the current part of a message of `length` bytes.
   Slice Part(size_t length) const {
     const size_t first = frame_bytes_ - sizeof(Head);
     const size_t begin = part_ == 0 ? 0 : first + (part_ - 1) * steps_.SlotBytes();
@@ -97,7 +97,7 @@ class ArenaNegotiation final : public Negotiation {
     std::memcpy(round_.Slot(steps_.member()) + PartOffset(), own_.data() + part.begin, part.count);
   }
 
-  // Compares without decoding: the steady state.
+  // Compares the messages without decoding them, which suffices in the steady state.
   bool AllAskTheSame() const {
     if (own_.size() > frame_bytes_ - sizeof(Head)) return false;
     for (int member = 0; member < steps_.count(); ++member) {
@@ -133,7 +133,7 @@ class ArenaNegotiation final : public Negotiation {
     return Status();
   }
 
-  // Whether any member's message continues.
+  // Returns whether any member's message continues.
   bool MoreParts() const {
     return std::any_of(messages_.begin(), messages_.end(), [this](const auto& message) {
       const Slice part = Part(message.size());
@@ -145,13 +145,13 @@ class ArenaNegotiation final : public Negotiation {
   const double timeout_s_;
   const size_t frame_bytes_;
 
-  // Of the current cycle.
+  // The state of the current cycle.
   ArenaSteps::Round round_;
   size_t part_ = 0;
   bool ids_alone_ = false;
   std::vector<uint32_t> own_ids_;
   std::vector<std::byte> own_;
-  std::vector<std::vector<std::byte>> messages_;  // by member
+  std::vector<std::vector<std::byte>> messages_;  // indexed by member
   Readiness::Time now_{};
 };
 

@@ -10,15 +10,14 @@
 
 namespace sparkhvd {
 
-// A file of comma-separated values: a header, then a line per sample, each flushed at once.
-// Existing content is replaced.
+// A CSV file: a header, then a line per sample, each flushed at once. Replaces existing content.
 class AutotuneLog {
  public:
   static Result<std::shared_ptr<AutotuneLog>> Open(const std::string& path);
 
   explicit AutotuneLog(std::ofstream file) : file_(std::move(file)) {}
 
-  // A full disk does not end the job: lines that cannot be written are dropped.
+  // Drops lines that cannot be written, so that a full disk does not end the job.
   void Write(const TuningSample& sample);
 
  private:

@@ -8,8 +8,8 @@ namespace {
 constexpr size_t kKiB = 1024;
 constexpr size_t kMiB = 1024 * kKiB;
 
-// A step whose tensors never come again, because their names are made by counting, ends after this
-// many.
+// A step ends after this many names even if none of its tensors recurs: a program may number the
+// names of its tensors.
 constexpr size_t kMostNames = 4096;
 
 TuningAxis MakeAxis(std::vector<size_t> values, size_t start,
@@ -21,7 +21,7 @@ TuningAxis MakeAxis(std::vector<size_t> values, size_t start,
   return TuningAxis{std::move(values), static_cast<size_t>(index), set};
 }
 
-// first, first * factor, ... up to `last`.
+// Returns first, first * factor, ... up to `last`.
 std::vector<size_t> Ladder(size_t first, size_t factor, size_t last) {
   std::vector<size_t> values;
   for (size_t value = first; value <= last; value *= factor) values.push_back(value);
@@ -68,7 +68,7 @@ Autotuner::Autotuner(AutotuneOptions options, const TuningScope& scope, const Tu
   Propose();
 }
 
-// The point of the current sample, or the best of all.
+// Returns the point of the current sample, or the best point once the search is done.
 Tunables Autotuner::Sampled() const {
   Tunables tunables = start_;
   for (size_t axis = 0; warmups_left_ == 0 && axis < axes_.size(); ++axis) {

@@ -1,4 +1,4 @@
-// Tries settings of the engine on the running job and keeps the best: rank 0's part in tuning.
+// Tries settings of the engine on the running job and keeps the best ones. Runs on rank 0.
 #pragma once
 
 #include <chrono>
@@ -20,7 +20,7 @@ struct TuningSample {
   enum class Stage { kWarmUp, kSearch, kFinal };
   Stage stage;
   Tunables tunables;
-  double score;  // bytes that were reduced per second
+  double score;  // bytes reduced per second
 };
 
 struct AutotuneOptions {
@@ -33,20 +33,21 @@ struct AutotuneOptions {
 // The settings to tune.
 struct TuningScope {
   bool fusion = false;          // the fusion threshold
-  bool hierarchical = false;    // whether to use the memory of several hosts
-  size_t arena_slot_bytes = 0;  // where allreduces go through one arena of all ranks
+  bool hierarchical = false;    // whether hierarchical allreduce is used
+  size_t arena_slot_bytes = 0;  // set if allreduces use one arena of all ranks
 };
 
 // The candidate values of one setting.
 struct TuningAxis {
   std::vector<size_t> values;  // ascending
-  size_t start;                // the index of the initial value
+  size_t start;                // index of the initial value
   void (*set)(Tunables*, size_t value);
 };
 
-// A step ends when one of its tensors comes again. Its speed is the bytes of its allreduces divided
-// by the time until the next step begins, so that a user's computation counts, too: a faster
-// allreduce at its expense is no gain. The score of a sample is the median of its steps.
+// A step ends when one of its tensors recurs. The speed of a step is the bytes of its allreduces
+// divided by the time until the next step begins. It thus includes the user's computation: a faster
+// allreduce that slows the computation is no gain. The score of a sample is the median of its
+// steps' speeds.
 class Autotuner {
  public:
   using Time = std::chrono::steady_clock::time_point;
@@ -55,16 +56,16 @@ class Autotuner {
     size_t bytes;
   };
 
-  // `start`: the settings in force, where the search begins.
+  // `start` is the settings in force, where the search begins.
   Autotuner(AutotuneOptions options, const TuningScope& scope, const Tunables& start);
 
-  // Returns settings that all ranks have to receive, once.
+  // Returns settings that all ranks must receive. Returns each of them once.
   std::optional<Retuning> TakeRetuning() { return std::exchange(retuning_, std::nullopt); }
 
-  // Notes that they have come into force.
+  // Records that the new settings are in force.
   void Begin();
 
-  // Notes that these allreduces run now.
+  // Records that these allreduces start now.
   void Run(const std::vector<Piece>& pieces, Time now);
 
  private:
@@ -82,11 +83,11 @@ class Autotuner {
   size_t warmups_left_;
   std::optional<Retuning> retuning_;
 
-  // Of the current sample.
+  // The state of the current sample.
   bool running_ = false;                  // whether the sampled settings are in force
-  std::vector<double> speeds_;            // of its steps
-  std::optional<Time> step_start_;        // none before the first whole step
-  std::unordered_set<std::string> seen_;  // names of the step
+  std::vector<double> speeds_;            // of the sample's steps
+  std::optional<Time> step_start_;        // empty before the first whole step
+  std::unordered_set<std::string> seen_;  // names in the current step
   size_t bytes_ = 0;
 };
 

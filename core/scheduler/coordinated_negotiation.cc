@@ -1,6 +1,6 @@
-// Negotiation over links. Every rank sends the coordinator one message and receives one. A message
-// is a frame of fixed length, which holds all of it in the steady state, and a second transfer for
-// the rest if it does not fit.
+// Negotiation over links. Every rank sends one message to the coordinator and receives one. A
+// message is a frame of fixed length, which suffices in the steady state. A second transfer carries
+// the rest of a longer message.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -17,12 +17,12 @@ constexpr int kCoordinator = 0;
 constexpr size_t kFrameBytes = 256;
 constexpr size_t kLengthBytes = sizeof(uint32_t);
 
-// A rank waits a little longer for the coordinator than the coordinator for the ranks, because the
-// coordinator's error names the missing ranks.
+// A rank waits a little longer for the coordinator than the coordinator waits for the ranks,
+// because the coordinator's error names the missing ranks.
 constexpr double kPatienceShare = 0.5;
 constexpr double kPatienceSeconds = 2.0;
 
-// The message after its length, padded to a whole frame.
+// Returns the message after its length, padded to a whole frame.
 std::vector<std::byte> Pack(const std::vector<std::byte>& message) {
   std::vector<std::byte> packed(std::max(kFrameBytes, kLengthBytes + message.size()));
   const auto length = static_cast<uint32_t>(message.size());
@@ -65,7 +65,7 @@ Status PostFrame(Transport& transport, int peer, std::vector<std::byte>& frame,
   return Status();
 }
 
-// The transfer of the rest of a message, once its frame has arrived.
+// Starts the transfer of the rest of a message whose frame has arrived.
 Status PostRest(Transport& transport, int peer, std::vector<std::byte>& frame,
                 std::vector<Ticket>& tickets) {
   const Result<size_t> length = MessageBytes(frame);
@@ -84,7 +84,7 @@ Status WaitAll(Transport& transport, const std::vector<Ticket>& tickets, Deadlin
   return transport.Wait(Span<const Ticket>(tickets.data(), tickets.size()), deadline);
 }
 
-// The message inside a complete frame.
+// Returns the message in a complete frame.
 ConstBytes Unpack(const std::vector<std::byte>& frame) {
   uint32_t length = 0;
   std::memcpy(&length, frame.data(), kLengthBytes);
@@ -124,7 +124,7 @@ class CoordinatedNegotiation final : public Negotiation {
     return Outcome{std::move(response).value(), std::nullopt};
   }
 
-  // A wait over links that ends too early breaks them. A single rank has nothing to wait for.
+  // Interrupting a wait over links breaks the links. A single rank has nothing to wait for.
   bool interruptible() const override { return transport_.size() == 1; }
 
  private:
@@ -177,7 +177,7 @@ class CoordinatedNegotiation final : public Negotiation {
   Transport& transport_;
   const double timeout_s_;
 
-  // Of the current cycle; frames are by rank.
+  // The state of the current cycle. Frames are indexed by rank.
   RequestMessage own_;
   std::vector<std::byte> packed_;
   std::vector<Frame> frames_;

@@ -1,4 +1,4 @@
-// Monotonic counts of an engine's work.
+// Monotonic counters of an engine's work.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@
 
 namespace sparkhvd {
 
-// More than there are kinds of operations.
+// An upper bound of the number of operation kinds.
 constexpr size_t kMostOperationKinds = 32;
 
 struct KindCounters {
@@ -19,23 +19,23 @@ struct KindCounters {
   std::atomic<uint64_t> bytes{0};
 };
 
-// Time as it is counted.
+// Converts a duration to the unit of the counters.
 inline uint64_t Microseconds(std::chrono::steady_clock::duration duration) {
   return static_cast<uint64_t>(
       std::chrono::duration_cast<std::chrono::microseconds>(duration).count());
 }
 
-// Written by the thread that drives the cycle, read by any.
+// The thread that drives the cycle writes them. Any thread may read them.
 struct Counters {
   std::atomic<uint64_t> operations{0};
   std::atomic<uint64_t> bytes{0};
   std::atomic<uint64_t> cycles{0};
   std::atomic<uint64_t> cache_hits{0};
   std::atomic<uint64_t> fused_buffers{0};
-  std::atomic<uint64_t> hierarchical{0};  // collectives, fused ones as one
-  std::atomic<uint64_t> on_device{0};     // likewise
-  // Time by phase. The engine runs one phase at a time; operations queue concurrently, so their
-  // time is a sum over operations.
+  std::atomic<uint64_t> hierarchical{0};  // collectives; a fused collective counts once
+  std::atomic<uint64_t> on_device{0};     // collectives; a fused collective counts once
+  // The time of each phase. The engine runs one phase at a time. Operations queue concurrently, so
+  // their queue time is a sum over operations.
   std::atomic<uint64_t> queue_us{0};
   std::atomic<uint64_t> negotiation_us{0};
   std::atomic<uint64_t> collective_us{0};  // includes the copies

@@ -11,25 +11,25 @@
 namespace sparkhvd {
 namespace {
 
-// How long a rank that leaves waits for the work on its device.
+// Limits how long a leaving rank waits for the work on its device.
 constexpr double kFarewellSeconds = 5.0;
 
-// One operation as NCCL sees it.
+// One operation in the terms of NCCL.
 struct Part {
   const Request* request;
   const std::byte* source;
   std::byte* target;
-  std::vector<size_t> lengths;    // bytes, as in the agreement
-  std::vector<int64_t> received;  // rows by rank, of what has an output of its own
-  DeviceMemory memory;            // the output, or what stands in for a rank that has joined
+  std::vector<size_t> lengths;    // in bytes, as in the agreement
+  std::vector<int64_t> received;  // rows by rank, for an operation with its own output
+  DeviceMemory memory;            // the output, or the substitute of a joined rank
 };
 
 bool HasOutput(OperationKind kind) {
   return kind == OperationKind::kAllgather || kind == OperationKind::kAlltoall;
 }
 
-// All functions below add the calls for one operation. Lengths are in bytes where no arithmetic is
-// needed.
+// Every function below adds the NCCL calls of one operation. Lengths are in bytes unless the call
+// does arithmetic.
 class Calls {
  public:
   Calls(int rank, int size, CudaStream stream) : rank_(rank), size_(size), stream_(stream) {}
@@ -48,7 +48,7 @@ class Calls {
         return AddAlltoall(part);
       case OperationKind::kBarrier:
       case OperationKind::kJoin:
-        return;  // these have no data
+        return;  // these operations have no data
     }
   }
 
@@ -62,7 +62,7 @@ class Calls {
   static int Type(const Part& part) { return NcclType(part.request->dtype).value_or(0); }
   static int Operator(const Part& part) { return NcclOperator(part.request->op).value_or(0); }
 
-  // NCCL accepts no call without elements.
+  // Skips calls without elements, which NCCL rejects.
   template <typename Make>
   void Call(const char* name, size_t count, const Make& make) {
     if (count > 0) calls_.push_back(NcclCall{name, make});
@@ -76,7 +76,7 @@ class Calls {
          });
   }
 
-  // In equal parts where the rows divide evenly; else every part is reduced to its rank.
+  // Uses equal parts if the rows divide evenly. Otherwise reduces every part to its rank.
   void AddReducescatter(const Part& part) {
     const auto rows = static_cast<size_t>(part.request->shape[0]);
     const size_t row = RowElements(*part.request);
@@ -108,7 +108,7 @@ class Calls {
     });
   }
 
-  // Where contributions differ in length every rank broadcasts its own.
+  // If contributions differ in length, every rank broadcasts its own.
   void AddAllgather(const Part& part) {
     const std::vector<size_t>& lengths = part.lengths;
     const auto differs = [&](size_t length) { return length != lengths[0]; };
@@ -154,7 +154,8 @@ class Calls {
   std::vector<NcclCall> calls_;
 };
 
-// The operation with memory for its output, and for its contribution where this rank has joined.
+// Returns the operation with memory for its output, and for its contribution if this rank has
+// joined.
 Result<Part> PartOf(const Ready& ready, const Device& device, int rank, int size) {
   const Operation& operation = *ready.operation;
   const Request& request = operation.request();
@@ -236,7 +237,7 @@ Status DeviceExecution::Run(const std::vector<const Ready*>& group, const Waitin
   }
   const Device::Current current(*device);
   SHVD_TRY(current.status());
-  const auto turn = AwaitTurn(*device, waiting, links);  // until all of this is on the stream
+  const auto turn = AwaitTurn(*device, waiting, links);  // until all calls are on the stream
   SHVD_TRY(turn.status());
   if (!communicator_) SHVD_TRY(Connect(waiting, links).Annotate("connecting NCCL"));
 
@@ -271,7 +272,7 @@ Status DeviceExecution::Run(const std::vector<const Ready*>& group, const Waitin
   return Status();
 }
 
-// Null where no other communicator uses the devices.
+// Returns null if no other communicator uses the devices.
 Result<std::unique_ptr<LaunchOrder::Turn>> DeviceExecution::AwaitTurn(const Device& device,
                                                                       const Waiting& waiting,
                                                                       const Links& links) const {
@@ -283,7 +284,7 @@ Result<std::unique_ptr<LaunchOrder::Turn>> DeviceExecution::AwaitTurn(const Devi
   return turn;
 }
 
-// Ranks connect by an id of NCCL's that rank 0 sends.
+// The ranks connect with an NCCL id that rank 0 sends.
 Status DeviceExecution::Connect(const Waiting& waiting, const Links& links) {
   NcclId id{};
   if (rank_ == 0) {
@@ -314,13 +315,13 @@ Status DeviceExecution::Watch() {
 void DeviceExecution::Leave(const EndBarrier& barrier) {
   constexpr std::chrono::milliseconds kInterval(1);
   const Deadline deadline = Deadline::AfterSeconds(kFarewellSeconds);
-  // A device cannot wake a waiting thread.
+  // Polls, because a device cannot wake a waiting thread.
   while (barrier && busy() && !deadline.Expired() && Watch().ok()) {
     if (busy()) std::this_thread::sleep_for(kInterval);
   }
   if (communicator_ && barrier && Watch().ok()) {
-    // Work that is complete here may be incomplete on other ranks, which use NCCL's memory here;
-    // and a long queue of the program's own work may delay it.
+    // Work that is complete here may be incomplete on other ranks, which use this rank's NCCL
+    // memory. A long queue of the program's own work may delay it.
     if (!busy() && barrier(deadline).ok()) {
       const Waiting waiting{deadline, [] { return Status(); }};
       static_cast<void>(NcclCommunicator::Finish(std::move(communicator_), waiting));

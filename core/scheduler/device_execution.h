@@ -1,4 +1,4 @@
-// Carries out operations in the memory of CUDA devices, with NCCL.
+// Runs operations in the memory of CUDA devices with NCCL.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +20,14 @@
 
 namespace sparkhvd {
 
-// One rank's device, the first that it has submitted something on. An operation is done here when
-// its work is on a stream of the device, behind what the submitter had put on its own stream; the
-// device continues alone, and Watch() checks it.
+// The device of one rank: the first one that the rank submits an operation on. An operation is done
+// here once its work is on a stream of the device, after the work that the submitter had put on its
+// own stream. The device then continues alone, and Watch() checks it.
 class DeviceExecution {
  public:
-  // `libraries` may be null: then there is no device. `communicator` is equal on all ranks and
-  // distinguishes it from others of the process. `shared` is as after ShareDevice().
+  // `libraries` may be null, which means that there is no device. `communicator` is equal on all
+  // ranks and distinguishes this communicator from others of the process. `shared` starts in the
+  // state that ShareDevice() sets.
   DeviceExecution(std::shared_ptr<const DeviceLibraries> libraries, int rank, int size,
                   std::string communicator, bool shared)
       : libraries_(std::move(libraries)),
@@ -35,39 +36,39 @@ class DeviceExecution {
         communicator_name_(std::move(communicator)),
         shared_(shared) {}
 
-  // For any thread.
+  // The following functions may be called by any thread.
 
-  // The point at which the current work of `submitter` is done, and so its memory is ready.
+  // Returns the point at which the current work of `submitter` is done and its memory is ready.
   Result<std::shared_ptr<const DeviceEvent>> Mark(const DeviceStream& submitter);
 
-  // For the thread that drives the cycle.
+  // Only the thread that drives the cycle may call the following functions.
 
-  // The ranks' exchanges over the links of the hosts before they start on their devices.
+  // The exchanges that ranks make over the host links before they start on their devices.
   struct Links {
-    std::function<Status(Bytes)> share;       // gives all ranks the bytes of rank 0
-    std::function<Status(int64_t*)> highest;  // gives all ranks the highest number of any
+    std::function<Status(Bytes)> share;       // sends the bytes of rank 0 to all ranks
+    std::function<Status(int64_t*)> highest;  // gives all ranks the highest number of any rank
   };
 
-  // Runs operations of one kind together; those that are not done by the deadline fail.
+  // Runs operations of one kind together. Operations that are not done by the deadline fail.
   Status Run(const std::vector<const Ready*>& group, const Waiting& waiting, const Links& links);
 
-  // From now on, on all ranks, other communicators use the devices too: see LaunchOrder.
+  // Announces that other communicators use the devices from now on, on all ranks. See LaunchOrder.
   void ShareDevice() { shared_ = true; }
 
-  // Whether NCCL connects the ranks, which it does from the first Run on.
+  // Returns whether NCCL connects the ranks. The first Run makes the connection.
   bool connected() const { return communicator_ != nullptr; }
 
-  // Whether the device may still have work to do.
+  // Returns whether the device may still have work.
   bool busy() const { return !running_.empty(); }
 
   // Returns a failure of the device since the last call.
   Status Watch();
 
-  // Waits until all ranks of the engine leave it; fails at the deadline.
+  // Waits until all ranks of the engine leave. Fails at the deadline.
   using EndBarrier = std::function<Status(Deadline)>;
 
-  // Leaves the other ranks. With `barrier` the end is orderly: running work ends first, on all
-  // ranks, or continues where that takes long. Without it the work is aborted.
+  // Leaves the other ranks. With `barrier`, the end is orderly: running work ends first on all
+  // ranks, or continues if that takes long. Without it, the work is aborted.
   void Leave(const EndBarrier& barrier);
 
  private:
@@ -87,17 +88,17 @@ class DeviceExecution {
   const int size_;
   const std::string communicator_name_;
 
-  mutable std::mutex mutex_;  // guards device_, which stays once it is set; a leaf
+  mutable std::mutex mutex_;  // guards device_, which never changes once set; a leaf
   std::shared_ptr<const Device> device_;
 
-  // Used only by the thread that drives the cycle.
+  // Only the thread that drives the cycle uses the fields below.
   bool shared_;
   std::unique_ptr<NcclCommunicator> communicator_;
   std::deque<Running> running_;  // in the order of the device's stream
 };
 
-// Why NCCL cannot run the request, as a sentence; nothing where it can. It depends only on fields
-// that the ranks agree on.
+// Returns the reason why NCCL cannot run the request, as a sentence, or nothing if it can. The
+// result depends only on fields that the ranks agree on.
 std::optional<std::string> DeviceProblem(const Request& request);
 
 }  // namespace sparkhvd

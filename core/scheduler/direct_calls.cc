@@ -14,20 +14,20 @@ namespace {
 
 constexpr std::chrono::milliseconds kInterruptInterval(100);
 
-// The call of a rank, at the start of its slot; a small contribution follows it.
+// A rank's call, at the start of its slot. A small contribution follows it.
 struct Call {
   uint64_t count;
   uint32_t dtype;
   uint32_t op;
 };
-constexpr size_t kCallBytes = 64;  // keeps the data on cache lines of its own
+constexpr size_t kCallBytes = 64;  // keeps the data on separate cache lines
 
 std::string ToText(const Call& call) {
   return std::string(Name(static_cast<ReduceOp>(call.op))) + " of " + std::to_string(call.count) +
          " x " + Name(static_cast<DType>(call.dtype));
 }
 
-// All ranks compare every call with the first one, so that all get the same answer.
+// All ranks compare every call with the first one, so all reach the same result.
 Status CompareCalls(const ArenaSteps& steps, const ArenaSteps::Round& round) {
   Call first;
   std::memcpy(&first, round.Slot(0), sizeof(first));

@@ -11,17 +11,17 @@
 
 namespace sparkhvd {
 
-// No names and no negotiation: the first calls of all ranks are matched, then the second ones, and
-// so on. The calls have an arena of their own, so that the engine may be busy meanwhile. One call
-// at a time.
+// Calls have no names and no negotiation: the first calls of all ranks match each other, then the
+// second ones, and so on. The calls have their own arena, so the engine may be busy meanwhile. One
+// call at a time.
 class DirectCalls {
  public:
   explicit DirectCalls(Arena& arena) : steps_(arena) {}
 
-  // Reduces `count` elements of every rank into `target`, which may be `source`. While it waits for
-  // the other ranks it polls `interrupted` and fails with kAborted if that returns true. kMismatch
-  // on all ranks, which may then continue, when their calls differ; after any other failure no
-  // further call can work.
+  // Reduces `count` elements of every rank into `target`, which may be `source`. Polls
+  // `interrupted` while it waits for the other ranks, and fails with kAborted once that returns
+  // true. If the calls differ, it fails with kMismatch on all ranks, which may then continue. After
+  // any other failure, no further call can work.
   Status Allreduce(const Reduction& reduction, const std::byte* source, std::byte* target,
                    size_t count, Deadline deadline, const std::function<bool()>& interrupted);
 

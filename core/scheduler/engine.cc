@@ -19,15 +19,17 @@ using Clock = Deadline::Clock;
 constexpr std::chrono::microseconds kShortestPause{50};
 constexpr std::chrono::microseconds kLongestPause{5000};
 
-// Fused data is copied, twice for more than a few ranks. Where all ranks share memory that soon
-// costs more than the steps it saves, and larger buffers leave the cache in between.
+// Limits fusion if all ranks share memory. Fused data is copied, and for more than a few ranks
+// copied twice. That soon costs more than the steps it saves, and larger buffers leave the cache in
+// between.
 constexpr size_t kFusionInMemory = size_t{1} << 20;
 
-// How long submissions without a waiter are gathered, unless they add up to so many bytes.
+// The time for which submissions without a waiter are gathered, unless they reach kEnoughBytes
+// first.
 constexpr std::chrono::microseconds kGathering{150};
 constexpr size_t kEnoughBytes = size_t{1} << 20;
 
-// How often the otherwise idle engine checks a busy device.
+// The interval at which an otherwise idle engine checks a busy device.
 constexpr std::chrono::milliseconds kDeviceInterval(50);
 
 uint64_t MicrosecondsSince(Clock::time_point start) { return Microseconds(Clock::now() - start); }
@@ -181,7 +183,7 @@ Status Engine::Enqueue(Span<const OperationPointer> operations, Start start) {
       return Status();
     }
     const bool at_once = start == Start::kWithWaiter || queued_bytes_ >= kEnoughBytes;
-    if (gathering_ && !at_once) return Status();  // the engine's thread takes it in time
+    if (gathering_ && !at_once) return Status();  // the engine's thread takes the queue in time
     gathering_ = !at_once;
     gathered_ = at_once ? Clock::time_point{} : Clock::now() + kGathering;
   }
@@ -270,7 +272,7 @@ void Engine::Abort(const std::string& why) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (end_) return;
   }
-  // The reason is on the board before the links break, so that every peer finds it there.
+  // Publish the reason on the board before the links break, so that every peer finds it there.
   EndTogether(status);
 }
 
@@ -282,8 +284,8 @@ Status Engine::Shutdown(Deadline deadline) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!end_) end_ = why;
-    // Without operations in flight the thread waits for no peer, and peers that are still busy with
-    // an operation that has ended here must not be disturbed.
+    // Without operations in flight, the thread waits for no peer. Peers that are still busy with an
+    // operation that has ended here must not be disturbed.
     interrupt = !in_flight_.empty();
   }
   wake_.notify_one();
@@ -296,7 +298,7 @@ Status Engine::Shutdown(Deadline deadline) {
   }
   thread_.join();
   {
-    // No direct call can begin any more; one that waits is aborted.
+    // No direct call can begin any more. A waiting one is aborted.
     std::unique_lock<std::mutex> turn(direct_mutex_, std::try_to_lock);
     if (!turn.owns_lock()) {
       mesh_.direct_arena->Abort(why);
@@ -311,7 +313,7 @@ Status Engine::Shutdown(Deadline deadline) {
 
 void Engine::Main() {
   pthread_setname_np(pthread_self(), "shvd-engine");
-  sigset_t all;  // signals are for the threads of the program
+  sigset_t all;  // the program's own threads handle signals
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
   if (config_.processor_core) {
@@ -338,8 +340,8 @@ void Engine::Main() {
   finished_changed_.notify_all();
 }
 
-// Returns true once this thread has a cycle to run, false once the engine has ended and no thread
-// drives a cycle.
+// Returns true once this thread has a cycle to run, and false once the engine has ended and no
+// thread drives a cycle.
 bool Engine::AwaitWork(std::unique_lock<std::mutex>& lock) {
   while (true) {
     if (!driven_ && !end_ && devices_.busy()) WatchDevice(lock);
@@ -366,7 +368,7 @@ bool Engine::AwaitWork(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-// Drives cycles until the operation is done or other ranks have to act first; returns at once if
+// Drives cycles until the operation is done or other ranks have to act first. Returns at once if
 // another thread drives.
 void Engine::DriveUntilDone(const Operation& operation, Deadline deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
@@ -380,15 +382,15 @@ void Engine::DriveUntilDone(const Operation& operation, Deadline deadline) {
     progress = !entered_ && pause_.count() == 0;
   }
   driven_ = false;
-  // The engine's thread takes over the rest.
+  // The engine's thread takes over the remaining work.
   if (end_ || !queue_.empty() || entered_ || !pending_.empty() || devices_.busy()) {
     wake_.notify_one();
   }
 }
 
-// Runs one cycle, or as much of it as `patience` allows where waiting can be interrupted.
-// Every operation gets its outcome, even when memory runs out: a failure must neither end the
-// process nor leave a thread waiting.
+// Runs one cycle, or as much of it as `patience` allows if waiting can be interrupted. Every
+// operation gets its outcome even when memory runs out: a failure must neither end the process nor
+// leave a thread waiting.
 void Engine::RunCycle(Deadline patience) noexcept {
   const Status status = Guarded([&] {
     if (!entered_) SHVD_TRY(EnterCycle());
@@ -439,7 +441,7 @@ Status Engine::ConcludeCycle(Deadline patience) {
       negotiation_->Conclude(Deadline::Earlier(patience, entered_->deadline));
   if (outcome.status().code() == StatusCode::kTimeout && patience.Expired() &&
       !entered_->deadline.Expired()) {
-    return Status();  // the next thread that drives continues to wait
+    return Status();  // the next thread to drive continues the wait
   }
   const Entered cycle = *std::exchange(entered_, std::nullopt);
   if (!outcome.ok()) return outcome.status().Annotate("pending here " + PendingTitles());
@@ -461,7 +463,7 @@ Status Engine::ConcludeCycle(Deadline patience) {
   return Status();
 }
 
-// All ranks do so in the same cycle, before they run its operations.
+// All ranks retune in the same cycle, before they run its operations.
 void Engine::Retune(const Retuning& retuning) {
   execution_.Retune(retuning.tunables);
   if (autotuner_) autotuner_->Begin();
@@ -505,7 +507,7 @@ Result<std::vector<Ready>> Engine::Resolve(const ResponseMessage& response) {
   return ready;
 }
 
-// The operation to run, if there is one.
+// Returns the operation to run, or null if there is none.
 Result<Engine::OperationPointer> Engine::Accept(const Agreement& agreement) {
   OperationPointer operation = TakePending(agreement.name);
   if (agreement.code != StatusCode::kOk) {
@@ -513,7 +515,7 @@ Result<Engine::OperationPointer> Engine::Accept(const Agreement& agreement) {
     return OperationPointer();
   }
   if (operation) {
-    // An operation beside ranks that had joined has other rows than with all ranks.
+    // When some ranks have joined, an operation has different rows than with all ranks.
     if (!agreement.request && operation->request().kind != OperationKind::kJoin) {
       negotiation_->Remember(operation->request(), agreement.rows);
     }
@@ -615,7 +617,7 @@ void Engine::EnterAll(const std::vector<OperationPointer>& operations, Phase pha
   }
 }
 
-// All ranks end, with the failure that came first.
+// Ends all ranks with the failure that came first.
 void Engine::EndTogether(const Status& own) noexcept { End(FirstFailure(own)); }
 
 void Engine::End(const Status& why) noexcept {
@@ -637,7 +639,7 @@ void Engine::FailEverything() noexcept {
       if (in_flight_.empty()) return;
       operation = in_flight_.begin()->second;
     }
-    Complete({&operation, 1}, *end_);  // which does not change any more
+    Complete({&operation, 1}, *end_);  // end_ no longer changes
   }
 }
 

@@ -34,43 +34,44 @@
 namespace sparkhvd {
 
 struct EngineConfig {
-  // Prefixes failure messages; empty where this engine serves the whole job.
+  // Prefixes failure messages. Empty if this engine serves the whole job.
   std::string label;
-  // A value that is set stays; otherwise the default depends on the links, and may be tuned.
+  // A value that is set stays. Otherwise the default depends on the links, and the autotuner may
+  // change it.
   std::optional<size_t> fusion_threshold;
   std::optional<bool> hierarchical_allreduce;
   size_t cache_capacity = 1024;
   double collective_timeout_s = 1800.0;
-  // Whether an allgather among several hosts uses the memory that the ranks of a host share.
+  // Whether an allgather across several hosts uses the memory that the ranks of a host share.
   bool hierarchical_allgather = true;
-  std::optional<AutotuneOptions> autotune;  // those of rank 0 count
-  std::optional<int> processor_core;        // that runs the engine's thread; any when empty
+  std::optional<AutotuneOptions> autotune;  // only rank 0's options are used
+  std::optional<int> processor_core;        // pins the engine's thread; any core if empty
   std::shared_ptr<const DeviceLibraries> device_libraries;  // null: no operations on devices
-  bool shares_device = false;  // other engines use the devices of the ranks, see kShareDeviceName
-  std::shared_ptr<Timeline> timeline;  // another engine's; null: one of its own
-  std::string timeline_label;          // distinguishes this engine's tensors from the other's
+  bool shares_device = false;          // other engines use the same devices; see kShareDeviceName
+  std::shared_ptr<Timeline> timeline;  // another engine's timeline; null: its own
+  std::string timeline_label;          // distinguishes this engine's tensors in a shared timeline
 };
 
-// A barrier of this name announces that other engines use the ranks' devices from then on.
+// A barrier with this name announces that other engines use the ranks' devices from then on.
 inline constexpr const char* kShareDeviceName = "devices.share";
 
-// When an operation begins.
+// When an operation starts.
 enum class Start {
-  kNow,        // on the engine's thread
-  kWithWaiter  // when a thread waits for it, on that thread; or with the next kNow
+  kNow,        // at once, on the engine's thread
+  kWithWaiter  // on the thread that waits for it, or with the next kNow
 };
 
 // Ranks run cycles in lockstep. A rank enters a cycle as soon as it has submitted an operation or
-// waits for one, and the cycle lasts until all ranks have entered it, so no rank waits for a tick
-// and an idle job costs nothing. After a cycle without progress (every rank waits for operations
-// that others have not submitted yet) the next one is delayed by up to kLongestPause, or until an
+// waits for one. The cycle lasts until all ranks have entered it, so no rank waits for a tick, and
+// an idle job costs nothing. A cycle makes no progress if every rank waits for operations that
+// others have not submitted yet. The next cycle is then delayed by up to kLongestPause, or until an
 // operation is submitted here.
 //
 // One thread at a time drives the cycle. The engine's own thread does so when there is work and no
-// other thread drives. A thread that waits for an operation drives while it waits: handing a small
-// operation over to another thread and back takes longer than the operation. Operations without a
-// waiter are gathered for up to kGathering, so that the tensors of a burst travel together and the
-// engine's thread does not compete with the thread that submits them.
+// other thread drives. A thread that waits for an operation drives while it waits, because handing
+// a small operation to another thread and back takes longer than the operation. Operations without
+// a waiter are gathered for up to kGathering, so that the tensors of a burst travel together and
+// the engine's thread does not compete with the submitting thread.
 class Engine {
  public:
   Engine(const EngineConfig& config, Mesh mesh, FailureBoard board);
@@ -85,22 +86,22 @@ class Engine {
   const Counters& counters() const { return counters_; }
   const std::shared_ptr<Timeline>& timeline() const { return timeline_.shared(); }
 
-  // The settings in force on all ranks, and whether they may still change.
+  // Returns the settings in force on all ranks and whether they may still change.
   Retuning tuning() const;
 
-  // The caller keeps the buffers alive until the operation is settled. With `device` they are in
-  // its memory; a join uses it for the other ranks' tensors. Fails with kInvalidArgument for an
-  // invalid request or a name that is already in flight, and with the engine's failure once it has
-  // one.
+  // The caller keeps the buffers alive until the operation is settled. With `device`, the buffers
+  // are in device memory; a join uses the device for the other ranks' tensors. Fails with
+  // kInvalidArgument for an invalid request or a name that is already in flight, and with the
+  // engine's failure once it has one.
   Result<std::shared_ptr<Operation>> Submit(Request request, const std::byte* source,
                                             std::byte* target, Start start = Start::kNow,
                                             const std::optional<DeviceStream>& device = {});
 
-  // Waits for the outcome of an operation of this engine; fails with kTimeout and the tensor's name
-  // at the deadline (the operation continues).
+  // Waits for the outcome of an operation of this engine. At the deadline, fails with kTimeout and
+  // the tensor's name; the operation continues.
   Status Wait(Operation& operation, Deadline deadline);
 
-  // Submits all or none; requests of one `group` have to be submitted together.
+  // Submits all operations or none. Requests of one `group` must be submitted together.
   struct Submission {
     Request request;
     const std::byte* source;
@@ -110,36 +111,36 @@ class Engine {
   Result<std::vector<std::shared_ptr<Operation>>> SubmitAll(std::vector<Submission> submissions,
                                                             Start start = Start::kNow);
 
-  // Starts operations that were submitted with kWithWaiter without waiting for them.
+  // Starts operations that were submitted with kWithWaiter, without waiting for them.
   void StartNow();
 
-  // Whether AllreduceNow works: all ranks of the job share memory.
+  // Returns whether AllreduceNow works: all ranks of the job must share memory.
   bool has_direct_calls() const { return direct_calls_.has_value(); }
 
-  // An allreduce without a name and without negotiation, on the calling thread: every rank must
-  // make the same calls in the same order. It may run beside all other work of the engine.
-  // `interrupted` is polled during a wait. An interrupted call ends the engine, and so does every
-  // failure but kMismatch and kInvalidArgument.
+  // Runs an allreduce without a name and without negotiation on the calling thread. Every rank must
+  // make the same calls in the same order. It may run beside all other work of the engine. Polls
+  // `interrupted` during a wait. An interrupted call ends the engine. So does every failure except
+  // kMismatch and kInvalidArgument.
   Status AllreduceNow(const Reduction& reduction, const std::byte* source, std::byte* target,
                       size_t count, const std::function<bool()>& interrupted);
 
-  // Why this engine has ended; OK while it runs, and after an orderly Shutdown. An operation that
-  // is done may still fail on its device.
+  // Returns why this engine has ended. OK while it runs and after an orderly Shutdown. An operation
+  // that is done may still fail on its device.
   Status Failure() const;
 
-  // Ends every pending and future operation here and on all peers with kAborted.
+  // Ends every pending and future operation with kAborted, here and on all peers.
   void Abort(const std::string& why);
 
   // Leaves the job: pending operations fail with kShutDown. May be called again.
   Status Shutdown(Deadline deadline);
 
-  // Closes a forked child's copies of the links; no other call is allowed there.
+  // Closes a forked child's copies of the links. A child may call nothing else.
   void CloseCopies() const { mesh_.sockets.CloseCopies(); }
 
  private:
   using OperationPointer = std::shared_ptr<Operation>;
 
-  // A cycle that this rank has entered and that has not concluded.
+  // A cycle that this rank has entered and not concluded.
   struct Entered {
     Deadline deadline;
     Deadline::Clock::time_point start;
@@ -163,18 +164,18 @@ class Engine {
   Status CheckForFailure();
   void LeaveDevices();
   void CompleteDeposits(const std::vector<Ready>& ready, const ArenaSteps::Round& round);
-  // The point at which operations that are submitted together on one stream are ready.
+  // The point at which operations submitted together on one stream are ready.
   struct Mark {
     DeviceStream submitter;
     std::shared_ptr<const DeviceEvent> point;
   };
   Result<OperationPointer> Make(Submission submission, std::optional<Mark>& mark);
   Status Enqueue(Span<const OperationPointer> operations, Start start);  // all or none
-  Status TakeIn(Span<const OperationPointer> operations);                // mutex_ is held
-  Status Refusal(const Request& request) const;                          // mutex_ is held
+  Status TakeIn(Span<const OperationPointer> operations);                // requires mutex_
+  Status Refusal(const Request& request) const;                          // requires mutex_
   Result<OperationPointer> Accept(const Agreement& agreement);
   OperationPointer TakePending(std::string_view name);
-  // All are of one kind where they succeeded.
+  // The operations are of one kind if they succeeded.
   void Complete(Span<const OperationPointer> operations, const Status& status) noexcept;
   void CountOperations(OperationKind kind, size_t number, size_t bytes);
   void EnterAll(const std::vector<OperationPointer>& operations, Phase phase);
@@ -186,8 +187,8 @@ class Engine {
   std::string PendingTitles() const;
 
   const EngineConfig config_;
-  Mesh mesh_;  // empty once the engine has left; changed under leave_mutex_, after the thread has
-               // ended
+  // Empty once the engine has left. It changes under leave_mutex_ after the thread has ended.
+  Mesh mesh_;
   const FailureBoard board_;
   const int rank_;
   const int size_;
@@ -196,21 +197,22 @@ class Engine {
   Counters counters_;
   EngineTimeline timeline_;
 
-  // Used only by the thread that drives the cycle; threads hand over under mutex_.
-  std::optional<ArenaSteps> steps_;  // where there is an arena
+  // Only the thread that drives the cycle uses the fields below. Threads hand them over under
+  // mutex_.
+  std::optional<ArenaSteps> steps_;  // set if there is an arena
   std::unique_ptr<Negotiation> negotiation_;
   Execution execution_;
-  DeviceExecution devices_;  // partly for any thread
+  DeviceExecution devices_;  // some functions serve any thread
   std::unique_ptr<Will> will_;
   Deadline::Clock::time_point next_look_{};                         // when to poll the board next
-  std::unique_ptr<Autotuner> autotuner_;                            // on rank 0 while it searches
-  std::unordered_map<std::string_view, OperationPointer> pending_;  // by their names
+  std::unique_ptr<Autotuner> autotuner_;                            // on rank 0 during the search
+  std::unordered_map<std::string_view, OperationPointer> pending_;  // by name
   std::optional<Entered> entered_;
   std::chrono::microseconds pause_{0};
   Deadline::Clock::time_point pause_end_{};
 
-  mutable std::mutex mutex_;      // guards what follows; an Operation's mutex may be taken inside
-  std::condition_variable wake_;  // for the engine's thread
+  mutable std::mutex mutex_;      // guards the fields below; taken before an Operation's mutex
+  std::condition_variable wake_;  // wakes the engine's thread
   std::condition_variable finished_changed_;
   bool driven_ = false;  // whether a thread drives the cycle
   std::vector<OperationPointer> queue_;
@@ -219,7 +221,7 @@ class Engine {
   size_t queued_bytes_ = 0;
   bool gathering_ = false;  // the engine's thread takes the queue at gathered_
   Deadline::Clock::time_point gathered_{};
-  bool joined_ = false;  // a join is in flight
+  bool joined_ = false;  // whether a join is in flight
   Retuning tuning_;
   std::optional<Status> end_;  // why the engine accepts no more operations
   bool finished_ = false;

@@ -1,4 +1,4 @@
-// The engine's part in operations in the memory of devices.
+// The engine's handling of operations in device memory.
 #include <chrono>
 
 #include "scheduler/engine.h"
@@ -6,8 +6,8 @@
 namespace sparkhvd {
 namespace {
 
-// A rank whose device is at work may wait for others outside of a cycle, so it has to poll for
-// their failures.
+// A rank with a busy device may wait for other ranks outside a cycle, so it must poll for their
+// failures.
 constexpr std::chrono::seconds kLookInterval(1);
 
 }  // namespace
@@ -43,7 +43,7 @@ void Engine::WatchDevice(std::unique_lock<std::mutex>& lock) {
   driven_ = false;
 }
 
-// Returns why waiting for a device is futile; OK while it is not.
+// Returns the failure that makes waiting for a device futile. OK if there is none.
 Status Engine::CheckForFailure() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -23,8 +23,8 @@
 namespace sparkhvd {
 namespace {
 
-// Up to this many ranks it costs less to read all contributions, each once, than to share the work
-// and copy every tensor into a buffer and out of it.
+// Up to this many ranks, reading all contributions on every rank costs less than sharing the work
+// and copying every tensor into and out of a buffer.
 constexpr int kMostRanksInSlots = 4;
 
 Reduction ReductionOf(const Request& request) {
@@ -112,7 +112,7 @@ void Execution::CombineDeposits(Operations group, const ArenaSteps::Round& round
   }
 }
 
-// Consecutive tensors of `lengths` elements.
+// Reduces consecutive tensors of `lengths` elements.
 Status Execution::Reduce(const Reduction& reduction, const std::byte* source, std::byte* target,
                          Span<const size_t> lengths, Deadline deadline) {
   const size_t count = std::accumulate(lengths.begin(), lengths.end(), size_t{0});
@@ -169,8 +169,8 @@ bool Execution::GoThroughSlots(Operations group) const {
   });
 }
 
-// From the tensors to the slots, and combined back to the tensors: as many in a round as fit into a
-// slot.
+// Copies the tensors to the slots and combines them back into the tensors. Each round takes as many
+// as fit into a slot.
 Status Execution::AllreduceInSlots(Operations group, Deadline deadline) {
   for (size_t begin = 0, end = 0; begin < group.size(); begin = end) {
     const auto start = Deadline::Clock::now();
@@ -190,7 +190,7 @@ Status Execution::AllreduceInSlots(Operations group, Deadline deadline) {
   return Status();
 }
 
-// Through this rank's own memory, as one long tensor.
+// Fuses the tensors in this rank's own memory and reduces them as one long tensor.
 Status Execution::AllreduceInBuffer(Operations group, Deadline deadline) {
   size_t total = 0;
   for (const auto& operation : group) total += operation->bytes();
@@ -206,7 +206,7 @@ Status Execution::AllreduceInBuffer(Operations group, Deadline deadline) {
   const auto filled = Deadline::Clock::now();
   for (const auto& operation : group) Enter(*operation, Phase::kCollective);
   Reduction reduction = ReductionOf(group[0]->request());
-  reduction.prescale = 1.0;  // done while the buffer was filled
+  reduction.prescale = 1.0;  // already applied while filling the buffer
   std::vector<size_t> lengths;
   for (const auto& operation : group) lengths.push_back(operation->count());
   SHVD_TRY(Reduce(reduction, fused_.data(), fused_.data(),

@@ -1,4 +1,4 @@
-// Carries out operations that all ranks agreed on.
+// Runs operations that all ranks agreed on.
 #pragma once
 
 #include <cstddef>
@@ -23,29 +23,29 @@ namespace sparkhvd {
 
 using Operations = Span<const std::shared_ptr<Operation>>;
 
-// Runs one rank's operations: its links, and working memory that outlives an operation.
+// Runs one rank's operations. Holds its links and the working memory that outlives an operation.
 class Execution {
  public:
-  // `steps` are those of the mesh's arena, null without one.
+  // `steps` belongs to the mesh's arena and is null without one.
   Execution(Mesh& mesh, ArenaSteps* steps, const Tunables& tunables, bool hierarchical_allgather,
             EngineTimeline& timeline, Counters& counters);
 
   const Tunables& tunables() const { return tunables_; }
 
-  // To be called between two cycles, the same ones on all ranks.
+  // Call it between two cycles, the same two on all ranks.
   void Retune(const Tunables& tunables);
 
-  // The settings that can be tuned.
+  // Returns the settings that can be tuned.
   TuningScope tuning_scope() const;
 
-  // Runs one allreduce over all the operations together, which have the same reduction.
+  // Runs one allreduce over all the operations together. They have the same reduction.
   Status Allreduce(Operations group, Deadline deadline);
 
-  // Whether these are allreduces whose contributions fit into `room`, beside a message of the
-  // negotiation. All ranks get the same answer.
+  // Returns whether these are allreduces whose contributions fit into `room`, beside a message of
+  // the negotiation. The result is the same on all ranks.
   bool MayDeposit(Operations group, Bytes room) const;
 
-  // Copies this rank's contributions there.
+  // Copies this rank's contributions to `room`.
   void Deposit(Operations group, Bytes room) const;
 
   // Completes such an allreduce from the contributions of all ranks. `phase` is its name in the
@@ -53,13 +53,13 @@ class Execution {
   void CombineDeposits(Operations group, const ArenaSteps::Round& round,
                        Phase phase = Phase::kCollective) const;
 
-  // Runs an operation of any kind; `rows` are those of the agreement.
+  // Runs an operation of any kind. `rows` comes from the agreement.
   Status Run(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
 
-  // Copies the root's bytes to all ranks. On the root the target may be the source.
+  // Copies the root's bytes to all ranks. On the root, the target may be the source.
   Status Broadcast(int root, const std::byte* source, Bytes target, Deadline deadline);
 
-  // Sets `number` to the highest of all ranks.
+  // Sets `number` to the highest value of all ranks.
   Status Highest(int64_t* number, Deadline deadline);
 
  private:
@@ -80,11 +80,11 @@ class Execution {
   Counters& counters_;
   const Hierarchy hierarchy_;
   const Topology topology_;
-  const Algorithm algorithm_;  // of all other operations
-  const Algorithm gathering_;  // of allgathers
+  const Algorithm algorithm_;  // for all other operations
+  const Algorithm gathering_;  // for allgathers
   Tunables tunables_;
-  Algorithm reducing_;              // of allreduces
-  std::vector<std::byte> scratch_;  // of the ring
+  Algorithm reducing_;              // for allreduces
+  std::vector<std::byte> scratch_;  // working memory of the ring
   std::vector<std::byte> fused_;    // the fusion buffer
 };
 

@@ -7,7 +7,7 @@
 namespace sparkhvd {
 namespace {
 
-// Long enough for a server on another host, short enough not to hold up the failure of an
+// Long enough for a server on another host, and short enough not to delay the failure of an
 // operation.
 constexpr double kSeconds = 2.0;
 
@@ -33,7 +33,7 @@ Status FailureBoard::Look() const {
   return note.ok() ? DecodeFailure(note.value()).value_or(Status()) : Status();
 }
 
-// Rank 0 waits for all, and all others for it.
+// Rank 0 waits for all other ranks, and they wait for rank 0.
 Status FailureBoard::AwaitAllDone(int rank, int size, Deadline deadline) const {
   if (!store || size == 1) return Status();
   const std::string all = scope + "/done";

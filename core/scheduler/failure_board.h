@@ -1,4 +1,4 @@
-// The board on which the ranks of one engine publish why they failed, or that they are done.
+// The board on which the ranks of one engine publish their failures, or that they are done.
 #pragma once
 
 #include <memory>
@@ -9,17 +9,17 @@
 
 namespace sparkhvd {
 
-// All ranks report the first failure on the board. The links themselves only show that a peer is
-// gone, which is rarely the cause.
+// All ranks report the first failure on the board. The links only show that a peer is gone, which
+// is rarely the cause.
 struct FailureBoard {
   std::shared_ptr<KeyValueStore> store;  // null: each rank knows only its own failures
   std::string scope;                     // unique per engine of a job
 
-  // Publishes the failure of `rank`; returns the first one on the board, or `own` if that is
+  // Publishes the failure of `rank`. Returns the first failure on the board, or `own` if that is
   // unknown.
   Status First(const Status& own, int rank) const;
 
-  // Returns the failure on the board, if there is one; does not wait for any.
+  // Returns the failure on the board, if there is one, without waiting.
   Status Look() const;
 
   // Waits until all `size` ranks have ended in good order.
@@ -28,8 +28,8 @@ struct FailureBoard {
   // Ends the use of Look() on this rank.
   void StopWatching() const;
 
-  // Leaves a will: the store publishes that the process of `rank` has ended if it ends without
-  // notice. Null if the store does not accept it.
+  // Leaves a will: if the process of `rank` ends without notice, the store publishes that. Returns
+  // null if the store does not accept it.
   std::unique_ptr<Will> LeaveWill(int rank) const;
 
  private:

@@ -6,7 +6,7 @@
 namespace sparkhvd {
 namespace {
 
-// The offset of a fused tensor: a multiple that suits every vector register.
+// The alignment of a fused tensor's offset, which suits every vector register.
 constexpr size_t kAlignment = 64;
 
 size_t PaddedBytes(const Request& request) {
@@ -23,7 +23,7 @@ std::vector<std::vector<size_t>> PlanFusion(const std::vector<const Request*>& r
     size_t bytes;
   };
   std::map<std::tuple<DType, ReduceOp, double>, Open> open;
-  std::map<OperationKind, size_t> on_device;  // the groups there
+  std::map<OperationKind, size_t> on_device;  // each kind's group in device memory
   std::vector<std::vector<size_t>> groups;
   for (size_t position = 0; position < ready.size(); ++position) {
     const Request& request = *ready[position];
@@ -37,7 +37,7 @@ std::vector<std::vector<size_t>> PlanFusion(const std::vector<const Request*>& r
       groups.push_back({position});
       continue;
     }
-    // Without the prescale: it is each rank's own, and all ranks have to make the same plan.
+    // Excludes the prescale: each rank has its own, and all ranks must make the same plan.
     const auto key = std::make_tuple(request.dtype, request.op, request.postscale);
     const size_t bytes = PaddedBytes(request);
     const auto found = open.find(key);

@@ -1,4 +1,4 @@
-// The fusion of ready operations: a pure decision, equal on all ranks.
+// Plans the fusion of ready operations: a pure decision, equal on all ranks.
 #pragma once
 
 #include <cstddef>
@@ -8,10 +8,10 @@
 
 namespace sparkhvd {
 
-// Groups of positions in `ready`. An allreduce joins the latest group with the same reduction
-// (dtype, operation, postscale) while the group's bytes stay within `threshold`; every other
-// operation is a group of its own. In the memory of devices fusing needs no copies: there all
-// operations of a kind are one group. Groups are in the order of their first members.
+// Returns groups of indices into `ready`. An allreduce joins the latest group with the same
+// reduction (dtype, operation, postscale) while the group's bytes stay within `threshold`. Every
+// other operation is a group of its own. In device memory, fusion needs no copies, so all
+// operations of a kind form one group. Groups are in the order of their first members.
 std::vector<std::vector<size_t>> PlanFusion(const std::vector<const Request*>& ready,
                                             size_t threshold);
 

@@ -21,7 +21,7 @@ class Writer {
     Put(static_cast<uint32_t>(list.size()));
     Append(list.data(), list.size() * sizeof(int64_t));
   }
-  // Ids as a bit vector that ends with its last set byte.
+  // Writes ids as a bit vector that ends with its last non-zero byte.
   void PutBits(const std::vector<uint32_t>& ids) {
     std::vector<uint8_t> bits(ids.empty() ? 0 : ids.back() / 8 + 1);
     for (const uint32_t id : ids) bits[id / 8] |= static_cast<uint8_t>(1u << (id % 8));
@@ -38,7 +38,7 @@ class Writer {
   std::vector<std::byte> bytes_;
 };
 
-// Reads the bytes; after the first read beyond the end all values are zero and ok() is false.
+// Reads the bytes. After the first read beyond the end, all values are zero and ok() is false.
 class Reader {
  public:
   explicit Reader(ConstBytes bytes) : bytes_(bytes) {}
@@ -52,7 +52,7 @@ class Reader {
     Read(&value, sizeof(value));
     return value;
   }
-  // A count of items that take at least `least` bytes each.
+  // Reads a count of items that take at least `least` bytes each.
   size_t GetCount(size_t least) {
     const size_t count = Get<uint32_t>();
     if (count > (bytes_.size() - position_) / least) ok_ = false;
@@ -79,7 +79,7 @@ class Reader {
     }
     return ids;
   }
-  // A value of an enumeration whose last value is `last`.
+  // Reads a value of an enumeration whose last value is `last`.
   template <typename E>
   E GetEnum(E last) {
     const auto value = Get<uint8_t>();

@@ -1,4 +1,4 @@
-// The messages between ranks and coordinator in a cycle, and their form on the wire.
+// The messages between ranks and coordinator in a cycle, and their wire format.
 #pragma once
 
 #include <cstddef>
@@ -16,38 +16,38 @@ namespace sparkhvd {
 
 // From a rank: its submissions since its last message.
 struct RequestMessage {
-  std::vector<uint32_t> cached;           // by the ids of the response cache, ascending
-  std::vector<Request> requests;          // everything else
-  std::optional<Retuning> retuning = {};  // of rank 0 alone
+  std::vector<uint32_t> cached;           // ids in the response cache, ascending
+  std::vector<Request> requests;          // all other requests
+  std::optional<Retuning> retuning = {};  // set only by rank 0
 };
 
 // The coordinator's decision about one operation that was requested in full.
 struct Agreement {
   std::string name;
-  StatusCode code = StatusCode::kOk;  // otherwise the operation fails with `message`
+  StatusCode code = StatusCode::kOk;  // other codes: the operation fails with `message`
   std::string message;
   // allgather: rows by rank; alltoall: rows from rank s to rank r at s * size + r; join: the last
-  // rank that joined.
+  // rank to join.
   std::vector<int64_t> rows;
-  // Where a rank has joined: the request of the others, so that it can take part.
+  // Set if a rank has joined: the request of the other ranks, so that it can take part.
   std::optional<Request> request;
 };
 
-// From the coordinator: the operations that all ranks run next, `cached` first, in this order.
+// From the coordinator: the operations that all ranks run next, in this order, `cached` first.
 struct ResponseMessage {
   std::vector<uint32_t> cached;
   std::vector<Agreement> agreements;
   std::optional<Retuning> retuning = {};  // in force from this cycle on
 };
 
-// The length of the longest message that is accepted.
+// The longest accepted message.
 constexpr size_t kMaxMessageBytes = size_t{256} << 20;
 
 std::vector<std::byte> Encode(const RequestMessage& message);
 std::vector<std::byte> Encode(const ResponseMessage& message);
 
-// Bytes that are no encoded message fail with kInternal; allocations never exceed what the bytes
-// can hold.
+// Fails with kInternal unless the bytes are an encoded message. Allocations never exceed what the
+// bytes can hold.
 Result<RequestMessage> DecodeRequestMessage(ConstBytes bytes);
 Result<ResponseMessage> DecodeResponseMessage(ConstBytes bytes);
 

@@ -1,4 +1,4 @@
-// One submitted collective: the ticket that its submitter waits on.
+// One submitted collective: the ticket that its submitter waits for.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@ namespace sparkhvd {
 // Shared by the submitter and the engine. The owner of the buffers keeps them alive until done().
 class Operation {
  public:
-  // `device` is null for the memory of the host.
+  // `device` is null for host memory.
   Operation(Request request, const std::byte* source, std::byte* target,
             std::unique_ptr<DeviceWork> device = nullptr)
       : request_(std::move(request)),
@@ -30,7 +30,7 @@ class Operation {
         target_(target),
         device_(std::move(device)) {}
 
-  // Reads from and writes to `content`, which it owns.
+  // Reads from and writes to `content`, which the operation owns.
   Operation(Request request, std::vector<std::byte> content)
       : request_(std::move(request)),
         count_(ElementCount(request_.shape).value_or(0)),
@@ -43,7 +43,7 @@ class Operation {
   std::byte* target() const { return target_; }
   size_t count() const { return count_; }
   size_t bytes() const { return count() * SizeOf(request_.dtype); }
-  // Null for the memory of the host, and for operations that own their content.
+  // Returns null for host memory and for operations that own their content.
   DeviceWork* device() const { return device_.get(); }
   Deadline::Clock::time_point submitted() const { return submitted_; }
 
@@ -51,14 +51,14 @@ class Operation {
   // it sees the result.
   bool done() const { return done_.load(std::memory_order_acquire); }
 
-  // Whether it is done and nothing uses the buffers.
+  // Returns whether the operation is done and nothing uses its buffers.
   bool settled() const { return done() && (!device_ || device_->Finished()); }
 
-  // For use once it is done.
+  // Valid once the operation is done.
   const Status& outcome() const { return status_; }
 
-  // Waits for the outcome; fails with kTimeout and the tensor's name at the deadline (the operation
-  // continues).
+  // Waits for the outcome. At the deadline, fails with kTimeout and the tensor's name; the
+  // operation continues.
   Status Wait(Deadline deadline) {
     if (done()) return status_;
     std::unique_lock<std::mutex> lock(mutex_);
@@ -69,13 +69,13 @@ class Operation {
     return status_;
   }
 
-  // Allgather and alltoall, once done: the data of all ranks, in rank order; on a device its
-  // DeviceWork has it.
+  // For allgather and alltoall once done: the data of all ranks in rank order. On a device, its
+  // DeviceWork holds it.
   Bytes output() const { return Bytes(output_.get(), output_bytes_); }
-  // The rows of the output by rank. Join: only the number of the last rank to join.
+  // Returns the rows of the output by rank. For a join, it holds only the last rank to join.
   const std::vector<int64_t>& rows() const { return rows_; }
 
-  // For the engine only.
+  // Only the engine calls the following functions.
   void SetOutput(std::unique_ptr<std::byte[]> output, size_t bytes, std::vector<int64_t> rows) {
     output_ = std::move(output);
     output_bytes_ = bytes;
@@ -92,7 +92,7 @@ class Operation {
   void SetFailure(const Status& status) noexcept {
     try {
       status_ = status.Annotate(request_.Title());
-    } catch (...) {  // the title needs memory, too
+    } catch (...) {  // making the title may need memory, too
       status_ = AnnotateIfPossible(status, "");
     }
   }
@@ -108,8 +108,7 @@ class Operation {
   size_t output_bytes_ = 0;
   std::vector<int64_t> rows_;
 
-  // Guards status_ until done_, after which it does not change. A leaf: nothing else is locked
-  // while it is held.
+  // Guards status_ until done_ is set; then status_ no longer changes. A leaf in the lock order.
   std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<bool> done_{false};

@@ -21,7 +21,7 @@ Status Readiness::Add(int rank, const RequestMessage& message, const ResponseCac
       AddJoin(rank);
       continue;
     }
-    // The others may have requested this name by its id: from now on it is negotiated in full.
+    // Other ranks may have requested this name by its id. From now on it is negotiated in full.
     if (const auto id = cache.FindName(request.name)) Forget(*id, cache);
     AddRequest(rank, request, now);
   }
@@ -90,7 +90,7 @@ void Readiness::Forget(uint32_t id, const ResponseCache& cache) {
   }
 }
 
-// After a rank has joined: operations that waited only for it are complete now.
+// Completes the operations that waited only for ranks that have joined.
 void Readiness::CompleteForJoined(const ResponseCache& cache) {
   for (uint32_t id = 0; pending_hits_ > 0 && id < hits_.size(); ++id) Forget(id, cache);
   std::vector<std::pair<uint64_t, std::string>> complete;
@@ -123,7 +123,7 @@ Readiness::Decided Readiness::Decide(const std::string& name, const Waiting& wai
   return decided;
 }
 
-// What an operation needs from ranks that have joined, if anything.
+// Returns what an operation needs from ranks that have joined, if anything.
 std::optional<std::string> Readiness::NeededFromJoined(const Waiting& waiting) {
   const Request& asked = waiting.by_rank.begin()->second;
   switch (asked.kind) {
@@ -213,7 +213,7 @@ void Readiness::SettleGroups(const ResponseCache& cache) {
   }
 }
 
-// Returns the names of the incomplete operations of a group, and forgets the group.
+// Returns the names of a group's incomplete operations, and forgets the group.
 std::vector<std::string> Readiness::TakeWaitingOf(const std::string& group,
                                                   const ResponseCache& cache) {
   for (uint32_t id = 0; pending_hits_ > 0 && id < hits_.size(); ++id) {

@@ -1,5 +1,4 @@
-// The table of operations that ranks have requested, as the coordinator keeps it. Pure; time is an
-// argument.
+// The coordinator's table of the operations that ranks have requested. Pure: time is an argument.
 #pragma once
 
 #include <chrono>
@@ -23,18 +22,19 @@ class Readiness {
 
   explicit Readiness(int size) : size_(size), joined_(static_cast<size_t>(size), false) {}
 
-  // Adds the message of `rank`. `cache` is in the state in which the message was written.
+  // Adds the message of `rank`. `cache` must be in the state in which the message was written.
   Status Add(int rank, const RequestMessage& message, const ResponseCache& cache, Time now);
 
-  // Returns all operations that became complete since the last call: agreed or refused. To be
-  // called once per cycle, with the messages of all ranks added: a group arrives in one message, so
-  // one that is only partly complete will never be complete, and is refused as a whole.
+  // Returns all operations that became complete since the last call, agreed or rejected. Call it
+  // once per cycle, after adding the messages of all ranks. A group arrives in one message, so a
+  // partly complete group will never be complete and is rejected as a whole.
   ResponseMessage TakeComplete(const ResponseCache& cache);
 
-  // Refuses operations that some rank requested before `since` and others still did not.
+  // Rejects operations that some ranks requested before `since` and other ranks have not requested
+  // yet.
   std::vector<Agreement> TakeOverdue(const ResponseCache& cache, Time since);
 
-  // Must be called before the cache assigns `id` to another operation.
+  // Call it before the cache assigns `id` to another operation.
   void Forget(uint32_t id, const ResponseCache& cache);
 
   bool empty() const { return by_name_.empty() && pending_hits_ == 0 && joined_count_ == 0; }
@@ -51,12 +51,12 @@ class Readiness {
     Time first{};
   };
 
-  struct Decided {  // complete
+  struct Decided {  // a complete operation
     Agreement agreement;
-    std::vector<std::string> groups;  // those of its requests: one, unless ranks disagree
+    std::vector<std::string> groups;  // the groups of its requests; more than one if ranks disagree
     uint32_t group_size = 0;
   };
-  struct Tally {  // the complete operations of a group
+  struct Tally {  // counts the complete operations of a group
     uint32_t complete = 0;
     uint32_t size = 0;
     std::string problem;
@@ -77,12 +77,12 @@ class Readiness {
 
   int size_;
   uint64_t next_order_ = 0;
-  size_t pending_hits_ = 0;  // ids with at least one hit that are not complete
-  std::vector<Hits> hits_;   // by id
+  size_t pending_hits_ = 0;  // incomplete ids with at least one hit
+  std::vector<Hits> hits_;   // indexed by id
   std::unordered_map<std::string, Waiting> by_name_;
 
-  // A rank that has joined counts as having requested everything, until all have joined.
-  std::vector<bool> joined_;  // by rank
+  // A joined rank counts as having requested everything until all ranks have joined.
+  std::vector<bool> joined_;  // indexed by rank
   int joined_count_ = 0;
   int last_joined_ = 0;
   bool joins_changed_ = false;

@@ -29,12 +29,12 @@ std::vector<int64_t> WithoutFirst(const std::vector<int64_t>& shape) {
   return shape.empty() ? shape : std::vector<int64_t>(shape.begin() + 1, shape.end());
 }
 
-// Whether ranks may have different numbers of rows.
+// Returns whether ranks may have different numbers of rows.
 bool Ragged(OperationKind kind) {
   return kind == OperationKind::kAllgather || kind == OperationKind::kAlltoall;
 }
 
-// Returns the problem of an alltoall's splits, if any.
+// Returns what is wrong with an alltoall's splits, if anything.
 std::optional<std::string> SplitsProblem(const Request& request, int size) {
   if (request.splits.size() != static_cast<size_t>(size)) {
     return "splits " + Text(request.splits) + " has " + std::to_string(request.splits.size()) +

@@ -1,4 +1,4 @@
-// Operations that were agreed on before, so that requesting them again takes one bit.
+// Caches operations that the ranks have agreed on, so that requesting one again takes a bit.
 #pragma once
 
 #include <cstdint>
@@ -12,37 +12,37 @@
 
 namespace sparkhvd {
 
-// Every rank adds the same agreements in the same order, so the ids mean the same on all ranks.
-// Only the requests are a rank's own: where they differ among ranks (the rows of an allgather or
-// alltoall), the agreement has the values of all.
+// Every rank adds the same agreements in the same order, so an id means the same on all ranks. Each
+// rank stores its own requests. Where requests differ by rank (the rows of an allgather or
+// alltoall), the agreement has the values of all ranks.
 class ResponseCache {
  public:
   explicit ResponseCache(size_t capacity) : capacity_(capacity) {}
 
-  // The id of exactly this request of this rank.
+  // Returns the id of exactly this request of this rank.
   std::optional<uint32_t> Find(const Request& request) const;
 
-  // The id of `name`, whatever the request.
+  // Returns the id of `name` for any request.
   std::optional<uint32_t> FindName(const std::string& name) const;
 
   bool Contains(uint32_t id) const { return id < entries_.size() && entries_[id].used; }
   const Request& Own(uint32_t id) const { return entries_[id].own; }
   const std::vector<int64_t>& Rows(uint32_t id) const { return entries_[id].rows; }
 
-  // The request of `rank` when `id` was agreed on.
+  // Returns the request of `rank` for the agreement `id`.
   Request OfRank(uint32_t id, int rank) const;
 
-  // The id that Insert will assign to `name`: its own, a free one or the least recently used;
-  // nothing without capacity.
+  // Returns the id that Insert will assign to `name`: its current one, a free one or the least
+  // recently used. Nothing if the capacity is 0.
   std::optional<uint32_t> NextId(const std::string& name) const;
 
-  // `rows` are those of the agreement.
+  // `rows` is as in the agreement.
   void Insert(const Request& own, const std::vector<int64_t>& rows);
 
   // Marks `id` as the most recently used.
   void Touch(uint32_t id);
 
-  // One more than the highest id in use.
+  // Returns one more than the highest id in use.
   size_t IdBound() const { return entries_.size(); }
 
  private:

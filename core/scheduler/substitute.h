@@ -1,4 +1,4 @@
-// The part of a rank that has joined in the other ranks' operations.
+// The part that a joined rank plays in the other ranks' operations.
 #pragma once
 
 #include <memory>
@@ -7,9 +7,9 @@
 
 namespace sparkhvd {
 
-// The operation of a rank that contributes nothing to an agreed operation: the identity of the
-// reduction, or no rows. It owns its buffers, which are always in the memory of the host, and has
-// no waiter.
+// Returns the operation of a joined rank, which contributes nothing to an agreed operation: the
+// identity of the reduction, or no rows. It owns its buffers, which are always in host memory, and
+// has no waiter.
 std::shared_ptr<Operation> SubstituteFor(const Request& agreed);
 
 }  // namespace sparkhvd

@@ -5,7 +5,7 @@
 
 namespace sparkhvd {
 
-// `text` in quotation marks, with everything escaped that JSON wants escaped.
+// Returns `text` in quotation marks, with everything escaped that JSON requires.
 std::string JsonText(const std::string& text);
 
 }  // namespace sparkhvd

@@ -14,7 +14,7 @@
 namespace sparkhvd {
 namespace {
 
-// This many events wake the writer early; at most this many are kept for a slow one.
+// This many events wake the writer early. A slow writer keeps at most this many.
 constexpr size_t kBatch = 8192;
 constexpr size_t kMostWaiting = size_t{1} << 20;
 constexpr uint32_t kCycleTrack = 0;
@@ -112,7 +112,7 @@ void Timeline::Enter(const std::string& tensor, Phase phase) {
   const int64_t now = Now();
   const std::lock_guard<std::mutex> lock(mutex_);
   Track& track = TrackOf(tensor);
-  if (!track.open) return;  // submitted before the recording began
+  if (!track.open) return;  // submitted before the recording started
   LeavePhase(track, now);
   Add({Kind::kPhase, track.id, now, NameOf(phase), "", 0});
   track.in_phase = true;
@@ -161,7 +161,7 @@ void Timeline::Add(Event event) {
 
 void Timeline::Write() {
   pthread_setname_np(pthread_self(), "shvd-timeline");
-  sigset_t all;  // signals are for the threads of the program
+  sigset_t all;  // the program's own threads handle signals
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
   std::vector<Event> batch;

@@ -1,4 +1,4 @@
-// The timeline: the phases of every tensor as a Chrome trace, which Perfetto opens.
+// Records the phases of every tensor as a Chrome trace, which Perfetto opens.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@ namespace sparkhvd {
 
 // The phases of a tensor, in this order.
 enum class Phase : uint8_t {
-  kQueue,      // submitted, not seen by the engine yet
+  kQueue,      // submitted, but not yet taken by the engine
   kNegotiate,  // until all ranks have submitted it
   kWait,       // until the tensors before it are done
   kCopyIn,     // into the fusion buffer
@@ -36,9 +36,9 @@ struct TimelineOptions {
   bool mark_cycles = false;
 };
 
-// Ranks are the trace's processes and tensors their threads. Callers check first whether it is on.
-// A thread of its own writes the events: they are at most kLag old when the process is killed.
-// Thread-safe.
+// Ranks are the trace's processes, and tensors their threads. Callers first check whether it is on.
+// A separate thread writes the events. When the process is killed, at most the events of the last
+// kLag are lost. Thread-safe.
 class Timeline {
  public:
   static constexpr std::chrono::milliseconds kLag{200};
@@ -48,21 +48,21 @@ class Timeline {
   Timeline& operator=(const Timeline&) = delete;
   ~Timeline() { (void)Stop(); }
 
-  // Fails with kInvalidArgument during a recording, with kIo where the file cannot be written.
+  // Fails with kInvalidArgument during a recording, and with kIo if the file cannot be written.
   Status Start(const TimelineOptions& options);
-  // Writes the remaining events and leaves the file; returns a failure to write. Does nothing when
-  // off.
+  // Writes the remaining events and leaves the file. Returns a write failure. Does nothing if the
+  // recording is off.
   Status Stop();
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
 
-  // `tensor` is submitted for an operation called `what` and queues.
+  // Records that `tensor` is submitted and queued, for an operation called `what`.
   void Begin(const std::string& tensor, const char* what, uint64_t bytes);
   // Ends the current phase of `tensor` and begins `phase`.
   void Enter(const std::string& tensor, Phase phase);
-  // Ends the operation; `failure` is empty on success.
+  // Ends the operation. `failure` is empty on success.
   void End(const std::string& tensor, const std::string& failure);
-  // Marks the end of a cycle of the negotiation.
+  // Marks the end of a negotiation cycle.
   void MarkCycle();
 
  private:
@@ -72,7 +72,7 @@ class Timeline {
     uint32_t track;
     int64_t time_ns;
     const char* name;
-    std::string text;  // the name of a track or the reason of a failure
+    std::string text;  // a track's name or a failure's reason
     uint64_t bytes;
   };
   struct Track {
@@ -90,14 +90,14 @@ class Timeline {
 
   std::mutex turn_;  // one Start or Stop at a time; taken before mutex_
   std::thread writer_;
-  TimelineOptions options_;           // changed only while there is no writer
-  std::optional<TimelineFile> file_;  // the writer's while there is one
-  Status written_;                    // the writer's, likewise
-  int64_t epoch_ns_ = 0;              // the wall clock when the steady clock was zero
+  TimelineOptions options_;           // changes only while there is no writer
+  std::optional<TimelineFile> file_;  // belongs to the writer while there is one
+  Status written_;                    // belongs to the writer while there is one
+  int64_t epoch_ns_ = 0;              // wall-clock time of the steady clock's zero
 
   std::atomic<bool> on_{false};
   std::atomic<bool> marks_cycles_{false};
-  std::mutex mutex_;  // guards what follows; nothing else is locked under it
+  std::mutex mutex_;  // guards the fields below; a leaf
   std::condition_variable changed_;
   std::vector<Event> events_;
   std::unordered_map<std::string, Track> tracks_;
@@ -105,7 +105,8 @@ class Timeline {
   bool stopping_ = false;
 };
 
-// An engine's part in a recording: its tensors carry its label where several engines share one.
+// One engine's part in a recording. Its tensors carry the engine's label if several engines share a
+// recording.
 class EngineTimeline {
  public:
   EngineTimeline(std::shared_ptr<Timeline> timeline, const std::string& label)

@@ -17,8 +17,8 @@ namespace {
 constexpr char kEnd[] = "\n]\n";
 constexpr size_t kEndBytes = sizeof(kEnd) - 1;
 
-// Locks on bytes far beyond the content. They belong to the open file, so they go with a killed
-// process, and ranks that are threads of one process have their own.
+// These locks are on bytes far beyond the content. They belong to the open file, so they disappear
+// with a killed process, and ranks that are threads of one process hold separate ones.
 constexpr off_t kTurn = off_t{1} << 40;  // held while a writer joins or leaves
 constexpr off_t kPresence = kTurn + 1;   // shared by all writers
 
@@ -35,7 +35,7 @@ bool Lock(int fd, short type, off_t byte, bool wait) {
   return result == 0;
 }
 
-// True for the only writer, which then keeps all others out.
+// Returns true for the only writer, which then excludes all others.
 bool IsAlone(int fd) { return Lock(fd, F_WRLCK, kPresence, false); }
 
 std::string Opening(const std::string& recording) {
@@ -68,7 +68,7 @@ Result<TimelineFile> TimelineFile::Join(const std::string& path, const std::stri
   if (!Lock(fd.get(), F_WRLCK, kTurn, true)) return IoStatus("lock the timeline " + path, errno);
   TimelineFile file(std::move(fd), path);
   const Status begun = IsAlone(file.fd_.get()) ? file.Begin(recording) : Status();
-  // Makes a lock that is held a shared one.
+  // Downgrades a held lock to a shared one.
   const bool present = Lock(file.fd_.get(), F_RDLCK, kPresence, false);
   const int error = errno;
   (void)Lock(file.fd_.get(), F_UNLCK, kTurn, false);
@@ -87,7 +87,7 @@ Status TimelineFile::Begin(const std::string& recording) {
     const off_t end = kept - static_cast<off_t>(kEndBytes);
     if (Holds(fd_.get(), kEnd, end)) kept = end;
   }
-  // A pipe or a device cannot be truncated; events are appended as they come.
+  // A pipe or a device cannot be truncated, so events are appended to it.
   if (S_ISREG(info.st_mode) && ::ftruncate(fd_.get(), kept) != 0) {
     return IoStatus("empty the timeline " + path_, errno);
   }
@@ -102,7 +102,7 @@ Status TimelineFile::Leave() {
   if (Lock(fd_.get(), F_WRLCK, kTurn, true) && IsAlone(fd_.get())) {
     status = WriteAll(fd_.get(), kEnd, path_);
   }
-  fd_.Reset();  // and with it the locks
+  fd_.Reset();  // also releases the locks
   return status;
 }
 

@@ -1,4 +1,4 @@
-// The file of a timeline, which all ranks of a host write together.
+// The timeline file that all ranks of a host write together.
 #pragma once
 
 #include <string>
@@ -8,9 +8,9 @@
 
 namespace sparkhvd {
 
-// A JSON array of events, one a line, that grows at its end. Whole lines go in with one append
-// each, so writers in several processes don't mix. It is a valid array once the last writer has
-// left; a job that was killed leaves it without the closing bracket, which the format allows.
+// A JSON array of events, one per line, that grows at its end. Each append writes whole lines, so
+// writers in several processes do not interleave them. The array is valid once the last writer has
+// left. A killed job leaves it without the closing bracket, which the format allows.
 class TimelineFile {
  public:
   TimelineFile() = default;
@@ -18,14 +18,14 @@ class TimelineFile {
   TimelineFile& operator=(TimelineFile&&) = default;
   ~TimelineFile() { (void)Leave(); }
 
-  // Joins the current writers of `path`, or starts the file anew without them. The content of an
-  // earlier writer with the same `recording` is kept: it may have ended before this one began.
+  // Joins the current writers of `path`, or starts a new file if there are none. Keeps the content
+  // of an earlier writer with the same `recording`, which may have ended before this one began.
   static Result<TimelineFile> Join(const std::string& path, const std::string& recording);
 
-  // `lines` holds events, each with ",\n" in front.
+  // `lines` holds events, each preceded by ",\n".
   Status Append(const std::string& lines);
 
-  // The last writer closes the array. Calling it twice is harmless.
+  // The last writer closes the array. A second call is harmless.
   Status Leave();
 
  private:
