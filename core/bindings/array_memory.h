@@ -1,4 +1,4 @@
-// The memory of arrays during a call.
+// Access to the memory of arrays during a call.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,12 +10,12 @@
 
 namespace sparkhvd::bindings {
 
-// Contiguous memory of one array. Some calls take only a few microseconds, so this avoids
+// The contiguous memory of one array. Some calls take only a few microseconds, so this avoids
 // py::buffer_info, which builds Python objects.
 class ArrayMemory {
  public:
-  // `flags` are those of the buffer protocol. Without PyBUF_FORMAT, which not every dtype of numpy
-  // has, it is bytes.
+  // `flags` are those of the buffer protocol. Without PyBUF_FORMAT, the memory is bytes: not every
+  // NumPy dtype has a format.
   ArrayMemory(pybind11::handle array, int flags) {
     if (PyObject_GetBuffer(array.ptr(), &view_, flags) != 0) throw pybind11::error_already_set();
   }
@@ -26,7 +26,7 @@ class ArrayMemory {
   Bytes bytes() const { return {data(), static_cast<size_t>(view_.len)}; }
   std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
   size_t count() const { return static_cast<size_t>(view_.len / view_.itemsize); }
-  // In the letters of the struct module.
+  // Returns the format in the letters of the struct module.
   std::string format() const { return view_.format == nullptr ? "B" : view_.format; }
 
  private:

@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace sparkhvd::bindings {
 namespace {
 
-// One class per direction, because a key serves only one.
+// One class per direction, because a key serves only one direction.
 template <LinkCipher::Use kUse>
 struct OneWay {
   LinkCipher cipher;

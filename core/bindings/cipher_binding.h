@@ -1,4 +1,4 @@
-// Registers LinkCipher, for connections whose frames are Python's.
+// Registers LinkCipher, for connections whose frames are built in Python.
 #pragma once
 
 #include <pybind11/pybind11.h>

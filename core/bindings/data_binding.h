@@ -1,4 +1,4 @@
-// RowOrder.
+// Registers RowOrder.
 #pragma once
 
 #include <pybind11/pybind11.h>

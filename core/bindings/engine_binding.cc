@@ -174,7 +174,7 @@ void Shutdown(PyEngine& self, double timeout_s) {
 void RegisterOperation(py::module_& module) {
   py::class_<Handle>(module, "Operation", py::buffer_protocol())
       .def_buffer([](Handle& self) {
-        // A buffer of length 0 needs an address nevertheless.
+        // A buffer of length 0 also needs an address.
         static std::byte nothing{};
         const Bytes output = self.Finished().output();
         std::byte* data = output.empty() ? &nothing : output.data();

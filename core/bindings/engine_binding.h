@@ -1,4 +1,4 @@
-// Engine and Operation.
+// Registers Engine and Operation.
 #pragma once
 
 #include <pybind11/pybind11.h>

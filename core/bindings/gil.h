@@ -1,8 +1,8 @@
-// The GIL, released and acquired by threads that may outlive the interpreter.
+// Releases and acquires the GIL in threads that may outlive the interpreter.
 //
-// Up to Python 3.13 a thread that asks for the GIL while the interpreter ends is itself ended by
-// pthread_exit, whose unwinding may not pass a destructor: the process would abort. Such a thread
-// blocks instead, as since Python 3.14, and ends with the process.
+// Up to Python 3.13, a thread that asks for the GIL while the interpreter ends is itself ended by
+// pthread_exit. Unwinding must not pass a destructor, so the process would abort. Such a thread
+// blocks instead, as it does since Python 3.14, and ends with the process.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,7 +19,7 @@ auto TakeLockOrStay(const TakeLock& take_lock) noexcept {
   }
 }
 
-// Other threads may run Python while this lives.
+// Lets other threads run Python while it lives.
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}
@@ -33,7 +33,7 @@ class GilRelease {
   PyThreadState* state_;
 };
 
-// This thread may call Python while this lives.
+// Lets this thread call Python while it lives.
 class GilAcquire {
  public:
   GilAcquire() : state_(TakeLockOrStay([] { return PyGILState_Ensure(); })) {}

@@ -9,28 +9,28 @@
 
 namespace sparkhvd::bindings {
 
-// For waits that poll without the GIL whether to continue: kAborted when a signal handler raised;
-// Interrupted() then throws what it raised.
+// For waits without the GIL that poll whether to continue. Returns kAborted if a signal handler
+// raised; ThrowIfInterrupted() then throws that exception.
 inline Status CheckSignals() {
   const GilAcquire acquire;
   if (PyErr_Occurred() == nullptr && PyErr_CheckSignals() == 0) return Status();
   return Status(StatusCode::kAborted, "interrupted");
 }
 
-// With the GIL, once such a wait has ended.
+// Requires the GIL. Call it once such a wait has ended.
 inline void ThrowIfInterrupted() {
   if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
 }
 
-// Calls `wait(deadline)`, which returns kTimeout at its deadline, in short slices without the GIL,
-// until it returns another status, `settled()` (a kTimeout is the outcome itself) or `timeout_s`
-// has passed; between the slices Python's signal handlers run. They run only in the main thread, so
-// other threads wait in one slice.
+// Python's signal handlers run only in the main thread.
 inline bool IsMainThread() {
   const pybind11::module_ threading = pybind11::module_::import("threading");
   return threading.attr("get_ident")().equal(threading.attr("main_thread")().attr("ident"));
 }
 
+// Calls `wait(deadline)` without the GIL until it returns another status than kTimeout, until
+// `settled()` returns true, which makes kTimeout the outcome, or until `timeout_s` has passed. The
+// main thread waits in short slices and runs Python's signal handlers between them.
 template <typename Wait, typename Settled>
 Status WaitInSlices(double timeout_s, const Wait& wait, const Settled& settled) {
   constexpr double kSliceSeconds = 0.1;

@@ -13,7 +13,7 @@
 
 namespace sparkhvd::bindings {
 
-// Needs no lock: it is used with the GIL held.
+// Needs no lock, because its users hold the GIL.
 class PendingOperations {
  public:
   void Add(const std::shared_ptr<Operation>& operation) {
@@ -21,13 +21,13 @@ class PendingOperations {
     operations_.emplace_back(operation);
   }
 
-  // Notes a direct call that waits for other ranks; until DirectCallEnded.
+  // Records a direct call that waits for other ranks, until DirectCallEnded.
   void DirectCallWaits() {
     if (!direct_since_) direct_since_ = Deadline::Clock::now();
   }
   void DirectCallEnded() { direct_since_.reset(); }
 
-  // Title and age in seconds, oldest first.
+  // Returns titles and ages in seconds, oldest first.
   std::vector<std::pair<std::string, double>> List() const {
     const auto now = Deadline::Clock::now();
     std::vector<std::pair<std::string, double>> pending;
@@ -50,8 +50,8 @@ class PendingOperations {
     return !operation || operation->done();
   }
 
-  // In the order of submission, which roughly is that of completion. Weak: an operation without an
-  // owner is done.
+  // In the order of submission, which is roughly that of completion. The pointers are weak, because
+  // an operation without an owner is done.
   std::deque<std::weak_ptr<Operation>> operations_;
   std::optional<Deadline::Clock::time_point> direct_since_;
 };

@@ -22,9 +22,9 @@ namespace sparkhvd::bindings {
 namespace py = pybind11;
 
 // Python may drop a handle while the engine's thread still uses the buffers. That thread never
-// touches a Python object (it must not need the GIL, least of all while the interpreter shuts
-// down): the objects that a dropped handle kept alive stay here until the operation is settled, and
-// the next call that holds the GIL releases them.
+// touches a Python object, because it must not need the GIL, least of all while the interpreter
+// shuts down. So the objects that a dropped handle kept alive stay here until the operation is
+// settled, and the next call that holds the GIL releases them.
 class Orphans {
  public:
   void Adopt(std::shared_ptr<Operation> operation, py::object keep_alive) {
@@ -35,7 +35,7 @@ class Orphans {
     const auto done =
         std::stable_partition(orphans_.begin(), orphans_.end(),
                               [](const Orphan& orphan) { return !orphan.operation->settled(); });
-    // Released outside of the list, because a finalizer may call this again.
+    // Release them outside the list, because a finalizer may call this again.
     std::vector<Orphan> finished(std::make_move_iterator(done),
                                  std::make_move_iterator(orphans_.end()));
     orphans_.erase(done, orphans_.end());
@@ -55,7 +55,7 @@ class PyEngine {
   PyEngine(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {}  // NOLINT: for py::init
   ~PyEngine() {
     if (guard_.InChild()) {
-      static_cast<void>(engine_.release());  // its threads and its links are the parent's
+      static_cast<void>(engine_.release());  // its threads and links belong to the parent
       return;
     }
     const GilRelease release;
@@ -67,7 +67,7 @@ class PyEngine {
     if (forked()) throw CoreFailure(Status(StatusCode::kShutDown, kForked));
     return *engine_;
   }
-  // Called in the child after a fork.
+  // Call it in the child after a fork.
   void CloseCopies() const {
     if (forked()) engine_->CloseCopies();
   }
@@ -82,7 +82,7 @@ class PyEngine {
   PendingOperations pending_;
 };
 
-// A driver of CUDA may wait in any call.
+// A call of the CUDA driver may block.
 template <typename Act>
 auto WithoutGil(const Act& act) {
   const GilRelease release;
@@ -101,11 +101,11 @@ class Handle {
   Handle& operator=(const Handle&) = delete;
   ~Handle() {
     if (operation_->settled() || engine_->forked()) return;
-    if (!operation_->done()) engine_->engine().StartNow();  // nobody is going to wait
+    if (!operation_->done()) engine_->engine().StartNow();  // no thread will wait for it
     engine_->orphans().Adopt(operation_, std::move(keep_alive_));
   }
 
-  // In a forked child there is nothing to wait for.
+  // In a forked child, there is nothing to wait for.
   bool done() const { return operation_->done() || engine_->forked(); }
 
   void Wait(double timeout_s) {
@@ -114,25 +114,25 @@ class Handle {
     const Status status = WaitInSlices(
         timeout_s, [&](Deadline deadline) { return engine_->engine().Wait(*operation_, deadline); },
         [&] { return operation_->done(); });
-    // It may have finished since the last slice ended; then that is the outcome.
+    // The operation may have finished since the last slice ended. Then its outcome counts.
     Check(operation_->done() ? operation_->outcome() : status);
   }
 
-  // Makes later work on the stream see the result; does nothing for memory of the host.
+  // Makes later work on the stream see the result. Does nothing for host memory.
   void LetWait(uintptr_t stream) {
     if (operation_->device() == nullptr) return;
     RequireGoodDevice();
     Check(WithoutGil([&] { return operation_->device()->LetWait(ToStream(stream)); }));
   }
 
-  // Whether the device has completed it, too; true for memory of the host.
+  // Returns whether the device has completed the operation, too. True for host memory.
   bool CarriedOut() const {
     RequireGoodDevice();
     return operation_->device() == nullptr ||
            WithoutGil([&] { return operation_->device()->Finished(); });
   }
 
-  // Copies the result of an operation on a device, in the order of the stream.
+  // Copies the result of an operation on a device, in stream order.
   void MoveOutput(uintptr_t target, uintptr_t stream) {
     if (Finished().device() == nullptr) return;
     RequireGoodDevice();
@@ -140,7 +140,7 @@ class Handle {
     Check(WithoutGil([&] { return operation_->device()->MoveOutput(memory, ToStream(stream)); }));
   }
 
-  // Fails unless this is an operation with results of its own and has succeeded.
+  // Fails unless this operation has its own output and has succeeded.
   const Operation& Finished() const {
     const Request& request = operation_->request();
     if (request.kind != OperationKind::kAllgather && request.kind != OperationKind::kAlltoall &&
@@ -163,7 +163,7 @@ class Handle {
                  operation_->request().Title() + " is not finished; call wait() first"));
   }
 
-  // What is done on the host may have failed on the device.
+  // Work that is done on the host may have failed on the device.
   void RequireGoodDevice() const {
     RequireDone();
     Check(operation_->outcome());

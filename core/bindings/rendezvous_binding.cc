@@ -29,7 +29,7 @@ HostPort ToHostPort(const Address& address) {
   return target;
 }
 
-// Local access needs no network, so a value is set at once.
+// Local access needs no network, so setting a value does not wait.
 constexpr double kLocalSeconds = 10.0;
 
 std::unique_ptr<TcpStoreServer> StartServer(const std::string& token, const std::string& host,

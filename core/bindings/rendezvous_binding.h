@@ -1,4 +1,4 @@
-// RendezvousServer and RendezvousClient.
+// Registers RendezvousServer and RendezvousClient.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,7 +9,7 @@
 
 namespace sparkhvd::bindings {
 
-// The Python object RendezvousClient. Engines that were built with it share its connection.
+// The Python object RendezvousClient. Engines that are built with it share its connection.
 struct RendezvousClient {
   std::shared_ptr<TcpStoreClient> client;
 };

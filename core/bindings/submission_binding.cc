@@ -21,11 +21,11 @@ using Shape = std::vector<int64_t>;
 using EnginePointer = std::shared_ptr<PyEngine>;
 using HandlePointer = std::unique_ptr<Handle>;
 
-// Number of the device that holds the buffers and address of the stream that makes them ready; none
-// for memory of the host.
+// The number of the device that holds the buffers, and the address of the stream that makes them
+// ready. Empty for host memory.
 using OnDevice = std::optional<std::pair<int, uintptr_t>>;
 
-// One of a group: name, source, target (ignored by an allgather), shape, dtype, keep_alive.
+// One tensor of a group: name, source, target (ignored by an allgather), shape, dtype, keep_alive.
 using Tensor = std::tuple<std::string, uintptr_t, uintptr_t, Shape, std::string, py::object>;
 
 DType ToDType(std::string_view name) {
@@ -45,7 +45,7 @@ ReduceOp ToReduceOp(std::string_view name) {
       "op '" + std::string(name) + "' is not one of sum, average, min, max, product, adasum"));
 }
 
-// Addresses are what Python has: tensor.data_ptr(), array.ctypes.data.
+// Python passes addresses as integers: tensor.data_ptr(), array.ctypes.data.
 std::byte* ToPointer(uintptr_t address) {
   return reinterpret_cast<std::byte*>(address);  // NOLINT: the caller's contract
 }
@@ -55,13 +55,13 @@ std::optional<DeviceStream> ToDevice(const OnDevice& device) {
   return DeviceStream{device->first, reinterpret_cast<CudaStream>(device->second)};  // NOLINT
 }
 
-// A driver of CUDA may wait in any call, and the first one makes its context. Nothing waits for
-// memory of the host, and giving up the GIL costs more than the rest.
+// Any call of the CUDA driver may block, and the first one makes its context. Host memory needs no
+// wait, and releasing the GIL would cost more than the rest.
 std::unique_ptr<GilRelease> ReleaseFor(const OnDevice& device) {
   return device ? std::make_unique<GilRelease>() : nullptr;
 }
 
-// Faster than pybind11's conversion of any sequence: every tensor needs one.
+// Faster than pybind11's conversion of any sequence, which counts because every tensor needs one.
 Shape ToShape(const py::tuple& lengths) {
   Shape shape(lengths.size());
   for (size_t i = 0; i < shape.size(); ++i) {
@@ -72,7 +72,7 @@ Shape ToShape(const py::tuple& lengths) {
   return shape;
 }
 
-// The reduction that Python passes.
+// The reduction as Python passes it.
 struct Scales {
   double prescale;
   double postscale;
@@ -101,7 +101,7 @@ HandlePointer MakeHandle(const EnginePointer& engine, std::shared_ptr<Operation>
     engine->pending().Add(operation);
     return std::make_unique<Handle>(engine, std::move(operation), keep_alive);
   } catch (...) {
-    keep_alive.release();  // leaked: the engine uses the buffers, and no handle is left
+    keep_alive.release();  // leaked on purpose: the engine uses the buffers, and no handle is left
     throw;
   }
 }

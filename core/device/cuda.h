@@ -1,5 +1,5 @@
-// The functions of CUDA's driver that are used, loaded at run time: the build needs no CUDA, and
-// without the driver all other features work.
+// The functions of the CUDA driver that the core uses, loaded at run time. The build needs no CUDA,
+// and without the driver all other features work.
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@
 
 #include "base/status.h"
 
-// Names of the driver's binary interface.
+// Names of the driver's ABI.
 struct CUctx_st;
 struct CUstream_st;
 struct CUevent_st;
@@ -27,10 +27,10 @@ using CudaAddress = unsigned long long;  // the driver's own words  NOLINT
 constexpr int kCudaSuccess = 0;
 constexpr int kCudaNotReady = 600;
 
-// CUmemPoolProps of CUDA 11.2 and later; later versions give names to more of the reserved bytes.
+// CUmemPoolProps of CUDA 11.2 and later. Later versions name more of the reserved bytes.
 struct CudaPoolProperties {
   int allocation_type = 1;  // CU_MEM_ALLOCATION_TYPE_PINNED
-  int handle_types = 0;     // no other process gets at it
+  int handle_types = 0;     // no sharing with other processes
   int location_type = 1;    // CU_MEM_LOCATION_TYPE_DEVICE
   int device = 0;
   void* security_attributes = nullptr;
@@ -64,11 +64,11 @@ struct CudaFunctions {
   int (*copy_on_device)(CudaAddress target, CudaAddress source, size_t bytes, CudaStream stream);
   int (*copy_to_device)(CudaAddress target, const void* source, size_t bytes, CudaStream stream);
 
-  // Converts the `result` of `call`; kIo unless it is success.
+  // Converts the `result` of `call`. Returns kIo unless it is success.
   Status Check(const char* call, int result) const;
 };
 
-// Loads and initializes the driver; fails with kIo where there is none, or no device.
+// Loads and initializes the driver. Fails with kIo if there is no driver or no device.
 Result<std::shared_ptr<const CudaFunctions>> LoadCuda(const std::string& path);
 
 }  // namespace sparkhvd

@@ -6,8 +6,8 @@ namespace sparkhvd {
 namespace {
 
 constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
-// What the pool keeps while nobody needs it: without that every synchronization of the device gives
-// all of it back to the driver.
+// The free memory that the pool keeps. Without it, every synchronization of the device would return
+// all free memory to the driver.
 constexpr uint64_t kKeptBytes = uint64_t{64} << 20;
 constexpr unsigned kBesideTheOthers =
     1;  // CU_STREAM_NON_BLOCKING: no order with the default stream
@@ -16,7 +16,7 @@ CudaAddress AddressOf(const std::byte* data) { return reinterpret_cast<CudaAddre
 
 }  // namespace
 
-// Failures in destructors are ignored: by then the process, and with it the driver, may be ending.
+// Destructors ignore failures: by then the process, and with it the driver, may be ending.
 
 DeviceEvent::~DeviceEvent() { device_->GiveBack(handle_); }
 
@@ -93,7 +93,7 @@ Status Device::Initialize() {
   const Current current(*this);
   SHVD_TRY(current.status());
   int lowest = 0;
-  int highest = 0;  // the least number
+  int highest = 0;  // lower numbers are higher priorities
   SHVD_TRY(cuda_->Check("cuCtxGetStreamPriorityRange", cuda_->priority_range(&lowest, &highest)));
   SHVD_TRY(cuda_->Check("cuStreamCreateWithPriority",
                         cuda_->stream_create(&stream_, kBesideTheOthers, highest)));

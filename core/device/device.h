@@ -1,4 +1,4 @@
-// A CUDA device as this process uses it: streams, events and memory that clean up after themselves.
+// A CUDA device of this process: streams, events and memory that clean up after themselves.
 #pragma once
 
 #include <cstddef>
@@ -26,10 +26,10 @@ class DeviceEvent {
   DeviceEvent& operator=(const DeviceEvent&) = delete;
   ~DeviceEvent();
 
-  // Whether the device has reached it; a device that has failed counts as having done so.
+  // Returns whether the device has reached it. A failed device counts as having reached it.
   bool Reached() const;
 
-  // Makes later work on `stream` wait for it; the host does not wait.
+  // Makes later work on `stream` wait for the event. The host does not wait.
   Status LetWait(CudaStream stream) const;
 
  private:
@@ -37,7 +37,7 @@ class DeviceEvent {
   const CudaEvent handle_;
 };
 
-// Memory in stream order: it is valid for later work on the device's own stream.
+// Memory in stream order: valid for later work on the device's own stream.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
@@ -48,12 +48,13 @@ class DeviceMemory {
         address_(std::exchange(other.address_, 0)),
         bytes_(std::exchange(other.bytes_, 0)) {}
   DeviceMemory& operator=(DeviceMemory&& other) noexcept;
-  ~DeviceMemory();  // after what is on the device's own stream by then
+  ~DeviceMemory();  // frees after the current work of the device's own stream
 
   std::byte* data() const;
   size_t bytes() const { return bytes_; }
 
-  // Copies all to `target` on `stream` and frees the memory there; a second call does nothing.
+  // Copies all bytes to `target` on `stream` and frees the memory there. A second call does
+  // nothing.
   Status MoveTo(std::byte* target, CudaStream stream);
 
  private:
@@ -62,11 +63,11 @@ class DeviceMemory {
   size_t bytes_ = 0;
 };
 
-// May be used by any thread.
+// Any thread may use it.
 class Device : public std::enable_shared_from_this<Device> {
  public:
   // Uses the primary context, which the whole process shares. Engines that use the same device
-  // share one of these, see DeviceTable.
+  // share one Device; see DeviceTable.
   static Result<std::shared_ptr<const Device>> Open(std::shared_ptr<const CudaFunctions> cuda,
                                                     int ordinal);
   ~Device();
@@ -74,7 +75,7 @@ class Device : public std::enable_shared_from_this<Device> {
   Device& operator=(const Device&) = delete;
 
   int ordinal() const { return ordinal_; }
-  // The device's own stream, with higher priority than those of the program.
+  // Returns the device's own stream. Its priority is higher than that of the program's streams.
   CudaStream stream() const { return stream_; }
   LaunchOrder& order() const { return order_; }
   const CudaFunctions& cuda() const { return *cuda_; }
@@ -93,7 +94,7 @@ class Device : public std::enable_shared_from_this<Device> {
     Status status_;
   };
 
-  // The point at which the current work of `stream` is done.
+  // Returns the point at which the current work of `stream` is done.
   Result<std::unique_ptr<DeviceEvent>> Record(CudaStream stream) const;
 
   // `bytes` may be 0.
@@ -105,7 +106,7 @@ class Device : public std::enable_shared_from_this<Device> {
   Device(std::shared_ptr<const CudaFunctions> cuda, int ordinal)
       : cuda_(std::move(cuda)), ordinal_(ordinal) {}
   Status Initialize();
-  Result<CudaEvent> TakeEvent() const;  // with the device's context
+  Result<CudaEvent> TakeEvent() const;  // requires the device's context
   void GiveBack(CudaEvent event) const;
 
   const std::shared_ptr<const CudaFunctions> cuda_;
@@ -116,13 +117,13 @@ class Device : public std::enable_shared_from_this<Device> {
   CudaPool pool_ = nullptr;
   mutable LaunchOrder order_;
 
-  mutable std::mutex mutex_;  // guards what follows; a leaf
-  // An event may be recorded anew while streams still wait for its previous point: they keep
-  // waiting for that one.
+  mutable std::mutex mutex_;  // guards the fields below; a leaf
+  // An event may be recorded again while streams still wait for its previous point. They continue
+  // to wait for that point.
   mutable std::vector<CudaEvent> free_events_;
 };
 
-// The devices that engines of this process use, one of each; thread-safe.
+// The devices that the engines of this process use, one Device for each. Thread-safe.
 class DeviceTable {
  public:
   Result<std::shared_ptr<const Device>> Open(const std::shared_ptr<const CudaFunctions>& cuda,

@@ -6,7 +6,7 @@
 namespace sparkhvd {
 namespace {
 
-// How often a collective that waits for its turn checks for failures.
+// The interval at which a collective that waits for its turn checks for failures.
 constexpr std::chrono::milliseconds kLookInterval(20);
 
 }  // namespace

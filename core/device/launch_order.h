@@ -1,4 +1,4 @@
-// One order for the collectives of all communicators that use a device.
+// A common order for the collectives of all communicators that use a device.
 #pragma once
 
 #include <condition_variable>
@@ -14,21 +14,21 @@
 
 namespace sparkhvd {
 
-// A kernel of NCCL occupies its device until all ranks of its communicator run theirs. So two ranks
-// that launch collectives of two communicators in different orders may wait for each other forever
-// (NCCL's user guide, "Using multiple NCCL communicators concurrently").
+// An NCCL kernel occupies its device until all ranks of its communicator run theirs. Two ranks that
+// launch collectives of two communicators in different orders may therefore wait for each other
+// forever (NCCL's user guide, "Using multiple NCCL communicators concurrently").
 //
 // The ranks agree on the order as in Skeen's total order multicast (Birman and Joseph, "Reliable
-// communication in the presence of failures", 1987): once all ranks of a communicator are ready for
-// its next collective, each proposes a ticket later than all that its device has seen, and the
-// latest proposal is the collective's ticket on all of them. A device launches by ticket, and waits
-// while a proposal of its own may still become an earlier one. A rank that has proposed waits only
-// for messages, so every proposal is settled soon.
+// communication in the presence of failures", 1987). Once all ranks of a communicator are ready for
+// its next collective, each proposes a ticket that is later than all tickets its device has seen.
+// The latest proposal becomes the collective's ticket on all ranks. A device launches in ticket
+// order, and waits while one of its own proposals may still become an earlier ticket. A rank that
+// has proposed waits only for messages, so every proposal is decided soon.
 //
-// May be used by any thread.
+// Any thread may use it.
 class LaunchOrder {
  public:
-  // The turn of a communicator's next collective; it ends at the launch.
+  // The turn of a communicator's next collective. It ends at the launch.
   class Turn {
    public:
     ~Turn();
@@ -49,14 +49,14 @@ class LaunchOrder {
     Position position_;  // guarded by the order's mutex
   };
 
-  // `communicator` is unique among those of the ranks and equal on all of its ranks; it proposes
-  // one at a time.
+  // `communicator` is equal on all of its ranks and unique among their communicators. It proposes
+  // one collective at a time.
   std::unique_ptr<Turn> Propose(const std::string& communicator);
 
  private:
-  std::mutex mutex_;  // guards what follows; a leaf
+  std::mutex mutex_;  // guards the fields below; a leaf
   std::condition_variable changed_;
-  uint64_t latest_ = 0;  // the latest ticket that was proposed or agreed on
+  uint64_t latest_ = 0;  // the latest proposed or agreed ticket
   std::set<Turn::Position> turns_;
 };
 

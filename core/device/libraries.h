@@ -1,4 +1,4 @@
-// The libraries that collectives in the memory of CUDA devices need.
+// The libraries for collectives in the memory of CUDA devices.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace sparkhvd {
 
-// Engines of one process get copies of one of these, so that they share devices.
+// Engines of one process get copies of the same object, so that they share devices.
 struct DeviceLibraries {
   std::shared_ptr<const CudaFunctions> cuda;
   std::shared_ptr<const NcclFunctions> nccl;

@@ -7,14 +7,14 @@
 
 namespace sparkhvd {
 
-// A library of this process. It is never unloaded: CUDA's libraries leave threads and exit handlers
-// behind.
+// A shared library of this process. It is never unloaded, because CUDA's libraries leave threads
+// and exit handlers behind.
 class Library {
  public:
   // `path` is a file, or a name that the dynamic linker finds. Fails with kIo.
   static Result<Library> Open(const std::string& path);
 
-  // Sets `function` to the library's function `name`; kIo where it has none.
+  // Sets `function` to the library's function `name`. Fails with kIo if there is none.
   template <typename Function>
   Status Find(const char* name, Function*& function) const {
     void* found = nullptr;

@@ -12,8 +12,8 @@ std::string VersionText(int version) {
          std::to_string(version % 100);
 }
 
-// NCCL does not signal the progress of background work, so it has to be polled: without a pause at
-// first, for as long as most calls take, then in intervals.
+// NCCL does not signal the progress of background work, so it has to be polled: without a pause for
+// the time that most calls take, then at intervals.
 constexpr std::chrono::microseconds kSoon{200};
 
 }  // namespace
@@ -117,7 +117,7 @@ Result<std::unique_ptr<NcclCommunicator>> NcclCommunicator::Connect(
   const int result =
       communicator->nccl_->init_rank(&communicator->handle_, size, id, rank, &config);
   const Status connected = communicator->Settle("ncclCommInitRankConfig", result, waiting);
-  if (connected.code() == StatusCode::kInvalidArgument) {  // as for two ranks on one device
+  if (connected.code() == StatusCode::kInvalidArgument) {  // such as two ranks on one device
     return Status(connected.code(),
                   connected.message() +
                       ". With NCCL every rank needs a GPU of its own: choose it by "
@@ -150,7 +150,7 @@ Status NcclCommunicator::Together(const std::vector<NcclCall>& calls, const Wait
   Status status;
   for (const NcclCall& call : calls) {
     const int result = call.make(*nccl_, handle_);
-    if (result == kNcclInProgress) continue;  // the calls of a group run at its end
+    if (result == kNcclInProgress) continue;  // NCCL runs the calls of a group at its end
     status = nccl_->Check(call.name, result, handle_);
     if (!status.ok()) break;
   }
@@ -165,7 +165,7 @@ Status NcclCommunicator::Failure() const {
   return result == kNcclInProgress ? Status() : nccl_->Check("NCCL", result, handle_);
 }
 
-// Waits until a call that continues in the background has its result.
+// Waits for the result of a call that continues in the background.
 Status NcclCommunicator::Settle(const char* call, int result, const Waiting& waiting) const {
   const auto start = Deadline::Clock::now();
   while (result == kNcclInProgress) {

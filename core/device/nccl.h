@@ -1,4 +1,4 @@
-// NCCL, loaded at run time, and its communicators, with a limit on every wait.
+// NCCL, loaded at run time, and its communicators, with a deadline for every wait.
 #pragma once
 
 #include <array>
@@ -15,11 +15,11 @@
 #include "device/cuda.h"
 #include "device/waiting.h"
 
-struct ncclComm;  // a name of NCCL's binary interface
+struct ncclComm;  // a name of NCCL's ABI
 
 namespace sparkhvd {
 
-// The id by which ranks connect; NCCL passes it by value.
+// The id with which ranks connect. NCCL passes it by value.
 struct NcclId {
   std::array<std::byte, 128> bytes;
 };
@@ -41,9 +41,9 @@ constexpr int kNcclInProgress = 7;
 constexpr int kNcclBytes = 0;  // the element type of data that is only copied
 constexpr int kOldestNccl = 21400;
 
-// Element types and operators are numbers, see NcclType and NcclOperator.
+// Element types and operators are numbers; see NcclType and NcclOperator.
 struct NcclFunctions {
-  int version = 0;  // 22907 is 2.29.7
+  int version = 0;  // 22907 means 2.29.7
   int (*get_version)(int* version);
   const char* (*get_error_string)(int result);
   const char* (*get_last_error)(ncclComm* communicator);
@@ -70,26 +70,26 @@ struct NcclFunctions {
   int (*receive)(void* target, size_t count, int type, int peer, ncclComm* communicator,
                  CudaStream stream);
 
-  // Converts the `result` of `call`; kPeerLost where NCCL lost another rank, kInvalidArgument for
-  // an invalid call, else kIo.
+  // Converts the `result` of `call`: kPeerLost if NCCL lost another rank, kInvalidArgument for an
+  // invalid call, kIo for any other failure.
   Status Check(const char* call, int result, ncclComm* communicator = nullptr) const;
 };
 
-// Fails with kIo where it is missing or too old.
+// Fails with kIo if NCCL is missing or too old.
 Result<std::shared_ptr<const NcclFunctions>> LoadNccl(const std::string& path);
 
-// NCCL's numbers; nothing for types and operators that it does not support.
+// Returns NCCL's number, or nothing for types and operators that NCCL does not support.
 std::optional<int> NcclType(DType dtype);
 std::optional<int> NcclOperator(ReduceOp op);
 
-// A call; `make` makes it and returns its result.
+// One NCCL call; `make` makes it and returns its result.
 struct NcclCall {
   const char* name;
   std::function<int(const NcclFunctions&, ncclComm*)> make;
 };
 
-// One rank of a communicator, on the device that is current when it connects. One thread at a time
-// uses it.
+// One rank of a communicator, on the device that is current when the rank connects. One thread at a
+// time may use it.
 class NcclCommunicator {
  public:
   static Result<NcclId> NewId(const NcclFunctions& nccl);
@@ -99,23 +99,24 @@ class NcclCommunicator {
       std::shared_ptr<const NcclFunctions> nccl, const NcclId& id, int rank, int size,
       const Waiting& waiting);
 
-  // Aborts running collectives, without waiting for the other ranks; those that are not complete on
-  // all of them may then fail there.
+  // Aborts running collectives without waiting for the other ranks. Collectives that are not
+  // complete on all ranks may then fail there.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // Makes the calls, which run together. Returns once they are on their streams.
+  // Makes the calls, which run as one group. Returns once they are on their streams.
   Status Together(const std::vector<NcclCall>& calls, const Waiting& waiting);
 
-  // A failure since the last call, on the device or on the links to other ranks.
+  // Returns a failure since the last call, on the device or on the links to other ranks.
   Status Failure() const;
 
-  // Frees everything, once the collectives are complete on all ranks. Where that fails, the
-  // communicator has to be destroyed.
+  // Frees everything once the collectives are complete on all ranks. If that fails, the
+  // communicator must be destroyed.
   static Status Finish(std::unique_ptr<NcclCommunicator> communicator, const Waiting& waiting);
 
-  // Keeps it until the process ends: for collectives that may not be complete on other ranks.
+  // Keeps the communicator until the process ends, for collectives that may not be complete on
+  // other ranks.
   static void Abandon(std::unique_ptr<NcclCommunicator> communicator);
 
  private:

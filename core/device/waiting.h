@@ -8,7 +8,7 @@
 
 namespace sparkhvd {
 
-// Waits last until the deadline, or until `check`, which is called repeatedly, returns a failure.
+// A wait lasts until the deadline, or until `check`, which is called repeatedly, returns a failure.
 struct Waiting {
   Deadline deadline;
   std::function<Status()> check;

@@ -9,7 +9,7 @@
 
 namespace sparkhvd {
 
-// The stream of the program's work for an operation, which makes its sources and uses its results.
+// The program's stream for an operation: it produces the sources and uses the results.
 struct DeviceStream {
   int ordinal = 0;
   CudaStream stream = nullptr;
@@ -19,13 +19,13 @@ struct DeviceStream {
   }
 };
 
-// The engine fills it in; once the operation is done only its output changes.
+// The engine fills it in. Once the operation is done, only its output changes.
 class DeviceWork {
  public:
   explicit DeviceWork(std::shared_ptr<const DeviceEvent> submitted)
       : submitted_(std::move(submitted)) {}
 
-  // The buffers are ready at this point.
+  // Returns the point at which the buffers are ready.
   const DeviceEvent& submitted() const { return *submitted_; }
 
   void SetFinished(std::shared_ptr<const DeviceEvent> finished, DeviceMemory output) {
@@ -33,9 +33,9 @@ class DeviceWork {
     output_ = std::move(output);
   }
 
-  // For use once the operation is done.
+  // The following functions are valid once the operation is done.
 
-  // Whether the device has completed it, too.
+  // Returns whether the device has completed the operation, too.
   bool Finished() const { return !finished_ || finished_->Reached(); }
 
   // Makes later work on `stream` see the result.
@@ -43,7 +43,7 @@ class DeviceWork {
     return finished_ ? finished_->LetWait(stream) : Status();
   }
 
-  // Copies the data from all ranks to `target` in the order of `stream`. Works once.
+  // Copies the data of all ranks to `target` in the order of `stream`. Works once.
   Status MoveOutput(std::byte* target, CudaStream stream) {
     SHVD_TRY(LetWait(stream));
     return output_.MoveTo(target, stream);

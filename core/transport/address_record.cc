@@ -25,7 +25,7 @@ void AppendText(std::string* out, const std::string& text) {
   *out += text;
 }
 
-// Takes fields from the front; after a field that does not fit, all later ones are empty, too.
+// Takes fields from the front. After a field that does not fit, all later fields are empty, too.
 class Reader {
  public:
   explicit Reader(ConstBytes rest) : rest_(rest) {}

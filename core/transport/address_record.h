@@ -11,8 +11,8 @@
 namespace sparkhvd {
 
 struct AddressRecord {
-  std::vector<HostPort> tcp;  // the preferred one first
-  std::string unix_name;      // empty where the rank has no host key
+  std::vector<HostPort> tcp;  // preferred address first
+  std::string unix_name;      // empty if the rank has no host key
   std::string host_key;
   bool shared_memory = false;
   bool encrypt = false;

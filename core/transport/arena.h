@@ -9,9 +9,9 @@
 
 namespace sparkhvd {
 
-// A region per member plus a counter per member. Members are numbered 0..count()-1 in rank order
-// (`ranks()[i]` is the rank of member i). A collective over the arena is a series of steps: write
-// own region, Arrive, AwaitAll, read the others'.
+// A region and a counter per member. Members are numbered 0 to count() - 1 in rank order, and
+// `ranks()[i]` is the rank of member i. A collective over the arena is a series of steps: write the
+// own region, Arrive, AwaitAll, read the others' regions.
 class Arena {
  public:
   virtual ~Arena() = default;
@@ -20,17 +20,17 @@ class Arena {
   virtual int count() const = 0;
   virtual const std::vector<int>& ranks() const = 0;
 
-  // The region of `member`; all regions have the same size, a multiple of 4096, and are aligned to
-  // a page.
+  // Returns the region of `member`. All regions have the same size, a multiple of 4096, and are
+  // aligned to a page.
   virtual Bytes Region(int member) const = 0;
 
-  // Publishes everything this member wrote so far (release) and advances its counter by one;
-  // returns the new value.
+  // Publishes everything that this member has written (release) and advances its counter by one.
+  // Returns the new value.
   virtual uint64_t Arrive() = 0;
 
-  // Waits until every member's counter has reached `step` (acquire). Fails with kTimeout naming the
-  // missing ranks, with kPeerLost when a member's process has ended, or with the reason passed to
-  // Abort. A step that all have reached stays reached, even after an Abort.
+  // Waits until every member's counter has reached `step` (acquire). Fails with kTimeout and the
+  // missing ranks, with kPeerLost if a member's process has ended, or with the reason passed to
+  // Abort. A step that all members have reached stays reached, even after an Abort.
   virtual Status AwaitAll(uint64_t step, Deadline deadline) = 0;
   virtual Status Await(int member, uint64_t step, Deadline deadline) = 0;
 

@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-// One byte of data, which a descriptor must accompany, and room for that descriptor.
+// One byte of data, because a descriptor cannot travel alone, and room for the descriptor.
 struct FileMessage {
   FileMessage() {
     part.iov_base = &has_file;
@@ -40,8 +40,8 @@ struct FileMessage {
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
 };
 
-// The kernel does not refuse to reserve more memory than available: it kills other processes to
-// find it. So this checks the limit first.
+// The kernel does not refuse to reserve more memory than is available; it kills other processes to
+// free some. So this checks the limit first.
 Status CheckAffordable(size_t bytes) {
   const Result<uint64_t> memory = MemoryLimit();
   SHVD_TRY(memory.status());
@@ -74,7 +74,7 @@ Result<UniqueFd> CreateArenaFile(size_t bytes) {
   SHVD_TRY(CheckAffordable(bytes));
   UniqueFd file(::memfd_create("sparkhvd-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!file.valid()) return IoStatus("memfd_create", errno);
-  // posix_fallocate returns its error.
+  // posix_fallocate returns its error instead of setting errno.
   const int error = ::posix_fallocate(file.get(), 0, static_cast<off_t>(bytes));
   if (error != 0) {
     return IoStatus("reserve " + std::to_string(bytes) + " bytes of shared memory", error);

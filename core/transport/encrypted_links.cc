@@ -28,22 +28,22 @@ constexpr size_t kLengthBytes = 4;
 constexpr size_t kContentBytes = size_t{128} << 10;
 constexpr size_t kRecordBytes = kLengthBytes + kContentBytes + kCipherTagBytes;
 constexpr std::chrono::milliseconds kFarewellTime(1000);
-constexpr std::chrono::seconds kLookInterval(1);  // at the hosts of peers
+constexpr std::chrono::seconds kLookInterval(1);  // between checks of the peers' hosts
 
-// The number of bytes that the other host has not acknowledged.
+// Returns the number of bytes that the other host has not acknowledged.
 int BytesOnTheirWay(int fd) {
   int bytes = 0;
   return ::ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
 }
 
-// The bytes that are still to be written to a socket.
+// The bytes that still have to be written to a socket.
 struct Outgoing {
   std::vector<std::byte> bytes = std::vector<std::byte>(kRecordBytes);
   size_t begin = 0;
   size_t end = 0;
 
   bool empty() const { return begin == end; }
-  // False when the socket accepts no more data.
+  // Returns false when the socket accepts no more data.
   bool Write(int fd, bool* moved) {
     while (!empty()) {
       auto count = WriteSome(fd, ConstBytes(bytes.data() + begin, end - begin));
@@ -126,7 +126,7 @@ class Opening {
   }
 
  private:
-  // The length of the record as far as it is known; 0 for an invalid length.
+  // Returns the length of the record as far as it is known, or 0 for an invalid length.
   size_t Wanted() const {
     if (received_ < kLengthBytes) return kLengthBytes;
     const auto content = LoadLittleEndian<uint32_t>(record_.data());
@@ -160,12 +160,13 @@ class EncryptedLinks::Tunnel {
     };
     const short plain = events(sealing_.wants_input(), opening_.wants_output());
     const short link = events(opening_.wants_input(), sealing_.wants_output());
-    // poll reports an end even without requested events; there is nothing to do about it then.
+    // poll reports the end of a socket even without requested events, and nothing is left to do for
+    // an ended one. So it is not polled.
     fds.push_back({plain != 0 ? plain_.get() : -1, plain, 0});
     fds.push_back({link != 0 ? link_.get() : -1, link, 0});
   }
 
-  // Whether data may be in transit to the other host.
+  // Returns whether data may be in transit to the other host.
   bool sends() const { return !done() && BytesOnTheirWay(link_.get()) > 0; }
 
   void EndIfHostIsSilent(std::chrono::milliseconds silence) {
@@ -187,7 +188,7 @@ class EncryptedLinks::Tunnel {
   }
 
  private:
-  static constexpr int kTurns = 8;  // so that no link starves beside a busy one
+  static constexpr int kTurns = 8;  // so that a busy link does not starve the others
 
   UniqueFd plain_;
   UniqueFd link_;
@@ -203,12 +204,12 @@ class EncryptedLinks::Pump {
 
   void Run() {
     pthread_setname_np(pthread_self(), "shvd-encrypt");
-    sigset_t all;  // signals are for the threads of the program
+    sigset_t all;  // the program's own threads handle signals
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, nullptr);
     std::vector<pollfd> fds;
-    fds.reserve(2 * tunnels.size() + 1);  // no allocation may fail later
-    bool quiet = false;                   // nothing happens, and nothing is on its way
+    fds.reserve(2 * tunnels.size() + 1);  // so that no allocation can fail later
+    bool quiet = false;                   // no data has moved, and none is in transit
     Deadline next_look = Deadline::After(kLookInterval);
     while (!Finished()) {
       fds.clear();
@@ -217,7 +218,7 @@ class EncryptedLinks::Pump {
       const int patience = quiet ? -1 : next_look.RemainingMillis();
       const int timeout = leaving_seen_ ? leave_by_.RemainingMillis() : patience;
       quiet = ::poll(fds.data(), fds.size(), timeout) == 0;
-      if (next_look.Expired()) {  // also beside links that are busy, or full
+      if (next_look.Expired()) {  // also while links are busy or full
         next_look = Deadline::After(kLookInterval);
         for (Tunnel& tunnel : tunnels) tunnel.EndIfHostIsSilent(silence_);
       }
@@ -239,7 +240,7 @@ class EncryptedLinks::Pump {
   }
 
   const std::shared_ptr<CryptoLibrary> library;
-  std::vector<Tunnel> tunnels;  // changed only before the thread starts
+  std::vector<Tunnel> tunnels;  // changes only before the thread starts
 
  private:
   bool Finished() const {

@@ -14,7 +14,7 @@
 
 namespace sparkhvd {
 
-// The role of one side.
+// The keys of one side.
 struct LinkKeys {
   Digest sending;
   Digest receiving;
@@ -29,14 +29,14 @@ struct LinkKeys {
 // nothing after it can be trusted.
 class EncryptedLinks {
  public:
-  // Fails where OpenSSL is missing. A link ends once the other host is silent for longer than
+  // Fails if OpenSSL is missing. A link ends once the other host is silent for longer than
   // `silence`.
   static Result<std::unique_ptr<EncryptedLinks>> Make(
       std::chrono::milliseconds silence = kSilentLink);
-  // Data written before the plain sockets were closed still has a moment to leave.
+  // Gives data that was written before the plain sockets were closed a moment to leave.
   ~EncryptedLinks();
 
-  // The plain end of `link`, a connected non-blocking socket. All links come before Start.
+  // Returns the plain end of `link`, a connected non-blocking socket. Add all links before Start.
   Result<UniqueFd> Add(UniqueFd link, const LinkKeys& keys);
   Status Start();
 
@@ -49,7 +49,7 @@ class EncryptedLinks {
   std::thread thread_;
 };
 
-// Wraps a `transport` over sockets that `links` has made; ends both in the right order.
+// Wraps a `transport` over sockets of `links`, and ends both in the right order.
 std::unique_ptr<Transport> MakeEncryptedTransport(std::unique_ptr<EncryptedLinks> links,
                                                   std::unique_ptr<Transport> transport);
 

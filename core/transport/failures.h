@@ -10,22 +10,23 @@ namespace sparkhvd {
 
 enum class Direction { kSend, kReceive };
 
-// "send to rank 3" or "receive from rank 3".
+// Returns "send to rank 3" or "receive from rank 3".
 std::string TransferName(Direction direction, int peer);
 
-// kTimeout: "receive from rank 5: 0 of 65536 bytes when the deadline passed".
+// Returns kTimeout: "receive from rank 5: 0 of 65536 bytes when the deadline passed".
 Status LateTransfer(Direction direction, int peer, size_t done, size_t size);
 
-// kInternal: both sides of a transfer must agree about its length.
+// Returns kInternal: both sides of a transfer must agree on its length.
 Status LengthMismatch(int peer, size_t sent, size_t expected);
 
-// kPeerLost: "rank 3 is gone: <how>".
+// Returns kPeerLost: "rank 3 is gone: <how>".
 Status PeerGone(int peer, const std::string& how);
 
-// What a rank reports when `peer` aborted with `why`: the same code, "rank 3 aborted: <why>".
+// Returns what a rank reports when `peer` aborted with `why`: the same code and "rank 3 aborted:
+// <why>".
 Status PeerAborted(int peer, const Status& why);
 
-// kInvalidArgument unless `peer` is another rank of a job with `size` ranks.
+// Fails with kInvalidArgument unless `peer` is another rank of a job with `size` ranks.
 Status CheckPeer(int peer, int rank, int size);
 
 }  // namespace sparkhvd

@@ -14,8 +14,8 @@
 namespace sparkhvd {
 namespace {
 
-// The meeting point of the ranks. A send is complete when its receive has been posted, which is
-// stricter than sockets: a deadlock here is one there with larger messages.
+// Connects the ranks. A send completes when its receive has been posted, which is stricter than
+// with sockets: a deadlock here would be one there with larger messages.
 class Hub {
  public:
   explicit Hub(int size)
@@ -61,7 +61,7 @@ class Hub {
     if (!At(rank).broken) Leave(rank, why);
   }
 
-  // The owner of the rank is ending; its peers get no reason.
+  // The owner of the rank is ending. Its peers get no reason.
   void Close(int rank) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (At(rank).broken) return;
@@ -79,11 +79,11 @@ class Hub {
   struct Member {
     Ticket last_ticket = 0;
     std::map<Ticket, Transfer> pending;
-    std::optional<Status> broken;  // set once: the rank takes no more part
-    bool closed = false;           // broken by leaving, not by a failure
+    std::optional<Status> broken;  // set once, when the rank stops taking part
+    bool closed = false;           // whether the rank left without a failure
     std::condition_variable changed;
   };
-  struct Channel {  // from one rank to another; tickets of the sender and of the receiver
+  struct Channel {  // from one rank to another: tickets of the sender and receiver
     std::deque<Ticket> sends;
     std::deque<Ticket> receives;
   };
@@ -135,7 +135,7 @@ class Hub {
     return Status();
   }
 
-  // Breaks `rank` for good: its buffers are not touched any more, and all ranks check whether that
+  // Breaks `rank` for good: its buffers are no longer touched, and all ranks check whether that
   // affects them.
   void Leave(int rank, const Status& why) {
     Member& leaver = At(rank);
@@ -148,7 +148,7 @@ class Hub {
     }
   }
 
-  std::mutex mutex_;  // guards everything below; nothing else is locked under it
+  std::mutex mutex_;  // guards all fields below; a leaf
   std::deque<Member> members_;
   std::vector<Channel> channels_;
 };
@@ -185,7 +185,7 @@ class InProcessTransport final : public Transport {
   const int size_;
 };
 
-// Makes the arenas of the hosts; without memory for one its ranks continue without it.
+// Makes the arenas of the hosts. If there is no memory for one, its ranks continue without it.
 void ShareArena(std::vector<Mesh>& meshes, const std::vector<int>& ranks, size_t region_bytes) {
   auto mapping = SharedMapping::Anonymous(ArenaPair::Bytes(ranks.size(), region_bytes));
   if (!mapping.ok()) return;

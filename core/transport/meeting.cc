@@ -9,7 +9,7 @@ namespace sparkhvd {
 namespace {
 
 constexpr std::chrono::milliseconds kSlice(100);
-// Long enough for a server on another host, short enough not to hold up a failure.
+// Long enough for a server on another host, and short enough not to delay a failure.
 constexpr double kBoardSeconds = 2.0;
 
 }  // namespace

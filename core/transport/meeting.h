@@ -1,4 +1,4 @@
-// How ranks that are connecting learn of each other's failures.
+// How connecting ranks learn of each other's failures.
 #pragma once
 
 #include <functional>
@@ -11,11 +11,11 @@
 
 namespace sparkhvd {
 
-// Every wait for another rank is also a wait for a failure: one that a rank has published, or the
-// will that it left with the store for the end of its process. All ranks report the first failure.
+// Every wait for another rank also ends with a failure: one that a rank has published, or the will
+// that it left with the store for the end of its process. All ranks report the first failure.
 class Meeting {
  public:
-  // `interrupted` is polled several times a second, and its failure ends the wait; it may be empty.
+  // `interrupted` is polled several times a second, and its failure ends the wait. It may be empty.
   Meeting(KeyValueStore& store, std::string scope, int rank, Deadline deadline,
           std::function<Status()> interrupted)
       : store_(store),
@@ -27,10 +27,10 @@ class Meeting {
   Status Join();
   Status Set(const std::string& key, const std::string& value);
   Result<std::string> Get(const std::string& key);
-  // Returns the failure of another rank, or the interruption. Does not wait: the answer of the
+  // Returns the failure of another rank, or the interruption, without waiting. The answer of the
   // store may arrive only by the next call.
   Status Check();
-  // Publishes `own`; returns the first failure.
+  // Publishes `own` and returns the first failure.
   Status Fail(const Status& own);
   void Leave();
 

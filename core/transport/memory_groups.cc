@@ -19,8 +19,8 @@ std::vector<std::vector<int>> MemoryGroups(const std::vector<AddressRecord>& rec
   };
   std::vector<std::vector<int>> groups;
   for (int rank = 0; rank < static_cast<int>(records.size()); ++rank) {
-    // If one rank of a host cannot share memory, its neighbours do not either, so that the arena of
-    // a host always has all its ranks.
+    // If one rank of a host cannot share memory, its neighbours do not either, so the arena of a
+    // host always has all its ranks.
     std::vector<int> neighbours;
     bool all_share = true;
     for (int other = 0; other < static_cast<int>(records.size()); ++other) {

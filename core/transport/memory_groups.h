@@ -1,4 +1,4 @@
-// The ranks that may share an arena: a pure decision, equal on all ranks.
+// Decides which ranks may share an arena: a pure decision, equal on all ranks.
 #pragma once
 
 #include <vector>
@@ -7,8 +7,9 @@
 
 namespace sparkhvd {
 
-// All ranks in groups, ascending inside a group and by the first rank. A rank that shares memory
-// with no other is a group of its own. `records` is by rank.
+// Returns all ranks in groups. Ranks are ascending inside a group, and groups are in the order of
+// their first ranks. A rank that shares memory with no other is a group of its own. `records` is
+// indexed by rank.
 std::vector<std::vector<int>> MemoryGroups(const std::vector<AddressRecord>& records);
 
 }  // namespace sparkhvd

@@ -1,4 +1,4 @@
-// The limit of this process's memory.
+// The memory limit of this process.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,12 @@
 
 namespace sparkhvd {
 
-// The host's memory or the smallest limit of the control groups that this process is in.
+// Returns the host's memory or the smallest limit of this process's control groups.
 Result<uint64_t> MemoryLimit();
 
-// The smallest limit of the groups in `membership` (the text of /proc/self/cgroup), whose files are
-// below `root`; the largest number without one. Supports both versions of control groups.
+// Returns the smallest limit of the groups in `membership`, the text of /proc/self/cgroup, whose
+// files are below `root`. Returns the largest number if there is no limit. Supports both versions
+// of control groups.
 uint64_t ControlGroupLimit(const std::string& membership, const std::string& root);
 
 }  // namespace sparkhvd

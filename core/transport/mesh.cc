@@ -1,5 +1,5 @@
-// Connecting the ranks. Every rank listens, publishes its addresses, dials the ranks below its own
-// and then accepts those above: rank 0 only accepts, so the order has no cycle.
+// Connects the ranks. Every rank listens, publishes its addresses, dials all lower ranks and then
+// accepts all higher ranks. Rank 0 only accepts, so the order has no cycle.
 #include "transport/mesh.h"
 
 #include <poll.h>
@@ -29,11 +29,11 @@
 namespace sparkhvd {
 namespace {
 
-// A dialer's claim: its rank and the purpose of the connection. The watch comes before the link.
+// A dialer claims its rank and the purpose of the connection. The watch comes before the link.
 enum class Kind : uint64_t { kLink = 1, kWatch = 2 };
 constexpr int kKindShift = 32;
 constexpr char kYes[] = "yes";
-constexpr int kSliceMillis = 100;  // between two checks of the other ranks
+constexpr int kSliceMillis = 100;  // interval of the checks of other ranks
 constexpr size_t kMaxArenaRegionBytes = size_t{1} << 40;
 
 uint64_t Claim(Kind kind, int rank) {
@@ -42,7 +42,7 @@ uint64_t Claim(Kind kind, int rank) {
 
 std::string RankName(int rank) { return "rank " + std::to_string(rank); }
 
-// A name that is unpredictable and unique to the job.
+// Returns a name that is unpredictable and unique to the job.
 Result<std::string> FreshUnixName() {
   std::array<std::byte, 16> bytes;
   SHVD_TRY(FillRandom(Bytes(bytes.data(), bytes.size())));
@@ -55,8 +55,8 @@ Result<std::string> FreshUnixName() {
   return name;
 }
 
-// A pidfd of the process at the other end of a Unix socket; empty where the kernel or a namespace
-// denies it, and for this process itself.
+// Returns a pidfd of the process at the other end of a Unix socket. Empty if the kernel or a
+// namespace denies it, and for this process itself.
 UniqueFd OpenPeerProcess(int unix_socket) {
   ucred peer{};
   socklen_t size = sizeof(peer);
@@ -86,7 +86,7 @@ Status CheckOptions(const MeshOptions& options) {
                    std::to_string(options.size) + " ranks");
   }
   if (options.size == 1) return Status();
-  // Also keeps the arena's size, a sum over all members, from overflowing.
+  // The limit also keeps the arena's size, a sum over all members, from overflowing.
   if (options.arena_region_bytes == 0 || options.arena_region_bytes > kMaxArenaRegionBytes) {
     return invalid("an arena region must have 1 to " + std::to_string(kMaxArenaRegionBytes) +
                    " bytes, not " + std::to_string(options.arena_region_bytes));
@@ -197,7 +197,7 @@ class MeshBuilder {
       auto name = FreshUnixName();
       if (!name.ok()) return name.status();
       auto local = ListenUnix(name.value(), options_.socket_buffer_bytes);
-      // Without Unix sockets, TCP serves inside the host, too.
+      // Without Unix sockets, TCP also serves peers on this host.
       if (local.ok()) {
         own.unix_name = name.value();
         own.shared_memory = options_.shared_memory;
@@ -244,8 +244,8 @@ class MeshBuilder {
         Keep(Kind::kLink, peer, std::move(link).value());
         return Status();
       }
-      // Equal host keys need not mean one network namespace. What is wrong beyond that, TCP will
-      // show.
+      // Equal host keys do not guarantee a common network namespace. Dialing over TCP reveals any
+      // other problem.
     }
     DialOptions dial = DialOptionsTo(peer, Kind::kLink);
     dial.addresses = At(records_, peer).tcp;
@@ -313,8 +313,8 @@ class MeshBuilder {
     }
   }
 
-  // The other side knows the token, but its claim must still be valid; otherwise its connection
-  // ends here.
+  // The dialer knows the token, but its claim must be valid, too. Otherwise its connection ends
+  // here.
   void Admit(Admitted admitted) {
     const auto kind = static_cast<Kind>(admitted.claim >> kKindShift);
     const uint64_t rank = admitted.claim & 0xffffffff;
@@ -381,7 +381,7 @@ class MeshBuilder {
     return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
   }
 
-  // Whether all of them have the arena that they agreed to share.
+  // Returns whether all of them have the arena that they agreed to share.
   Result<bool> Unanimous(const std::vector<int>& ranks) {
     bool unanimous = true;
     for (const int rank : ranks) {
@@ -453,7 +453,7 @@ class MeshBuilder {
   std::optional<Reception> reception_;
   std::vector<AddressRecord> records_;
   std::vector<PeerSocket> links_;
-  std::vector<LinkKeys> keys_;  // of the links
+  std::vector<LinkKeys> keys_;  // keys of the links
   std::vector<MemberWatch> watches_;
 };
 

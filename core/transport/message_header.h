@@ -1,5 +1,5 @@
-// The header of every message on a socket: the payload's length, so that a disagreement is noticed,
-// or a farewell.
+// The header of every message on a socket: a farewell, or the payload's length, which reveals a
+// disagreement.
 #pragma once
 
 #include <array>
@@ -14,15 +14,15 @@ namespace sparkhvd {
 constexpr size_t kMessageHeaderBytes = 8;
 constexpr size_t kMaxFarewellBytes = 1024;
 
-// A rank that aborts sends its reason last: the header of a farewell and the text.
+// A rank that aborts sends its reason last: the header of a farewell, then the text.
 struct MessageHeader {
   bool farewell = false;
-  uint64_t length = 0;                     // of the payload or of the text
+  uint64_t length = 0;                     // of the payload or the text
   StatusCode code = StatusCode::kAborted;  // of a farewell
 };
 
 std::array<std::byte, kMessageHeaderBytes> EncodeMessageHeader(const MessageHeader& header);
-// kInternal for bytes that no rank of this version sends.
+// Fails with kInternal for bytes that no rank of this version sends.
 Result<MessageHeader> DecodeMessageHeader(ConstBytes bytes);
 
 }  // namespace sparkhvd

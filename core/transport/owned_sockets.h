@@ -1,4 +1,4 @@
-// The sockets by which peers notice that this process has ended.
+// The sockets whose end tells peers that this process has ended.
 #pragma once
 
 #include <sys/types.h>
@@ -7,12 +7,13 @@
 
 namespace sparkhvd {
 
-// Records sockets that others own, so that a forked child can close its copies: while it keeps
-// them, peers would not notice the end of its parent.
+// Records sockets that other objects own, so that a forked child can close its copies. While a
+// child keeps them open, peers cannot notice the end of its parent.
 class OwnedSockets {
  public:
   void Add(int fd);
-  // Closes the copies, in a child only. A number that refers to another file by now is skipped.
+  // Closes the copies, in a forked child only. Skips a descriptor number that now refers to another
+  // file.
   void CloseCopies() const;
 
  private:

@@ -23,14 +23,14 @@ namespace sparkhvd {
 namespace {
 
 constexpr size_t kPage = 4096;
-// Four slots for a chunk of an allreduce.
+// Holds four slots for a chunk of an allreduce.
 constexpr size_t kDirectRegionBytes = size_t{1} << 20;
 
 constexpr uint64_t kArenaMagic = 0x3130616e65726173;  // "sarena01"
 
-// A waiter checks the processes of the missing members at the end of every such slice.
+// A waiter checks the processes of the missing members at this interval.
 constexpr std::chrono::milliseconds kWatchInterval(50);
-// Longer spinning takes the core from the awaited thread (ARCHITECTURE, section 5).
+// Longer spinning would take the core from the awaited thread (ARCHITECTURE, section 5).
 constexpr std::chrono::microseconds kSpinTime(5);
 
 enum AbortState : uint32_t { kRunning = 0, kWritingReason = 1, kAborted = 2 };
@@ -39,7 +39,7 @@ struct ArenaHeader {
   uint64_t magic;
   uint64_t count;
   uint64_t region_bytes;
-  // Rarely written, read by every wait: on a line without counters.
+  // Rarely written but read by every wait, so it has a cache line without counters.
   alignas(64) std::atomic<uint32_t> abort_state;
   uint32_t abort_code;
   int32_t abort_rank;
@@ -47,10 +47,11 @@ struct ArenaHeader {
   std::array<char, 1024> abort_text;
 };
 
-// The published state of one member. Others poll the first line; waiters write the second.
+// The published state of one member. Other members poll the first cache line. Waiters write the
+// second.
 struct MemberSlot {
   alignas(64) std::atomic<uint64_t> counter;
-  std::atomic<uint32_t> bell;  // the futex word: changes with every Arrive, Abort and departure
+  std::atomic<uint32_t> bell;  // the futex word: every Arrive, Abort and departure changes it
   alignas(64) std::atomic<uint32_t> waiters;
   std::atomic<uint32_t> departed;
 };
@@ -66,7 +67,7 @@ size_t ControlBytes(size_t count) {
   return WholePages(sizeof(ArenaHeader) + count * sizeof(MemberSlot));
 }
 
-// Not FUTEX_PRIVATE: the waiters are in other processes.
+// Not FUTEX_PRIVATE, because the waiters are in other processes.
 void FutexWait(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds timeout) {
   timespec time{};
   time.tv_sec = static_cast<time_t>(timeout.count() / 1'000'000'000);
@@ -155,8 +156,8 @@ class SharedArena final : public Arena {
     return slots[member];
   }
 
-  // The bell changes before the waiters are checked, and a waiter registers before it sleeps on the
-  // old value of the bell: one of the two sees the other, so no wake-up is lost.
+  // The bell changes before this checks for waiters, and a waiter registers before it sleeps on the
+  // old value of the bell. One of the two sees the other, so no wake-up is lost.
   static void Ring(MemberSlot& slot) {
     slot.bell.fetch_add(1);
     if (slot.waiters.load() != 0) FutexWakeAll(slot.bell);
@@ -188,7 +189,8 @@ class SharedArena final : public Arena {
       MemberSlot& slot = Slot(member);
       const uint32_t bell = slot.bell.load();
       if (Reached(member, step)) continue;
-      // An abort after a step that all have reached must not undo the step for slow members.
+      // An abort after a step that all members have reached must not undo the step for slow
+      // members.
       if (Aborted()) return advance() ? Status() : AbortReason();
       SHVD_TRY(FindDeparted(member, last, step));
       const auto left = deadline.Remaining();
@@ -212,7 +214,7 @@ class SharedArena final : public Arena {
   }
 
   // A member that left after reaching the step is not missing, so its counter is read again after
-  // the sign of its end.
+  // its end was noticed.
   Status FindDeparted(int first, int last, uint64_t step) const {
     for (int m = first; m < last; ++m) {
       if (Slot(m).departed.load(std::memory_order_acquire) != 0 && !Reached(m, step)) {
@@ -227,7 +229,7 @@ class SharedArena final : public Arena {
     for (int m = first; m < last; ++m) {
       if (m == member_ || Reached(m, step)) continue;
       if (!watches_->Ended(m)) continue;
-      // A member that leaves sets its mark first and then closes its sockets; it has not died.
+      // A member that leaves first sets its mark and then closes its sockets, so this is no crash.
       SHVD_TRY(FindDeparted(m, m + 1, step));
       if (!Reached(m, step) && !Aborted()) {
         return PeerGone(ranks_[static_cast<size_t>(m)], "its process has ended");
@@ -285,7 +287,7 @@ SharedMapping::~SharedMapping() {
 }
 
 MemberWatches::~MemberWatches() {
-  // A forked child may hold copies of these sockets: closing alone would not end them.
+  // A forked child may hold copies of these sockets, so closing alone would not end them.
   for (const MemberWatch& watch : watches_) {
     if (watch.socket.valid()) ::shutdown(watch.socket.get(), SHUT_RDWR);
   }

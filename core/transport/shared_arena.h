@@ -1,4 +1,4 @@
-// An Arena in memory that several processes (or several threads, in tests) have mapped.
+// An Arena in memory that several processes (in tests, several threads) have mapped.
 #pragma once
 
 #include <memory>
@@ -11,15 +11,15 @@
 
 namespace sparkhvd {
 
-// A mapping of shared memory, unmapped by its owner.
+// A mapping of shared memory, which its owner unmaps.
 class SharedMapping {
  public:
-  // Anonymous memory for ranks that are threads of this process.
+  // Maps anonymous memory for ranks that are threads of this process.
   static Result<std::shared_ptr<SharedMapping>> Anonymous(size_t size);
   // `fd` may be closed afterwards.
   static Result<std::shared_ptr<SharedMapping>> OfFile(int fd, size_t size);
 
-  // `size` bytes at `offset` of a mapping, which is kept as long.
+  // Returns `size` bytes at `offset` of a mapping, and keeps the whole mapping alive.
   static std::shared_ptr<SharedMapping> Part(std::shared_ptr<SharedMapping> whole, size_t offset,
                                              size_t size);
 
@@ -35,12 +35,12 @@ class SharedMapping {
       : data_(data), size_(size), whole_(std::move(whole)) {}
   std::byte* data_;
   size_t size_;
-  std::shared_ptr<SharedMapping> whole_;  // null where this is all of it
+  std::shared_ptr<SharedMapping> whole_;  // null if this is the whole mapping
 };
 
-// How a member notices that another one has ended without notice: a connected socket that ends with
-// it, and a pidfd. The pidfd covers children that inherited the socket and keep it open. Either may
-// be missing.
+// The means to notice that another member has ended without notice: a connected socket that ends
+// with it, and a pidfd. The pidfd covers children that inherited the socket and keep it open.
+// Either may be missing.
 struct MemberWatch {
   UniqueFd socket;
   UniqueFd process;
@@ -49,8 +49,8 @@ struct MemberWatch {
   bool Ended() const;
 };
 
-// One per member; this rank's own stays empty. Arenas of the same members share them; the last
-// arena to go ends the sockets, so that peers notice.
+// One watch per member; this rank's own is empty. Arenas of the same members share the watches. The
+// last arena to go ends the sockets, so that peers notice.
 class MemberWatches {
  public:
   explicit MemberWatches(std::vector<MemberWatch> watches) : watches_(std::move(watches)) {}
@@ -64,27 +64,27 @@ class MemberWatches {
   const std::vector<MemberWatch> watches_;
 };
 
-// The bytes of an arena with `count` regions of `region_bytes` (rounded up to whole pages).
+// Returns the bytes of an arena with `count` regions of `region_bytes`, rounded up to whole pages.
 size_t ArenaBytes(size_t count, size_t region_bytes);
 
-// Writes the header of a new arena into zeroed memory; the creator does so once, before others map
-// it.
+// Writes the header of a new arena to zeroed memory. The creator calls it once, before other
+// members map the memory.
 void FormatArena(SharedMapping& mapping, size_t count, size_t region_bytes);
 
-// kInternal unless `mapping` holds an arena of this shape.
+// Fails with kInternal unless `mapping` holds an arena of this shape.
 Status CheckArena(const SharedMapping& mapping, size_t count, size_t region_bytes);
 
-// `ranks` is sorted and holds the rank of every member; `watches` is null where the members are
+// `ranks` is sorted and holds the rank of every member. `watches` is null if the members are
 // threads of one process.
 std::unique_ptr<Arena> MakeSharedArena(std::shared_ptr<SharedMapping> mapping, int member,
                                        std::vector<int> ranks, size_t region_bytes,
                                        std::shared_ptr<const MemberWatches> watches);
 
-// The memory of two consecutive arenas: the ranks' arena and the one for direct calls, which has
-// its own region size.
+// The memory of two consecutive arenas: the ranks' arena, and the arena for direct calls with its
+// own region size.
 class ArenaPair {
  public:
-  // `mapping` has Bytes(count, region_bytes) bytes.
+  // `mapping` must have Bytes(count, region_bytes) bytes.
   ArenaPair(const std::shared_ptr<SharedMapping>& mapping, size_t count, size_t region_bytes);
 
   static size_t Bytes(size_t count, size_t region_bytes);

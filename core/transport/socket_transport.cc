@@ -31,13 +31,13 @@
 namespace sparkhvd {
 namespace {
 
-// One system call moves at most this much, so that no peer starves while another one sends.
+// Limits one system call, so that a sending peer does not starve the others.
 constexpr size_t kBytesPerCall = size_t{1} << 20;
 constexpr int kCallsPerTurn = 8;
-// For peers that are slow to read; nearly always the data has arrived long ago.
+// For peers that are slow to read. Nearly always, the data has arrived long before.
 constexpr std::chrono::milliseconds kLingerTime(1000);
 constexpr int kLingerSliceMillis = 5;
-constexpr std::chrono::seconds kLookInterval(1);  // at the hosts of peers
+constexpr std::chrono::seconds kLookInterval(1);  // between checks of the peers' hosts
 constexpr char kClosed[] = "it closed its links";
 
 struct Operation {
@@ -45,13 +45,13 @@ struct Operation {
   std::byte* data;  // a send only reads it
   size_t size;
   std::array<std::byte, kMessageHeaderBytes> header;
-  size_t done = 0;  // bytes of the header and the data that have moved
+  size_t done = 0;  // bytes of header and data that have moved
 
   size_t total() const { return kMessageHeaderBytes + size; }
   size_t payload_done() const { return done - std::min(done, kMessageHeaderBytes); }
 };
 
-// The next part of an operation, in the form of sendmsg and recvmsg.
+// The rest of a transfer, in the form that sendmsg and recvmsg take.
 class Remaining {
  public:
   explicit Remaining(Operation& operation) {
@@ -98,8 +98,8 @@ class Link {
     (direction == Direction::kSend ? sends_ : receives_).push_back(operation);
   }
 
-  // Moves all bytes that the socket accepts and offers now; completed tickets leave `open`. True
-  // when any bytes moved.
+  // Moves all bytes that the socket accepts and offers now. Removes completed tickets from `open`.
+  // Returns true if any bytes moved.
   bool Advance(std::unordered_set<Ticket>& open) {
     bool moved = false;
     for (int call = 0; call < kCallsPerTurn && failure_.ok() && pending(); ++call) {
@@ -120,7 +120,7 @@ class Link {
     fds.push_back({socket_.process.get(), POLLIN, 0});
   }
 
-  // Called with the events of poll after which no bytes moved: checks whether the peer has ended.
+  // Checks whether the peer has ended. Called with poll's events if they moved no bytes.
   void Judge(short stream_events, short process_events) {
     if (!failure_.ok() || !pending()) return;
     if ((stream_events & (POLLRDHUP | POLLHUP | POLLERR)) != 0 && receives_.empty()) End(kClosed);
@@ -144,23 +144,23 @@ class Link {
     return nullptr;
   }
 
-  // Sends the reason unless a message is half sent, and ends the connection. Buffers are not
-  // touched any more.
+  // Sends the reason unless a message is half sent, and ends the connection. Buffers are no longer
+  // touched.
   void Close(const Status* why) {
     if (!connected()) return;
     const bool between_messages = sends_.empty() || sends_.front().done == 0;
     if (why != nullptr && between_messages) {
-      // Without memory for the reason the peer only notices the end.
+      // Without memory for the reason, the peer only notices the end.
       static_cast<void>(Guarded([&] { return SendFarewell(*why); }));
     }
-    // Only this direction: otherwise the kernel would answer later data of the peer with a reset,
-    // which discards data of completed operations that the peer has not read yet.
+    // Ends only this direction. Otherwise the kernel would answer later data of the peer with a
+    // reset, which discards data of completed transfers that the peer has not read yet.
     ::shutdown(socket_.stream.get(), SHUT_WR);
     sends_.clear();
     receives_.clear();
   }
 
-  // Waits for sent data to arrive: closing a socket with unread data resets it, too.
+  // Waits for sent data to arrive, because closing a socket with unread data resets it, too.
   void Linger(Deadline deadline) {
     std::array<std::byte, 4096> unread;
     while (connected() && Undelivered() > 0 && !deadline.Expired()) {
@@ -173,7 +173,8 @@ class Link {
   }
 
  private:
-  // Bytes that the peer's host has not acknowledged; 0 for Unix sockets, which lose nothing.
+  // Returns the bytes that the peer's host has not acknowledged. Unix sockets lose nothing, so it
+  // is 0 for them.
   int Undelivered() const {
     int bytes = 0;
     tcp_info info{};
@@ -247,13 +248,12 @@ class Link {
     const auto header = EncodeMessageHeader({true, text.size(), why.code()});
     std::string message(reinterpret_cast<const char*>(header.data()), header.size());
     message += text;
-    // A part that cannot be sent at once is dropped: the peer then notices the end without the
-    // reason.
+    // Drops what cannot be sent at once. The peer then notices the end without the reason.
     (void)!::send(socket_.stream.get(), message.data(), message.size(), MSG_NOSIGNAL);
     return Status();
   }
 
-  // The peer has ended. Its farewell may be unread if no receive was posted.
+  // Ends the link, because the peer has ended. Its farewell may be unread if no receive was posted.
   void End(const std::string& how) {
     const bool between_messages = receives_.empty() || receives_.front().done == 0;
     std::array<std::byte, kMessageHeaderBytes> bytes;
@@ -267,7 +267,7 @@ class Link {
     failure_ = PeerGone(peer_, how).Annotate(Front());
   }
 
-  // The transfer that fails.
+  // Returns the name of the failing transfer.
   std::string Front() const {
     return TransferName(receives_.empty() ? Direction::kSend : Direction::kReceive, peer_);
   }
@@ -396,7 +396,7 @@ class SocketTransport final : public Transport {
     }
     poll_fds_.push_back({wake_.get(), POLLIN, 0});
     lock.unlock();
-    // At most for kLookInterval.
+    // Sleeps for kLookInterval at most.
     const int ready = ::poll(poll_fds_.data(), poll_fds_.size(), deadline.RemainingMillis(1000));
     const int error = errno;
     lock.lock();
@@ -407,7 +407,7 @@ class SocketTransport final : public Transport {
       for (Link* link : polled_links_) link->EndIfHostIsSilent(silence_);
     }
     if (ready <= 0) return Status();
-    // First the data that peers sent before they ended, then their end.
+    // Handle the data that peers sent before they ended, then their end.
     if (AdvanceLinks()) return Status();
     for (size_t i = 0; i < polled_links_.size(); ++i) {
       polled_links_[i]->Judge(poll_fds_[2 * i].revents, poll_fds_[2 * i + 1].revents);
@@ -428,7 +428,7 @@ class SocketTransport final : public Transport {
   const std::chrono::milliseconds silence_;
   std::atomic<int> aborts_waiting_{0};
   std::condition_variable aborted_;
-  std::mutex mutex_;  // guards all fields below; not held while waiting for sockets
+  std::mutex mutex_;  // guards all fields below; released while waiting for sockets
   std::vector<Link> links_;
   std::unordered_set<Ticket> open_;
   Ticket last_ticket_ = 0;

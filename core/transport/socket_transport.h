@@ -11,16 +11,16 @@
 
 namespace sparkhvd {
 
-// The connection to one peer. `process` is a pidfd where the peer is on this host, or empty: it
-// reports the peer's end even while a child of the peer keeps a copy of the socket.
+// The connection to one peer. `process` is a pidfd if the peer is on this host, and empty
+// otherwise. It reports the peer's end even while a child of the peer keeps a copy of the socket.
 struct PeerSocket {
   UniqueFd stream;
   UniqueFd process;
 };
 
-// `peers` has one entry per rank, this rank's own empty; sockets are non-blocking and
-// authenticated. A peer whose host is silent for longer than `silence` is lost; one that is only
-// slow is not.
+// `peers` has one entry per rank, and this rank's own is empty. Sockets are non-blocking and
+// authenticated. A peer is lost if its host is silent for longer than `silence`, but not if it is
+// only slow.
 Result<std::unique_ptr<Transport>> MakeSocketTransport(
     int rank, std::vector<PeerSocket> peers, std::chrono::milliseconds silence = kSilentLink);
 

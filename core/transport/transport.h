@@ -11,13 +11,13 @@
 
 namespace sparkhvd {
 
-// Names one posted transfer of one Transport; valid until a Wait on it returns.
+// Identifies one posted transfer of one Transport. Valid until a Wait on it returns.
 using Ticket = uint64_t;
 
 // Point-to-point transfers among `size` ranks. Messages from one rank to another arrive in the
-// order in which they were posted; both sides know the length, and a send of n bytes meets a
-// receive of exactly n bytes (n may be 0). The caller keeps the memory alive until Wait returns.
-// One thread posts and waits at a time; Abort may come from any.
+// order in which they were posted. Both sides know the length: a send of n bytes matches a receive
+// of exactly n bytes, and n may be 0. The caller keeps the memory alive until Wait returns. One
+// thread posts and waits at a time. Any thread may call Abort.
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -28,13 +28,13 @@ class Transport {
   virtual Result<Ticket> PostSend(int peer, ConstBytes data) = 0;
   virtual Result<Ticket> PostReceive(int peer, Bytes data) = 0;
 
-  // Returns once all the tickets are complete, or with the first failure: kTimeout ("receive from
-  // rank 5: 0 of 65536 bytes"), kPeerLost when a peer of a pending ticket has ended, or the reason
-  // passed to Abort. After a failure the transport stays broken and touches no buffer.
+  // Returns once all tickets are complete, or with the first failure: kTimeout ("receive from rank
+  // 5: 0 of 65536 bytes"), kPeerLost if a peer of a pending ticket has ended, or the reason passed
+  // to Abort. After a failure, the transport stays broken and touches no buffer.
   virtual Status Wait(Span<const Ticket> tickets, Deadline deadline) = 0;
 
-  // Wakes every waiter here with `why` and makes later calls fail with it. Peers notice that this
-  // rank has ended.
+  // Wakes every waiter on this rank with `why` and makes later calls fail with it. Peers notice
+  // that this rank has ended.
   virtual void Abort(const Status& why) = 0;
 };
 

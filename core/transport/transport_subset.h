@@ -1,4 +1,4 @@
-// Some ranks of a transport as a transport of their own.
+// Some ranks of a transport as a separate transport.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace sparkhvd {
 
-// Numbers `ranks` of `whole`, which include its own, 0, 1, 2... Posts and waits go to `whole`, so
-// failures name its ranks.
+// Numbers `ranks` of `whole`, which include this rank, as 0, 1, 2... Posts and waits go to `whole`,
+// so failures name its ranks.
 class TransportSubset final : public Transport {
  public:
   TransportSubset(Transport& whole, std::vector<int> ranks)
