@@ -1,8 +1,8 @@
-"""Settings of a process, read from the environment in this one place.
+"""The settings of a process, read from the environment in this module only.
 
-Everything else receives the frozen ``Config``. Each field declares its default, how its text is read, what it means,
-and which ``HOROVOD_*`` names are read as a fallback; its own variable is ``SPARKHVD_`` and its name in capitals.
-A test holds the documentation's page of settings against these declarations.
+All other modules receive the frozen ``Config``. Each field declares its default, its reader, its meaning, and the
+``HOROVOD_*`` variables that are read as a fallback. Its own variable is ``SPARKHVD_`` plus its name in capitals.
+A test compares the documentation's page of settings with these declarations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from sparkhvd.errors import ConfigError
 
 T = TypeVar("T")
-Reader = Callable[[str], T]  # the value that a text stands for; raises ValueError with the rule, as "must be ..."
+Reader = Callable[[str], T]  # converts text to a value; raises ValueError with the rule, as "must be ..."
 
 _log = logging.getLogger(__name__)
 _LEVELS = {
@@ -34,7 +34,7 @@ _ON, _OFF = frozenset({"1", "true", "on", "yes"}), frozenset({"0", "false", "off
 
 
 def non_negative_number(text: str) -> float:
-    """A number that is not negative."""
+    """Read a number that is not negative."""
     try:
         value = float(text)
     except ValueError:
@@ -45,7 +45,7 @@ def non_negative_number(text: str) -> float:
 
 
 def non_negative_integer(text: str) -> int:
-    """A whole number that is not negative."""
+    """Read an integer that is not negative."""
     value = non_negative_number(text)
     if not value.is_integer():
         raise ValueError("must be a whole number")
@@ -53,7 +53,7 @@ def non_negative_integer(text: str) -> int:
 
 
 def positive_integer(text: str) -> int:
-    """A whole number from 1 on."""
+    """Read an integer of at least 1."""
     value = non_negative_integer(text)
     if value == 0:
         raise ValueError("must be at least 1")
@@ -61,7 +61,7 @@ def positive_integer(text: str) -> int:
 
 
 def switch(text: str) -> bool:
-    """On or off; numbers count as in C."""
+    """Read on or off; numbers count as in C."""
     word = text.strip().lower()
     if word in _ON or word in _OFF:
         return word in _ON
@@ -72,12 +72,12 @@ def switch(text: str) -> bool:
 
 
 def inverted_switch(text: str) -> bool:
-    """For a variable that turns off what the setting turns on."""
+    """Read a switch that turns off what the setting turns on."""
     return not switch(text)
 
 
 def log_level(text: str) -> int:
-    """A level of Python's logging, from its name or number."""
+    """Read a level of Python's logging, by name or number."""
     word = text.strip().lower()
     if word in _LEVELS:
         return _LEVELS[word]
@@ -87,12 +87,12 @@ def log_level(text: str) -> int:
 
 
 def path(text: str) -> str:
-    """A path, or another text that is taken as it stands."""
+    """Read a path, or other text, unchanged."""
     return text
 
 
 def core_list(text: str) -> tuple[int, ...]:
-    """Numbers of processor cores with commas between them."""
+    """Read a comma-separated list of processor cores."""
     try:
         return tuple(non_negative_integer(part) for part in text.split(","))
     except ValueError:
@@ -100,12 +100,12 @@ def core_list(text: str) -> tuple[int, ...]:
 
 
 def timeline_file(text: str) -> str:
-    """A path; Horovod's word DYNAMIC means none, since a recording may always be started by a call."""
+    """Read a path; Horovod's word DYNAMIC means none, since a call can always start a recording."""
     return "" if text == "DYNAMIC" else text
 
 
 def gpu_operations(text: str) -> str:
-    """What moves CUDA tensors between the ranks."""
+    """Read the backend that moves CUDA tensors between the ranks."""
     word = text.strip().lower()
     if word in {"automatic", "nccl", "staged"}:
         return word
@@ -113,18 +113,18 @@ def gpu_operations(text: str) -> str:
 
 
 def horovod_gpu_operations(text: str) -> str:
-    """The same from Horovod's option, whose other values (``MPI``, ``DDL``) copy tensors to the host."""
+    """Read the same from Horovod's option; its other values (``MPI``, ``DDL``) copy tensors to the host."""
     return "nccl" if text.strip().lower() == "nccl" else "staged"
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What is known of a setting beside its default.
+    """The declaration of a setting, except for its default.
 
     Attributes:
         meaning: one sentence for the documentation.
-        readers: how to read each variable that may hold it, by name, the first that is set wins; without the own name.
-        own_reader: how to read its own variable.
+        readers: the reader of each fallback variable, by name; the first variable that is set wins.
+        own_reader: the reader of the setting's own variable.
     """
 
     meaning: str
@@ -138,11 +138,11 @@ def setting(
     """Declare a field of ``Config``.
 
     Args:
-        default: holds where no variable is set.
-        reader: makes the value from a variable's text.
+        default: the value if no variable is set.
+        reader: converts a variable's text to the value.
         meaning: one sentence for the documentation.
-        horovod: Horovod's names for the same thing, read in this order where the own one is not set.
-        differing: Horovod's names for the same thing that are read in another way, each with its reader.
+        horovod: Horovod's variables for the same setting, read in this order if the own variable is not set.
+        differing: Horovod's variables for the same setting that need another reader, each with its reader.
     """
     readers = dict.fromkeys(horovod, reader) | dict(differing or {})
     return field(default=default, metadata={"setting": Declaration(meaning, reader, readers)})
@@ -150,7 +150,7 @@ def setting(
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of the collective core and of the launchers; the table above says what each means."""
+    """Settings of the collective core and of the launchers; each field's declaration gives its meaning."""
 
     collective_timeout: float = setting(
         1800.0,
@@ -283,10 +283,10 @@ class Config:
     )
 
 
-# Each is set to the number of processes by the mpirun of some MPI: Open MPI, MPICH and Intel MPI, MVAPICH.
+# Each mpirun sets one of these to the number of processes: Open MPI, MPICH and Intel MPI, MVAPICH.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
-# What Horovod reads and nothing here corresponds to: accepted, with one notice that says why.
+# Horovod's variables without a counterpart here: accepted, with one notice that gives the reason.
 WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_CYCLE_TIME": "a collective starts when all ranks have submitted it, there is no cycle to wait for",
     "HOROVOD_TORUS_ALLREDUCE": "there is no torus allreduce",
@@ -315,23 +315,23 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of the field ``name`` of ``Config``."""
+    """Return the environment variable of the field ``name`` of ``Config``."""
     return f"SPARKHVD_{name.upper()}"
 
 
 def declarations() -> dict[str, Declaration]:
-    """What is declared of each field of ``Config``."""
+    """Return the declarations of all fields of ``Config``, by name."""
     return {each.name: cast("Declaration", each.metadata["setting"]) for each in fields(Config)}
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
-    """The configuration that the environment describes.
+    """Read the configuration from the environment.
 
     Args:
-        environment: read instead of the process environment when given.
+        environment: read instead of the process environment if set.
 
     Raises:
-        ConfigError: a variable has a value that cannot be read; the message names both.
+        ConfigError: a variable has an invalid value; the message contains both.
     """
     env = os.environ if environment is None else environment
     values: dict[str, Any] = {}
@@ -344,13 +344,13 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
 
 
 def java_home(environment: Mapping[str, str] | None = None) -> str | None:
-    """The folder of Java that Spark will use; None where no variable says it."""
+    """Return Java's home folder for Spark; None if no variable sets it."""
     env = os.environ if environment is None else environment
     return env.get("JAVA_HOME") or None
 
 
 def warn_ignored_variables(environment: Mapping[str, str] | None = None) -> None:
-    """Log one line about the variables of Horovod that are set and change nothing."""
+    """Log one line that lists Horovod's variables that are set but have no effect."""
     env = os.environ if environment is None else environment
     reasons = [f"{name} ({why})" for name, why in WITHOUT_EFFECT.items() if env.get(name, "") != ""]
     if reasons:
@@ -358,13 +358,13 @@ def warn_ignored_variables(environment: Mapping[str, str] | None = None) -> None
 
 
 def started_by_mpi(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether mpirun started this process as one of several."""
+    """Return whether mpirun started this process as one of several."""
     env = os.environ if environment is None else environment
     return any(int(env[name]) > 1 for name in _MPI_SIZES if env.get(name, "").isdecimal())
 
 
 def warn_if_horovod_rank(environment: Mapping[str, str] | None = None) -> None:
-    """Log one line where Horovod's variables call this process one of several."""
+    """Log one line if Horovod's variables describe this process as one of several."""
     env = os.environ if environment is None else environment
     size = env.get("HOROVOD_SIZE", "")
     if size.isdecimal() and int(size) > 1:
@@ -383,11 +383,11 @@ def _read(variable: str, text: str, reader: Reader[Any]) -> Any:
 
 
 def changed_environment(changes: Mapping[str, str | None], defaults: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment with ``changes`` applied, for a child process.
+    """Return this process's environment with ``changes`` applied, for a child process.
 
     Args:
-        changes: replace what is there; None removes a variable.
-        defaults: hold where neither the environment nor ``changes`` says anything.
+        changes: new values; None removes a variable.
+        defaults: values of variables that neither the environment nor ``changes`` sets.
     """
     merged = {**(defaults or {}), **os.environ, **changes}
     return {name: value for name, value in merged.items() if value is not None}
@@ -408,38 +408,38 @@ def take_variables(names: Sequence[str]) -> dict[str, str]:
 
 
 def yarn_container() -> str:
-    """The id of the YARN container that this process runs in, empty outside YARN."""
+    """Return the id of this process's YARN container; empty outside YARN."""
     return os.environ.get("CONTAINER_ID", "")
 
 
 def restrict_nccl_to(interfaces: str) -> None:
-    """Keep NCCL's own connections to network interfaces, unless the environment has named some for it already.
+    """Restrict NCCL's own connections to network interfaces, unless the environment already names some for NCCL.
 
     Args:
-        interfaces: names with commas between them; empty leaves the choice to NCCL.
+        interfaces: comma-separated names; empty leaves the choice to NCCL.
     """
     names = ",".join(name.strip() for name in interfaces.split(",") if name.strip())
     if names and not os.environ.get(NCCL_INTERFACES):
-        export({NCCL_INTERFACES: f"={names}"})  # without the sign, eth1 would mean eth10, too
+        export({NCCL_INTERFACES: f"={names}"})  # without the sign, eth1 would also match eth10
 
 
 def visible_devices() -> str | None:
-    """The GPUs to which this process is restricted, as CUDA reads them; None when it is not."""
+    """Return the GPUs to which CUDA_VISIBLE_DEVICES restricts this process; None if it is unrestricted."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-# Read by NCCL when it makes its first communicator.
+# NCCL reads it when it creates its first communicator.
 NCCL_INTERFACES = "NCCL_SOCKET_IFNAME"
-# Names the launch context of the rank that a program is part of, see ``comm.inherited``.
+# The path of the launch context of the rank to which this program belongs, see ``comm.inherited``.
 INHERITED_CONTEXT = "SPARKHVD_LAUNCH_CONTEXT"
 
 
 def inherited_context_path() -> str:
-    """Where the launch context of this program's rank is, empty outside such a program."""
+    """Return the path of the launch context of this program's rank; empty outside such a program."""
     return os.environ.get(INHERITED_CONTEXT, "")
 
 
-# What describes this login or this machine rather than what the user wants.
+# Variables that describe this login or machine and not the user's intent.
 _OF_THIS_MACHINE = (
     *("CUDA_VISIBLE_DEVICES", "DISPLAY", "HOME", "HOSTNAME", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD", "PWD"),
     *("SHELL", "SHLVL", "TERM", "TMPDIR", "USER", "_"),
@@ -448,7 +448,7 @@ _OF_THIS_LOGIN = ("BASH_FUNC", "DBUS_", "SSH_", "XDG_")
 
 
 def environment_for_hosts() -> dict[str, str]:
-    """The variables of this process that ranks on other machines get, too, as Horovod's launcher did it."""
+    """Return the variables of this process that ranks on other machines get too, as with Horovod's launcher."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -456,27 +456,27 @@ def environment_for_hosts() -> dict[str, str]:
     }
 
 
-# The GPUs that Spark gave to the task of this rank, with commas between them.
+# The GPUs that Spark assigned to this rank's task, separated by commas.
 OWN_DEVICES = "SPARKHVD_DEVICES"
 
 
 def own_devices() -> list[str]:
-    """The GPUs of this rank, in Spark's order; empty where it has none."""
+    """Return the GPUs of this rank, in Spark's order; empty if it has none."""
     return [name for name in os.environ.get(OWN_DEVICES, "").split(",") if name]
 
 
 def local_folders() -> tuple[str, ...]:
-    """Where this process may put what it needs for a while: Spark's local folders, then that of temporary files."""
+    """Return folders for temporary data: Spark's local folders, then the system's folder of temporary files."""
     given = tuple(folder for folder in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if folder)
     return (*given, tempfile.gettempdir())
 
 
-# The folder of a rank that is removed when its process has ended, whatever ended it.
+# A rank's folder that is removed when its process ends, however it ends.
 SCRATCH = "SPARKHVD_SCRATCH"
 
 
 def scratch_folder() -> str | None:
-    """Where this process puts files that nobody wants after it; None is the folder of temporary files."""
+    """Return the folder for files that die with this process; None means the system's folder of temporary files."""
     return os.environ.get(SCRATCH)
 
 
@@ -484,26 +484,26 @@ _GIVEN_ROWS = "SPARKHVD_GIVEN_ROWS"
 
 
 def given_rows_variable(paths: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """The variable that tells a rank where the rows lie that its task was given; none without rows."""
+    """Return the variable that points a rank to the rows of its task; empty without rows."""
     return ((_GIVEN_ROWS, json.dumps(dict(paths))),) if paths else ()
 
 
 def given_rows() -> dict[str, str]:
-    """The Arrow files with the rows that this rank's task was given, by split; empty where it was given none."""
+    """Return the Arrow files with the rows of this rank's task, by split; empty without rows."""
     found: dict[str, str] = json.loads(os.environ.get(_GIVEN_ROWS, "{}"))
     return found
 
 
 def runs_on_databricks() -> bool:
-    """Whether this process belongs to a Databricks cluster."""
+    """Return whether this process belongs to a Databricks cluster."""
     return bool(os.environ.get("DATABRICKS_RUNTIME_VERSION"))
 
 
 def hadoop_token_file() -> str | None:
-    """Where YARN put the tokens of the container, if this process runs in one."""
+    """Return the path of the container's tokens from YARN; None outside YARN."""
     return os.environ.get("HADOOP_TOKEN_FILE_LOCATION")
 
 
 def hadoop_user_name() -> str:
-    """The user that Hadoop's clients without Kerberos are."""
+    """Return the user name of Hadoop clients without Kerberos."""
     return os.environ.get("HADOOP_USER_NAME") or getpass.getuser()

@@ -1,25 +1,25 @@
-"""The names of things inside a Store. Every path that the library writes is made here and nowhere else.
+"""The names of files and folders inside a Store. Every path that the library writes is built in this module.
 
 ::
 
     datasets/<dataset id>/manifest.json         makes the dataset visible; written last
     datasets/<dataset id>/rows/...              its Parquet files, never changed once written
-    leases/<dataset id>/...                     who uses a dataset, and until when it is kept
+    leases/<dataset id>/...                     which driver uses a dataset, and until when it is kept
     fingerprints/<fingerprint>/<dataset id>     which dataset was prepared from which data
-    alike/<digest>/<run id>                     which runs of resume="auto" differ in the first weights alone
+    alike/<digest>/<run id>                     runs of resume="auto" that differ only in their initial weights
     runs/<run id>/checkpoints/epoch-00003-by-00000002   the trainer's state after epoch 3 (epochs count from 0)
-    runs/<run id>/checkpoints/epoch-00004-step-00000120-by-00000002     the same within epoch 4, after 120 of its steps
+    runs/<run id>/checkpoints/epoch-00004-step-00000120-by-00000002     the same after 120 steps of epoch 4
     runs/<run id>/history.json                  one record per epoch so far
     runs/<run id>/logs/train/..., validation    the same for TensorBoard
-    runs/<run id>/holders/...                   which fit trains the run: claims by number, see estimators.run_lease
-    runs/<run id>/checkpoints/ended             what callbacks made of it at the end of a run that one of them has ended
+    runs/<run id>/holders/...                   which fit trains the run: numbered claims, see estimators.run_lease
+    runs/<run id>/checkpoints/ended             the state after a callback ended the run, with final changes
     runs/<run id>/saved/...                     files of the user's checkpoint callback, under their own names
     runs/<run id>/model/...                     the trained model's files
-    runs/<run id>/result.json                   which of these a fit with resume="auto" gave at the run's end
-    probes/<probe id>/...                       a check that all machines reach the Store; removed after it
+    runs/<run id>/result.json                   the checkpoint that a fit with resume="auto" returned at the end
+    probes/<probe id>/...                       a check that all machines reach the Store; removed after the check
 
-A name keeps its meaning for good: what has to mean something else gets another name. Formats that can change carry
-their version inside (``format_version`` of the manifest).
+The meaning of a name never changes: new meanings get new names. Formats that can change carry a version inside
+(``format_version`` of the manifest).
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _TOKEN = re.compile(r"(?:-by-|/claims/)(\d+)(?:-inherits)?$")
 
 
 def dataset_folder(dataset_id: str) -> str:
-    """The folder that belongs to one prepared dataset."""
+    """Return the folder of one prepared dataset."""
     return f"datasets/{_component('dataset id', dataset_id)}"
 
 
 def dataset_rows_folder(dataset_id: str) -> str:
-    """The folder of a dataset's Parquet files."""
+    """Return the folder of a dataset's Parquet files."""
     return f"{dataset_folder(dataset_id)}/rows"
 
 
 def manifest_path(dataset_id: str) -> str:
-    """The manifest of one prepared dataset."""
+    """Return the path of the manifest of one prepared dataset."""
     return f"{dataset_folder(dataset_id)}/manifest.json"
 
 
 def dataset_at(url: str) -> tuple[str, str] | None:
-    """The URL of a Store and the id of its dataset whose folder ``url`` is; None for any other folder."""
+    """Split the URL of a dataset's folder into the URL of the Store and the dataset's id; None for any other folder."""
     store, _, dataset_id = url.rstrip("/").rpartition("/datasets/")
     return (f"{store}/", dataset_id) if store and dataset_id and "/" not in dataset_id else None
 
@@ -60,72 +60,72 @@ LEASES = "leases"  # the folder of all leases
 
 
 def lease_folder(dataset_id: str) -> str:
-    """The folder of the leases that drivers hold on a dataset."""
+    """Return the folder of the leases that drivers hold on a dataset."""
     return f"{LEASES}/{_component('dataset id', dataset_id)}"
 
 
 def lease_path(dataset_id: str, owner: str) -> str:
-    """The lease that one owner holds on a dataset."""
+    """Return the path of the lease that one owner holds on a dataset."""
     return f"{lease_folder(dataset_id)}/{_component('lease', owner)}"
 
 
 def leased_dataset(path: str) -> str:
-    """The id of the dataset that a lease, whose path this is, belongs to."""
+    """Return the id of the dataset to which the lease at ``path`` belongs."""
     return path.split("/")[1]
 
 
 def fingerprint_folder(fingerprint: str) -> str:
-    """The folder that names the datasets prepared from the same data in the same way."""
+    """Return the folder that lists the datasets prepared from the same data in the same way."""
     return f"fingerprints/{_component('fingerprint', fingerprint)}"
 
 
 def fingerprint_path(fingerprint: str, dataset_id: str) -> str:
-    """The note that a dataset has a fingerprint."""
+    """Return the path of the note that a dataset has a fingerprint."""
     return f"{fingerprint_folder(fingerprint)}/{_component('dataset id', dataset_id)}"
 
 
 def name_folder(name: str) -> str:
-    """The folder that says which dataset has a name of the user's."""
+    """Return the folder that maps a user's name to its dataset."""
     return f"names/{_component('name', name)}"
 
 
 def name_path(name: str, dataset_id: str) -> str:
-    """The note that a dataset has a name."""
+    """Return the path of the note that a dataset has a name."""
     return f"{name_folder(name)}/{_component('dataset id', dataset_id)}"
 
 
 def run_folder(run_id: str) -> str:
-    """The folder that belongs to one training run."""
+    """Return the folder of one training run."""
     return f"runs/{_component('run id', run_id)}"
 
 
 def auto_run(content: str, weights: str) -> str:
-    """The id of a run that is recognised by its content: digests of everything, without and with the first weights."""
+    """Return the id of a run identified by its content: one digest without the initial weights, one with them."""
     return f"{_AUTO}{content[:24]}-{weights[:24]}"
 
 
 def alike_folder(run_id: str) -> str:
-    """The folder that names the runs which ``auto_run`` gives the same first digest."""
+    """Return the folder that lists the runs with the same first digest of ``auto_run``."""
     return f"alike/{run_id.removeprefix(_AUTO).partition('-')[0]}"
 
 
 def alike_path(run_id: str) -> str:
-    """The note that such a run exists."""
+    """Return the path of the note that such a run exists."""
     return f"{alike_folder(run_id)}/{_component('run id', run_id)}"
 
 
 def run_of_note(path: str) -> str:
-    """The run that a note is about, whose path this is."""
+    """Return the run that the note at ``path`` is about."""
     return path.rpartition("/")[2]
 
 
 def checkpoints_folder(run_id: str) -> str:
-    """The folder of a run's checkpoints."""
+    """Return the folder of a run's checkpoints."""
     return f"{run_folder(run_id)}/checkpoints"
 
 
 def checkpoint_path(run_id: str, epoch: int, step: int | None = None, token: int = 0) -> str:
-    """The checkpoint written at the end of ``epoch`` (from 0), or within it after ``step`` steps, by a writer."""
+    """Return the path of a writer's checkpoint at the end of ``epoch`` (from 0), or after ``step`` steps of it."""
     if not 0 <= epoch < 100_000:
         raise StoreError(
             f"The epoch of run {run_id!r} must be within 0..99999, got {epoch}: checkpoint names have five digits."
@@ -135,87 +135,87 @@ def checkpoint_path(run_id: str, epoch: int, step: int | None = None, token: int
 
 
 def ended_path(run_id: str, token: int = 0) -> str:
-    """The checkpoint of a run that a callback has ended, after what callbacks do then."""
+    """Return the path of the checkpoint of a run that a callback ended, written after the callbacks' final changes."""
     return f"{checkpoints_folder(run_id)}/ended{_by(token)}"
 
 
 def is_ended_path(path: str) -> bool:
-    """Whether ``ended_path`` made a path."""
+    """Return whether ``ended_path`` made the path."""
     return _ENDED.fullmatch(path.rpartition("/")[2]) is not None
 
 
 def token_of(path: str) -> int:
-    """The token of the writer that a checkpoint, a claim or an inheritance is of; 0 for any other path."""
+    """Return the writer's token in the path of a checkpoint, claim or inheritance; 0 for any other path."""
     match = _TOKEN.search(path)
     return int(match[1]) if match else 0
 
 
 def holders_folder(run_id: str) -> str:
-    """The folder of what tells which fit trains a run."""
+    """Return the folder that records which fit trains a run."""
     return f"{run_folder(run_id)}/holders"
 
 
 def claims_folder(run_id: str) -> str:
-    """The folder of the tokens that writers of a run have claimed; the highest owns the run."""
+    """Return the folder of the tokens that writers of a run have claimed; the highest token owns the run."""
     return f"{holders_folder(run_id)}/claims"
 
 
 def claim_path(run_id: str, token: int) -> str:
-    """The claim of one token."""
+    """Return the path of the claim of one token."""
     return f"{claims_folder(run_id)}/{token:08d}"
 
 
 def inheritance_path(run_id: str, token: int) -> str:
-    """The checkpoints that the owner of a token took over."""
+    """Return the path of the list of checkpoints that the owner of a token took over."""
     return f"{claim_path(run_id, token)}-inherits"
 
 
 def is_inheritance(path: str) -> bool:
-    """Whether ``inheritance_path`` made a path."""
+    """Return whether ``inheritance_path`` made the path."""
     return path.endswith("-inherits")
 
 
 def beat_path(run_id: str, holder: str) -> str:
-    """What a fit renews as long as it lives."""
+    """Return the path of the file that a running fit renews."""
     return f"{holders_folder(run_id)}/beats/{_component('holder', holder)}"
 
 
 def checkpoint_position(path: str) -> tuple[int, float] | None:
-    """Epoch and step of a path that ``checkpoint_path`` made, None for any other path.
+    """Return the epoch and step of a path that ``checkpoint_path`` made; None for any other path.
 
-    The step of an epoch's end is infinite, so that places compare in the order of the training.
+    The step of an epoch's end is infinite, so that positions compare in the order of training.
     """
     match = _CHECKPOINT.fullmatch(path.rpartition("/")[2])
     return (int(match[1]), math.inf if match[2] is None else int(match[2])) if match else None
 
 
 def history_path(run_id: str) -> str:
-    """The history of a run, as JSON."""
+    """Return the path of a run's history, which is JSON."""
     return f"{run_folder(run_id)}/history.json"
 
 
 def events_path(run_id: str, part: str, epoch: int) -> str:
-    """TensorBoard's file of one epoch; it reads the files of a folder in the order of their names."""
+    """Return the path of TensorBoard's file of one epoch; TensorBoard reads the files of a folder in name order."""
     return f"{run_folder(run_id)}/logs/{part}/events.out.tfevents.{epoch:010d}.sparkhvd"
 
 
 def saved_path(run_id: str, name: str) -> str:
-    """A file that the user's checkpoint callback made."""
+    """Return the path of a file that the user's checkpoint callback made."""
     return f"{run_folder(run_id)}/saved/{_component('file', name)}"
 
 
 def model_folder(run_id: str) -> str:
-    """The folder that a run's trained model is exported to."""
+    """Return the folder to which a run's trained model is exported."""
     return f"{run_folder(run_id)}/model"
 
 
 def result_path(run_id: str) -> str:
-    """The note of what a run has ended with."""
+    """Return the path of the note that records how a run ended."""
     return f"{run_folder(run_id)}/result.json"
 
 
 def probe_folder(probe_id: str) -> str:
-    """The folder of one check that a Store is shared; it is removed after the check."""
+    """Return the folder of one check that a Store is shared; it is removed after the check."""
     return f"probes/{_component('probe id', probe_id)}"
 
 

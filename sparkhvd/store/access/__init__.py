@@ -1,1 +1,1 @@
-"""What the backends share: connections, retries, credentials, and files that are read by ranges."""
+"""The common parts of the backends: connections, retries, credentials, and files that are read by ranges."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _StoreHandler(fs.FSSpecHandler):  # type: ignore[misc]  # pyarrow is not typed
-    """fsspec's file system for Arrow, whose files are read with the retries and messages of the Store."""
+    """fsspec's file system for Arrow; its files are read with the retries and error messages of the Store."""
 
     def __init__(self, filesystem: AbstractFileSystem, open_reader: Callable[[str], RangeReader]) -> None:
         super().__init__(filesystem)

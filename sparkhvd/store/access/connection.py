@@ -15,7 +15,7 @@ class Connection:
     """A lazily created file system; copies and forked processes create their own."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # guards the fields below and operations for one thread at a time
+        self.lock = threading.RLock()  # guards the fields below, and operations that only one thread may run at a time
         self._filesystem: AbstractFileSystem | None = None
         self._process = 0
 
@@ -33,7 +33,7 @@ class Connection:
             self._filesystem = None
 
     def abandon(self) -> None:
-        """Drop a file system in which a thread hangs, together with the lock that this thread may hold."""
+        """Drop a file system with a hanging thread, together with the lock that the thread may hold."""
         self.lock = threading.RLock()
         self.close()
 

@@ -1,4 +1,4 @@
-"""How the client of HDFS finds the delegation token of a name node in Hadoop's token file."""
+"""The lookup of a name node's delegation token in Hadoop's token file, for the HDFS client."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 
 
 def name_with_token(authority: str, token_file: str | None) -> str:
-    """``host:port`` of a name node, by the address that a token is for, where there is one.
+    """Return ``host:port`` of a name node, with the address for which there is a token if there is one.
 
     Hadoop's tokens name a single name node by its address (``hadoop.security.token.service.use_ip``), and the client
-    only takes one that names the node as it was given. Name services, which have no port, go by their names.
+    only accepts a token for the exact name that it was given. Name services, which have no port, keep their names.
 
     Args:
-        authority: of the URL.
-        token_file: what ``HADOOP_TOKEN_FILE_LOCATION`` says.
+        authority: the authority of the URL.
+        token_file: the value of ``HADOOP_TOKEN_FILE_LOCATION``.
     """
     host, _, port = authority.rpartition(":")
     if token_file is None or not host or not port.isdigit():
         return authority
-    with suppress(OSError):  # no such file, no such host: the client says what follows from it
+    with suppress(OSError):  # no such file or host: the client reports the consequence
         tokens = Path(token_file).read_bytes()
         found = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
         for name in (authority, *(f"{address[0]}:{port}" for *_, address in found)):
-            # In both of the file's formats a text comes after its length.
+            # In both formats of the file, a string follows its length.
             if bytes([len(name)]) + name.encode() in tokens:
                 return name
     return authority

@@ -18,7 +18,7 @@ def principal_of(cache: str) -> str:
     https://web.mit.edu/kerberos/krb5-devel/doc/formats/ccache_file_format.html
 
     Args:
-        cache: its path, with or without a prefix ``FILE:``.
+        cache: its path, with or without the prefix ``FILE:``.
 
     Raises:
         StoreError: the file cannot be read or is not a ticket cache.

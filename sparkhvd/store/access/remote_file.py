@@ -18,18 +18,18 @@ READ_AHEAD_BYTES = 1024 * 1024
 
 
 class Ranges(Protocol):
-    """An opened file of a file system."""
+    """An open file of a file system."""
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
+        """Return the size of the file in bytes."""
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return exactly the bytes from ``start`` to ``stop``, which are inside the file."""
+        """Return exactly the bytes from ``start`` to ``stop``, which must lie inside the file."""
 
 
 class RangeReader(io.RawIOBase):
-    """A seekable file for reading over ``Ranges``; reads are complete or raise."""
+    """A seekable file for reading over ``Ranges``; a read is complete or raises."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._ranges = ranges
@@ -37,7 +37,7 @@ class RangeReader(io.RawIOBase):
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
+        """Return the size of the file in bytes."""
         return self._ranges.size
 
     def readable(self) -> bool:
@@ -89,7 +89,7 @@ class SpooledFile(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, content: Any) -> int:  # whatever has a buffer
+    def write(self, content: Any) -> int:  # any object with a buffer
         try:
             return self._spool.write(content)
         except OSError as error:
@@ -120,7 +120,7 @@ class SpooledFile(io.RawIOBase):
         self.close()
 
     def __del__(self) -> None:
-        # io's own finalizer would call close(), which makes half-written content of an abandoned file visible.
+        # io's own finalizer would call close(), which publishes the half-written content of an abandoned file.
         self._dropped = True
         with suppress(AttributeError, OSError):
             self._spool.close()

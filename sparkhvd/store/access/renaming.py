@@ -10,7 +10,7 @@ from pathlib import Path
 from sparkhvd.deadline import Deadline
 
 _CLAIM_SECONDS = 60.0  # longer than looking and renaming takes
-_LOOK_SECONDS = 0.05  # nothing reports when a folder is removed
+_LOOK_SECONDS = 0.05  # polled, because nothing reports the removal of a folder
 
 
 def rename_once(temporary: Path, target: Path) -> None:

@@ -15,8 +15,8 @@ from sparkhvd.store.backends.local import LocalStore, absolute_path
 class DBFSStore(LocalStore):
     """A Store at ``dbfs:/folder``, ``/dbfs/folder``, ``file:/dbfs/folder`` or ``/Volumes/catalog/schema/volume``.
 
-    Python reads and writes through the mounted folder, Spark through ``dbfs:``. These mounts know no links, so
-    ``publish`` looks and then renames, while a folder beside the file keeps others from doing the same.
+    Python reads and writes through the mounted folder, Spark through ``dbfs:``. These mounts have no links, so
+    ``publish`` checks the name and then renames the file. A folder beside the file excludes other writers meanwhile.
 
     Attributes:
         prefix_path: the folder; see ``LocalStore`` for the others.

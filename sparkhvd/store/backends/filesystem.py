@@ -1,4 +1,4 @@
-"""A Store on any file system that fsspec knows; those that need more derive from this one."""
+"""A Store on any file system that fsspec supports; Stores with special needs derive from this one."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-SILENCE_SECONDS = 60.0  # after which a server that says nothing is given up
-_SLOWEST = 1e6  # bytes per second; a slower transfer is taken for one that stands still
-# Clients without a time limit for a call still go to the next server by themselves: HDFS's to three data nodes.
+SILENCE_SECONDS = 60.0  # seconds without progress after which a call is abandoned
+_SLOWEST = 1e6  # bytes per second; a slower transfer counts as stalled
+# Clients without a time limit per call still switch servers by themselves: HDFS's tries three data nodes.
 _SERVERS_TRIED = 3
-# What to install for the schemes that are asked for most; fsspec says it for the others. The versions are the first
-# with an exclusive write (mode="create"): one before replaces what another has published.
+# The package to install for the most frequent schemes; fsspec names it for the others. The versions are the first
+# with an exclusive write (mode="create"): older ones replace a file that another writer has published.
 _PACKAGES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("gs", "gcs"), "gcsfs>=2024.12"),
@@ -45,7 +45,7 @@ _PACKAGES: Mapping[str, str] = MappingProxyType(
     }
 )
 _COMMON_SCHEMES = ("file", "s3", "hdfs", "gs", "abfss", "dbfs")
-# Schemes that Hadoop has file systems for; whether a session has the jars is for the session to say.
+# Schemes for which Hadoop has file systems; the Spark session knows whether it has the jars.
 _HADOOP_SCHEMES = frozenset({"hdfs", "viewfs", "gs", "abfs", "abfss", "wasb", "wasbs", "oss", "cos", "obs"})
 
 
@@ -53,22 +53,22 @@ _HADOOP_SCHEMES = frozenset({"hdfs", "viewfs", "gs", "abfs", "abfss", "wasb", "w
 class FilesystemStore(Store):
     """A Store at any URL that fsspec opens: ``gs://``, ``abfss://``, ``memory://`` and more.
 
-    Files appear all at once, because they are sent as a whole when they are closed. ``publish`` uses the exclusive
-    write of the file system; it holds against other machines where that one does (GCS, ADLS).
+    A file appears all at once, because it is sent as a whole on close. ``publish`` uses the exclusive write of the
+    file system. It excludes writers on other machines where the file system does (GCS, ADLS).
 
     Attributes:
-        prefix_path: the URL of the folder. None where the paths below say enough: the Store then lies in the deepest
-            folder that holds them all.
+        prefix_path: the URL of the folder. None if the paths below are enough: the Store is then the deepest folder
+            that contains them all.
         train_path: existing Parquet files to train on, for ``fit_on_parquet``.
         val_path: existing Parquet files to validate on.
         test_path: existing Parquet files to test on.
-        runs_path: the folder of the runs, where it is not ``runs`` below the Store's.
+        runs_path: the folder of the runs, if it is not ``runs`` below the Store's folder.
         save_runs: whether checkpoints are kept.
-        storage_options: what fsspec opens the file system with. The values are never shown or written.
-        retry_seconds: how long an operation is repeated when the connection or the server fails.
+        storage_options: the options with which fsspec opens the file system. The values are never shown or written.
+        retry_seconds: how long an operation is retried when the connection or the server fails.
 
     Raises:
-        StoreError: the URL names no folder, has credentials in it, or no file system serves it.
+        StoreError: the URL names no folder, contains credentials, or has a scheme that no file system serves.
     """
 
     prefix_path: str | None = None
@@ -79,7 +79,7 @@ class FilesystemStore(Store):
     save_runs: bool = True
     storage_options: Mapping[str, Any] | None = None
     retry_seconds: float = 60.0
-    _base: str = field(init=False, repr=False, compare=False)  # what URLs have before the location
+    _base: str = field(init=False, repr=False, compare=False)  # the part of a URL before the location
     _folders: StoreFolders = field(init=False, repr=False, compare=False)
     _connection: Connection = field(init=False, repr=False, compare=False, default_factory=Connection)
 
@@ -123,7 +123,7 @@ class FilesystemStore(Store):
         return self._do("look up", location, look)
 
     def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
-        """A file for reading, or a new one that replaces ``path`` on ``close``; an error inside ``with`` drops it."""
+        """Open a file to read, or a new one that replaces ``path`` on ``close``; an error inside ``with`` drops it."""
         location = self._folders.of(path, self.url)
         if mode == "rb":
             return io.BufferedReader(self._open_reader(location), READ_AHEAD_BYTES)
@@ -134,7 +134,7 @@ class FilesystemStore(Store):
         )
 
     def list(self, path: str) -> list[str]:
-        """Paths of all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
+        """List all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
         found = set()
         for top, stands_for in self._folders.tops(path, self.url):
             for location in self._do("list", top, partial(self._find, top)):
@@ -145,7 +145,7 @@ class FilesystemStore(Store):
     def publish(self, path: str, content: bytes) -> None:
         location = self._folders.of(path, self.url)
 
-        name = uuid.uuid4().hex  # of this writing: an attempt whose answer was lost may have arrived
+        name = uuid.uuid4().hex  # identifies this write: an attempt whose response was lost may have succeeded
 
         def write(attempt: int) -> None:
             filesystem = self._filesystem()
@@ -159,7 +159,7 @@ class FilesystemStore(Store):
         try:
             self._do("publish", location, write, len(content))
         except StoreError as error:
-            if isinstance(error.__context__, FileExistsError):  # also where a secret kept it from being the cause
+            if isinstance(error.__context__, FileExistsError):  # even if a secret kept it out of __cause__
                 raise StoreError(
                     f"Cannot publish {self._url_of_location(location)}: it exists already, and published files "
                     "are never changed. Use another id, or delete it first."
@@ -198,10 +198,10 @@ class FilesystemStore(Store):
     def with_spark_settings(self, settings: Mapping[str, str]) -> FilesystemStore:  # noqa: ARG002
         return self
 
-    # What file systems do differently.
+    # The methods below differ between file systems.
 
     def _normalized(self, url: str) -> str:
-        """A URL as this class writes it."""
+        """Return a URL in the spelling of this class."""
         if "::" in url:
             raise StoreError(f"{url!r} chains file systems, but a Store uses only one. Pass only the last URL.")
         if "://" not in url:
@@ -240,11 +240,11 @@ class FilesystemStore(Store):
         return self._class()(**options, skip_instance_cache=True)
 
     def _is_transient(self, error: Exception) -> bool:
-        """Whether an error may be gone the next time."""
+        """Return whether a retry may succeed after this error."""
         return is_transient(error)
 
     def _explain(self, error: Exception) -> str:
-        """What an error says, on one line."""
+        """Return an error's message on one line."""
         if isinstance(error, FileNotFoundError):
             return "No such file or directory"
         if isinstance(error, PermissionError) and not str(error):
@@ -262,11 +262,11 @@ class FilesystemStore(Store):
         )
 
     def _create(self, filesystem: Any, location: str, content: bytes, name: str) -> None:  # noqa: ARG002
-        """Write a new file as a whole; ``FileExistsError`` when there is one. ``name`` is of this writing alone."""
+        """Write a new file as a whole; ``FileExistsError`` if one exists. ``name`` identifies this write."""
         filesystem.pipe_file(location, content, mode="create", **self._limit(filesystem, len(content)))
 
     def _created(self, filesystem: Any, location: str, content: bytes, name: str, attempt: int) -> bool:  # noqa: ARG002
-        """Whether the file that is there comes from an earlier attempt of the writing ``name``."""
+        """Return whether the existing file comes from an earlier attempt of the write ``name``."""
         return attempt > 0 and bool(filesystem.cat_file(location, **self._limit(filesystem, len(content))) == content)
 
     def _send(self, filesystem: Any, location: str, content: IO[bytes], size: int) -> None:
@@ -274,7 +274,7 @@ class FilesystemStore(Store):
         limit = self._limit(filesystem, size)
         if size <= SPOOL_BYTES:
             filesystem.pipe_file(location, content.read(size), **limit)
-        else:  # the file has no name, but its descriptor is one
+        else:  # the file has no name, but the path of its descriptor opens it
             filesystem.put_file(f"/proc/self/fd/{content.fileno()}", location, **limit)
 
     def _find(self, top: str, _: int) -> Iterable[str]:
@@ -287,19 +287,19 @@ class FilesystemStore(Store):
             return []
 
     def _remove(self, filesystem: Any, location: str) -> None:
-        # fsspec would take a star or bracket in the name for a pattern.
+        # fsspec would read a star or bracket in the name as a pattern.
         filesystem.rm(glob.escape(location), recursive=True, **self._limit(filesystem))
 
-    # What all have in common.
+    # The methods below are common to all file systems.
 
     def _limit(self, filesystem: Any, size: int = 0) -> dict[str, float]:
-        """The argument that ends a call of a file system that waits for ever on a silent server, where it takes one."""
+        """Return the time limit argument for file systems that otherwise wait forever for a silent server."""
         return {"timeout": _seconds(size)} if filesystem.async_impl else {}
 
     def _bounded(self, action: Callable[[int], Result], size: int, attempt: int) -> Result:
-        """What an action gives that may have to move ``size`` bytes, in a thread that is left behind if it never ends.
+        """Run an action that may move ``size`` bytes in a thread, and abandon the thread if the action never ends.
 
-        A file system with time limits of its own (``_limit``) needs no thread.
+        A file system with its own time limits (``_limit``) needs no thread.
         """
         if self._filesystem().async_impl:
             return action(attempt)
@@ -324,7 +324,7 @@ class FilesystemStore(Store):
         self._do("write", location, send, size)
 
     def _do(self, verb: str, location: str, action: Callable[[int], Result], size: int = 0) -> Result:
-        """What an action gives, repeated while its errors are passing; every other error as a ``StoreError``."""
+        """Return the result of an action, retried after transient errors; any other error becomes a ``StoreError``."""
         url = self._url_of_location(location)
         try:
             return with_retries(
@@ -338,7 +338,7 @@ class FilesystemStore(Store):
         except Exception as error:  # noqa: BLE001  (raised below as a StoreError)
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             options = cast("StorageOptions", self.storage_options)
-            # Tracebacks show causes; one that has a secret in it is left out.
+            # Tracebacks show causes, so a cause that contains a secret is dropped.
             whole = "".join(traceback.format_exception(error))
             cause = error if options.scrubbed(whole) == whole else None
             raise StoreError(f"Cannot {verb} {url}: {options.scrubbed(self._explain(error))}{notes}.") from cause
@@ -357,7 +357,7 @@ class _FilesystemRanges:
 
 
 class _ReopeningRanges:
-    """Ranges of a file that is opened again when reading it fails."""
+    """Ranges of a file that is reopened when a read fails."""
 
     def __init__(self, store: FilesystemStore, location: str, ranges: Ranges) -> None:
         self._store = store
@@ -381,5 +381,5 @@ class _ReopeningRanges:
 
 
 def _seconds(size: int) -> float:
-    """How long a call that moves this many bytes may take."""
+    """Return how long a call that moves this many bytes may take."""
     return SILENCE_SECONDS + size / _SLOWEST

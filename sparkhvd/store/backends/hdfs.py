@@ -1,4 +1,4 @@
-"""A Store on HDFS, reached by a client that needs neither Java nor libhdfs."""
+"""A Store on HDFS, through a client that needs neither Java nor libhdfs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sparkhvd.store.access.retry import is_transient
 from sparkhvd.store.backends.filesystem import FilesystemStore
 from sparkhvd.store.folders import LEFTOVER_SECONDS, UNFINISHED
 
-# A name node that does not answer is tried for minutes by default; the Store has a deadline of its own around it.
+# The client's default is to try a silent name node for minutes; the Store sets a deadline of its own around it.
 _CLIENT_DEFAULTS = {
     "dfs.client.failover.max.attempts": "3",
     "dfs.client.failover.sleep.base.millis": "100",
@@ -36,14 +36,14 @@ _TRANSIENT = re.compile(
 )
 _SERVER_ERROR = re.compile(r'RPCError\("[\w.$]*", "(.*)"\)', re.DOTALL)
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*):(//(?P<authority>[^/]*))?(?P<folder>.*)", re.DOTALL)
-# What the client reads of a Hadoop configuration: where the name nodes are and how they are spoken to.
+# The part of a Hadoop configuration that the client reads: the name nodes and the protocol.
 _OF_CLIENT = re.compile(
     r"fs\.defaultFS$|dfs\.(ha\.namenodes|namenode\.rpc-address|client\.failover\.proxy\.provider)\.|"
     r"dfs\.data\.transfer\.protection$|dfs\.client\.use\.datanode\.hostname$|hadoop\.security\.authentication$|"
     r"fs\.viewfs\.mounttable\."
 )
 _SEND_BYTES = 4 * 1024 * 1024
-# Names among the storage options for what is no setting of Hadoop.
+# Storage options that are not Hadoop settings.
 _USER, _TICKET = "user", "kerb_ticket"
 _DEFAULT = "fs.defaultFS"
 
@@ -52,27 +52,27 @@ class HDFSStore(FilesystemStore):
     """A Store on HDFS.
 
     It understands ``hdfs://namenode:8020/folder``, ``hdfs://nameservice/folder``, ``hdfs:///folder`` and ``/folder``;
-    the last two lie on the default file system of the Hadoop configuration (``HADOOP_CONF_DIR``). Files are written
-    under a hidden name and then renamed, which the name node does for one writer only.
+    the last two are on the default file system of the Hadoop configuration (``HADOOP_CONF_DIR``). Files are written
+    under a hidden name and then renamed; the name node lets only one writer rename to a name.
 
-    With Kerberos (``hadoop.security.authentication``) the client takes the delegation token of the name node from
-    Hadoop's token file (``HADOOP_TOKEN_FILE_LOCATION``), which YARN gives every container, and without one a ticket.
+    With Kerberos (``hadoop.security.authentication``) the client uses the name node's delegation token from
+    Hadoop's token file (``HADOOP_TOKEN_FILE_LOCATION``), which YARN gives every container, or else a ticket.
 
     Args:
-        prefix_path: the folder; None where the paths below say enough.
+        prefix_path: the folder; None if the paths below are enough.
         host: the name node or name service, instead of the one in the URL; ``"default"`` changes nothing.
         port: its port; None or 0 for a name service.
-        user: the user of a cluster without Kerberos. All connections of a process have the same one, which the
-            variable ``HADOOP_USER_NAME`` gives; this argument checks it.
+        user: the user of a cluster without Kerberos. All connections of a process have the same user, taken from
+            the variable ``HADOOP_USER_NAME``; this argument checks it.
         kerb_ticket: the Kerberos ticket cache to use.
-        driver: Horovod's; there is one client here, so it is left out.
+        driver: accepted for Horovod's sake and ignored, since there is one client.
         extra_conf: Hadoop settings of the client, such as ``dfs.ha.namenodes.<name service>``.
-        storage_options: more of these.
+        storage_options: more Hadoop settings of the client.
         paths: ``train_path``, ``val_path``, ``test_path``, ``runs_path``, ``save_runs`` and ``retry_seconds`` as in
-            ``FilesystemStore``; the paths may also lack the scheme.
+            ``FilesystemStore``; the paths may omit the scheme.
 
     Raises:
-        StoreError: a path is no path on HDFS, or none is given, or there is a driver.
+        StoreError: a path is not on HDFS, no path is set, or ``driver`` is set.
     """
 
     def __init__(  # noqa: PLR0917  (the order of the arguments is Horovod's)
@@ -106,7 +106,7 @@ class HDFSStore(FilesystemStore):
     def with_spark_settings(self, settings: Mapping[str, str]) -> HDFSStore:
         found = {name: value for name, value in settings.items() if _OF_CLIENT.match(name)}
         if not found.get(_DEFAULT, "").startswith(("hdfs:", "viewfs:")):
-            found.pop(_DEFAULT, None)  # Hadoop's own default, which must not hide what its files say elsewhere
+            found.pop(_DEFAULT, None)  # Hadoop's built-in default, which must not hide its files
         return replace(self, storage_options={**found, **(self.storage_options or {})})
 
     def _normalized(self, url: str) -> str:
@@ -142,7 +142,7 @@ class HDFSStore(FilesystemStore):
         return filesystem
 
     def _is_transient(self, error: Exception) -> bool:
-        if isinstance(error, RuntimeError):  # whatever the client has no Python type for
+        if isinstance(error, RuntimeError):  # the client raises it for all errors without a Python type
             return bool(_TRANSIENT.search(str(error)))
         return is_transient(error)
 
@@ -172,7 +172,7 @@ class HDFSStore(FilesystemStore):
         with _own_view(content, size) as own, _removed_after_failure(filesystem.client, hidden):
             _write(filesystem.client, hidden, own)
             if self._filesystem() is not filesystem:
-                raise TimeoutError  # given up meanwhile: it must not replace what was written since
+                raise TimeoutError  # this attempt was abandoned: it must not replace what was written since
             filesystem.client.rename(hidden, location, overwrite=True)
 
     def _remove(self, filesystem: Any, location: str) -> None:
@@ -180,7 +180,7 @@ class HDFSStore(FilesystemStore):
 
 
 class _Hdfs(HdfsFileSystem):
-    """The client's fsspec class, which reads paths as they are: a ``#`` or ``?`` in them is part of a name."""
+    """The client's fsspec class, with literal paths: a ``#`` or ``?`` is part of a name."""
 
     cachable = False
 
@@ -189,7 +189,7 @@ class _Hdfs(HdfsFileSystem):
         return path
 
     def __init__(self) -> None:
-        AbstractFileSystem.__init__(self)  # the client is given afterwards
+        AbstractFileSystem.__init__(self)  # the client is set afterwards
         self.host = self.port = None
 
 
@@ -203,7 +203,7 @@ class _HdfsRanges:
 
 
 def _hdfs_url(path: str | None, authority: str) -> str | None:
-    """``path`` as a URL, on the name node that is given if one is."""
+    """Return ``path`` as a URL, on the name node ``authority`` if it is set."""
     if path is None:
         return None
     scheme, folder, own = "hdfs", path, ""
@@ -221,7 +221,7 @@ def _hidden(location: str, name: str) -> str:
 
 
 def _own_view(content: IO[bytes], size: int) -> IO[bytes]:
-    """The content with a position of its own: an attempt that was given up may go on reading."""
+    """Return the content with its own position, because an abandoned attempt may still be reading."""
     if size <= SPOOL_BYTES:
         return io.BytesIO(content.read(size))
     return Path(f"/proc/self/fd/{content.fileno()}").open("rb")
@@ -238,15 +238,15 @@ def _removed_after_failure(client: Client, location: str) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(OSError, RuntimeError):  # the failure that led here is the one to report
+        with suppress(OSError, RuntimeError):  # the original failure is the one to report
             client.delete(location, False)
         raise
 
 
 def _remove_leftovers(client: Client, folder: str) -> None:
-    """Remove hidden files that a writer which was killed left long ago."""
+    """Remove hidden files that a killed writer left long ago."""
     before = (time.time() - LEFTOVER_SECONDS) * 1000
-    with suppress(OSError, RuntimeError):  # others may do the same at the same time
+    with suppress(OSError, RuntimeError):  # other writers may remove the same files
         for found in client.list_status(folder or "/", False):
             if found.path.endswith(UNFINISHED) and not found.isdir and found.modification_time < before:
                 client.delete(found.path, False)

@@ -36,23 +36,23 @@ _RACED = frozenset({errno.ENOENT, errno.ENOTEMPTY, errno.EISDIR, None})
 class LocalStore(Store):
     """A folder on this machine, or on a file system that the driver and all executors mount at the same path.
 
-    Files appear all at once: they are written under a hidden name in the same folder, synced, and then renamed
-    (``open``) or linked (``publish``, which therefore refuses to overwrite also in a race). Mounts that know no links
-    (SMB, gcsfuse, blobfuse) make do with a folder that only one writer can make.
+    A file appears all at once: it is written under a hidden name in the same folder, synced, and then renamed
+    (``open``) or linked (``publish``; a link never overwrites, even in a race). Mounts without links (SMB, gcsfuse,
+    blobfuse) use a folder that only one writer can create instead.
 
     Attributes:
         prefix_path: the folder, as a path (relative ones are resolved now, on the driver) or a ``file://`` URL, which
-            is taken literally, without percent-decoding, as Spark does. If it is missing, the first file makes it. None
-            where the paths below say enough: the Store then lies in the deepest folder that holds them all.
+            is taken literally, without percent-decoding, as Spark does. The first file creates a missing folder.
+            None if the paths below are enough: the Store is then the deepest folder that contains them all.
         train_path: existing Parquet files to train on, for ``fit_on_parquet``.
         val_path: existing Parquet files to validate on.
         test_path: existing Parquet files to test on.
-        runs_path: the folder of the runs, where it is not ``runs`` below the Store's.
+        runs_path: the folder of the runs, if it is not ``runs`` below the Store's folder.
         save_runs: whether checkpoints are kept.
-        storage_options: a folder needs none; only empty ones are taken.
+        storage_options: must be empty, because a folder needs none.
 
     Raises:
-        StoreError: there are storage options, the path is a file, or the folder can neither be used nor made.
+        StoreError: there are storage options, the path is a file, or the folder can be neither used nor created.
     """
 
     prefix_path: str | None = None
@@ -90,7 +90,7 @@ class LocalStore(Store):
 
     @property
     def root(self) -> str:
-        """The absolute path of the folder."""
+        """Return the absolute path of the folder."""
         return self._folders.root
 
     @property
@@ -102,7 +102,7 @@ class LocalStore(Store):
             return os.path.lexists(self._file(path))
 
     def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
-        """A file for reading, or a new one that replaces ``path`` on ``close``; an error inside ``with`` drops it."""
+        """Open a file to read, or a new one that replaces ``path`` on ``close``; an error inside ``with`` drops it."""
         target = self._file(path)
         with _reporting("open", self._shown(path)):
             if mode == "rb":
@@ -112,7 +112,7 @@ class LocalStore(Store):
         raise StoreError(f"Cannot open {self._shown(path)} with mode {mode!r}; a Store supports 'rb' and 'wb'.")
 
     def list(self, path: str) -> list[str]:
-        """Paths of all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
+        """List all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
         found = set()
         for top, stands_for in self._folders.tops(path, self.url):
             if path and Path(top).is_file():
@@ -135,7 +135,7 @@ class LocalStore(Store):
                     f"Cannot publish {self._shown(path)}: it exists already, and published files are never changed. "
                     "Use another id, or delete it first."
                 ) from error
-            with suppress(FileNotFoundError):  # another has removed it already
+            with suppress(FileNotFoundError):  # another process has already removed it
                 _sync_folder(target.parent)
             _remove_leftovers(target.parent)
 
@@ -182,7 +182,7 @@ class LocalStore(Store):
             temporary.unlink(missing_ok=True)
 
     def _give_name(self, temporary: Path, target: Path) -> None:
-        """Name a file, or ``FileExistsError`` when another has that name: a link does that, unlike a rename."""
+        """Link a file to its final name; ``FileExistsError`` if the name exists, which a rename would replace."""
         try:
             os.link(temporary, target)
         except OSError as error:
@@ -192,16 +192,16 @@ class LocalStore(Store):
 
 
 class _UnfinishedFile(io.BufferedWriter):
-    """A file under a hidden name that takes its real name on ``close``."""
+    """A file under a hidden name that gets its real name on ``close``."""
 
     def __init__(self, target: Path, url: str) -> None:
         self._target = target
         self._url = url
         temporary = _unfinished_name(target)
         super().__init__(io.FileIO(temporary, "xb"))
-        self._temporary = temporary  # which says that there is something to close
+        self._temporary = temporary  # set last: it marks a file that must be closed
 
-    def write(self, content: Any) -> int:  # whatever has a buffer
+    def write(self, content: Any) -> int:  # any object with a buffer
         try:
             return super().write(content)
         except OSError as error:
@@ -222,7 +222,7 @@ class _UnfinishedFile(io.BufferedWriter):
             raise
 
     def _discard(self) -> None:
-        with suppress(OSError):  # what could not be flushed is dropped on purpose
+        with suppress(OSError):  # content that could not be flushed is dropped on purpose
             super().close()
         with suppress(OSError):
             self._temporary.unlink()
@@ -236,13 +236,13 @@ class _UnfinishedFile(io.BufferedWriter):
             self._discard()
 
     def __del__(self) -> None:
-        # io's own finalizer would call close(), which makes half-written content of an abandoned file visible.
+        # io's own finalizer would call close(), which publishes the half-written content of an abandoned file.
         if hasattr(self, "_temporary"):
             self._discard()
 
 
 def absolute_path(path_or_url: str) -> str:
-    """The absolute path that a path or a ``file:`` URL means."""
+    """Return the absolute path of a path or a ``file:`` URL."""
     path = path_or_url
     if path.lower().startswith("file:"):
         path = path[len("file:") :]
@@ -260,7 +260,7 @@ def absolute_path(path_or_url: str) -> str:
 
 
 def files_below(top: Path) -> Iterator[Path]:
-    """All files in a folder and below it, also through links; a link that leads to a folder above it is left out."""
+    """Yield all files below a folder, also through links; a link to a folder above it is skipped."""
     for folder, folders, names in os.walk(top, onerror=_raise_unless_missing, followlinks=True):
         here = Path(folder)
         folders[:] = [name for name in folders if not _is_loop(here / name)]
@@ -272,7 +272,7 @@ def _is_loop(folder: Path) -> bool:
 
 
 def _retry_if_folder_vanishes(write: Callable[[], T]) -> T:
-    """Write again when others removed the folder meanwhile."""
+    """Retry a write when other processes removed the folder meanwhile."""
     for _ in range(_TRIES - 1):
         with suppress(FileNotFoundError):
             return write()
@@ -280,7 +280,7 @@ def _retry_if_folder_vanishes(write: Callable[[], T]) -> T:
 
 
 def _remove(target: Path) -> None:
-    """Remove what is there, also when others write to it or remove it, too."""
+    """Remove a file or folder, even if other processes write to it or remove it at the same time."""
     for attempt in range(_TRIES):
         try:
             if target.is_dir() and not target.is_symlink():
@@ -288,7 +288,7 @@ def _remove(target: Path) -> None:
             else:
                 target.unlink()
         except OSError as error:
-            # rmtree has no number for a folder that another one has replaced meanwhile.
+            # rmtree raises an error without errno when another process has replaced a folder.
             if error.errno not in _RACED or attempt == _TRIES - 1:
                 raise
         if not os.path.lexists(target):
@@ -299,7 +299,7 @@ def _with_folder(target: Path) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        # pathlib also says so of a folder that is gone when it looks again.
+        # pathlib also raises this error for a folder that vanishes between its two checks.
         if not stat.S_ISDIR(target.parent.stat().st_mode):
             raise
     return target
@@ -310,16 +310,16 @@ def _unfinished_name(target: Path) -> Path:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove hidden files that a writer which was killed left long ago."""
+    """Remove hidden files that a killed writer left long ago."""
     before = time.time() - LEFTOVER_SECONDS
-    with suppress(OSError), os.scandir(folder) as entries:  # others may do the same at the same time
+    with suppress(OSError), os.scandir(folder) as entries:  # other writers may remove the same files
         for entry in entries:
             if entry.name.endswith(UNFINISHED) and entry.stat(follow_symlinks=False).st_mtime < before:
                 Path(entry.path).unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a new name durable, where folders can be synced: POSIX keeps it in the folder, not in the file."""
+    """Make a new name durable where folders can be synced: POSIX stores names in the folder, not in the file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -332,7 +332,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """A folder that is there for a while; what had to be made of it goes again, unless others have begun to use it."""
+    """Create a temporary folder; on exit, remove what was created, unless others use it by then."""
     missing = [location for location in (folder, *folder.parents) if not location.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:

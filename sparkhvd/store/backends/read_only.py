@@ -1,4 +1,4 @@
-"""Files that are there already, on this machine or a mount."""
+"""Existing files on this machine or a mount."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReadOnlyFolder(Store):
-    """A folder of this machine or a mount, to be read only: nothing is made where nothing is."""
+    """A read-only folder on this machine or a mount; a missing folder is not created."""
 
     root: str
 
@@ -37,7 +37,7 @@ class ReadOnlyFolder(Store):
             raise StoreError(f"Cannot open {self.url}/{path}: {error.strerror or error}.") from error
 
     def list(self, path: str) -> list[str]:
-        """Paths of all files below ``path``, or of the file itself, sorted."""
+        """List all files below ``path``, or the file itself, sorted."""
         top = Path(self.root, path)
         if top.is_file():
             return [path]

@@ -1,4 +1,4 @@
-"""A Store on S3, or on anything that speaks its protocol."""
+"""A Store on S3, or on any service with the same protocol."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sparkhvd.errors import StoreError
 from sparkhvd.store.access.retry import is_transient
 from sparkhvd.store.backends.filesystem import FilesystemStore
 
-# Every request ends: these hold where storage_options give no config_kwargs of the same name.
+# Every request has a time limit: these hold unless config_kwargs in storage_options has the same name.
 _CLIENT_DEFAULTS: Mapping[str, Any] = {
     "connect_timeout": 10,
     "read_timeout": 30,
@@ -33,20 +33,20 @@ _CREDENTIALS_COME_FROM = (
     "set spark.hadoop.fs.s3a.access.key and spark.hadoop.fs.s3a.secret.key in Spark's session, or AWS_ACCESS_KEY_ID "
     "and AWS_SECRET_ACCESS_KEY in the environment of the driver and all executors"
 )
-_WRITING = "sparkhvd-writing"  # metadata that tells an own file from that of another writer
-_PARTS_TRIED = 2  # s3fs repeats one part of a large file this often before the Store repeats the whole
-_TOO_EARLY = frozenset({408, 409, 425, 429})  # answers below 500 after which a request may be repeated
+_WRITING = "sparkhvd-writing"  # metadata that identifies the writer of a file
+_PARTS_TRIED = 2  # attempts of s3fs for one part of a large file, before the Store retries the whole file
+_TOO_EARLY = frozenset({408, 409, 425, 429})  # statuses below 500 after which a request may be retried
 
 
 class S3Store(FilesystemStore):
     """A Store at ``s3://bucket/folder``; ``s3a://`` and ``s3n://`` mean the same.
 
-    Files are sent as a whole and appear when they are complete; ``publish`` is S3's conditional write.
+    A file is sent as a whole and appears when it is complete; ``publish`` uses S3's conditional write.
 
     Args:
-        prefix_path: the folder; None where ``train_path`` and its like say enough.
-        storage_options: what s3fs takes: ``key``, ``secret``, ``token``, ``endpoint_url``, ``anon``, ``profile``,
-            ``client_kwargs``, ``config_kwargs`` ... None of it is needed where the machines have a role or a profile.
+        prefix_path: the folder; None if ``train_path`` and the other paths are enough.
+        storage_options: options of s3fs: ``key``, ``secret``, ``token``, ``endpoint_url``, ``anon``, ``profile``,
+            ``client_kwargs``, ``config_kwargs`` ... Machines with a role or a profile need none.
         paths: as in ``FilesystemStore``.
     """
 
@@ -87,7 +87,7 @@ class S3Store(FilesystemStore):
         filesystem.pipe_file(location, content, mode="create", Metadata={_WRITING: name}, **limit)
 
     def _created(self, filesystem: Any, location: str, content: bytes, name: str, attempt: int) -> bool:  # noqa: ARG002
-        # The client repeats requests too, so that also the first attempt may find its own file.
+        # The client retries requests too, so even the first attempt may find its own file.
         return bool(filesystem.metadata(location, refresh=True, **self._limit(filesystem)).get(_WRITING) == name)
 
     def _explain(self, error: Exception) -> str:
@@ -108,9 +108,9 @@ class S3Store(FilesystemStore):
         return is_transient(error)
 
 
-# Spark's name below fs.s3a. -> ours among the storage options, for what is a text on both sides.
+# Spark's name below fs.s3a. -> our storage option, for options that are text on both sides.
 _NAMES = {"access.key": "key", "secret.key": "secret", "session.token": "token", "endpoint": "endpoint_url"}
-# What tells who somebody is: parts of two answers are none. The last three are those of the client itself.
+# Options that identify the user; credentials from two sources must not be mixed. The last three are s3fs's own.
 _CREDENTIALS = frozenset(
     {"key", "secret", "token", "anon", "profile", "session", "username", "password"}
     | {"aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
@@ -121,10 +121,10 @@ _TEMPORARY = "org.apache.hadoop.fs.s3a.TemporaryAWSCredentialsProvider"
 
 
 def storage_options_from(settings: Mapping[str, str], bucket: str) -> dict[str, Any]:
-    """The options of s3fs that say the same as Hadoop's settings of s3a.
+    """Translate Hadoop's s3a settings into options of s3fs.
 
     Args:
-        settings: names such as ``fs.s3a.access.key``; those with ``fs.s3a.bucket.<bucket>.`` come first.
+        settings: names such as ``fs.s3a.access.key``; those with ``fs.s3a.bucket.<bucket>.`` take precedence.
         bucket: the bucket to use.
     """
     general, special = "fs.s3a.", f"fs.s3a.bucket.{bucket}."
@@ -144,7 +144,7 @@ def storage_options_from(settings: Mapping[str, str], bucket: str) -> dict[str, 
 
 
 def completed_options(given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given, and of those found elsewhere what they do not say; credentials belong together."""
+    """Fill in missing options from those found elsewhere; credentials are taken from one source only."""
     client = given.get("client_kwargs", {})
     said = {*given, *client}
     if said & _CREDENTIALS:
@@ -155,7 +155,7 @@ def completed_options(given: Mapping[str, Any], found: Mapping[str, Any]) -> dic
 
 
 def hadoop_settings(options: Mapping[str, Any], bucket: str) -> dict[str, str]:
-    """Hadoop's settings of s3a for one bucket that say the same as these options: ``storage_options_from`` inverted."""
+    """Translate options of s3fs into Hadoop's s3a settings for one bucket, the inverse of ``storage_options_from``."""
     endpoint = options.get("endpoint_url") or options.get("client_kwargs", {}).get("endpoint_url")
     known = {**options, "endpoint_url": endpoint}
     found = {name: str(known[ours]) for name, ours in _NAMES.items() if known.get(ours)}
