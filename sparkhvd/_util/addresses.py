@@ -1,4 +1,4 @@
-"""Addresses of machines: how they are written, and which one of this machine a server binds."""
+"""Addresses of machines: their notation, and the choice of the local address that a server binds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is a name or address of the machine itself that no other machine reaches."""
+    """Return whether ``host`` names this machine by a name or address that no other machine reaches."""
     if host == "localhost":
         return True
     try:
@@ -22,7 +22,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_ipv6(host: str) -> bool:
-    """Whether ``host`` is an IPv6 address, without brackets; it may name its scope (``fe80::1%eth0``)."""
+    """Return whether ``host`` is an IPv6 address, without brackets; it may have a scope (``fe80::1%eth0``)."""
     try:
         return ipaddress.ip_address(host).version == 6
     except ValueError:
@@ -30,26 +30,26 @@ def is_ipv6(host: str) -> bool:
 
 
 def is_ipv6_only(host: str) -> bool:
-    """Whether ``host`` is an IPv6 address, or a name that stands for such addresses alone."""
+    """Return whether ``host`` is an IPv6 address, or a name that resolves only to such addresses."""
     families = {family for family, _ in _resolve(host)}
     return families == {socket.AF_INET6}
 
 
 def without_brackets(host: str) -> str:
-    """The host of a text in which IPv6 addresses stand in brackets, as in URLs and in Spark's settings."""
+    """Return a host without the brackets that surround IPv6 addresses in URLs and in Spark's settings."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def with_port(host: str, port: int) -> str:
-    """``host:port``, with an IPv6 address in brackets."""
+    """Return ``host:port``, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def address_to_bind(own_host: str, peer_hosts: Sequence[str]) -> str:
-    """The one local address that peers on ``peer_hosts`` can reach.
+    """Return a local address that peers on ``peer_hosts`` can reach.
 
-    Loopback when all peers are on ``own_host``; else what ``own_host`` resolves to, if that is an address of this
-    machine; else (behind address translation, say) the one from which packets towards the peers would leave.
+    This is loopback if all peers are on ``own_host``. Otherwise it is what ``own_host`` resolves to, if this machine
+    has that address. Otherwise (for example behind NAT) it is the source address of packets to the peers.
     """
     elsewhere = [host for host in peer_hosts if host != own_host]
     if not elsewhere:
@@ -62,7 +62,7 @@ def address_to_bind(own_host: str, peer_hosts: Sequence[str]) -> str:
 
 
 def outgoing_address(towards: str) -> str:
-    """The local address from which packets towards a host would leave; nothing is sent."""
+    """Return the local source address of packets to a host; nothing is sent."""
     for family, address in _resolve(towards):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
@@ -75,7 +75,7 @@ def outgoing_address(towards: str) -> str:
 
 
 def _resolve(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses of a host, those of IPv4 first; without those of IPv6 that mean something on one link only."""
+    """Return the addresses of a host, IPv4 first, without IPv6 addresses that are valid on one link only."""
     try:
         found = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except OSError:

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A signal that comes just before the main thread begins to wait is noticed when that wait ends: so none is long.
+# A signal just before the main thread begins to wait is only noticed at the end of that wait, so each wait is short.
 _LOOK_SECONDS = 0.5
 
 
 def in_background(act: Callable[[], T], name: str, spark: SparkSession | None = None) -> Future[T]:
-    """Call ``act`` in a daemon thread; with a session, the caller's Spark properties hold there, too.
+    """Call ``act`` in a daemon thread; with a session, the caller's Spark properties apply there too.
 
-    The future is to be waited for, not the thread: a ``Thread.join`` that Ctrl-C breaks off takes its thread for ended
+    Wait for the future, not for the thread: after Ctrl-C interrupts a ``Thread.join``, the thread counts as ended
     from then on.
     """
     future: Future[T] = Future()
@@ -33,7 +33,8 @@ def in_background(act: Callable[[], T], name: str, spark: SparkSession | None = 
             future.set_exception(error)
 
     if spark is None:
-        # Told at once, the thread does not ask which one makes it: a thread of Arrow would get a name that stays.
+        # Without ``daemon`` here, threading would ask for the current thread, and a thread of Arrow would keep the
+        # name that it gets from that.
         thread = threading.Thread(target=run, daemon=True)
     else:
         from pyspark import InheritableThread  # noqa: PLC0415 - importing this module needs no Spark
@@ -46,12 +47,12 @@ def in_background(act: Callable[[], T], name: str, spark: SparkSession | None = 
 
 
 def is_set_within(event: threading.Event, seconds: float = math.inf) -> bool:
-    """Wait for ``event``; whether it came in time."""
+    """Wait for ``event`` and return whether it was set in time."""
     return _comes_within(event.wait, seconds)
 
 
 def is_done_within(future: Future[T], seconds: float = math.inf) -> bool:
-    """Wait for the end of ``future``; whether it came in time."""
+    """Wait for the end of ``future`` and return whether it came in time."""
     return _comes_within(lambda pause: bool(wait([future], pause).done), seconds)
 
 

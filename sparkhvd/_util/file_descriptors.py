@@ -7,19 +7,19 @@ from pathlib import Path
 
 from sparkhvd.errors import ConfigError
 
-_RESERVE = 64  # for what a program opens beside
+_RESERVE = 64  # for other files of the program
 
 
 def allow_files(least: int, most: int, purpose: str) -> None:
-    """Let this process open up to ``most`` files beside those it has, as far as its hard limit permits.
+    """Let this process open up to ``most`` more files, as far as its hard limit permits.
 
     Args:
-        least: how many it certainly opens.
-        most: how many it may open.
-        purpose: what for, as the subject of a sentence.
+        least: the number of files that it certainly opens.
+        most: the number of files that it may open.
+        purpose: what needs the files, as the subject of a sentence.
 
     Raises:
-        ConfigError: the hard limit does not suffice for ``least``.
+        ConfigError: the hard limit is too low for ``least``.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     there = len(list(Path("/proc/self/fd").iterdir())) + _RESERVE
@@ -35,7 +35,7 @@ def allow_files(least: int, most: int, purpose: str) -> None:
 
 
 def allow_more_files() -> bool:
-    """Double the soft limit as far as the hard one permits; False when it is there."""
+    """Double the soft limit as far as the hard limit permits; return False if it is already reached."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft in {resource.RLIM_INFINITY, hard}:
         return False

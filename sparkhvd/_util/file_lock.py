@@ -1,6 +1,6 @@
-"""Mutual exclusion among the threads and processes of one machine, so that later ones find the result of the first.
+"""Mutual exclusion among the threads and processes of one machine, so that later ones reuse the result of the first.
 
-The lock is that of a file, so the kernel releases it when its holder dies.
+It uses file locks, which the kernel releases when their holder dies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAY_SECONDS = 3600.0
 def exclusive_on_machine(what: str, deadline: Deadline) -> Iterator[None]:
     """Hold the machine-wide lock for ``what`` inside ``with``.
 
-    The lock only avoids duplicate work. Without it, or after the deadline, the block runs all the same.
+    The lock only avoids duplicate work. The block also runs without the lock, and after the deadline.
 
     Args:
         what: the work, such as "preparing rows 7"; equal texts exclude each other.
@@ -40,8 +40,8 @@ def exclusive_on_machine(what: str, deadline: Deadline) -> Iterator[None]:
         yield
     finally:
         if descriptor is not None:
-            path.unlink(missing_ok=True)  # while it is held: whoever gets the lock of a file without name tries again
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open, too
+            path.unlink(missing_ok=True)  # unlinked while locked: whoever locks an unlinked file tries again
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile also has it open
             os.close(descriptor)
 
 
@@ -62,7 +62,7 @@ def _taken(path: Path, what: str, deadline: Deadline) -> int | None:
 
 
 def _locked(path: Path) -> int | None:
-    """A descriptor of the file, locked; None while another has the lock."""
+    """Return a locked descriptor of the file; None while another holder has the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     mine = False
     try:

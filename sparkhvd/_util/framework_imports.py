@@ -12,8 +12,8 @@ from contextlib import contextmanager
 def gc_paused_for_import() -> Iterator[None]:
     """Pause garbage collection inside ``with``, and exempt all objects that exist afterwards from it.
 
-    Importing a framework creates hardly any garbage, yet collections during the import and at exit take a third of the
-    time that a rank needs to import torch and end.
+    Importing a framework creates hardly any garbage, yet collections during import and exit take a third of the time
+    that a rank needs to import torch and exit.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -26,10 +26,10 @@ def gc_paused_for_import() -> Iterator[None]:
 
 
 def keep_triton_from_tensorflow() -> None:
-    """Make PyTorch do without triton where TensorFlow is loaded; the process would crash in the import of triton.
+    """Hide triton from PyTorch if TensorFlow is loaded, because importing triton would then crash the process.
 
-    PyTorch then misses ``torch.compile`` on GPUs, and says so when it is asked for it. Whoever needs it beside
-    TensorFlow imports triton before TensorFlow.
+    ``torch.compile`` on GPUs then reports that triton is missing. Users who need it together with TensorFlow import
+    triton first.
     """
     if "tensorflow" in sys.modules and "triton" not in sys.modules:
         sys.modules["triton"] = None  # type: ignore[assignment]  # an import of it now raises ImportError

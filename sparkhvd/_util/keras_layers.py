@@ -1,4 +1,4 @@
-"""Keras layers that each rank has for itself, without Keras."""
+"""The variables of Keras layers that are local to each rank, without an import of Keras."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sparkhvd.errors import ConfigError
 
 
 def variables_of_layers(layers: Any) -> list[Any]:
-    """The variables that are trained of a layer, or of several; none for None.
+    """Return the trainable variables of a layer or of several layers; none for None.
 
     Raises:
-        ConfigError: a layer has none yet, because it is not built.
+        ConfigError: a layer has no variables yet, because it is not built.
     """
     several = [] if layers is None else list(layers) if isinstance(layers, Iterable) else [layers]
     for layer in several:

@@ -1,4 +1,4 @@
-"""The identity of a process: its machine and start time, because the system reuses process ids."""
+"""The identity of a process: its machine, process id and start time, because the system reuses process ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short tracebacks at the public functions: what the caller can act on is the message, not this package's frames."""
+"""Short tracebacks at the public functions: callers act on the message, not on this package's frames."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
-# Errors whose message says all: which value is wrong, or what a rank raised and where.
+# Errors whose message is complete: it names the wrong value, or the error of a rank and its location.
 _SELF_EXPLAINING = (ConfigError, DataError, ParamError, RankFailedError, SlotsError)
 
 
 def brief_errors(function: Callable[P, R]) -> Callable[P, R]:
     """Let ``function`` raise errors about its arguments, and KeyboardInterrupt, without the frames below it.
 
-    A notebook shows ten lines of source per frame, so that the message is hard to find. Causes of an error stay, as
-    they are the user's own code. Logging at level DEBUG has the whole traceback.
+    A notebook shows ten lines of source per frame, which bury the message. The causes of an error stay, because they
+    are the user's own code. Logging at level DEBUG has the whole traceback.
     """
 
     @functools.wraps(function)

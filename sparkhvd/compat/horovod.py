@@ -1,4 +1,4 @@
-"""What is said about names of Horovod's that are not here, or are elsewhere, and about packages that are missing."""
+"""Messages about Horovod's names that are missing or elsewhere here, and about packages that are not installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPARK = (
     "sparkhvd.store, and collectives from sparkhvd.torch, sparkhvd.tensorflow and sparkhvd.keras; see "
     "docs/guide/migrating.md."
 )
-# The extra that installs a package.
+# The extra that installs each package.
 _EXTRAS = MappingProxyType(
     {
         "keras": "keras",
@@ -28,11 +28,11 @@ _EXTRAS = MappingProxyType(
         "torch": "torch",
     }
 )
-# Arguments of horovod.run under the names that they have here.
+# Arguments of horovod.run and their names here.
 _OF_RUN = MappingProxyType(
     {"np": "num_proc", "mpi_args": "extra_mpi_args", "network_interface": "nics", "network_interfaces": "nics"}
 )
-# What horovod.spark.keras and its like have beside the collectives.
+# Names in horovod.spark.keras and similar modules beside the collectives.
 _AT_THE_TOP = frozenset(
     f"{framework}{kind}" for framework in ("Torch", "Keras", "Lightning") for kind in ("Estimator", "Model")
 )
@@ -40,7 +40,7 @@ _ELASTIC_OF_RUN = frozenset({"min_np", "max_np", "min_num_proc", "max_num_proc",
 
 
 def missing(module: str, name: str, known: Iterable[str]) -> str:
-    """What to say of an attribute that a module does not have, but maybe one of ``known``."""
+    """Return the message for an attribute that a module lacks, with the closest names in ``known``."""
     if name in {"elastic", "run_elastic"}:
         return ELASTIC
     if name == "Adasum":
@@ -51,12 +51,12 @@ def missing(module: str, name: str, known: Iterable[str]) -> str:
 
 
 def is_extra(module: str) -> bool:
-    """Whether a module is of a package that an extra installs."""
+    """Return whether a module belongs to a package that an extra installs."""
     return module.partition(".")[0] in _EXTRAS
 
 
 def not_installed(what: str, module: str) -> str:
-    """What to say where ``what`` needs a module of an extra's package, which is not there."""
+    """Return the message for a missing module that ``what`` needs and an extra installs."""
     package = module.partition(".")[0]
     return (
         f"{what} needs the package {package}, which is not installed here: pip install 'sparkhvd[{_EXTRAS[package]}]'."
@@ -64,7 +64,7 @@ def not_installed(what: str, module: str) -> str:
 
 
 def unknown_argument(name: str, known: Iterable[str]) -> str:
-    """What to say of a keyword that ``run`` does not take."""
+    """Return the message for a keyword that ``run`` does not accept."""
     if name in _ELASTIC_OF_RUN:
         return f"run() takes no {name}. {ELASTIC}"
     meant = _OF_RUN.get(name, name)

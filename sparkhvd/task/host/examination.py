@@ -1,4 +1,4 @@
-"""The part of the preflight that runs in Spark tasks: each examines its host, the network and the Store."""
+"""The part of the preflight that runs in Spark tasks: each task examines its host, the network and the Store."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class Examination:
         shared_memory: the size of /dev/shm in bytes.
         orted: whether Open MPI's orted is on the PATH.
         unreachable: an error message for every host that it cannot reach.
-        store: the problem with the Store; empty when there is none.
+        store: the problem with the Store; empty if there is none.
         store_answer: the name of its answer in the Store; empty without a Store.
-        encryption: why it cannot encrypt; empty when it can or need not.
+        encryption: why it cannot encrypt; empty if it can or need not.
     """
 
     task_index: int
@@ -134,7 +134,7 @@ def examine_task(question: ExaminationRequest, batches: Iterator[pa.RecordBatch]
         problem, name = store_answer.result()
         if (
             len({one["key"] for one in gathered}) > 1
-        ):  # on one host no task tries a server, and a barrier takes up to a second
+        ):  # tasks on one host try no servers, and a barrier takes up to a second
             context.barrier()  # servers stay open until all tasks have tried them
     encryption = encryption_problem(task.host) if question.encrypt else ""
     examination = _examination(task, unreachable, problem, name, encryption)
@@ -159,8 +159,7 @@ def _addresses(nics: Sequence[str], task: TaskInfo) -> tuple[list[str], tuple[st
 def _secret_of(index: int, secret: bytes) -> bytes:
     """Return the secret of one task's servers.
 
-    Hosts may have an address in common, as on Docker's bridges; a task then must not mistake its own server for another
-    task's.
+    Hosts may share an address, as on Docker's bridges. A task must not mistake its own server for another task's.
     """
     return hmac.digest(secret, f"task {index}".encode(), hashlib.sha256)
 

@@ -1,6 +1,6 @@
 """The ranks of one host without Spark: ``python -m sparkhvd.task.host.main``, started through ssh.
 
-It ends its ranks and itself when its stdin ends, which it does when the launcher or the connection is gone.
+It ends its ranks and itself when its stdin is closed, which happens when the launcher or the connection is gone.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Launcher:
     def __init__(self) -> None:
         self._input = Connection(os.dup(0), writable=False)
         output = os.dup(1)
-        os.dup2(2, 1)  # whatever prints here must not get between our messages
+        os.dup2(2, 1)  # user code that prints must not write between our messages
         os.write(output, MARKER)
         self._output = Connection(output, readable=False)
         self._lock = threading.Lock()  # keeps messages whole
 
     def receive(self) -> object:
-        """The next message; ``EOFError`` when the launcher is gone."""
+        """Return the next message; raise ``EOFError`` when the launcher is gone."""
         return pickle.loads(self._input.recv_bytes())
 
     def send(self, message: object) -> None:
@@ -54,7 +54,7 @@ class Launcher:
 
 
 def main() -> int:
-    """Take part in one job; the exit code is 0 when the launcher has learned what there is to know."""
+    """Take part in one job; return 0 once the launcher has received the outcomes of the ranks or the error."""
     launcher = Launcher()
     job = launcher.receive()
     if not isinstance(job, HostJob):
@@ -112,7 +112,7 @@ def _start(job: HostJob, launcher: Launcher) -> tuple[WorkerProcess, HandlerLog]
 
 
 def _own_address(job: HostJob) -> str:
-    """The address that the other hosts reach."""
+    """Return the address at which the other hosts reach this one."""
     if job.job.nics:
         return candidates(job.job.nics, job.host, job.hosts)[0].address
     others = [host for host in job.hosts if not is_loopback(host)]
@@ -123,7 +123,7 @@ def _own_address(job: HostJob) -> str:
 
 def _watch(launcher: Launcher, workers: list[WorkerProcess]) -> None:
     try:
-        launcher.receive()  # it has nothing more to say
+        launcher.receive()  # only ends when the launcher is gone, since it sends nothing more
     except (EOFError, OSError):
         for worker in workers:
             worker.terminate(1.0)

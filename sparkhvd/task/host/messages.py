@@ -18,18 +18,18 @@ MARKER = b"\nsparkhvd is ready\n"
 
 @dataclass(frozen=True)
 class HostJob:
-    """Launcher to host: its part of a job.
+    """From launcher to host: its part of a job.
 
     Attributes:
         job: the job.
-        host: the user's name of this host.
-        hosts: the user's names of all hosts.
-        first_index: number of this host's first slot.
-        count: how many ranks it runs.
+        host: the user's name for this host.
+        hosts: the user's names for all hosts.
+        first_index: the number of this host's first slot.
+        count: the number of its ranks.
         serves: whether it serves the rendezvous.
         token: the job's secret.
-        environment: variables of the launcher that hold here, too.
-        folder: the working directory, where there is one of that name.
+        environment: variables of the launcher to set here too.
+        folder: the working directory, used if it exists here.
     """
 
     job: Job = field(repr=False)
@@ -45,7 +45,7 @@ class HostJob:
 
 @dataclass(frozen=True)
 class HostReady:
-    """Host to launcher: what its ranks need to be found; the port is that of the rendezvous, 0 elsewhere."""
+    """From host to launcher: how to reach its ranks; the port is that of the rendezvous, 0 on other hosts."""
 
     offers: tuple[TaskOffer, ...]
     rendezvous_port: int
@@ -53,13 +53,13 @@ class HostReady:
 
 @dataclass(frozen=True)
 class HostDone:
-    """Host to launcher: the results and outcomes of its ranks."""
+    """From host to launcher: the results and outcomes of its ranks."""
 
     contents: Mapping[int, bytes | Outcome] = field(repr=False)
 
 
 @dataclass(frozen=True)
 class HostLost:
-    """Host to launcher: it cannot take part any more."""
+    """From host to launcher: it can no longer take part."""
 
     why: str

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from sparkhvd.rpc.registration import TaskOffer
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "lightning")
-# The same modules under other names of the package.
+# Other names of the packages with these modules.
 _OTHER_NAMES = {"tensorflow": ("tensorflow-cpu",), "lightning": ("pytorch-lightning",)}
 _SHOWN_HOSTS = 5
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those packages that are installed; imports none of them."""
+    """Return the versions of those packages that are installed, without importing them."""
     found = {}
     for name in packages:
         for called in (name, *_OTHER_NAMES.get(name, ())):
@@ -30,7 +30,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def frameworks_in_use(preload: Sequence[str]) -> tuple[str, ...]:
-    """The frameworks that this process has loaded or its job will, with their versions, like ``torch 2.8.0``."""
+    """Return the frameworks that this process has loaded or its job will load, with versions, like ``torch 2.8.0``."""
     modules = {"lightning": ("lightning", "pytorch_lightning")}
     loaded = {*sys.modules, *preload}
     names = [name for name in FRAMEWORKS if loaded & {name, *modules.get(name, ())}]
@@ -43,7 +43,7 @@ def local_versions(wanted: Sequence[str]) -> tuple[str, ...]:
 
 
 def different_versions(driver: Sequence[str], offers: Sequence[TaskOffer]) -> str:
-    """Return a warning when tasks have other versions than the driver; otherwise empty.
+    """Return a warning if tasks have other versions than the driver; otherwise empty.
 
     A suffix after a plus names a build of the same version, such as one without GPUs, and is ignored.
     """

@@ -1,4 +1,4 @@
-"""The ranks that ``orted`` starts on one host, as its leading task sees them."""
+"""The ranks that ``orted`` starts on one host, as seen by the host's first task."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.2
 
 
 class RankEnd:
-    """The exit of a worker that another process has forked and reports over a link."""
+    """The exit of a worker that another process forked and reports over a link."""
 
     def __init__(self, pid: int, link: FrameSocket) -> None:
         self.pid = pid
@@ -35,7 +35,7 @@ class RankEnd:
         try:
             ended = _receive(WorkerEnded, self._link, Deadline.after(400 * 86400.0))
         except (OSError, SparkHvdError):
-            return Exited(-9, by_launcher=True)  # its parent was killed, as orted does where SIGTERM is not enough
+            return Exited(-9, by_launcher=True)  # its parent was killed, as orted does if SIGTERM is not enough
         return Exited(ended.returncode, by_launcher=ended.by_launcher)
 
     def release(self) -> None:
@@ -44,7 +44,7 @@ class RankEnd:
 
 
 class RankListener:
-    """The Unix socket to which the ranks of this host connect; it has a name without a file, so none can be left."""
+    """The Unix socket to which the ranks of this host connect; its name is abstract, so no file is left behind."""
 
     def __init__(self) -> None:
         self.name = f"sparkhvd-{secrets.token_hex(8)}"
@@ -62,11 +62,11 @@ class RankListener:
 
         Args:
             preload: modules that the worker imports first.
-            deadline: when to give up.
+            deadline: the end of the wait.
             given_up: polled during the wait; true ends it.
 
         Raises:
-            LaunchError: none came.
+            LaunchError: no rank connected.
         """
         while True:
             self._socket.settimeout(min(_POLL_SECONDS, max(deadline.remaining(), 0.001)))
@@ -79,7 +79,7 @@ class RankListener:
             try:
                 return self._welcome(connection, preload)
             except (OSError, SparkHvdError, ValueError):
-                connection.close()  # no rank of ours, or one that has ended already: orted says so
+                connection.close()  # not one of our ranks, or one that has already ended: orted reports that
 
     def _welcome(self, connection: socket.socket, preload: Sequence[str]) -> tuple[RankConnected, Spawned]:
         deadline = Deadline.after(_HELLO_SECONDS)

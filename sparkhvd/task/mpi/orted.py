@@ -1,4 +1,4 @@
-"""Running ``orted`` for ``mpirun``: the one command that a task executes for others."""
+"""Running ``orted`` for ``mpirun``: the only command that a task executes for others."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from sparkhvd.errors import LaunchError
 
 _TERM_SECONDS = 2.0
 _TAIL_LINES = 40
-# It ends after the task when the task is killed, and still removes the folder then, also where both are told to end.
+# This shell survives SIGTERM and the death of the task, and removes the folder after orted has ended.
 _THEN_REMOVE = 'trap : TERM; "$@"; code=$?; rm -rf "$0"; exit $code'
 
 
 def orted_command(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """What a remote shell would make of the command line that ``mpirun`` hands to its agent.
+    """Parse the command line that ``mpirun`` hands to its agent as a remote shell would.
 
-    An Open MPI that was built with a prefix puts assignments of PATH and LD_LIBRARY_PATH in front.
+    An Open MPI that was built with a prefix puts assignments of PATH and LD_LIBRARY_PATH first.
 
     Returns:
-        The assignments, with references to the variable itself still in them, and the command with its arguments.
+        The assignments, with unexpanded references to the variable itself, and the command with its arguments.
 
     Raises:
-        LaunchError: the command is not ``orted``; nothing else is executed.
+        LaunchError: the command is not ``orted``; no other command is executed.
     """
     try:
         words = shlex.split(" ".join(arguments))
@@ -49,7 +49,7 @@ class Orted:
 
     Args:
         arguments: the command line that ``mpirun`` handed to its agent.
-        environment: of the process; its ranks inherit it.
+        environment: the environment of the process; its ranks inherit it.
 
     Raises:
         LaunchError: it cannot be started.
@@ -76,7 +76,7 @@ class Orted:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
-        except (OSError, ValueError) as error:  # ValueError: what no argument can contain
+        except (OSError, ValueError) as error:  # ValueError: a character that no argument can contain
             self._remove_folder()
             raise LaunchError(f"orted cannot be started: {error}.") from error
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -84,14 +84,14 @@ class Orted:
         self._reader.start()
 
     def wait(self) -> tuple[int, str]:
-        """Block until it has ended: its exit code and the last that it wrote."""
+        """Block until it has ended; return its exit code and its last output."""
         code = self._process.wait()
         self._kill(signal.SIGKILL)
         self._reader.join(1.0)  # ranks that left the process group may hold its output open
         return code, "".join(list(self._tail))
 
     def close(self) -> None:
-        """End it; its ranks are ended by those who watch over them."""
+        """End it; the tasks that supervise its ranks end them."""
         self._kill(signal.SIGTERM)
         try:
             self._process.wait(_TERM_SECONDS)

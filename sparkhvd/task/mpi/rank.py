@@ -1,8 +1,8 @@
-"""What ``orted`` starts as a rank: it connects to the task of its host, becomes the worker's parent, reports its end.
+"""The program that ``orted`` starts as a rank: it connects to its host's task, forks the worker and reports its end.
 
-The worker is a fork, so it costs neither a second start of Python nor its memory. Its parent stays until the task has
-noted how it ended: ``mpirun`` kills all ranks as soon as it learns that one has failed, and would do so before that
-failure is known as the first.
+The worker is a fork, so it costs neither a second start of Python nor its memory. The parent waits until the task
+has recorded how the worker ended: ``mpirun`` kills all ranks as soon as it learns of a failed one, which must not
+happen before that failure is known as the first.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
 
 _CONNECT_SECONDS = 30.0
 _NOTE_SECONDS = 30.0
-# What mpirun says of a rank: its number, how many there are, how many of them on its host.
+# Variables from mpirun: the rank, the world size, and the number of ranks on this host.
 _PLACE = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def main() -> int:
-    """Run the worker; the exit code is the worker's, 128 and more for signals."""
+    """Run the worker; return its exit code, or at least 128 for signals."""
     given = take_variables((EXECUTABLE, FOLDER, RANK_SOCKET, RANK_SECRET))
     deadline = Deadline.after(_CONNECT_SECONDS)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -46,7 +46,7 @@ def main() -> int:
         connection.settimeout(_CONNECT_SECONDS)
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
         control, stdout, stderr = descriptors
-        scratch = make_scratch(scratch_folder())  # orted's, which goes with it
+        scratch = make_scratch(scratch_folder())  # orted's folder, which is removed with it
         pid = os.fork()
         if pid == 0:
             export({SCRATCH: scratch})
@@ -70,7 +70,7 @@ def _become_worker(connection: socket.socket, control: int, stdout: int, stderr:
 
 
 def _stay(link: FrameSocket, pid: int) -> int:
-    """Report the worker's end, and end when the task has noted it or is gone."""
+    """Report the worker's end, and return when the task has recorded it or is gone."""
     ended_by_orted = False
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -86,7 +86,7 @@ def _stay(link: FrameSocket, pid: int) -> int:
     with contextlib.suppress(OSError):  # the task is gone
         told = WorkerEnded(-code if killed else code, ended_by_orted)
         link.send(encode(told), Deadline.after(_NOTE_SECONDS))
-        link.receive(idle=Deadline.after(_NOTE_SECONDS))  # ends with the link
+        link.receive(idle=Deadline.after(_NOTE_SECONDS))  # returns when the task closes the link
     os.waitpid(pid, 0)
     return 128 + code if killed else code
 

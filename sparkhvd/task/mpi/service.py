@@ -1,4 +1,4 @@
-"""The requests of driver and agents that a task of the mpi launcher handles."""
+"""The requests of the driver and the agents that a task of the mpi launcher handles."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from sparkhvd.rpc.registration import TaskOffer, TaskServer
 from sparkhvd.task.mpi.orted import Orted
 
 _PROBE_SECONDS = 3.0
-# Between the driver's message that starts mpirun and this task's preparations for it.
+# The time between the driver's message that starts mpirun and this task's preparations for it.
 _PREPARE_SECONDS = 30.0
 _NOT_FOUND = 127
-# How often the driver gets a sign of life.
+# The interval of signs of life for the driver.
 _BEAT_SECONDS = 3.0
 
 
@@ -37,12 +37,12 @@ class TaskService:
     """A handler for ``sparkhvd.rpc.server.Server``; one per task.
 
     Args:
-        secret: the job's, to prove to other tasks' servers.
+        secret: the job's secret, to authenticate to other tasks' servers.
     """
 
     def __init__(self, secret: bytes, *, encrypt: bool = False) -> None:
         self._secret = secret
-        self._encrypt = encrypt  # whether other tasks have to
+        self._encrypt = encrypt  # whether other tasks must encrypt
         self._assigned = threading.Event()
         self._over = threading.Event()
         self._can_execute = threading.Event()
@@ -68,7 +68,7 @@ class TaskService:
         )
 
     def plan_within(self, seconds: float) -> tuple[TaskOffer, ...] | None:
-        """Wait at most ``seconds`` for the assignment of the driver and return it; None when there is none yet."""
+        """Wait at most ``seconds`` for the assignment of the driver and return it; None if it has not arrived."""
         return self._plan if self._assigned.wait(seconds) else None
 
     def let_execute(self, environment: Mapping[str, str]) -> None:

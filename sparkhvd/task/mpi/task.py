@@ -48,19 +48,19 @@ from sparkhvd.task.worker.output import DriverLog
 from sparkhvd.task.worker.process import WorkerProcess, not_started
 from sparkhvd.task.worker.threads import thread_defaults
 
-# How often a task that waits for the driver looks whether it still lives.
+# The interval at which a task that waits for the driver checks that the driver is alive.
 _DRIVER_CHECK_SECONDS = 2.0
-# Time for the driver to say why mpirun ended, before a task gives the reason that it knows itself.
+# The time for the driver to report why mpirun ended, before a task reports its own reason.
 _DRIVER_SECONDS = 5.0
-# Time for orted to tell mpirun that all ranks have ended well.
+# The time for orted to report to mpirun that all ranks have ended well.
 _ORTED_SECONDS = 3.0
-# How often a host that waits for the ranks of the others looks whether the job goes on.
+# The interval at which a host that waits for other hosts' ranks checks whether the job has ended.
 _LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one task knows of its job once the driver has assigned the ranks."""
+    """The knowledge of one task about its job once the driver has assigned the ranks."""
 
     job: MpiJob
     plan: JobPlan
@@ -70,7 +70,7 @@ class _Part:
     driver: Client
 
     def report_phase(self, rank: int, phase: str) -> None:
-        """Let the driver know how far a rank is; nobody asks it anything over this connection any more."""
+        """Report a rank's phase to the driver, without waiting: this connection carries no more requests."""
         offer = self.plan.slots[rank].offer
         with suppress(OSError):
             self.driver.send(
@@ -83,13 +83,13 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
 
     Args:
         job: the job.
-        task: of this task.
+        task: this task.
 
     Returns:
-        By rank, for the ranks that this task watched over: the pickled result, or the outcome that made it worthless.
+        By rank, for the ranks that this task supervised: the pickled result, or the outcome of a job that failed.
 
     Raises:
-        LaunchError: the driver does not take part any more, or infrastructure was lost.
+        LaunchError: the driver no longer takes part, or infrastructure was lost.
     """
     encrypt = job.job.config.encrypt
     if encrypt:
@@ -99,7 +99,7 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
     with ExitStack() as stack:
         service = TaskService(secret, encrypt=encrypt)
         path, problem = changed_environment(dict(job.job.env)).get("PATH"), ""
-        # No reason for Spark to try again: the driver ends the job.
+        # Spark would gain nothing by another attempt: the driver ends the job.
         if job.job.executable and shutil.which(job.job.executable, path=path) is None:
             problem = f"The ranks on host {task.host} {not_started(job.job.executable, 'no such program')}."
         try:
@@ -110,7 +110,7 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
             one: stack.enter_context(Server(secret, service, one.address, name="sparkhvd-task", encrypt=encrypt))
             for one in own_interfaces
         }
-        stack.callback(service.close)  # before the servers close, so that those who wait for an answer get it
+        stack.callback(service.close)  # before the servers close, so that waiting clients get their response
         key = host_hash(yarn_container())
         versions = local_versions(job.job.versions)
         offer = TaskOffer(task.index, key, task.host, "", task.devices, task.device_kind, versions)
@@ -124,7 +124,7 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
         own_address = next(slot for slot in plan.slots if slot.offer.task_index == task.index).offer.bind_host
         for one, server in servers.items():
             if one.address != own_address:
-                server.close()  # not all hosts can reach it
+                server.close()  # some hosts cannot reach it
         own = [slot for slot in plan.slots if slot.offer.host_hash == offer.host_hash]
         if min(slot.offer.task_index for slot in own) == task.index:
             return _lead(_Part(job, plan, task, service, deadline, driver), own)
@@ -133,7 +133,7 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
 
 
 def _registered(job: Job, registration: TaskRegistration, deadline: Deadline, stack: ExitStack) -> Client:
-    """A connection to the driver, which now knows this task."""
+    """Register this task and return the connection to the driver."""
     where = f"Task {registration.offer.task_index} on host {registration.offer.host} cannot register with the driver"
     try:
         driver = connect(job.driver_addresses, job.secret, deadline, encrypt=job.config.encrypt)
@@ -147,9 +147,9 @@ def _registered(job: Job, registration: TaskRegistration, deadline: Deadline, st
 
 
 def _await_plan(driver: Client, service: TaskService) -> tuple[TaskOffer, ...]:
-    """What the driver has assigned; it knows how long all tasks may take, and which of them it misses then."""
+    """Return the driver's assignment; the driver enforces the time limit and reports missing tasks."""
     while (plan := service.plan_within(_DRIVER_CHECK_SECONDS)) is None:
-        driver.ask(Flush(), Deadline.after(NOTE_SECONDS))  # raises when the driver is gone
+        driver.ask(Flush(), Deadline.after(NOTE_SECONDS))  # raises if the driver is gone
     return plan
 
 
@@ -157,7 +157,7 @@ def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
     """Let ``orted`` start the ranks of this host, and supervise them."""
     job, service = part.job.job, part.service
     with ExitStack() as stack:
-        # Last of all: a driver that does not answer any more must not keep orted alive.
+        # Closed last: a driver that no longer responds must not keep orted alive.
         logs = stack.enter_context(ExitStack())
         events: queue.SimpleQueue[object] = queue.SimpleQueue()
         stack.enter_context(_watching(part.plan, events))
@@ -195,7 +195,7 @@ def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
 
 
 def _elsewhere(started: RankConnected, plan: JobPlan, own: Sequence[Slot]) -> str:
-    """What is wrong when ``mpirun`` gives a host more or fewer ranks than it has tasks; empty when nothing is."""
+    """Return the error if ``mpirun`` starts another number of ranks on a host than it has tasks; otherwise empty."""
     if (started.size, started.local_size) == (len(plan.slots), len(own)):
         return ""
     return (
@@ -206,10 +206,10 @@ def _elsewhere(started: RankConnected, plan: JobPlan, own: Sequence[Slot]) -> st
 
 
 def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], over: Callable[[], bool]) -> JobPlan:
-    """The plan with the ranks that ``mpirun`` gave each host, which the user's arguments may have changed.
+    """Return the plan with the ranks that ``mpirun`` started on each host, which the user's arguments may have changed.
 
     Raises:
-        LaunchError: the job has ended before all hosts had said theirs.
+        LaunchError: the job ended before all hosts had published their ranks.
     """
     plan = part.plan
     hosts = list(dict.fromkeys(slot.offer.host_hash for slot in plan.slots))
@@ -232,7 +232,7 @@ def _ranks_key(host_hash: str) -> str:
 
 @contextmanager
 def _watching(plan: JobPlan, events: queue.SimpleQueue[object]) -> Iterator[RendezvousClient]:
-    """Within this block the outcome of the job, or the loss of the driver, is put into ``events``."""
+    """Put the outcome of the job, or the loss of the driver, into ``events`` within this block."""
     with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
         watcher = watch_outcome(client, events)
         try:
@@ -243,7 +243,7 @@ def _watching(plan: JobPlan, events: queue.SimpleQueue[object]) -> Iterator[Rend
 
 
 def _environment(job: Job, task: TaskInfo, listener: RankListener) -> dict[str, str]:
-    """The environment of ``orted``, which the ranks inherit: this executor's, what the user changed, and our ways."""
+    """Return the environment of ``orted`` and its ranks: this executor's, the user's changes, our connection data."""
     own = {
         EXECUTABLE: job.executable or sys.executable,
         FOLDER: str(Path.cwd()),
@@ -255,7 +255,7 @@ def _environment(job: Job, task: TaskInfo, listener: RankListener) -> dict[str, 
 
 
 def _not_started(plan: JobPlan, slot: Slot, service: TaskService) -> Outcome:
-    """The outcome of a job whose ranks did not start here; the driver's reason goes before that of this task."""
+    """Return the outcome of a job whose ranks did not start here; the driver's reason takes precedence."""
     ended, patience = service.orted_ended(), 0.0
     if ended is None:
         report = FailureReport(slot.world.rank, slot.offer.host, "did not start in time: mpirun started no ranks")
@@ -265,7 +265,7 @@ def _not_started(plan: JobPlan, slot: Slot, service: TaskService) -> Outcome:
 
 
 def _end(plan: JobPlan, report: FailureReport, patience: float = 0.0) -> Outcome:
-    """The outcome of the job: this one, unless somebody else notes one before, or within ``patience`` seconds."""
+    """Publish ``report`` as the outcome unless another one arrives within ``patience`` seconds; return the outcome."""
     with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
         try:
             return _outcome(client.get(OUTCOME, Deadline.after(patience)))
@@ -279,7 +279,7 @@ def _outcome(content: bytes) -> Outcome:
 
 
 def _follow(plan: JobPlan, task: TaskInfo, deadline: Deadline) -> None:
-    """Wait for the outcome of the job while another task of this host watches over the ranks."""
+    """Wait for the outcome of the job while another task of this host supervises the ranks."""
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     slot = next(one for one in plan.slots if one.offer.task_index == task.index)
     with _watching(plan, events) as client:
@@ -287,8 +287,8 @@ def _follow(plan: JobPlan, task: TaskInfo, deadline: Deadline) -> None:
 
 
 def run_mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Take part in a job; yields rows of ``RESULT_SCHEMA`` for the ranks that this task watched over."""
-    for _ in batches:  # Spark wants its input read
+    """Take part in a job; yield rows of ``RESULT_SCHEMA`` for the ranks that this task supervised."""
+    for _ in batches:  # Spark requires its input to be read
         continue
     contents = serve(job, current_task_info())
     for rank, content in sorted(contents.items()):

@@ -1,1 +1,1 @@
-"""The receiving side of ``driver.user_code``: which modules a process can import, and pickles of the others."""
+"""The receiving side of ``driver.user_code``: the modules that a process can import, and pickles of all others."""

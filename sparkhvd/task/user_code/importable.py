@@ -1,4 +1,4 @@
-"""Which of the user's modules a process can import, and whether they are the driver's: asked without importing any."""
+"""Finds, without imports, which user modules a process can import and whether they match the driver's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Findings:
     """The modules that a process finds on its import path.
 
     Attributes:
-        same: modules with the content that was asked for.
-        other: modules of that name with another content.
+        same: modules with the requested content.
+        other: modules with the requested name but other content.
     """
 
     same: frozenset[str]
@@ -38,7 +38,7 @@ def look_for(modules: Mapping[str, str]) -> Findings:
 
 
 def locate(name: str) -> ModuleSpec | None:
-    """Find a module on the import path without importing it or its packages; None where there is none."""
+    """Find a module on the import path without importing it or its packages; None if it does not exist."""
     path, spec = None, None
     for part in accumulate(name.split("."), "{}.{}".format):
         spec = _find(part, path)
@@ -54,7 +54,7 @@ def _find(name: str, path: list[str] | None) -> ModuleSpec | None:
     try:
         finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
         return next((spec for finder in finders if (spec := finder.find_spec(name, path)) is not None), None)
-    except KeyError:  # a namespace package asks for its parent, which is not imported
+    except KeyError:  # the finder looks up the parent of a namespace package, which is not imported
         folder = name.rpartition(".")[2]
         spec = ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [str(found) for root in path or () if (found := Path(root, folder)).is_dir()]
@@ -62,7 +62,7 @@ def _find(name: str, path: list[str] | None) -> ModuleSpec | None:
 
 
 def content(spec: ModuleSpec) -> bytes:
-    """Return the bytes of a module's file; empty where there is none to read."""
+    """Return the bytes of a module's file; empty if there is none to read."""
     try:
         return bytes(spec.loader.get_data(spec.origin))  # type: ignore[union-attr]  # not every loader has it
     except (AttributeError, OSError, TypeError):

@@ -1,7 +1,8 @@
-"""Pickles of user code that leave the classes of the process that opens them as they are.
+"""Pickles of user code that leave the classes of the receiving process unchanged.
 
-cloudpickle opens a class that is defined in the same process as that class, and then sets all its attributes again: the
-methods become copies with globals of their own, which no longer follow the module. A class keeps its attributes here.
+When cloudpickle loads a class in the process that defined it, it returns that class but sets all its attributes again.
+The methods then become copies with their own globals and no longer follow the module. Here, a class keeps its
+attributes.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as _BY_ID
 
 from sparkhvd.task.user_code.importable import locate
 
-# Characters of one function; longer ones show no source lines elsewhere.
+# The limit of characters per function; tracebacks elsewhere show no source lines of longer ones.
 _MOST_SOURCE = 64 * 1024
-# Identity is a matter of the process, as cloudpickle's own table of classes is.
+# Identity belongs to the process, as cloudpickle's own table of classes does.
 _PROCESS = uuid.uuid4().hex
-_opened: weakref.WeakSet[type] = weakref.WeakSet()  # classes that came in a pickle
-_singles: dict[tuple[type, str, str, str], object] = {}  # values without state that came in a pickle, see single()
-_sources: dict[str, dict[int, str]] = {}  # lines by number, of files that this process lacks
-_own: weakref.WeakSet[type] = weakref.WeakSet()  # classes that were defined here and left in a pickle
+_opened: weakref.WeakSet[type] = weakref.WeakSet()  # classes that arrived in a pickle
+_singles: dict[tuple[type, str, str, str], object] = {}  # stateless values that arrived in a pickle, see single()
+_sources: dict[str, dict[int, str]] = {}  # lines by number, for files that this process lacks
+_own: weakref.WeakSet[type] = weakref.WeakSet()  # classes defined here that left in a pickle
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Pickles classes by value such that the process that defines them keeps them."""
+    """Pickles classes by value; the process that defines a class keeps its own on loading."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how to pickle a value; pickle calls this."""
+        """Return how to pickle a value; pickle calls this method."""
         reduced = super().reducer_override(value)
         if isinstance(value, type) and isinstance(reduced, tuple) and len(reduced) == 6:
             if value not in _opened:
@@ -47,14 +48,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
 
 def dumps(value: object) -> bytes:
-    """Pickle a value with ``Pickler``; ``cloudpickle.loads`` opens it."""
+    """Pickle a value with ``Pickler``; ``cloudpickle.loads`` loads it."""
     buffer = io.BytesIO()
     Pickler(buffer).dump(value)
     return buffer.getvalue()
 
 
 def set_class_state(setter: Callable[[type, Any], Any], kind: type, state: Any) -> type:
-    """Give a class the attributes that came with it, unless it is defined in this process."""
+    """Set the attributes that arrived with a class, unless this process defined the class."""
     if kind not in _own:
         _opened.add(kind)
         setter(kind, state)
@@ -62,7 +63,7 @@ def set_class_state(setter: Callable[[type, Any], Any], kind: type, state: Any) 
 
 
 class SentModule(ModuleType):
-    """A module that came in a pickle, with the names that the code in that pickle uses."""
+    """A module that arrived in a pickle, with the names that the code in that pickle uses."""
 
     __path__: list[str]
     sent_digest: str
@@ -82,9 +83,9 @@ def reduced_module(module: ModuleType, digest: str, names: Mapping[str, Any]) ->
 
 
 def sent_module(name: str, package: str | None, digest: str, process: str) -> ModuleType:
-    """Return the module of ``reduced_module``: one per process, also for later pickles of the same module.
+    """Return the module of ``reduced_module``: one per process, shared by later pickles of the same module.
 
-    ``import`` finds it where the process has no module of its own under that name.
+    ``import`` finds it if the process has no module of its own under that name.
     """
     existing = sys.modules.get(name)
     if process == _PROCESS and existing is not None:
@@ -110,36 +111,36 @@ def _register(name: str, module: ModuleType) -> None:
 
 
 def set_names(module: ModuleType, names: Mapping[str, Any]) -> ModuleType:
-    """Give a module that was sent its names; one of this process's own keeps what it has."""
+    """Set the names of a module that was sent; a module of this process keeps its own."""
     if isinstance(module, SentModule):
         vars(module).update(names)
     return module
 
 
 def is_sent(name: str) -> bool:
-    """Whether a module of that name came in a pickle."""
+    """Return whether a module of that name arrived in a pickle."""
     return isinstance(sys.modules.get(name), SentModule)
 
 
 def reduced_single(value: object, module: str, name: str, digest: str) -> tuple[Any, ...]:
-    """Return how to pickle a value without state, by the name that a module has for it.
+    """Return how to pickle a stateless value by its name in a module.
 
     Args:
         value: the only value of its kind.
         module: the module's name.
         name: the value's name there.
-        digest: tells one version of the module from another; empty where this process alone has the module.
+        digest: identifies the version of the module; empty if only this process has the module.
     """
     return single, (type(value), module, name, digest or _PROCESS)
 
 
 def known_single(value: object) -> tuple[Any, ...] | None:
-    """Return how to pickle a value that ``single`` returned; None for any other."""
+    """Return how to pickle a value that ``single`` returned; None for any other value."""
     return next(((single, key) for key, each in _singles.items() if each is value), None)
 
 
 def single(kind: type, module: str, name: str, digest: str) -> object:
-    """Return the one value of this class and name that a process has."""
+    """Return the one value that a process has for this class and name."""
     own = sys.modules.get(module)
     if own is not None and not isinstance(own, SentModule) and (module != "__main__" or digest == _PROCESS):
         value = getattr(own, name, None)
@@ -149,13 +150,13 @@ def single(kind: type, module: str, name: str, digest: str) -> object:
 
 
 def identify(kind: type, digest: str) -> None:
-    """Make a class of a module the same class in every process, also in pickles of several processes.
+    """Give a class of a module the same identity in every process, even across pickles of several processes.
 
-    cloudpickle recognises a class by a number that it draws when it first pickles the class.
+    cloudpickle identifies a class by a random number that it draws when it first pickles the class.
 
     Args:
-        kind: the class, which its module has by its name.
-        digest: of the module and all that it imports.
+        kind: the class, which its module contains under its name.
+        digest: the digest of the module and all its imports.
     """
     if kind not in _BY_CLASS:
         key = hashlib.sha256(f"{kind.__module__}:{kind.__qualname__}:{digest}".encode()).hexdigest()
@@ -164,19 +165,19 @@ def identify(kind: type, digest: str) -> None:
 
 
 def cached_property(function: Callable[[Any], Any], name: str | None) -> functools.cached_property[Any]:
-    """Return a cached property: up to Python 3.11 it holds a lock, which pickle does not take."""
+    """Return a cached property; up to Python 3.11 it holds a lock, which cannot be pickled."""
     made = functools.cached_property(function)
     made.attrname = name
     return made
 
 
 def cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Callable[..., Any]:
-    """Return a function with an ``lru_cache``, which is empty."""
+    """Return a function with an empty ``lru_cache``."""
     return functools.lru_cache(maxsize, typed)(function)
 
 
 class SourceLines:
-    """The source of one function, and no other line of its file; opened elsewhere, tracebacks show it."""
+    """The source lines of one function alone; tracebacks show them in the process that loads the pickle."""
 
     def __init__(self, code: CodeType) -> None:
         first = code.co_firstlineno
@@ -200,5 +201,5 @@ def keep_lines(filename: str, first: int, lines: tuple[str, ...]) -> None:
     known = _sources.setdefault(filename, {})
     known.update(enumerate(lines, first))
     content = [known.get(number, "\n") for number in range(1, max(known) + 1)]
-    # Without a time of change, linecache never compares the entry with a file.
+    # An entry without a modification time is never compared with a file.
     linecache.cache[filename] = (sum(map(len, content)), None, content, filename)
