@@ -430,7 +430,7 @@ def visible_devices() -> str | None:
 
 # NCCL reads it when it creates its first communicator.
 NCCL_INTERFACES = "NCCL_SOCKET_IFNAME"
-# The path of the launch context of the rank to which this program belongs, see ``comm.inherited``.
+# The path of the launch context of the rank to which this program belongs, see ``comm.connect.inherited_world``.
 INHERITED_CONTEXT = "SPARKHVD_LAUNCH_CONTEXT"
 
 

@@ -1,4 +1,4 @@
-"""One value on all ranks for arrays that each rank changes for itself, such as the running statistics of a model."""
+"""Agreement of all ranks on arrays that each rank changes locally, such as the running statistics of a model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 @dataclass(frozen=True)
 class _ArraySummary:
-    """What a rank publishes about one array; equal summaries mean equal arrays.
+    """A rank's published description of one array; equal summaries mean equal arrays.
 
     Attributes:
-        shape: of the array.
+        shape: the shape of the array.
         dtype: its type, as NumPy writes it.
-        digest: of its content.
+        digest: the digest of its content.
         has_mean: whether its mean over ranks makes sense.
-        mean: for a variance, the name of the array of its means; else empty.
+        mean: for a variance, the name of the array of its means; otherwise empty.
     """
 
     shape: tuple[int, ...]
@@ -37,10 +37,10 @@ class _ArraySummary:
 
 @dataclass(frozen=True)
 class _AgreementPlan:
-    """How the ranks agree on the arrays that differ.
+    """The plan by which the ranks agree on the arrays that differ.
 
     Attributes:
-        source: the rank whose arrays are copied where there is no mean.
+        source: the rank whose arrays are copied if there is no mean.
         averaged: names of arrays that become their weighted mean.
         copied: names of arrays that become those of ``source``.
         means: the name of the means of each averaged variance.
@@ -61,12 +61,12 @@ def agree(
     never_averaged: Collection[str] = (),
     name: str = "agreement",
 ) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the arrays that this rank must take over so that all ranks hold the same values; collective.
+    """Return the arrays that this rank must adopt so that all ranks hold the same values; collective.
 
-    A floating-point or complex array becomes the mean over ranks, weighted. A variance becomes that of all ranks'
-    values together, which includes the spread of the ranks' means. An array of any other type, and one whose
-    shape or type differs among the ranks that count, becomes that of the first rank with a weight. Where no rank has a
-    weight, all count alike. Arrays that are equal on all ranks stay bit for bit as they are; only their digests travel.
+    A floating-point or complex array becomes the weighted mean over ranks. A variance becomes that of all ranks'
+    values together, which includes the spread of the ranks' means. An array of any other type becomes that of the first
+    rank with a weight, as does an array whose shape or type differs among the ranks with a weight. If no rank has a
+    weight, all ranks count equally. Arrays that are equal on all ranks stay bit-identical; only their digests are sent.
 
     Args:
         communicator: the ranks that take part.
@@ -126,7 +126,7 @@ def _plan_agreement(weights: Sequence[float], summaries: Sequence[Mapping[str, _
 
 
 def _numbers(array: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
-    """Return the array as float64, with the two parts of complex numbers one after the other."""
+    """Return the array as float64, with the real and imaginary parts of complex numbers interleaved."""
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind == "c":
         return flat.astype(np.complex128).view(np.float64)
@@ -138,7 +138,7 @@ def _zeros(like: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
 
 
 def _shift(array: npt.NDArray[np.generic], base: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
-    """Return the difference of an array from the base: 0 also where both are the same infinity or NaN."""
+    """Return the difference of an array from the base; 0 where both are the same infinity or NaN."""
     own, other = _numbers(array), _numbers(base)
     with np.errstate(invalid="ignore"):
         return np.where((own == other) | (np.isnan(own) & np.isnan(other)), 0.0, own - other)

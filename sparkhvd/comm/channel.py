@@ -1,4 +1,4 @@
-"""A channel: one engine of the core, which connects a rank to the others of a group of ranks."""
+"""A channel: one engine of the core, which connects a rank to the other ranks of a group."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from sparkhvd.errors import ConfigError, DeadlineExceededError
 T = TypeVar("T")
 
 
-# Open files per peer: the link, or its tunnel where it is encrypted; on this host the link, one that watches the peer
-# and two that report the end of its process.
+# Open files per peer: the link, or its tunnel if it is encrypted; for a peer on this host the link, one file that
+# watches the peer and two that report the end of its process.
 _FILES_OF_LINK, _FILES_OF_TUNNEL, _FILES_OF_NEIGHBOUR = 1, 3, 4
 
 
@@ -36,13 +36,13 @@ def _counters() -> defaultdict[str, Iterator[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """The engine that connects some ranks, and what belongs to it.
+    """The engine that connects some ranks, and its data.
 
     Attributes:
-        engine: numbers its ranks 0, 1, 2...
-        ranks: the ranks of the job that these are.
-        waits: how long its handles wait.
-        on_devices: whether it takes memory of CUDA devices.
+        engine: the engine, which numbers its ranks 0, 1, 2...
+        ranks: the same ranks, by their numbers in the job.
+        waits: the waiting times of its handles.
+        on_devices: whether it accepts memory of CUDA devices.
         suggestion: logged at the first CUDA tensor that is staged.
     """
 
@@ -51,15 +51,15 @@ class Channel:
     waits: Waits
     on_devices: bool = False
     suggestion: nccl.Suggestion = field(default_factory=nccl.Suggestion, repr=False)
-    counts: defaultdict[str, Iterator[int]] = field(default_factory=_counters, repr=False)  # by kind, of unnamed ones
+    counts: defaultdict[str, Iterator[int]] = field(default_factory=_counters, repr=False)  # unnamed operations by kind
 
     @property
     def size(self) -> int:
-        """Return how many ranks it connects."""
+        """Return the number of ranks that it connects."""
         return len(self.ranks)
 
     def named(self, kind: str, name: str | None) -> str:
-        """Return the name, or one made by counting where it is None."""
+        """Return the name, or one made by counting if it is None."""
         return f"{kind}.noname.{next(self.counts[kind])}" if name is None else name
 
     def engine_rank_of(self, rank: int) -> int:
@@ -82,7 +82,7 @@ class HasChannels(Protocol):
     """A communicator, as far as collectives use it."""
 
     def channel(self, process_set: ProcessSet | None = None) -> Channel:
-        """Return the channel to the ranks of ``process_set``, to all by default."""
+        """Return the channel to the ranks of ``process_set``, by default to all ranks."""
         ...
 
 
@@ -102,7 +102,7 @@ def connect_rendezvous(context: LaunchContext, deadline: Deadline) -> Rendezvous
 
 
 def processor_core_of(context: LaunchContext) -> int | None:
-    """Return the processor core that this rank's engines run on; None leaves that to the kernel.
+    """Return the processor core that this rank's engines run on; None leaves the choice to the kernel.
 
     Raises:
         ConfigError: cores are listed, but none for this rank.
@@ -143,9 +143,9 @@ def open_channel(
 
     Args:
         context: this rank's position in the job.
-        ranks: ascending.
-        rendezvous: where the ranks find each other.
-        deadline: when to give up.
+        ranks: the ranks, ascending.
+        rendezvous: the rendezvous of the ranks.
+        deadline: the end of all attempts to connect.
         scope: distinguishes the channels of a job; equal on all ranks.
         label: names the channel in error messages.
         recorded_with: the channel whose timeline this one shares, and this one's label there.
@@ -155,7 +155,7 @@ def open_channel(
     config = context.config
     peers, files_of_link = len(ranks) - 1, _FILES_OF_TUNNEL if config.encrypt else _FILES_OF_LINK
     allow_files(files_of_link * peers, _FILES_OF_NEIGHBOUR * peers, f"A connection to {peers} other ranks")
-    keys = [f"{scope}/address/{index}" for index in range(len(ranks))]  # of ConnectMesh in the core
+    keys = [f"{scope}/address/{index}" for index in range(len(ranks))]  # ConnectMesh in the core uses the same keys
     try:
         with warning_of_stragglers(rendezvous, context, keys, ranks, label or INIT), translated():
             offered = addresses_to_offer(context.bind_host, config.network_interfaces, _core.local_addresses())

@@ -33,9 +33,9 @@ _CLOSE_SECONDS = 10.0
 class Communicator:
     """One rank's link to its peers, and the collectives over it.
 
-    Construction connects to all peers and is collective; use it as a context manager, or ``close()`` it. All methods
-    may be called from any thread. Every collective has a name by which the ranks match their submissions; where none is
-    given one is made by counting, so all ranks must then submit unnamed operations of a kind in the same order.
+    The constructor connects to all peers and is collective; use it as a context manager, or ``close()`` it. All methods
+    may be called from any thread. Every collective has a name by which the ranks match their submissions. A missing
+    name is made by counting, so all ranks must then submit unnamed operations of a kind in the same order.
 
     Args:
         context: the rank's position in the job, and how to reach its peers.
@@ -43,8 +43,8 @@ class Communicator:
 
     Raises:
         ConfigError: more than one rank but no rendezvous address.
-        AuthenticationError: a peer or the rendezvous server doesn't know the job's secret.
-        DeadlineExceededError: not all ranks came within ``context.config.start_timeout``.
+        AuthenticationError: a peer or the rendezvous server does not know the job's secret.
+        DeadlineExceededError: not all ranks called it within ``context.config.start_timeout``.
     """
 
     def __init__(self, context: LaunchContext, *, scope: str = "") -> None:
@@ -54,8 +54,8 @@ class Communicator:
         self._recordings = count()
         self.everybody = RegisteredSet(0, tuple(range(context.world.size)), context.world.rank)
         self._sets = {0: self.everybody.ranks}
-        self._sets_lock = Lock()  # one change of what follows at a time
-        self._next_set = 1  # every rank counts alike
+        self._sets_lock = Lock()  # serializes changes of the fields below
+        self._next_set = 1  # counted equally on all ranks
         self._device_libraries = nccl.libraries(context.config)
         deadline = Deadline.after(context.config.start_timeout)
         self._rendezvous = connect_rendezvous(context, deadline)
@@ -74,7 +74,7 @@ class Communicator:
                 self._rendezvous.close()
             raise
         self._engine = world.engine
-        self._channels = {0: world}  # of the sets that this rank is in
+        self._channels = {0: world}  # of the sets that contain this rank
         self._closed = False
         self._process = os.getpid()
         self._stall_detector: StallDetector | None = None
@@ -103,23 +103,23 @@ class Communicator:
         return self._homogeneous
 
     def counters(self, process_set: ProcessSet | None = None) -> dict[str, int]:
-        """Return monotonic counts of what the core did among all ranks, or among those of ``process_set``, by name."""
+        """Return monotonic counters of the core's work among all ranks, or among those of ``process_set``, by name."""
         engine = self._engine if process_set is None else self.channel(process_set).engine
         with translated():
             return engine.counters()
 
     def tuning(self) -> dict[str, int]:
-        """Return the settings in force that autotuning may change, equal on all ranks; process sets are not tuned.
+        """Return the current settings that autotuning may change, equal on all ranks; process sets are not tuned.
 
         ``fusion_threshold`` and ``hierarchical_allreduce`` are as in ``Config``. ``small_allreduce`` is the number of
-        bytes of all ranks together up to which an allreduce in shared memory takes one step, ``allreduce_chunk`` the
+        bytes of all ranks together up to which an allreduce in shared memory takes one step; ``allreduce_chunk`` is the
         size of the pieces of a larger one. ``searching`` is 1 as long as any of them may change.
         """
         with translated():
             return self._engine.tuning()
 
     def local_ranks(self) -> list[int]:
-        """Return the ranks that this one shares memory with, itself included."""
+        """Return the ranks that share memory with this one, itself included."""
         with translated():
             return self._engine.local_ranks()
 
@@ -127,7 +127,7 @@ class Communicator:
         """Record what happens to every tensor from now on, as a Chrome trace for Perfetto.
 
         Every rank that calls this takes part in the recording. The ranks of one host write one file, ``path`` on the
-        host of rank 0 and, say, ``trace.rank-4.json`` on the host whose first rank is 4; see
+        host of rank 0 and, for example, ``trace.rank-4.json`` on the host whose first rank is 4; see
         ``sparkhvd.comm.timeline.merge_timelines``.
 
         Args:
@@ -204,7 +204,7 @@ class Communicator:
         return {number: list(ranks) for number, ranks in self._sets.items()}
 
     def channel(self, process_set: ProcessSet | None = None) -> Channel:
-        """Return the channel to the ranks of ``process_set``, to all by default.
+        """Return the channel to the ranks of ``process_set``, by default to all ranks.
 
         Raises:
             NotInitializedError: the communicator is closed, or the set is not registered.
@@ -218,14 +218,14 @@ class Communicator:
         """Connect some ranks, so that they can run collectives among themselves. Collective over all ranks of the job.
 
         Args:
-            process_set: the set, or what makes one; equal on all ranks unless it is an MPI communicator.
+            process_set: the set or its ranks; equal on all ranks of the job unless it is an MPI communicator.
 
         Returns:
             The set, registered.
 
         Raises:
-            MismatchError: on every rank, when they ask for different sets.
-            ConfigError: on every rank, when the set already exists or one of its ranks is not in the job.
+            MismatchError: on every rank, if they ask for different sets.
+            ConfigError: on every rank, if the set already exists or one of its ranks is not in the job.
         """
         asked = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
         with self._sets_lock:
@@ -247,13 +247,13 @@ class Communicator:
         return asked
 
     def remove_process_set(self, process_set: ProcessSet) -> bool:
-        """Disconnect a process set; what is pending on it fails. Collective over all ranks of the job.
+        """Disconnect a process set; its pending operations fail. Collective over all ranks of the job.
 
         Returns:
             Whether the set was registered; the set of all ranks stays.
 
         Raises:
-            MismatchError: on every rank, when they remove different sets.
+            MismatchError: on every rank, if they remove different sets.
         """
         number = process_set.process_set_id
         with self._sets_lock:
@@ -300,7 +300,7 @@ class Communicator:
                 self._stall_detector.close()
 
     def leave_to_parent(self) -> None:
-        """After a fork, in the child: close its copies of the links, without notifying the peers of the parent."""
+        """After a fork, in the child: close its copies of the links without notifying the parent's peers."""
         self._closed = True
         for channel in self._channels.values():
             channel.engine.close_copies()

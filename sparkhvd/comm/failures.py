@@ -1,4 +1,4 @@
-"""Translates failures of the compiled core into the types of ``sparkhvd.errors``."""
+"""Translation of the core's failures into the types of ``sparkhvd.errors``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def translate(error: CoreError) -> SparkHvdError:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raise what the core reports inside the block as our own types."""
+    """Raise the core's errors inside the block as our own types."""
     try:
         yield
     except CoreError as error:

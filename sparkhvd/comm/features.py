@@ -52,9 +52,9 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version of the installed NCCL, such as 22907 for 2.29.7; 0 where there is none.
+    """Return the version of the installed NCCL, such as 22907 for 2.29.7; 0 if there is none.
 
-    It is used where ``SPARKHVD_GPU_OPERATIONS=nccl``.
+    It is used with ``SPARKHVD_GPU_OPERATIONS=nccl``.
     """
     return nccl.version()
 

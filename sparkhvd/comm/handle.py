@@ -20,22 +20,22 @@ _GPU_SECONDS = 0.0001
 
 
 class PendingOperation(Protocol):
-    """An operation of the core."""
+    """An operation of the core that is in progress."""
 
     def done(self) -> bool:
-        """Whether ``wait()`` would return or raise at once."""
+        """Return whether ``wait()`` would return or raise at once."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the end; raises ``CoreError``."""
+        """Wait for the end; raise ``CoreError`` on failure."""
         ...
 
     def let_wait(self, stream: int) -> None:
-        """After ``wait()``: put a CUDA stream behind the result; raises ``CoreError``."""
+        """After ``wait()``: make a CUDA stream wait for the result; raise ``CoreError`` on failure."""
         ...
 
     def carried_out(self) -> bool:
-        """After ``wait()``: whether a CUDA device has done it, too; raises ``CoreError``."""
+        """After ``wait()``: return whether a CUDA device has also completed it; raise ``CoreError`` on failure."""
         ...
 
 
@@ -46,11 +46,11 @@ class PendingGroup:
     operations: tuple[Operation, ...]
 
     def done(self) -> bool:
-        """Whether all are done."""
+        """Return whether all operations are done."""
         return all(operation.done() for operation in self.operations)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for all, also when one fails; raises the error of the first that failed."""
+        """Wait for all operations, even after a failure; raise the error of the first that failed."""
         deadline = Deadline.after(timeout_s)
         failure: CoreError | None = None
         for operation in self.operations:
@@ -62,22 +62,22 @@ class PendingGroup:
             raise failure
 
     def let_wait(self, stream: int) -> None:
-        """Put a CUDA stream behind all results."""
+        """Make a CUDA stream wait for all results."""
         for operation in self.operations:
             operation.let_wait(stream)
 
     def carried_out(self) -> bool:
-        """Whether a CUDA device has done all of them, too."""
+        """Return whether a CUDA device has also completed all operations."""
         return all(operation.carried_out() for operation in self.operations)
 
 
 @dataclass(slots=True)
 class Waits:
-    """What the handles of a channel have in common.
+    """The waiting times that the handles of a channel share.
 
     Attributes:
         timeout: seconds to wait for a result by default.
-        seconds: total time waited for results so far; approximate where several threads wait at once.
+        seconds: total time waited for results so far; approximate if several threads wait at once.
     """
 
     timeout: float
@@ -88,21 +88,21 @@ class Waits:
 class Handle(Generic[T]):
     """A submitted collective; ``wait()`` returns its result and may be called again. Do not modify it.
 
-    Thousands may wait at a time, so a handle consists of as few objects as possible: a result that is memory of the
-    caller, known before the operation is done, needs no function.
+    Thousands may be pending at a time, so a handle consists of as few objects as possible: a result in the caller's
+    memory is known before the operation is done and needs no function.
 
     Attributes:
-        name: by which the ranks match the operation.
+        name: the name by which the ranks match the operation.
     """
 
     name: str
     operation: PendingOperation = field(repr=False)
     waits: Waits = field(repr=False)
     known: T | None = field(default=None, repr=False)
-    finish: Callable[[], T] | None = field(default=None, repr=False)  # makes the result where it is not known
+    finish: Callable[[], T] | None = field(default=None, repr=False)  # makes the result if it is not known
 
     def done(self) -> bool:
-        """Whether ``wait()`` would return or raise at once."""
+        """Return whether ``wait()`` would return or raise at once."""
         return self.operation.done()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -113,7 +113,7 @@ class Handle(Generic[T]):
 
         Raises:
             MismatchError: the ranks disagree on shape, dtype, operation, root or group.
-            PeerLostError: a rank that takes part has ended, or aborted the job.
+            PeerLostError: a participating rank has ended, or aborted the job.
             DeadlineExceededError: not all ranks took part in time.
             CollectiveError: the operation failed otherwise, or the communicator was closed before it was done.
         """
@@ -130,7 +130,7 @@ class Handle(Generic[T]):
         return self._result()
 
     def __call__(self) -> T:
-        """Return the result, like Horovod's handles of sparse tensors."""
+        """Return the result, as Horovod's handles of sparse tensors do."""
         return self.wait()
 
     def then(self, step: Callable[[T], U]) -> Handle[U]:
@@ -139,7 +139,7 @@ class Handle(Generic[T]):
         return Handle(self.name, self.operation, self.waits, finish=lambda: step(result()))
 
     def behind(self, stream: Callable[[], int]) -> Handle[T]:
-        """Return a handle for a CUDA device: ``wait()`` orders ``stream()`` behind it, and makes the result once."""
+        """Return a handle for a CUDA device: ``wait()`` makes ``stream()`` wait for it, and makes the result once."""
 
         def finish() -> T:
             with translated():

@@ -1,4 +1,4 @@
-"""Finds CUDA's driver and NCCL, with which collectives work on CUDA tensors without copies through the CPU."""
+"""The CUDA driver and NCCL, with which collectives work on CUDA tensors without copies through the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparkhvd import _core
 from sparkhvd.config import Config, restrict_nccl_to, visible_devices
 from sparkhvd.errors import ConfigError
 
-# The name under which NVIDIA's driver installs it, wherever the linker looks.
+# The name under which NVIDIA's driver is installed on the linker's path.
 _CUDA = "libcuda.so.1"
 _NCCL = "libnccl.so.2"
 _MANAGEMENT = "libnvidia-ml.so.1"
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def library() -> str:
-    """Return the path of the NCCL that the torch wheel installs, else the name under which the system may have one."""
+    """Return the path of the NCCL that the torch wheel installs, or else the system's name for it."""
     namespace = find_spec("nvidia")
     folders = [] if namespace is None else namespace.submodule_search_locations or []
     paths = [str(path) for folder in folders if (path := Path(folder, "nccl", "lib", _NCCL)).is_file()]
@@ -29,10 +29,10 @@ def library() -> str:
 
 
 def libraries(config: Config) -> _core.DeviceLibraries | None:
-    """Load both libraries where the settings ask for NCCL; return None where they do not.
+    """Load both libraries if the settings ask for NCCL; otherwise return None.
 
     Raises:
-        ConfigError: a library cannot be used here, or the settings ask for encryption, too.
+        ConfigError: a library cannot be used here, or the settings also ask for encryption.
     """
     if config.gpu_operations != "nccl":
         return None
@@ -53,7 +53,7 @@ def libraries(config: Config) -> _core.DeviceLibraries | None:
 
 
 def version() -> int:
-    """Return the version of NCCL, such as 22907 for 2.29.7; 0 where no usable NCCL is installed."""
+    """Return the version of NCCL, such as 22907 for 2.29.7; 0 if no usable NCCL is installed."""
     try:
         return _core.nccl_version(library())
     except _core.CoreError:
@@ -63,7 +63,7 @@ def version() -> int:
 def has_cuda() -> bool:
     """Return whether NVIDIA's driver is installed and this process may see a device.
 
-    This does not call CUDA: a process that has initialized CUDA cannot use it in children that it forks.
+    This does not call CUDA, because a process that has initialized CUDA cannot use it in forked children.
     """
     visible = visible_devices()
     if visible is not None and visible.strip() in {"", "-1"}:
@@ -75,7 +75,7 @@ def has_cuda() -> bool:
 
 
 def count_devices(management: ctypes.CDLL) -> int:
-    """Return how many devices NVIDIA's management library (NVML) reports; 0 where it fails."""
+    """Return the number of devices that NVIDIA's management library (NVML) reports; 0 if it fails."""
     if management.nvmlInit_v2() != 0:
         return 0
     try:

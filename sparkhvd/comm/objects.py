@@ -33,13 +33,13 @@ def broadcast_object(
 
     Args:
         communicator: the ranks that take part.
-        value: any object that cloudpickle takes.
+        value: any object that cloudpickle accepts.
         root: the rank whose object is sent.
         name: the operation's name, equal on all ranks.
         process_set: the ranks that take part, all by default.
 
     Raises:
-        CollectiveError: on every rank, when the root's object cannot be pickled.
+        CollectiveError: on every rank, if the root's object cannot be pickled.
     """
     is_root = communicator.world.rank == root
     pickled, problem = _pickled(value) if is_root else (b"", None)
@@ -61,12 +61,12 @@ def allgather_object(
 
     Args:
         communicator: the ranks that take part.
-        value: any object that cloudpickle takes.
+        value: any object that cloudpickle accepts.
         name: the operation's name, equal on all ranks.
         process_set: the ranks that take part, all by default.
 
     Raises:
-        CollectiveError: on every rank, when an object cannot be pickled; the message names the ranks.
+        CollectiveError: on every rank, if an object cannot be pickled; the message names the ranks.
     """
     pickled, problem = _pickled(value)
     payload = np.frombuffer(pickled, np.uint8)
@@ -82,7 +82,7 @@ def allgather_object(
 
 
 def _pickled(value: object) -> tuple[bytes, Exception | None]:
-    """Return the pickle of a value, or no bytes and the error: the other ranks wait for an answer in either case."""
+    """Return the pickle of a value, or no bytes and the error, because the other ranks wait for either."""
     try:
         return cloudpickle.dumps(value), None
     except Exception as problem:  # noqa: BLE001  a user's __reduce__ may raise anything

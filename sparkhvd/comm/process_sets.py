@@ -23,7 +23,7 @@ class Proposal:
     """The process set that one rank proposes.
 
     Attributes:
-        ranks: ascending.
+        ranks: the ranks, ascending.
         split: whether other ranks may propose other sets at the same time, as after ``MPI.Comm.Split``.
     """
 
@@ -33,11 +33,11 @@ class Proposal:
 
 @dataclass(frozen=True)
 class RegisteredSet:
-    """A process set that all ranks know.
+    """A process set as registered on all ranks.
 
     Attributes:
         number: its id.
-        ranks: ascending.
+        ranks: the ranks, ascending.
         me: this process's rank in the job.
     """
 
@@ -47,14 +47,14 @@ class RegisteredSet:
 
 
 class ProcessSet:
-    """Some of the ranks. It may be used after ``init(process_sets=[...])`` or ``add_process_set()`` has registered it.
+    """Some of the ranks, usable once ``init(process_sets=[...])`` or ``add_process_set()`` has registered it.
 
     Args:
         ranks: ranks of the job, or an ``mpi4py`` communicator: the set is then the ranks that hold it. Ranks may come
             with different communicators, such as those of ``Split``; each becomes a set.
 
     Raises:
-        ConfigError: no ranks, or one of them twice.
+        ConfigError: there are no ranks, or one of them appears twice.
     """
 
     def __init__(self, ranks: Iterable[int] | MpiCommunicator) -> None:
@@ -72,7 +72,7 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """Return the set's number: 0 for the set of all ranks; None while it is not registered."""
+        """Return the set's number: 0 for the set of all ranks; None if it is not registered."""
         return None if self._registration is None else self._registration.number
 
     @property
@@ -81,11 +81,11 @@ class ProcessSet:
         return list(self._given if self._registration is None else self._registration.ranks)
 
     def size(self) -> int:
-        """Return how many ranks are in it."""
+        """Return the number of ranks in the set."""
         return len(self._registered().ranks)
 
     def included(self) -> bool:
-        """Return whether this process is in it."""
+        """Return whether this process is in the set."""
         registration = self._registered()
         return registration.me in registration.ranks
 
@@ -127,9 +127,9 @@ def agreed_sets(
     """Return the sets that the ranks propose together, in the same order on all of them.
 
     Args:
-        proposals: by rank.
+        proposals: the proposals, by rank.
         known: the sets that are already registered.
-        size: ranks in the job.
+        size: the number of ranks in the job.
 
     Raises:
         MismatchError: the ranks propose different sets.

@@ -38,7 +38,7 @@ class _Session:
     everybody: ProcessSet = field(default_factory=lambda: ProcessSet([0]))  # registered while initialized
     server: RendezvousServer | None = None  # on rank 0 of a job that MPI has started
     from_mpi: bool = False
-    # How often each selection of ranks has connected. Their counts agree, so a count names the scope of the next time.
+    # The number of connections of each selection of ranks. It agrees among the ranks, so it can name the next scope.
     inits: Counter[tuple[int, ...]] = field(default_factory=Counter)
     watches_forks: bool = False
     forked: bool = False  # this process is a child of the one that was initialized
@@ -53,11 +53,11 @@ global_process_set = _session.everybody
 
 
 def set_launch_context(context: LaunchContext, joined: Callable[[], None] | None = None) -> None:
-    """Set how the next ``init()`` finds the other ranks; called by launchers before any user code.
+    """Set how the next ``init()`` finds the other ranks; launchers call it before any user code.
 
     Args:
         context: the rank's position in the job.
-        joined: called whenever ``init()`` has connected it.
+        joined: called each time that ``init()`` has connected the rank.
 
     Raises:
         ConfigError: the process is already initialized.
@@ -74,7 +74,7 @@ def set_launch_context(context: LaunchContext, joined: Callable[[], None] | None
 
 
 def launch_context() -> LaunchContext:
-    """Return the launch context that the launcher set; without a launcher, that of a job of one rank."""
+    """Return the launch context that the launcher set, or else that of a job of one rank."""
     return _session.context or LaunchContext(config=_own_config())
 
 
@@ -84,12 +84,12 @@ def init(
 ) -> None:
     """Connect this process to the other ranks of its job.
 
-    The launcher provides their addresses. Without a launcher, the ranks are the processes that mpirun has started
-    (mpi4py has to be installed); without either, this process is a job of one rank.
+    The launcher provides their addresses. Without a launcher, the ranks are the processes that mpirun started
+    (this needs mpi4py); without either, this process is a job of one rank.
 
     Collective: every rank must call it. Calling it again without ``shutdown()`` does nothing; after ``shutdown()`` the
-    ranks connect again. A rank on which it failed may call it again: it then connects with the ranks that still wait
-    and those that call later.
+    ranks connect again. A rank on which it failed may call it again: it then connects with the ranks that are still
+    waiting and those that call later.
 
     Args:
         comm: makes some ranks a job of their own: a list of ranks of the launcher's job or of MPI's world, which
@@ -100,8 +100,8 @@ def init(
     Raises:
         ConfigError: ``comm`` does not include this rank, a process set cannot be registered, or this process was forked
             from a rank.
-        DeadlineExceededError: not all ranks came within the configured ``start_timeout``.
-        AuthenticationError: a peer doesn't know the job's secret.
+        DeadlineExceededError: not all ranks called it within the configured ``start_timeout``.
+        AuthenticationError: a peer does not know the job's secret.
     """
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ConfigError(f"process_sets={process_sets!r} is invalid; pass a list of process sets or 'dynamic'.")
@@ -130,8 +130,8 @@ def init(
 
 
 def _leave_to_parent() -> None:
-    """After a fork, in the child: the job is the parent's."""
-    _session.lock = Lock()  # a thread of the parent may have held it
+    """Clean up in a forked child: the job belongs to the parent."""
+    _session.lock = Lock()  # a thread of the parent may have held the lock
     if _session.communicator is not None:
         _session.forked = True
         _session.communicator.leave_to_parent()
@@ -142,7 +142,7 @@ def _connect_with_retries(
     ranks: tuple[int, ...] | None,
     sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator],
 ) -> tuple[Communicator, RendezvousServer | None]:
-    """Connect these ranks; an attempt that failed before this rank came is skipped for the next one."""
+    """Connect these ranks; skip an attempt that failed before this rank arrived."""
     whole = _session.context or LaunchContext()
     index = whole.world.rank if ranks is None else (*ranks, whole.world.rank).index(whole.world.rank)
     deadline = Deadline.after(whole.config.start_timeout)
@@ -155,7 +155,7 @@ def _connect_with_retries(
                 _publish(whole, f"{scope}/begun")
             connected = _connect_once(comm, ranks, scope, sets)
         except BaseException as error:
-            # The other ranks still wait for a rank that failed before it published its address.
+            # The other ranks are still waiting for a rank that failed before it published its address.
             if _session.from_mpi or not _is_known(whole, f"{scope}/address/{index}", f"{scope}/connect-failure"):
                 raise
             _session.inits[ranks or ()] = number

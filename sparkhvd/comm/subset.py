@@ -18,13 +18,13 @@ def subset(context: LaunchContext, ranks: Sequence[int], scope: str) -> LaunchCo
     """Return the launch context of this rank in the job of ``ranks``, numbered in this order; collective over them.
 
     Args:
-        context: that of the whole job.
+        context: the launch context of the whole job.
         ranks: ranks of the whole job.
         scope: distinguishes the subsets that the ranks of one job form one after the other; equal on all members.
 
     Raises:
         ConfigError: this rank is not among ``ranks``, or some of them are not ranks of the job.
-        DeadlineExceededError: not all members came in time.
+        DeadlineExceededError: not all members called it in time.
     """
     require_member(context.world.rank, context.world.size, ranks)
     mine = list(ranks).index(context.world.rank)

@@ -1,7 +1,7 @@
-"""The files of a communicator's timeline, and merging those of several hosts.
+"""The files of a communicator's timeline, and the merging of several hosts' files.
 
 A recording is a Chrome trace: open it in Perfetto (https://ui.perfetto.dev) or at chrome://tracing. The ranks of one
-host write one file together; the hosts' files can be opened side by side or merged by ``merge_timelines``.
+host share one file; the files of several hosts can be opened together or merged by ``merge_timelines``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sparkhvd.errors import ConfigError
 
 
 def timeline_path(path: str, host_ranks: Sequence[int]) -> str:
-    """Return the file of one host's ranks: ``path`` on rank 0's host, with the host's first rank in it elsewhere.
+    """Return the file of one host's ranks: ``path`` on rank 0's host, elsewhere with the host's first rank in it.
 
-    Each host has its own file because appends of several hosts could mix in a shared folder.
+    Each host has its own file because appends from several hosts could mix in a shared folder.
     """
     first = min(host_ranks)
     target = Path(path)
@@ -33,10 +33,10 @@ def recording_name(token: bytes, scope: str, number: int) -> str:
 
 
 def merge_timelines(paths: Iterable[str | Path], target: str | Path) -> None:
-    """Write one trace with the events of several, such as those of the hosts of a job.
+    """Write one trace with the events of several recordings, such as those of the hosts of a job.
 
     Args:
-        paths: recordings, also those of a job that was killed.
+        paths: recordings, including those of a killed job.
         target: the file to write.
 
     Raises:

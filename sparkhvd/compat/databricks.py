@@ -9,8 +9,8 @@ what Databricks sets.
   the cluster sets another number, and no GPU for tasks on a single-node cluster
   (https://learn.microsoft.com/azure/databricks/compute/gpu). In Python tasks the GPUs of the task are numbered from 0
   (https://www.databricks.com/blog/2020/06/26/announcing-gpu-aware-scheduling-and-enhanced-deep-learning-capabilities.html),
-  as CUDA_VISIBLE_DEVICES does. So ``task_gpus`` takes the names in this variable, whether Spark's addresses count
-  the GPUs of the machine or those of the variable.
+  which is the effect of CUDA_VISIBLE_DEVICES. So ``task_gpus`` takes the names in this variable, whether Spark's
+  addresses count the GPUs of the machine or those of the variable.
 - The machines of a cluster mount the files of DBFS at ``/dbfs`` and those of Unity Catalog at ``/Volumes``
   (https://learn.microsoft.com/azure/databricks/files/); Spark addresses both by ``dbfs:``. ``mounted_path`` translates.
 - Clusters in standard (formerly shared) access mode have neither RDDs nor a SparkContext, only Spark Connect; they have
@@ -18,9 +18,9 @@ what Databricks sets.
   (https://docs.databricks.com/compute/access-mode-limitations.html). The code is the same: the barrier launcher
   uses no RDD. Databricks lists distributed training among the limitations of Databricks Connect
   (https://docs.databricks.com/dev-tools/databricks-connect/python/limitations.html).
-- A notebook's cell shows 10 MB of text, and a job cluster 30 MB for a whole notebook; up to runtime 16.4 the limit
-  was 50,000 characters and dropped the rest (https://docs.databricks.com/en/notebooks/notebook-limitations.html). So
-  long output of ranks belongs in files (``output_filename``, ``LogFiles``), as the guide says. The code is the
+- A notebook's cell shows 10 MB of text, and a job cluster 30 MB for a whole notebook; up to runtime 16.4 it
+  was 50,000 characters, and the rest was dropped (https://docs.databricks.com/en/notebooks/notebook-limitations.html).
+  So long output of ranks belongs in files (``output_filename``, ``LogFiles``), as the guide says. The code is the
   same: ``LogStream`` writes to the current ``sys.stdout``, which in a notebook is the cell's.
 - A cluster has as many executors as worker machines
   (https://databrickslabs.github.io/brickster/reference/db_cluster_resize.html), so the ranks of a machine are tasks of

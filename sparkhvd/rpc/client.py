@@ -20,19 +20,19 @@ _LONGEST_PAUSE_SECONDS = 1.0
 
 
 class Client:
-    """A thread-safe sender of messages, made by ``connect``."""
+    """A thread-safe sender of messages, created by ``connect``."""
 
     def __init__(self, frames: FrameSocket) -> None:
         self._frames = frames
-        self._lock = threading.Lock()  # held for one message, or for one request and its answer
+        self._lock = threading.Lock()  # held for one message, or for one request and its response
 
     def send(self, message: Message, deadline: Deadline) -> None:
-        """Send a message without waiting for an answer."""
+        """Send a message without waiting for a response."""
         with self._lock:
             self._frames.send(encode(message), deadline)
 
     def ask(self, message: Message, deadline: Deadline) -> Message:
-        """Send a message and return its answer."""
+        """Send a message and return the response."""
         with self._lock:
             self._frames.send(encode(message), deadline)
             answer = self._frames.receive(idle=deadline)
@@ -67,7 +67,7 @@ def connect(
         encrypt: whether to refuse a server that does not encrypt.
 
     Raises:
-        DeadlineExceededError: no server answered; the message has the error of each address.
+        DeadlineExceededError: no server answered; the message contains the error of each address.
         ConfigError: a server encrypts, but this host cannot.
     """
     attempts = []

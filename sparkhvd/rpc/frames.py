@@ -58,7 +58,7 @@ class FrameSocket:
 
         Raises:
             ValueError: the payload is larger than ``MAX_FRAME_BYTES``.
-            DeadlineExceededError: the other side did not take it in time; the connection is unusable afterwards.
+            DeadlineExceededError: the other side did not receive it in time; the connection is unusable afterwards.
             ConnectionError: the other side is gone.
         """
         if len(payload) > MAX_FRAME_BYTES:

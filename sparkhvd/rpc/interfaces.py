@@ -39,7 +39,7 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """Return the addresses of all interfaces of this network namespace, with loopback, IPv4 addresses first."""
+    """Return the addresses of all interfaces of this network namespace, including loopback, IPv4 addresses first."""
     return _with_ipv4() + parse_if_inet6(_IF_INET6.read_text() if _IF_INET6.exists() else "")
 
 
@@ -47,7 +47,7 @@ def parse_if_inet6(text: str) -> list[Interface]:
     """Return the addresses in the kernel's list ``/proc/net/if_inet6`` that a server can bind.
 
     A line has the address in hexadecimal digits, the interface's number, the length of the network's prefix, the scope,
-    flags and the interface's name. Link-local addresses are skipped because they mean nothing on other hosts.
+    flags and the interface's name. Link-local addresses are skipped because they are invalid on other hosts.
     """
     found = []
     for line in text.splitlines():
@@ -103,9 +103,9 @@ def candidates(nics: Sequence[str], host: str, peer_hosts: Sequence[str]) -> lis
 
 
 def _preferred(addresses: list[Interface], host: str) -> list[Interface]:
-    """Return the IPv4 addresses, unless there are none or the cluster knows this machine by IPv6 alone.
+    """Return the IPv4 addresses, unless there are none or the cluster knows this machine only by IPv6.
 
-    Hosts often have IPv6 addresses that other hosts cannot reach, and finding out takes long.
+    Hosts often have IPv6 addresses that other hosts cannot reach, and the attempt takes long.
     """
     wanted = [one for one in addresses if is_ipv6(one.address) == is_ipv6_only(host)]
     return wanted or addresses

@@ -21,12 +21,12 @@ class Started:
 
 @dataclass(frozen=True)
 class TaskStatus:
-    """Task to driver: who and how far it is. The connection lasts as long as this attempt of the task.
+    """Task to driver: its identity and progress. The connection lasts as long as this attempt of the task.
 
     Attributes:
         task_index: its index.
         rank: the rank that it supervises; -1 before one is assigned.
-        host: where it runs.
+        host: the host that it runs on.
         attempt: Spark's attempt id.
         phase: the progress of the rank, one of the phases of ``sparkhvd.task.failure_report``.
     """
@@ -59,7 +59,7 @@ class ExchangeUnavailable:
 
 @dataclass(frozen=True)
 class Output:
-    """Whole lines that a rank wrote; ``content`` is what it wrote, without the last newline."""
+    """Whole lines that a rank wrote; ``content`` lacks the last newline."""
 
     rank: int
     stream: str
@@ -152,7 +152,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class RankConnected:
-    """Rank to the task of its host: its rank, the world size and the number of ranks on the host, as of ``orted``."""
+    """Rank to its host's task: its rank, the world size and the number of ranks on the host, as set by ``orted``."""
 
     rank: int
     size: int

@@ -1,4 +1,4 @@
-"""What the tasks of a job report about themselves."""
+"""The reports of a job's tasks about themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TaskOffer:
-    """What one task reports about itself to the other tasks.
+    """The report of one task about itself to the other tasks.
 
     Attributes:
         task_index: its index in the stage.
@@ -16,7 +16,7 @@ class TaskOffer:
         bind_host: the address that its rank binds.
         devices: the GPUs that Spark assigned to it, by their CUDA names on its host.
         device_kind: the kind of GPU that its rank computes on; empty without one.
-        versions: of the packages that the job compares, like ``torch 2.8.0``.
+        versions: the versions of the packages that the job compares, like ``torch 2.8.0``.
         container: the YARN container that it runs in, if any. Containers of one host may each have their own GPUs.
     """
 
@@ -32,7 +32,7 @@ class TaskOffer:
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a task of the barrier launcher reports to the other tasks.
+    """The report of a barrier launcher's task to the other tasks.
 
     Attributes:
         attempt: the id of its attempt, unique in the application.
@@ -47,7 +47,7 @@ class Introduction:
 
 @dataclass(frozen=True)
 class TaskServer:
-    """Where a task listens on one of its network interfaces."""
+    """The address of a task's server on one network interface."""
 
     interface: str
     address: str
@@ -57,7 +57,7 @@ class TaskServer:
 
 @dataclass(frozen=True)
 class TaskRegistration:
-    """What a task of the mpi launcher reports to the driver.
+    """The registration of an mpi launcher's task with the driver.
 
     Attributes:
         attempt: the id of its attempt, unique in the application.

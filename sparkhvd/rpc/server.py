@@ -1,4 +1,4 @@
-"""A server of authenticated connections: one thread that accepts, one per connection."""
+"""A server of authenticated connections: one thread accepts, and each connection has a thread."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from sparkhvd.rpc.messages import Message, TaskStatus, decode, encode
 
 logger = logging.getLogger(__name__)
 
-# Unauthenticated peers hold at most this many threads, each for at most the time of a handshake. The oldest one is
-# rejected to make room once its undisturbed time is over; others wait in the kernel's queue.
+# Unauthenticated peers hold at most this many threads, each for at most the time of a handshake. A handshake may be
+# rejected to make room once its undisturbed time is over, oldest first; other peers wait in the kernel's queue.
 _MAX_UNPROVEN = 32
 _HANDSHAKE_SECONDS = 5.0
 _UNDISTURBED_SECONDS = 0.25
@@ -63,8 +63,8 @@ class Server(Closable):
         port: 0 takes a free one.
         name: prefix of the threads' names.
         encrypt: whether connections are encrypted; clients follow. See ``require_encryption``.
-        on_lost: called with the last ``TaskStatus`` of a connection and its error, when the peer's host became
-            unreachable or its task, while it awaited no answer, was silent for ``SILENT_SECONDS``.
+        on_lost: called with the last ``TaskStatus`` of a connection and its error, if the peer's host became
+            unreachable, or its task sent nothing for ``SILENT_SECONDS`` while it awaited no response.
     """
 
     def __init__(  # noqa: PLR0917
@@ -89,7 +89,7 @@ class Server(Closable):
         self._rejected: set[socket.socket] = set()  # guarded by _lock
         self._connections: dict[socket.socket, threading.Thread] = {}  # guarded by _lock
         self._closing = threading.Event()  # set while _lock is held
-        self._short_of_files = False  # of the acceptor
+        self._short_of_files = False  # used by the acceptor alone
         self._last_encoded: tuple[Message, bytes] | None = None  # shared by all threads: it is replaced atomically
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=_QUEUE)
@@ -105,7 +105,7 @@ class Server(Closable):
             open_connections = dict(self._connections)
         shut_down(self._listener)
         for connection in open_connections:
-            stop_receiving(connection)  # answers in progress are still sent
+            stop_receiving(connection)  # responses in progress are still sent
         self._acceptor.join()
         self._listener.close()
         deadline = Deadline.after(_LAST_ANSWER_SECONDS)
@@ -126,7 +126,7 @@ class Server(Closable):
                 if error.errno in {errno.EMFILE, errno.ENFILE}:
                     self._warn_out_of_files()
                     self._closing.wait(_SHORT_OF_FILES_SECONDS)
-                continue  # else the client went away before it was accepted
+                continue  # otherwise the client disconnected before it was accepted
             thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-peer", daemon=True)
             with self._lock:
                 self._make_room()
@@ -182,7 +182,7 @@ class Server(Closable):
         deadline = Deadline.after(_HANDSHAKE_SECONDS)
 
         def admit() -> None:
-            with self._lock:  # from here on it cannot be rejected
+            with self._lock:  # after this, the connection cannot be rejected
                 if connection in self._rejected:
                     raise ConnectionResetError("The server ended this handshake to make room for another one.")
                 del self._unproven[connection]
@@ -202,12 +202,12 @@ class Server(Closable):
                 self._proven.notify_all()
 
     def _send_late(self, frames: FrameSocket, reply: Message) -> None:
-        """Answer a waiting peer from the thread of the future, while the connection's own thread does not send."""
+        """Send a response from the thread of its future, at a time when the connection's own thread does not send."""
         try:
             frames.send(self._encoded(reply), Deadline.after(_REPLY_SECONDS))
         except (OSError, ValueError) as error:
             logger.debug("%s could not answer: %s", self._name, error)
-            frames.wake()  # the peer must not wait for an answer that never comes
+            frames.wake()  # the peer must not wait for a response that never comes
 
     def _encoded(self, reply: Message) -> bytes:
         """Return the bytes of a reply, cached because the same reply often goes to many peers in a row."""
@@ -240,6 +240,6 @@ class Server(Closable):
 
 
 def _idle(attending: TaskStatus | None, late: Future[Message] | None) -> Deadline:
-    """Return the deadline of the next message; a peer that awaits an answer sends nothing meanwhile."""
+    """Return the deadline of the next message; a peer that awaits a response sends nothing meanwhile."""
     awaits_answer = late is not None and not late.done()
     return Deadline(math.inf) if attending is None or awaits_answer else Deadline.after(SILENT_SECONDS)

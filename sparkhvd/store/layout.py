@@ -12,10 +12,10 @@
     runs/<run id>/history.json                  one record per epoch so far
     runs/<run id>/logs/train/..., validation    the same for TensorBoard
     runs/<run id>/holders/...                   which fit trains the run: numbered claims, see estimators.run_lease
-    runs/<run id>/checkpoints/ended             the state after a callback ended the run, with final changes
+    runs/<run id>/checkpoints/ended             the final state of a run that a callback ended
     runs/<run id>/saved/...                     files of the user's checkpoint callback, under their own names
     runs/<run id>/model/...                     the trained model's files
-    runs/<run id>/result.json                   the checkpoint that a fit with resume="auto" returned at the end
+    runs/<run id>/result.json                   the result of a finished run, for a fit with resume="auto"
     probes/<probe id>/...                       a check that all machines reach the Store; removed after the check
 
 The meaning of a name never changes: new meanings get new names. Formats that can change carry a version inside
@@ -210,7 +210,7 @@ def model_folder(run_id: str) -> str:
 
 
 def result_path(run_id: str) -> str:
-    """Return the path of the note that records how a run ended."""
+    """Return the path of the result of a finished run."""
     return f"{run_folder(run_id)}/result.json"
 
 

@@ -1,4 +1,4 @@
-"""An all-gather among the tasks of a barrier stage, by Spark's own means."""
+"""An all-gather among the tasks of a barrier stage, through Spark."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Slot:
     Attributes:
         world: the position of the rank.
         offer: the offer of its task.
-        local_group: equal for the ranks that share a count of ``local_rank``: those of a host, or of a container
+        local_group: equal for the ranks that are counted together by ``local_rank``: those of a host, or of a container
             whose GPUs have their own indices.
     """
 
@@ -32,7 +32,7 @@ def assign(offers: Sequence[TaskOffer]) -> list[Slot]:
     host, are ordered by their smallest task index. So task 0 gets rank 0.
 
     Raises:
-        ValueError: the task indices are not 0 to n-1, each once.
+        ValueError: the task indices are not a permutation of 0 to n-1.
     """
     if sorted(offer.task_index for offer in offers) != list(range(len(offers))):
         indices = [offer.task_index for offer in offers]
@@ -61,11 +61,11 @@ def assign_started(offers: Sequence[TaskOffer], ranks_of_host: Mapping[str, Sequ
     The sorted ranks of a host belong to its tasks in task order.
 
     Args:
-        offers: of all tasks.
+        offers: the offers of all tasks.
         ranks_of_host: the ranks by ``TaskOffer.host_hash``, one per task of the host.
 
     Raises:
-        ValueError: the ranks are not 0 to n-1, or a host has more or fewer ranks than tasks.
+        ValueError: the ranks are not 0 to n-1, or a host's number of ranks differs from its number of tasks.
     """
     offer_of: dict[int, TaskOffer] = {}
     for host, ranks in ranks_of_host.items():

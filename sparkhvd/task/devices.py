@@ -14,8 +14,8 @@ from sparkhvd.task.worker.output import RankLog
 
 # The GPUs that CUDA lets a process see.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# The order of CUDA's device numbers. CUDA's default is fastest first; nvidia-smi and Spark's discovery scripts use
-# the order of the bus.
+# The order of CUDA's device numbers. CUDA's default is fastest first; nvidia-smi and Spark's discovery scripts number
+# devices in bus order.
 ORDER = "CUDA_DEVICE_ORDER"
 # NVIDIA's driver describes its devices here, without CUDA.
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
@@ -26,7 +26,7 @@ def device_kind(assigned: Sequence[str], visible: str | None, driver: Path = _DR
 
     Args:
         assigned: the CUDA names of the devices that Spark assigned to its task.
-        visible: CUDA_VISIBLE_DEVICES of its task, None when it is not set.
+        visible: CUDA_VISIBLE_DEVICES of its task; None if unset.
         driver: the folder in which NVIDIA's driver describes its devices.
     """
     gpus = [facts for path in sorted(driver.glob("*/information")) if (facts := _facts(path)).get("Model")]
@@ -55,7 +55,7 @@ def _facts(information: Path) -> dict[str, str]:
 
 
 def mixed_devices(offers: Sequence[TaskOffer], job: Job) -> str:
-    """Return an error message when only some ranks of a job have GPUs; otherwise an empty text.
+    """Return an error message when only some ranks of a job have GPUs; otherwise empty.
 
     A job that sets CUDA_VISIBLE_DEVICES is exempt, because its user has chosen the devices.
     """
@@ -86,8 +86,8 @@ def cuda_names(addresses: Sequence[str], visible: str | None) -> tuple[str, ...]
 
     Args:
         addresses: Spark's addresses of the resource ``gpu``.
-        visible: the task's CUDA_VISIBLE_DEVICES, None when it is not set. When set, Spark's addresses are indices into
-            it, as in Spark's TorchDistributor.
+        visible: the task's CUDA_VISIBLE_DEVICES; None if unset. If set, Spark's addresses are indices into it, as in
+            Spark's TorchDistributor.
     """
     listed = _listed(visible)
     if not listed:

@@ -29,11 +29,11 @@ _SILENT_SECONDS = 6.0
 class DriverConnection:
     """A connection that opens in the background and carries heartbeats until ``close``.
 
-    Driver and task each notice at the same time when the other's host becomes unreachable. When the task cannot connect
-    at all, the job continues without this connection: a task need not be able to reach the driver.
+    Driver and task notice at the same time when the other's host becomes unreachable. If the task cannot connect, the
+    job continues without this connection: a task need not be able to reach the driver.
 
     Args:
-        job: has the addresses of the driver.
+        job: contains the addresses of the driver.
         task: this task.
     """
 
@@ -51,7 +51,7 @@ class DriverConnection:
         self._ended = in_background(self._watch, "sparkhvd-driver-watch")
 
     def is_open(self) -> bool:
-        """Return whether the driver was reached; waits for the attempt to end."""
+        """Return whether the driver was reached; wait for the attempt to end."""
         return self._opened.result() is not None
 
     def meet(self, own: Introduction) -> tuple[Introduction, ...] | None:

@@ -27,16 +27,16 @@ class FailureReport:
     """The failure of one rank.
 
     Attributes:
-        rank: which rank failed.
-        host: where it ran.
+        rank: the failing rank.
+        host: the host that it ran on.
         kind: ``RAISED`` for anything that ended the rank, ``NOT_STARTED`` when it was not ready in time, ``TOO_LARGE``
             for results above the limit, ``LAUNCH`` when no rank caused the failure, and ``NOT_MET`` when tasks missed
             the exchange of introductions. For the last two, ``cause`` is the whole message.
         cause: completes "Rank 1 on host X ...".
-        traceback: its Python traceback; empty when the process died without one.
+        traceback: its Python traceback; empty if the process died without one.
         stderr_tail: the last lines that it wrote to stderr.
         phase: the phase in which it failed; empty when ``cause`` contains it.
-        secondary: whether it failed because it lost another rank, whose failure is the one to report.
+        secondary: whether it failed because it lost another rank. The other rank's failure is then the one to report.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class FailureReport:
 
 
 def shortened(text: str) -> str:
-    """Return ``text``, without its middle when it is very long."""
+    """Return ``text``, without its middle if it is very long."""
     if len(text) <= _MAX_TEXT:
         return text
     half = _MAX_TEXT // 2

@@ -20,7 +20,7 @@ FAILURE = "failure"
 
 @dataclass(frozen=True)
 class Job:
-    """One call of ``run``, on its way to the tasks inside the Spark closure.
+    """One call of ``run``, as sent to the tasks inside the Spark closure.
 
     Attributes:
         payload: ``(fn, args, kwargs)``, pickled.
@@ -28,16 +28,16 @@ class Job:
         env: changes to the workers' environment; None removes a variable.
         preload: modules that workers import while they wait for each other.
         config: settings of the core, the same on every rank.
-        driver_addresses: where the driver listens; when empty, output stays in the executors' logs.
+        driver_addresses: the driver's addresses; if empty, output stays in the executors' logs.
         driver_connection: whether every task keeps a connection to the driver, over which tasks exchange introductions
             and each side notices the loss of the other.
         secret: authenticates connections to the driver; the secret of the ranks is derived from it. It is part of the
             closure, which is as private as Spark's own channels.
-        streamed: which of ``stdout`` and ``stderr`` go to the driver; the others stay in the executors' logs.
+        streamed: the streams (``stdout``, ``stderr``) that go to the driver; others stay in the executors' logs.
         log_files: destinations in a Store, by ``stdout`` and ``stderr``, instead of the driver.
-        log_level: level of the ``sparkhvd`` logger in the workers.
-        executable: the Python of the workers; empty is the Python of the process that starts them.
-        nics: network interfaces to use; when empty, suitable ones are found.
+        log_level: the level of the ``sparkhvd`` logger in the workers.
+        executable: the Python of the workers; if empty, the Python of the process that starts them.
+        nics: network interfaces to use; if empty, suitable ones are found.
         gives_rows: whether the rows of a task's partition go to its rank.
         versions: the driver's framework versions, to compare with those of the tasks.
     """
@@ -64,5 +64,5 @@ class Job:
         return self.config.start_timeout
 
     def with_driver_addresses(self, addresses: tuple[tuple[str, int], ...]) -> Job:
-        """Return the same job with the addresses where the driver listens."""
+        """Return a copy of the job with the driver's addresses."""
         return replace(self, driver_addresses=addresses)

@@ -1,4 +1,4 @@
-"""Output of ranks as files in a Store, written by the supervisor of the rank without the driver."""
+"""Output of ranks as files in a Store, written by the rank's supervisor without the driver."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from sparkhvd.errors import StoreError
 from sparkhvd.store import Store, store_at
 
-# What a rank may write before a file is made of it; more is never in memory.
+# The size at which a rank's buffered output becomes a file; memory never holds more.
 _PART_BYTES = 4 * 1024 * 1024
-# The longest that a line waits in memory for the next file.
+# The longest time that a line waits in memory for the next file.
 _PART_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class LogFiles:
-    """A folder of a Store for the output of ranks, to be given to ``run`` as ``stdout`` or ``stderr``.
+    """A folder of a Store for the output of ranks, passed to ``run`` as ``stdout`` or ``stderr``.
 
-    Each rank has a folder ``rank.<number>`` with files ``stdout.000000``, ``stdout.000001`` and so on: what it wrote,
-    without prefixes, cut between lines. A new file comes every ten seconds, and after 4 MiB. In a folder that has
-    files already the numbers go on, so nothing is replaced when Spark runs a stage again.
+    Each rank has a folder ``rank.<number>`` with files ``stdout.000000``, ``stdout.000001`` and so on. They contain its
+    output, without prefixes, split between lines. A new file starts every ten seconds and after 4 MiB. In a folder with
+    existing files the numbers continue, so nothing is replaced when Spark retries a stage.
 
     Attributes:
         store: a Store that the executors reach, or its URL.
-        folder: where in it.
+        folder: the folder's path in the Store.
     """
 
     store: Store
@@ -39,8 +39,8 @@ class LogFileWriter:
     """Writes one stream of one rank into files; safe for use from several threads.
 
     Args:
-        files: where they go.
-        rank: whose output it is.
+        files: the destination.
+        rank: the rank that writes the output.
         stream: ``stdout`` or ``stderr``.
     """
 
@@ -48,7 +48,7 @@ class LogFileWriter:
         self._store = files.store
         self._folder = f"{files.folder}/rank.{rank}"
         self._stream = stream
-        self._changed = threading.Condition()  # guards all below
+        self._changed = threading.Condition()  # guards all fields below
         self._lines: list[bytes] = []
         self._size = 0
         self._number: int | None = None
@@ -58,10 +58,10 @@ class LogFileWriter:
         self._thread.start()
 
     def write(self, content: bytes) -> None:
-        """Take whole lines, given without the last newline.
+        """Add whole lines; ``content`` lacks the last newline.
 
         Raises:
-            StoreError: an earlier file could not be written. ``unwritten`` has its lines; these are not taken.
+            StoreError: an earlier file could not be written. ``unwritten`` has its lines; the new lines are not added.
         """
         with self._changed:
             if self._error is not None:
@@ -69,13 +69,13 @@ class LogFileWriter:
             self._lines.append(content + b"\n")
             self._size += len(content) + 1
             if self._size >= _PART_BYTES:
-                self._write_part()  # the rank waits meanwhile, so nothing piles up
+                self._write_part()  # blocks the rank, so that nothing piles up
 
     def close(self) -> None:
-        """Write what is left.
+        """Write the remaining lines.
 
         Raises:
-            StoreError: it could not be written; ``unwritten`` has it.
+            StoreError: they could not be written; ``unwritten`` has them.
         """
         with self._changed:
             self._closed = True
@@ -85,7 +85,7 @@ class LogFileWriter:
             raise self._error
 
     def unwritten(self) -> bytes:
-        """The whole lines that were taken and are in no file."""
+        """Return the lines that were added and are in no file."""
         with self._changed:
             return b"".join(self._lines)
 
@@ -114,7 +114,7 @@ class LogFileWriter:
 
 
 class StoreOutput:
-    """Output of ranks in files, as long as the Store takes them; not safe for use from several threads.
+    """Output of ranks in files until the Store fails; not thread-safe.
 
     Args:
         say: called once for each stream that the Store cannot store.
@@ -124,10 +124,10 @@ class StoreOutput:
     def __init__(self, say: Callable[[str], None], show: Callable[[int, str, bytes], None]) -> None:
         self._say = say
         self._show = show
-        self._writers: dict[tuple[int, str], LogFileWriter | None] = {}  # None is one that has failed
+        self._writers: dict[tuple[int, str], LogFileWriter | None] = {}  # None after a failure
 
     def write(self, files: LogFiles, rank: int, stream: str, content: bytes) -> None:
-        """Take whole lines, given without the last newline."""
+        """Add whole lines; ``content`` lacks the last newline."""
         key = rank, stream
         if key not in self._writers:
             self._writers[key] = LogFileWriter(files, rank, stream)
@@ -141,7 +141,7 @@ class StoreOutput:
         self._show(rank, stream, content)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining lines."""
         for key in self._writers:
             self._finish(key)
 

@@ -55,8 +55,8 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         spawned, unstarted = spawn_or_substitute(dict(job.env), defaults, job.preload, job.executable)
         worker = WorkerProcess(spawned, log)
         stack.callback(worker.close)
-        # An executor's JVM may exit when a stage is cancelled while a task waits in Spark's all-gather. So no
-        # task waits there for another task's rows: introductions come first.
+        # An executor's JVM may exit when a stage is cancelled while a task waits in Spark's all-gather. Therefore no
+        # task waits there for another task's rows: introductions are exchanged first.
         first = job.gives_rows and (line is None or not line.is_open())
         rows = None if first else _received(job, batches, stack)
         plan, unknown, by_spark = _gather(job, task, line, stack)
@@ -73,7 +73,7 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         worker.output.start()
         if slot.world.rank == 0:
             write_device_map(plan.slots, log)
-            # Without driver connections the driver does not know the offers.
+            # Without driver connections, the driver does not receive the offers.
             if line is None and (said := different_versions(job.versions, [one.offer for one in plan.slots])):
                 log.write("stderr", said.encode())
         if problem is not None:

@@ -57,7 +57,7 @@ class JobPlan:
 
 
 def worker_spec(job: Job, plan: JobPlan, slot: Slot, given: tuple[tuple[str, str], ...] = ()) -> WorkerSpec:
-    """Return the spec for the worker of a slot; ``given`` are more environment variables, for the rows of its task."""
+    """Return the spec for the worker of a slot; ``given`` are environment variables that point to its task's rows."""
     context = LaunchContext(
         world=slot.world,
         rendezvous=plan.rendezvous if slot.world.size > 1 else (),
@@ -71,7 +71,7 @@ def worker_spec(job: Job, plan: JobPlan, slot: Slot, given: tuple[tuple[str, str
 
 
 def await_rows(plan: JobPlan, slot: Slot) -> None:
-    """Wait without limit until all tasks have their rows; every task calls it once it has its own.
+    """Wait without limit until all tasks have their rows; each task calls it once it has its own.
 
     Raises:
         SparkHvdError: infrastructure was lost.
@@ -113,8 +113,8 @@ def supervise_rank(
     """
     rank, size = slot.world.rank, slot.world.size
     hosts = [one.offer.host for one in plan.slots]
-    # One connection waits for the outcome while the other one sends. The server already runs, so connecting has its own
-    # limit: ``deadline`` bounds the worker alone and may be close.
+    # One connection waits for the outcome while the other sends. The server already runs, so connecting has its own
+    # limit: ``deadline`` bounds only the worker and may be close.
     connecting = Deadline.after(NOTE_SECONDS)
     with plan.connect(connecting) as listening, plan.connect(connecting) as client:
         watcher = watch_outcome(listening, worker.events)
@@ -139,7 +139,7 @@ def supervise_rank(
 def _variables(job: Job, plan: JobPlan, slot: Slot) -> tuple[tuple[str, str], ...]:
     """Return the environment variables that describe a rank, for scripts and libraries that read them."""
     world = slot.world
-    # Scripts written for Horovod read its names.
+    # Scripts written for Horovod read Horovod's names.
     places = {
         f"{owner}_{name.upper()}": str(value)
         for owner in ("SPARKHVD", "HOROVOD")

@@ -11,7 +11,7 @@ from sparkhvd.task.supervision import Outcome
 
 
 def result_rows(rank: int, content: bytes | Outcome) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of ``RESULT_SCHEMA`` for a rank: its result in chunks, or its failure if it caused the job's."""
+    """Yield the rows of ``RESULT_SCHEMA`` for a rank: its result in chunks, or its failure if that ended the job."""
     if isinstance(content, bytes):
         for chunk, start in enumerate(range(0, max(len(content), 1), CHUNK_BYTES)):
             yield row(rank, RESULT, chunk, content[start : start + CHUNK_BYTES])

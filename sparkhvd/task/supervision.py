@@ -38,25 +38,25 @@ from sparkhvd.task.worker.spec import FnEnded, Joined, Leave, Raised, Ready, Ret
 logger = logging.getLogger(__name__)
 
 OUTCOME = "outcome"
-# A job may run for weeks. An event ends these waits, and the loss of the server is one.
+# A job may run for weeks. Events end these waits, and the loss of the server is an event.
 JOB_SECONDS = 400 * 86400.0
-# One request to the rendezvous server, which answers at once unless its host is overloaded.
+# For one request to the rendezvous server, which responds at once unless its host is overloaded.
 NOTE_SECONDS = 30.0
-# After another rank's failure: the time for a worker to fail by itself, as its collectives do, then the time after
+# After another rank's failure: the time for a worker to fail by itself, as its collectives do, and then the time after
 # SIGTERM. Together with the time for the last output they stay below 5 s, the promised limit for a failed job.
 GRACE_SECONDS = 1.5
 TERM_SECONDS = 1.0
-# The wait of a rank that failed because it lost another rank, for the report of that rank.
+# The time that a rank which failed because it lost another rank waits for that rank's report.
 _SECONDARY_SECONDS = 4.0
-# The time for a process to end after fn has returned, while exit handlers of the user run.
+# The time for a process to end after fn has returned, while the user's exit handlers run.
 EXIT_SECONDS = 10.0
 _NO_RESULT = (
     "did not deliver the result of fn within {seconds:g} s (SPARKHVD_RESULT_TIMEOUT) after fn ended: it is still "
     "pickling the result or leaving the job. Return plain data, or write large results to a Store and return their path"
 )
-# The period at which a waiting task checks that its executor lives; nothing else reports its end.
+# The interval at which a waiting task checks that its executor lives; nothing else reports its end.
 _PARENT_CHECK_SECONDS = 5.0
-# The time for the other ranks to end after a failure, and the period of the check.
+# The time for the other ranks to end after a failure, and the interval of the check.
 _FAILED_SECONDS = 6.0
 _LOOK_SECONDS = 1.0
 
@@ -85,7 +85,7 @@ class Supervision:
         client: the connection to the rendezvous server.
         start_deadline: the time by which the worker must be ready.
         hosts: the hosts of all ranks, in rank order.
-        parent: the process that this one must not outlive, such as the task's executor; 0 when there is none.
+        parent: the process that this one must not outlive, such as the task's executor; 0 if there is none.
         report_phase: called with every new phase of the rank; must not block.
     """
 
@@ -268,7 +268,7 @@ def _lost(job: Supervision, event: ServerLost) -> LaunchError:
 def publish_outcome(client: RendezvousClient, hosts: Sequence[str], result_cap: int) -> None:
     """Wait until every rank has finished, then publish the outcome. The task that serves the rendezvous calls it.
 
-    A failing rank publishes its outcome before it finishes, so this one counts only when no rank failed. After a
+    A failing rank publishes its outcome before it finishes, so this one only counts if no rank failed. After a
     failure the wait is short, because hosts of missing ranks may be lost.
     """
     deadline, sizes = Deadline.after(JOB_SECONDS), list[int]()

@@ -12,7 +12,7 @@ from sparkhvd.task.devices import cuda_names, device_kind
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """A Spark task, as described by Spark.
+    """The description of a Spark task, from Spark.
 
     Attributes:
         index: its index in the stage.
@@ -56,5 +56,5 @@ def current_task_info() -> TaskInfo:
 
 
 def host_of(address: str) -> str:
-    """Return the host of ``host:port``, where an IPv6 host is in brackets."""
+    """Return the host of ``host:port``; IPv6 hosts are in brackets."""
     return without_brackets(address.rpartition(":")[0] or address)

@@ -1,8 +1,8 @@
 """Collectives on numpy arrays: methods of ``Communicator``.
 
-All take the keywords ``name``, ``process_set`` and ``with_waiter`` of ``options.SubmitOptions``, reductions also
-``prescale`` and ``postscale`` of ``Reduction``. Each has two forms: ``..._async`` returns a ``Handle``, the other one
-its result. Waiting raises
+All functions take the keywords ``name``, ``process_set`` and ``with_waiter`` of ``options.SubmitOptions``. Reductions
+also take ``prescale`` and ``postscale`` of ``Reduction``. Each has two forms: ``..._async`` returns a ``Handle``, the
+other its result. Waiting raises
 
 - ``MismatchError`` on every rank when the ranks disagree,
 - ``PeerLostError`` when a rank has ended,
@@ -71,7 +71,7 @@ def allreduce_async(
 def grouped_allreduce_async(
     me: HasChannels, arrays: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceKeywords]
 ) -> Handle[list[Array]]:
-    """Allreduce several arrays that run together: all of them or, where the ranks disagree about one, none."""
+    """Allreduce several arrays that run together: all of them or, if the ranks disagree about one, none."""
     arrays = [_contiguous(array) for array in arrays]
     targets = [np.empty_like(array) for array in arrays]
     pairs = [
@@ -87,7 +87,7 @@ def reducescatter_async(
 ) -> Handle[Array]:
     """Combine the arrays of all ranks; each rank gets its rows of the result.
 
-    Where the rows do not divide evenly, the first ranks get one more.
+    If the rows do not divide evenly, the first ranks get one more.
 
     Args:
         me: the communicator.
@@ -108,7 +108,7 @@ def reducescatter_async(
 def grouped_reducescatter_async(
     me: HasChannels, arrays: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceKeywords]
 ) -> Handle[list[Array]]:
-    """Reducescatter several arrays that run together: all of them or, where the ranks disagree about one, none."""
+    """Reducescatter several arrays that run together: all of them or, if the ranks disagree about one, none."""
     arrays = [_contiguous(array) for array in arrays]
     targets = [_own_rows(me, array, options.get("process_set")) for array in arrays]
     pairs = [
@@ -140,7 +140,7 @@ def grouped_allgather_async(
     arrays: Sequence[Array],
     **options: Unpack[SubmitKeywords],
 ) -> Handle[list[Array]]:
-    """Allgather several arrays that run together: all of them or, where the ranks disagree about one, none."""
+    """Allgather several arrays that run together: all of them or, if the ranks disagree about one, none."""
     kept = [_contiguous(array) for array in arrays]
     sources = [buffer_of(array, f"Array {i} to gather") for i, array in enumerate(kept)]
     handle = raw.gather_buffers(me, sources, SubmitOptions(**options))
@@ -158,7 +158,7 @@ def alltoall_async(
     Args:
         me: the communicator.
         array: the rows for all ranks, in rank order; the number of rows may differ among ranks.
-        splits: how many rows go to each rank; equal numbers when None.
+        splits: the number of rows for each rank; equal numbers if None.
     """
     array = _contiguous(array)
     source = buffer_of(array, "The array to send")
@@ -178,7 +178,7 @@ def broadcast_async(
 
     Args:
         me: the communicator.
-        array: the values to send on the root; elsewhere its shape and dtype count.
+        array: the values to send on the root; on other ranks only its shape and dtype matter.
         root: a rank of the job, also with a process set.
         out: receives the result, a new array by default; ``array`` itself works in place.
     """

@@ -32,7 +32,7 @@ class Buffer(NamedTuple):
     """Contiguous memory that a collective reads or writes; a named tuple, because every tensor needs one.
 
     Attributes:
-        address: of the first element.
+        address: the address of the first element.
         shape: elements per dimension, row-major.
         dtype: one of ``DTYPES``.
         owner: keeps the memory alive; an operation holds it until nothing uses the memory.

@@ -25,10 +25,10 @@ def allreduce_now(
 ) -> Array:
     """Combine the arrays of all ranks, like ``allreduce`` but without names and negotiation: the fastest call.
 
-    The first call of a rank is matched with the first calls of the others, its second with their second, and so on, so
-    every rank must make the same calls in the same order, one at a time. Where the ranks do not
-    all share memory it is an ``allreduce`` under a fixed name. It never waits for other collectives of this
-    communicator, nor they for it. It is not part of the timeline.
+    The first call of a rank is matched with the first calls of the others, its second with their second, and so on. So
+    every rank must make the same calls in the same order, one at a time. If the ranks do not all share memory, it is
+    an ``allreduce`` under a fixed name. It never waits for other collectives of this communicator, nor do they wait for
+    it. It is not part of the timeline.
 
     Args:
         me: the communicator.
@@ -42,9 +42,9 @@ def allreduce_now(
 
     Raises:
         ConfigError: an array is not contiguous, or the core does not support its dtype.
-        MismatchError: on every rank, when they disagree; the communicator stays usable.
-        PeerLostError: a rank has ended, or left a call by an exception such as ``KeyboardInterrupt``.
-        DeadlineExceededError: not all ranks came in time; the communicator has ended.
+        MismatchError: on every rank, if they disagree; the communicator stays usable.
+        PeerLostError: a rank has ended, or left a call through an exception such as ``KeyboardInterrupt``.
+        DeadlineExceededError: not all ranks called it in time; the communicator has ended.
     """
     engine = me.channel(process_set).engine
     if not engine.has_direct_calls():

@@ -1,4 +1,4 @@
-"""The options of a collective, beside its tensors."""
+"""The options of a collective, apart from its tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class SubmitOptions(NamedTuple):
     """How an operation is matched with those of the other ranks, and when it begins.
 
     Attributes:
-        name: by which the ranks match their submissions; made by counting when None.
+        name: the name by which the ranks match their submissions; made by counting if None.
         process_set: the ranks that take part, all by default.
-        with_waiter: begin when a thread waits for the handle, and run on that thread, which saves handing the operation
-            over to another one; for callers that wait at once.
+        with_waiter: begin when a thread waits for the handle, and run on that thread, which saves a switch to another
+            thread; for callers that wait at once.
     """
 
     name: str | None = None

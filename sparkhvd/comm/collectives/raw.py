@@ -1,6 +1,6 @@
 """Collectives on raw memory, for the framework adapters: methods of ``Communicator``.
 
-All take a ``SubmitOptions``: the name, the ranks, and when to begin.
+All functions take a ``SubmitOptions``: the name, the ranks, and when to begin.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Gathered:
     """The result of an allgather or alltoall of raw memory.
 
     Attributes:
-        content: the bytes of all ranks in rank order; empty for memory of a device.
-        first_dims: the first dimension of what came from each rank.
-        operation: holds the memory of a device.
+        content: the bytes of all ranks in rank order; empty for device memory.
+        first_dims: the first dimension of the part from each rank.
+        operation: holds the device memory.
     """
 
     content: memoryview
@@ -40,13 +40,13 @@ class Gathered:
     operation: Operation = field(repr=False)
 
     def move_to(self, address: int, stream: int) -> None:
-        """Copy the result on a device to ``address`` of its memory, in the order of ``stream``; works once."""
+        """Copy the result on a device to ``address`` in its memory, in the order of ``stream``; works once."""
         with translated():
             self.operation.move_output(address, stream)
 
 
 def rows_of(total: int, size: int) -> list[int]:
-    """Return how a reducescatter divides ``total`` rows among ``size`` ranks: the first ones get one more."""
+    """Return how a reducescatter divides ``total`` rows among ``size`` ranks: the first ranks get one more."""
     return [total // size + (rank < total % size) for rank in range(size)]
 
 
@@ -91,7 +91,7 @@ def reduce_in_place(  # noqa: PLR0917  most tensors come through here: records w
 def reduce_buffers(
     me: HasChannels, pairs: Pairs, reduction: Reduction = _MEAN, options: SubmitOptions = _ANY
 ) -> Handle[None]:
-    """Start an allreduce of every source into its target; all run together, or none where the ranks disagree."""
+    """Start an allreduce of every source into its target; all run together, or none if the ranks disagree."""
     for source, target in pairs:
         _require_same_form(source, target)
     return _reduced_together("grouped_allreduce", me.channel(options.process_set), pairs, reduction, options)
@@ -112,7 +112,7 @@ def reducescatter_buffer(
 def reducescatter_buffers(
     me: HasChannels, pairs: Pairs, reduction: Reduction = _MEAN, options: SubmitOptions = _ANY
 ) -> Handle[None]:
-    """Start a reducescatter of every source into its target; all run together, or none where the ranks disagree."""
+    """Start a reducescatter of every source into its target; all run together, or none if the ranks disagree."""
     channel = me.channel(options.process_set)
     for source, target in pairs:
         _require_own_rows(channel, source, target)
@@ -132,7 +132,7 @@ def gather_buffer(me: HasChannels, source: Buffer, options: SubmitOptions = _ANY
 
 
 def gather_buffers(me: HasChannels, sources: Sequence[Buffer], options: SubmitOptions = _ANY) -> Handle[list[Gathered]]:
-    """Start an allgather of every source; all run together, or none where the ranks disagree."""
+    """Start an allgather of every source; all run together, or none if the ranks disagree."""
     for source in sources:
         _require_rows(source, "An allgather", "join")
     channel = me.channel(options.process_set)
@@ -153,7 +153,7 @@ def alltoall_buffer(
     Args:
         me: the communicator.
         source: the rows for all ranks, in rank order; the number of rows may differ among ranks.
-        splits: how many rows go to each rank; equal numbers when None.
+        splits: the number of rows for each rank; equal numbers if None.
         options: the name, the ranks, and when to begin.
     """
     _require_rows(source, "An alltoall", "divide")
@@ -221,14 +221,13 @@ def join_async(
     with_waiter: bool = False,
     device: tuple[int, int] | None = None,
 ) -> Handle[int]:
-    """Start waiting for all ranks to join; the result is the last rank that did.
+    """Start waiting for all ranks to join; the result is the last rank that joined.
 
     Until then this rank takes part in the other ranks' collectives: it contributes zeros (the neutral element of a
     minimum, maximum or product) to their allreduces and reducescatters, no rows to their allgathers, and takes part in
-    their barriers and in broadcasts of a root that has not joined. An average divides by the number of all ranks.
-    Other collectives fail with ``ConfigError`` on the ranks that call them, on devices reducescatter and broadcast,
-    too.
-    ``device``, as in ``Buffer``, is where it takes part in collectives on devices.
+    their barriers and in broadcasts whose root has not joined. An average divides by the number of all ranks.
+    Other collectives fail with ``ConfigError`` on the ranks that call them. On devices, reducescatter and broadcast
+    fail too. ``device``, as in ``Buffer``, is the device with which it takes part in collectives on devices.
     """
     channel = me.channel(process_set)
     with translated():

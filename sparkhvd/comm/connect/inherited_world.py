@@ -1,7 +1,7 @@
 """The launch context for a program that a rank starts, so that ``hvd.init()`` works in ``sparkhvdrun python train.py``.
 
-The context lies in memory of the rank's worker process. The environment names it by a path below ``/proc`` that
-only the same user can open and that is gone with the worker, so the job's secret is in no file and no environment.
+The context is in the memory of the rank's worker process. The environment names it by a path below ``/proc`` that
+only the same user can open and that vanishes with the worker, so the job's secret is in no file and no environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparkhvd.world import World
 def memory_file(content: bytes) -> Iterator[str]:
     """Within this block, provide the path under which processes of the same user on this host find ``content``.
 
-    For secrets of child processes, whose environment can be read as long as they live and is inherited.
+    Use it for secrets of child processes, because an environment is inherited and can be read while they live.
     """
     descriptor = os.memfd_create("sparkhvd-launch-context")
     try:

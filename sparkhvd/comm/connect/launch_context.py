@@ -17,8 +17,8 @@ class LaunchContext:
         rendezvous: addresses of the job's rendezvous server, tried in order; empty for one rank.
         token: the job's secret.
         host_key: equal for ranks that may share memory.
-        bind_host: the local address at which peers may reach this rank best; unless it is a loopback, the rank offers
-            the host's other addresses beside it.
+        bind_host: the local address at which peers can reach this rank best; unless it is a loopback, the rank also
+            offers the host's other addresses.
         config: settings of the core.
         members: the ranks of the launcher's job that are renumbered here, in this order; empty for all of them.
     """

@@ -1,6 +1,6 @@
-"""Ranks that MPI has started or grouped: MPI numbers them, and the core connects them by links of its own.
+"""Ranks that MPI has started or grouped: MPI numbers them, and the core connects them through its own links.
 
-Nothing of MPI is used after ``meet()`` has returned, so a program may use mpi4py freely.
+MPI is not used after ``meet()`` has returned, so a program may use mpi4py freely.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def has_threads() -> bool:
 
 
 def of_ranks(ranks: Sequence[int]) -> MPI.Intracomm:
-    """Return a communicator of some ranks of MPI's world; collective over these alone.
+    """Return a communicator of some ranks of MPI's world; collective over these ranks only.
 
     Raises:
         ConfigError: this process is not among them.
@@ -86,10 +86,10 @@ def meet(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, Re
         the job.
 
     Raises:
-        DeadlineExceededError: not all ranks came within ``config.start_timeout``.
+        DeadlineExceededError: not all ranks called it within ``config.start_timeout``.
     """
     _wait_for_all(communicator, config.start_timeout)
-    own = communicator.Dup()  # keeps these messages apart from those of the program
+    own = communicator.Dup()  # separates these messages from those of the program
     try:
         return _meet(own, config)
     finally:

@@ -15,7 +15,7 @@ class RendezvousServer(Closable):
     """Serves keys and values to holders of ``token``, from construction until ``close()``.
 
     Args:
-        token: the job's secret; the server refuses a client that doesn't know it before parsing what it sends.
+        token: the job's secret; the server refuses a client that does not know it before it parses anything.
         host: the local address to bind.
         port: the port to bind, 0 for any free one.
         encrypt: whether all traffic is encrypted; the clients follow.
@@ -35,7 +35,7 @@ class RendezvousServer(Closable):
         return self._port
 
     def set(self, key: str, value: bytes) -> None:
-        """Store ``value`` and wake all who wait for ``key``."""
+        """Store ``value`` and wake all threads and clients that wait for ``key``."""
         with translated():
             self._open().set(key, value)
 
@@ -65,13 +65,13 @@ class RendezvousClient(Closable):
     """Connection to a ``RendezvousServer``; several threads may use it at once.
 
     Args:
-        addresses: of the server, tried in order.
-        token: the job's secret; the server has to know it too.
-        deadline: when to give up connecting.
+        addresses: the addresses of the server, tried in order.
+        token: the job's secret; the server must know it too.
+        deadline: the end of all attempts to connect.
         encrypt: whether to refuse a server that does not encrypt.
 
     Raises:
-        AuthenticationError: the other side doesn't know the secret, or does not encrypt.
+        AuthenticationError: the other side does not know the secret, or does not encrypt.
         CollectiveError: no address answers.
         DeadlineExceededError: none answered in time.
     """
@@ -83,7 +83,7 @@ class RendezvousClient(Closable):
             self.core = _core.RendezvousClient(list(addresses), token, deadline.remaining(), encrypt)
 
     def set(self, key: str, value: bytes, deadline: Deadline) -> None:
-        """Store ``value`` and wake all who wait for ``key``."""
+        """Store ``value`` and wake all threads and clients that wait for ``key``."""
         with translated():
             self.core.set(key, value, deadline.remaining())
 
@@ -92,7 +92,7 @@ class RendezvousClient(Closable):
 
         Raises:
             DeadlineExceededError: it was not set in time.
-            PeerLostError: the server went away.
+            PeerLostError: the server is gone.
         """
         with translated():
             return self.core.get(key, deadline.remaining())

@@ -15,7 +15,7 @@ def addresses_to_offer(chosen: str, interfaces: str, local: Sequence[LocalAddres
     """Return the local addresses that a rank binds and offers to its peers, the preferred one first.
 
     Args:
-        chosen: the address that the launcher found; loopback when all ranks are on this host.
+        chosen: the address that the launcher found; loopback if all ranks are on this host.
         interfaces: names of the interfaces to use, separated by commas; empty leaves the choice open.
         local: this host's addresses.
 

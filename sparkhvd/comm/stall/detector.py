@@ -1,7 +1,7 @@
 """The stall detector: finds out why a collective does not end.
 
 Every rank has a thread that answers a question posted in the rendezvous: its pending collectives, the stacks of its
-threads, and which processes of its host are alive. It answers also while the rank's main thread is busy in Python code.
+threads, and which processes of its host are alive. It also answers while the rank's main thread is busy in Python.
 A rank whose collective takes too long posts the question; all waiting ranks then log the report.
 """
 
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _GLANCE_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
 _STORE_SECONDS = 10.0
-# How long before the collective timeout the straggler is published for the job's supervisors.
+# The time before the collective timeout at which the straggler is published for the job's supervisors.
 _BEFORE_SECONDS = 1.5
 
 
@@ -64,7 +64,7 @@ class StallDetector:
     """One rank's part in finding stragglers; owns a thread from construction to ``close()``.
 
     Args:
-        channels: whose collectives are watched, by the number of the process set; may change at any time.
+        channels: the channels whose collectives are watched, by process set id; may change at any time.
         sets: the ranks of every process set; may change at any time.
         rendezvous: where questions and answers are posted; closing it wakes the thread.
         context: the rank's position in the job, and the limits in its configuration.
@@ -148,7 +148,7 @@ class StallDetector:
         elif oldest >= self._timeout - _BEFORE_SECONDS:
             self._publish_straggler(f"SPARKHVD_COLLECTIVE_TIMEOUT={self._timeout:g}")
         elif oldest >= self._next_report:
-            # The first rank sets it; the others find it there.
+            # The first rank sets the key; the others find it set.
             self._rendezvous.set(self._key("question", question), b"", self._soon())
 
     def _pending(self) -> tuple[PendingCollective, ...]:

@@ -34,7 +34,7 @@ class StalledTensor:
 class StallReport:
     """Why collectives do not end; ``str()`` of it is what was logged.
 
-    Attributes:
+    tensors: the stalled collectives, the longest wait first.
         tensors: the stalled collectives, the longest wait first.
         conditions: the answers of the ranks, by rank.
         silent: what is known about the ranks that did not answer, by rank.
@@ -105,19 +105,19 @@ def report(
     *,
     since: float,
 ) -> StallReport:
-    """Draw the report from the answers.
+    """Build the report from the answers.
 
     Args:
         conditions: the answers that came, by rank.
-        identities: those of the ranks' processes, as far as they are known.
+        identities: the identities of the ranks' processes, as far as they are known.
         sets: the ranks of every process set, by its number; 0 is all.
-        since: seconds from which on a wait counts as too long.
+        since: the number of seconds after which a wait counts as too long.
     """
     silent = {rank: _about_silent(rank, conditions, identities) for rank in sets[0] if rank not in conditions}
     waits: dict[str, dict[int, PendingCollective]] = {}
     for rank, condition in conditions.items():
         for collective in condition.pending:
-            if collective.process_set in sets:  # it may have been removed in the meantime
+            if collective.process_set in sets:  # the set may have been removed in the meantime
                 waits.setdefault(str(collective), {})[rank] = collective
     tensors = [
         _stalled(title, by_rank, conditions, sets)

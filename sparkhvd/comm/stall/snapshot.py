@@ -25,8 +25,8 @@ class Identity:
 
     Attributes:
         host: name of the host.
-        pid: within ``namespace``.
-        namespace: of process ids; in another one the pid means nothing.
+        pid: the process id within ``namespace``.
+        namespace: the namespace of process ids; in another namespace the pid means nothing.
         started: start time in the kernel's ticks, because pids are reused.
     """
 
@@ -61,7 +61,7 @@ class Condition:
     Attributes:
         pending: the collectives that it waits for.
         operations: how many collectives it has completed.
-        idle: seconds since that number changed last.
+        idle: seconds since that number last changed.
         progress: the text of ``note_progress()``; empty without one.
         stacks: what each thread is executing, by the thread's name, the main thread first.
         neighbours: the problems of processes of its host, by rank; healthy ones are left out.
@@ -115,10 +115,10 @@ def encode(value: Identity | Condition) -> bytes:
 
 
 def decode_identity(content: bytes) -> Identity:
-    """What ``encode`` made.
+    """Decode the identity that ``encode`` encoded.
 
     Raises:
-        CollectiveError: it is something else.
+        CollectiveError: the content is anything else.
     """
     try:
         return Identity(**json.loads(content))
@@ -127,10 +127,10 @@ def decode_identity(content: bytes) -> Identity:
 
 
 def decode_condition(content: bytes) -> Condition:
-    """What ``encode`` made.
+    """Decode the condition that ``encode`` encoded.
 
     Raises:
-        CollectiveError: it is something else.
+        CollectiveError: the content is anything else.
     """
     try:
         fields = json.loads(content)
@@ -150,7 +150,7 @@ def _namespace() -> str:
 
 def _state_and_start(pid: int) -> tuple[str, str]:
     try:
-        # The second field, in parentheses, is the program's name and may hold anything.
+        # The second field, in parentheses, is the program's name and may contain anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "X", ""

@@ -20,14 +20,14 @@ _log = logging.getLogger(__name__)
 INIT = "init()"
 _KEY = "absent"
 _STORE_SECONDS = 10.0
-# To look a key up in the rendezvous, which answers only once the key is set.
+# For a lookup of a key in the rendezvous, which only answers once the key is set.
 _LOOK_SECONDS = 1.0
 _MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that keeps others waiting, as they see it.
+    """A rank that keeps others waiting, from their point of view.
 
     Attributes:
         rank: its number in the launcher's job.
@@ -43,12 +43,12 @@ class Straggler:
 
 
 def publish_straggler(rendezvous: RendezvousClient, straggler: Straggler) -> None:
-    """Publish the straggler for the job's supervisors; the first one counts. Call it before the job ends for it."""
+    """Publish the straggler for the job's supervisors; only the first one counts. Call this before ending the job."""
     rendezvous.set(_KEY, json.dumps(asdict(straggler)).encode(), Deadline.after(_STORE_SECONDS))
 
 
 def published_straggler(rendezvous: RendezvousClient) -> Straggler | None:
-    """Return the straggler that a rank has published; None without one."""
+    """Return the straggler that a rank has published; None if there is none."""
     try:
         return Straggler(**json.loads(rendezvous.get(_KEY, Deadline.after(_LOOK_SECONDS))))
     except (DeadlineExceededError, ValueError, TypeError):
@@ -62,8 +62,8 @@ def warning_of_stragglers(
     """Within this block, log missing ranks after ``stall_check_seconds``, then after twice the time, and so on.
 
     Args:
-        rendezvous: where each rank sets its key when it arrives; None where no other rank takes part.
-        context: of this rank.
+        rendezvous: where each rank sets its key when it arrives; None if no other rank takes part.
+        context: the launch context of this rank.
         keys: one for each rank.
         ranks: the ranks, in the order of ``keys``.
         what: the name of the meeting point, such as ``init()``.
@@ -78,7 +78,7 @@ def warning_of_stragglers(
         began, pause = time.monotonic(), max(context.config.stall_check_seconds, _LOOK_SECONDS)
         while not all_came.wait(pause):
             waited, pause = round(time.monotonic() - began), 2 * pause
-            with suppress(SparkHvdError):  # the waiting thread gets the error, too
+            with suppress(SparkHvdError):  # the waiting thread gets the error too
                 missing = _missing(rendezvous, keys, all_came)
                 if missing and not all_came.is_set() and should_warn(index, missing):
                     _log.warning(
@@ -104,11 +104,11 @@ def should_warn(index: int, missing: Sequence[int]) -> bool:
 def straggler_error(
     rendezvous: RendezvousClient, context: LaunchContext, keys: Sequence[str], ranks: Sequence[int], what: str
 ) -> DeadlineExceededError | None:
-    """Return the error for ranks that did not arrive in time, and publish the first; None if all did or it is unknown.
+    """Return the error for ranks that did not arrive in time, and publish the first; None if none is known.
 
     Args:
         rendezvous: where each rank sets its key when it arrives.
-        context: of this rank.
+        context: the launch context of this rank.
         keys: one for each rank.
         ranks: the ranks, in the order of ``keys``.
         what: the name of the meeting point, such as ``init()``.

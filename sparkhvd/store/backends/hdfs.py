@@ -65,7 +65,7 @@ class HDFSStore(FilesystemStore):
         user: the user of a cluster without Kerberos. All connections of a process have the same user, taken from
             the variable ``HADOOP_USER_NAME``; this argument checks it.
         kerb_ticket: the Kerberos ticket cache to use.
-        driver: accepted for Horovod's sake and ignored, since there is one client.
+        driver: must be None; with it Horovod chooses a client, but here there is only one.
         extra_conf: Hadoop settings of the client, such as ``dfs.ha.namenodes.<name service>``.
         storage_options: more Hadoop settings of the client.
         paths: ``train_path``, ``val_path``, ``test_path``, ``runs_path``, ``save_runs`` and ``retry_seconds`` as in
@@ -106,7 +106,7 @@ class HDFSStore(FilesystemStore):
     def with_spark_settings(self, settings: Mapping[str, str]) -> HDFSStore:
         found = {name: value for name, value in settings.items() if _OF_CLIENT.match(name)}
         if not found.get(_DEFAULT, "").startswith(("hdfs:", "viewfs:")):
-            found.pop(_DEFAULT, None)  # Hadoop's built-in default, which must not hide its files
+            found.pop(_DEFAULT, None)  # the built-in default must not hide that of Hadoop's files
         return replace(self, storage_options={**found, **(self.storage_options or {})})
 
     def _normalized(self, url: str) -> str:

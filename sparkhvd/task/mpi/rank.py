@@ -32,7 +32,7 @@ _PLACE = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL
 
 
 def main() -> int:
-    """Run the worker; return its exit code, or at least 128 for signals."""
+    """Run the worker; return its exit code, or 128 plus the number of the signal that ended it."""
     given = take_variables((EXECUTABLE, FOLDER, RANK_SOCKET, RANK_SECRET))
     deadline = Deadline.after(_CONNECT_SECONDS)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
