@@ -1,4 +1,4 @@
-// Feeds a decoder with what no encoder made.
+// Feeds decoders with bytes that no encoder made.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -18,14 +18,14 @@ using FuzzInput = std::vector<std::byte>;
 
 inline FuzzInput ToInput(ConstBytes bytes) { return FuzzInput(bytes.begin(), bytes.end()); }
 
-// How long each decoder is fed: a moment, or SPARKHVD_FUZZ_SECONDS for a long run.
+// The time for which each decoder is fed: a moment, or SPARKHVD_FUZZ_SECONDS for a long run.
 inline std::chrono::duration<double> FuzzTime() {
   const char* text = std::getenv("SPARKHVD_FUZZ_SECONDS");
   return std::chrono::duration<double>(text == nullptr ? 0.1 : std::atof(text));
 }
 
-// One of the changes that find most mistakes: flipped bits, extreme lengths, pieces left out, put
-// in twice or taken from another message.
+// Applies one of the changes that find most mistakes: flipped bits, extreme lengths, and pieces
+// that are left out, repeated or taken from another message.
 inline void Mutate(FuzzInput& input, const FuzzInput& other, std::mt19937_64& random) {
   const auto below = [&random](size_t limit) { return limit == 0 ? 0 : random() % limit; };
   const auto at = [&](size_t position) {
@@ -69,8 +69,8 @@ inline void Mutate(FuzzInput& input, const FuzzInput& other, std::mt19937_64& ra
   }
 }
 
-// Calls `decode` with changed and with random inputs until the time is up. That nothing crashes,
-// hangs or takes unreasonable memory is what the sanitizers and the caller look at.
+// Calls `decode` with mutated and with random inputs until the time is up. The sanitizers and the
+// caller check that nothing crashes, hangs or takes unreasonable memory.
 inline void Fuzz(const std::vector<FuzzInput>& seeds,
                  const std::function<void(const FuzzInput&)>& decode) {
   std::random_device device;

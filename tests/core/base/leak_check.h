@@ -1,4 +1,4 @@
-// Counts what this process holds, so that a test can tell that nothing was left behind.
+// Counts the resources that this process holds, so that a test can check for leaks.
 #pragma once
 
 #include <dirent.h>
@@ -26,15 +26,15 @@ struct Holdings {
   }
 };
 
-// What the process holds before a test. A thread has run by then, because the first one makes
+// Counts the resources before a test. Runs a thread first, because the first thread makes
 // ThreadSanitizer start one of its own that stays.
 inline Holdings HoldingsBefore() {
   std::thread([] {}).join();
   return Holdings();
 }
 
-// What the process holds after a test: the kernel lists a thread for a moment after it has been
-// joined, so a difference counts only when it lasts.
+// Counts the resources after a test. The kernel lists a thread for a moment after it has been
+// joined, so a difference counts only if it lasts.
 inline Holdings HoldingsAfter(const Holdings& before) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   Holdings now;

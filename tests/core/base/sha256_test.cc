@@ -27,7 +27,7 @@ std::string HmacOf(const std::string& key, const std::string& message) {
   return Hex(HmacSha256(AsBytes(key), AsBytes(message)));
 }
 
-// The examples of FIPS 180-4 as published by NIST.
+// The examples of FIPS 180-4 as NIST publishes them.
 TEST(Sha256, GivesThePublishedDigests) {
   EXPECT_EQ(HashOf(""), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
   EXPECT_EQ(HashOf("abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");

@@ -33,7 +33,7 @@ Vector Pair(const Vector& a, const Vector& b) {
   return sum;
 }
 
-// The definition, on whole vectors in one place.
+// Applies the definition to whole vectors in one process.
 Vector Oracle(std::vector<Vector> vectors) {
   size_t paired = 1;
   while (2 * paired <= vectors.size()) paired *= 2;
@@ -48,8 +48,8 @@ Vector Oracle(std::vector<Vector> vectors) {
   return vectors[0];
 }
 
-// What a rank holds of one tensor: small integers, exact in every type. Tensor 1 is zero on some
-// ranks, tensor 2 equal on all.
+// One rank's part of a tensor: small integers, which every type represents exactly. Tensor 1 is
+// zero on some ranks, and tensor 2 is equal on all.
 Vector Content(int rank, size_t tensor, size_t length) {
   std::mt19937 random(static_cast<unsigned>(tensor == 2 ? 7 : 100 * rank) +
                       static_cast<unsigned>(tensor));
@@ -65,7 +65,7 @@ class AdasumTest : public ::testing::TestWithParam<int> {};
 
 TEST_P(AdasumTest, SumsEveryTensorLikeTheDefinitionInEveryType) {
   const int size = GetParam();
-  // Nothing, shorter than the number of ranks, not divisible, long.
+  // Empty, shorter than the number of ranks, not divisible, and long.
   const std::vector<size_t> lengths{5, 64, 33, 0, 1, 10007};
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
     const double precision = dtype == DType::kFloat64   ? 1e-12

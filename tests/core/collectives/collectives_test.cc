@@ -31,7 +31,7 @@ enum class Way { kLinks, kArena, kHierarchical };
 
 struct Layout {
   std::string name;
-  std::vector<int> hosts;  // by rank
+  std::vector<int> hosts;  // indexed by rank
   Way way;
 
   int size() const { return static_cast<int>(hosts.size()); }
@@ -39,7 +39,7 @@ struct Layout {
 
 void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
 
-// One rank's calls in the way of the layout.
+// Makes one rank's calls with the algorithms of the layout.
 class Caller {
  public:
   Caller(const Layout& layout, Mesh& mesh)
@@ -92,7 +92,7 @@ class Caller {
   const Hierarchy hierarchy_;
 };
 
-// Out of place, then in place, against the oracle.
+// Compares with the oracle, out of place and in place.
 Status CheckAllreduce(int rank, int size, Caller& caller, DType dtype, ReduceOp op, size_t count) {
   Elements source(dtype, count, static_cast<size_t>(rank % 3));
   Elements target(dtype, count, static_cast<size_t>(rank % 2));
@@ -131,8 +131,8 @@ TEST_P(AllreduceTest, MatchesTheOracleForEveryDTypeOperatorAndLength) {
         }
       }
     }
-    // Nothing, less than an element each, several chunks of the arena, several pieces of the ring,
-    // and sizes that change from one operation to the next.
+    // Empty, less than an element per rank, several chunks of the arena, several pieces of the
+    // ring, and sizes that change from one operation to the next.
     for (const size_t count :
          {size_t{0}, size_t{1}, size_t{64}, size_t{100003}, size_t{5}, size_t{20000}}) {
       SHVD_TRY(CheckAllreduce(rank, size, caller, DType::kFloat32, ReduceOp::kSum, count));

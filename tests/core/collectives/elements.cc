@@ -7,8 +7,7 @@
 namespace sparkhvd::testing {
 namespace {
 
-// An independent, slow way through the bits of a 16-bit float: sign, exponent and mantissa by
-// arithmetic.
+// An independent, slow conversion of a 16-bit float: arithmetic on sign, exponent and mantissa.
 double FromHalfBits(uint16_t bits, int exponent_bits) {
   const int mantissa_bits = 15 - exponent_bits;
   const int bias = (1 << (exponent_bits - 1)) - 1;
@@ -23,7 +22,7 @@ double FromHalfBits(uint16_t bits, int exponent_bits) {
   return sign * std::ldexp(fraction, (exponent == 0 ? 1 : exponent) - bias);
 }
 
-// Only for values that the format holds exactly: searches for them.
+// Searches for the bits of a value, which the format must hold exactly.
 uint16_t ToHalfBits(double value, int exponent_bits) {
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
     if (FromHalfBits(static_cast<uint16_t>(bits), exponent_bits) == value) {
@@ -35,8 +34,8 @@ uint16_t ToHalfBits(double value, int exponent_bits) {
 }
 
 uint16_t SmallHalfBits(double value, int exponent_bits) {
-  // The tests use few values: 0, +-1, +-2 and so on; remembered per call would be state, so they
-  // are computed directly.
+  // The tests use few values: 0, +-1, +-2 and so on. They are computed directly, because
+  // remembering them between calls would be state.
   if (value == 0) return 0;
   const int mantissa_bits = 15 - exponent_bits;
   const int bias = (1 << (exponent_bits - 1)) - 1;

@@ -37,7 +37,7 @@ TEST(Kernels, CombineEveryDTypeAndOperatorLikeTheScalarOracleAtEveryAlignment) {
 }
 
 TEST(Kernels, FastestGivesTheSameBitsAsGenericForEveryPairOfHalves) {
-  // Every float16 and bfloat16 against a handful of partners: normal, subnormal, infinite and NaN.
+  // Combines every float16 and bfloat16 with a few partners: normal, subnormal, infinite and NaN.
   constexpr uint16_t kPartners[] = {0x0000, 0x0001, 0x03ff, 0x3c00, 0x3c01,
                                     0xbc00, 0x7bff, 0x7c00, 0x7e01, 0x4248};
   std::vector<uint16_t> all(0x10000);
@@ -68,7 +68,7 @@ TEST(Kernels, FastestGivesTheSameBitsAsGenericForEveryPairOfHalves) {
 }
 
 TEST(Kernels, Float16RoundsToNearestEvenOverItsWholeRange) {
-  // Midpoints between neighbours go to the even one, everything else to the nearer one.
+  // A midpoint between neighbours rounds to the even one, everything else to the nearer one.
   for (uint32_t bits = 0; bits < 0x7bff; ++bits) {
     const auto half = [](uint32_t b) { return loops::Float16{static_cast<uint16_t>(b)}; };
     const float low = loops::Widen(half(bits));

@@ -16,7 +16,7 @@
 
 namespace sparkhvd::testing {
 
-// Runs `body(rank, mesh)` on one thread per mesh and gives back what each returned.
+// Runs `body(rank, mesh)` on one thread per mesh and returns the results.
 inline std::vector<Status> OnEveryRank(std::vector<Mesh>& meshes,
                                        const std::function<Status(int, Mesh&)>& body) {
   std::vector<Status> statuses(meshes.size());
@@ -37,8 +37,8 @@ inline void ExpectAllOk(const std::vector<Status>& statuses) {
 
 inline Deadline Soon() { return Deadline::AfterSeconds(30); }
 
-// Elements as doubles, so that one oracle serves all dtypes. Values stay small enough to be exact
-// in every one of them.
+// Stores and loads elements as doubles, so that one oracle serves all dtypes. Values stay small
+// enough to be exact in every dtype.
 void StoreElement(DType dtype, std::byte* data, size_t index, double value);
 double LoadElement(DType dtype, const std::byte* data, size_t index);
 
@@ -67,8 +67,8 @@ inline constexpr DType kEveryDType[] = {DType::kBool,    DType::kUInt8,   DType:
 inline constexpr ReduceOp kEveryOp[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin,
                                         ReduceOp::kMax, ReduceOp::kProduct};
 
-// What rank `rank` contributes at `index` in the tests: small, so that every dtype holds sums and
-// products of eight exactly.
+// Returns the contribution of `rank` at `index`. It is small, so that every dtype holds sums and
+// products of eight ranks exactly.
 inline double Contribution(DType dtype, ReduceOp op, int rank, size_t index) {
   const auto seed = static_cast<int>((index * 7 + static_cast<size_t>(rank) * 3) % 5);
   if (dtype == DType::kBool) return seed < 2 ? 1 : 0;
@@ -95,7 +95,7 @@ inline double Expected(DType dtype, ReduceOp op, int size, size_t index) {
       case ReduceOp::kProduct:
         result *= value;
         break;
-      case ReduceOp::kAdasum:  // not element by element
+      case ReduceOp::kAdasum:  // not elementwise
         break;
     }
   }

@@ -18,11 +18,11 @@ using testing::ExpectAllOk;
 using testing::OnEveryRank;
 using testing::Soon;
 
-// Over the arena or over the links, with each number of ranks.
+// Runs over the arena or over the links, with each number of ranks.
 class ScatterTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
  protected:
   int size() const { return std::get<0>(GetParam()); }
-  // Runs `body` on every rank; `steps` is null for the links.
+  // Runs `body` on every rank. `steps` is null for the links.
   void Run(const std::function<Status(int rank, Mesh& mesh, ArenaSteps* steps)>& body) const {
     std::vector<Mesh> meshes = InProcessMeshes(std::vector<int>(static_cast<size_t>(size()), 0));
     const bool arena = std::get<1>(GetParam()) && size() > 1;
@@ -107,7 +107,7 @@ TEST_P(ScatterTest, AlltoallBringsEveryPartToItsReceiverInTheOrderOfTheSenders) 
   Run([this](int rank, Mesh& mesh, ArenaSteps* steps) {
     const auto parts = static_cast<size_t>(size());
     const auto me = static_cast<size_t>(rank);
-    // Nothing, unequal parts with empty ones among them, and more than an arena's slot.
+    // Empty, unequal parts including empty ones, and more than an arena's slot.
     for (const size_t unit : {size_t{0}, size_t{1}, size_t{997}, size_t{100003}}) {
       std::vector<size_t> lengths(parts * parts);
       for (size_t i = 0; i < lengths.size(); ++i) lengths[i] = unit * ((i * i + i / 3) % 4);

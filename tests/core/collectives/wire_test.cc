@@ -1,4 +1,4 @@
-// What travels between hosts, counted.
+// Counts the bytes that travel between hosts.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -18,7 +18,7 @@ using testing::ExpectAllOk;
 using testing::OnEveryRank;
 using testing::Soon;
 
-// Counts what a rank sends to each other one.
+// Counts the bytes that a rank sends to each peer.
 class CountingTransport final : public Transport {
  public:
   explicit CountingTransport(std::unique_ptr<Transport> inner)
@@ -42,12 +42,12 @@ class CountingTransport final : public Transport {
 
  private:
   const std::unique_ptr<Transport> inner_;
-  std::vector<size_t> sent_;  // by peer
+  std::vector<size_t> sent_;  // indexed by peer
 };
 
 using HostPair = std::pair<int, int>;
 
-// The bytes that hosts send each other (and a host itself, over links) while every rank runs
+// Returns the bytes that hosts send each other (and themselves, over links) while every rank runs
 // `body`.
 std::map<HostPair, size_t> BytesBetweenHosts(
     const std::vector<int>& hosts,

@@ -14,7 +14,8 @@ namespace {
 
 using Memory = std::vector<std::byte>;
 
-// Columns whose rows lie in parts of given lengths; every byte tells its column, row and place.
+// Columns whose rows lie in parts of given lengths. Every byte identifies its column, row and
+// offset.
 struct Columns {
   Columns(size_t count, size_t row_bytes, const std::vector<size_t>& part_rows, size_t picked)
       : targets(count, Memory(picked * row_bytes)) {

@@ -11,7 +11,7 @@
 namespace sparkhvd {
 namespace {
 
-constexpr int kFloat = 7;  // NCCL's number
+constexpr int kFloat = 7;  // NCCL's number of float32
 constexpr int kSum = 0;
 
 std::shared_ptr<const Device> Opened(int ordinal) {
@@ -84,7 +84,7 @@ TEST(Device, MemoryIsFilledMovedAndGivenBackInTheOrderOfStreams) {
   EXPECT_EQ(simulated::Allocations(), 0u);
 }
 
-// A rank of NCCL's.
+// A rank of a communicator.
 struct Rank {
   int rank;
   std::shared_ptr<const Device> device;
@@ -97,7 +97,7 @@ class Communicators : public ::testing::Test {
     return Waiting{Deadline::AfterSeconds(30), [] { return Status(); }};
   }
 
-  // Runs `body` once per rank, each on a thread with a device, where all ranks have connected.
+  // Runs `body` once per rank, each on a thread with a device, after all ranks have connected.
   void OnEveryRank(int size, const std::function<void(Rank&)>& body) {
     const DeviceLibraries libraries = SimulatedLibraries();
     const Result<NcclId> id = NcclCommunicator::NewId(*libraries.nccl);
@@ -156,7 +156,7 @@ TEST_F(Communicators, ARankThatNeverComesIsWaitedForUntilTheDeadline) {
 }
 
 TEST_F(Communicators, FailuresAreSaidInTheWordsOfNccl) {
-  std::vector<float> data(3, 1.0f);  // in use until the communicator has gone
+  std::vector<float> data(3, 1.0f);  // in use until the communicator is destroyed
   OnEveryRank(1, [&](Rank& self) {
     simulated::FailNext("ncclAllReduce", 3);
     ExpectFailure(self.communicator->Together({Sum(self, data)}, Soon()), StatusCode::kIo,
@@ -194,7 +194,7 @@ TEST_F(Communicators, ThatGoEndWhatOthersNeverJoined) {
   });
 }
 
-// Whether `turn` comes at once.
+// Returns whether `turn` comes at once.
 bool Comes(LaunchOrder::Turn& turn, uint64_t ticket) {
   const Waiting no_time{Deadline::AfterSeconds(0), [] { return Status(); }};
   return turn.Await(ticket, no_time).ok();

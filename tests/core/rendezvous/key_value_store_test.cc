@@ -27,7 +27,7 @@ namespace {
 Deadline Soon() { return Deadline::After(std::chrono::milliseconds(30)); }
 Deadline Late() { return Deadline::AfterSeconds(30); }
 
-// A store as two parties see it.
+// A store from the view of two parties.
 struct Parties {
   std::unique_ptr<TcpStoreServer> server;
   std::vector<std::unique_ptr<KeyValueStore>> owned;
@@ -132,7 +132,7 @@ TEST_P(KeyValueStoreContract, WaitsUntilSomebodySetsTheKey) {
       return value.ok() ? value.value() : value.status().message();
     }));
   }
-  // A thread that waits keeps no other one waiting, also on the same client.
+  // A waiting thread does not block another one, even on the same client.
   ASSERT_TRUE(parties.reader->Set("between", "1", Late()).ok());
   EXPECT_EQ(parties.reader->Get("between", Late()).value(), "1");
   for (int i = 2; i >= 0; --i) {
@@ -155,7 +155,7 @@ TEST(TcpStore, WakesItsWaitersWhenTheServerGoes) {
   auto server = StartServer();
   auto client = ConnectTo(*server);
   auto waiter = std::async(std::launch::async, [&] { return client->Get("never", Late()); });
-  // Its connection stands once the server has answered another one that was dialed later.
+  // Its connection exists once the server has answered another one that was dialed later.
   ASSERT_TRUE(client->Set("other", "1", Late()).ok());
   const std::string address = ToText(server->address());
   server->Close();
@@ -233,8 +233,8 @@ TEST(TcpStore, StopsWaitingForAServerThatNeverAnswers) {
   EXPECT_EQ(client.status().code(), StatusCode::kTimeout);
 }
 
-// Stands between one client and a server and keeps what it sees; flips a bit of the byte at `flip`
-// of what the server says.
+// Forwards data between one client and a server, and records it. Flips a bit of the byte at `flip`
+// of the server's data.
 class Wire {
  public:
   explicit Wire(HostPort server, size_t flip = ~size_t{0}) : flip_(flip) {
@@ -248,7 +248,7 @@ class Wire {
   ~Wire() { thread_.join(); }
 
   const HostPort& address() const { return address_; }
-  // Once the client is gone.
+  // Call it after the client has disconnected.
   std::string Seen() {
     thread_.join();
     thread_ = std::thread([] {});
@@ -263,7 +263,7 @@ class Wire {
     ASSERT_TRUE(far.ok()) << far.status().message();
     std::array<pollfd, 2> ends = {{{near.get(), POLLIN, 0}, {far.value().get(), POLLIN, 0}}};
     std::array<std::byte, 10'000> buffer;
-    size_t said = 0;  // by the server
+    size_t said = 0;  // bytes sent by the server
     while (::poll(ends.data(), 2, 30'000) > 0) {
       for (size_t from = 0; from < 2; ++from) {
         auto count = ReadSome(ends[from].fd, Bytes(buffer.data(), buffer.size()));

@@ -10,12 +10,12 @@
 
 namespace {
 
-// How many calls of connect a signal is to interrupt, after they have begun.
+// The number of calls of connect that a signal interrupts after they have begun.
 std::atomic<int> interruptions{0};
 
 }  // namespace
 
-// In place of libc's.
+// Replaces libc's function.
 extern "C" __attribute__((visibility("default"))) int connect(int fd, const sockaddr* address,
                                                               socklen_t length) {
   const auto result = ::syscall(SYS_connect, fd, address, length);

@@ -19,7 +19,7 @@ namespace sparkhvd {
 
 using Dialer = std::function<Result<UniqueFd>()>;
 
-// True once the other side has ended the connection, whatever it sent before.
+// Returns true once the peer has ended the connection, whatever it sent before.
 inline bool IsDropped(const UniqueFd& fd, Deadline deadline) {
   std::array<std::byte, 256> buffer;
   while (!deadline.Expired()) {
@@ -42,7 +42,7 @@ inline void SendWithoutEnd(const Dialer& dial) {
   ASSERT_TRUE(fd.ok()) << fd.status().message();
   const std::string block(1 << 16, '\0');
   Status status;
-  // Far more than the socket buffers hold: it ends because the other side refuses to go on.
+  // This is far more than the socket buffers hold, so it ends because the peer refuses to continue.
   for (int i = 0; i < 1000 && status.ok(); ++i) {
     status = WriteExactly(fd.value().get(), AsBytes(block), Deadline::AfterSeconds(20));
   }
@@ -57,11 +57,11 @@ inline void UseWrongToken(const Dialer& dial, const std::string& purpose) {
   EXPECT_EQ(status.code(), StatusCode::kAuthentication) << status.message();
 }
 
-// Records what a member says to an acceptor and says the same again.
+// Records what a member sends to an acceptor, and sends the same again.
 inline void Replay(const Dialer& dial, const std::string& token, const std::string& purpose) {
   auto member = dial();
   ASSERT_TRUE(member.ok()) << member.status().message();
-  // Between the member and the acceptor: the recording of both of the member's messages.
+  // Forwards between the member and the acceptor, and records both of the member's messages.
   std::array<int, 2> pair;
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair.data()), 0);
   const UniqueFd inner(pair[0]);

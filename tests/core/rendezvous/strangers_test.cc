@@ -44,7 +44,7 @@ class RendezvousServer : public testing::Test {
     EXPECT_EQ(client.value()->Get("alive", Late()).value(), "yes");
   }
 
-  // So many members that dial in the same moment.
+  // Lets `count` members dial at the same moment.
   void ExpectAllGetIn(int count) {
     AllowDescriptors(4096);
     DialOptions options;
@@ -160,7 +160,7 @@ TEST_F(RendezvousServer, LetsMembersPastIdleStrangers) {
   ExpectAllGetIn(16);
 }
 
-// They come again as soon as they are turned away.
+// These strangers dial again as soon as they are dropped.
 TEST_F(RendezvousServer, LetsMembersPastStrangersThatComeAgainAndAgain) {
   ReceptionLimits limits;
   limits.strangers = 4;
@@ -223,14 +223,14 @@ TEST_F(RendezvousServer, ForgetsMembersThatLeaveInTheMiddle) {
     ASSERT_TRUE(WriteExactly(half.get(), ConstBytes(set.data(), set.size()), Late()).ok());
   }
   ExpectServes();
-  // The server closes its ends a moment after the members closed theirs.
+  // The server closes its ends a moment after the members have closed theirs.
   const Deadline deadline = Late();
   while (!(before == Holdings()) && !deadline.Expired()) ExpectServes();
   const Holdings after = HoldingsAfter(before);
   EXPECT_TRUE(before == after) << ToText(before) << " became " << ToText(after);
 }
 
-// Random bytes to every decoder: the seed is fixed, so a failure can be repeated.
+// Feeds random bytes to every decoder. The seed is fixed, so a failure is reproducible.
 TEST(RendezvousDecoders, SurviveRandomBytes) {
   std::mt19937 random(20261121);
   for (int round = 0; round < 20'000; ++round) {
@@ -253,7 +253,7 @@ TEST(Handshake, RefusesAnAcceptorThatDoesNotKnowTheToken) {
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair.data()), 0);
   const UniqueFd dialer(pair[0]);
   const UniqueFd impostor(pair[1]);
-  // It sends the dialer's own proof back, the best that it has.
+  // This acceptor returns the dialer's own proof, which is the best that it has.
   std::thread thread([&] {
     std::array<std::byte, kHelloBytes> hello;
     EXPECT_TRUE(ReadExactly(impostor.get(), Bytes(hello.data(), hello.size()), Late()).ok());

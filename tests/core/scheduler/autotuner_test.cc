@@ -21,7 +21,7 @@ AutotuneOptions Brief(std::vector<TuningSample>* samples) {
   return options;
 }
 
-// A job in which a step takes as long as `seconds` says of what is in force.
+// Simulates a job in which `seconds` gives the time of a step from the settings in force.
 void Simulate(Autotuner* tuner, const std::function<double(const Tunables&)>& seconds) {
   Autotuner::Time now;
   Tunables in_force;
@@ -92,7 +92,7 @@ TEST(Autotuner, EndsAStepAlsoWhereNoTensorEverComesAgain) {
   EXPECT_NEAR(samples[0].score, 1e6, 1e3);
 }
 
-// Jobs. Sums of whole numbers are exact whatever the order.
+// Tests with whole jobs. Sums of integers are exact in any order.
 
 struct Layout {
   const char* name;
@@ -133,7 +133,7 @@ void Step(int rank, int size, Rank& self, const std::string& set) {
   ASSERT_EQ(lone, std::vector<float>(20000, static_cast<float>(size * (size + 1) / 2)));
 }
 
-// Whether all ranks have the same in force.
+// Expects the same settings in force on all ranks.
 void ExpectTheSame(int rank, int size, Rank& self, const Tunables& own) {
   std::vector<float> values = {
       static_cast<float>(own.fusion_threshold), static_cast<float>(own.arena.small_bytes),
@@ -188,7 +188,7 @@ TEST_P(Autotuning, GoesOnBesideRanksThatHaveJoined) {
   const int size = static_cast<int>(meshes.size());
   OnEveryRank(std::move(meshes), config, [size](int rank, Rank& self) {
     for (int epoch = 0; epoch < 4; ++epoch) {
-      const int own_steps = 5 + 5 * ((rank + epoch) % size);  // rank 0 is not always the last
+      const int own_steps = 5 + 5 * ((rank + epoch) % size);  // rank 0 is not always the last one
       for (int step = 0; step < own_steps; ++step) {
         std::vector<float> data(5000, 1.0f);
         ASSERT_TRUE(self.Allreduce("tensor", data)->Wait(Patience()).ok());
@@ -211,7 +211,7 @@ TEST_P(Autotuning, GoesOnBesideRanksThatHaveJoined) {
   EXPECT_GT(samples.size(), 3u);
 }
 
-// A process set is an engine of its own, with other threads over the same ranks.
+// A process set has its own engine, with other threads over the same ranks.
 TEST_P(Autotuning, LeavesProcessSetsAsTheyAre) {
   std::vector<TuningSample> samples;
   EngineConfig config = Quick();

@@ -63,7 +63,7 @@ TEST_P(EngineDevices, ReduceTheElementTypesOfNccl) {
     ExpectSum<int32_t>(DType::kInt32, rank, size(), program);
     ExpectSum<int64_t>(DType::kInt64, rank, size(), program);
     ExpectSum<double>(DType::kFloat64, rank, size(), program);
-    // 1.0 of either small type, whose sums with zeros are itself.
+    // The bits of 1.0 in both small types. Sums with zeros keep it.
     for (const auto& [dtype, one] : {std::pair{DType::kFloat16, uint16_t{0x3c00}},
                                      std::pair{DType::kBFloat16, uint16_t{0x3f80}}}) {
       std::vector<uint16_t> data(3, rank == 0 ? one : uint16_t{0});
@@ -209,7 +209,7 @@ TEST_P(EngineDevices, RanksThatJoinedContributeNothing) {
         EXPECT_EQ(program.Output<float>(*gathered.value()).size(),
                   static_cast<size_t>(size() - 1 - step));
       }
-      // A rank that has used no device says with its join which one is its own.
+      // A rank that has used no device names its own with its join.
       const Result<Pointer> join =
           program.TrySubmit(RequestFor(OperationKind::kJoin, kJoinName, {0}), nullptr, nullptr);
       ASSERT_TRUE(FailureOf(join).ok());
@@ -250,7 +250,7 @@ TEST(EngineDevice, WorksBehindWhatTheProgramHasPutOnItsStream) {
   });
 }
 
-// The engines of the job, and of pairs of its ranks; a rank's engines share its device.
+// The engines of the job and of pairs of its ranks. A rank's engines share its device.
 class EngineDeviceSets : public ::testing::Test {
  protected:
   static constexpr int kRanks = 3;
@@ -268,7 +268,7 @@ class EngineDeviceSets : public ::testing::Test {
     }
   }
 
-  // `body` gets the pairs of the rank.
+  // Passes the pairs of the rank to `body`.
   void Run(const std::function<void(int, Rank&, Program&, std::vector<Rank*>)>& body) {
     OnEveryRank(InProcessMeshes(OneHost(kRanks)), config_, [&](int rank, Rank& self) {
       std::vector<Rank*> own;
@@ -309,8 +309,8 @@ TEST_F(EngineDeviceSets, ReduceAmongThemselvesBesideTheJob) {
   });
 }
 
-// Every rank submits to its engines in another order, and all at once: a real device deadlocks
-// unless the ranks agree on one.
+// Every rank submits to its engines in another order, all at once. A real device deadlocks unless
+// the ranks agree on one order.
 TEST_F(EngineDeviceSets, LaunchInOneOrderWhateverTheOrderOfSubmissions) {
   Run([](int rank, Rank& self, Program& program, const std::vector<Rank*>& pairs) {
     ASSERT_TRUE(self.BarrierAndWait(kShareDeviceName).ok());
@@ -337,7 +337,7 @@ TEST_F(EngineDeviceSets, LaunchInOneOrderWhateverTheOrderOfSubmissions) {
 
 TEST(EngineDevice, MemoryOfTheHostOnOneRankIsAMismatch) {
   OnEveryDevice(OneHost(3), WithDevices(), [](int rank, Rank& self, Program& program) {
-    for (int round = 0; round < 2; ++round) {  // the second time some ask by id
+    for (int round = 0; round < 2; ++round) {  // in the second round, some ranks request by id
       std::vector<float> data(4, 1.0f);
       const Result<Pointer> mixed = rank == 2 && round == 0 ? self.TryAllreduce("mixed", data)
                                                             : program.TryAllreduce("mixed", data);
@@ -406,7 +406,8 @@ TEST(EngineDevice, ACallThatFailsOnOneRankEndsAll) {
     OnEveryDevice(OneHost(2), WithDevices(), [call](int, Rank& self, Program& program) {
       std::vector<float> data(4, 1.0f);
       const Status first = program.Finish(program.TryAllreduce("sum", data));
-      // The rank whose calls were good has nothing to complain about, and learns it now.
+      // The rank with valid calls has no error of its own, and learns of the other rank's error
+      // now.
       const Status status = first.ok() ? self.BarrierAndWait("after") : first;
       ExpectFailure(status, StatusCode::kIo, {std::string(call) + " failed"});
       AwaitFailure(self.engine, StatusCode::kIo, {std::string(call) + " failed"});
@@ -423,7 +424,7 @@ TEST(EngineDevice, AnErrorBehindTheHostsBackEndsTheEngine) {
     held.Meet();
     if (rank == 0) simulated::BreakCommunicators(kNcclRemoteError);
     AwaitFailure(self.engine, StatusCode::kPeerLost, {"allreduce 'sum'", "NCCL failed"});
-    EXPECT_TRUE(self.engine.Shutdown(Patience()).ok());  // the buffer is not in use any more
+    EXPECT_TRUE(self.engine.Shutdown(Patience()).ok());  // the buffer is no longer in use
     simulated::Release(rank);
     ExpectFailure(FailureOf(program.TryAllreduce("next", data)), StatusCode::kPeerLost,
                   {"allreduce 'next'", "NCCL failed"});
@@ -440,7 +441,7 @@ TEST(EngineDevice, ADeviceThatDoesNotGoOnIsGivenUpAfterTheTimeout) {
                  {"allreduce 'sum'", "not finished there", "some rank may have failed"});
     if (rank == 1) simulated::Release(rank);
     EXPECT_TRUE(operation.value()->device()->LetWait(program.stream().handle()).ok());
-    program.stream().Await();  // what was given up holds up nothing
+    program.stream().Await();  // the timed-out operation blocks nothing
   });
 }
 
@@ -483,7 +484,7 @@ TEST(EngineDevice, AProcessThatEndsWithoutAWordIsNoticedByDevicesThatWaitForIt) 
     EXPECT_TRUE(FailureOf(program.TryAllreduce("sum", data)).ok());
     submitted.Meet();
     if (rank == 1) {
-      clients[1]->Close();  // what is left of its process from here on is no part of the test
+      clients[1]->Close();  // the rest of its process is not part of the test
     } else {
       AwaitFailure(engine, StatusCode::kPeerLost, {"rank 1: its process has ended"});
       program.stream().Await();
@@ -511,7 +512,7 @@ TEST(EngineDevice, LeavingWaitsForWhatTheDeviceStillDoes) {
   }
 }
 
-// The root of a broadcast is done when NCCL has taken over what it gives.
+// The root of a broadcast is done once NCCL has taken over its data.
 TEST(EngineDevice, ARankThatLeavesFirstDoesNotCutOffWhatOthersStillReceive) {
   auto store = std::make_shared<InProcessStore>();
   std::vector<std::unique_ptr<Rank>> ranks;
@@ -562,7 +563,7 @@ TEST(EngineDevice, ARankThatNobodyFollowsLeavesItsCommunicatorAlone) {
   });
 }
 
-// As behind a long queue of the program's own work.
+// Like an operation behind a long queue of the program's own work.
 TEST(EngineDevice, ADeviceThatIsStillAtWorkWhenItsRankHasLeftBringsTheResult) {
   const int aborted = simulated::Calls("ncclCommAbort");
   Gate left(2);

@@ -1,4 +1,4 @@
-// Ranks of the engine's tests whose tensors are in the memory of simulated devices.
+// Ranks for engine tests whose tensors are in the memory of simulated devices.
 #pragma once
 
 #include <cstring>
@@ -26,7 +26,7 @@ inline Request RequestFor(OperationKind kind, const std::string& name, std::vect
   return request;
 }
 
-// What one rank's program does: its device has the rank's number.
+// The program of one rank. Its device has the rank's number.
 class Program {
  public:
   Program(int rank, Engine& engine) : stream_(rank), engine_(engine) {}
@@ -45,7 +45,7 @@ class Program {
     return TrySubmit(std::move(request), data.data(), data.data());
   }
 
-  // The outcome on the host; where it is good the program's stream has come behind the result.
+  // Returns the outcome on the host. If it is OK, the program's stream waits for the result.
   Status Finish(const Result<Pointer>& operation) {
     SHVD_TRY(FailureOf(operation));
     SHVD_TRY(operation.value()->device()->LetWait(stream_.handle()));
@@ -53,7 +53,7 @@ class Program {
     return Status();
   }
 
-  // What an allgather or alltoall has brought, of `rows` elements.
+  // Returns the output of an allgather or alltoall, which has `rows` elements.
   template <typename T>
   std::vector<T> Output(Operation& operation) {
     int64_t rows = 0;
@@ -72,14 +72,14 @@ class Program {
   Engine& engine_;
 };
 
-// Devices have nothing left, and no real one would have been misused.
+// Expects that devices hold nothing any more, and that no real device would have been misused.
 inline void ExpectCleanDevices() {
   EXPECT_EQ(simulated::Allocations(), 0u);
   EXPECT_EQ(simulated::Events(), 0u);
   EXPECT_EQ(simulated::TakeMisuses(), std::vector<std::string>());
 }
 
-// Runs `body` once per rank as OnEveryRank does; devices are clean afterwards.
+// Runs `body` once per rank like OnEveryRank, and expects clean devices afterwards.
 inline void OnEveryDevice(const std::vector<int>& hosts, const EngineConfig& config,
                           const std::function<void(int, Rank&, Program&)>& body) {
   OnEveryRank(InProcessMeshes(hosts), config, [&](int rank, Rank& self) {
@@ -87,7 +87,8 @@ inline void OnEveryDevice(const std::vector<int>& hosts, const EngineConfig& con
       Program program(rank, self.engine);
       body(rank, self, program);
     }
-    // Here and not one rank after the other: they wait for each other.
+    // Shuts down on the ranks' threads and not one rank after the other, because ranks wait for
+    // each other.
     EXPECT_TRUE(self.engine.Shutdown(Patience()).ok());
   });
   ExpectCleanDevices();

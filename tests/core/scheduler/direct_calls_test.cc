@@ -1,4 +1,4 @@
-// Calls without negotiation, beside the engine's own operations.
+// Tests calls without negotiation beside the engine's own operations.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -44,7 +44,8 @@ TEST(DirectCalls, RunBesideTheEngine) {
     for (int round = 0; round < 30; ++round) {
       std::vector<float> named(20000, 1.0f);
       std::vector<float> direct(20000, 2.0f);
-      // One rank submits first, the other one calls first: neither waits for the other kind.
+      // One rank submits first, and the other one calls first. Neither kind waits for the other
+      // kind.
       const Pointer before = rank == 0 ? self.Allreduce("named", named) : nullptr;
       EXPECT_TRUE(Now(self, direct).ok());
       const Pointer operation = before ? before : self.Allreduce("named", named);

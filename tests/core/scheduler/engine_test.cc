@@ -179,7 +179,7 @@ TEST(Engine, SurvivesACacheThatIsTooSmall) {
 
 TEST(Engine, FusesWhatIsReadyTogether) {
   OnEveryRank(OneHost(2), Quick(), [](int, Rank& self) {
-    // While the first cycle waits for both ranks, the rest piles up.
+    // While the first cycle waits for both ranks, the other operations accumulate.
     std::vector<std::vector<float>> data(100, std::vector<float>(3, 1.0f));
     for (int round = 0; round < 10; ++round) {
       std::vector<Pointer> operations;
@@ -194,8 +194,7 @@ TEST(Engine, FusesWhatIsReadyTogether) {
   });
 }
 
-// A group is ready as a whole, so that it is fused as a whole. In-process arenas have slots of 16
-// KiB.
+// A group is ready as a whole, so it is fused as a whole. In-process arenas have slots of 16 KiB.
 TEST(Engine, WhatIsFusedNeedNotFitIntoOneSlotOfTheArena) {
   for (const int ranks : {2, 3, 5}) {
     OnEveryRank(OneHost(ranks), Quick(), [ranks](int rank, Rank& self) {
@@ -271,8 +270,8 @@ TEST(Engine, CrossedSubmissionsGoOnWhenTheMissingOneComes) {
   OnEveryRank(OneHost(2), Quick(), [&gate](int rank, Rank& self) {
     std::vector<float> first(4, 1.0f);
     std::vector<float> second(4, 1.0f);
-    // Each rank waits for what the other has not submitted yet, and submits its other one only
-    // after both have waited in vain.
+    // Each rank waits for an operation that the other rank has not submitted, and submits its other
+    // operation only after both waits have timed out.
     const Pointer early = self.Allreduce(rank == 0 ? "a" : "b", first);
     EXPECT_EQ(early->Wait(Deadline::AfterSeconds(0.05)).code(), StatusCode::kTimeout);
     gate.Meet();
@@ -284,8 +283,8 @@ TEST(Engine, CrossedSubmissionsGoOnWhenTheMissingOneComes) {
 
 TEST(Engine, AnOperationThatOthersNeverSubmitTimesOutAndNamesThem) {
   OnEveryRank(OneHost(3), Quick(0.3), [](int rank, Rank& self) {
-    // Everybody waits for something of its own, so the cycles go on and the coordinator knows who
-    // lacks what.
+    // Every rank waits for a different operation, so the cycles continue and the coordinator knows
+    // which rank misses which operation.
     std::vector<float> data(4);
     const std::string name = "only/" + std::to_string(rank);
     const Status status = self.Allreduce(name, data)->Wait(Soon());
@@ -311,7 +310,7 @@ TEST(Engine, AbortEndsEverybodysOperationsWithTheReason) {
   Gate gate(3);
   OnEveryRank(OneHost(3), Quick(), [&gate](int rank, Rank& self) {
     EXPECT_TRUE(self.BarrierAndWait("start").ok());
-    gate.Meet();  // an abort ends every pending operation, and the barrier is not to be one
+    gate.Meet();  // an abort ends every pending operation, which must not include the barrier
     std::vector<float> data(4);
     if (rank == 1) return self.engine.Abort("the user said so");
     ExpectFailure(FailureOf(self.TryAllreduce("x", data)), StatusCode::kAborted,
@@ -326,7 +325,7 @@ TEST(Engine, ARankThatLeavesEarlyIsNamedToThoseWhoNeedIt) {
     Gate gate(3);
     OnEveryRank(OneHost(3), Quick(), [leaver, &gate](int rank, Rank& self) {
       EXPECT_TRUE(self.BarrierAndWait("start").ok());
-      gate.Meet();  // who needs the leaver fails everybody, and the barrier is not to be failed
+      gate.Meet();  // a rank that needs the leaver fails all ranks, which must not fail the barrier
       if (rank == leaver) {
         EXPECT_TRUE(self.engine.Shutdown(Soon()).ok());
         return;

@@ -1,4 +1,4 @@
-// Every decoder of what comes over a wire.
+// Fuzzes every decoder of data from the wire.
 #include "base/fuzz.h"
 
 #include <gtest/gtest.h>
@@ -65,7 +65,7 @@ std::vector<FuzzInput> ResponseSeeds() {
   return seeds;
 }
 
-// What a decoder takes, it must give back in the same form: else two ranks could understand one
+// An accepted message must encode to the same bytes. Otherwise two ranks could understand one
 // message differently.
 template <typename Message>
 void ExpectStable(const Message& message, Result<Message> (*decode)(ConstBytes)) {
@@ -168,7 +168,7 @@ TEST(Fuzz, HandshakesAdmitNobody) {
   });
 }
 
-// A member of the job that sends nonsense: its connection may end, the server goes on.
+// A member of the job sends nonsense. Its connection may end, but the server continues.
 TEST(Fuzz, TheStoreServerOutlivesAMemberThatSendsNonsense) {
   auto server = TcpStoreServer::Start({"127.0.0.1", 0}, "secret");
   ASSERT_TRUE(server.ok());
@@ -194,8 +194,7 @@ TEST(Fuzz, TheStoreServerOutlivesAMemberThatSendsNonsense) {
   EXPECT_TRUE(client.value()->Set("still", "there", Deadline::AfterSeconds(20)).ok());
 }
 
-// A store server that lets everybody of the job in and answers whatever is asked with the bytes it
-// was given.
+// A store server that admits all members of the job and sends the configured bytes as every answer.
 class NonsenseServer {
  public:
   NonsenseServer() : thread_([this] { Run(); }) {}
@@ -205,7 +204,7 @@ class NonsenseServer {
   }
 
   HostPort address() const { return address_; }
-  // Before the client connects.
+  // Call it before the client connects.
   void AnswerWith(const FuzzInput& answer) {
     const std::lock_guard<std::mutex> lock(mutex_);
     answer_ = answer;
@@ -230,7 +229,8 @@ class NonsenseServer {
 
   void Answer(int fd) {
     std::array<std::byte, 64> asked{};
-    // Only who asks first is sure to get the answer: what lies unread resets the connection.
+    // The client must send its request first: unread data would reset the connection and could lose
+    // the answer.
     if (!AwaitEvents(fd, POLLIN, Deadline::AfterSeconds(20)).ok()) return;
     (void)ReadSome(fd, Bytes(asked.data(), kStoreRequestBytes + 3));
     FuzzInput answer;
@@ -274,7 +274,8 @@ TEST(Fuzz, StoreAnswers) {
   });
 }
 
-// A peer that sends nonsense, or a farewell that is none: an error, within the bytes that came.
+// A peer sends nonsense, or an invalid farewell. The result is an error, and reads stay within the
+// received bytes.
 TEST(Fuzz, MessagesOfPeers) {
   std::vector<FuzzInput> seeds;
   for (const MessageHeader& header :
@@ -301,7 +302,7 @@ TEST(Fuzz, MessagesOfPeers) {
         ticket.ok() ? transport.value()->Wait(Span<const Ticket>(tickets.data(), tickets.size()),
                                               Deadline::AfterSeconds(20))
                     : ticket.status();
-    // A farewell may tell of a timeout; the wait here must not end with one.
+    // A farewell may report a timeout, but the wait here must not end with one.
     EXPECT_TRUE(status.code() != StatusCode::kTimeout ||
                 status.message().find("rank 1 aborted") != std::string::npos)
         << status.message();

@@ -1,4 +1,4 @@
-// The engine's operations on rows, groups of operations, and ranks that have joined.
+// Tests the engine's operations on rows, groups of operations, and ranks that have joined.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -33,7 +33,7 @@ Result<Pointer> TryJoin(Rank& self) {
   return self.engine.Submit(Of(OperationKind::kJoin, kJoinName, {0}), nullptr, nullptr);
 }
 
-// Submits the tensors as one group of allreduces; `names` tells them apart.
+// Submits the tensors as one group of allreduces. `names` distinguishes them.
 Result<std::vector<Pointer>> TryGroup(Rank& self, const std::string& group,
                                       const std::vector<std::string>& names,
                                       std::vector<std::vector<float>>& data) {
@@ -80,7 +80,7 @@ TEST_P(EngineKinds, ReducescatterGivesTheFirstRanksOneRowMore) {
 
 TEST_P(EngineKinds, AlltoallTellsHowManyRowsCameFromEveryRank) {
   Run([this](int rank, Rank& self) {
-    // The second round is asked for by id, the third with other splits.
+    // The second round is requested by id, and the third with other splits.
     for (const int more : {0, 0, 1}) {
       std::vector<int64_t> splits;
       std::vector<float> source;
@@ -108,11 +108,13 @@ TEST_P(EngineKinds, AlltoallTellsHowManyRowsCameFromEveryRank) {
 }
 
 TEST_P(EngineKinds, ThoseWhoJoinedContributeNothingUntilAllHaveJoined) {
-  // The last rank joins after rank 0 was refused: with the last join nobody is joined any more.
+  // The last rank joins after rank 0 was rejected, because after the last join no rank is joined
+  // any more.
   Gate refused[2]{Gate(2), Gate(2)};
   Run([this, &refused](int rank, Rank& self) {
     for (Gate& rank_0_was_refused : refused) {
-      // Rank r does r steps more than rank 0 and joins; names and lengths are known from turn one.
+      // Rank r makes r more steps than rank 0 and joins. Names and lengths are cached from turn one
+      // on.
       for (int step = 0; step < rank; ++step) {
         std::vector<float> data(5, 1.0f);
         EXPECT_TRUE(self.Allreduce("step/" + std::to_string(step), data)->Wait(Patience()).ok());
@@ -193,7 +195,7 @@ TEST(EngineGroups, AMismatchInOneTensorFailsTheWholeGroupOnEveryRank) {
       for (const bool known : {false, true}) {
         std::vector<std::vector<float>> data(4, std::vector<float>(4, 1.0f));
         const std::vector<std::string> names{"g.0", "g.1", "g.2", "g.3"};
-        if (known) {  // from here on the others ask by ids
+        if (known) {  // from here on, the others request by id
           const auto first = TryGroup(self, "g", names, data);
           ASSERT_TRUE(first.ok());
           for (const Pointer& operation : first.value()) {
@@ -293,7 +295,7 @@ TEST(EngineJoin, BroadcastsOfARootThatHasNotJoinedAndReducescattersGoOn) {
   for (const std::vector<int>& hosts : {OneHost(3), std::vector<int>{0, 1, 2}}) {
     OnEveryRank(InProcessMeshes(hosts), Quick(), [](int rank, Rank& self) {
       constexpr int64_t kCount = 30001;       // several chunks
-      for (int turn = 0; turn < 3; ++turn) {  // all ranks, beside one that joined, the same by id
+      for (int turn = 0; turn < 3; ++turn) {  // all ranks; beside a joined rank; the same by id
         if (rank == 0 && turn > 0) break;
         std::vector<float> data(kCount, static_cast<float>(rank));
         Request request = Of(OperationKind::kBroadcast, "weights", {kCount});
@@ -320,7 +322,7 @@ TEST(EngineJoin, BroadcastsOfARootThatHasNotJoinedAndReducescattersGoOn) {
 TEST(EngineJoin, AnOperationThatWasWaitingIsReleasedByTheJoin) {
   for (const std::vector<int>& hosts : {OneHost(3), std::vector<int>{0, 1, 2}}) {
     OnEveryRank(InProcessMeshes(hosts), Quick(), [](int rank, Rank& self) {
-      for (int turn = 0; turn < 3; ++turn) {  // asked for in full, then by id
+      for (int turn = 0; turn < 3; ++turn) {  // requested in full, then by id
         std::vector<float> data(2, 1.0f);
         if (turn == 0) {
           EXPECT_TRUE(self.Allreduce("waiting", data)->Wait(Patience()).ok());

@@ -1,4 +1,4 @@
-// The engine over the links of real jobs: memory that hosts share, and sockets.
+// Tests the engine over the links of real jobs: memory that hosts share, and sockets.
 #include <gtest/gtest.h>
 
 #include "scheduler/rank.h"
@@ -29,7 +29,7 @@ class EngineLinks : public ::testing::TestWithParam<Layout> {
   }
 };
 
-// Exact in float32.
+// All weights are exact in float32.
 double Weight(int rank, size_t tensor, int round) {
   return static_cast<double>((static_cast<size_t>(rank * 3 + round) + tensor) % 5) / 4;
 }
@@ -116,7 +116,7 @@ TEST_P(EngineLinks, ARankThatLeavesIsNamedToThoseWhoNeedIt) {
   Gate gate(3);
   OnEveryRank([&gate](int rank, Rank& self) {
     EXPECT_TRUE(self.BarrierAndWait("start").ok());
-    gate.Meet();  // who needs the leaver fails everybody, and the barrier is not to be failed
+    gate.Meet();  // a rank that needs the leaver fails all ranks, which must not fail the barrier
     if (rank == 2) {
       EXPECT_TRUE(self.engine.Shutdown(Late()).ok());
       return;

@@ -1,4 +1,4 @@
-// No allocation that fails, wherever it is, may leave an operation without an outcome.
+// Lets allocations fail. Wherever one fails, every operation must still get an outcome.
 #include <gtest/gtest.h>
 #include <pthread.h>
 
@@ -13,9 +13,10 @@
 
 namespace {
 
-// The allocations to go until one fails; negative: none will.
+// The number of allocations until one fails. Negative: none fails.
 std::atomic<long> countdown{-1};
-// Only those of at least so many bytes count, and from the countdown's end on all of them fail.
+// Only allocations of at least this many bytes count. From the countdown's end on, all of them
+// fail.
 std::atomic<size_t> large{0};
 
 thread_local bool is_rank = false;
@@ -40,13 +41,13 @@ bool Fails(size_t bytes) {
 
 }  // namespace
 
-// Not inline: the compiler would take a call of free for the wrong one.
+// noinline, because the compiler would otherwise report a mismatched call of free.
 __attribute__((noinline)) void* operator new(size_t bytes) {
   if (Fails(bytes)) throw std::bad_alloc();
   if (void* memory = std::malloc(bytes > 0 ? bytes : 1)) return memory;
   throw std::bad_alloc();
 }
-// The standard library's stable_sort allocates by this one. It can do without the memory.
+// The standard library's stable_sort allocates with this operator, and can do without the memory.
 __attribute__((noinline)) void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
   return Fails(bytes) ? nullptr : std::malloc(bytes > 0 ? bytes : 1);
 }
@@ -59,7 +60,7 @@ namespace {
 struct Layout {
   const char* name;
   int size;
-  // Host of every rank.
+  // The host of every rank.
   std::vector<int> hosts;
 };
 
@@ -77,9 +78,9 @@ class FailingMemory : public testing::TestWithParam<Layout> {
   }
 };
 
-constexpr int64_t kRows = 3000;  // of two floats
+constexpr int64_t kRows = 3000;  // each of two floats
 
-// One operation of each kind; what fits together is fused.
+// Returns one operation of each kind. The fusible ones are fused.
 std::vector<Request> AllKinds() {
   std::vector<Request> requests;
   for (const auto kind :
@@ -97,7 +98,7 @@ std::vector<Request> AllKinds() {
   return requests;
 }
 
-// What became of the operations of one rank; each of them has an outcome.
+// Returns the outcomes of one rank's operations. Each operation must have one.
 std::vector<Status> SubmitAndWait(Rank& self, int size) {
   std::vector<Status> outcomes;
   std::vector<std::vector<float>> sources;
@@ -128,7 +129,7 @@ std::vector<Status> SubmitAndWait(Rank& self, int size) {
         outcomes.push_back(submitted.status());
         self.engine.Abort(submitted.status().message());
       }
-    } catch (const std::bad_alloc&) {  // the caller's problem, who gives up
+    } catch (const std::bad_alloc&) {  // the caller's problem, and the caller gives up
       is_rank = false;
       self.engine.Abort("out of memory while submitting");
     }
@@ -150,7 +151,7 @@ std::vector<Status> SubmitAndWait(Rank& self, int size) {
   return outcomes;
 }
 
-// True when it came to a failure of memory.
+// Returns true if an allocation failed.
 bool RunWithFailureAt(long number, size_t least_bytes, std::vector<Mesh> meshes, int size) {
   const auto start = std::chrono::steady_clock::now();
   std::vector<std::vector<Status>> outcomes(static_cast<size_t>(size));
@@ -178,7 +179,7 @@ bool RunWithFailureAt(long number, size_t least_bytes, std::vector<Mesh> meshes,
 }
 
 TEST_P(FailingMemory, LeavesNoOperationWithoutAnOutcome) {
-  constexpr long kStep = 3;  // every place comes up in one of the layouts, or in the next run
+  constexpr long kStep = 3;  // every allocation fails in one of the layouts, or in the next run
   for (long number = 0; RunWithFailureAt(number, 0, Meshes(), GetParam().size); number += kStep) {
     if (HasFailure()) return;
   }

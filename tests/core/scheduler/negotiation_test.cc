@@ -1,4 +1,4 @@
-// One meeting of ranks that share memory.
+// Tests negotiation between ranks that share memory.
 #include "scheduler/negotiation.h"
 
 #include <gtest/gtest.h>
@@ -99,7 +99,7 @@ TEST(ArenaNegotiation, WhatLiesBesideEqualMessagesHasTravelledWithThem) {
 
 TEST(ArenaNegotiation, MessagesMayBeLongerThanASlot) {
   OnEveryMember(3, [](Member& self) {
-    // Member 1 has the longest message by far, member 2 one that fits the first frame.
+    // Member 1 has by far the longest message. The message of member 2 fits into the first frame.
     const size_t count = self.rank == 1 ? 3000 : self.rank == 0 ? 500 : 1;
     std::vector<Request> requests;
     for (size_t i = 0; i < count; ++i) requests.push_back(Named("tensor/" + std::to_string(i)));

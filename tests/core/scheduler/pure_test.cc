@@ -1,4 +1,4 @@
-// The decisions of the scheduler: plain data in, plain data out.
+// Tests the scheduler's decisions, which are pure functions of plain data.
 #include <gtest/gtest.h>
 
 #include <random>

@@ -1,4 +1,4 @@
-// Ranks of the engine's tests: threads, each with an engine.
+// Ranks for engine tests: threads that each have an engine.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ using Pointer = std::shared_ptr<Operation>;
 
 inline Deadline Patience() { return Deadline::AfterSeconds(30); }
 
-// Where the threads of a test meet without the engine's help.
+// Synchronizes the threads of a test without the engine.
 class Gate {
  public:
   explicit Gate(int count) : missing_(count) {}
@@ -37,7 +37,7 @@ class Gate {
   int missing_;
 };
 
-// One rank's engine with the calls that tests need.
+// One rank's engine and the calls that tests need.
 class Rank {
  public:
   Rank(const EngineConfig& config, Mesh mesh, std::shared_ptr<KeyValueStore> store)
@@ -53,7 +53,7 @@ class Rank {
     auto* bytes = reinterpret_cast<std::byte*>(data.data());
     return engine.Submit(std::move(request), bytes, bytes);
   }
-  // On the thread of the caller, as far as the engine lets it.
+  // Runs on the caller's thread as far as the engine allows it.
   Pointer AllreduceWithWaiter(const std::string& name, std::vector<float>& data) {
     Request request;
     request.name = name;
@@ -92,7 +92,7 @@ inline EngineConfig Quick(double timeout_s = 30) {
 
 inline std::vector<int> OneHost(int size) { return std::vector<int>(static_cast<size_t>(size), 0); }
 
-// Runs `body` once per mesh, each on a thread with an engine; the ranks leave when all bodies have
+// Runs `body` once per mesh, each on a thread with an engine. The ranks leave when all bodies have
 // ended.
 inline void OnEveryRank(std::vector<Mesh> meshes, const EngineConfig& config,
                         const std::function<void(int, Rank&)>& body) {
@@ -106,7 +106,7 @@ inline void OnEveryRank(std::vector<Mesh> meshes, const EngineConfig& config,
   for (std::thread& thread : threads) thread.join();
 }
 
-// Waits for `operation` to fail; the status.
+// Waits for `operation` to fail and returns the status.
 inline Status FailureOf(const Result<Pointer>& operation) {
   return operation.ok() ? operation.value()->Wait(Patience()) : operation.status();
 }

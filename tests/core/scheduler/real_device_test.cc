@@ -1,5 +1,5 @@
-// Operations in the memory of real devices, with the real CUDA and NCCL. `make test-gpu` says where
-// NCCL is; elsewhere these tests are skipped.
+// Tests operations in the memory of real devices with the real CUDA and NCCL. `make test-gpu`
+// passes the path of NCCL; without it, these tests are skipped.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

@@ -25,7 +25,7 @@ Point BestOf(GridSearch search, const Score& score) {
   return search.point();
 }
 
-// One at the best point, less with every step away from it.
+// Returns 1 at the best point, and less with every step away from it.
 double Hill(const Point& point, const Point& top) {
   double distance = 0;
   for (size_t axis = 0; axis < point.size(); ++axis) {
@@ -59,7 +59,7 @@ TEST(GridSearch, FindsAPlaceNearTheTopOfANoisyHill) {
   std::uniform_int_distribution<int> dice(0, 19);
   int good = 0;
   for (int trial = 0; trial < 100; ++trial) {
-    double drift = 1;  // the machine becomes slower all the time
+    double drift = 1;  // the machine becomes steadily slower
     const Point best = BestOf(GridSearch(kLengths, {5, 0, 1, 2}, kSamples), [&](const Point& at) {
       const double hiccup = dice(random) == 0 ? 0.3 : 1;
       return Hill(at, top) * (1 + noise(random)) * hiccup * (drift *= 0.995);

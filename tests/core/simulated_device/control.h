@@ -1,6 +1,6 @@
-// A library with the functions of CUDA's driver and of NCCL that are used, on memory of the host:
-// what the tests load in their place. Streams are threads; ranks are threads of one process, each
-// with a device of its own. What a test does to it:
+// A library with the functions of the CUDA driver and of NCCL that the core uses, in host memory.
+// Tests load it in place of the real libraries. Streams are threads. Ranks are threads of one
+// process, each with its own device. The functions below control the simulation:
 #pragma once
 
 #include <cstddef>
@@ -15,30 +15,31 @@ namespace simulated {
 
 constexpr int kDevices = 8;
 
-// A stream of the program, as torch has them.
+// Makes a stream of the program, as torch does.
 SIMULATED_EXPORT CUstream_st* NewStream(int ordinal);
-// Waits for what is on it first.
+// Waits for the stream's work first.
 SIMULATED_EXPORT void DeleteStream(CUstream_st* stream);
 SIMULATED_EXPORT void AwaitStream(CUstream_st* stream);
 
-// Nothing on the device's streams begins between these two.
+// No work on the device's streams begins between these two calls.
 SIMULATED_EXPORT void Hold(int ordinal);
 SIMULATED_EXPORT void Release(int ordinal);
 
-// The next call of `function`, by any rank, has this result and does nothing else.
+// The next call of `function`, on any rank, returns this result and does nothing else.
 SIMULATED_EXPORT void FailNext(const char* function, int result);
 
-// What ncclCommGetAsyncError says of every communicator that there is now.
+// Sets the result of ncclCommGetAsyncError for all current communicators.
 SIMULATED_EXPORT void BreakCommunicators(int result);
 
 SIMULATED_EXPORT void SetNcclVersion(int version);
 SIMULATED_EXPORT int Calls(const char* function);  // so far
-SIMULATED_EXPORT size_t Allocations();             // that were not given back
-SIMULATED_EXPORT size_t Events();                  // that were not destroyed
+SIMULATED_EXPORT size_t Allocations();             // not freed yet
+SIMULATED_EXPORT size_t Events();                  // not destroyed yet
 
-// What a real device would punish with a deadlock, wrong results or a crash, one line each, since
-// it was last asked: launches of several communicators in different orders, communicators that end
-// before other ranks have all of theirs, and handles that are used after their end.
+// Returns the misuses since the last call that a real device would punish with a deadlock, wrong
+// results or a crash, one line each: launches of several communicators in different orders,
+// communicators that end before other ranks have all of their data, and handles that are used after
+// their end.
 SIMULATED_EXPORT std::vector<std::string> TakeMisuses();
 
 }  // namespace simulated

@@ -50,7 +50,7 @@ std::vector<CUctx_st*>& Stack() {
   return stack;
 }
 
-// As `Called`, for functions that need a current context.
+// Like `Called`, for functions that need a current context.
 int CalledInContext(const char* function) {
   const int result = Called(function);
   if (result != 0) return result;
@@ -199,8 +199,8 @@ void CUstream_st::Main() {
 
 namespace {
 
-// How often it was recorded, and how many of these points were reached. Guarded by the shared
-// mutex.
+// Counts how often the event was recorded and how many of these points were reached. Guarded by the
+// shared mutex.
 struct EventState {
   uint64_t recorded = 0;
   uint64_t reached = 0;
@@ -217,7 +217,7 @@ namespace {
 constexpr int kHighestPriority = -5;
 constexpr int kInvalidHandle = 400;
 
-// As `CalledInContext`, for functions that use an event, a stream or both.
+// Like `CalledInContext`, for functions that use an event, a stream or both.
 int CalledWith(const char* function, const CUevent_st* event, const CUstream_st* stream) {
   const int result = CalledInContext(function);
   if (result != 0) return result;
@@ -340,7 +340,7 @@ SIMULATED_EXPORT int cuStreamWaitEvent(CUstream_st* stream, CUevent_st* event, u
   return 0;
 }
 
-// As the beginning of CUmemPoolProps.
+// The beginning of CUmemPoolProps.
 struct PoolProperties {
   int allocation_type;
   int handle_types;
@@ -406,7 +406,7 @@ SIMULATED_EXPORT int cuMemcpyHtoDAsync_v2(unsigned long long target, const void*
                                           size_t bytes, CUstream_st* stream) {
   const int result = CalledInContext("cuMemcpyHtoDAsync");
   if (result != 0) return result;
-  // Memory that is not pinned is read before the call returns.
+  // The driver reads unpinned memory before the call returns.
   const auto* begin = static_cast<const char*>(source);
   stream->Put([target, content = std::vector<char>(begin, begin + bytes)] {
     std::memcpy(reinterpret_cast<void*>(target), content.data(), content.size());

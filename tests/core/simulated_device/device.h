@@ -1,4 +1,4 @@
-// Inside the simulation: its devices and streams.
+// The devices and streams inside the simulation.
 #pragma once
 
 #include <array>
@@ -17,10 +17,11 @@
 
 namespace simulated {
 
-// Counts a call; the result that it was told to have, 0 by default.
+// Counts a call. Returns the result that FailNext has set, 0 by default.
 int Called(const char* function);
 
-// Guards whether devices are held, and everything else of the simulation that is shared.
+// The shared state of the simulation. Its mutex guards whether devices are held, and everything
+// else.
 struct Shared {
   std::mutex mutex;
   std::condition_variable changed;
@@ -28,15 +29,15 @@ struct Shared {
 };
 Shared& TheShared();
 
-// Notes a misuse; any thread.
+// Records a misuse. Any thread may call it.
 void Misused(const std::string& what);
 
-// The handles of one kind that are alive.
+// The live handles of one kind.
 class Handles {
  public:
   explicit Handles(const char* kind) : kind_(kind) {}
   void Add(const void* handle);
-  void Remove(const void* handle);  // a misuse where it is not alive
+  void Remove(const void* handle);  // records a misuse if the handle is not alive
   bool Alive(const void* handle, const char* call);
   size_t count();
 
@@ -52,11 +53,11 @@ struct CUctx_st {
   std::atomic<int> ordinal{0};
 };
 
-// Does what is put on it one after the other.
+// Runs its tasks one after the other.
 struct CUstream_st {
  public:
   explicit CUstream_st(int device) : ordinal(device), thread_([this] { Main(); }) {}
-  ~CUstream_st();  // after what is on it
+  ~CUstream_st();  // waits for its tasks
   void Put(std::function<void()> task);
   void AwaitEmpty();
 
@@ -65,11 +66,11 @@ struct CUstream_st {
  private:
   void Main();
 
-  std::deque<std::function<void()>> tasks_;  // guarded by the shared mutex, the next one too
+  std::deque<std::function<void()>> tasks_;  // guarded by the shared mutex, like the next one
   bool busy_ = false;
   bool closed_ = false;
   std::thread thread_;
 };
 
-// The device of the context that is current in this thread; -1 without one.
+// Returns the device of this thread's current context, or -1 without one.
 int CurrentDevice();

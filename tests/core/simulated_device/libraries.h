@@ -1,4 +1,5 @@
-// The simulation, loaded as the core loads the real libraries, and what it takes to be left clean.
+// Loads the simulation as the core loads the real libraries, and checks that a test leaves it
+// clean.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -28,7 +28,7 @@ struct Config {
   int blocking;
 };
 
-// One call of a rank.
+// One rank's call.
 struct Part {
   Kind kind;
   const char* source;
@@ -62,7 +62,7 @@ struct Brain16 {
     const auto single = static_cast<float>(value);
     uint32_t word = 0;
     std::memcpy(&word, &single, sizeof(word));
-    bits = static_cast<uint16_t>(word >> 16);  // exact for what tests use
+    bits = static_cast<uint16_t>(word >> 16);  // exact for the values of the tests
   }
   explicit operator double() const {
     const uint32_t word = static_cast<uint32_t>(bits) << 16;
@@ -104,7 +104,7 @@ void Reduce(const std::vector<const char*>& sources, char* target, size_t count,
   if (count > 0) std::memcpy(target, results.data(), count * sizeof(T));
 }
 
-// The combination of `count` elements of every rank, as bytes.
+// Returns the combination of `count` elements of every rank, as bytes.
 std::vector<char> Reduced(const std::vector<const char*>& sources, const Part& part, size_t count) {
   std::vector<char> result(count * SizeOf(part.type));
   using Reducer = void (*)(const std::vector<const char*>&, char*, size_t, int);
@@ -121,7 +121,7 @@ void Copy(char* target, const char* source, size_t bytes) {
   if (bytes > 0) std::memmove(target, source, bytes);
 }
 
-// What all ranks of a communicator do together, in one group of each. False where they disagree.
+// Runs one group of calls of each rank of a communicator. Returns false if the ranks disagree.
 class Meeting {
  public:
   explicit Meeting(std::vector<Parts> by_rank) : by_rank_(std::move(by_rank)) {}
@@ -183,7 +183,7 @@ class Meeting {
     return true;
   }
 
-  // Every send meets a receive of the same length.
+  // Matches every send with a receive of the same length.
   bool Transfer() {
     std::map<std::pair<size_t, size_t>, std::vector<const Part*>> sent;
     for (size_t rank = 0; rank < by_rank_.size(); ++rank) {
@@ -210,18 +210,18 @@ class Meeting {
   std::vector<Parts> by_rank_;
 };
 
-// The ranks of one id. Guarded by the shared mutex.
+// The ranks that share one id. Guarded by the shared mutex.
 struct World {
   struct Round {
     std::map<int, Parts> parts;
-    std::list<std::vector<char>> taken;  // from ranks that went on
+    std::list<std::vector<char>> taken;  // data of ranks that have continued
     bool done = false;
   };
   int number = 0;
   int size = 0;
   std::set<int> devices;
   std::set<int> ranks;
-  bool gone = false;  // one of the ranks, which all have come before
+  bool gone = false;  // set when a rank has left; all ranks have connected before
   std::map<uint64_t, Round> rounds;
   int failure = 0;
 };
@@ -231,12 +231,12 @@ struct State {
   int rank = 0;
   int ordinal = 0;
   uint64_t groups = 0;
-  int in_background = 0;  // how often it is still to be asked
+  int in_background = 0;  // polls until the background work is done
   int failure = 0;
   bool aborted = false;
   bool finalized = false;
   int running = 0;
-  std::set<uint64_t> left_early;  // rounds that are over here and not on all ranks
+  std::set<uint64_t> left_early;  // rounds that ended here before they ended on all ranks
 };
 
 std::map<std::string, std::shared_ptr<World>>& Worlds() {
@@ -250,13 +250,14 @@ std::set<std::shared_ptr<State>>& Communicators() {
 }
 
 simulated::Handles& TheHandles() {
-  // Never destroyed: LeakSanitizer then finds a communicator that was abandoned, which is no leak.
+  // Never destroyed, so that LeakSanitizer can still reach an abandoned communicator and does not
+  // report it as a leak.
   static auto* const handles = new simulated::Handles("a communicator");
   return *handles;
 }
 
-// What devices launch, in their order; ranks must agree on that of any two groups that they share.
-// Guarded by the shared mutex.
+// Records what devices launch, in order. Ranks must agree on the order of any two groups that they
+// share. Guarded by the shared mutex.
 class Launches {
  public:
   using Group = std::pair<int, uint64_t>;  // world and round
@@ -294,14 +295,14 @@ Launches& TheLaunches() {
 
 std::atomic<int> version{22907};
 
-// Whether nothing but what others receive keeps this rank: NCCL has taken it over then.
+// Returns whether this rank only sends data in the round. NCCL then takes the data over.
 bool OnlyGives(const Parts& parts, int rank) {
   return std::all_of(parts.begin(), parts.end(), [rank](const Part& part) {
     return part.kind == Kind::kBroadcast && part.peer == rank;
   });
 }
 
-// On a stream: meets the other ranks' groups of the same number.
+// Runs on a stream. Waits for the other ranks' groups of the same number.
 void Run(const std::shared_ptr<State>& state, uint64_t number, Parts parts) {
   std::unique_lock<std::mutex> lock(TheShared().mutex);
   World& world = *state->world;
@@ -418,7 +419,7 @@ SIMULATED_EXPORT int ncclCommInitRankConfig(ncclComm** communicator, int size, I
   }
   world->size = size;
   if (!world->devices.insert(device).second || !world->ranks.insert(rank).second) {
-    world->failure = kInvalidUsage;  // all ranks hear of it
+    world->failure = kInvalidUsage;  // all ranks learn of the failure
     return kInvalidUsage;
   }
   *communicator = new ncclComm();
@@ -474,7 +475,7 @@ SIMULATED_EXPORT int ncclCommAbort(ncclComm* communicator) {
     if (state.world->ranks.empty()) TheLaunches().Forget(state.world->number);
     Communicators().erase(communicator->state);
     TheShared().changed.notify_all();
-    // What a held stream has not begun ends when it does.
+    // Work that a held stream has not begun ends when the stream does.
     TheShared().changed.wait(lock, [&] {
       return state.running == 0 || TheShared().held[static_cast<size_t>(state.ordinal)];
     });

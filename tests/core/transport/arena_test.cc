@@ -1,4 +1,4 @@
-// The contract of every Arena.
+// The contract that every Arena must meet.
 #include "transport/arena.h"
 
 #include <gtest/gtest.h>

@@ -30,7 +30,7 @@ std::pair<UniqueFd, UniqueFd> Pair() {
   return {UniqueFd(pair[0]), UniqueFd(pair[1])};
 }
 
-// One side: the plain end, and the other end of what would be the network.
+// One side: the plain end, and the end that replaces the network.
 struct Side {
   std::unique_ptr<EncryptedLinks> links;
   UniqueFd plain;
@@ -61,7 +61,7 @@ const LinkKeys kHere{Key(1), Key(2)};
 const LinkKeys kThere{Key(2), Key(1)};
 
 TEST(LinkCipher, KnowsThePublishedVector) {
-  // AES-256-GCM with a key, a nonce and a block of zeros (case 14 of the specification of GCM).
+  // AES-256-GCM with a key, a nonce and a block of zeros (case 14 of the GCM specification).
   auto library = CryptoLibrary::Load();
   ASSERT_TRUE(library.ok()) << library.status().message();
   auto cipher = LinkCipher::Make(library.value(), Digest{}, LinkCipher::Use::kSeal);
@@ -93,7 +93,7 @@ TEST(EncryptedLinks, NothingThatIsSentCanBeReadOnTheWay) {
   std::string sent;
   while (sent.size() < 300'000) sent += text;
   std::string seen;
-  std::thread wire([&] {  // the network: hands on what it sees, until the end
+  std::thread wire([&] {  // the network: forwards and records data until the end
     std::array<std::byte, 50'000> buffer;
     while (AwaitEvents(here.network.get(), POLLIN, Late()).ok()) {
       auto count = ReadSome(here.network.get(), Bytes(buffer.data(), buffer.size()));

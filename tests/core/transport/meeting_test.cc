@@ -1,4 +1,4 @@
-// Ranks that fail while they are being connected, and addresses that do not lead anywhere.
+// Tests ranks that fail while the ranks connect, and addresses that do not lead to a rank.
 #include "transport/meeting.h"
 
 #include <gtest/gtest.h>
@@ -100,7 +100,7 @@ TEST(ConnectMesh, ARankThatDiesAfterItsAddressIsKnownEndsTheWaitOfTheOthersAtOnc
     for (const char* key : {"address/1", "address/2"}) {
       ASSERT_TRUE(two.Set(key, EncodeAddressRecord(record)).ok());
     }
-    // Rank 0 has got so far that it accepts.
+    // Rank 0 has reached the point at which it accepts.
     const AddressRecord own = DecodeAddressRecord(two.Get("address/0").value()).value();
     DialOptions dial{own.tcp, "", "secret", "mesh/test/0", (uint64_t{1} << 32) | 1, 0, {}, false};
     ASSERT_TRUE(Dial(dial, Late()).ok());
@@ -110,7 +110,7 @@ TEST(ConnectMesh, ARankThatDiesAfterItsAddressIsKnownEndsTheWaitOfTheOthersAtOnc
 }
 
 TEST(ConnectMesh, TakesTheAddressThatRoutesAmongSeveral) {
-  // Every address of 127/8 is this host; nobody listens on the first one.
+  // Every address of 127/8 belongs to this host, but nothing listens on the first one.
   const auto meshes = Connect(3, [](MeshOptions* options) {
     options->host_key.clear();
     options->bind_hosts = {"127.0.0.1", "127.0.0." + std::to_string(options->rank + 2)};
@@ -118,7 +118,7 @@ TEST(ConnectMesh, TakesTheAddressThatRoutesAmongSeveral) {
   for (const Mesh& mesh : meshes) EXPECT_NE(mesh.transport, nullptr);
 }
 
-// A listener at `host` behind which somebody knows the token.
+// A listener at `host` that knows the token.
 class Member {
  public:
   explicit Member(const std::string& host) : Member(std::move(ListenTcp({host, 0})).value()) {}
@@ -238,7 +238,7 @@ TEST(SocketTransport, WhatWasSentBeforeAnAbortArrivesAlsoAtAPeerThatIsSlow) {
   EXPECT_TRUE(Send(*meshes[0].transport, 1, data).ok());
   EXPECT_TRUE(Send(*meshes[0].transport, 1, data).ok());
   meshes[0].transport->Abort(Status(StatusCode::kAborted, "enough"));
-  // What goes to a rank that has aborted may fail, what came from it counts.
+  // A send to a rank that has aborted may fail, but the data that came from it counts.
   (void)slow.PostSend(0, ConstBytes(data.data(), 100));
   std::thread leaving([&] { meshes[0].transport.reset(); });
   EXPECT_TRUE(Receive(slow, 0, 2000).ok());

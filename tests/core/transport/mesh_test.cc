@@ -1,4 +1,4 @@
-// How ranks find each other, and what becomes of them when one does not.
+// Tests how ranks connect, and what happens when one of them does not.
 #include "transport/mesh.h"
 
 #include <fcntl.h>
@@ -25,8 +25,8 @@
 namespace sparkhvd {
 namespace {
 
-// Member by member: gcc 12 believes that the strings of a braced initialiser may be destroyed
-// before they are made.
+// Sets each member separately: gcc 12 warns that the strings of a braced initialiser may be
+// destroyed before they are made.
 AddressRecord MakeRecord(const std::string& host, uint16_t port, const std::string& unix_name,
                          const std::string& host_key, uint64_t region_bytes) {
   AddressRecord record;
@@ -75,7 +75,7 @@ TEST(ConnectMesh, SharesNoMemoryWhenOneMemberCannot) {
   check([](MeshOptions* options) { options->shared_memory = options->rank != 1; });
   check([](MeshOptions* options) { options->arena_region_bytes += options->rank == 2 ? 1 : 0; });
   check([](MeshOptions* options) { options->host_key.clear(); });
-  // 2 TiB, which the creator refuses before it reserves a byte.
+  // 2 TiB, which the creator rejects before it reserves a byte.
   check([](MeshOptions* options) { options->arena_region_bytes = size_t{1} << 39; });
 }
 
@@ -158,7 +158,7 @@ TEST(ConnectMesh, GoesOnWhenStrangersCallAtItsListeners) {
     InProcessStore store;
     auto zero = std::async(std::launch::async,
                            [&store] { return ConnectMesh(OptionsOf(0, 2), store, Late()); });
-    // Rank 0 accepts once it knows the address of rank 1, which itself comes later.
+    // Rank 0 accepts once it knows the address of rank 1, which comes later.
     const AddressRecord record = RecordOf(store, 0);
     const AddressRecord nobody = MakeRecord("127.0.0.1", 1, "x", "this host", 10'000);
     ASSERT_TRUE(store.Set("test/address/1", EncodeAddressRecord(nobody), Late()).ok());
@@ -173,7 +173,7 @@ TEST(ConnectMesh, GoesOnWhenStrangersCallAtItsListeners) {
     Replay(dial, "secret", "mesh/test/0");
     auto fd = dial();
     ASSERT_TRUE(fd.ok());
-    // The link of rank 1, claimed by the one who knows the token.
+    // A dialer that knows the token claims the link of rank 1.
     EXPECT_TRUE(
         DialHandshake(fd.value().get(), "secret", "mesh/test/0", (uint64_t{1} << 32) | 1, Late())
             .ok());
@@ -183,13 +183,12 @@ TEST(ConnectMesh, GoesOnWhenStrangersCallAtItsListeners) {
   }
 }
 
-// ---- ranks as processes, one of which is killed
-// ---------------------------------------------------------------------
+// Tests in which ranks are processes, one of which is killed.
 
 struct Child {
   pid_t pid;
-  UniqueFd orders;   // written here: what the child needs to start
-  UniqueFd reports;  // read here: what the child says
+  UniqueFd orders;   // written by the parent: starts the child's work
+  UniqueFd reports;  // read by the parent: the child's reports
 };
 
 void Say(int fd, const std::string& text) {
@@ -208,7 +207,7 @@ std::string ReadLine(int fd, Deadline deadline) {
 
 using Body = void (*)(Mesh& mesh, int orders, int reports);
 
-// Runs in the child: connects, says so, does its part.
+// Runs in the child: connects, reports that, and runs `body`.
 void RunRank(int rank, int size, int orders, int reports, Body body) {
   const Deadline deadline = Late();
   const HostPort server{"127.0.0.1", static_cast<uint16_t>(std::stoi(ReadLine(orders, deadline)))};
@@ -242,8 +241,8 @@ std::vector<Child> ForkRanks(int size, Body body) {
   return children;
 }
 
-// Connects the children, kills the last one once all are connected, and returns what the others say
-// then.
+// Connects the children, kills the last one once all are connected, and returns the reports of the
+// others.
 std::vector<std::string> KillTheLast(std::vector<Child>& children) {
   auto server = TcpStoreServer::Start({"127.0.0.1", 0}, "secret");
   EXPECT_TRUE(server.ok());
@@ -254,7 +253,7 @@ std::vector<std::string> KillTheLast(std::vector<Child>& children) {
     EXPECT_EQ(ReadLine(child.reports.get(), Late()), "connected");
   }
   if (children.back().pid > 0)
-    ::kill(children.back().pid, SIGKILL);  // kill(-1) would mean everybody
+    ::kill(children.back().pid, SIGKILL);  // kill(-1) would kill every process
   std::vector<std::string> reports;
   for (size_t i = 0; i + 1 < children.size(); ++i) {
     reports.push_back(ReadLine(children[i].reports.get(), Late()));
@@ -280,11 +279,11 @@ void AwaitLastRank(Mesh& mesh, int /*orders*/, int reports) {
   Say(reports, std::string(StatusCodeName(status.code())) + ": " + status.message());
 }
 
-// The last rank leaves a child behind that holds copies of all its sockets until the test is over,
-// as a data loader's worker would for a while.
+// The last rank leaves a child behind that holds copies of all its sockets until the test ends, as
+// a data loader's worker would for a while.
 void AwaitInArenaWithAChild(Mesh& mesh, int orders, int reports) {
   if (mesh.arena->member() == mesh.arena->count() - 1 && ::fork() == 0) {
-    (void)ReadLine(orders, Late());  // ends with the test's end of the pipe
+    (void)ReadLine(orders, Late());  // returns when the parent closes its end of the pipe
     ::_exit(0);
   }
   AwaitInArena(mesh, orders, reports);
@@ -295,7 +294,7 @@ TEST(KilledRank, WakesTheWaitersOfItsArena) {
   const auto reports = KillTheLast(children);
   ASSERT_EQ(reports.size(), 2u);
   for (const std::string& report : reports) {
-    // The first to notice leaves, which the second may see first.
+    // The first rank to notice leaves, and the second rank may see that first.
     EXPECT_TRUE(report == "peer_lost: rank 2 is gone: its process has ended" ||
                 report.find("is gone: it left the job") != std::string::npos)
         << report;
@@ -317,8 +316,7 @@ TEST(KilledRank, WakesThoseWhoReceiveFromIt) {
   }
 }
 
-// ---- decoders and the memory's way
-// --------------------------------------------------------------------------------
+// Tests of the decoders and of the transfer of arena files.
 
 TEST(AddressRecord, ComesBackAsItWas) {
   const AddressRecord record =

@@ -1,4 +1,4 @@
-// Ways to connect ranks that are threads of this process, for the contract suites.
+// Connects ranks that are threads of this process, for the contract suites.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ namespace sparkhvd {
 inline Deadline Soon() { return Deadline::After(std::chrono::milliseconds(30)); }
 inline Deadline Late() { return Deadline::AfterSeconds(60); }
 
-// Runs `body` for every rank on a thread of its own.
+// Runs `body` for every rank on a separate thread.
 inline void ForEachRank(int size, const std::function<void(int)>& body) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) threads.emplace_back(body, rank);
@@ -34,7 +34,7 @@ inline MeshOptions OptionsOf(int rank, int size) {
   return options;
 }
 
-// What ConnectMesh gives each rank; `change` adapts the options.
+// Returns the result of ConnectMesh on each rank. `change` adapts the options.
 inline std::vector<Result<Mesh>> TryConnect(int size,
                                             const std::function<void(MeshOptions*)>& change,
                                             Deadline deadline = Late()) {

@@ -1,4 +1,4 @@
-// A peer whose host is silent is gone; one that is slow, stopped or does not read is not.
+// Tests that a peer is lost if its host is silent, but not if it is slow, stopped or does not read.
 #include <gtest/gtest.h>
 #include <linux/filter.h>
 #include <netinet/in.h>
@@ -22,9 +22,9 @@ namespace {
 
 // The kernel answers probes of a full window at most every half second.
 constexpr std::chrono::milliseconds kSilence(2500);
-constexpr size_t kMuch = size_t{64} << 20;  // more than the buffers of both sockets take
+constexpr size_t kMuch = size_t{64} << 20;  // more than the buffers of both sockets hold
 
-// Both ends of a TCP connection.
+// Returns both ends of a TCP connection.
 std::array<UniqueFd, 2> Connection() {
   auto listener = ListenTcp({"127.0.0.1", 0});
   EXPECT_TRUE(listener.ok()) << listener.status().message();
@@ -44,7 +44,8 @@ std::unique_ptr<Transport> TransportOver(int rank, UniqueFd link) {
   return std::move(MakeSocketTransport(rank, std::move(peers), kSilence)).value();
 }
 
-// As a host without power: the kernel sees nothing of what comes, and so acknowledges nothing.
+// Acts like a host without power: the kernel does not see arriving data, so it acknowledges
+// nothing.
 void Silence(int fd) {
   sock_filter nothing = {BPF_RET | BPF_K, 0, 0, 0};
   const sock_fprog program = {1, &nothing};

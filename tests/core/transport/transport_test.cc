@@ -1,4 +1,4 @@
-// The contract of every Transport.
+// The contract that every Transport must meet.
 #include "transport/transport.h"
 
 #include <gtest/gtest.h>
@@ -39,7 +39,8 @@ Ticket Posted(const Result<Ticket>& ticket) {
   return ticket.ok() ? ticket.value() : 0;
 }
 
-// Every rank sends to and receives from every other one, all posted before the first wait.
+// Every rank sends to and receives from every other rank, and posts everything before the first
+// wait.
 void ExchangeAll(Transport& transport, size_t bytes) {
   const int rank = transport.rank();
   const auto count = static_cast<size_t>(transport.size());
@@ -74,7 +75,7 @@ std::vector<Mesh> TinyUnix(int size) {
 }
 std::vector<Mesh> TinyTcp(int size) {
   return Connect(size, [](MeshOptions* options) {
-    // Below this the kernel's silly-window avoidance sends a packet per 200 ms.
+    // With smaller buffers, the kernel's silly-window avoidance sends one packet per 200 ms.
     options->socket_buffer_bytes = 16384;
     options->host_key.clear();
   });
@@ -155,7 +156,7 @@ TEST_P(TransportContract, NamesThePeerThatNeverSends) {
   const Status status = WaitFor(transport, {ticket}, Soon());
   EXPECT_EQ(status.code(), StatusCode::kTimeout);
   EXPECT_EQ(status.message(), "receive from rank 2: 0 of 65536 bytes when the deadline passed");
-  // It is broken for good and says why.
+  // The transport stays broken and reports why.
   EXPECT_EQ(transport.PostReceive(1, Writable(buffer)).status().message(), status.message());
   EXPECT_EQ(WaitFor(transport, {}, Late()).message(), status.message());
 }
