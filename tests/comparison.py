@@ -1,7 +1,7 @@
-"""Random collectives beside numpy: whatever can be asked for, in random mixtures, on ranks that are threads.
+"""Compare random collectives with NumPy: random mixtures of all operations on ranks that are threads.
 
-Every rank draws the same rounds from one seed, with the contributions of all ranks, so each one knows what it must get.
-Values are whole numbers so small that sums and products are exact in every type.
+Every rank draws the same rounds from one seed, including the contributions of all ranks, so each rank knows its
+expected results. Values are integers so small that sums and products are exact in every type.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "int32", "int64", *FLOATS)
 OPS = (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 SCALES = (1.0, 1.0, 0.5, -2.0)
-NAMES = 24  # more than the cache of the ranks takes
+NAMES = 24  # more than the capacity of the ranks' cache
 CACHE = 8
 
 
@@ -40,11 +40,11 @@ def numpy_type(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Check:
-    """One submitted operation and what has to come of it."""
+    """One submitted operation and the check of its result."""
 
     what: str
     handle: Handle[Any]
-    want: Callable[[Any], str]  # empty when the result is right
+    want: Callable[[Any], str]  # returns an empty string if the result is right
 
 
 def _equal(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], tolerance: float = 0.0) -> str:
@@ -68,7 +68,7 @@ class Player:
         self.results = 0
 
     def play(self) -> list[str]:
-        """One round; what is wrong with its results."""
+        """Play one round and return the mistakes in its results."""
         checks: list[Check] = []
         names = self._draw.sample(range(NAMES), self._draw.randint(1, 10))
         drawn = [self._operation(f"tensor {name}") for name in names]
@@ -109,7 +109,7 @@ class Player:
         makers = {"sum": stacked.sum, "average": stacked.mean, "min": stacked.min, "max": stacked.max}
         total = makers.get(str(op), stacked.prod)(axis=0)
         total = total * after if dtype in FLOATS else np.trunc(total)
-        rounded = dtype in FLOATS and op is ReduceOp.AVERAGE  # all that has to be rounded
+        rounded = dtype in FLOATS and op is ReduceOp.AVERAGE  # the only results that need rounding
         return total.astype(numpy_type(dtype)), 2 * float(ml_dtypes.finfo(numpy_type(dtype)).eps) if rounded else 0.0
 
     def _reduce(self, name: str, chosen: ProcessSet | None, ranks: list[int]) -> Callable[[], list[Check]]:
@@ -140,7 +140,7 @@ class Player:
         return submit
 
     def _adasum(self, name: str, chosen: ProcessSet | None, ranks: list[int]) -> Callable[[], list[Check]]:
-        """Of equal tensors their mean, of orthogonal ones their sum: so on any number of ranks."""
+        """Draw equal or orthogonal tensors: Adasum returns the mean of equal ones and the sum of orthogonal ones."""
         dtype = self._draw.choice(FLOATS)
         length = len(ranks) * self._draw.choice([1, 3, 500])
         equal = self._draw.random() < 0.5
@@ -230,7 +230,7 @@ class Player:
         return submit
 
     def _join(self) -> list[str]:
-        """Ranks run out of steps; those who are through contribute nothing and count in averages."""
+        """Let ranks run out of steps: joined ranks contribute nothing and still count in averages."""
         size, rank = self._me.world.size, self._me.world.rank
         steps = [self._draw.randint(0, 3) for _ in range(size)]
         wrong = []
@@ -251,13 +251,13 @@ class Player:
 
 
 def compare(hosts: tuple[str, ...], seed: int, seconds: float, **settings: Any) -> tuple[int, list[str]]:
-    """Play rounds on one rank per entry of ``hosts`` for about so long: the number of results, and the wrong ones."""
+    """Play rounds on one rank per entry of ``hosts`` for this long; return the number of results and the mistakes."""
     found, wrong = _on_threads(hosts, lambda me: _play(me, seed, seconds), **settings)
     return found, [f"seed {seed}, {said}" for said in wrong]
 
 
 def compare_large(hosts: tuple[str, ...]) -> tuple[int, list[str]]:
-    """The same with more than 2 GiB in one operation; two ranks take 9 GiB of memory."""
+    """Compare operations of more than 2 GiB; two ranks take 9 GiB of memory."""
     return _on_threads(hosts, _use_large_arrays, collective_timeout=600.0)
 
 

@@ -1,7 +1,7 @@
 """Fixtures of the whole suite: one Spark session, and a check that no test leaves anything behind.
 
-The leak check compares the process before and after every test. What a fixture of a wider scope started is there before
-the test and is not held against it; what is just ending gets a bounded time to do so.
+The leak check compares the process before and after every test. It ignores what a fixture with a wider scope started
+before the test, and gives ending threads, processes and files a bounded time.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["pytester"]
 
-# A change is judged by the same examples every time; `make soak` searches for others.
+# Every run judges a change by the same examples; `make soak` searches for others.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("searching", max_examples=3000, deadline=None)
 settings.load_profile("repeatable")
 
-# Every process that descends from this one carries the mark in its environment, also after it lost its parent.
+# Every descendant of this process has this mark in its environment, even after it has lost its parent.
 _MARK = "SPARKHVD_TEST_RUN"
-# How long a thread, process or file that is just ending may still be there.
+# The time that a thread, process or file may still take to end.
 _GRACE_SECONDS = float(os.environ.get("SPARKHVD_TEST_LEAK_GRACE", "10"))
-# Spark's JVM and its pool of Python workers serve later tests; multiprocessing's tracker lives as long as we do.
+# Spark's JVM and its pool of Python workers serve later tests; multiprocessing's tracker lives as long as this process.
 _LASTING_PROCESS = re.compile(r"SparkSubmit.*pyspark-shell|pyspark[./]daemon|multiprocessing\.resource_tracker")
 _LASTING_THREAD_MODULES = ("py4j", "pyspark")
-# fsspec's event loop and its pool: one for the life of the process.
+# fsspec's event loop and thread pool live as long as the process.
 _LASTING_THREAD_NAMES = ("fsspecIO", "asyncio_")
-_OWN_NATIVE_THREADS = ("shvd", "sparkhvd")  # threads of the compiled core are known by their name to the kernel
-# Set for the life of a process by pytest, by pyspark, and by the imports of Lightning and TensorFlow.
+_OWN_NATIVE_THREADS = ("shvd", "sparkhvd")  # the kernel lists the core's threads by these names
+# Variables that pytest, pyspark and the imports of Lightning and TensorFlow set for the life of a process.
 _LASTING_VARIABLES = (
     "PYTEST_",
     "SPARK_AUTH_SOCKET_TIMEOUT",
@@ -63,7 +63,7 @@ _LASTING_VARIABLES = (
     "TF2_BEHAVIOR",
     "TPU_ML_PLATFORM",
 )
-# The client of HDFS keeps connections with data nodes for reuse, as long as the process lives.
+# The HDFS client keeps connections with data nodes for reuse, as long as the process lives.
 _ports_of_data_nodes: set[int] = set()
 _OF_THE_HDFS_CLIENT = frozenset({"anon_inode:[eventfd]", "anon_inode:[eventpoll]"})
 _TEMPORARY_FOLDER = pytest.StashKey[Path]()
@@ -72,13 +72,13 @@ _TEST_JAVA = Path(__file__).parents[1] / ".venv" / "test-java"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Whoever runs us in the background may have Ctrl-C ignored, and what we start would inherit that.
+    # A parent that runs the tests in the background may ignore Ctrl-C, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.rootpath == Path(__file__).parents[1]:  # and not in the small runs that tests start
-        # Before any test imports TensorFlow: triton, which this loads, crashes when it comes second.
+    if config.rootpath == Path(__file__).parents[1]:  # but not in the small pytest runs that tests start
+        # Imported before any test imports TensorFlow: triton, which torch._dynamo loads, crashes if it comes second.
         import torch._dynamo  # noqa: F401, PLC0415
 
-        gc.freeze()  # nothing of it becomes garbage, in which the leak check would look for it again and again
+        gc.freeze()  # so that the leak check's garbage collections skip all current objects
     if (_TEST_JAVA / "bin" / "java").exists():
         os.environ["JAVA_HOME"] = str(_TEST_JAVA)
     folder = Path(tempfile.mkdtemp(prefix="sparkhvd-tests-"))
@@ -88,14 +88,14 @@ def pytest_configure(config: pytest.Config) -> None:
     tempfile.tempdir = str(temporary)
     os.environ |= {
         "TMPDIR": str(temporary),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "torchinductor"),  # which torch would put among the temporary files
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "torchinductor"),  # torch would put it among the temporary files
         _MARK: uuid.uuid4().hex,
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
-        # gcsfs would ask for a bucket's kind over gRPC, which the server of the tests does not speak.
+        # gcsfs would ask for a bucket's kind over gRPC, which the test server does not speak.
         "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-        # For JVMs that live for seconds: their second compiler and collecting in parallel cost more than they bring.
+        # For JVMs that live for seconds, the second compiler and parallel collection cost more than they save.
         "SPARK_SUBMIT_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     }
 
@@ -106,7 +106,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """A quiet local Spark with four slots; its files lie in a folder of their own."""
+    """Provide a quiet local Spark with four slots; its files lie in a separate folder."""
     from pyspark.sql import SparkSession  # noqa: PLC0415 - tests without Spark do without it
 
     folder = tmp_path_factory.mktemp("spark")
@@ -131,7 +131,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 
 @pytest.fixture(scope="session")
 def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
-    """A real HDFS with one data node."""
+    """Provide a real HDFS with one data node."""
     from tests.hdfs_server import running_hdfs  # noqa: PLC0415  (small runs that tests start have no such package)
 
     with running_hdfs(tmp_path_factory.mktemp("hdfs")) as running:
@@ -141,19 +141,19 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[S3]:
-    """An S3 server with the bucket ``sparkhvd-tests``."""
+    """Provide an S3 server with the bucket ``sparkhvd-tests``."""
     import fsspec.asyn  # noqa: PLC0415
 
     from tests.s3_server import running_s3  # noqa: PLC0415
 
-    fsspec.asyn.get_loop()  # the first use starts it, for the life of the process
+    fsspec.asyn.get_loop()  # the first use starts it for the life of the process
     with running_s3() as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def gcs(s3: S3) -> Iterator[dict[str, Any]]:
-    """The storage options of a GCS server with the bucket ``sparkhvd-tests``."""
+    """Provide the storage options of a GCS server with the bucket ``sparkhvd-tests``."""
     from tests.gcs_server import running_gcs  # noqa: PLC0415
 
     pytest.importorskip("gcp_storage_emulator", reason="an environment of before; tools/make-venv renews it")
@@ -163,7 +163,7 @@ def gcs(s3: S3) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def store_servers(hdfs: Hdfs, s3: S3, request: pytest.FixtureRequest) -> None:
-    """All servers of Stores, started before a test looks at what it might leave behind."""
+    """Start all store servers before the leak check of a test takes its first snapshot."""
     if find_spec("gcp_storage_emulator"):
         request.getfixturevalue("gcs")
 
@@ -172,7 +172,7 @@ def store_servers(hdfs: Hdfs, s3: S3, request: pytest.FixtureRequest) -> None:
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _snapshot()
     yield
-    # Every client of HDFS has a runtime, which ends some time after its client, in a thread of its own.
+    # Every HDFS client has a runtime, which ends on a separate thread some time after its client.
     uses_hdfs = "hdfs" in request.node.nodeid or "hdfs" in request.fixturenames
     leaks = _leaks_after_grace(before, _OF_THE_HDFS_CLIENT if uses_hdfs else frozenset())
     _restore_environment(before.environment)
@@ -182,7 +182,7 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What a test could leave behind, by kind, as far as it is there now; values are what to show."""
+    """The resources that a test could leave behind, by kind; the values are the descriptions to print."""
 
     threads: dict[int, str]
     native_threads: dict[int, str]
@@ -209,7 +209,7 @@ def _leaks_after_grace(before: _Snapshot, allowed: frozenset[str]) -> list[str]:
     leaks = _leaks(before, _snapshot(), allowed)
     if not leaks:
         return []
-    gc.collect()  # what only a reference cycle keeps open is not a leak
+    gc.collect()  # a resource that only a reference cycle holds is not a leak
     deadline = time.monotonic() + _GRACE_SECONDS
     while (leaks := _leaks(before, _snapshot(), allowed)) and time.monotonic() < deadline and _may_still_end(leaks):
         time.sleep(0.02)
@@ -242,7 +242,7 @@ def _leaks(before: _Snapshot, after: _Snapshot, allowed: frozenset[str]) -> list
 
 
 def _more_descriptors(before: Counter[str], after: Counter[str]) -> list[str]:
-    """What there is more of; a connection that took the place of another one is no leak."""
+    """Return the additional descriptors; a connection that replaced another one is no leak."""
     appeared, ended = list((after - before).elements()), (before - after).elements()
     connections = [target for target in appeared if target.startswith("socket:")]
     replaced = sum(target.startswith("socket:") for target in ended)
@@ -250,7 +250,7 @@ def _more_descriptors(before: Counter[str], after: Counter[str]) -> list[str]:
 
 
 def _lasts(thread: threading.Thread) -> bool:
-    """Whether the thread belongs to py4j, pyspark or fsspec, which keep theirs for the life of the process."""
+    """Return whether the thread belongs to py4j, pyspark or fsspec, which keep theirs for the life of the process."""
     target = getattr(thread, "_target", None)
     owner = getattr(target, "__self__", None)
     modules = (type(thread).__module__, getattr(target, "__module__", None) or "", type(owner).__module__)
@@ -267,7 +267,7 @@ def _native_threads() -> dict[int, str]:
 
 
 def _processes() -> dict[tuple[int, str], str]:
-    """Our descendants, orphans included, by pid and start time; without those that serve the whole session."""
+    """Return the descendants, including orphans, by pid and start time, except those that serve the whole session."""
     found = {}
     for pid in _other_processes():
         stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
@@ -287,7 +287,7 @@ def _has_our_mark(pid: str) -> bool:
 
 
 def _without_that_of_others(names: frozenset[str]) -> frozenset[str]:
-    """Without the segments of processes that are not ours: other tests may run beside these."""
+    """Return the segments that no foreign process maps: other tests may run on this machine."""
     for pid in _other_processes() if names else ():
         if not _has_our_mark(pid):
             mapped = _read(f"/proc/{pid}/maps")
@@ -301,7 +301,7 @@ def _descriptors() -> Counter[str]:
     for entry in Path("/proc/self/fd").iterdir():
         try:
             target = str(entry.readlink())
-        except FileNotFoundError:  # the one that lists the folder
+        except FileNotFoundError:  # the descriptor that lists the folder
             continue
         if target not in lasting:
             targets[target] += 1
@@ -309,7 +309,7 @@ def _descriptors() -> Counter[str]:
 
 
 def _kept_for_reuse() -> set[str]:
-    """The connections with Spark's JVM and the data nodes, which their clients keep for reuse."""
+    """Return the connections with Spark's JVM and the data nodes, which their clients keep for reuse."""
     ports = {f":{port:04X}" for port in _spark_ports() | _ports_of_data_nodes}
     if not ports:
         return set()
@@ -328,12 +328,12 @@ def _spark_ports() -> set[int]:
 
 
 def _entries(folder: str) -> frozenset[str]:
-    """Names in a folder, without pytest's own ``tmp_path`` folders, which pytest removes."""
+    """Return the names in a folder, without the ``tmp_path`` folders that pytest itself removes."""
     return frozenset(entry.name for entry in Path(folder).iterdir() if not entry.name.startswith("pytest-of-"))
 
 
 def _restore_environment(environment: dict[str, str]) -> None:
-    """Undo a leaked change, so that it fails one test and not all that follow."""
+    """Undo a leaked change, so that it fails one test and not all later ones."""
     for name in [n for n in os.environ if n not in environment and not n.startswith(_LASTING_VARIABLES)]:
         del os.environ[name]
     os.environ.update(environment)
@@ -343,5 +343,5 @@ def _read(path: str) -> str:
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123  in every test, hundreds of times
             return file.read().decode(errors="replace")
-    except OSError:  # the process or thread has ended meanwhile, or is not ours to look into
+    except OSError:  # the process or thread has ended meanwhile, or belongs to another user
         return ""

@@ -1,4 +1,4 @@
-"""What a job must survive, in rounds: tests run a few of them, ``make soak`` many."""
+"""Endurance cases that a job must survive, in rounds: tests run a few of them, ``make soak`` many."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.ranks import RankGroup
 
 _LONGEST_DELAY = 1.5
 _ROUND_SECONDS = 60.0
-_START_SECONDS = 20.0  # for ranks that wait for one that was killed before it came; launchers notice that at once
+_START_SECONDS = 20.0  # for ranks that wait for one that was killed before it connected; launchers notice that at once
 _GRACE = 10.0
 
 
-# What the ranks do.
+# The functions that the ranks run.
 
 
 def work_until_somebody_is_lost() -> str:
-    """Connects and reduces arrays of many sizes for as long as it works; what ended it."""
+    """Connect and reduce arrays of many sizes until a rank is lost; return the error."""
     try:
         session.init()
         me = session.current()
@@ -50,7 +50,7 @@ def work_until_somebody_is_lost() -> str:
 
 
 def come_and_go(times: int) -> list[tuple[int, int, int]]:
-    """Connects, works and leaves; descriptors, threads and bytes of memory after the first tenth and at the end."""
+    """Connect, work and leave; return descriptors, threads and bytes of memory after the first tenth and at the end."""
     process = psutil.Process()
     found = []
     for cycle in range(times):
@@ -71,7 +71,7 @@ def _settled_holdings(process: psutil.Process) -> tuple[int, int]:
     return process.num_fds(), threads
 
 
-# What is done to them.
+# The faults that the tests cause.
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class Kill:
     """A round in which one rank was killed.
 
     Attributes:
-        victim: the rank.
-        delay: seconds after the start of its work.
-        seconds: until all others had ended their work.
-        told: what the others said.
+        victim: the killed rank.
+        delay: seconds from the start of its work to the kill.
+        seconds: from the kill until all other ranks had ended their work.
+        told: the errors of the other ranks.
     """
 
     victim: int
@@ -91,7 +91,7 @@ class Kill:
     told: tuple[str, ...]
 
     def is_fine(self) -> bool:
-        """Whether every other rank failed in time with an error that names the victim."""
+        """Return whether every other rank failed in time with an error that names the victim."""
         in_time = self.seconds < _START_SECONDS + _GRACE
         return in_time and all(f"rank {self.victim}" in text or f"rank(s) {self.victim}" in text for text in self.told)
 
@@ -129,16 +129,16 @@ def _segments() -> set[str]:
 
 
 def _unused(segments: set[str]) -> set[str]:
-    """Those of no running process: others beside us have shared memory too."""
+    """Return the segments that no running process maps; other programs on this machine use shared memory, too."""
     for process in Path("/proc").glob("[0-9]*") if segments else ():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             mapped = (process / "maps").read_text()
             segments = {segment for segment in segments if segment not in mapped}
     return segments
 
 
 def cycles(times: int) -> list[list[tuple[int, int, int]]]:
-    """``come_and_go`` on two ranks."""
+    """Run ``come_and_go`` on two ranks."""
     with RankGroup(2, connect=False) as group:
         found: list[list[tuple[int, int, int]]] = group.run(come_and_go, times, seconds=60.0 + times)
         return found
@@ -146,10 +146,10 @@ def cycles(times: int) -> list[list[tuple[int, int, int]]]:
 
 @contextlib.contextmanager
 def strangers(pids: list[int], port: int) -> Iterator[dict[str, int]]:
-    """Connections of strangers to every port on which the processes listen, and to the rendezvous, all the while.
+    """Call at every port on which the processes listen, and at the rendezvous, until the block ends.
 
     Yields:
-        How many came with what, in how many whole rounds; the number of those that were let in is to stay 0.
+        The number of calls by kind and of whole rounds; "let in" must stay 0.
     """
     counts = {"rounds": 0, "garbage": 0, "endless": 0, "wrong token": 0, "let in": 0}
     stop = threading.Event()
@@ -185,7 +185,7 @@ def listening(pids: list[int]) -> list[int]:
 
 
 def send(port: int, content: bytes, counts: dict[str, int], kind: str) -> None:
-    # Whoever listened there may have left meanwhile, and a stranger is cut off while it still sends.
+    # The listener may have closed meanwhile, and a stranger is disconnected while it still sends.
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5.0) as link:
         arrived = link.send(content)
         counts[kind] += 1

@@ -1,4 +1,4 @@
-"""A server of Google Cloud Storage for the tests, as a process of its own that is spoken to over HTTP."""
+"""A server of Google Cloud Storage for the tests, in a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUCKET = "sparkhvd-tests"
 
 @contextmanager
 def running_gcs() -> Iterator[dict[str, Any]]:
-    """The storage options to reach a server on a free port with."""
+    """Run a server on a free port and yield the storage options for it."""
     process = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -27,7 +27,7 @@ def running_gcs() -> Iterator[dict[str, Any]]:
 
 
 def _serve() -> None:
-    """Serve until stdin is closed, which also the death of the tests does."""
+    """Serve until stdin is closed, which also happens when the tests die."""
     import threading  # noqa: PLC0415
     from functools import partial  # noqa: PLC0415
     from http import HTTPStatus  # noqa: PLC0415
@@ -42,7 +42,7 @@ def _serve() -> None:
         pass
 
     class Files(Storage):
-        """Writes only what is new while ``only_new`` is set: the emulator does not know this condition."""
+        """Reject a write to an existing file while ``only_new`` is set: the emulator lacks this condition."""
 
         only_new = False
 
@@ -58,7 +58,7 @@ def _serve() -> None:
 
     class Handler(RequestHandler):
         def do_POST(self) -> None:  # noqa: N802
-            files.only_new = "ifGenerationMatch=0" in self.path  # requests come one after the other
+            files.only_new = "ifGenerationMatch=0" in self.path  # requests arrive one at a time
             try:
                 super().do_POST()
             except ExistsError:

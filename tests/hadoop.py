@@ -1,4 +1,4 @@
-"""Daemons of Apache Hadoop for the tests, each a process of ours on loopback."""
+"""Daemons of Apache Hadoop for the tests, each a child process on loopback."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 
-_VERSION = "3.5.0"  # of Hadoop's client that pyspark 4.3 brings along
+_VERSION = "3.5.0"  # of the Hadoop client that pyspark 4.3 ships
 _SERVERS = (
     f"org.apache.hadoop:hadoop-client-minicluster:{_VERSION}",
     "org.slf4j:slf4j-reload4j:1.7.36",
-    "org.bouncycastle:bcpkix-jdk18on:1.79",  # YARN's
+    "org.bouncycastle:bcpkix-jdk18on:1.79",  # needed by YARN
 )
 _ALL_OF_AWS = "software.amazon.awssdk:bundle"  # 0.7 GB
 _PARTS_OF_AWS = ("s3", "s3-transfer-manager", "sts", "netty-nio-client", "apache-client")
@@ -27,7 +27,7 @@ _S3A = (
     f"org.apache.hadoop:hadoop-aws:{_VERSION}",
     *(f"software.amazon.awssdk:{part}:2.35.4" for part in _PARTS_OF_AWS),
 )
-# Folders that the next run finds again; `make` targets of several checkouts may share them.
+# The next run reuses these folders; `make` targets of several checkouts may share them.
 _CACHES = Path(__file__).parents[1] / "build"
 _FETCH = """
 import sys
@@ -48,17 +48,17 @@ log4j.appender.E.layout.ConversionPattern=%d %p %c: %m%n
 
 
 def hadoop_jars() -> Path:
-    """The folder of the jars of Hadoop's servers."""
+    """Return the folder with the jars of Hadoop's servers."""
     return _fetched(_SERVERS, _CACHES / "hadoop")
 
 
 def s3a_jars() -> Path:
-    """The folder of the jars of Spark's connector to S3."""
+    """Return the folder with the jars of Spark's connector to S3."""
     return _fetched(_S3A, _CACHES / "hadoop-aws")
 
 
 def _fetched(packages: Sequence[str], cache: Path) -> Path:
-    """The folder of the jars of these packages, fetched by Spark's own Ivy where they are not there yet."""
+    """Return the folder with the jars of these packages; Spark's own Ivy downloads missing ones."""
     cache.mkdir(parents=True, exist_ok=True)
     jars, complete = cache / "jars", cache / "complete"
     wanted = ",".join(packages)
@@ -74,9 +74,9 @@ def _fetched(packages: Sequence[str], cache: Path) -> Path:
 
 @contextmanager
 def roomy_folder(folder: Path) -> Iterator[Path]:
-    """``folder``, or one in memory where the disk has little room left.
+    """Yield ``folder``, or one in memory if the disk has little room left.
 
-    Hadoop counts what others than root may still use: it gives up on a disk where everything else goes on working.
+    Hadoop counts the space that users other than root may use: it stops using a disk that still works for root.
     """
     if shutil.disk_usage(folder).free >= _ROOM:
         yield folder
@@ -86,7 +86,7 @@ def roomy_folder(folder: Path) -> Iterator[Path]:
 
 
 def configure(conf: Path, files: Mapping[str, Mapping[str, object]]) -> Path:
-    """Write a folder to use as ``HADOOP_CONF_DIR``: settings by the name of their file, such as ``core-site``."""
+    """Write a folder for ``HADOOP_CONF_DIR``: settings by the name of their file, such as ``core-site``."""
     conf.mkdir(parents=True, exist_ok=True)
     for name, settings in files.items():
         entries = "".join(f"<property><name>{k}</name><value>{v}</value></property>" for k, v in settings.items())
@@ -106,7 +106,7 @@ def start_daemon(conf: Path, main: str, log: Path, *arguments: str) -> subproces
 
 
 def stop_daemons(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End them, in the order opposite to that of their start."""
+    """Stop the daemons in the reverse order of their start."""
     for process in reversed(processes):
         process.send_signal(signal.SIGKILL)
     for process in processes:
@@ -114,6 +114,6 @@ def stop_daemons(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def listening_ports(process: subprocess.Popen[bytes]) -> list[int]:
-    """The TCP ports on which a daemon listens."""
+    """Return the TCP ports on which a daemon listens."""
     connections = psutil.Process(process.pid).net_connections("tcp")
     return [connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN]

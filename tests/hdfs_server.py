@@ -1,4 +1,4 @@
-"""A real HDFS for the tests: name node and data nodes of Apache Hadoop."""
+"""A real HDFS for the tests: the name node and data nodes of Apache Hadoop."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Hdfs:
 
     Attributes:
         url: such as ``hdfs://127.0.0.1:41234``.
-        conf: the folder to use as ``HADOOP_CONF_DIR``.
-        data_nodes: their processes.
-        data_ports: the ports that they listen on.
+        conf: the folder for ``HADOOP_CONF_DIR``.
+        data_nodes: the processes of the data nodes.
+        data_ports: the ports on which the data nodes listen.
     """
 
     url: str
@@ -34,7 +34,7 @@ class Hdfs:
 
 @contextmanager
 def running_hdfs(folder: Path, data_nodes: int = 1, address: str = "127.0.0.1") -> Iterator[Hdfs]:
-    """An HDFS whose files lie in ``folder``, or in memory, with as many replicas as data nodes; all at one address."""
+    """Run an HDFS at one address, with its files in ``folder`` or in memory and one replica per data node."""
     with roomy_folder(folder) as roomy:
         yield from _run(roomy, data_nodes, address)
 
@@ -85,7 +85,7 @@ def _configuration(folder: Path, name: str, url: str, replicas: int, data: str =
 
 
 def _listening_port(process: subprocess.Popen[bytes], log: Path, address: str) -> int:
-    """The port of the name node's RPC server: of its listening ports the one that does not speak HTTP."""
+    """Return the port of the name node's RPC server: the listening port that does not speak HTTP."""
     assert happens(lambda: process.poll() is not None or len(listening_ports(process)) >= 2, START_SECONDS), (
         f"The name node did not start:\n{log.read_text()}"
     )
@@ -99,7 +99,7 @@ def _speaks_http(address: str, port: int) -> bool:
     connection = http.client.HTTPConnection(address, port, timeout=10)
     try:
         connection.request("GET", "/")
-        # Hadoop's RPC answers HTTP too, with this sentence and no header.
+        # Hadoop's RPC server answers HTTP requests with this sentence and no header.
         return b"It looks like you are making an HTTP request" not in connection.getresponse().read()
     except http.client.HTTPException:
         return False
@@ -122,5 +122,5 @@ def _wait_until_it_writes(url: str, folder: Path, data_nodes: int) -> None:
                 logs = "".join(log.read_text()[-3000:] for log in folder.glob("*.log"))
                 raise AssertionError(f"HDFS did not start:\n{logs}") from error
             time.sleep(0.2)
-    assert client.read("/ready").read() == b"ready"  # which starts what the client keeps for the life of the process
+    assert client.read("/ready").read() == b"ready"  # starts the client's lasting threads
     client.delete("/ready", False)

@@ -1,4 +1,4 @@
-"""The smallest whole training that tells whether it worked: a network of two numbers learns a line."""
+"""The smallest training whose success is visible: a network of two parameters learns a line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def points(spark: SparkSession, *more: str) -> DataFrame:
-    """64 rows of the line ``y = 3 * x + 1`` for x from 0 to 1, with ``more`` columns."""
+    """Return 64 rows of the line ``y = 3 * x + 1`` for x from 0 to 1, with the columns ``more``."""
     return spark.range(64).selectExpr("id / 64.0D AS x", *more, "3 * id / 64.0D + 1 AS y")
 
 
 def estimator(store: Store | None, **more: Any) -> TorchEstimator:
-    """An estimator of two ranks that learns the line nearly, in ten epochs."""
+    """Return an estimator with two ranks that approximately learns the line in ten epochs."""
     torch.manual_seed(1)
     model = torch.nn.Linear(1, 1)
     given = {
@@ -38,7 +38,7 @@ def estimator(store: Store | None, **more: Any) -> TorchEstimator:
 
 
 def errors(spark: SparkSession, store: Store | None, **more: Any) -> list[float]:
-    """By row, how far off the line is what has been learned."""
+    """Return the error of the learned line for each row."""
     df = points(spark)
     rows = estimator(store, **more).fit(df).transform(df).select("y", "y__output").collect()
     return [abs(row.y - row.y__output) for row in rows]

@@ -1,7 +1,7 @@
-"""Real processes as ranks, for tests: a group is started once and runs many cases.
+"""Real processes as ranks for tests: a group starts once and runs many cases.
 
 A case is a module-level function of a test module; every rank runs it with the same arguments, inside an initialized
-session. Functions travel by value, so they can stand beside the assertions that need them.
+session. Functions are pickled by value, so they can stand next to the assertions that need them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.world import layout
 
 CASE_SECONDS = 60.0
-_START_SECONDS = 150.0  # importing a framework takes its time on a busy machine
+_START_SECONDS = 150.0  # importing a framework is slow on a busy machine
 _ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case came to on one rank: a value, a traceback, or neither when the process died."""
+    """The outcome of a case on one rank: a value, a traceback, or neither if the process died."""
 
     value: Any = None
     failure: str = ""
@@ -47,17 +47,17 @@ class Outcome:
 
 
 class RankGroup:
-    """``size`` processes that are ranks of one job; a context manager.
+    """Run ``size`` processes as the ranks of one job; a context manager.
 
     Args:
-        size: number of ranks.
-        hosts: the host key of each rank, all on one by default.
-        imports: modules to load while starting, so that no case pays for them.
+        size: the number of ranks.
+        hosts: the host key of each rank; by default, all ranks share one.
+        imports: modules to import at the start, so that no case pays for them.
         collective_timeout: seconds after which a rank that waits for the others fails.
-        connect: whether ``init()`` is called before the first case.
-        server_host: the address at which the ranks find each other.
-        places: for each rank its own address and what stands in front of its command, such as ``ip netns exec``.
-        **settings: of ``Config``.
+        connect: whether to call ``init()`` before the first case.
+        server_host: the address of the rendezvous.
+        places: for each rank, its own address and the prefix of its command, such as ``ip netns exec``.
+        **settings: fields of ``Config``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RankGroup:
             raise
 
     def run(self, case: Callable[..., Any], *arguments: Any, seconds: float = CASE_SECONDS) -> list[Any]:
-        """The value of ``case(*arguments)`` of every rank, in rank order; fails the test when a rank failed."""
+        """Return the value of ``case(*arguments)`` of every rank in rank order; fail the test if a rank failed."""
         outcomes = self.outcomes(case, *arguments, seconds=seconds)
         bad = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.failure or outcome.died}
         if bad:
@@ -100,7 +100,7 @@ class RankGroup:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, case: Callable[..., Any], *arguments: Any, seconds: float = CASE_SECONDS) -> list[Outcome]:
-        """What ``case(*arguments)`` came to on every rank."""
+        """Return the outcome of ``case(*arguments)`` on every rank."""
         module = sys.modules[case.__module__]
         cloudpickle.register_pickle_by_value(module)
         try:
@@ -113,19 +113,19 @@ class RankGroup:
 
     @property
     def port(self) -> int:
-        """Of the rendezvous."""
+        """Return the port of the rendezvous."""
         return self._server.port
 
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
     def kill(self, rank: int) -> None:
-        """``kill -9`` one rank, and wait for its end."""
+        """Kill one rank with ``kill -9`` and wait for its end."""
         self._processes[rank].kill()
         self._processes[rank].wait()
 
     def close(self) -> None:
-        """End the processes: by closing their links, and by force if that is not enough."""
+        """End the processes: close their links, then use force if that is not enough."""
         for link in self._links:
             link.close()
         deadline = Deadline.after(15.0)
@@ -167,7 +167,7 @@ class RankGroup:
             if not ready:
                 late = sorted(missing.values())
                 for rank in late:
-                    self._processes[rank].send_signal(signal.SIGUSR1)  # shows where it stands
+                    self._processes[rank].send_signal(signal.SIGUSR1)  # prints its stacks
                 raise AssertionError(f"{what}: ranks {late} did not answer in time; their stacks are on stderr")
             for link in ready:
                 outcomes[missing.pop(link)] = _answer(link)
@@ -182,7 +182,7 @@ def _answer(link: Connection) -> Outcome:
 
 
 def _serve(link: Connection) -> None:
-    """The life of a rank: start, then run cases until the link closes."""
+    """Run a rank: start, then run cases until the link closes."""
     context, imports, connect = cloudpickle.loads(link.recv_bytes())
     with gc_paused_for_import():
         for module in imports:
@@ -196,7 +196,7 @@ def _serve(link: Connection) -> None:
             case, arguments = cloudpickle.loads(link.recv_bytes())
             link.send_bytes(cloudpickle.dumps(_outcome(case, arguments)))
     except EOFError:
-        gc.freeze()  # what was imported since
+        gc.freeze()  # includes the modules imported since
         session.shutdown()
 
 
@@ -214,6 +214,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests import ranks  # outcomes must be of the class that the parent knows
+    from tests import ranks  # outcomes must be of the class that the parent imports
 
     ranks.main()

@@ -1,4 +1,4 @@
-"""An S3 server for the tests: moto's, as a process of its own that is spoken to over HTTP."""
+"""An S3 server for the tests: moto's server in a separate process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class S3:
 
     Attributes:
         endpoint: its URL.
-        options: the storage options to reach it with.
+        options: the storage options for it.
     """
 
     endpoint: str
@@ -28,7 +28,7 @@ class S3:
 
 
 def options_for(endpoint: str) -> dict[str, Any]:
-    """Storage options for a server at this URL."""
+    """Return the storage options for a server at this URL."""
     return {
         "key": "the-access-key",
         "secret": SECRET,
@@ -40,7 +40,7 @@ def options_for(endpoint: str) -> dict[str, Any]:
 
 @contextmanager
 def running_s3(python: str = sys.executable, address: str = "127.0.0.1") -> Iterator[S3]:
-    """A server on a free port of an address, in a Python that has moto."""
+    """Run a server on a free port of an address, in a Python that has moto."""
     process = subprocess.Popen(
         [python, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -54,7 +54,7 @@ def running_s3(python: str = sys.executable, address: str = "127.0.0.1") -> Iter
 
 
 def _serve(address: str) -> None:
-    """Serve until stdin is closed, which also the death of the tests does."""
+    """Serve until stdin is closed, which also happens when the tests die."""
     import threading  # noqa: PLC0415
 
     import boto3  # noqa: PLC0415
@@ -65,7 +65,7 @@ def _serve(address: str) -> None:
     one_at_a_time = threading.Lock()
 
     def serve(environ: dict[str, Any], start_response: Any) -> Any:
-        # S3 decides about a conditional write at one instant; moto looks first and writes then.
+        # S3 decides a conditional write atomically, but moto checks first and writes afterwards.
         if "HTTP_IF_NONE_MATCH" in environ and environ["REQUEST_METHOD"] in {"PUT", "POST"}:
             with one_at_a_time:
                 return list(application(environ, start_response))

@@ -1,4 +1,4 @@
-"""Scripts that tests run in a process of its own, and what they find: one process can hold one SparkContext only."""
+"""Scripts that tests run in a separate process, and their results: a process can hold only one SparkContext."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 def run_script(
     command: Sequence[str | Path], folder: Path, seconds: float, *, stdin: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that imports our code, in ``folder``, where Spark leaves its files."""
+    """Run a program that imports sparkhvd in ``folder``, where Spark leaves its files."""
     folder.mkdir(exist_ok=True)
     return subprocess.run(
         command,
@@ -31,12 +31,12 @@ def run_script(
 
 
 def tell(found: dict[str, Any]) -> None:
-    """Say in a script what it has found."""
+    """Print a script's results for ``found_by``."""
     print("FOUND " + json.dumps(found), flush=True)
 
 
 def found_by(done: subprocess.CompletedProcess[str], more: str = "") -> dict[str, Any]:
-    """What a script has found; where it has not come so far, a failure with all that it said, and ``more``."""
+    """Return a script's results; if there are none, fail with all of its output and ``more``."""
     said = re.search(r"^FOUND (\{.*\})$", done.stdout, re.MULTILINE)
     assert said, f"{done.stdout}{done.stderr}{more}"
     found: dict[str, Any] = json.loads(said[1])

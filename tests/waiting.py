@@ -1,4 +1,4 @@
-"""Waits for what happens elsewhere, in another thread or process."""
+"""Wait for conditions that another thread or process changes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from sparkhvd.deadline import Deadline
 
 
 def happens(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether ``condition`` comes true within so many seconds."""
+    """Return whether ``condition`` becomes true within this many seconds."""
     deadline, pause = Deadline.after(seconds), threading.Event()
     while not condition():
         if deadline.expired():
             return False
-        pause.wait(0.02)  # and not time.sleep, which tests replace
+        pause.wait(0.02)  # not time.sleep, which tests replace
     return True
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until ``condition`` is true, which it has to become."""
+    """Wait until ``condition`` is true; fail if it does not become true."""
     assert happens(condition, seconds), f"it did not happen within {seconds:g} s"

@@ -20,9 +20,9 @@ _LOCAL = "127.0.0.1"
 
 @contextmanager
 def running_yarn(folder: Path) -> Iterator[Path]:
-    """A YARN whose logs lie in ``folder``; gives the folder to use as ``HADOOP_CONF_DIR``.
+    """Run a YARN whose logs lie in ``folder``, and yield the folder for ``HADOOP_CONF_DIR``.
 
-    Its one node has 4 GB and 8 cores to give. The files of applications go through local folders.
+    Its one node offers 4 GB and 8 cores. The files of applications go through local folders.
     """
     names = ("address", "scheduler.address", "resource-tracker.address", "admin.address", "webapp.address")
     addresses = {
@@ -73,7 +73,7 @@ def _configuration(folder: Path, containers: Path, addresses: dict[str, str]) ->
 
 
 def _ports(count: int) -> list[int]:
-    """Ports that are free, below those that the system gives to whoever asks for any."""
+    """Return free ports below the range from which the system assigns ports."""
     found: list[int] = []
     while len(found) < count:
         port = random.randrange(15_000, 30_000)
@@ -91,7 +91,7 @@ def _wait_for_the_node(web: str, processes: list[subprocess.Popen[bytes]], folde
                 if json.load(answer)["clusterMetrics"]["activeNodes"] == 1:
                     return
         except (OSError, ValueError):
-            pass  # it does not listen yet
+            pass  # the daemon does not listen yet
         if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
             logs = "".join(log.read_text()[-3000:] for log in folder.glob("*.log"))
             raise AssertionError(f"YARN did not start:\n{logs}")

@@ -1,7 +1,7 @@
-"""The fault matrix: what goes wrong x who starts the ranks x when, and what the driver has to say of it.
+"""The fault matrix: fault, launcher and phase, with the error that the driver must report.
 
-A row is produced and judged by ``produced`` and ``complaints``. ``test_faults.py`` runs those that are ``always`` to be
-run; ``bench.soak`` runs all and reports the times to the error.
+``produced`` runs a row, and ``complaints`` judges it. ``test_faults.py`` runs the rows that are ``always`` run;
+``bench.soak`` runs all rows and reports the time to each error.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ NUM_PROC = 2
 
 
 def _slowness() -> float:
-    """By how much this machine's other work slows everything down: from 1, where it has none, to 3."""
+    """Return the factor by which this machine's other load slows everything down, from 1 (none) to 3."""
     return min(3.0, max(1.0, os.getloadavg()[1] / (os.cpu_count() or 1)))
 
 
-# The limits hold as they are where the machine has nothing else to do; the endurance run sets 1.
+# The limits hold unchanged on an idle machine; the endurance run sets 1.
 SLOWNESS = float(os.environ.get("SPARKHVD_TEST_SLOWNESS") or _slowness())
-# From the fault to the error.
+# Limit from the fault to the error.
 SECONDS = 15.0 * SLOWNESS
-# What a hanging rank is given.
+# Timeout for a hanging rank.
 _START_SECONDS = 6.0
 _LONG = 300.0
-# Until all has ended on a host that was cut off: there a task looks for its driver, and for the other tasks.
+# Limit until everything has ended on a host that was cut off: a task there looks for its driver and the other tasks.
 _CUT_OFF_SECONDS = 40.0
-_COMING_SECONDS = 15.0  # for tasks on several hosts, which start at their own pace
+_COMING_SECONDS = 15.0  # for tasks on several hosts, which start at different speeds
 _BOUNDED = {"hang": _START_SECONDS, "task stopped": _START_SECONDS, "host cut off": _COMING_SECONDS}
 _ROOT = Path(__file__).parents[2]
 
@@ -56,15 +56,15 @@ class Fault:
     """One row.
 
     Attributes:
-        how: what goes wrong.
-        phase: when.
-        launcher: who starts the ranks; with ``mpi`` each is on a host of its own, as Open MPI sees it.
-        error: what the driver raises; None where the job has to go on.
-        words: what it says, as a regular expression.
-        always: whether every run of the tests produces it.
-        seconds: from the fault to the end of the job, on a machine that is not busy.
-        rank: which it is that goes wrong.
-        rows: whether the tasks are given some.
+        how: the fault.
+        phase: the phase in which it happens.
+        launcher: the launcher of the ranks; with ``mpi``, Open MPI sees each rank on a separate host.
+        error: the exception that the driver raises; None if the job must continue.
+        words: its message, as a regular expression.
+        always: whether every run of the tests produces the row.
+        seconds: limit from the fault to the end of the job, on an idle machine.
+        rank: the faulty rank.
+        rows: whether the tasks receive rows.
     """
 
     how: str
@@ -85,7 +85,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of a row: the error, seconds from the fault to it or to the end of the job, what was left of it."""
+    """The outcome of a row: the error, seconds from the fault to the error or the end of the job, and leftovers."""
 
     error: BaseException | None
     seconds: float
@@ -105,7 +105,7 @@ _SAID = {
     "memory": ("raised MemoryError", "MemoryError", _UNPACKED),
     "disk": (f"raised OSError: {_NO_SPACE}", _NO_SPACE, f"{_UNPACKED}: {_NO_SPACE}"),
 }
-# How far the rank was.
+# The progress of the rank, as messages report it.
 WHEN = {
     "before registration": "before fn began",
     "at rendezvous": "in fn",
@@ -206,11 +206,11 @@ def _rows() -> list[Fault]:
                 _row("task stopped", phase, launcher, RankFailedError, _STOPPED.format(WHEN[phase]))
                 for phase in PHASES[1:]
             ]
-    # Open MPI starts no rank whose Python does not get as far as registering: there it is the task that goes wrong.
+    # Open MPI starts no rank whose Python fails before it registers. In that phase the task is faulty instead.
     rows = [row for row in rows if (row.launcher, row.phase) != ("mpi", "before registration")]
     rows += [_row(how, "before registration", "mpi", *expected) for how, expected in _TASKS_OF_MPI.items()]
-    # Such a task has no line to the driver and does without, until it has to prove to another what it does not know.
-    # That is no reason for Spark to think that the next attempt goes the same way.
+    # Such a task has no link to the driver and works without one, until it must prove to another task that it knows
+    # the secret. That failure does not tell Spark that the next attempt will fail, too.
     words = f"{_GIVEN_UP}AuthenticationError: no rendezvous server answered"
     stopped = _row("task stopped", "before registration", "barrier", StartTimeoutError, _NOT_MET)
     again = Fault("wrong secret", "before registration", "barrier", LaunchError, words, False, seconds=2 * SECONDS)
@@ -229,7 +229,7 @@ def _row(how: str, phase: str, launcher: str, error: type[BaseException] | None,
 
 
 FAULTS = _rows()
-# Nothing here asks for a certain port, so it takes all of them; these happen where that disturbs nobody else.
+# No launcher asks for a fixed port, so this fault takes all ports; it runs where it disturbs no other process.
 PORT_FAULTS = [
     Fault("port taken", phase, launcher, *expected, always=launcher == "local")
     for launcher in LAUNCHERS
@@ -238,10 +238,10 @@ PORT_FAULTS = [
 _CUT_OFF_EARLY = (
     r"Not all tasks of this job were ready within start_timeout=15 s: Spark runs [\s\S]*task 1 on host \S+, "
 )
-# Keepalive gives a silent host up after 9 s, where Spark alone takes two minutes.
+# Keepalive drops a silent host after 9 s; Spark alone takes two minutes.
 _CUT_SECONDS = 9.0 + SECONDS / 2
 _CUT_OFF = r"Rank {} on host \S+ was cut off from the network \({}\): the host has not responded for 9 s"
-# These need hosts of their own. Nobody has a connection to a task that has not come yet: start_timeout ends that wait.
+# These need separate hosts. No process has a connection to a task that has not come yet: start_timeout ends that wait.
 CUT_OFF_FAULTS = [
     row
     for launcher in LAUNCHERS[1:]
@@ -277,13 +277,13 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: i
     environment["FAULT_RANK"] = str(fault.rank)
     early = fault.phase == "before registration"
     of_task = fault.launcher == "mpi" or fault.how == "host cut off"
-    if fault.how == "hang":  # what bounds the waits of the others, long by default
+    if fault.how == "hang":  # these limit the waits of the other ranks, which are long by default
         environment["SPARKHVD_RESULT_TIMEOUT"] = "2"
         environment |= {"SPARKHVD_STALL_CHECK_SECONDS": "1", "SPARKHVD_STALL_SHUTDOWN_SECONDS": "2"}
-    bounded = early or (fault.how == "hang" and fault.phase == "at rendezvous")  # by start_timeout, as init() is
+    bounded = early or (fault.how == "hang" and fault.phase == "at rendezvous")  # by start_timeout, like init()
     error: BaseException | None = None
     (folder / "driver").write_text(str(os.getpid()))
-    if early and fault.how == "port taken":  # the driver is the first to need one
+    if early and fault.how == "port taken":  # the driver is the first to need a port
         go_wrong(fault.how, folder)
     with ExitStack() as stack:
         for where, task in _TASKS.items():
@@ -315,11 +315,11 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: i
 
 
 def left_of(folder: Path) -> list[str]:
-    """What runs of the job whose folder this is."""
+    """Return the processes that still run of the job with this folder."""
     found = [*(int(path.name.partition("-")[2]) for path in folder.glob("pid-*")), *_below()]
     mark = f"FAULT_FOLDER={folder}\0".encode()
     for environment in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             if mark in environment.read_bytes():
                 found.append(int(environment.parent.name))
     left = []
@@ -330,7 +330,7 @@ def left_of(folder: Path) -> list[str]:
 
 
 def _below() -> list[int]:
-    """Our descendants that a job has beside its ranks: ``mpirun``, its agents, ``orted``, and what they started."""
+    """Return the descendants that a job has besides its ranks: ``mpirun``, its agents, ``orted`` and their children."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -341,14 +341,14 @@ def _below() -> list[int]:
 
 
 def ports_taken(folder: Path, *more: str) -> dict[str, tuple[float, str, list[str]]]:
-    """Run ``ports_script`` in a network of its own with few ports: by row, seconds, error and complaints."""
+    """Run ``ports_script`` in a network namespace with few ports: by row, seconds, error and complaints."""
     prepare = "ip link set lo up && sysctl -qw net.ipv4.ip_local_port_range='40000 40299' && exec \"$@\""
     command = [sys.executable, "-m", "tests.launch.ports_script", str(folder), *more]
     return found_by(run_script(["unshare", "--net", "sh", "-c", prepare, "sh", *command], folder, _LONG))
 
 
 def complaints(fault: Fault, ended: Ended) -> list[str]:
-    """What is not as it has to be."""
+    """Return the differences between a row's outcome and its expectation."""
     found = []
     if fault.error is None:
         if ended.error is not None:

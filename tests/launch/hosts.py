@@ -1,4 +1,4 @@
-"""Network namespaces as hosts: a bridge, a cable to each, and a Spark worker with an address of its own in each.
+"""Network namespaces as hosts: a bridge, a cable to each host, and on each a Spark worker with its own address.
 
 Needs root, ``ip`` and the right to make namespaces.
 """
@@ -33,12 +33,12 @@ class Host:
     gateway: str
 
     def connect(self) -> None:
-        """Put the cable in, also again."""
+        """Connect the cable, or connect it again."""
         _ip("-n", self.namespace, "link", "set", self.interface, "up")
         _ip("-n", self.namespace, "route", "replace", "default", "via", self.gateway)
 
     def hide(self, other: Host) -> None:
-        """Let nothing come through to another host."""
+        """Drop all traffic to another host."""
         _ip("-n", self.namespace, "route", "add", "unreachable", other.address)
 
     def show(self, other: Host) -> None:
@@ -57,7 +57,7 @@ class Cluster:
 
 @cache
 def why_not() -> str:
-    """Why there can be no namespaces here; empty when there can."""
+    """Return why this machine cannot make namespaces; empty if it can."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return "network namespaces need root and ip (Debian: iproute2)"
     name = f"shvd-try-{os.getpid()}"
@@ -74,13 +74,13 @@ def _ip(*words: str) -> None:
 
 @contextmanager
 def hosts(count: int, *, ipv6: bool = False) -> Iterator[tuple[str, tuple[Host, ...]]]:
-    """The address of this machine on the bridge, and the hosts at its other ports.
+    """Yield the address of this machine on the bridge, and the hosts at the bridge's other ports.
 
-    Their interfaces have different names, and each has a bridge of its own with the same address, as Docker makes it.
+    The hosts' interfaces have different names. As with Docker, each host also has its own bridge with the same address.
 
     Args:
-        count: how many hosts.
-        ipv6: whether addresses on the bridge are of IPv6 instead of IPv4.
+        count: the number of hosts.
+        ipv6: whether addresses on the bridge are IPv6 instead of IPv4.
     """
     number = os.getpid()
     bridge = f"shvd{number}"
@@ -111,7 +111,7 @@ def hosts(count: int, *, ipv6: bool = False) -> Iterator[tuple[str, tuple[Host, 
 
 @contextmanager
 def cluster(count: int, folder: Path, *, ipv6: bool = False) -> Iterator[Cluster]:
-    """A standalone cluster with one core on each of ``count`` hosts; the files of its daemons are in ``folder``."""
+    """Run a standalone cluster with one core on each of ``count`` hosts; the daemons' files are in ``folder``."""
     with hosts(count, ipv6=ipv6) as (address, made), ExitStack() as stack:
         log = _serve(stack, "master.Master", address, [], folder / "master.log", ())
         master = _await_line(log, r"Starting Spark master at (spark://\S+)")
@@ -139,7 +139,7 @@ def _serve(  # noqa: PLR0917
     environment = {
         **os.environ,
         "SPARK_LOCAL_IP": host,
-        "SPARK_PREFER_IPV6": str(host != address).lower(),  # of the executors' Python
+        "SPARK_PREFER_IPV6": str(host != address).lower(),  # for the executors' Python
         "SPARK_LOCAL_DIRS": str(log.parent),
         "SPARK_DAEMON_MEMORY": "128m",
         "SPARK_DAEMON_JAVA_OPTS": f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC {preferred}",

@@ -1,4 +1,4 @@
-"""Rows of the fault matrix in which processes of Spark are lost: executors, the driver, the JVM beside it."""
+"""Rows of the fault matrix in which processes of Spark are lost: executors, the driver, the driver's JVM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.waiting import happens
 
 ATTEMPTS = 2
 _ROOT = Path(__file__).parents[2]
-# Each attempt waits for the executor that takes the place of the one that was killed.
+# Each attempt waits for the executor that replaces the killed one.
 _SECONDS = ATTEMPTS * SECONDS
 _EARLY = "before its rank was assigned"
 
@@ -42,7 +42,7 @@ def _task_lost(when: str) -> str:
 
 
 def _rank_was(phase: str) -> str:
-    """How far the ranks of both tasks may have been; their workers begin before their ranks are assigned."""
+    """Return the progress that the ranks of both tasks may have; workers start before their ranks are assigned."""
     ranked = rf"rank [01], {WHEN[phase]}"
     return f"({ranked}|{_EARLY})" if phase == PHASES[0] else ranked
 
@@ -51,7 +51,7 @@ def _no_jvm(phase: str) -> str:
     return f"Spark has ended: the JVM of this driver no longer responds|{_task_lost(WHEN[phase])}"
 
 
-# On a cluster that gives a stage up after so many attempts.
+# For a cluster that aborts a stage after ATTEMPTS attempts.
 EXECUTOR_FAULTS = [
     *(Fault("executor killed once", phase, "barrier", None, "", seconds=_SECONDS) for phase in PHASES),
     *(
@@ -64,7 +64,7 @@ EXECUTOR_FAULTS = [
 ]
 DRIVER_FAULTS = [
     *(Fault("driver killed", phase, launcher, None, "") for launcher in LAUNCHERS for phase in PHASES),
-    # Executors in JVMs of their own, which the driver does not start itself.
+    # Executors in separate JVMs, which the driver does not start itself.
     *(Fault("driver of a cluster killed", phase, launcher, None, "") for launcher in LAUNCHERS[1:] for phase in PHASES),
     *(
         Fault("Spark killed", phase, launcher, LaunchError, _no_jvm(phase))
@@ -73,17 +73,17 @@ DRIVER_FAULTS = [
     ),
 ]
 _MARK = "SPARKHVD_TEST_DRIVER"
-# Of Spark and its JVM, which remove them when they are not killed.
+# Files of Spark and its JVM, which remove them unless they are killed.
 _OF_SPARK = re.compile(r"spark-.*|blockmgr-.*|hsperfdata_.*|artifacts-.*|pyspark-.*")
 
 
 def session_on(master: str) -> SparkSession:
-    """A quiet session whose cluster gives a stage up after ``ATTEMPTS`` attempts."""
+    """Return a quiet session whose cluster aborts a stage after ``ATTEMPTS`` attempts."""
     builder = SparkSession.builder.master(master).config("spark.executor.memory", "700m")
     for process in ("driver", "executor"):
         builder.config(f"spark.{process}.extraJavaOptions", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
     builder.config("spark.stage.maxConsecutiveAttempts", str(ATTEMPTS))
-    # How often a barrier stage looks for the executor that replaces a killed one.
+    # The interval at which a barrier stage looks for the executor that replaces a killed one.
     builder.config("spark.scheduler.barrier.maxConcurrentTasksCheck.interval", "1s")
     builder.config("spark.driver.host", "127.0.0.1").config("spark.ui.enabled", "false")
     return builder.config("spark.log.level", "ERROR").getOrCreate()
@@ -96,14 +96,14 @@ def lost_executors(folder: Path) -> dict[str, tuple[float, str, list[str]]]:
 
 
 def lost_driver(fault: Fault, folder: Path) -> tuple[float, str, list[str]]:
-    """Run a job in which the driver, or the JVM beside it, is killed.
+    """Run a job in which the driver or its JVM is killed.
 
     Returns:
-        Seconds until all its processes had ended, the error where there was somebody to raise it, and complaints.
+        Seconds until all its processes had ended, the error if a surviving driver raised one, and complaints.
     """
     environment = _environment(folder) | {_MARK: uuid.uuid4().hex}
     memory = set(Path("/dev/shm").iterdir())
-    with (folder / "said").open("w") as said:  # no pipe: what survives the driver would hold it open
+    with (folder / "said").open("w") as said:  # not a pipe, which processes that survive the driver would hold open
         subprocess.run(
             [sys.executable, "-m", "tests.launch.losses_script", str(folder), fault.name],
             cwd=_ROOT,
@@ -137,21 +137,21 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _without_users(memory: set[Path]) -> set[Path]:
-    """Those that no process has mapped; what runs beside us uses its own."""
+    """Return the segments that no process maps; other programs on this machine use shared memory, too."""
     for maps in Path("/proc").glob("[0-9]*/maps") if memory else ():
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             mapped = maps.read_text()
             memory = {segment for segment in memory if str(segment) not in mapped}
     return memory
 
 
 def _marked(mark: str) -> list[str]:
-    """The processes that have the mark in their environment, as all have that come from a certain one."""
+    """Return the processes with the mark in their environment, which descendants of the marked process inherit."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"{_MARK}={mark}".encode() in entry.read_bytes():
                 found.append((entry.parent / "cmdline").read_text().replace("\0", " ")[:200])
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
     return found

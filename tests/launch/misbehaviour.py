@@ -1,4 +1,4 @@
-"""What a rank or its task does wrong, and when; runs in ranks and in Spark tasks."""
+"""The faults of a rank or its task, by kind and phase; runs in ranks and in Spark tasks."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from sparkhvd.task.mpi.job import MpiJob
 
 _CALL_SECONDS = 60.0
-# Ample time for a task to tell the driver how far its rank is, before it is lost itself: nobody waits for that.
+# Leaves a task ample time to report its rank's progress to the driver before it is lost: the driver does not wait.
 _TELL_SECONDS = 1.0
 
 
 def note_pid(folder: Path) -> None:
-    """Say which process this is, so that it can be looked for afterwards."""
+    """Record this process, so that a test can look for it afterwards."""
     (folder / f"pid-{os.getpid()}").touch()
 
 
 def note_time(folder: Path) -> None:
-    """Say when it went wrong; the first time counts, where Spark runs the tasks again."""
+    """Record the time of the fault; if Spark runs the tasks again, the first time counts."""
     if not (folder / "when").exists():
         (folder / "when").write_text(repr(time.time()))
 
 
 def go_wrong(how: str, folder: Path) -> None:
-    """Returns only where the job has to go on, or fails a little later."""
+    """Cause the fault; return only if the job must continue or fails a little later."""
     if how == "executor killed once" and (folder / "when").exists():
         return
     note_time(folder)
@@ -65,7 +65,7 @@ def go_wrong(how: str, folder: Path) -> None:
 
 
 def fail(how: str) -> None:
-    """This process goes wrong; returns where it hangs."""
+    """Make this process fail; return if it must hang."""
     if how == "raise":
         raise ValueError("no luck")
     if how == "exit":
@@ -81,7 +81,7 @@ def fail(how: str) -> None:
 
 
 def lose(how: str, folder: Path) -> None:
-    """Another process is lost: the driver, or the JVM that this one runs under."""
+    """Kill or stop another process: the driver, or the JVM or task of this one."""
     if how.startswith("driver "):
         os.kill(int((folder / "driver").read_text()), signal.SIGINT if how == "driver interrupted" else signal.SIGKILL)
         return
@@ -91,12 +91,12 @@ def lose(how: str, folder: Path) -> None:
         own = psutil.Process()
         next(one for one in (own, *own.parents()) if "pyspark.daemon" in one.cmdline()).suspend()
         return
-    # That of the executor; on a local master it is Spark as a whole.
+    # The executor's JVM; on a local master, that is all of Spark.
     next(one for one in psutil.Process().parents() if one.name() == "java").kill()
 
 
 def await_stranger(folder: Path) -> None:
-    """Wait until strangers have called at every port of the job that is open now."""
+    """Wait until strangers have called at every open port of the job."""
     (folder / "call").touch()
     deadline = time.monotonic() + _CALL_SECONDS
     while not (folder / "called").exists():
@@ -105,14 +105,14 @@ def await_stranger(folder: Path) -> None:
 
 
 def take_another_secret() -> None:
-    """This rank's next ``init()`` proves a secret that is not the job's."""
+    """Make this rank's next ``init()`` use a wrong secret."""
     from sparkhvd.comm import session  # noqa: PLC0415
 
     session.set_launch_context(replace(session.launch_context(), token=secrets.token_bytes(32)))
 
 
 def take_all_ports() -> None:
-    """Every port that the kernel may give for an address of this host, for as long as this process lives."""
+    """Take every port that the kernel assigns for an address of this host, for as long as this process lives."""
     while True:
         listener = socket.socket()
         try:
@@ -125,7 +125,7 @@ def take_all_ports() -> None:
 
 
 def cut_off() -> None:
-    """Pull the cable of this host, which has to be one of ``hosts``; all that runs on it goes on."""
+    """Disconnect the cable of this host, which must be one of ``hosts``; its processes continue."""
     network = subprocess.run(["ip", "netns", "identify"], capture_output=True, text=True, check=True).stdout
     assert network.startswith("shvd"), "this is no host of the tests"
     cable = next(name for _, name in socket.if_nameindex() if name.startswith("ens"))
@@ -133,7 +133,7 @@ def cut_off() -> None:
 
 
 class BadResult:
-    """Goes wrong when the rank has returned it and its process packs it."""
+    """A result whose pickling goes wrong after the rank has returned it."""
 
     def __init__(self, how: str, folder: Path) -> None:
         self._how = how
@@ -145,7 +145,7 @@ class BadResult:
 
 
 def train(how: str, phase: str, folder_name: str) -> object:
-    """A training in which the faulty rank goes wrong in a phase, and the others notice or not."""
+    """Run a training whose faulty rank goes wrong in a phase."""
     from sparkhvd.comm import session  # noqa: PLC0415
 
     folder, faulty = Path(folder_name), os.environ["SPARKHVD_RANK"] == os.environ["FAULT_RANK"]
@@ -167,7 +167,7 @@ def train(how: str, phase: str, folder_name: str) -> object:
 
 
 def barrier_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """A task of the barrier launcher."""
+    """Run a task of the barrier launcher."""
     from sparkhvd.task.main import run_task  # noqa: PLC0415 - needs Spark
 
     how, folder = str(dict(job.env)["FAULT"]), Path(str(dict(job.env)["FAULT_FOLDER"]))
@@ -186,7 +186,7 @@ def barrier_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Rec
 
 
 def _come_late(batches: Iterator[pa.RecordBatch], how: str, folder: Path) -> Iterator[pa.RecordBatch]:
-    """The rows of a task that goes wrong meanwhile, when it has its line to the driver."""
+    """Yield the rows of a task that goes wrong before they arrive, once it has its link to the driver."""
     while any(thread.name == "sparkhvd-driver-line" for thread in threading.enumerate()):
         time.sleep(0.01)
     go_wrong(how, folder)
@@ -194,7 +194,7 @@ def _come_late(batches: Iterator[pa.RecordBatch], how: str, folder: Path) -> Ite
 
 
 def mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """A task of the mpi launcher, in a container of its own: a host of its own to Open MPI."""
+    """Run a task of the mpi launcher with its own container id, so that it is a separate host to Open MPI."""
     from pyspark import BarrierTaskContext  # noqa: PLC0415 - only in Spark's tasks
 
     from sparkhvd.task.mpi.task import run_mpi_task  # noqa: PLC0415 - ranks need no Spark
@@ -210,11 +210,11 @@ def mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Reco
     try:
         yield from run_mpi_task(job, batches)
     finally:
-        del os.environ["CONTAINER_ID"]  # Spark uses this process again
+        del os.environ["CONTAINER_ID"]  # Spark reuses this process
 
 
 def _is_faulty(job: Job, phase: str) -> bool:
-    """Whether the task that calls this is to go wrong in this phase."""
+    """Return whether the calling task must go wrong in this phase."""
     from pyspark import BarrierTaskContext  # noqa: PLC0415 - only in Spark's tasks
 
     environment = dict(job.env)

@@ -22,10 +22,10 @@ _SECONDS = 0.3
 
 @contextlib.contextmanager
 def calling(folder: Path) -> Iterator[dict[str, int]]:
-    """From the moment when there is a file ``call`` in ``folder``; ``called`` is there after the first round.
+    """Call at the ports once ``folder`` has a file ``call``; make a file ``called`` after each round.
 
     Yields:
-        How many came with what; the number of those that were let in is to stay 0.
+        The number of calls by kind; "let in" must stay 0.
     """
     counts = {"ports": 0, "garbage": 0, "endless": 0, "wrong secret": 0, "let in": 0}
     stop = threading.Event()
@@ -53,7 +53,7 @@ def calling(folder: Path) -> Iterator[dict[str, int]]:
 
 
 def _processes() -> list[int]:
-    """This process and all its descendants but Spark's JVM and what starts Spark's Python workers."""
+    """Return this process and all its descendants except Spark's JVM and the daemon of Spark's Python workers."""
     found = [os.getpid()]
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

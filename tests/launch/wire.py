@@ -1,4 +1,4 @@
-"""What can be read on the network of ``tests.launch.hosts``."""
+"""Listen on the network of ``tests.launch.hosts``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _REST_SECONDS = 2.0
 
 @contextmanager
 def overheard(words: Sequence[bytes]) -> Iterator[set[bytes]]:
-    """Those of ``words`` that passed any interface of this machine but the loopback within the block; needs root."""
+    """Yield those of ``words`` that pass any interface of this machine except loopback during the block; needs root."""
     found: set[bytes] = set()
     over = threading.Event()
 
     def listen() -> None:
         deadline = Deadline(math.inf)
         while not deadline.expired():
-            if over.is_set():  # what has come by now is still looked at
+            if over.is_set():  # packets that have already arrived are still checked
                 deadline = deadline.capped(_REST_SECONDS)
             try:
                 packet, (interface, *_) = listener.recvfrom(1 << 17)

@@ -1,4 +1,4 @@
-"""What only the mpi launcher can be hit by, beside the fault matrix: Open MPI's programs, its agents, its tasks.
+"""Faults that only the mpi launcher has, beside the fault matrix: in Open MPI's programs, agents and tasks.
 
 ``test_mpi_launcher.py`` produces each row; ``bench.soak`` reports the times.
 """
@@ -24,7 +24,7 @@ from tests.launch.misbehaviour import note_pid
 from tests.mpi.tasks import Launched
 from tests.waiting import happens, wait_for
 
-# From the fault until the error is there and all has ended.
+# Limit from the fault until the error is raised and all processes have ended.
 SECONDS = 10.0 * SLOWNESS
 _LEFT_SECONDS = 30.0
 
@@ -34,12 +34,12 @@ class MpiFault:
     """One row.
 
     Attributes:
-        how: what goes wrong.
-        words: the beginning of what the driver says, as a regular expression.
-        options: of the job, and ``path``, the driver's own; made in a folder.
-        loss: kills something of the job; without, it is wrong from its start, which is measured from.
-        phase: how far the job is then.
-        seconds: from the fault until the error is there and all has ended.
+        how: the fault.
+        words: the beginning of the driver's error, as a regular expression.
+        options: returns the job's options for a folder, and ``path``, the driver's own PATH.
+        loss: kills a process of the job; if it is None, the job is wrong from its start, and time counts from there.
+        phase: the phase of the job at the loss.
+        seconds: limit from the fault until the error is raised and all processes have ended.
     """
 
     how: str
@@ -56,12 +56,12 @@ class MpiFault:
 
 @dataclass(frozen=True)
 class MpiEnded:
-    """What came of a row.
+    """The outcome of a row.
 
     Attributes:
-        error: what the driver raised.
-        seconds: from the fault until everything had ended, with the error first.
-        left: processes that had not.
+        error: the exception that the driver raised.
+        seconds: from the fault until all processes had ended, including the error.
+        left: processes that had not ended.
     """
 
     error: Exception | None
@@ -70,7 +70,7 @@ class MpiEnded:
 
 
 class LateResult:
-    """Takes ten minutes to be packed, and says so."""
+    """A result that takes ten minutes to pickle, and records that this has begun."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -82,7 +82,7 @@ class LateResult:
 
 
 def stay(folder: Path, phase: str = "while the ranks run") -> LateResult:
-    """A rank that notes its process when all have come, and goes on for ever in a phase."""
+    """Run a rank that records its process once all ranks have connected, and stays in a phase forever."""
     from sparkhvd.comm import session  # noqa: PLC0415 - runs in ranks
 
     session.init()
@@ -133,7 +133,7 @@ def _slow_agent(folder: Path) -> dict[str, object]:
 
 
 def _by_node(_: Path) -> dict[str, object]:
-    """The first host's second task gets the last rank."""
+    """Return options with which the second task of the first host gets the last rank."""
     return {"containers": ("a", "a", "b"), "extra": ["--map-by", "node"]}
 
 
@@ -142,7 +142,7 @@ def _kill_task(launched: Launched) -> None:
 
 
 def _kill_tasks(launched: Launched) -> None:
-    """Spark would start both again, and give up in the end."""
+    """Kill all tasks: after the loss of one, Spark would restart both and abort the job in the end."""
     for process in launched.stage.processes:
         process.kill()
 
@@ -150,7 +150,7 @@ def _kill_tasks(launched: Launched) -> None:
 def _kill_below(words: str) -> Callable[[Launched], None]:
     def kill(_: Launched) -> None:
         for one in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it has ended since
+            with contextlib.suppress(psutil.Error):  # the process has ended since
                 if one.name() == words or words in one.cmdline():
                     one.kill()
                     return
@@ -201,7 +201,7 @@ MPI_FAULTS = [
 
 
 def produced(fault: MpiFault, folder: Path) -> MpiEnded:
-    """Run a job in which the fault happens, with processes in the place of Spark tasks."""
+    """Run a job in which the fault happens, with processes instead of Spark tasks."""
     options = fault.options(folder)
     path = str(options.pop("path", os.environ["PATH"]))
     error: Exception | None = None
@@ -227,12 +227,12 @@ def _await(phase: str, folder: Path, launched: Launched) -> None:
     elif phase != "before registration":
         ranks = len(launched.stage.processes)
         wait_for(lambda: len(list(folder.glob("pid-*"))) == ranks)
-        # The driver is told a moment later; what it says of a task that was killed before is as true, and other words.
+        # The driver learns the phase a moment later. Its error about an earlier kill would be right in other words.
         wait_for(lambda: launched.phases() == [_PHASES[phase]] * ranks)
 
 
 def complaints(fault: MpiFault, ended: MpiEnded) -> list[str]:
-    """What is not as it has to be."""
+    """Return the differences between a row's outcome and its expectation."""
     found = []
     if ended.error is None or not re.match(fault.words, str(ended.error)):
         found.append(f"{type(ended.error).__name__}: {ended.error}")

@@ -1,6 +1,6 @@
-"""Processes that stand for Spark tasks, so that Open MPI can be tested without starting a Spark cluster each time.
+"""Processes in place of Spark tasks, which test Open MPI without a new Spark cluster for each test.
 
-Each has a container id of its own choice, so that one machine is as many hosts to Open MPI as a test wants.
+A test chooses the container id of each process, so that one machine is as many hosts to Open MPI as the test wants.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _ROOT = Path(__file__).parents[2]
 
 
 class ProcessStage:
-    """Runs one process per task; what a driver asks of a Spark stage.
+    """Run one process per task, with the interface that a driver needs of a Spark stage.
 
     Args:
-        job: for all tasks.
+        job: the job of all tasks.
         on_end: called when all tasks have ended.
         containers: the container id of each task.
-        environments: more variables for tasks, by index.
+        environments: additional variables for tasks, by index.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Launched:
         self.handle = MpiHandle(job, stream, stage, MpiSetup("127.0.0.1", "127.0.0.1", find_mpirun(), tuple(extra)))
 
     def phases(self) -> list[str]:
-        """How far each rank is, as far as the driver was told."""
+        """Return the phase of each rank, as far as the driver knows."""
         return [attending.phase for attending in self.handle._service.tasks().values()]
 
 
