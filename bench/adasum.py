@@ -1,8 +1,8 @@
-"""Steps to a given accuracy at an unscaled learning rate: Adasum beside Average, on scans of handwritten digits.
+"""Compare Adasum with Average: steps to a given accuracy at an unscaled learning rate, on scans of handwritten digits.
 
-The learning rate is that of one rank. Averaging over more ranks makes a step less noisy, but no longer; Adasum makes it
-longer as far as the ranks' steps differ. Every rank has rows of its own; a third of the scans is held out and tells the
-accuracy. Medians over the seeds; leaves a picture.
+The learning rate is that of one rank. Averaging over more ranks makes a step less noisy, but not longer; Adasum makes a
+step longer as far as the ranks' steps differ. Every rank has its own rows, and a third of the scans is held out to
+measure the accuracy. The results are medians over the seeds, and a plot.
 
     python -m bench.adasum [--ranks 4] [--seeds 5] [--write bench/results/adasum]
 """
@@ -20,13 +20,13 @@ import sparkhvd
 import sparkhvd.torch as hvd
 
 TARGET = 0.95
-EVERY = 5  # steps between two looks at the accuracy
+EVERY = 5  # steps between two measurements of the accuracy
 OPS = {"Average": hvd.Average, "Adasum": hvd.Adasum}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What one training is told."""
+    """The settings of one training."""
 
     rate: float
     momentum: float
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def accuracies(problem: Problem, seeds: int) -> dict[str, list[list[float]]]:
-    """What runs on every rank: the accuracy every few steps, for each kind of reduction and each seed."""
+    """Run on every rank; return the accuracy every few steps for each kind of reduction and each seed."""
     hvd.init()
     torch.set_num_threads(1)
     return {name: [_train(problem, op, seed) for seed in range(seeds)] for name, op in OPS.items()}
@@ -95,7 +95,7 @@ def _digits(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _steps_to(accuracy: float, curve: list[float]) -> float:
-    """The first look at which the accuracy was reached; infinite when it never was."""
+    """Return the first measured step at which the accuracy was reached; infinity if there is none."""
     return next((EVERY * (index + 1) for index, each in enumerate(curve) if each >= accuracy), float("inf"))
 
 

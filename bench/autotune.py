@@ -1,7 +1,7 @@
-"""What autotuning gains: the same steps by a tuned and by an untuned communicator, in turns in the same processes.
+"""Measure the gain of autotuning: a tuned and an untuned communicator run the same steps in turns in one process.
 
 1,000 tensors of 4 KiB that are submitted asynchronously; the gradients of an MLP of 2.4 million parameters without
-their computation; and its whole training step, gradients exchanged while the backward pass runs. The tuned
+their computation; and its whole training step, with gradients exchanged during the backward pass. The tuned
 communicator first runs alone until it has made its choice. A figure is the median of the slowest rank.
 
     python -m bench.autotune [--ranks 2] [--seconds 10]
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def measure(seconds: float) -> list[tuple[str, float, float, dict[str, int]]]:
-    """What runs on every rank."""
+    """Run on every rank."""
     torch.set_num_threads(1)
     return [
         _row("1000 x 4 KiB", lambda me: _exchange(me, [(1024,)] * 1000), seconds),

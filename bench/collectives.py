@@ -1,10 +1,10 @@
-"""Allreduce between processes of this machine, of every peer in processes of its own, as its users run it.
+"""Compare allreduce between processes of this machine: each peer runs in its own processes, as its users run it.
 
-Ours through the engine (named, negotiated, asynchronous), by direct calls, and physical_limit.c run in ranks of
+sparkhvd's engine (named, negotiated, asynchronous), its direct calls, and physical_limit.c run in ranks of
 ``sparkhvd.run``; torch.distributed's Gloo in plain processes; Open MPI through mpi4py (shared-memory transport) under
-mpirun. Peers in one process slow each other down. Each peer is started several times, in an order drawn for each round;
-a figure is the median over the turns of all rounds, each the time of the slowest rank. Results are checked before
-anything is timed.
+mpirun. Peers in one process would slow each other down. Each peer starts several times, in a random order per round.
+A figure is the median over the turns of all rounds, and a turn has the time of the slowest rank. Results are checked
+before anything is timed.
 
     python -m bench.collectives [--ranks 2 4] [--seconds 3] [--largest MIB] [--rounds 3]
 """
@@ -40,7 +40,7 @@ SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 HALF_SIZES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)
 LIMIT_CHUNKS = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB)
 MANY = 1000
-CALLS = 5  # of a turn
+CALLS = 5  # in a turn
 ROOT = Path(__file__).parents[1]
 
 Operation = Callable[[], object]
@@ -54,13 +54,13 @@ class Group:
     """The ranks of one peer.
 
     Attributes:
-        rank: of this process.
-        size: how many there are.
+        rank: the rank of this process.
+        size: the number of ranks.
         meet: returns on all ranks at about the same time.
-        slowest: the largest of the ranks' values, by element.
-        reduce: the ways to sum a tensor in place; with no seconds to choose among settings, the usual way alone.
+        slowest: returns the largest of the ranks' values, elementwise.
+        reduce: the ways to sum a tensor in place; without seconds for a choice among settings, only the default way.
         reduce_many: the same for many tensors at once.
-        half_types: whether other element types are measured, too.
+        half_types: whether to measure other element types, too.
     """
 
     rank: int
@@ -103,7 +103,7 @@ def _medians_of_rounds(ranks: int, seconds: float, largest: int, rounds: int) ->
 
 
 def _launch(peer: str, ranks: int, seconds: float, largest: int, folder: Path) -> Turns:
-    """Run the ranks of a peer, and return what they have measured."""
+    """Run the ranks of a peer and return their measurements."""
     if peer == "ours":
         return sparkhvd.run(_own_rank, (str(folder), seconds, largest), num_proc=ranks, launcher="local")[0]
     command = [sys.executable, "-m", "bench.collectives", "--peer", peer, "--folder", str(folder)]
@@ -141,7 +141,7 @@ def _build_limit(folder: Path) -> None:
     subprocess.run(["cc", *flags, "-o", str(folder / "limit.so"), str(source)], check=True)
 
 
-# One rank.
+# The code of one rank.
 
 
 def _own_rank(folder: str, seconds: float, largest: int) -> Turns:
@@ -210,7 +210,7 @@ def _gloo(folder: Path, rank: int, size: int) -> Group:
 
     def coalesced(tensors: list[torch.Tensor]) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # there is nothing else for it on Gloo yet
+            warnings.simplefilter("ignore", FutureWarning)  # Gloo has no alternative to it yet
             dist.all_reduce_coalesced(tensors)
 
     nothing = torch.zeros(1)
@@ -269,7 +269,7 @@ def _measured(group: Group, seconds: float, largest: int) -> Turns:
 
 
 def _half_types(group: Group, size: int, seconds: float) -> dict[str, list[float]]:
-    """The same number of elements in three types; ``size`` is that of float32."""
+    """Measure the same number of elements in three types; ``size`` is that of float32."""
     types = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     tensors = {name: torch.zeros(size // 4, dtype=dtype) for name, dtype in types.items()}
     operations = {name: group.reduce(tensor, 0.0)["engine"] for name, tensor in tensors.items()}
@@ -285,7 +285,7 @@ def _checked(
 
 
 def _check(group: Group, name: str, operation: Operation, tensors: list[torch.Tensor]) -> None:
-    """Whole numbers, whose sum is exact, different in every element."""
+    """Check a sum of integers, which is exact and different in every element."""
     ranks = group.size
     for number, tensor in enumerate(tensors):
         tensor.copy_((torch.arange(len(tensor)) + number) % 1009 * (group.rank + 1))
@@ -299,7 +299,7 @@ def _check(group: Group, name: str, operation: Operation, tensors: list[torch.Te
 def _turns(
     group: Group, operations: dict[str, Operation], seconds: float, tensors: list[torch.Tensor]
 ) -> dict[str, list[float]]:
-    """The seconds of a call in every turn of each operation."""
+    """Return the seconds of a call in every turn of each operation."""
     for tensor in tensors:
         tensor.zero_()  # sums of zeros stay finite
     once = sum(_turn(group, operation) for operation in operations.values()) * CALLS
@@ -314,7 +314,7 @@ def _turns(
 
 
 def _turn(group: Group, operation: Operation) -> float:
-    """Seconds of one of several calls, each of which all ranks enter at about the same time."""
+    """Return the mean seconds of several calls; all ranks enter each call at about the same time."""
     total = 0.0
     for _ in range(CALLS):
         group.meet()
@@ -324,7 +324,7 @@ def _turn(group: Group, operation: Operation) -> float:
     return total / CALLS
 
 
-# The tables.
+# The printed tables.
 
 
 def _print_tables(ranks: int, rows: dict[str, Medians]) -> None:
@@ -364,7 +364,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3.0, help="about how long to measure for a row")
     parser.add_argument("--largest", type=int, default=256, help="MiB of the largest array")
     parser.add_argument("--rounds", type=int, default=3, help="how often each peer is started")
-    for name, kind in (("--peer", str), ("--folder", str), ("--rank", int)):  # of a rank
+    for name, kind in (("--peer", str), ("--folder", str), ("--rank", int)):  # for a rank
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -1,8 +1,8 @@
-"""Whether several TCP connections between two hosts carry more than one: plain sockets, no code of ours.
+"""Measure whether several TCP connections between two hosts carry more than one, with plain sockets only.
 
-Two network namespaces with a virtual cable send 64 MiB to each other at once, spread over 1, 2, 4 and 8 connections
-with two threads each; the counts take turns. The transport has one connection for each pair of hosts: what is printed
-here says what more of them would bring on this machine. Needs root and ip.
+Two network namespaces with a virtual cable send 64 MiB to each other at once, over 1, 2, 4 and 8 connections with two
+threads each; the counts take turns. The transport has one connection per pair of hosts, so the figures show what more
+connections would gain on this machine. Needs root and ip.
 
     python -m bench.connections [--rounds 15]
 """

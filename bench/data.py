@@ -1,9 +1,9 @@
-"""Rows on their way to the ranks, beside what others need for the same files.
+"""Measure the data path from files to ranks, beside other readers of the same files.
 
-Readers give torch batches of 1,024 rows; the bare scan gives large ones and nothing else. All ways take turns on the
-same files; a row is the median of the turns. Every turn counts its rows.
+Readers yield torch batches of 1,024 rows; the bare scan only yields large batches. All readers take turns on the same
+files, and a figure is the median of the turns. Every turn counts its rows.
 
-petastorm reads in an environment of its own (``tools/petastorm-venv build/petastorm``), with the torch of this one.
+petastorm reads in a separate environment (``tools/petastorm-venv build/petastorm``) with this environment's torch.
 
     python -m bench.data [--turns 5] [--scale 1.0] [--petastorm PYTHON] [--parts readers memory spark]
 """
@@ -69,9 +69,9 @@ class Table:
     """Files to read.
 
     Attributes:
-        name: what is in them.
-        folder: where they are.
-        rows: how many.
+        name: a description of their content.
+        folder: the folder of the files.
+        rows: the number of rows.
     """
 
     name: str
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def measure_readers(table: Table, options: argparse.Namespace) -> None:
-    """Rows per second of every way to read a table."""
+    """Measure the rows per second of every way to read a table."""
     ways: dict[str, Callable[[], float]] = {
         "bare scan": lambda: _timed(table, _bare_scan),
         "ours": lambda: _timed(table, lambda table: _ours(table, shuffle=False)),
@@ -119,12 +119,12 @@ def measure_readers(table: Table, options: argparse.Namespace) -> None:
 
 
 def measure_memory(table: Table) -> None:
-    """What a rank holds over many epochs: anonymous memory, since the files' own pages belong to the kernel.
+    """Measure a rank's memory over many epochs: anonymous memory, because the files' own pages belong to the kernel.
 
-    What is resident in all is told beside it: with the pages of the files, and before anything is collected.
+    Also print the resident memory, which includes the pages of the files and counts before garbage is collected.
     """
     loader = torch_loader(str(table.folder), BATCH, seed=1)
-    next(iter(loader))  # imports, thread pools
+    next(iter(loader))  # imports modules and starts thread pools
     before, peak, after, resident = _held(), 0, [], []
     for epoch in range(EPOCHS):
         loader.set_epoch(epoch)
@@ -144,7 +144,7 @@ def measure_memory(table: Table) -> None:
 
 
 def measure_spark(folder: Path, rows: int, turns: int) -> None:
-    """``prepare_data`` and the direct path, beside Spark's own write of the same DataFrame."""
+    """Measure ``prepare_data`` and the direct path beside Spark's own write of the same DataFrame."""
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
     os.environ |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
@@ -172,7 +172,7 @@ def measure_spark(folder: Path, rows: int, turns: int) -> None:
 
 
 def _in_turns(ways: dict[str, Callable[[], float]], turns: int) -> dict[str, float]:
-    """The median of every way; the first turn warms up."""
+    """Return the median of every way; the first turn warms up."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(turns + 1):
         for name, way in ways.items():
@@ -192,7 +192,7 @@ def _timed(table: Table, read: Callable[[Table], int]) -> float:
 
 
 def _bare_scan(table: Table) -> int:
-    """Every column of large batches as one contiguous tensor; Arrow's own threads."""
+    """Read every column of large batches as one contiguous tensor, with Arrow's own threads; return the rows."""
     rows = 0
     for path in sorted(table.folder.glob("*.parquet")):
         for batch in parquet.ParquetFile(path, memory_map=True).iter_batches(65536):
@@ -248,7 +248,7 @@ def _arrays(folder: Path, rows: int) -> Table:
 
 
 def _written(name: str, folder: Path, rows: int, content: Callable[[int], pa.Table]) -> Table:
-    """Files as ``prepare`` lets Spark write them: row groups of about 8 MB, snappy, no dictionaries."""
+    """Write files with the settings of ``prepare``: row groups of about 8 MB, snappy, no dictionaries."""
     folder.mkdir()
     for number in range(FILES):
         table = content(rows // FILES)
@@ -284,7 +284,7 @@ def _prepare(df: DataFrame, folder: Path) -> float:
 
 
 def _direct(spark: SparkSession, df: DataFrame) -> float:
-    """From the DataFrame to the first batch on every rank; without what a job costs that has no rows."""
+    """Return the seconds from the DataFrame to the first batch on every rank, without the cost of an empty job."""
     selection = select(df.schema, feature_cols=df.columns[1:], label_cols=df.columns[:1])
     started = time.time()
     rows = partition_for_ranks(df, selection, num_proc=2, seed=1)
@@ -295,7 +295,7 @@ def _direct(spark: SparkSession, df: DataFrame) -> float:
 
 
 def _first_batch(selection: object) -> float:
-    """When this rank has its first batch."""
+    """Return the time at which this rank has its first batch."""
     given = TaskRows(given_rows(), selection, 0)  # type: ignore[arg-type]
     facts = given.facts()
     schema = checked(facts, selection, 1)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""Estimators, Transformers and launching, beside what one would write by hand with Spark's own means.
+"""Compare Estimators, Transformers and launchers with equivalents written by hand with Spark's own means.
 
     python -m bench.estimators --rounds 5
 
-Three comparisons, each interleaved round by round, so that a busy machine slows both sides down; the ratios of the
-medians are what counts. Figures are on local[2]; a ratio below 1 means that sparkhvd takes less time.
+The three comparisons interleave both sides round by round, so that a busy machine slows both down; the ratios of the
+medians count. Figures are on local[2]; a ratio below 1 means that sparkhvd takes less time.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def start_spark(folder: Path, slots: int = RANKS) -> SparkSession:
 
 
 def make_rows(spark: SparkSession, count: int) -> DataFrame:
-    """Rows in Spark's memory, so that neither side pays for making them."""
+    """Return rows in Spark's memory, so that neither side pays for making them."""
     drawn = [sql.randn(place).cast("float").alias(name) for place, name in enumerate(COLUMNS)]
     features = spark.range(0, count, numPartitions=RANKS).select("id", *drawn)
     rows = features.withColumn("y", sum((sql.col(name) for name in COLUMNS[:5]), sql.lit(0.0)).cast("float")).cache()
@@ -100,7 +100,7 @@ def network() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(FEATURES, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
 
 
-# Fit.
+# Compare fitting.
 
 
 def compare_fit(rows: DataFrame, folder: Path, rounds: int) -> list[tuple[str, float, str]]:
@@ -145,7 +145,7 @@ def fit_by_hand(rows: DataFrame, folder: Path) -> None:
 
 
 def train_by_hand(folder: str, columns: Sequence[str], batch: int, epochs: int, rate: float) -> float:
-    """A DDP loop as its tutorial has it, over this rank's part of the files."""
+    """Train with a DDP loop like that of its tutorial, on this rank's part of the files."""
     import numpy as np  # noqa: PLC0415  (it runs where only this function goes)
     import pyarrow.dataset as ds  # noqa: PLC0415
     import torch  # noqa: PLC0415
@@ -174,7 +174,7 @@ def train_by_hand(folder: str, columns: Sequence[str], batch: int, epochs: int, 
     return float(loss.detach())
 
 
-# Transform.
+# Compare transforming.
 
 
 def compare_transform(rows: DataFrame, rounds: int) -> list[tuple[str, float, str]]:
@@ -203,7 +203,7 @@ def compare_transform(rows: DataFrame, rounds: int) -> list[tuple[str, float, st
 
 
 def consume(rows: DataFrame) -> None:
-    """Evaluate all rows without taking them to the driver."""
+    """Evaluate all rows without collecting them on the driver."""
     rows.write.format("noop").mode("overwrite").save()
 
 
@@ -229,7 +229,7 @@ def predict_rows(rows: DataFrame, native: torch.nn.Module) -> None:
     rows.rdd.mapPartitions(each).count()
 
 
-# Launching.
+# Compare launching.
 
 
 def compare_run(spark: SparkSession, rounds: int) -> list[tuple[str, float, str]]:
@@ -254,12 +254,12 @@ def compare_run(spark: SparkSession, rounds: int) -> list[tuple[str, float, str]
 
 
 def python_workers(spark: SparkSession, count: int = RANKS) -> None:
-    """Let Spark have its Python workers: TorchDistributor leaves none, and who comes next should not pay for that."""
+    """Start Spark's Python workers: TorchDistributor leaves none, and the next turn should not pay for them."""
     spark.range(count, numPartitions=count).mapInArrow(lambda batches: batches, "id long").collect()
 
 
 def join() -> int:
-    """Join the communicator; no framework."""
+    """Join the communicator without a framework."""
     from sparkhvd.comm import session  # noqa: PLC0415
 
     session.init()
@@ -274,7 +274,7 @@ def join_torch() -> int:
 
 
 def join_nothing() -> int:
-    """What the function itself does costs nothing; torchrun, which starts it, imports torch."""
+    """Return at once: torchrun, which starts this function, has imported torch."""
     return int(os.environ["WORLD_SIZE"])
 
 
@@ -297,7 +297,7 @@ def interleaved(
     warm: bool = False,
     before: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """The median seconds of every turn; all take their turn in every round, each after ``before``."""
+    """Return the median seconds of every turn; every round runs all turns, each after ``before``."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for place in range(-1 if warm else 0, rounds):
         for name, turn in turns.items():

@@ -1,4 +1,4 @@
-"""What ranks cost that wait for a slow one: processor time of the whole process over half a minute of each kind.
+"""Measure what waiting for a slow rank costs: processor time of the whole process over half a minute of each kind.
 
 python -m bench.idle [--ranks 2] [--seconds 30]
 """
@@ -69,7 +69,7 @@ def _rank(context: LaunchContext, seconds: float, sender: Connection) -> None:
 
 
 def _share(collective, seconds: float, *, slow: bool) -> float:
-    """The processor's share of waiting for the last rank, which sleeps meanwhile."""
+    """Return the processor share of waiting for the last rank, which sleeps meanwhile."""
     if slow:
         time.sleep(seconds)
     start, used = time.perf_counter(), _used()
@@ -78,7 +78,7 @@ def _share(collective, seconds: float, *, slow: bool) -> float:
 
 
 def _share_of_crossed(me: Communicator, seconds: float, *, slow: bool) -> float:
-    """The same while the slow rank has something pending that the others have not submitted yet."""
+    """Return the same share while the slow rank has an operation pending that the others have not submitted yet."""
     if slow:
         pending = me.allreduce_async(_ONE, name="early")
         share = _share(lambda: me.allreduce(_ONE, name="late"), seconds, slow=True)

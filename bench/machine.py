@@ -1,4 +1,4 @@
-"""What a table of measurements says about the machine that it comes from."""
+"""Describe the machine of a table of measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def describe() -> str:
-    """Processor, versions, and how busy the machine was before the measurement."""
+    """Return the processor, versions, and the machine's load before the measurement."""
     return (
         f"{_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC\n{load()}"
@@ -17,7 +17,7 @@ def describe() -> str:
 
 
 def load() -> str:
-    """How busy the machine is now, and whether that makes figures worthless."""
+    """Return the machine's current load, and whether it makes figures worthless."""
     average = os.getloadavg()[0]
     cores = os.cpu_count() or 1
     verdict = "quiet" if average < 0.3 * cores else "BUSY: look at the ratios, not at the figures"

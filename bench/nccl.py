@@ -1,7 +1,7 @@
-"""Allreduce of CUDA tensors between the GPUs of this machine: by our NCCL, staged, and by torch.distributed's NCCL.
+"""Compare allreduce of CUDA tensors between the GPUs of this machine: sparkhvd's NCCL, staged, torch.distributed.
 
-Each way has processes of its own, one per GPU; a time is the median of the slowest rank. With one GPU the table says
-what a call costs.
+Each way has its own processes, one per GPU; a time is the median of the slowest rank. With one GPU, the table shows the
+cost of a call.
 
     python -m bench.nccl [--seconds 2]
 """
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measured(way: str, ranks: int, seconds: float) -> list[float]:
-    """The seconds of an allreduce of every size."""
+    """Return the seconds of an allreduce of every size."""
     ours = way != "torch.distributed"
     env = {"SPARKHVD_GPU_OPERATIONS": way if ours else "staged"}
     arguments = (ours, seconds, _free_port())
@@ -74,7 +74,7 @@ def _reduce(data: torch.Tensor, ours: bool) -> None:
 
 
 def _median(act: Callable[[], None], seconds: float) -> float:
-    """Of as many calls as all ranks agree to make."""
+    """Return the median of as many calls as all ranks agree to make."""
     act()
     began = time.perf_counter()
     act()

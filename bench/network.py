@@ -1,7 +1,7 @@
-"""Allreduce between two hosts over TCP, beside Gloo: two network namespaces with a virtual cable between them.
+"""Compare allreduce between two hosts over TCP with Gloo, in two network namespaces with a virtual cable.
 
-Measured as fast as the cable goes and with a token bucket of 1 Gbit/s at both ends, where what counts is how full the
-line is and that no byte travels in vain. Needs root, ip and tc; the namespaces are removed afterwards.
+Measures at full speed of the cable, and with a token bucket of 1 Gbit/s at both ends. With the bucket, what counts is
+the use of the line and that no byte is sent needlessly. Needs root, ip and tc; removes the namespaces afterwards.
 
     python -m bench.network [--seconds 4]
 """
@@ -57,7 +57,7 @@ def main() -> None:
 
 @contextmanager
 def namespaces_with_a_cable(*, limited: bool) -> Iterator[list[str]]:
-    """Two namespaces, 10.231.0.1 and 10.231.0.2, with a cable called ``line`` between them."""
+    """Make two namespaces, 10.231.0.1 and 10.231.0.2, with a cable called ``line`` between them."""
     names = [f"shvd-bench-{os.getpid()}-{index}" for index in range(2)]
     try:
         for name in names:
@@ -101,7 +101,7 @@ def _run(namespaces: list[str], seconds: float, *, limited: bool) -> list[dict[s
         return json.loads((Path(folder) / "rows").read_text(encoding="utf-8"))
 
 
-# One rank.
+# The code of one rank.
 
 
 def _rank(rank: int, folder: Path, seconds: float, *, limited: bool) -> None:
@@ -149,7 +149,7 @@ def _one_size(me: Communicator, size: int, seconds: float) -> dict[str, float]:
 
 
 def _timed(me: Communicator, operation: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of a call, and bytes that this host has sent for it."""
+    """Return the seconds of a call and the bytes that this host has sent for it."""
     me.barrier()
     sent, start = _sent(), time.perf_counter()
     operation()
@@ -170,7 +170,7 @@ def _print_table(rows: list[dict[str, float]], *, limited: bool) -> None:
     print(f"\nfloat32 allreduce over TCP, 2 hosts, {'1 Gbit/s' if limited else 'unlimited'}: ms\n")
     print(f"{'bytes':>10} {'ours':>9} {'Gloo':>9} {'speed-up':>9} {'sent/least':>11} {'Gloo':>6} {'full':>10} {'n':>4}")
     for row in rows:
-        # Of N ranks each has to send 2 (N - 1) / N of the array: with two, as much as the array.
+        # Each of N ranks has to send 2 (N - 1) / N of the array: with two ranks, as much as the array.
         full = row["size"] * 8 / LINE_BITS / row["ours"]
         cells = [f"{row['size']:>10.0f} {row['ours'] * 1e3:>9.2f} {row['gloo'] * 1e3:>9.2f}"]
         cells.append(f"{row['gloo'] / row['ours']:>9.2f} {row['ours wire'] / row['size']:>11.3f}")

@@ -1,11 +1,11 @@
-"""How long the preflight takes: in a session that has run no job yet, in the same one again, and as the doctor.
+"""Measure the preflight in a session that has run no job yet, again in the same session, and as the doctor.
 
     python -m bench.preflight
 
-Each line comes from a process of its own, which has a standalone cluster with two workers, each a host with an address
-of its own (needs root and network namespaces). The executors are there when the first preflight begins, but no Python
-of theirs is. With a framework, five rows of a DataFrame go through a model, and a Store is looked at, too. The doctor
-starts a session of its own, on a local master.
+Each line comes from a separate process with a standalone cluster of two workers, each a host with its own address
+(needs root and network namespaces). The executors run when the first preflight begins, but none of their Python workers
+does. With a framework, five rows of a DataFrame go through a model, and the preflight also checks a Store. The doctor
+starts its own session on a local master.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def measured(framework: str) -> str:
-    """A line about preflights with an estimator of a framework."""
+    """Return a line about preflights with an estimator of a framework."""
     with tempfile.TemporaryDirectory() as folder, hosts.cluster(_RANKS, Path(folder)) as cluster:
         os.environ["SPARK_LOCAL_IP"] = cluster.address
         spark = session_on(cluster)
@@ -73,7 +73,7 @@ def measured(framework: str) -> str:
 
 
 def estimator_of(framework: str) -> CheckableEstimator:
-    """An estimator of the smallest model; its framework is loaded by then, as with the model of a user."""
+    """Return an estimator of the smallest model; as with a user's model, its framework is loaded afterwards."""
     if framework == "torch":
         from tests import lines  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""``prepare_data`` beside Spark's own ``df.write.parquet`` of the same rows, turn by turn.
+"""Compare ``prepare_data`` with Spark's own ``df.write.parquet`` of the same rows, turn by turn.
 
 python bench/prepare.py --rows 1000000 --columns 30 --rounds 5
 """
@@ -59,7 +59,7 @@ def measure(spark: SparkSession, folder: Path, chosen: argparse.Namespace) -> No
         for name, run in ways.items():
             started = time.monotonic()
             run()
-            if turn:  # the first is for the JVM to warm up
+            if turn:  # the first turn warms up the JVM
                 seconds[name].append(time.monotonic() - started)
             shutil.rmtree(folder / "plain", ignore_errors=True)
             shutil.rmtree(folder / "store", ignore_errors=True)

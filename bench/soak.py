@@ -1,6 +1,6 @@
 """Endurance: a hundred kills, a thousand cycles of init and shutdown, ten minutes of fuzzing, strangers all the while.
 
-And every row of the fault matrix of the launchers, and a model above 2 GB.
+Also every row of the fault matrix of the launchers, and a model above 2 GB.
 
 Writes a report to ``bench/results/soak.txt``. ``make soak`` runs it for its full length.
 """
@@ -29,14 +29,14 @@ from tests.ranks import RankGroup
 from tests.scripts import found_by, run_script
 
 _ROOT = Path(__file__).parents[1]
-_DECODERS = 11  # the tests of this name
+_DECODERS = 11  # the tests with Fuzz in their name
 _MEGABYTE = 1 << 20
 _TABLES = (FAULTS, mpi.MPI_FAULTS, PORT_FAULTS, EXECUTOR_FAULTS, DRIVER_FAULTS, CUT_OFF_FAULTS)
 _LIMITS = {fault.name: fault.seconds for table in _TABLES for fault in table}
 
 
 def kills(count: int) -> str:
-    """Kill a random rank at a random moment, again and again."""
+    """Kill a random rank at a random moment, repeatedly."""
     found = [kill_one_of(2 + number % 3, shared_memory=number % 2 == 0) for number in range(count)]
     odd = [kill for kill in found if not kill.is_fine()]
     seconds = [kill.seconds for kill in found]
@@ -49,7 +49,7 @@ def kills(count: int) -> str:
 
 
 def comings_and_goings(count: int) -> str:
-    """Connect and leave, again and again, with strangers at the door for a part of it."""
+    """Connect and leave repeatedly, for a part of the cycles while strangers call."""
     lines = [f"init, allreduce, shutdown on 2 ranks, {count} times: after a tenth -> at the end"]
     for rank, (early, late) in enumerate(cycles(count)):
         growth = (late[2] - early[2]) / _MEGABYTE
@@ -64,7 +64,7 @@ def comings_and_goings(count: int) -> str:
 
 
 def comparison(minutes: float) -> str:
-    """Compare random mixtures of all collectives with numpy, on other ranks and hosts every time; then large ones."""
+    """Compare random mixtures of all collectives with NumPy, on new ranks and hosts every time; then large arrays."""
     draw = random.Random()
     results, layouts, wrong = 0, 0, []
     until = time.monotonic() + minutes * 60
@@ -81,7 +81,7 @@ def comparison(minutes: float) -> str:
 
 
 def fuzzing(minutes: float) -> str:
-    """Feed every decoder of what comes over a wire, under AddressSanitizer."""
+    """Fuzz every decoder of data from the wire, under AddressSanitizer."""
     program = _ROOT / "build" / "asan" / "scheduler_test"
     seconds = minutes * 60 / _DECODERS
     ended = subprocess.run(
@@ -100,7 +100,7 @@ def fuzzing(minutes: float) -> str:
 
 
 def large_model() -> str:
-    """Wrap, save, load and use a model above 2 GB, where many formats end; takes 8 GB of memory."""
+    """Wrap, save, load and use a model above 2 GB, the limit of many formats; takes 8 GB of memory."""
     import torch  # noqa: PLC0415  (heavy)
 
     from sparkhvd import Store, TorchModel  # noqa: PLC0415
@@ -127,7 +127,7 @@ def large_model() -> str:
 
 
 def properties() -> str:
-    """Look for rows, plans, messages and shapes for which a property does not hold: other ones every time."""
+    """Search for rows, plans, messages and shapes that violate a property, with new examples every time."""
     files = sorted(str(path) for path in (_ROOT / "tests").rglob("test_*.py") if "from hypothesis" in path.read_text())
     command = [sys.executable, "-m", "pytest", "-q", "--hypothesis-profile=searching", "--timeout=3600", *files]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=7200)
@@ -138,7 +138,7 @@ def properties() -> str:
 
 
 def faults() -> str:
-    """Produce every row of the fault matrix, with lost executors and drivers, and hosts that are cut off."""
+    """Produce every row of the fault matrix, including lost executors and drivers, and hosts that are cut off."""
     lines = [
         "the fault matrix: seconds from the fault to the driver's error, or to the end of a job that goes on, and the",
         "limit; no process was left behind:",
@@ -173,14 +173,14 @@ def _line(name: str, seconds: float, error: str, wrong: list[str]) -> str:
 
 
 def _ports_taken(folder: Path) -> list[str]:
-    """A process that takes all ports of its host."""
+    """Run the faults in which a process takes all ports of its host."""
     if why_not():
         return [f"  port taken: not run, {why_not()}"]
     return [_line(name, *found) for name, found in ports_taken(folder, "thoroughly").items()]
 
 
 def _cut_off(folder: Path) -> list[str]:
-    """A host of four whose cable is pulled."""
+    """Run the faults in which the cable of one of four hosts is pulled."""
     if why_not():
         return [f"  host cut off: not run, {why_not()}"]
     command = [sys.executable, "-m", "tests.launch.namespaces_script", folder, "thoroughly"]

@@ -1,10 +1,10 @@
-"""How long it takes until all ranks have joined each other and are gone again, by launcher and number of ranks.
+"""Measure how long all ranks take to connect and to end, by launcher and number of ranks.
 
     python -m bench.startup --rounds 3
 
-On a session that runs already, every launcher takes its turn in every round, beside Spark's own TorchDistributor, whose
-ranks do not even join without torch. The driver and all ranks are on this machine, so that with more ranks than cores
-the times are those of a crowd.
+In a running session, every launcher takes its turn in every round, beside Spark's own TorchDistributor, whose ranks do
+not even connect without torch. The driver and all ranks are on this machine, so with more ranks than cores the times
+include their competition for cores.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A training step of two networks: DistributedOptimizer beside DistributedDataParallel on Gloo, one thread per rank.
+"""Measure a training step: DistributedOptimizer beside DistributedDataParallel on Gloo, one thread per rank.
 
-Both train copies of the same network on the same rows in the same processes, in turns; a step is the median of the
-repetitions, of the slowest rank. The scaling efficiency is the step of one rank alone, without any exchange, over the
-step of all ranks: 1 would be an exchange that costs nothing on a machine that gives every rank a core of its own.
+Both train copies of the same two networks on the same rows in the same processes, in turns; a step is the median of the
+repetitions, on the slowest rank. The scaling efficiency is the step of a single rank without any exchange, divided by
+the step of all ranks: 1 would be an exchange without cost, on a machine with a core for every rank.
 
     python -m bench.training_step [--ranks 2] [--seconds 20] [--write bench/results/training_step.txt]
 """
@@ -32,7 +32,7 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Row:
-    """One network, times in seconds."""
+    """One network, with times in seconds."""
 
     network: str
     parameters: int
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def measure(seconds: float, gloo_port: int) -> list[Row]:
-    """What runs on every rank."""
+    """Run on every rank."""
     torch.set_num_threads(1)
     hvd.init()
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{gloo_port}", rank=hvd.rank(), world_size=hvd.size())
@@ -74,7 +74,7 @@ def measure(seconds: float, gloo_port: int) -> list[Row]:
 
 
 def mlp() -> torch.nn.Module:
-    """2.4 million parameters."""
+    """Return an MLP with 2.4 million parameters."""
     return torch.nn.Sequential(
         torch.nn.Linear(784, 1024),
         torch.nn.ReLU(),
@@ -132,7 +132,7 @@ def _check(ours: torch.nn.Module, gloo: torch.nn.Module, name: str) -> None:
 
 
 def _alone(step: Step) -> float:
-    """The median step of rank 0 while the others wait, on all ranks."""
+    """Return the median step of rank 0 while the others wait; all ranks get it."""
     times = []
     for _ in range(11 if hvd.rank() == 0 else 0):
         start = time.perf_counter()
@@ -142,7 +142,7 @@ def _alone(step: Step) -> float:
 
 
 def _in_turns(steps: list[Step], seconds: float) -> np.ndarray:
-    """Times by repetition and kind of step; of the slowest rank."""
+    """Return the times of the slowest rank, by repetition and kind of step."""
     times: list[list[float]] = []
     more, end = True, time.perf_counter() + seconds
     while more:
