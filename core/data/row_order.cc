@@ -50,7 +50,7 @@ void PickTogether(const std::vector<uint32_t>& indices, const std::vector<RowRun
   });
   std::byte* targets[N];
   for (size_t c = 0; c < N; ++c) targets[c] = columns[c].target.data();
-  constexpr size_t kRows = 8;  // rows per column at a time, so that prefetched values stay cached
+  constexpr size_t kRows = 8;  // rows per column at a time, so that fetched values stay cached
   const uint32_t* index = indices.data();
   size_t row = 0;
   for (; row + kRows <= indices.size(); row += kRows) {
