@@ -160,8 +160,8 @@ class EncryptedLinks::Tunnel {
     };
     const short plain = events(sealing_.wants_input(), opening_.wants_output());
     const short link = events(opening_.wants_input(), sealing_.wants_output());
-    // poll reports the end of a socket even without requested events, and nothing is left to do for
-    // an ended one. So it is not polled.
+    // poll reports the end of a socket even without requested events. A socket without them is
+    // skipped, because nothing can be done about its end yet.
     fds.push_back({plain != 0 ? plain_.get() : -1, plain, 0});
     fds.push_back({link != 0 ? link_.get() : -1, link, 0});
   }

@@ -1,4 +1,4 @@
-// The contract of every KeyValueStore.
+// The contract that every KeyValueStore must meet.
 #include "rendezvous/key_value_store.h"
 
 #include <gtest/gtest.h>
