@@ -656,7 +656,8 @@ Status Engine::FirstFailure(const Status& own) noexcept {
     first = board_.First(own, rank_);
     return Status();
   });
-  return asked.ok() ? first : AnnotateIfPossible(own, "");
+  if (!asked.ok()) return AnnotateIfPossible(own, "");
+  return first;  // moved: a copy may need memory
 }
 
 std::string Engine::PendingTitles() const {
