@@ -273,7 +273,7 @@ def test_a_run_continues_where_it_stopped_with_its_seed(store, xor, capfd):
     shown = capfd.readouterr().out
     assert shown.count("<stdout>:run continued starts; a later fit with this run_id resumes it") == 1
     assert "[0]<stdout>:run continued resumes after epoch 2" in shown
-    assert re.search(r"^\[0\]<stdout>:run torch-\S+ begins", shown, re.MULTILINE), "by its own name, too"
+    assert re.search(r"^\[0\]<stdout>:run torch-\S+ starts", shown, re.MULTILINE), "by its own name, too"
     line = (
         r"\[0\]<stdout>:epoch 4/4  loss \S+  right \S+  [\d,]+ rows/s  step \S+ ms = data \d+% \+ compute \d+% \+ comm"
     )
