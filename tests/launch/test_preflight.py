@@ -118,7 +118,7 @@ def test_the_doctor_on_the_command_line_ends_with_what_it_found(spark, tmp_path,
     [
         (["-np", "0"], "num_proc must be an integer of at least 1, got 0."),
         (["--timeout", "-1"], "timeout must be a positive number of seconds, got -1.0."),
-        (["--gpus-per-task", "1.5"], "gpus_per_task must be a positive integer or a fraction between 0 and 1 .Spark accepts no other"),
+        (["--gpus-per-task", "1.5"], "gpus_per_task must be a positive integer or a fraction between 0 and 1 .Spark"),
         (["--cpus-per-task", "0"], "cpus_per_task must be an integer of at least 1, got 0."),
         (["more"], "unexpected argument more. See sparkhvd --help."),
         (["--nothing"], "unknown flag --nothing. See sparkhvd --help."),
