@@ -97,5 +97,8 @@ def test_columns_are_picked_together_that_have_one_size_of_rows():
 def test_parts_of_another_length_than_their_first_column_are_an_error():
     schema = schema_of([("float32", ())] * 2)
     parts = [{"c0": np.zeros(3, np.float32), "c1": np.zeros(2, np.float32)}]
-    with ThreadPoolExecutor(1) as threads, pytest.raises(Exception, match="the parts of every column must hold 3 rows of 4 bytes"):
+    with (
+        ThreadPoolExecutor(1) as threads,
+        pytest.raises(Exception, match="the parts of every column must hold 3 rows of 4 bytes"),
+    ):
         shuffle_rows(parts, np.arange(3), schema, threads)
