@@ -29,7 +29,7 @@ def in_background(act: Callable[[], T], name: str, spark: SparkSession | None = 
     def run() -> None:
         try:
             future.set_result(act())
-        except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is awaited
             future.set_exception(error)
 
     if spark is None:

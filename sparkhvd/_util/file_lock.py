@@ -40,7 +40,7 @@ def exclusive_on_machine(what: str, deadline: Deadline) -> Iterator[None]:
         yield
     finally:
         if descriptor is not None:
-            path.unlink(missing_ok=True)  # unlinked while locked: whoever locks an unlinked file tries again
+            path.unlink(missing_ok=True)  # unlinked while locked: a process that locks an unlinked file tries again
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile also has it open
             os.close(descriptor)
 

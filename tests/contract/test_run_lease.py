@@ -17,7 +17,6 @@ from sparkhvd.estimators.runs import run_lease
 from sparkhvd.estimators.runs.run_lease import Fence, acquire_lease, claim_fence
 from sparkhvd.estimators.training import checkpoint
 from sparkhvd.store import layout
-from tests.contract.test_store import create
 
 # Takes the run "r", saves a checkpoint, and tries to save another one when it is told to.
 HOLDER = """
@@ -43,14 +42,6 @@ else:
     print("SAVED", flush=True)
 hold.close()
 """
-
-
-@pytest.fixture(params=["file", "hdfs", "s3"])
-def store(request, tmp_path):
-    made = create(request.param, request, tmp_path)
-    yield made
-    if hasattr(made, "_connection"):
-        made._connection.close()
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import pytest
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.models import saved_folder
 from sparkhvd.store import LocalStore
-from tests.contract.test_store import create
 
 FILES = ("objects.pkl", "trained.json", "model/weights")
 BYTES = 50_000
@@ -84,14 +83,6 @@ def found(store):
         return metadata["text"]
 
     return saved_folder.read(store, "thing", "Thing", load)
-
-
-@pytest.fixture(params=["file", "hdfs", "s3"])
-def store(request, tmp_path):
-    made = create(request.param, request, tmp_path)
-    yield made
-    if hasattr(made, "_connection"):
-        made._connection.close()
 
 
 def killed():

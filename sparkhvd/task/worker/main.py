@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
             raise TypeError(f"The task sent {type(spec).__name__} instead of a WorkerSpec.")
         return _work(spec, connection, inbox)
     finally:
-        remove_scratch(scratch_folder())  # whoever else would do it may be gone by now
+        remove_scratch(scratch_folder())  # the task that would otherwise remove it may be gone by now
 
 
 def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[object]) -> int:
@@ -97,7 +97,7 @@ def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[obj
 
 
 def _show_where_after(seconds: float) -> None:
-    """Let stderr tell what all threads are at shortly before the task gives up on them, whoever holds Python's lock."""
+    """Print every thread's stack shortly before the task gives up, even while native code holds the GIL."""
     faulthandler.dump_traceback_later(max(seconds * _SHOWN_AFTER, 0.001), file=_STDERR)
 
 

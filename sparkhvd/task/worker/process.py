@@ -207,7 +207,7 @@ class WorkerProcess:
         self._closed = True
         self.terminate(grace_seconds)
         self._waiter.join()
-        # Whoever still holds the other end has left the process group; this wakes the reader all the same.
+        # A process that left the group may still hold the other end; this wakes the reader regardless.
         self._socket.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._process.release()

@@ -25,12 +25,6 @@ def group(request):
         yield started
 
 
-@pytest.fixture
-def alone():
-    with Communicator(LaunchContext()) as communicator:
-        yield communicator
-
-
 def inputs(dtype: str, shape: tuple[int, ...], ranks: int, seed: int) -> list[np.ndarray]:
     """What every rank puts in; small, so that no integer type overflows."""
     draw = np.random.default_rng(seed)

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 import sparkhvd.torch as hvd
-from sparkhvd.comm import session
-from sparkhvd.comm.connect.launch_context import LaunchContext
 from tests.ranks import RankGroup
 
 
@@ -13,14 +11,6 @@ from tests.ranks import RankGroup
 def group():
     with RankGroup(2, imports=("torch", "sparkhvd.torch")) as started:
         yield started
-
-
-@pytest.fixture
-def alone():
-    session.set_launch_context(LaunchContext())
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 OPTIMIZERS = {

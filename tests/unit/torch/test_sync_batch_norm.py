@@ -7,7 +7,6 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
-from sparkhvd.comm.connect.launch_context import LaunchContext
 from tests.ranks import RankGroup
 
 RANKS = 3
@@ -18,14 +17,6 @@ LAYERS = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNor
 def group():
     with RankGroup(RANKS, imports=("torch", "sparkhvd.torch")) as started:
         yield started
-
-
-@pytest.fixture
-def alone():
-    session.set_launch_context(LaunchContext())
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 def normalize(rows, extent, dtype, options):

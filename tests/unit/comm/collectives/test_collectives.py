@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.collectives.raw import rows_of
-from sparkhvd.comm.communicator import Communicator
-from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.errors import ConfigError, MismatchError
 from tests.ranks import RankGroup
 
@@ -29,12 +27,6 @@ TOLERANCE = {"float16": 4e-3, "float32": 1e-6, "float64": 1e-14}
 def group(request):
     with RankGroup(3, hosts=request.param) as started:
         yield started
-
-
-@pytest.fixture
-def alone():
-    with Communicator(LaunchContext()) as communicator:
-        yield communicator
 
 
 def values_of(dtype: str, shape: tuple[int, ...], rank: int) -> np.ndarray:

@@ -9,7 +9,6 @@ from torch.nn import functional
 
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
-from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.estimators.reports import EpochReport
 from sparkhvd.estimators.torch import artifact
@@ -37,14 +36,6 @@ OPTIMIZERS = {
 def group(request):
     with RankGroup(request.param, imports=("torch._dynamo", "sparkhvd.estimators.torch.plugin")) as started:
         yield started
-
-
-@pytest.fixture
-def alone():
-    session.set_launch_context(LaunchContext())
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 def network():

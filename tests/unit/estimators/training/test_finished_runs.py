@@ -17,13 +17,6 @@ from tests.unit.estimators.arrays import spec
 from tests.unit.estimators.keras.networks import DATA, parameters, source
 
 
-@pytest.fixture
-def alone():
-    session.init()
-    yield session.current()
-    session.shutdown()
-
-
 class StopSecond(TorchCallback):
     """Ends the training after the second epoch, and then adds one to all weights."""
 

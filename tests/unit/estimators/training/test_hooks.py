@@ -110,13 +110,6 @@ def test_a_stop_on_one_rank_stops_all_ranks(group):
     assert group.run(stop_where_one_callback_wants_it) == [False, False]
 
 
-@pytest.fixture
-def alone():
-    session.init()
-    yield session.current()
-    session.shutdown()
-
-
 def test_the_best_epoch_of_a_resumed_run_is_one_whose_checkpoint_is_kept(alone, tmp_path, caplog):
     store, trainer = Store.create(str(tmp_path)), Counting()
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from sparkhvd.comm import session
 from sparkhvd.errors import DataError
 from sparkhvd.estimators.reports import EpochReport
 from sparkhvd.estimators.torch.plugin import PLUGIN
@@ -16,13 +15,6 @@ from sparkhvd.estimators.training.hooks import RunHooks
 from tests.unit.estimators.arrays import ArraySource, Hooks, schema, spec
 
 DATA = schema(x=("feature", "float64", (2,), "array"), y=("label", "float64", (1,), "array"))
-
-
-@pytest.fixture
-def alone():
-    session.init()
-    yield session.current()
-    session.shutdown()
 
 
 def by_function(model, optimizer, transform, loss_fn, inputs, labels, weights, passes, index):  # noqa: PLR0917

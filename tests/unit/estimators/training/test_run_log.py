@@ -11,7 +11,6 @@ from types import ModuleType
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from sparkhvd.comm import session
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepTimes
 from sparkhvd.estimators.training import run_log
@@ -25,13 +24,6 @@ RECORDS = [
     EpochRecord(0, {"loss": 2.0, "right": 0.5}, {"loss": 2.5, "right": 0.4}, 100.0, 0.01, {"data_wait": 0.2}),
     EpochRecord(1, {"loss": 1.0, "right": 0.7}, {"loss": 1.5, "right": 0.6}, 200.0, 0.02, {"data_wait": 0.1}),
 ]
-
-
-@pytest.fixture
-def alone():
-    session.init()
-    yield session.current()
-    session.shutdown()
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import sparkhvd.torch as hvd
-from sparkhvd.comm import session
-from sparkhvd.comm.connect.launch_context import LaunchContext
 from tests.ranks import RankGroup
 from tests.unit.torch.optimizer.test_gradient_forms import Quantizer
 
@@ -21,14 +19,6 @@ RANKS = 3
 def group():
     with RankGroup(RANKS, imports=("torch", "sparkhvd.torch")) as started:
         yield started
-
-
-@pytest.fixture
-def alone():
-    session.set_launch_context(LaunchContext())
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 # Functions that the ranks run. `everywhere(make)` returns the values of all ranks.

@@ -18,14 +18,6 @@ _needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUD
 
 
 @pytest.fixture
-def alone():
-    session.set_launch_context(LaunchContext())
-    hvd.init()
-    yield
-    hvd.shutdown()
-
-
-@pytest.fixture
 def alone_by_nccl():
     session.set_launch_context(LaunchContext(config=_BY_NCCL))
     hvd.init()

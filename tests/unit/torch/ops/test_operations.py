@@ -5,8 +5,7 @@ import pytest
 import torch
 
 import sparkhvd.torch as hvd
-from sparkhvd.comm import interface, session
-from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm import interface
 from sparkhvd.errors import ConfigError, MismatchError, NotInitializedError
 from tests.ranks import RankGroup
 
@@ -20,14 +19,6 @@ DTYPES = [
 def group(request):
     with RankGroup(request.param, imports=("torch", "sparkhvd.torch")) as started:
         yield started
-
-
-@pytest.fixture
-def alone():
-    session.set_launch_context(LaunchContext())
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 # Functions that the ranks run.

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 import sparkhvd.torch as hvd
-from sparkhvd.comm import session
-from sparkhvd.comm.connect.launch_context import LaunchContext
 from tests.ranks import RankGroup
 
 RANKS = 2
@@ -15,14 +13,6 @@ RANKS = 2
 def group():
     with RankGroup(RANKS, imports=("torch", "sparkhvd.torch", "torch.optim")) as started:
         yield started
-
-
-@pytest.fixture
-def alone():
-    session.set_launch_context(LaunchContext())
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 OPTIMIZERS = {

@@ -18,14 +18,6 @@ def group(request):
         yield started
 
 
-@pytest.fixture
-def alone():
-    session.set_launch_context(LaunchContext())
-    hvd.init()
-    yield
-    hvd.shutdown()
-
-
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum and decay": lambda parameters: torch.optim.SGD(

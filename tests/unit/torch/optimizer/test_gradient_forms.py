@@ -9,7 +9,6 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
-from sparkhvd.comm.connect.launch_context import LaunchContext
 from tests.ranks import RankGroup
 
 RANKS = 3
@@ -19,14 +18,6 @@ RANKS = 3
 def group():
     with RankGroup(RANKS, imports=("torch", "sparkhvd.torch", "torch.optim")) as started:
         yield started
-
-
-@pytest.fixture
-def alone():
-    session.set_launch_context(LaunchContext())
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 class Quantizer:
