@@ -100,7 +100,7 @@ def core_list(text: str) -> tuple[int, ...]:
 
 
 def timeline_file(text: str) -> str:
-    """Read a path; Horovod's word DYNAMIC means none, since a call can always start a recording."""
+    """Read a path; DYNAMIC, as in Horovod, means none, since ``start_timeline()`` can always start a recording."""
     return "" if text == "DYNAMIC" else text
 
 
@@ -113,7 +113,7 @@ def gpu_operations(text: str) -> str:
 
 
 def horovod_gpu_operations(text: str) -> str:
-    """Read the same from Horovod's option; its other values (``MPI``, ``DDL``) copy tensors to the host."""
+    """Read the same from Horovod's variable, whose other values (``MPI``, ``DDL``) copy tensors to the host."""
     return "nccl" if text.strip().lower() == "nccl" else "staged"
 
 
@@ -122,7 +122,7 @@ class Declaration:
     """The declaration of a setting, except for its default.
 
     Attributes:
-        meaning: one sentence for the documentation.
+        meaning: its description for the documentation.
         readers: the reader of each fallback variable, by name; the first variable that is set wins.
         own_reader: the reader of the setting's own variable.
     """
@@ -140,7 +140,7 @@ def setting(
     Args:
         default: the value if no variable is set.
         reader: converts a variable's text to the value.
-        meaning: one sentence for the documentation.
+        meaning: its description for the documentation.
         horovod: Horovod's variables for the same setting, read in this order if the own variable is not set.
         differing: Horovod's variables for the same setting that need another reader, each with its reader.
     """
@@ -150,129 +150,141 @@ def setting(
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of the collective core and of the launchers; each field's declaration gives its meaning."""
+    """Settings of the collective core and of the launchers; the declaration of each field describes it."""
 
     collective_timeout: float = setting(
         1800.0,
         non_negative_number,
-        "Seconds a rank waits inside a collective for the others before it raises. A dead peer is noticed at once; "
-        "this bounds only the wait for a slow or hanging one.",
+        "Seconds that a rank waits in a collective for the other ranks before it raises an error. It bounds the wait "
+        "for a slow or hanging rank; the loss of a rank is detected at once.",
     )
     start_timeout: float = setting(
         600.0,
         non_negative_number,
-        "Seconds within which all ranks must have started.",
+        "Seconds within which all ranks must start.",
         "HOROVOD_SPARK_START_TIMEOUT",
         "HOROVOD_START_TIMEOUT",
     )
     result_timeout: float = setting(
         300.0,
         non_negative_number,
-        "Seconds a rank may take, once its function has ended, to pack what it returned and to leave the job.",
+        "Seconds that a rank may take, after its function returns, to serialize the result and to leave the job.",
     )
     fusion_threshold: int | None = setting(
         None,
         non_negative_integer,
-        "Bytes up to which ready allreduces are packed into one; 0 packs none. Unless given, 1048576 where all "
-        "ranks share memory and 67108864 elsewhere; what is given is not tuned.",
+        "Bytes up to which ready allreduces are fused into one; 0 disables fusion. The default is 1048576 if all ranks "
+        "share memory, and 67108864 otherwise. Autotuning keeps a value that is set.",
         "HOROVOD_FUSION_THRESHOLD",
     )
     cache_capacity: int = setting(
         1024,
         non_negative_integer,
-        "Tensor names whose negotiation is remembered; 0 remembers none.",
+        "Number of tensors in the response cache, which shortens negotiation; 0 disables the cache.",
         "HOROVOD_CACHE_CAPACITY",
     )
-    shared_memory: bool = setting(True, switch, "Whether ranks of one host exchange data through shared memory.")
+    shared_memory: bool = setting(True, switch, "Whether ranks on the same host exchange data through shared memory.")
     hierarchical_allreduce: bool | None = setting(
         None,
         switch,
-        "Whether an allreduce among several hosts goes through shared memory inside each host, so that every host "
-        "sends the least bytes; equal on all ranks. 1 where nothing is given; what is given is not tuned.",
+        "Whether an allreduce across hosts first reduces in the shared memory of each host, so that each host sends "
+        "as few bytes as possible. Must be equal on all ranks. The default is 1. Autotuning keeps a value that is set.",
         "HOROVOD_HIERARCHICAL_ALLREDUCE",
     )
     hierarchical_allgather: bool = setting(
-        True, switch, "The same for an allgather; equal on all ranks.", "HOROVOD_HIERARCHICAL_ALLGATHER"
+        True,
+        switch,
+        "Whether an allgather across hosts first gathers in the shared memory of each host. Must be equal on all "
+        "ranks.",
+        "HOROVOD_HIERARCHICAL_ALLGATHER",
     )
     autotune: bool = setting(
         False,
         switch,
-        "Whether the job looks for its fastest fusion threshold and allreduce algorithms while it runs.",
+        "Whether the job searches for the fastest fusion threshold and allreduce algorithm while it runs.",
         "HOROVOD_AUTOTUNE",
     )
     autotune_log: str = setting(
         "",
         path,
-        "The file, on the host of rank 0, into which every sample and the choice are written, separated by commas.",
+        "CSV file on the host of rank 0 for the samples of autotuning and the final choice.",
         "HOROVOD_AUTOTUNE_LOG",
     )
     autotune_warmup_samples: int = setting(
-        3, non_negative_integer, "Samples that are thrown away first.", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES"
+        3,
+        non_negative_integer,
+        "Number of first samples that autotuning discards.",
+        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
     )
     autotune_steps_per_sample: int = setting(
-        10, positive_integer, "Steps whose median speed makes a sample.", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"
+        10,
+        positive_integer,
+        "Steps per sample of autotuning; the median of their speeds is the sample.",
+        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
     )
     autotune_max_samples: int = setting(
         70,
         non_negative_integer,
-        "Samples after which the best settings stay.",
+        "Samples after which autotuning ends with the best settings.",
         "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
     )
     encrypt: bool = setting(
         False,
         switch,
-        "Whether what the job sends from host to host is encrypted: between ranks, with the rendezvous, and with the "
-        "driver. Needs OpenSSL on every host.",
+        "Whether the job encrypts its traffic between hosts: between ranks, with the rendezvous, and with the driver. "
+        "Needs OpenSSL on every host.",
     )
     gpu_operations: str = setting(
         "automatic",
         gpu_operations,
-        "How CUDA tensors travel: `staged` through pinned memory of the CPU, or by `nccl` in the order of CUDA "
-        "streams; equal on all ranks. `automatic` stages them, and one line at the first one names the alternative.",
+        "How CUDA tensors move between ranks: `staged` copies them through pinned CPU memory, `nccl` moves them from "
+        "GPU to GPU in the order of CUDA streams. `automatic` stages them and logs one warning that names both "
+        "values. Must be equal on all ranks.",
         differing={"HOROVOD_GPU_OPERATIONS": horovod_gpu_operations},
     )
     network_interfaces: str = setting(
         "",
         path,
-        "Names of the network interfaces, separated by commas, over which ranks of several hosts are connected; "
-        "empty lets each pair of ranks take the first that leads from one to the other.",
+        "Comma-separated names of the network interfaces that connect ranks across hosts. If empty, each pair of ranks "
+        "uses the first interface that connects them.",
         "HOROVOD_GLOO_IFACE",
     )
     thread_affinity: tuple[int, ...] = setting(
         (),
         core_list,
-        "Processor cores, separated by commas: the core's own thread of local rank 0 runs on the first only, that of "
-        "local rank 1 on the second, and so on; empty pins none.",
+        "Comma-separated processor cores, one per local rank. The engine's thread of local rank 0 is pinned to the "
+        "first, that of local rank 1 to the second, and so on. If empty, no thread is pinned.",
         "HOROVOD_THREAD_AFFINITY",
     )
     stall_check: bool = setting(
         True,
         switch,
-        "Whether a rank that waits too long in a collective finds out and logs what the others are doing.",
+        "Whether a rank that waits too long in a collective finds the stragglers and logs a report on them.",
         differing={"HOROVOD_STALL_CHECK_DISABLE": inverted_switch},
     )
     stall_check_seconds: float = setting(
         60.0,
         non_negative_number,
-        "Seconds after which that is; again after twice the time, and so on.",
+        "Seconds that a rank waits in a collective before its first stall report. Each next report comes after twice "
+        "the time.",
         "HOROVOD_STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_seconds: float = setting(
         0.0,
         non_negative_number,
-        "Seconds in a collective after which the job ends with an error on all ranks; 0 never.",
+        "Seconds in a collective after which the job ends with an error on all ranks; 0 disables this limit.",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     )
     timeline: str = setting(
         "",
         timeline_file,
-        "The file into which everything from `init()` on is recorded as a Chrome trace.",
+        "File for a recording, as a Chrome trace, that begins in `init()`.",
         "HOROVOD_TIMELINE",
     )
     timeline_mark_cycles: bool = setting(
         False,
         switch,
-        "Whether that recording shows every cycle of the negotiation.",
+        "Whether the recording of `SPARKHVD_TIMELINE` shows every cycle of the negotiation.",
         "HOROVOD_TIMELINE_MARK_CYCLES",
     )
     log_level: int | None = setting(
@@ -288,29 +300,29 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 # Horovod's variables without a counterpart here: accepted, with one notice that gives the reason.
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "HOROVOD_CYCLE_TIME": "a collective starts when all ranks have submitted it, there is no cycle to wait for",
+    "HOROVOD_CYCLE_TIME": "a collective starts when all ranks have submitted it, without a cycle to wait for",
     "HOROVOD_TORUS_ALLREDUCE": "there is no torus allreduce",
     "HOROVOD_MPI_THREADS_DISABLE": "the collectives do not run over MPI",
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "the collectives do not run over MPI",
     "HOROVOD_CONTROLLER": "there is one controller",
     "HOROVOD_CPU_OPERATIONS": "there is one implementation of the collectives",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "SPARKHVD_COLLECTIVE_TIMEOUT bounds the wait for ranks that live, and those that "
-    "do not are noticed at once",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "SPARKHVD_COLLECTIVE_TIMEOUT bounds the wait for a slow or hanging rank, and the "
+    "loss of a rank is detected at once",
     "HOROVOD_CCL_CACHE": "oneCCL is not used",
     "HOROVOD_NUM_NCCL_STREAMS": "NCCL gets one stream per GPU",
-    "HOROVOD_BATCH_D2D_MEMCOPIES": "nothing is copied within a GPU to travel together",
+    "HOROVOD_BATCH_D2D_MEMCOPIES": "CUDA tensors are not fused on the GPU",
     "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges",
-    "HOROVOD_ENABLE_ASYNC_COMPLETION": "with NCCL results always come in the order of streams",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "with NCCL, results are always ordered by the CUDA stream",
     "HOROVOD_ENABLE_XLA_OPS": "there are no XLA operations",
     "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets can always be added and removed",
-    "HOROVOD_DISABLE_GROUP_FUSION": "a group runs as a whole in any case",
-    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "autotuning compares medians and assumes no noise of a certain size",
+    "HOROVOD_DISABLE_GROUP_FUSION": "a group always runs as a whole",
+    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "autotuning compares medians without a model of the noise",
     "HOROVOD_ELASTIC": "there is no elastic training",
     "HOROVOD_ELASTIC_TIMEOUT": "there is no elastic training",
-    "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "a rank's GPUs are those that Spark gave its task",
-    "DATABRICKS_FILE_AVAILABILITY_WAIT_TIMEOUT_SECS": "a manifest that is written last says which files there are",
-    "DATABRICKS_FILE_AVAILABILITY_CHECK_INTERVAL_SECS": "a manifest that is written last says which files there are",
-    "HOROVOD_LOG_HIDE_TIME": "the format of log lines is that of Python's logging",
+    "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "a rank uses the GPUs that Spark assigned to its task",
+    "DATABRICKS_FILE_AVAILABILITY_WAIT_TIMEOUT_SECS": "the manifest of a dataset is written last and lists its files",
+    "DATABRICKS_FILE_AVAILABILITY_CHECK_INTERVAL_SECS": "the manifest of a dataset is written last and lists its files",
+    "HOROVOD_LOG_HIDE_TIME": "Python's logging formats the log lines",
 }
 
 
@@ -321,7 +333,7 @@ def variable_of(name: str) -> str:
 
 def declarations() -> dict[str, Declaration]:
     """Return the declarations of all fields of ``Config``, by name."""
-    return {each.name: cast("Declaration", each.metadata["setting"]) for each in fields(Config)}
+    return {item.name: cast("Declaration", item.metadata["setting"]) for item in fields(Config)}
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
@@ -467,8 +479,8 @@ def own_devices() -> list[str]:
 
 def local_folders() -> tuple[str, ...]:
     """Return folders for temporary data: Spark's local folders, then the system's folder of temporary files."""
-    given = tuple(folder for folder in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if folder)
-    return (*given, tempfile.gettempdir())
+    local = tuple(folder for folder in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if folder)
+    return (*local, tempfile.gettempdir())
 
 
 # A rank's folder that is removed when its process ends, however it ends.
@@ -490,8 +502,8 @@ def given_rows_variable(paths: Mapping[str, str]) -> tuple[tuple[str, str], ...]
 
 def given_rows() -> dict[str, str]:
     """Return the Arrow files with the rows of this rank's task, by split; empty without rows."""
-    found: dict[str, str] = json.loads(os.environ.get(_GIVEN_ROWS, "{}"))
-    return found
+    paths: dict[str, str] = json.loads(os.environ.get(_GIVEN_ROWS, "{}"))
+    return paths
 
 
 def runs_on_databricks() -> bool:
