@@ -9,13 +9,13 @@ from sparkhvd._util.suggestions import did_you_mean
 
 ELASTIC = (
     "Elastic training is not available. An interrupted fit resumes from its checkpoints, also with another number of "
-    "ranks: see docs/guide/recovery.md."
+    "ranks: see docs/how-to/resume.md."
 )
 SPARK = (
     "sparkhvd has no module sparkhvd.spark. Import the names of horovod.spark from sparkhvd itself, as in `from "
     "sparkhvd import run, TorchEstimator, KerasEstimator, LightningEstimator, Store, SparkBackend`, Store classes from "
     "sparkhvd.store, and collectives from sparkhvd.torch, sparkhvd.tensorflow and sparkhvd.keras; see "
-    "docs/guide/migrating.md."
+    "docs/horovod/index.md."
 )
 # The extra that installs each package.
 _EXTRAS = MappingProxyType(

@@ -9,7 +9,7 @@ import pytest
 import sparkhvd
 
 _ELASTIC = (
-    r"Elastic training is not available\. An interrupted fit resumes from its checkpoints.*docs/guide/recovery\.md"
+    r"Elastic training is not available\. An interrupted fit resumes from its checkpoints.*docs/how-to/resume\.md"
 )
 
 
@@ -52,7 +52,7 @@ def test_an_import_of_elastic_says_that_there_is_none_and_what_there_is(framewor
 
 @pytest.mark.parametrize("module", ["sparkhvd.spark", "sparkhvd.spark.torch", "sparkhvd.spark.common.store"])
 def test_an_import_of_horovods_spark_says_where_its_names_are(module):
-    with pytest.raises(ImportError, match=r"from sparkhvd import run, TorchEstimator.*docs/guide/migrating\.md"):
+    with pytest.raises(ImportError, match=r"from sparkhvd import run, TorchEstimator.*docs/horovod/index\.md"):
         importlib.import_module(module)
 
 
