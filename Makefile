@@ -13,7 +13,7 @@ help: ## Show the targets
 quickstart: .venv/.core-built ## Train a small network on a Spark DataFrame with two ranks
 	@$(RUN) python examples/digits.py --folder quickstart
 	@echo
-	@echo "To go on: source .venv/bin/activate, then follow docs/index.md; 'make docs' builds the documentation's site."
+	@echo "To go on: source .venv/bin/activate, then follow docs/start.md; 'make docs' builds the documentation's site."
 
 # Two parts at any time, in this order, as Python tests often wait for a server or a deadline, and an installation for
 # the network. What lies in none of these folders of tests/ is in `rest`.
