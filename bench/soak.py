@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from pyspark.sql import SparkSession
 
@@ -32,6 +35,8 @@ _ROOT = Path(__file__).parents[1]
 _DECODERS = 11  # the tests with Fuzz in their name
 _MEGABYTE = 1 << 20
 _TABLES = (FAULTS, mpi.MPI_FAULTS, PORT_FAULTS, EXECUTOR_FAULTS, DRIVER_FAULTS, CUT_OFF_FAULTS)
+_PARTS = ("kills", "cycles", "faults", "large", "random", "fuzz", "properties")
+_FAILURE = re.compile("NOT NAMED|FAILED")
 _LIMITS = {fault.name: fault.seconds for table in _TABLES for fault in table}
 
 
@@ -198,31 +203,32 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--fuzz-minutes", type=float, default=10.0)
     parser.add_argument("--comparison-minutes", type=float, default=5.0)
-    parser.add_argument("--only-faults", action="store_true", help="the fault matrix alone, into faults.txt")
     parser.add_argument("--report", type=Path, default=_ROOT / "bench" / "results" / "soak.txt")
+    parser.add_argument("--only", nargs="+", choices=_PARTS, metavar="PART", help=f"of {', '.join(_PARTS)}")
     options = parser.parse_args()
     started = time.monotonic()
-    title = f"Endurance, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores"
-    if options.only_faults:
-        report = f"{title}\n\n{faults()}\n"
-        options.report.with_name("faults.txt").write_text(report)
-        sys.stdout.write(report)
-        return int("FAILED" in report)
-    parts = [
-        title,
-        kills(options.kills),
-        comings_and_goings(options.cycles),
-        faults(),
-        large_model(),
-        comparison(options.comparison_minutes),
-        fuzzing(options.fuzz_minutes),
-        properties(),
-    ]
-    parts.append(f"{time.monotonic() - started:.0f} s in all")
-    report = "\n\n".join(parts) + "\n"
-    options.report.write_text(report)
-    sys.stdout.write(report)
-    return int("NOT NAMED" in report or "FAILED" in report)
+    parts = {
+        "kills": partial(kills, options.kills),
+        "cycles": partial(comings_and_goings, options.cycles),
+        "faults": faults,
+        "large": large_model,
+        "random": partial(comparison, options.comparison_minutes),
+        "fuzz": partial(fuzzing, options.fuzz_minutes),
+        "properties": properties,
+    }
+    with options.report.open("w") as report:
+        _write(report, f"Endurance, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores")
+        failed = [name for name in options.only or _PARTS if _FAILURE.search(_write(report, parts[name]()))]
+        _write(report, f"{time.monotonic() - started:.0f} s in all")
+    return int(bool(failed))
+
+
+def _write(report: TextIO, text: str) -> str:
+    """Add a part to the report and to stdout at once, since a later part may end this process."""
+    for stream in (report, sys.stdout):
+        stream.write(f"{text}\n\n")
+        stream.flush()
+    return text
 
 
 if __name__ == "__main__":

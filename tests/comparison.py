@@ -10,7 +10,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,26 +265,41 @@ def _use_large_arrays(me: Communicator) -> tuple[int, list[str]]:
     rank, size = me.world.rank, me.world.size
     wrong = []
 
-    def judge(what: str, array: np.ndarray[Any, Any], period: int, factor: float) -> None:
-        step = 1 << 24
-        for begin in range(0, len(array), step):
-            part = array[begin : begin + step]
-            if not np.array_equal(part, (np.arange(begin, begin + len(part)) % period * factor).astype(part.dtype)):
-                wrong.append(f"{what}: elements from {begin} on")
+    def judge(what: str, array: np.ndarray[Any, Any], factor: float) -> None:
+        for first, part, expected in _parts_and_residues(array):
+            if not np.array_equal(part, (expected * factor).astype(part.dtype)):
+                wrong.append(f"{what}: elements from {first} on")
                 return
 
-    count = (1 << 29) + 3  # of 4 bytes
-    array = (np.arange(count, dtype=np.int64) % 251).astype(np.float32)
+    def residues(count: int, dtype: type, begin: int = 0) -> np.ndarray[Any, Any]:
+        array = np.empty(count, dtype)
+        for _, part, expected in _parts_and_residues(array, begin):
+            part[:] = expected
+        return array
+
+    array = residues((1 << 29) + 3, np.float32)
     me.allreduce(array, ReduceOp.SUM, out=array)
-    judge("allreduce", array, 251, size)
+    judge("allreduce", array, size)
     array *= 1 + rank
     array = me.broadcast(array, 0)
-    judge("broadcast", array, 251, size)
+    judge("broadcast", array, size)
     del array
-    own = np.arange(rank * ((1 << 31) // size + 1), (rank + 1) * ((1 << 31) // size + 1), dtype=np.int64) % 251
-    own = own.astype(np.uint8)
-    judge("allgather", me.allgather(own), 251, 1)
+    share = (1 << 31) // size + 1
+    judge("allgather", me.allgather(residues(share, np.uint8, rank * share)), 1)
     return 3, wrong
+
+
+def _parts_and_residues(
+    array: np.ndarray[Any, Any], begin: int = 0
+) -> Iterator[tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """Yield where each part of an array begins, the part, and the residues modulo 251 of its indices.
+
+    The indices count from ``begin``. The parts bound the memory that is needed beside the array.
+    """
+    step = 1 << 24
+    for first in range(0, len(array), step):
+        part = array[first : first + step]
+        yield first, part, np.arange(begin + first, begin + first + len(part)) % 251
 
 
 def _on_threads(
