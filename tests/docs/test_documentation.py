@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bench.plots import plots
 from sparkhvd.config import WITHOUT_EFFECT, Config, declarations, variable_of
 from sparkhvd.estimators.params.params import RETIRED, RETIRED_OF_LIGHTNING
 
@@ -67,6 +68,14 @@ def test_the_page_about_horovod_lists_every_parameter_without_a_meaning_as_its_r
     rows = [f"| `{name}` | {what} |" for name, what in RETIRED.items()]
     rows += [f"| `{name}` of LightningEstimator | {what} |" for name, what in RETIRED_OF_LIGHTNING.items()]
     assert _table_below("| Horovod | sparkhvd |", "docs/horovod/parameters.md") == rows
+
+
+def test_the_plots_of_the_performance_page_show_the_results_of_the_benchmarks() -> None:
+    folder = _ROOT / "docs" / "performance"
+    drawn = plots()
+    assert sorted(drawn) == sorted(path.name for path in folder.glob("*.svg"))
+    stale = [name for name, picture in drawn.items() if (folder / name).read_text() != picture]
+    assert stale == [], "python -m bench.plots draws them again"
 
 
 def _table_below(head: str, page: str = "docs/reference/settings.md") -> list[str]:
