@@ -83,7 +83,7 @@ def looked_before():
     assert looks
 
 
-def test_a_second_fit_is_refused_while_the_first_lives_and_takes_over_when_it_was_killed(store, tmp_path):
+def test_a_second_fit_is_refused_until_the_first_is_killed(store, tmp_path):
     with another_fit(store, tmp_path, run_lease.machine_id()) as process:
         with pytest.raises(ParamError, match=rf"Run 'r' is being trained by another fit \(process {process.pid} on"):
             acquire_lease(store, "r")
@@ -129,7 +129,7 @@ def test_a_fit_that_fails_before_its_ranks_start_leaves_no_run_unless_an_earlier
         fence.check()
 
 
-def test_of_fits_that_begin_at_once_exactly_one_gets_the_run(store):
+def test_exactly_one_of_several_simultaneous_fits_gets_the_run(store):
     barrier, outcomes = threading.Barrier(4), []
 
     def begin():
@@ -147,7 +147,7 @@ def test_of_fits_that_begin_at_once_exactly_one_gets_the_run(store):
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
-def test_a_writer_that_was_suspended_between_its_look_and_its_write_changes_nothing(store):
+def test_a_writer_suspended_between_check_and_write_changes_nothing(store):
     first = acquire_lease(store, "r")
     old = claim_fence(store, "r", first.holder)
     saved(old, 3, b"first")
@@ -204,7 +204,7 @@ def test_a_crash_between_the_two_files_of_a_claim_loses_nothing(store):
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
-def test_what_claims_leave_does_not_grow(store):
+def test_leftovers_of_claims_do_not_accumulate(store):
     for _ in range(5):
         lease = acquire_lease(store, "r")
         claim_fence(store, "r", lease.holder)
@@ -213,7 +213,7 @@ def test_what_claims_leave_does_not_grow(store):
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
-def test_a_fit_that_could_not_release_its_run_does_not_keep_it_from_the_next_of_this_process(store):
+def test_a_run_that_could_not_be_released_is_free_for_the_next_fit_of_the_process(store):
     lease = acquire_lease(store, "r")
     with (
         mock.patch.object(run_lease.RunLease, "_beat", side_effect=StoreError("No space left on device.")),

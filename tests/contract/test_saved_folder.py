@@ -94,7 +94,7 @@ def full():
 
 
 @pytest.mark.parametrize(("fail", "for_good"), [(killed, True), (full, False)])
-def test_whatever_fails_when_one_whole_object_is_there(store, fail, for_good):
+def test_one_whole_object_remains_after_a_failure_at_any_point(store, fail, for_good):
     saved_folder.write_new(store, "thing", writing("0"))
     outcomes, number, ended = [], 0, False
     while not ended:
@@ -161,7 +161,7 @@ def test_metadata_of_spark_are_replaced_with_their_checksum(store):
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 @pytest.mark.parametrize("when", range(len(FILES)))
-def test_a_reader_that_meets_a_writer_finds_one_whole_object(store, when):
+def test_a_reader_concurrent_to_a_writer_reads_one_whole_object(store, when):
     saved_folder.write_new(store, "thing", writing("0"))
     writers = [partial(saved_folder.overwrite, store, "thing", writing("1"))]
 
@@ -178,7 +178,7 @@ def test_a_reader_that_meets_a_writer_finds_one_whole_object(store, when):
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
-def test_a_writer_that_was_overtaken_leaves_the_other_object_alone(store, monkeypatch):
+def test_an_overtaken_writer_keeps_the_other_object(store, monkeypatch):
     saved_folder.write_new(store, "thing", writing("0"))
     move = saved_folder._move_to_place
 

@@ -81,7 +81,7 @@ ANY_OTHER = {"gs": gcs_place, "memory": memory_place}
 SCHEMES = ["file", "dbfs", "hdfs", "s3", "gs", "memory"]
 
 
-def test_every_scheme_of_the_registry_has_a_place_to_test_it():
+def test_every_registered_scheme_has_a_test_store():
     assert set(PLACES) == set(STORES)
 
 
@@ -99,7 +99,7 @@ def store(request, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", [*PLACES, *ANY_OTHER])
-def test_every_scheme_keeps_what_it_is_given(scheme, request, tmp_path):
+def test_every_scheme_stores_and_returns_bytes(scheme, request, tmp_path):
     made = create(scheme, request, tmp_path)
     made.publish("a/b", b"1")
     assert made.list("") == ["a/b"]
@@ -107,11 +107,11 @@ def test_every_scheme_keeps_what_it_is_given(scheme, request, tmp_path):
     assert made.at(made.url).list("a") == ["a/b"]
 
 
-def test_it_is_a_store(store):
+def test_the_backend_implements_the_store_protocol(store):
     assert isinstance(store, Store)
 
 
-def test_what_is_written_is_read_back_and_listed(store):
+def test_written_files_are_read_back_and_listed(store):
     with store.open("runs/a b/x.bin", "wb") as file:
         file.write(b"one")
         file.write(memoryview(b"two"))
@@ -131,7 +131,7 @@ NAMES = ["a b", "ümläut", "a%20b", "a#b?c", "a=b&c", "a+b'c", "a[1]*", "~a", "
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_taken_as_they_are(store, name):
+def test_names_are_taken_literally(store, name):
     store.publish(f"folder/{name}/{name}", b"1")
     assert store.list("") == [f"folder/{name}/{name}"]
     assert store.exists(f"folder/{name}/{name}")
@@ -144,7 +144,7 @@ def test_names_are_taken_as_they_are(store, name):
     assert store.list("") == []
 
 
-def test_a_folder_whose_name_starts_like_another_is_another(store):
+def test_folders_with_a_common_prefix_stay_distinct(store):
     for path in ("run/a", "run-2/b", "run.txt"):
         store.publish(path, b"")
     assert store.list("run") == ["run/a"]
@@ -166,7 +166,7 @@ def test_a_file_is_read_at_any_position(store):
         assert file.read(5) == b""
 
 
-def test_a_file_larger_than_what_waits_in_memory_arrives(store):
+def test_a_file_larger_than_the_buffer_is_stored(store):
     block = os.urandom(1024 * 1024)
     with store.open("large", "wb") as file:
         for _ in range(33):
@@ -185,7 +185,7 @@ def test_a_file_appears_only_when_it_is_closed(store):
     assert store.list("") == ["x"]
 
 
-def test_a_file_that_fails_never_appears_and_leaves_nothing(store):
+def test_a_failed_write_leaves_no_files(store):
     def write_half():
         with store.open("x", "wb") as file:
             file.write(b"half")
@@ -212,7 +212,7 @@ def test_a_file_written_again_replaces_the_old_one_on_close(store):
         assert file.read() == b"second"
 
 
-def test_publish_refuses_to_overwrite_and_says_so(store):
+def test_publish_refuses_to_overwrite(store):
     store.publish("m", b"1")
     with pytest.raises(StoreError, match=r"Cannot publish .*/m: it exists already"):
         store.publish("m", b"2")
@@ -221,7 +221,7 @@ def test_publish_refuses_to_overwrite_and_says_so(store):
     assert store.list("") == ["m"]
 
 
-def test_of_publishers_in_a_race_exactly_one_wins(store):
+def test_exactly_one_of_several_publishers_wins(store):
     count = 8
     barrier = threading.Barrier(count)
     outcomes = []
@@ -245,7 +245,7 @@ def test_of_publishers_in_a_race_exactly_one_wins(store):
     assert store.list("") == ["m"]
 
 
-def test_what_another_writes_is_seen_at_once(store):
+def test_files_of_other_writers_are_visible_at_once(store):
     other = pickle.loads(pickle.dumps(store))
     assert store.list("") == other.list("") == []
     assert not store.exists("a/x")
@@ -257,7 +257,7 @@ def test_what_another_writes_is_seen_at_once(store):
     assert store.list("a") == []
 
 
-def test_delete_removes_a_file_or_a_whole_folder_and_ignores_what_is_not_there(store):
+def test_delete_removes_a_file_or_folder_and_ignores_missing_paths(store):
     for path in ("a/b/c", "a/d", "e"):
         store.publish(path, b"")
     store.delete("a")
@@ -267,7 +267,7 @@ def test_delete_removes_a_file_or_a_whole_folder_and_ignores_what_is_not_there(s
     assert store.list("") == []
 
 
-def test_it_crosses_a_process_boundary(store):
+def test_a_store_can_be_pickled_to_another_process(store):
     store.publish("x", b"1")
     copy = pickle.loads(pickle.dumps(store))
     assert copy == store
@@ -281,7 +281,7 @@ def test_secrets_are_not_shown(store):
     assert SECRET not in str(vars(store))
 
 
-def test_runs_can_lie_in_a_folder_of_their_own(store):
+def test_runs_can_have_their_own_folder(store):
     elsewhere = f"{store.url.rpartition('/')[0]}/the runs"
     options = {"storage_options": store.storage_options} if getattr(store, "storage_options", None) else {}
     apart = type(store)(store.url, runs_path=elsewhere, **options)
@@ -295,7 +295,7 @@ def test_runs_can_lie_in_a_folder_of_their_own(store):
     assert apart.list("") == ["datasets/d/y"]
 
 
-def test_without_a_prefix_it_lies_in_the_folder_that_holds_all_paths(store):
+def test_without_a_prefix_the_store_is_the_common_folder_of_all_paths(store):
     options = {"storage_options": store.storage_options} if getattr(store, "storage_options", None) else {}
     paths = {"train_path": f"{store.url}/rows/train", "val_path": f"{store.url}/rows/validation"}
     made = type(store)(**paths, **options)
@@ -310,7 +310,7 @@ def rows_of(files, split):
     return [x for batch in source.epoch(0) for x in batch.columns["x"].tolist()]
 
 
-def test_files_at_its_paths_are_data_to_train_on(store):
+def test_files_at_train_and_val_paths_are_training_data(store):
     for name, first in (("train/0", 0), ("train/1", 100), ("held out", 200)):
         with store.open(f"rows/{name}.parquet", "wb") as file:
             parquet.write_table(pa.table({"x": range(first, first + 100), "y": [0.5] * 100}), file, row_group_size=30)
@@ -340,7 +340,7 @@ def test_files_at_its_paths_are_data_to_train_on(store):
             one.store._connection.close()
 
 
-def test_arrow_reads_parquet_that_was_written_through_the_store(store):
+def test_arrow_reads_parquet_written_through_the_store(store):
     table = pa.table({"x": pa.array(range(10_000), pa.int64()), "y": [[1.0, 2.0]] * 10_000})
     with store.open("folder/x.parquet", "wb") as file:
         parquet.write_table(table, file, row_group_size=1000)
@@ -354,7 +354,7 @@ def test_arrow_reads_parquet_that_was_written_through_the_store(store):
     assert parquet.read_table(folder, filesystem=filesystem).equals(table)
 
 
-def test_the_spark_url_lies_below_the_store(store):
+def test_the_spark_url_is_inside_the_store(store):
     url = store.spark_url("a/b")
     assert url is None if store.url.startswith("memory:") else url.endswith("/a/b")
 

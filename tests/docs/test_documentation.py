@@ -27,7 +27,7 @@ _PAGES = sorted(
 )
 
 
-def test_readme_and_guide_have_code() -> None:
+def test_readme_and_guide_contain_code() -> None:
     assert {"README.md", "docs/start.md", "docs/how-to/train-pytorch.md", "docs/how-to/run.md"} <= set(_PAGES)
 
 
@@ -47,12 +47,12 @@ def test_code_blocks_run(page: str, spark: SparkSession, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md"])
-def test_links_to_files_lead_somewhere(page: str) -> None:
+def test_links_to_files_have_targets(page: str) -> None:
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", (_ROOT / page).read_text())
     assert [target for target in targets if not (_ROOT / target).exists()] == []
 
 
-def test_settings_page_lists_every_setting_as_it_is_declared() -> None:
+def test_settings_page_matches_the_declarations() -> None:
     rows = [
         f"| `{variable_of(name)}` | {_names(each.readers)} | {_shown(getattr(Config(), name))} | {each.meaning} |"
         for name, each in declarations().items()
@@ -60,11 +60,11 @@ def test_settings_page_lists_every_setting_as_it_is_declared() -> None:
     assert _table_below("| variable | fallback | default | meaning |") == rows
 
 
-def test_settings_page_lists_every_name_of_horovod_that_has_no_effect() -> None:
+def test_settings_page_lists_every_horovod_variable_without_effect() -> None:
     assert _table_below("| variable | why |") == [f"| `{name}` | {why} |" for name, why in WITHOUT_EFFECT.items()]
 
 
-def test_the_page_about_horovod_lists_every_parameter_without_a_meaning_as_its_refusal_says_it() -> None:
+def test_the_migration_page_lists_every_retired_parameter_with_its_reason() -> None:
     rows = [f"| `{name}` | {what} |" for name, what in RETIRED.items()]
     rows += [f"| `{name}` of LightningEstimator | {what} |" for name, what in RETIRED_OF_LIGHTNING.items()]
     assert _table_below("| Horovod | sparkhvd |", "docs/horovod/parameters.md") == rows

@@ -30,7 +30,7 @@ def _run(tmp_path: Path, *command: str) -> str:
 
 
 @pytest.mark.spark
-def test_digits_trains_shows_predictions_and_leaves_a_picture(tmp_path: Path) -> None:
+def test_digits_trains_and_writes_a_figure(tmp_path: Path) -> None:
     shown = _run(tmp_path, "digits.py", "--rows", "150", "--epochs", "2", "--num-proc", "2", "--folder", "out")
     assert "120 scans of handwritten digits to train on, 30 held out." in shown
     assert "epoch 1/2" in shown
@@ -50,7 +50,7 @@ def test_run_function_adds_up_a_tensor_over_the_ranks(tmp_path: Path) -> None:
     assert "[1]<stdout>:I have [11.0, 11.0, 11.0], all 2 ranks together have [21.0, 21.0, 21.0]" in shown
 
 
-def test_synthetic_benchmark_tells_images_per_second_of_every_rank_and_of_all(tmp_path: Path) -> None:
+def test_synthetic_benchmark_prints_images_per_second_per_rank_and_in_total(tmp_path: Path) -> None:
     small = ["--width", "4", "--image-size", "32", "--batch-size", "2", "--num-classes", "10"]
     short = ["--num-warmup-batches", "1", "--num-batches-per-iter", "1", "--num-iters", "2"]
     shown = _run(tmp_path, "synthetic_benchmark.py", "--num-proc", "2", "--fp16-allreduce", *small, *short)
@@ -60,7 +60,7 @@ def test_synthetic_benchmark_tells_images_per_second_of_every_rank_and_of_all(tm
 
 
 @pytest.mark.spark
-def test_lightning_digits_leaves_a_checkpoint_and_logs(tmp_path: Path) -> None:
+def test_lightning_digits_writes_a_checkpoint_and_logs(tmp_path: Path) -> None:
     shown = _run(tmp_path, "lightning_digits.py", "--rows", "150", "--epochs", "2", "--folder", "out")
     assert "epochs trained:       2" in shown
     assert "held-out accuracy:" in shown
@@ -69,7 +69,7 @@ def test_lightning_digits_leaves_a_checkpoint_and_logs(tmp_path: Path) -> None:
 
 
 @pytest.mark.spark
-def test_keras_digits_leave_a_model_that_plain_keras_opens(tmp_path: Path) -> None:
+def test_keras_digits_writes_a_model_that_plain_keras_opens(tmp_path: Path) -> None:
     shown = _run(tmp_path, "keras_digits.py", "--rows", "300", "--epochs", "5", "--folder", "out")
     by_average, by_spark, alone = map(float, re.findall(r"held-out accuracy, .*: +([\d.]+)", shown))
     assert by_spark == alone
@@ -90,7 +90,7 @@ def test_movie_ratings_are_predicted_from_embeddings_in_every_framework(tmp_path
 
 
 @pytest.mark.spark
-def test_documentation_is_told_apart_by_its_words_in_every_framework(tmp_path: Path) -> None:
+def test_documentation_is_classified_by_its_words_in_every_framework(tmp_path: Path) -> None:
     small = ["--num-proc", "1", "--epochs", "4"]
     shown = _run(tmp_path, "documentation.py", *small, "--framework", "torch", "lightning", "keras")
     found = {
@@ -102,9 +102,7 @@ def test_documentation_is_told_apart_by_its_words_in_every_framework(tmp_path: P
 
 
 @pytest.mark.spark
-def test_the_notebook_runs_in_a_kernel_with_a_bar_and_a_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_notebook_runs_with_a_progress_bar_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is another process, which needs this folder's library."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(_EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]))
     for folder in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR"):

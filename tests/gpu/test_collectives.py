@@ -85,7 +85,7 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, "the child cannot use CUDA"
 """
 
 
-def test_a_process_that_has_asked_for_devices_may_fork_children_that_use_them():
+def test_children_of_a_process_that_has_counted_devices_may_use_them():
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120)
 
 
@@ -97,19 +97,19 @@ def test_process_sets_and_the_job_do_not_block_each_other(ranks):
 
 
 @needs_two_gpus
-def test_every_collective_between_devices():
+def test_every_collective_works_between_devices():
     with RankGroup(2, imports=("sparkhvd.torch",), gpu_operations="nccl", collective_timeout=60.0) as group:
         for case in CASES:
             group.run(case)
 
 
 @needs_two_gpus
-def test_a_root_that_leaves_first_cuts_off_nobody():
+def test_a_root_that_leaves_first_does_not_fail_the_others():
     with RankGroup(2, imports=("sparkhvd.torch",), gpu_operations="nccl", collective_timeout=60.0) as group:
         assert group.run(leave_right_after_a_broadcast) == [True, True]
 
 
-def test_two_ranks_on_one_gpu_are_refused_with_the_way_out():
+def test_two_ranks_on_one_gpu_are_refused_with_a_remedy():
     with RankGroup(2, imports=("sparkhvd.torch",), gpu_operations="nccl", collective_timeout=60.0) as group:
         for message in group.run(use_one_device_with_all_ranks):
             assert "every rank needs a GPU of its own" in message

@@ -37,7 +37,7 @@ def counted(folder: Path, task: Callable[..., Iterator], job: object, batches: I
     ],
     ids=["barrier, no Python", "barrier, no network", "mpi, no network", "mpi, no Python"],
 )
-def test_the_first_attempt_is_the_last(spark, tmp_path, monkeypatch, launcher, task, arguments, words):  # noqa: PLR0917
+def test_a_failure_that_would_repeat_is_not_retried(spark, tmp_path, monkeypatch, launcher, task, arguments, words):  # noqa: PLR0917
     place = f"sparkhvd.driver.launchers.{launcher}.{task.__name__}"
     monkeypatch.setattr(place, functools.partial(counted, tmp_path, task))
     with pytest.raises(LaunchError) as caught:

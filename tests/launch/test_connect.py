@@ -65,7 +65,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
 
 @pytest.mark.spark
 @pytest.mark.timeout(120)
-def test_the_doctor_says_that_a_connect_server_without_executors_gives_a_stage_no_gpus(tmp_path):
+def test_the_doctor_reports_that_a_connect_server_without_executors_assigns_no_gpus(tmp_path):
     words = ["-m", "sparkhvd.cli.main", "doctor", "--remote", "local[2]", "-np", "2", "--gpus-per-task", "1"]
     done = run_script([sys.executable, *words], tmp_path, 110)
     assert done.returncode == 1

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.spark
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.always], ids=lambda fault: fault.name)
-def test_the_driver_says_soon_what_went_wrong_and_nothing_is_left(fault, spark, tmp_path):
+def test_the_driver_reports_the_failure_soon_without_leftovers(fault, spark, tmp_path):
     assert complaints(fault, produced(fault, tmp_path, spark)) == []
 
 
@@ -40,7 +40,7 @@ def gather_alone(waited: Path, _batches: Iterator[pa.RecordBatch]) -> Iterator[p
     yield pa.RecordBatch.from_pydict({"said": said})
 
 
-def test_a_task_does_not_wait_for_ever_for_one_that_never_comes_where_there_is_no_line_to_the_driver(spark, tmp_path):
+def test_without_a_driver_connection_a_task_waits_for_a_missing_one_until_the_timeout(spark, tmp_path):
     task = functools.partial(gather_alone, tmp_path / "waited")
     rows = spark.range(2, numPartitions=2).mapInArrow(task, "said string", barrier=True).collect()
     assert len(rows) == 1
@@ -48,12 +48,12 @@ def test_a_task_does_not_wait_for_ever_for_one_that_never_comes_where_there_is_n
     assert "waited start_timeout=1 s for the other tasks of this job" in rows[0].said
 
 
-def test_nothing_is_left_of_a_job_whose_driver_is_killed(tmp_path):
+def test_a_job_whose_driver_is_killed_leaves_no_processes(tmp_path):
     fault = next(one for one in DRIVER_FAULTS if one.name == "driver killed, in mid-training, mpi")
     assert lost_driver(fault, tmp_path)[2] == []
 
 
-def test_a_host_without_a_free_port_is_an_error_of_whoever_needs_one_and_no_trouble_to_others(tmp_path):
+def test_a_host_without_a_free_port_fails_only_the_jobs_that_need_one(tmp_path):
     if why_not():
         pytest.skip(why_not())
     found = ports_taken(tmp_path)

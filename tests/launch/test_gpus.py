@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("gpu_script.py")
 @pytest.mark.spark
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
-def test_ranks_get_the_gpus_that_spark_gives_their_tasks(tmp_path):
+def test_ranks_get_the_gpus_that_spark_assigns_to_their_tasks(tmp_path):
     discovery = tmp_path / "discover.sh"
     discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1", "2", "3"]}\'\n')
     discovery.chmod(0o755)
@@ -65,7 +65,7 @@ def test_ranks_get_the_gpus_that_spark_gives_their_tasks(tmp_path):
 
 
 @pytest.mark.spark
-def test_where_spark_ignores_resources_of_a_stage_it_is_said(spark):
+def test_unsupported_stage_resources_are_an_error(spark):
     with pytest.raises(
         LaunchError, match=r"do not work with master local\[4\]: Spark supports resources per stage only"
     ):

@@ -15,7 +15,7 @@ from tests.scripts import found_by, run_script
 
 
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
-def test_ranks_on_hosts_behind_ssh_meet_over_ipv6(tmp_path, monkeypatch):
+def test_ranks_on_hosts_behind_ssh_connect_over_ipv6(tmp_path, monkeypatch):
     with hosts.hosts(2, ipv6=True) as (_, made):
         program = tmp_path / "ssh"  # the last words are the host and the command
         cases = "".join(f'{host.address}) exec ip netns exec {host.namespace} /bin/sh -c "$1";;\n' for host in made)
@@ -30,7 +30,7 @@ def test_ranks_on_hosts_behind_ssh_meet_over_ipv6(tmp_path, monkeypatch):
     assert [one["sum"] for one in found] == [10.0] * 4
 
 
-def test_a_loopback_address_of_ipv6_is_this_machine():
+def test_an_ipv6_loopback_address_is_this_machine():
     (one, other) = sparkhvd.run(place, hosts="[::1]:2", start_timeout=60)
     assert [one["cross"], other["cross"]] == [[0, 2, 0, 2], [1, 2, 0, 2]]
 
@@ -39,7 +39,7 @@ def test_a_loopback_address_of_ipv6_is_this_machine():
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
-def test_spark_with_ipv6_only_starts_ranks_by_barrier_and_by_mpi(tmp_path):
+def test_spark_with_ipv6_only_runs_the_barrier_and_mpi_launchers(tmp_path):
     done = run_script([sys.executable, "-m", "tests.launch.ipv6_script", tmp_path], tmp_path, 280)
     found = found_by(done)
     assert found["problems"] == []

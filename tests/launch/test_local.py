@@ -38,7 +38,7 @@ def sum_of_ranks(offset: int) -> tuple[int, float, str | None]:
     return rank, float(total) + offset, os.environ.get("MINE")
 
 
-def test_ranks_run_beside_this_process_and_their_output_is_kept_where_asked(tmp_path):
+def test_ranks_run_beside_this_process_with_log_files_on_request(tmp_path):
     stdout = io.StringIO()
     results = sparkhvd.run(
         sum_of_ranks,
@@ -54,7 +54,7 @@ def test_ranks_run_beside_this_process_and_their_output_is_kept_where_asked(tmp_
     assert (tmp_path / "rank.2" / "stdout").read_text() == "said by 2\n"
 
 
-def test_without_verbosity_output_goes_where_it_was_given_a_place_and_nowhere_else(tmp_path, capfd):
+def test_without_verbosity_output_goes_only_to_the_given_stream_or_folder(tmp_path, capfd):
     stdout = io.StringIO()
     for given in ({}, {"stdout": stdout}, {"output_filename": str(tmp_path)}):
         sparkhvd.run(sum_of_ranks, (10,), num_proc=1, launcher="local", verbose=0, **given)
@@ -69,7 +69,7 @@ def environment() -> tuple[dict[str, str], str, list[str]]:
     return dict(os.environ), sys.executable, ast.literal_eval(said.stdout.decode())
 
 
-def test_a_rank_has_the_environment_of_its_task_and_so_have_the_programs_that_it_starts(monkeypatch):
+def test_a_rank_and_its_programs_have_the_environment_of_its_task(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, "/added here"])
     (found,) = sparkhvd.run(environment, num_proc=1, launcher="local")
     own = environment()
@@ -132,7 +132,7 @@ def test_closing_a_job_ends_its_ranks(tmp_path):
     assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.iterdir())
 
 
-def test_ranks_that_do_not_get_ready_end_in_a_start_timeout():
+def test_ranks_that_do_not_become_ready_end_in_a_start_timeout():
     with pytest.raises(StartTimeoutError, match=r"Rank \d on host \S+ was not ready to run fn in time"):
         sparkhvd.run(stay, ("",), num_proc=1, launcher="local", start_timeout=1e-6)
 

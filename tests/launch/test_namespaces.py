@@ -25,14 +25,14 @@ def found(tmp_path_factory) -> dict:
     return found_by(done)
 
 
-def test_the_preflight_asks_every_host(found):
+def test_the_preflight_examines_every_host(found):
     assert found["preflight"]["problems"] == []
     slots = r"4 ranks \(4 requested; master spark://\S+\), available after [\d.]+ s"
     assert re.fullmatch(slots, found["preflight"]["slots"]), "Spark has brought executors since the session began"
     assert sorted(found["preflight"]["hosts"]) == sorted(found["addresses"])
 
 
-def test_the_preflight_names_two_hosts_that_do_not_reach_each_other_and_says_what_to_change(found):
+def test_the_preflight_names_two_hosts_that_cannot_connect_with_a_remedy(found):
     (problem,) = found["preflight of two apart"]["problems"]
     one, other = found["addresses"][1:3]
     for source, target in ((one, other), (other, one)):
@@ -42,25 +42,25 @@ def test_the_preflight_names_two_hosts_that_do_not_reach_each_other_and_says_wha
     assert sorted(found["preflight of two apart"]["hosts"]) == sorted(found["addresses"])
 
 
-def test_the_preflight_tries_the_named_network_alone(found):
+def test_the_preflight_tries_only_the_named_network(found):
     assert found["preflight of a network"]["problems"] == []
     (problem,) = found["preflight of bridges"]["problems"]
     assert len(re.findall(r"cannot reach [\d.]+: No server answered; tried 172\.17\.0\.1:", problem)) == 10
 
 
 @pytest.mark.parametrize("launcher", ["barrier", "mpi"])
-def test_every_host_is_one_to_the_ranks_and_all_reach_each_other(found, launcher):
+def test_ranks_see_every_host_and_reach_each_other(found, launcher):
     assert [one["cross"] for one in found[launcher]] == [[rank, 4, rank, 1] for rank in range(4)]
     assert [one["sum"] for one in found[launcher]] == [10.0] * 4
 
 
 @pytest.mark.parametrize("launcher", ["barrier", "mpi"])
-def test_nothing_that_goes_from_host_to_host_can_be_read_where_it_is_to_be_encrypted(found, launcher):
+def test_encryption_hides_all_traffic_between_hosts(found, launcher):
     assert found["overheard"][f"{launcher}, 0"] == ["printed something", "reduced something", "finished/"]
     assert found["overheard"][f"{launcher}, 1"] == []
 
 
-def test_a_host_that_no_other_one_reaches_is_named_before_mpirun_starts(found):
+def test_an_unreachable_host_is_named_before_mpirun_starts(found):
     said = found["mpi, one apart"]
     assert said.startswith("Some hosts have no address at which both the driver and another host reach them: {")
     named = [address for address in found["addresses"] if f"'{address}': [" in said]
@@ -74,5 +74,5 @@ def test_an_estimator_trains_on_four_hosts(found, store):
     assert max(found["errors"][store]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
 
 
-def test_a_host_that_is_cut_off_is_named_soon_and_nothing_is_left(found):
+def test_a_host_cut_off_from_the_network_is_named_soon_without_leftovers(found):
     assert [row["wrong"] for row in found["cut off"].values()] == [[], []]

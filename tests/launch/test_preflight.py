@@ -53,7 +53,7 @@ def rows(spark):
     return spark.range(50).selectExpr("id / 50.0D AS x", "array(1.0D, id * 2.0D, 3.0D) AS pixels", "id * 3.0D AS y")
 
 
-def test_the_preflight_says_of_a_good_cluster_that_it_is_ready(spark, rows, tmp_path):
+def test_the_preflight_reports_a_good_cluster_as_ready(spark, rows, tmp_path):
     printed = io.StringIO()
     report = sparkhvd.preflight(
         spark, estimator=estimator_of(Store.create(str(tmp_path)), TwoInputs(4)), df=rows, timeout=200.0, stdout=printed
@@ -69,7 +69,7 @@ def test_the_preflight_says_of_a_good_cluster_that_it_is_ready(spark, rows, tmp_
     assert report.tasks[0].versions["torch"] == torch.__version__.partition("+")[0]
 
 
-def test_the_preflight_names_everything_that_is_wrong_at_once(spark, rows):
+def test_the_preflight_reports_all_problems_at_once(spark, rows):
     store = Store.create(f"memory://{uuid.uuid4().hex}")  # every process has one of its own
     printed = io.StringIO()
     report = sparkhvd.preflight(
@@ -84,7 +84,7 @@ def test_the_preflight_names_everything_that_is_wrong_at_once(spark, rows):
     assert "3 to solve" in printed.getvalue()
 
 
-def test_rows_that_take_too_long_are_given_up_and_their_job_is_cancelled(spark):
+def test_rows_that_take_too_long_time_out_and_cancel_their_job(spark):
     class Slow:
         def getStore(self):  # noqa: N802
             return None
@@ -103,7 +103,7 @@ def test_rows_that_take_too_long_are_given_up_and_their_job_is_cancelled(spark):
     wait_for(lambda: not spark.sparkContext.statusTracker().getActiveJobsIds())  # the query was cancelled
 
 
-def test_the_doctor_on_the_command_line_ends_with_what_it_found(spark, tmp_path, capsys):
+def test_the_exit_code_of_the_doctor_is_its_verdict(spark, tmp_path, capsys):
     assert main(["doctor", "-np", "2", "--store", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "sparkhvd preflight: ready" in said
@@ -142,7 +142,7 @@ def test_the_doctor_on_the_command_line_ends_with_what_it_found(spark, tmp_path,
         ),
     ],
 )
-def test_the_doctor_says_in_one_line_why_it_cannot_look(flags, words):
+def test_the_doctor_reports_in_one_line_why_it_cannot_run(flags, words):
     done = subprocess.run(
         [sys.executable, "-m", "sparkhvd.cli.main", "doctor", *flags],
         capture_output=True,
@@ -156,7 +156,7 @@ def test_the_doctor_says_in_one_line_why_it_cannot_look(flags, words):
     assert re.fullmatch(rf"({waiting})?sparkhvd: .*{words}.*\n", done.stderr), done.stderr
 
 
-def test_what_spark_writes_at_every_start_is_not_quoted_as_the_reason():
+def test_sparks_usual_startup_output_is_not_quoted_as_the_reason():
     log = io.BytesIO(
         b"Using Spark's default log4j profile: org/apache/spark/log4j2-defaults.properties\n"
         b"26/11/22 12:34:03 WARN StandaloneAppClient: Failed to connect to master host:7077\n"
@@ -174,26 +174,26 @@ def test_a_command_line_without_a_command_shows_the_help(capsys):
     assert "check a cluster for problems that would prevent or slow down a job" in " ".join(shown.split())
 
 
-def test_a_misspelt_command_is_answered_with_the_right_one(capsys):
+def test_a_misspelled_command_is_answered_with_the_right_one(capsys):
     with pytest.raises(SystemExit):
         main(["doctr"])
     assert "unknown value 'doctr'. Did you mean 'doctor'? See sparkhvd --help." in capsys.readouterr().err
 
 
-def test_the_doctor_looks_at_the_named_network_interfaces(spark, capsys):
+def test_the_doctor_checks_the_named_network_interfaces(spark, capsys):
     assert main(["doctor", "-np", "2", "--network-interfaces", "eth77,lo"]) == 0
     assert main(["doctor", "-np", "1", "--network-interfaces", "eth77"]) == 1
     assert "None of the network interfaces ['eth77'] has an address on host " in capsys.readouterr().out
 
 
-def test_the_preflight_looks_at_the_network_interfaces_that_an_estimator_will_use(spark):
+def test_the_preflight_checks_the_network_interfaces_of_an_estimator(spark):
     own = estimator_of(None, TwoInputs(2), sparkhvd.SparkBackend(2, nics=["eth77"]))
     (problem,) = sparkhvd.preflight(spark, estimator=own, stdout=io.StringIO()).problems
     assert "None of the network interfaces ['eth77'] has an address on host " in problem
     assert sparkhvd.preflight(spark, estimator=own, nics=["lo"], stdout=io.StringIO()).ok
 
 
-def test_the_preflight_looks_at_encryption_where_it_is_wanted(spark):
+def test_the_preflight_checks_encryption_on_request(spark):
     quiet = sparkhvd.preflight(spark, stdout=io.StringIO())
     assert "encryption" not in [check.name for check in quiet.checks]
     own = estimator_of(None, TwoInputs(2), sparkhvd.SparkBackend(2, env={"SPARKHVD_ENCRYPT": "1"}))
@@ -205,7 +205,7 @@ def test_the_preflight_looks_at_encryption_where_it_is_wanted(spark):
     assert said == Check("encryption", Verdict.OK, "all hosts can encrypt the job's connections")
 
 
-def test_a_preflight_that_cannot_be_is_refused(spark):
+def test_an_invalid_preflight_is_refused(spark):
     with pytest.raises(ConfigError, match=r"nics must be a list of names, got the string 'lo'\. Pass \['lo'\]"):
         sparkhvd.preflight(spark, nics="lo")
     with pytest.raises(ConfigError, match="cpus_per_task must be an integer of at least 1, got 0"):

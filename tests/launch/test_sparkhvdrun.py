@@ -68,7 +68,7 @@ def test_a_program_runs_once_per_rank_with_the_settings_of_flags_and_file(tmp_pa
     assert json.loads((tmp_path / "kept" / "rank.1" / "stdout").read_text()) == found[1]
 
 
-def test_a_program_that_fails_is_named_with_its_exit_code_and_last_words():
+def test_a_failing_program_is_reported_with_its_exit_code_and_last_output():
     done = sparkhvdrun("-np", "2", sys.executable, TRAIN, "fail")
     assert done.returncode == 1
     assert re.search(r"Rank 1 on host \S+ ended with exit code 5: ", done.stderr), done.stderr
@@ -82,7 +82,7 @@ def test_a_program_that_fails_is_named_with_its_exit_code_and_last_words():
         (TRAIN, f"could not start '{TRAIN}': Permission denied. Start a Python file as: python {TRAIN} 1."),
     ],
 )
-def test_a_program_that_cannot_be_started_is_said(program, words):
+def test_a_program_that_cannot_be_started_is_reported(program, words):
     done = sparkhvdrun("-np", "1", program, "1")
     assert done.returncode == 1
     assert words in done.stderr
@@ -136,7 +136,7 @@ def test_nohup_keeps_the_ranks_of_a_terminal_that_is_closed(options, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_mpirun_starts_the_ranks_where_it_is_asked_for(tmp_path):
+def test_mpirun_starts_the_ranks_on_request(tmp_path):
     done = sparkhvdrun(
         *("--mpi", "-np", 2, "--mpi-args=--oversubscribe", "--cache-capacity", 9, "--start-timeout", 77, "--verbose"),
         *("--output-filename", tmp_path / "kept", "--network-interface", "lo", "--network-interface", "lo", "-p", 22),
@@ -154,7 +154,7 @@ def test_mpirun_starts_the_ranks_where_it_is_asked_for(tmp_path):
     assert " -mca btl_tcp_if_include lo,lo " in line, "both flags count"
 
 
-def test_the_environment_holds_on_the_hosts_where_mpirun_starts_the_ranks(tmp_path):
+def test_mpirun_passes_the_environment_to_the_ranks_on_all_hosts(tmp_path):
     agent = tmp_path / "agent"  # what ssh would be: the first word is the host
     agent.write_text(f'#!/bin/sh\nshift\nexec env -i PATH="$PATH" TMPDIR={tmp_path} MAIL=theirs /bin/sh -c "$*"\n')
     agent.chmod(0o755)
@@ -166,7 +166,7 @@ def test_the_environment_holds_on_the_hosts_where_mpirun_starts_the_ranks(tmp_pa
     assert done.stdout == "[1,0]<stdout>:a b;c,1,9,theirs\n", done.stderr
 
 
-def test_hosts_of_this_machine_need_no_ssh_and_are_hosts_to_the_ranks():
+def test_hosts_of_this_machine_need_no_ssh_and_count_as_hosts():
     done = sparkhvdrun("-H", f"localhost:2,{socket.gethostname()}:2", "-np", "3", sys.executable, TRAIN)
     assert done.returncode == 0, done.stderr
     assert [said(done)[rank]["place"] for rank in range(3)] == [[0, 3, 0, 0], [1, 3, 1, 0], [2, 3, 0, 1]]
@@ -204,7 +204,7 @@ def test_hosts_of_this_machine_need_no_ssh_and_are_hosts_to_the_ranks():
         (["-np", "x", "true"], "argument -np/--num-proc: invalid int value: 'x'. See sparkhvdrun --help."),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(arguments, words):
+def test_invalid_command_lines_are_refused_in_one_line(arguments, words):
     done = sparkhvdrun(*arguments)
     assert done.returncode != 0
     assert words in done.stderr
@@ -226,7 +226,7 @@ def test_what_cannot_be_done_is_said_in_one_line(arguments, words):
         ('controller: mpi\nlibrary_options:\n  mpi_args: "\'x"\n', '--mpi-args="\'x" is not valid shell syntax'),
     ],
 )
-def test_a_settings_file_that_says_something_unknown_is_refused(content, words, tmp_path):
+def test_a_settings_file_with_unknown_keys_is_refused(content, words, tmp_path):
     (tmp_path / "settings.yaml").write_text(content)
     done = sparkhvdrun("--config-file", tmp_path / "settings.yaml", "true")
     assert done.returncode == 1
@@ -234,14 +234,14 @@ def test_a_settings_file_that_says_something_unknown_is_refused(content, words, 
     assert done.stderr.count("\n") == 1, done.stderr
 
 
-def test_flags_for_other_machines_say_that_they_change_nothing_on_this_one():
+def test_flags_for_other_machines_are_reported_without_effect_on_this_one():
     done = sparkhvdrun("-np", 1, "-p", 22, "-i", "key", "--network-interface", "bogus0", "true")
     assert done.returncode == 0, done.stderr
     for flag in ("--ssh-port", "--ssh-identity-file", "--network-interfaces"):
         assert f"{flag} has no effect: all ranks run on this machine. Name others with -H.\n" in done.stderr
 
 
-def test_check_build_shows_what_there_is():
+def test_check_build_shows_the_available_features():
     done = sparkhvdrun("--check-build")
     assert done.returncode == 0
     assert "Available Frameworks:\n    [X] TensorFlow\n" in done.stdout

@@ -107,7 +107,7 @@ def test_ranks_run_on_hosts_behind_ssh(ssh_server, monkeypatch):
 
 @pytest.mark.parametrize("more", [[], ["--mpi"]])
 @pytest.mark.parametrize("flag", ["-H", "-hostfile"])
-def test_sparkhvdrun_reaches_hosts_with_the_port_and_key_that_it_is_given(flag, more, ssh_server, tmp_path):
+def test_sparkhvdrun_reaches_hosts_with_the_given_port_and_key(flag, more, ssh_server, tmp_path):
     folder, port, key = ssh_server
     hosts = tmp_path / "hosts"
     hosts.write_text("node-a slots=2\nnode-b slots=1\n")
@@ -131,7 +131,7 @@ def test_sparkhvdrun_reaches_hosts_with_the_port_and_key_that_it_is_given(flag, 
     assert sorted(done.stdout.splitlines()) == said, done.stderr
 
 
-def test_a_host_that_ssh_does_not_reach_is_named_with_what_ssh_says(ssh_server, monkeypatch, tmp_path):
+def test_a_host_that_ssh_does_not_reach_is_named_with_sshs_error(ssh_server, monkeypatch, tmp_path):
     folder, port, _ = ssh_server
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     wrong = tmp_path / "wrong_key"
@@ -140,13 +140,13 @@ def test_a_host_that_ssh_does_not_reach_is_named_with_what_ssh_says(ssh_server, 
         sparkhvd.run(place, hosts="node-a:1", ssh_port=port, ssh_identity_file=str(wrong))
 
 
-def test_a_host_whose_name_nobody_knows_is_named_with_what_ssh_says():
+def test_a_host_with_an_unknown_name_is_named_with_sshs_error():
     with pytest.raises(LaunchError, match=r"Host no\.host\.invalid was lost: .*code 255.*Could not resolve hostname"):
         sparkhvd.run(place, hosts="localhost:1,no.host.invalid:1")
 
 
 @pytest.mark.timeout(60)
-def test_a_host_that_does_not_answer_is_named_when_the_time_is_up(ssh_server, monkeypatch):
+def test_a_host_that_does_not_answer_is_named_at_the_start_timeout(ssh_server, monkeypatch):
     folder, _, key = ssh_server
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -188,7 +188,7 @@ def test_the_ranks_of_a_host_end_with_its_ssh_and_the_host_is_named(ssh_server, 
     assert psutil.wait_procs(left, timeout=20)[1] == []
 
 
-def test_a_host_without_the_python_of_the_launcher_is_said(ssh_server, monkeypatch):
+def test_a_host_without_the_launchers_python_is_reported(ssh_server, monkeypatch):
     folder, port, key = ssh_server
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with pytest.raises(LaunchError, match=r"Host node-b was lost: .*exit code 127.*no/such/python"):
@@ -208,7 +208,7 @@ def stop_the_other_host(folder: str) -> None:
 
 
 @pytest.mark.timeout(90)
-def test_a_failure_is_told_although_another_host_does_not_answer(tmp_path):
+def test_a_failure_is_reported_even_if_another_host_does_not_answer(tmp_path):
     hosts = f"localhost:1,{socket.gethostname()}:1"
     with pytest.raises(RankFailedError, match=r"Rank 0 on host \S+ raised ValueError: no luck"):
         sparkhvd.run(stop_the_other_host, (str(tmp_path),), launcher="ssh", hosts=hosts)

@@ -39,13 +39,13 @@ def test_ranks_in_two_containers_of_yarn_add_up_and_find_their_tokens(found, lau
     assert all(rank["tokens"] for rank in ranks), "Hadoop's token file must be where the ranks look for it"
 
 
-def test_open_mpi_takes_containers_of_yarn_for_hosts_and_a_barrier_stage_shares_the_memory_of_theirs(found):
+def test_yarn_containers_are_hosts_to_open_mpi_and_share_memory_in_a_barrier_stage(found):
     assert [rank["shares_memory_with"] for rank in found["mpi"]] == [[0], [1]]
     assert [rank["shares_memory_with"] for rank in found["barrier"]] == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("launcher", ["barrier", "mpi"])
-def test_where_containers_of_yarn_count_their_gpus_apart_the_local_rank_still_is_the_ranks_device(found, launcher):
+def test_with_separate_gpu_indices_per_yarn_container_the_local_rank_is_the_device(found, launcher):
     assert [(rank["local_rank"], rank["local_size"], rank["visible"]) for rank in found[launcher]] == [(0, 1, "0")] * 2
 
 

@@ -76,7 +76,7 @@ def meet_through_both_worlds():
     }
 
 
-def test_two_hosts_with_two_ranks_each_are_one_world_to_mpi_and_to_the_core(monkeypatch, tmp_path):
+def test_mpi_and_the_core_agree_on_a_world_of_two_hosts(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     stdout = io.StringIO()
     extra_path = "/a folder/of mine"
@@ -102,7 +102,7 @@ def test_two_hosts_with_two_ranks_each_are_one_world_to_mpi_and_to_the_core(monk
     assert sorted(stdout.getvalue().splitlines()) == [f"[{rank}]<stdout>:said by {rank}" for rank in range(4)]
 
 
-def test_the_users_arguments_decide_where_ranks_go_and_which_interfaces_open_mpi_leaves_out():
+def test_the_users_arguments_override_placement_and_interfaces_of_open_mpi():
     extra = ("--map-by", "node", "-mca", "oob_tcp_if_exclude", "docker0")
     env = {"OMPI_MCA_btl_tcp_if_exclude": "docker0"}
     found = run(meet_through_both_worlds, containers=("a", "b", "a"), extra=extra, env=env)
@@ -177,18 +177,18 @@ def test_the_first_rank_that_ends_early_is_named_though_mpirun_kills_the_others(
 
 
 @pytest.mark.parametrize("fault", MPI_FAULTS, ids=lambda fault: fault.name)
-def test_whatever_of_open_mpi_fails_is_one_error_and_nothing_is_left(fault, tmp_path):
+def test_every_failure_of_open_mpi_is_one_error_without_leftovers(fault, tmp_path):
     assert complaints(fault, produced(fault, tmp_path)) == []
 
 
-def test_a_driver_without_room_for_the_files_of_mpirun_says_so(monkeypatch):
+def test_a_full_disk_for_the_files_of_mpirun_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     with pytest.raises(LaunchError, match=r"mpirun cannot be started on the driver's host: .*/no/such/folder"):
         run(meet_through_both_worlds)
 
 
 @pytest.mark.parametrize("started", [(), ("mpirun",)], ids=["mpirun", "what removes its files"])
-def test_a_driver_that_can_start_no_more_processes_says_so_and_leaves_nothing(started, monkeypatch, tmp_path):
+def test_a_process_limit_of_the_driver_is_a_clear_error_without_leftovers(started, monkeypatch, tmp_path):
     popen = subprocess.Popen
 
     def start(command, **options):
@@ -204,7 +204,7 @@ def test_a_driver_that_can_start_no_more_processes_says_so_and_leaves_nothing(st
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whatever_else_keeps_the_driver_from_starting_the_ranks_ends_the_job(monkeypatch):
+def test_any_other_failure_to_start_mpirun_ends_the_job(monkeypatch):
     def connect_ring(*_, **__) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -213,7 +213,7 @@ def test_whatever_else_keeps_the_driver_from_starting_the_ranks_ends_the_job(mon
         run(meet_through_both_worlds)
 
 
-def test_a_cancelled_job_leaves_nothing(tmp_path):
+def test_a_cancelled_job_leaves_no_processes(tmp_path):
     launched = Launched(stay, tmp_path, env={"FAULT_FOLDER": str(tmp_path)})
     with closing(launched.handle):
         wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)

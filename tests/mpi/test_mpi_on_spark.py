@@ -17,7 +17,7 @@ def place() -> tuple[int, int, str]:
     return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, os.environ["SPARKHVD_RANK"]
 
 
-def test_open_mpi_starts_the_ranks_of_spark_tasks_and_jobs_that_need_more_slots_than_there_are_wait(spark):
+def test_open_mpi_starts_ranks_for_spark_tasks_and_jobs_wait_for_free_slots(spark):
     with ThreadPoolExecutor(2) as pool:  # of four slots each needs three
         jobs = [pool.submit(sparkhvd.run, place, num_proc=3, use_mpi=True, nics=["lo"], spark=spark) for _ in range(2)]
         assert [job.result() for job in jobs] == [[(0, 3, "0"), (1, 3, "1"), (2, 3, "2")]] * 2
@@ -29,7 +29,7 @@ def test_a_network_interface_that_does_not_exist_is_named(spark):
         sparkhvd.run(place, num_proc=1, nics=["bogus0"])
 
 
-def test_a_driver_without_open_mpi_says_so_before_any_task_starts(spark, monkeypatch, tmp_path):
+def test_a_driver_without_open_mpi_is_refused_before_any_task_starts(spark, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"mpirun was not found on the driver's PATH.*launcher='barrier'"):
         sparkhvd.run(place, num_proc=1, launcher="mpi")
@@ -40,7 +40,7 @@ def test_a_driver_without_open_mpi_says_so_before_any_task_starts(spark, monkeyp
         sparkhvd.run(place, num_proc=1, launcher="mpi")
 
 
-def test_contradicting_wishes_for_a_launcher_are_refused(spark):
+def test_contradictory_launcher_arguments_are_refused(spark):
     with pytest.raises(ConfigError, match=r"launcher \(local\) and use_mpi=True \(mpi\) contradict each other"):
         sparkhvd.run(place, launcher="local", use_mpi=True)
     with pytest.raises(ConfigError, match=r"Unknown launcher='slurm'; expected 'auto' or one of \['barrier'"):

@@ -87,7 +87,7 @@ def test_petastorm_reads_s3_with_the_storage_options_of_the_native_reader(plain)
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_all_ranks_make_the_same_steps_and_every_row_comes_once(plain, size, shuffle):
+def test_all_ranks_have_equal_steps_and_every_row_is_read_once(plain, size, shuffle):
     ranks = [list(source_of(plain, rank, size, 2, shuffle=shuffle).epoch(1)) for rank in range(size)]
     assert {len(batches) for batches in ranks} == {source_of(plain, 0, size, 2).steps()}
     found = np.concatenate([batch.columns["x"] for batches in ranks for batch in batches])
@@ -99,7 +99,7 @@ def test_all_ranks_make_the_same_steps_and_every_row_comes_once(plain, size, shu
             np.testing.assert_array_equal(batch.columns["a"], np.stack([batch.columns["x"], -batch.columns["x"]], 1))
 
 
-def test_the_same_seed_is_the_same_order_and_every_epoch_has_its_own(plain):
+def test_the_order_of_rows_depends_on_seed_and_epoch_only(plain):
     def order(epoch, **options):
         return [batch.columns["x"].tolist() for batch in source_of(plain, shuffle=True, **options).epoch(epoch)]
 
@@ -140,7 +140,7 @@ def test_the_ranks_of_a_spark_job_share_the_rows(spark):
     assert [steps for _, steps in ranks] == [2, 2]
 
 
-def test_an_estimator_learns_the_same_by_petastorms_reader(spark):
+def test_an_estimator_trains_equally_with_petastorms_reader(spark):
     import torch  # noqa: PLC0415
 
     from sparkhvd import TorchEstimator  # noqa: PLC0415
@@ -169,7 +169,7 @@ def test_an_estimator_learns_the_same_by_petastorms_reader(spark):
     assert learnt != pytest.approx(first, rel=1e-3)
 
 
-def test_rows_that_petastorm_loses_are_noticed(plain, monkeypatch):
+def test_rows_that_petastorm_loses_are_detected(plain, monkeypatch):
     source = source_of(plain)
     original = source._read
     monkeypatch.setattr(source, "_read", lambda: iter(list(original())[:-1]))

@@ -148,7 +148,7 @@ def classifier():
     ],
     ids=["torch-both", "torch-none_counts", "lightning-weights", "lightning-none_counts"],
 )
-def test_a_loss_that_divides_by_the_labels_that_count_divides_by_those_of_all_ranks(spark, kind, passes, labels, loss):
+def test_a_loss_over_counted_labels_divides_by_those_of_all_ranks(spark, kind, passes, labels, loss):
     """An epoch is a step over all rows, however the ranks share them."""
     df = spark.range(37).selectExpr("id / 37.0D AS x", f"CAST({labels} AS INT) AS y").coalesce(2)
     rows = np.array(df.collect())

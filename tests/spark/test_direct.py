@@ -74,7 +74,7 @@ def fitted(df):
     return estimator(validation="held_out").fit(df)
 
 
-def test_a_fit_without_a_store_learns_and_counts_every_row(fitted):
+def test_a_fit_without_a_store_trains_on_every_row(fitted):
     history = fitted.getHistory()
     assert [entry["epoch"] for entry in history] == list(range(8))
     assert history[-1]["train"]["loss"] < history[0]["train"]["loss"] / 4
@@ -98,9 +98,7 @@ def test_transform_sends_the_model_with_the_session_once(fitted, df):
         np.testing.assert_allclose([row.y__output for row in rows], wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_the_same_seed_is_the_same_run_also_where_there_is_a_store_which_keeps_run_and_model_but_no_rows(
-    fitted, df, tmp_path
-):
+def test_the_same_seed_gives_the_same_run_with_and_without_a_store(fitted, df, tmp_path):
     store = Store.create(str(tmp_path / "store"))
     again = estimator(validation="held_out", store=store, data="direct", run_id="kept").fit(df)
     assert torch.equal(weights(again), weights(fitted))
@@ -109,7 +107,7 @@ def test_the_same_seed_is_the_same_run_also_where_there_is_a_store_which_keeps_r
     assert store.list(layout.model_folder("kept")) != []
 
 
-def test_the_partitions_are_even_complete_and_in_the_order_of_the_seed(df):
+def test_the_partitions_are_even_complete_and_in_seeded_order(df):
     selection = select(df.schema, feature_cols=["x"], label_cols=["y"], validation=0.2)
     first, again, other = (
         in_partitions(partition_for_ranks(df, selection, num_proc=3, seed=s), ["x", "y"]) for s in (5, 5, 6)
@@ -122,7 +120,7 @@ def test_the_partitions_are_even_complete_and_in_the_order_of_the_seed(df):
     assert first[0] != sorted(first[0])
 
 
-def test_the_fraction_holds_out_the_rows_that_the_way_through_a_store_does(df, spark):
+def test_the_direct_data_path_holds_out_the_same_rows_as_the_store_path(df, spark):
     selection = select(df.schema, feature_cols=["x"], label_cols=["y"], validation=0.2)
     parts = [partition_for_ranks(frame, selection, num_proc=2, seed=5) for frame in (df, df.repartition(4))]
     held_out = [
@@ -141,16 +139,14 @@ def test_the_fraction_holds_out_the_rows_that_the_way_through_a_store_does(df, s
     ],
     ids=["null", "ragged", "another length than the model takes"],
 )
-def test_rows_that_cannot_be_trained_on_are_refused_as_on_the_way_through_a_store(spark, rows, more, error, message):
+def test_invalid_rows_are_refused_as_on_the_store_path(spark, rows, more, error, message):
     with pytest.raises(error, match=message):
         estimator(**more).fit(spark.createDataFrame(rows, "x array<double>, y double"))
 
 
 @pytest.mark.parametrize("kind", ["int", "double"])
 @pytest.mark.parametrize("stored", [False, True], ids=["direct", "through a Store"])
-def test_a_class_number_without_an_output_is_refused_before_the_training_in_whichever_row_it_is(
-    spark, tmp_path, stored, kind
-):
+def test_a_class_number_without_an_output_is_refused_before_training_in_any_row(spark, tmp_path, stored, kind):
     model = torch.nn.Linear(2, 3)
     more = {"store": Store.create(str(tmp_path))} if stored else {}
     classes = estimator(
@@ -166,14 +162,14 @@ def test_a_class_number_without_an_output_is_refused_before_the_training_in_whic
         classes.fit(rows)
 
 
-def test_without_a_row_it_is_said_although_spark_starts_no_task(df, caplog):
+def test_an_empty_dataframe_is_refused_although_spark_starts_no_task(df, caplog):
     for empty in (df.where("y > 1000"), df.limit(0), df.where(functions.rand() > 2)):
         with pytest.raises(DataError, match="The DataFrame has no rows to train on"):
             estimator().fit(empty)
     assert "has reached this driver" not in caplog.text
 
 
-def test_a_model_that_is_too_large_to_travel_with_the_job_is_refused_before_it(df, monkeypatch):
+def test_a_model_too_large_for_the_job_is_refused_before_it(df, monkeypatch):
     monkeypatch.setattr("sparkhvd.estimators.training.job_files.INLINE_BYTES", 100)
     with pytest.raises(
         ParamError, match=r"The model with its optimizer and loss has [\d,]+ bytes; more than 100 need a Store"
@@ -195,7 +191,7 @@ def kill_self_or_tell(folder):
     session.current().barrier(name="never")
 
 
-def test_nothing_is_left_of_the_rows_when_a_rank_is_killed(spark, tmp_path):
+def test_the_rows_of_a_killed_rank_are_removed(spark, tmp_path):
     with pytest.raises(RankFailedError, match=r"Rank 1 .*SIGKILL"):
         sparkhvd.run(kill_self_or_tell, (str(tmp_path),), num_proc=2, spark=spark, rows=spark.range(50).repartition(2))
     told = [path.read_text().split() for path in tmp_path.iterdir()]
@@ -228,7 +224,7 @@ def within_the_room(columns):
     return columns
 
 
-def test_a_rank_holds_less_in_memory_than_it_has_rows(spark):
+def test_a_rank_does_not_hold_all_its_rows_in_memory(spark):
     df = spark.range(WIDE_ROWS, numPartitions=4).selectExpr(
         f"array_repeat(id / {WIDE_ROWS}D, {WIDTH}) AS x", "id * 1.0D AS y"
     )

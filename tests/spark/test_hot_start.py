@@ -79,7 +79,7 @@ def estimator(kind, **more):
 
 
 @pytest.mark.parametrize("kind", ["LightningModule", "plain module", "torch"])
-def test_a_fit_from_a_fitted_model_goes_on_as_if_it_had_not_ended(df, kind):
+def test_a_fit_from_a_fitted_model_continues_its_training(df, kind):
     whole = estimator(kind, epochs=2, scale_lr=True).fit(df)
     first = estimator(kind, scale_lr=True).fit(df)
     model, optimizer = first.getModelAndOptimizer()

@@ -64,7 +64,7 @@ def estimator(store, **more):
     return KerasEstimator(**{**given, **more})
 
 
-def test_a_model_learns_stops_early_predicts_as_keras_does_and_is_the_same_once_loaded(xor, store, tmp_path):
+def test_a_model_stops_early_predicts_like_keras_and_survives_saving(xor, store, tmp_path):
     patience = keras.callbacks.EarlyStopping(monitor="val_loss", min_delta=0.02, patience=2)
     given = network()
     before = [weight.copy() for weight in given.get_weights()]
@@ -86,7 +86,7 @@ def test_a_model_learns_stops_early_predicts_as_keras_does_and_is_the_same_once_
     assert loaded.transform(xor).select("a", "b", "y", "y__output").collect() == rows
 
 
-def test_a_pipeline_with_an_assembler_trains_and_a_run_is_continued(xor, store, tmp_path):
+def test_a_pipeline_with_an_assembler_trains_and_resumes(xor, store, tmp_path):
     steps = [VectorAssembler(inputCols=["a", "b"], outputCol="v")]
     keep = {"checkpoint_callback": BestModelCheckpoint(monitor="loss"), "run_id": "keras-run"}
     short = estimator(store, feature_cols=["v"], epochs=1, validation=None, **keep)
@@ -105,7 +105,7 @@ def test_a_pipeline_with_an_assembler_trains_and_a_run_is_continued(xor, store, 
     assert continued[-1]["train"]["loss"] == pytest.approx(undisturbed[-1]["train"]["loss"], rel=1e-5)
 
 
-def test_what_cannot_work_is_refused_before_any_job(xor, store):
+def test_invalid_parameters_are_refused_before_any_job(xor, store):
     for changes, error, message in [
         ({"loss": None}, ParamError, "needs loss"),
         ({"feature_cols": ["a"], "label_cols": ["y", "b"]}, ParamError, "1 output"),

@@ -77,7 +77,7 @@ def test_the_rows_are_those_that_spark_shows(spark, folders, name):
     assert read_by(torch_loader(name, 3, columns=["x"], store=store)) == wanted, "by a path in a Store"
 
 
-def test_files_that_are_left_out_are_named_and_a_pattern_is_told(folders, caplog):
+def test_skipped_files_are_named_and_patterns_are_explained(folders, caplog):
     with caplog.at_level(logging.WARNING):
         open_existing(str(folders / "files beside values"), feature_cols=["x"], label_cols=["y"])
     assert "has 1 files that are skipped, because Spark does not read them either, for example" in caplog.text

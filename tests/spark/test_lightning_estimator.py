@@ -77,7 +77,7 @@ def fitted(frame, tmp_path_factory):
     return estimator.setEpochs(3).setBackend("local").fit(frame)
 
 
-def test_a_continued_run_has_one_history_of_all_epochs(fitted):
+def test_a_resumed_run_has_one_history_of_all_epochs(fitted):
     history = fitted.getHistory()
     assert [record["epoch"] for record in history] == [0, 1, 2]
     losses = [record["train"]["loss"] for record in history]
@@ -86,7 +86,7 @@ def test_a_continued_run_has_one_history_of_all_epochs(fitted):
     assert all(record["validation"]["loss"] > 0 for record in history)
 
 
-def test_transform_gives_what_the_module_and_its_checkpoint_give(fitted, frame, tmp_path):
+def test_transform_equals_the_module_and_its_checkpoint(fitted, frame, tmp_path):
     rows = fitted.transform(frame).select("x", vector_to_array("y__output").alias("scores")).collect()
     x = torch.tensor([row["x"] for row in rows])
     fitted.save_checkpoint(str(tmp_path / "trained.ckpt"))
@@ -97,7 +97,7 @@ def test_transform_gives_what_the_module_and_its_checkpoint_give(fitted, frame, 
     assert np.allclose([row["scores"] for row in rows], wanted.numpy(), rtol=1e-6, atol=1e-7)
 
 
-def test_a_saved_model_is_the_same_inside_a_pipeline(fitted, frame, tmp_path):
+def test_a_saved_model_predicts_the_same_inside_a_pipeline(fitted, frame, tmp_path):
     path = str(tmp_path / "saved")
     Pipeline(stages=[fitted]).fit(frame).write().overwrite().save(path)
     again = PipelineModel.load(path).stages[0]
@@ -106,7 +106,7 @@ def test_a_saved_model_is_the_same_inside_a_pipeline(fitted, frame, tmp_path):
     assert again.transform(frame).collect() == fitted.transform(frame).collect()
 
 
-def test_describe_shows_the_columns_and_what_the_module_makes_of_them(frame, capsys):
+def test_describe_shows_the_columns_and_the_modules_outputs(frame, capsys):
     LightningEstimator(num_proc=2, model=module(), feature_cols=["x"], label_cols=["y"]).describe(frame)
     said = capsys.readouterr().out
     assert "input 0 is x" in said
@@ -143,7 +143,7 @@ def test_a_plain_module_gets_columns_by_the_names_of_its_inputs(spark):
     assert np.allclose([row["y__output"] for row in found], wanted, rtol=1e-6)
 
 
-def test_what_the_estimator_decides_is_refused_in_trainer_args(frame):
+def test_trainer_args_that_the_estimator_sets_are_refused(frame):
     estimator = LightningEstimator(
         num_proc=2, model=module(), feature_cols=["x"], label_cols=["y"], trainer_args={"devices": 4}
     )

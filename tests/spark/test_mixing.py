@@ -77,7 +77,7 @@ def test_every_batch_of_every_rank_has_all_classes_through_a_store(spark, tmp_pa
 
 
 @pytest.mark.parametrize("labels", LABELS)
-def test_every_batch_of_every_rank_has_all_classes_without_a_store_however_spark_is_set(spark, tmp_path, labels):
+def test_every_batch_of_every_rank_has_all_classes_without_a_store(spark, tmp_path, labels):
     setting = "spark.sql.execution.sortBeforeRepartition"
     spark.conf.set(setting, "false")
     try:

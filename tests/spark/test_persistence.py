@@ -55,7 +55,7 @@ def trained(pipeline, rows):
     return pipeline.fit(rows)
 
 
-def test_a_pipeline_model_predicts_the_same_after_it_was_loaded(trained, rows, tmp_path):
+def test_a_loaded_pipeline_model_predicts_the_same(trained, rows, tmp_path):
     trained.write().overwrite().save(str(tmp_path / "pipeline"))
     loaded = PipelineModel.load(str(tmp_path / "pipeline"))
     model = loaded.stages[-1]
@@ -75,7 +75,7 @@ def test_the_native_file_lies_beside_the_metadata(trained, tmp_path):
     assert json.loads(line)["class"].endswith("TorchModel")
 
 
-def test_an_estimator_is_the_same_after_it_was_loaded(pipeline, rows, tmp_path):
+def test_a_loaded_estimator_equals_the_saved_one(pipeline, rows, tmp_path):
     pipeline.save(str(tmp_path / "pipeline"))
     loaded = Pipeline.load(str(tmp_path / "pipeline")).getStages()[-1]
     estimator = pipeline.getStages()[-1]
@@ -89,7 +89,7 @@ def test_an_estimator_is_the_same_after_it_was_loaded(pipeline, rows, tmp_path):
     np.testing.assert_array_equal(model.weight.detach(), estimator.getModel().weight.detach())
 
 
-def test_a_loaded_pipeline_model_is_saved_over_what_it_was_loaded_from(trained, tmp_path, monkeypatch):
+def test_a_loaded_pipeline_model_can_overwrite_its_own_folder(trained, tmp_path, monkeypatch):
     """Spark removes the folder first. Small files and large ones, also of a Store whose files cannot be mapped."""
     path, wanted = str(tmp_path / "pipeline"), trained.stages[-1].getModel().weight
     trained.save(path)
@@ -121,7 +121,7 @@ class Lock:
         return model(*inputs)
 
 
-def test_what_is_there_is_kept_and_what_is_something_else_is_named(pipeline, trained, tmp_path):
+def test_existing_files_are_kept_and_foreign_ones_named(pipeline, trained, tmp_path):
     path = str(tmp_path / "model")
     trained.stages[-1].save(path)
     with pytest.raises(StoreError, match=r"already exists.*overwrite"):

@@ -100,7 +100,7 @@ def executions(spark):
     return {entries.apply(i).executionId(): entries.apply(i).physicalPlanDescription() for i in range(entries.size())}
 
 
-def test_the_write_sorts_and_exchanges_nothing_and_leaves_the_session_as_it_was(spark, store):
+def test_the_write_needs_no_sort_or_exchange_and_restores_the_session(spark, store):
     settings, before = dict(spark.conf.getAll), executions(spark)
     prepare_all(numbers(spark), store, validation=0.3)
     (plan,) = [plan for number, plan in executions(spark).items() if number not in before]
@@ -123,7 +123,7 @@ def test_the_lineage_is_evaluated_once(spark, store):
     assert seen.value == 100
 
 
-def test_where_a_session_has_no_copy_the_rows_are_sorted_once_and_a_spill_keeps_their_order(spark, store, monkeypatch):
+def test_without_a_copied_session_rows_are_sorted_once_and_keep_their_order_in_a_spill(spark, store, monkeypatch):
     monkeypatch.setattr("sparkhvd.data.prepare.prepare.with_own_settings", lambda rows, settings: None)
     before = executions(spark)
     # The order of equal keys is lost where spilled runs are merged; with runs of 1000 rows that happens here.
@@ -231,7 +231,7 @@ def test_decimals_times_texts_nested_arrays_and_structs_arrive_with_null_filled(
         assert {name: (str(array.dtype), array.tolist()) for name, array in found.items()} == wanted
 
 
-def test_vectors_stay_sparse_on_disk_and_are_delivered_as_asked(spark, store):
+def test_vectors_stay_sparse_on_disk_and_are_delivered_as_requested(spark, store):
     vectors = [Vectors.dense([0, 1, 0, 2]), Vectors.sparse(4, {3: 5.0}), Vectors.sparse(4, {}), Vectors.dense([0] * 4)]
     rows = [(vector, vector, index) for index, vector in enumerate(vectors)]
     df = spark.createDataFrame(rows, VECTORS_AND_Y).coalesce(1)
@@ -265,7 +265,7 @@ def test_ragged_nested_arrays_are_refused(spark, store, case):
     assert_nothing_is_left(store)
 
 
-def test_row_groups_are_many_enough_for_the_ranks(spark, store):
+def test_there_are_enough_row_groups_for_the_ranks(spark, store):
     df = spark.range(0, 100_000, 1, 1).select("id", *(functions.rand(seed).alias(f"x{seed}") for seed in range(8)))
     selection = select(df.schema, feature_cols=None, label_cols=["id"])
     small = prepare(df, selection, store, writing=WriteOptions(2, 0))
@@ -288,7 +288,7 @@ def test_the_split_depends_on_content_and_seed_and_not_on_partitioning(spark, st
 
 
 @pytest.mark.parametrize("kind", ["boolean", "int", "double", "decimal(3,1)"])
-def test_a_validation_column_decides_and_is_not_delivered(spark, store, kind):
+def test_a_validation_column_determines_the_split_and_is_not_delivered(spark, store, kind):
     df = numbers(spark).withColumn("held out", (functions.col("x") % 5 == 0).cast("int").cast(kind))
     manifest = prepare_all(df, store, validation="held out")
     assert rows_of(store, manifest, "validation")["x"].tolist() == list(range(0, 100, 5))
@@ -329,7 +329,7 @@ def test_concurrent_preparations_keep_their_rows_apart(spark, store):
         assert (np.diff(x) > 0).all()
 
 
-def test_the_weight_and_nan_are_data(spark, store):
+def test_weights_and_nan_are_delivered_as_data(spark, store):
     df = numbers(spark, 4, 1).withColumn("w", functions.lit(float("nan")))
     columns = rows_of(store, prepare_all(df, store, weight="w"))
     assert columns["w"].dtype == np.float64
@@ -369,7 +369,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("validation", [None, "held_out"])
-def test_rows_that_cannot_be_trained_on_are_refused_and_nothing_is_left(spark, store, fault, validation):
+def test_invalid_rows_are_refused_without_leftovers(spark, store, fault, validation):
     rows, error, message = FAULTS[fault]
     # With validation, the first row is held out and what is wrong with the others shows only over both splits.
     df = spark.createDataFrame([*rows, rows[0]], ARRAY).coalesce(1)
@@ -394,7 +394,7 @@ class StoreOfOneMachine(LocalStore):
 
 
 @pytest.mark.parametrize("validation", [None, 0.5])
-def test_rows_that_do_not_come_to_the_store_are_told_from_none(spark, tmp_path, validation):
+def test_rows_missing_from_the_store_are_distinguished_from_an_empty_dataframe(spark, tmp_path, validation):
     store = StoreOfOtherMachines(str(tmp_path / "store"))
     with pytest.raises(StoreError, match=rf"has 1 rows, but 0 of them arrived in {store.url}\. Check that the driver"):
         prepare_all(spark.createDataFrame([([1.0], 0)], ARRAY), store, validation=validation)
@@ -404,7 +404,7 @@ def test_rows_that_do_not_come_to_the_store_are_told_from_none(spark, tmp_path, 
 
 
 @pytest.mark.parametrize("validation", [None, 0.5])
-def test_a_store_in_which_some_of_the_rows_are_missing_is_refused(spark, tmp_path, validation):
+def test_a_store_with_missing_rows_is_refused(spark, tmp_path, validation):
     store = StoreOfOneMachine(str(tmp_path / "store"))
     with pytest.raises(
         StoreError, match=rf"has 100 rows, but 6\d of them arrived in {store.url}\. Check that the driver"
@@ -442,7 +442,7 @@ def test_an_empty_split_is_refused(spark, store):
     assert_nothing_is_left(store)
 
 
-def test_a_failing_lineage_leaves_nothing_and_keeps_its_own_error(spark, store):
+def test_a_failing_lineage_raises_its_own_error_and_leaves_no_files(spark, store):
     df = numbers(spark).withColumn("x", functions.expr("IF(x < 99, x, raise_error('row 99 is bad'))"))
     with pytest.raises(Exception, match="row 99 is bad"):
         prepare_all(df, store, validation=0.2)

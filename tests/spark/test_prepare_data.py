@@ -62,7 +62,7 @@ def prepared_anew(df, store, **more):
 # Horovod's interface.
 
 
-def test_the_arguments_are_horovods_in_horovods_order(spark, store):
+def test_the_arguments_match_horovods_in_order(spark, store):
     df = spark.range(30).selectExpr("id AS x", "id * 2 AS y", "id * 1.0D AS w", "id % 3 = 0 AS v", "id AS unused")
     with prepare_data(2, store, df, ["y"], ["x"], "v", "w", False, 3, 1) as data:
         assert [(column.name, column.role) for column in data.schema.columns] == [
@@ -88,7 +88,7 @@ def test_the_arguments_are_horovods_in_horovods_order(spark, store):
         ({"validation": 1.5}, SchemaError, "The validation fraction 1.5 is not in"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_happens(spark, store, arguments, error, message):
+def test_invalid_arguments_are_refused_before_any_work(spark, store, arguments, error, message):
     df = spark.range(3).selectExpr("id AS x", "id AS y")
     with pytest.raises(error, match=message):
         prepare_data(**{"num_processes": 1, "store": store, "df": df, "label_columns": ["y"], **arguments})
@@ -187,7 +187,7 @@ def test_null_is_filled_in_training_and_in_transform(spark, store):
     assert [row.y__output for row in rows] == [row.y__output for row in wanted]
 
 
-def test_the_fields_of_a_struct_are_inputs_of_their_own(spark, store):
+def test_the_fields_of_a_struct_are_separate_inputs(spark, store):
     df = spark.range(20).selectExpr("named_struct('x', id * 1.0D, 'z', id * 2.0D) AS s", "id * 1.0D AS y")
     flat = df.select("s.x", "s.z", "y")
     wanted = parameters(estimator(store, num_proc=1, shuffle=False).fit(flat))
@@ -275,7 +275,7 @@ def test_the_same_rows_are_prepared_once_also_by_another_dataframe_and_estimator
     assert [path for path in store.list("") if not path.startswith("runs/")] == []
 
 
-def test_a_change_of_anything_that_decides_the_rows_prepares_anew(spark, store, source):
+def test_a_change_that_affects_the_rows_prepares_again(spark, store, source):
     _, read = source
     assert prepared_anew(read(), store)
     assert not prepared_anew(read(), store)
@@ -298,7 +298,7 @@ def test_a_change_of_anything_that_decides_the_rows_prepares_anew(spark, store, 
 
 
 @pytest.mark.parametrize("change", ["append", "rewrite", "touch", "remove"])
-def test_changed_files_are_prepared_anew(spark, store, source, change):
+def test_changed_files_are_prepared_again(spark, store, source, change):
     folder, read = source
     before = read()
     assert prepared_anew(before, store)
@@ -320,7 +320,7 @@ def test_changed_files_are_prepared_anew(spark, store, source, change):
         assert sorted(rows_of(data)["x"]) == sorted(row.x for row in read().select("x").collect())
 
 
-def test_rows_that_may_be_others_next_time_are_never_recognised(spark, source):
+def test_nondeterministic_rows_are_never_reused(spark, source):
     _, read = source
     df = read()
     assert fingerprint(df) == fingerprint(read())
@@ -347,7 +347,7 @@ def test_rows_that_may_be_others_next_time_are_never_recognised(spark, source):
     assert {name: fingerprint(one) for name, one in unknown.items() if fingerprint(one) is not None} == {}
 
 
-def test_a_cache_is_recognised_as_long_as_it_lives_and_never_as_another(spark, store, source):
+def test_a_cache_is_recognized_during_its_lifetime_only(spark, store, source):
     """A cache holds the rows of one evaluation, whatever its files or random numbers would give now."""
     _, read = source
     plain = fingerprint(read())
@@ -389,7 +389,7 @@ def test_a_cache_is_recognised_as_long_as_it_lives_and_never_as_another(spark, s
     assert fingerprint(read().cache().unpersist(blocking=True)) == plain
 
 
-def test_transformers_of_spark_ml_are_recognised_by_what_they_hold(source):
+def test_transformers_of_spark_ml_are_recognized_by_their_content(source):
     _, read = source
 
     def assembled(**more):
@@ -421,7 +421,7 @@ def test_preparations_of_the_same_rows_at_the_same_time_write_them_once(store, s
     assert sorted((reused, total) for _, reused, total in found) == [(False, 780), (True, 780), (True, 780)]
 
 
-def test_rows_of_pandas_are_recognised_by_their_content(spark):
+def test_rows_of_pandas_are_recognized_by_their_content(spark):
     spark.conf.set("spark.sql.execution.arrow.pyspark.enabled", "true")
     try:
         frames = [spark.createDataFrame(pd.DataFrame({"x": [1, 2, last]})) for last in (3, 3, 4)]
@@ -432,7 +432,7 @@ def test_rows_of_pandas_are_recognised_by_their_content(spark):
     assert other is None or other != first
 
 
-def test_files_that_change_while_they_are_written_are_not_recognised_later(store, source):
+def test_files_that_change_during_preparation_are_not_reused(store, source):
     folder, read = source
     df = read()
 
@@ -447,7 +447,7 @@ def test_files_that_change_while_they_are_written_are_not_recognised_later(store
     assert datasets_in(store) == []
 
 
-def test_damaged_prepared_rows_are_prepared_anew(store, source):
+def test_damaged_datasets_are_prepared_again(store, source):
     _, read = source
     with prepare_data(1, store, read(), ["y"]) as first:
         pass
@@ -514,7 +514,7 @@ def drivers_prepare(count, *arguments):
             driver.kill()
 
 
-def test_other_drivers_prepare_at_the_same_time_and_a_later_one_finds_their_rows(store, source):
+def test_datasets_of_concurrent_drivers_are_reused_by_a_later_one(store, source):
     folder, _ = source
     prepared = drivers_prepare(2, store.root, str(folder), "local[1]")
     assert [rows for _, rows, *_ in prepared] == ["40"] * 2
@@ -529,7 +529,7 @@ def test_other_drivers_prepare_at_the_same_time_and_a_later_one_finds_their_rows
 # Endings.
 
 
-def test_a_failure_and_an_unidentified_dataset_leave_nothing(spark, store):
+def test_failures_and_unidentified_datasets_leave_no_files(spark, store):
     df = spark.range(10).selectExpr("id AS x", "IF(id < 9, id, raise_error('row 9 is bad')) AS y")
     with pytest.raises(Exception, match="row 9 is bad"):
         prepare_data(1, store, df, ["y"])
@@ -554,7 +554,7 @@ def test_prepared_rows_expire_after_their_last_use(store, source):
     assert store.list("") == []
 
 
-def test_verbose_tells_in_the_log(store, source, caplog):
+def test_verbose_logs_the_preparation(store, source, caplog):
     _, read = source
     for verbose, lines in [(0, 0), (1, 1)]:
         with (
@@ -564,7 +564,7 @@ def test_verbose_tells_in_the_log(store, source, caplog):
             assert len([r for r in caplog.records if "40 rows to train on> in file://" in r.getMessage()]) == lines
 
 
-def test_rows_with_a_name_are_kept_and_found_whatever_they_are_made_of(spark, store, source, caplog):
+def test_named_datasets_are_kept_and_found_for_any_rows(spark, store, source, caplog):
     doubled = functions.udf(lambda x: x * 2.0, "double")
 
     def made():
@@ -610,7 +610,7 @@ def test_rows_with_a_name_are_kept_and_found_whatever_they_are_made_of(spark, st
         estimator.fit_on_parquet(dataset_idx="train v3")
 
 
-def test_a_warning_names_what_keeps_rows_from_being_recognised(spark, store, source, caplog):
+def test_a_warning_names_the_reason_why_rows_cannot_be_reused(spark, store, source, caplog):
     spark.udf.register("doubled", lambda x: x * 2, "long")
     reasons = {
         "unix_timestamp()": "CurrentTimestamp",
@@ -644,7 +644,7 @@ SCRIPT = """
 """
 
 
-def test_an_interrupt_cancels_the_spark_job_and_leaves_nothing(store):
+def test_an_interrupt_cancels_the_spark_job_and_leaves_no_files(store):
     script = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), store.root],
         stdout=subprocess.PIPE,

@@ -106,7 +106,7 @@ def interrupted(store, df, tmp_path_factory):
     return broken
 
 
-def test_a_run_that_lost_a_rank_ends_like_one_that_did_not(interrupted, undisturbed, df):
+def test_a_run_that_lost_a_rank_ends_like_an_uninterrupted_one(interrupted, undisturbed, df):
     """With dropout and a schedule by step: random numbers and learning rate go on too."""
     fitted = interrupted.fit(df)
     assert torch.equal(parameters(fitted.getModel()), parameters(undisturbed.getModel()))
@@ -117,7 +117,7 @@ def test_a_run_that_lost_a_rank_ends_like_one_that_did_not(interrupted, undistur
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*")  # within Lightning 2.6 with torch 2.13
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("framework", ["keras", "lightning"])
-def test_a_run_of_the_others_that_lost_a_rank_goes_on_by_another_launcher(store, df, framework, tmp_path):
+def test_a_run_of_other_frameworks_resumes_with_another_launcher(store, df, framework, tmp_path):
     undisturbed = trainings.estimator(framework, store, backend="local").fit(df)
     kill = trainings.Kill(str(tmp_path), 1, int(np.random.default_rng().integers(3, 10)))
     broken = trainings.estimator(framework, store, kill, run_id=f"broken {framework}")
@@ -142,7 +142,7 @@ def test_an_interrupted_epoch_is_finished_by_another_number_of_ranks(store, df, 
     assert losses[2] < losses[0] / 2
 
 
-def test_other_rows_are_not_mixed_into_an_interrupted_epoch(store, df, interrupted):
+def test_an_interrupted_epoch_refuses_other_rows(store, df, interrupted):
     kept = checkpoint.load(store, checkpoint.latest(store, "copy"))
     within = checkpoint.EpochPosition(4, 2, 10, "another division")
     checkpoint.save(Fence(store, "elsewhere", 0), checkpoint.Checkpoint(1, 3, kept.history[:1], kept.state, within))
@@ -300,7 +300,7 @@ class NoRows(OwnModule):
         raise OSError("there are no rows today")
 
 
-def test_a_loader_of_the_users_own_gives_the_batches(store, df):
+def test_a_user_defined_loader_provides_the_batches(store, df):
     """Three files for two ranks: two steps, in the last of which one rank has nothing."""
     own = estimator(store, backend="local", data_module=OwnModule, validation=0.2, epochs=2)
     fitted = own.fit(df.coalesce(3))
@@ -315,7 +315,7 @@ def test_a_loader_of_the_users_own_gives_the_batches(store, df):
 
 @pytest.mark.parametrize("framework", ["lightning", "keras"])
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*")  # within Lightning 2.6 with torch 2.13
-def test_it_gives_those_of_the_other_frameworks_too(store, df, framework):
+def test_a_user_defined_loader_serves_the_other_frameworks_too(store, df, framework):
     own = trainings.estimator(framework, store, backend="local", data_module=OwnModule, checkpoints=None)
     first, second = own.fit(df.coalesce(3)).getHistory()
     assert 0 < second["train"]["loss"] < first["train"]["loss"]
@@ -323,7 +323,7 @@ def test_it_gives_those_of_the_other_frameworks_too(store, df, framework):
         own.setDataModule(NoRows).fit(df)
 
 
-def test_what_contradicts_itself_is_refused(store, df):
+def test_contradictory_parameters_are_refused(store, df):
     with pytest.raises(ParamError, match=r'At most one of the parameters "backend" and "num_proc"'):
         estimator(store, backend=SparkBackend(2)).fit(df)
     with pytest.raises(ParamError, match="backend='mpi' cannot send the rows of a DataFrame to the ranks"):
@@ -356,7 +356,7 @@ class TakesTheRun(TorchCallback):
             self.store.publish(layout.claim_path(self.run_id, token + 1), other)
 
 
-def test_a_fit_whose_run_is_taken_over_fails_and_one_that_is_held_is_refused(store, df):
+def test_a_fit_fails_if_its_run_is_taken_over_and_is_refused_if_the_run_is_held(store, df):
     lease = run_lease.acquire_lease(store, "held")
     with pytest.raises(ParamError, match=r"Run 'held' is being trained by another fit \(process \d+ on"):
         estimator(store, run_id="held").fit(df)

@@ -56,7 +56,7 @@ def _asked_about_modules(spark):
     [(name, case) for name, cases in BY_FRAMEWORK.items() for case in (*COMMON, *cases)],
     ids=lambda value: value if isinstance(value, str) else "-".join(value[0]),
 )
-def test_it_is_refused_before_any_job(spark, tmp_path, monkeypatch, framework, case):
+def test_a_hot_start_is_refused_before_any_job(spark, tmp_path, monkeypatch, framework, case):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
     frame, jobs = (
         spark.range(40).selectExpr(*ROWS, "a AS b__output"),
@@ -86,7 +86,7 @@ def kept(store: Store) -> list[str]:
 
 
 @pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
-def test_a_run_is_not_continued_with_another_model(spark, tmp_path, monkeypatch, framework):
+def test_a_run_is_not_resumed_with_another_model(spark, tmp_path, monkeypatch, framework):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
     frame, store = spark.range(40).selectExpr(*ROWS), Store.create(str(tmp_path / "store"))
     given = {"num_proc": 1, "backend": "local", "epochs": 1, "run_id": "once", "checkpoints": None}

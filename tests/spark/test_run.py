@@ -62,7 +62,7 @@ class CreateFileOnText(io.StringIO):
         return super().write(text)
 
 
-def test_every_rank_knows_its_place_and_its_output_arrives_while_it_still_runs(spark, tmp_path):
+def test_every_rank_knows_its_world_and_its_output_is_streamed(spark, tmp_path):
     path = str(tmp_path / "go")
     stdout, stderr = CreateFileOnText(path), io.StringIO()
     places = sparkhvd.run(talk_and_wait, (path,), num_proc=3, env={"MY_SETTING": "yes"}, stdout=stdout, stderr=stderr)
@@ -82,7 +82,7 @@ def say(rank_and_more: str) -> None:
     print(os.environ["SPARKHVD_RANK"], rank_and_more)
 
 
-def test_the_tasks_meet_at_the_driver_where_all_reach_it(spark, monkeypatch):
+def test_tasks_exchange_introductions_at_the_driver_if_all_reach_it(spark, monkeypatch):
     answers = []
     handle = TaskExchange.handle
     monkeypatch.setattr(
@@ -94,7 +94,7 @@ def test_the_tasks_meet_at_the_driver_where_all_reach_it(spark, monkeypatch):
     assert {one.offer.task_index for one in met[0].introductions} == {0, 1, 2, 3}
 
 
-def test_tasks_of_which_one_has_no_line_to_the_driver_meet_through_spark(spark, monkeypatch):
+def test_tasks_exchange_introductions_through_spark_if_one_cannot_reach_the_driver(spark, monkeypatch):
     answers = []
     handle = TaskExchange.handle
 
@@ -120,13 +120,13 @@ def slow_in_one_part(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBat
         yield batch
 
 
-def test_the_rows_of_another_rank_may_take_longer_than_a_start(spark):
+def test_computing_the_rows_of_a_rank_may_exceed_the_start_timeout(spark):
     rows = spark.range(0, 20, numPartitions=2).mapInArrow(slow_in_one_part, "id long")
     assert sparkhvd.run(place, num_proc=2, rows=rows, start_timeout=15)[0]["SPARKHVD_RANK"] == "0"
 
 
 @pytest.mark.parametrize("launcher", ["barrier", "mpi"])
-def test_executors_with_another_version_are_told_by_one_sentence(spark, monkeypatch, launcher):
+def test_executors_with_another_version_of_sparkhvd_are_a_one_sentence_error(spark, monkeypatch, launcher):
     installed = sparkhvd.__version__
     monkeypatch.setattr(sparkhvd, "__version__", "77.0")
     words = rf"^The driver has sparkhvd 77\.0, but \S+ on host \S+ has {re.escape(installed)}"
@@ -148,7 +148,7 @@ def test_executors_with_another_version_of_a_framework_are_one_warning(spark, mo
     assert "77.0" not in caplog.text, "another Python has packages of its own"
 
 
-def test_output_goes_into_files_of_a_store_where_asked(spark, tmp_path):
+def test_output_is_written_to_files_of_a_store_on_request(spark, tmp_path):
     store = sparkhvd.Store.create(str(tmp_path))
     sparkhvd.run(say, ("and more",), num_proc=2, stdout=sparkhvd.LogFiles(store, "logs/first"))
     assert store.list("logs") == [f"logs/first/rank.{rank}/stdout.000000" for rank in range(2)]
@@ -156,7 +156,7 @@ def test_output_goes_into_files_of_a_store_where_asked(spark, tmp_path):
         assert file.read() == b"1 and more\n"
 
 
-def test_a_driver_that_no_executor_reaches_says_where_the_output_is(spark, monkeypatch, caplog):
+def test_an_unreachable_driver_is_logged_with_the_location_of_the_output(spark, monkeypatch, caplog):
     sparkhvd.run(say, ("and more",), num_proc=2, spark=spark)
     assert "reached this driver" not in caplog.text
     monkeypatch.setattr(Job, "with_driver_addresses", lambda job, addresses: job)
@@ -168,7 +168,7 @@ def wait_for_file(path: str) -> None:
     wait_for(Path(path).exists, 60.0)
 
 
-def test_a_driver_that_no_executor_reaches_says_so_while_the_ranks_run(spark, monkeypatch, tmp_path):
+def test_an_unreachable_driver_is_logged_while_the_ranks_run(spark, monkeypatch, tmp_path):
     def note(record) -> bool:
         said.append(record.getMessage())
         (tmp_path / "said").touch()
@@ -184,7 +184,7 @@ def test_a_driver_that_no_executor_reaches_says_so_while_the_ranks_run(spark, mo
     assert [words[:46] for words in said] == ["No task of this job has reached this driver (1"] * 2
 
 
-def test_without_verbosity_output_goes_where_it_was_given_a_place(spark, tmp_path):
+def test_without_verbosity_output_goes_to_the_given_stream_or_folder(spark, tmp_path):
     stdout = io.StringIO()
     sparkhvd.run(say, ("and more",), num_proc=2, verbose=0, stdout=stdout)
     assert sorted(stdout.getvalue().splitlines()) == [f"[{rank}]<stdout>:{rank} and more" for rank in range(2)]
@@ -242,7 +242,7 @@ class CheckLines:
         return
 
 
-def test_much_output_arrives_in_whole_lines_without_filling_the_memory_of_task_or_driver(spark):
+def test_large_output_arrives_in_whole_lines_with_bounded_memory(spark):
     count = 1_000_000  # 77 MB
     stdout = CheckLines()
     (growth,) = sparkhvd.run(print_much, (count,), num_proc=1, stdout=stdout)
@@ -311,12 +311,12 @@ def big(size: int) -> bytes:
     return bytes(size)
 
 
-def test_results_are_cut_into_chunks_and_put_together_again(spark):
+def test_results_are_divided_into_chunks_and_reassembled(spark):
     results = sparkhvd.run(big, (20_000_000,), num_proc=2)
     assert [len(result) for result in results] == [20_000_000, 20_000_000]
 
 
-def test_results_above_the_cap_are_refused_with_the_way_out(spark):
+def test_results_above_the_cap_are_refused_with_a_remedy(spark):
     with pytest.raises(LaunchError, match=r"returned 140,\d+,\d+ bytes, and all ranks together returned 280,.*Store"):
         sparkhvd.run(big, (140_000_000,), num_proc=2)
 
@@ -356,7 +356,7 @@ def test_busy_slots_end_in_a_start_timeout_that_leaves_nothing_running(spark):
     wait_for(lambda: not list(tracker.getActiveJobsIds()))
 
 
-def test_jobs_of_several_threads_wait_for_each_other_where_slots_are_short(spark):
+def test_jobs_of_several_threads_wait_for_each_other_if_slots_are_short(spark):
     results: dict[int, list[int]] = {}
 
     def one(index: int) -> None:
@@ -376,7 +376,7 @@ def write_pid_and_stay(folder: str) -> None:
     time.sleep(600)
 
 
-def test_ctrl_c_ends_the_ranks_and_comes_through(spark, tmp_path):
+def test_ctrl_c_ends_the_ranks_and_is_raised(spark, tmp_path):
     pids = [tmp_path / "0", tmp_path / "1"]
 
     def interrupt() -> None:
@@ -413,7 +413,7 @@ WAYS_TO_CANCEL = {
 @pytest.mark.parametrize(
     ("launcher", "way"), [*(("barrier", way) for way in WAYS_TO_CANCEL), ("mpi", "tag"), ("mpi", "session")]
 )
-def test_who_cancels_the_callers_jobs_cancels_the_job(spark, launcher, way, tmp_path):
+def test_cancelling_the_callers_jobs_cancels_the_job(spark, launcher, way, tmp_path):
     mark, cancel = WAYS_TO_CANCEL[way]
     pids = [tmp_path / "0", tmp_path / "1"]
     errors: list[Exception] = []
@@ -435,7 +435,7 @@ def test_who_cancels_the_callers_jobs_cancels_the_job(spark, launcher, way, tmp_
     wait_for(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
 
 
-def test_arguments_that_cannot_work_are_refused(spark):
+def test_invalid_arguments_are_refused(spark):
     with pytest.raises(ConfigError, match="num_proc must be an integer of at least 1, got 0"):
         sparkhvd.run(place, num_proc=0)
     with pytest.raises(ConfigError, match=r"env\['A'\] has a value of type int"):
@@ -444,7 +444,7 @@ def test_arguments_that_cannot_work_are_refused(spark):
         sparkhvd.run(place, start_timeout=0)
 
 
-def test_a_missing_session_is_said(monkeypatch):
+def test_a_missing_session_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(SparkSession, "getActiveSession", classmethod(lambda cls: None))
     with pytest.raises(LaunchError, match=r"no active SparkSession.*pass spark="):
         sparkhvd.run(place, num_proc=1)

@@ -35,7 +35,7 @@ def local_cluster(tmp_path_factory) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("how", ["master", "remote"])
-def test_dynamic_allocation_is_refused_on_a_cluster_and_means_nothing_on_a_local_master(how, tmp_path):
+def test_dynamic_allocation_is_refused_on_a_cluster_and_ignored_on_a_local_master(how, tmp_path):
     script = SCRIPT.with_name("dynamic_allocation_script.py")
     local = found_by(run_script([sys.executable, script, how, "local[2]"], tmp_path, 100))
     assert local == {"ranks": ["0", "1"]}
@@ -54,7 +54,7 @@ def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(l
 
 
 @pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
-def test_a_fit_that_loses_an_executor_goes_on_from_its_last_checkpoint(local_cluster, framework):
+def test_a_fit_that_loses_an_executor_resumes_from_its_last_checkpoint(local_cluster, framework):
     found = found_by(local_cluster)[framework]
     assert found["resumed"] == found["undisturbed"]
     first, second = ([step for step in found["steps"] if step.startswith(epoch)] for epoch in ("0.", "1."))
@@ -63,7 +63,7 @@ def test_a_fit_that_loses_an_executor_goes_on_from_its_last_checkpoint(local_clu
     assert 8 <= len(second) <= 8 + 2, f"every second step is kept: {second}"
 
 
-def test_with_open_mpi_a_lost_executor_is_one_error_and_nothing_is_left(local_cluster):
+def test_with_open_mpi_a_lost_executor_is_one_error_without_leftovers(local_cluster):
     assert found_by(local_cluster)["executor lost"] == []
 
 

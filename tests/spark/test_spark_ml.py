@@ -48,9 +48,7 @@ def estimator(**more):
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")  # pyspark's
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_parameter_grid_is_searched_in_parallel_and_fits_of_the_same_rows_share_what_was_prepared(
-    line, tmp_path, caplog
-):
+def test_a_parameter_grid_is_searched_in_parallel_and_fits_share_prepared_rows(line, tmp_path, caplog):
     """Two fits of three ranks at a time want six of four slots: they have to take turns, not wait for each other."""
     caplog.set_level(logging.INFO, "sparkhvd.data")
     store = Store.create(str(tmp_path))
@@ -78,7 +76,7 @@ def test_a_parameter_grid_is_searched_in_parallel_and_fits_of_the_same_rows_shar
 
 @pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")  # pyspark's
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_two_fits_at_a_time_without_a_store_are_compared_on_the_rows_held_out(line):
+def test_two_concurrent_fits_without_a_store_are_compared_on_the_held_out_rows(line):
     mine = estimator(num_proc=3, feature_cols=["a", "b"])
     search = TrainValidationSplit(
         estimator=mine,

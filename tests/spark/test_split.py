@@ -67,14 +67,14 @@ def test_vectors_are_held_out_as_arrays_of_the_same_values(spark, expected, vect
     assert split(as_vectors(spark, vector), ["x"], compress=compress) == expected
 
 
-def test_the_types_of_numbers_do_not_decide(plain, expected):
+def test_the_split_does_not_depend_on_number_types(plain, expected):
     for kind in ("float", "int", "smallint", "decimal(10,2)"):
         assert split(plain.withColumn("y", functions.col("y").cast(kind)), ["x"]) == expected, kind
     halves = plain.withColumn("x", functions.transform("x", lambda value: functions.round(value * 2) / 2))
     assert split(halves.withColumn("x", functions.col("x").cast("array<float>")), ["x"]) == split(halves, ["x"])
 
 
-def test_added_weights_and_the_order_of_columns_do_not_decide(plain, expected):
+def test_the_split_does_not_depend_on_weights_or_column_order(plain, expected):
     more = plain.withColumn("w", functions.rand(1)).withColumn("z", functions.lit(1.5))
     assert split(more, ["x"], weight_col="w") == expected
     three = split(more, ["x", "z"], ["y", "id"])
@@ -83,17 +83,17 @@ def test_added_weights_and_the_order_of_columns_do_not_decide(plain, expected):
     assert split(more.select("y", "id", "z", "x"), ["z", "x"], ["y", "id"], weight_col=None) == three
 
 
-def test_a_column_of_the_name_of_the_split_is_ignored(plain, expected):
+def test_a_column_named_like_the_split_is_ignored(plain, expected):
     assert split(plain.withColumn("sparkhvd_split", functions.lit("train")), ["x"]) == expected
 
 
-def test_fields_of_structs_count_wherever_they_stand_in_the_struct(plain):
+def test_the_split_does_not_depend_on_the_order_of_struct_fields(plain):
     one = plain.select(functions.struct("x", "id").alias("s"), "y")
     other = plain.select(functions.struct("id", "x").alias("s"), "y")
     assert split(one, ["s"]) == split(other, ["s"])
 
 
-def test_equal_values_that_are_stored_differently_fall_on_one_side(spark):
+def test_equal_values_in_different_storage_get_the_same_split(spark):
     rows = [(zero, float(row)) for row in range(ROWS) for zero in (0.0, -0.0)]
     sides = split(spark.createDataFrame(rows, "x double, y double").coalesce(1), ["x"])
     assert sides[::2] == sides[1::2]
@@ -106,7 +106,7 @@ def test_equal_values_that_are_stored_differently_fall_on_one_side(spark):
     assert split(df, ["x"]) == split(df.withColumn("x", array_to_vector("x")), ["x"])
 
 
-def test_a_null_falls_on_the_side_of_its_fill(spark):
+def test_a_null_gets_the_split_of_its_fill(spark):
     fields = [("a", IntegerType()), ("x", ArrayType(DoubleType())), ("t", StringType()), ("y", DoubleType())]
     schema = StructType([StructField(name, kind) for name, kind in fields])
     with_null = [(None, [None, 1.0], None, float(row)) for row in range(ROWS)]
@@ -119,7 +119,7 @@ def test_a_null_falls_on_the_side_of_its_fill(spark):
     assert found[0] == found[1]
 
 
-def test_a_wide_vector_is_held_out_by_its_entries(spark):
+def test_the_split_of_a_wide_vector_depends_on_its_entries(spark):
     width = WIDE + 1
     places = [row * 3 % width for row in range(ROWS)]
     schema = StructType([StructField("x", VectorUDT()), StructField("y", DoubleType())])

@@ -106,7 +106,7 @@ def sparks_own_credentials(spark, s3):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
-def test_spark_writes_the_rows_to_s3_by_its_own_connector_where_it_has_it(s3, tmp_path):
+def test_spark_writes_the_rows_to_s3_with_its_own_connector_if_present(s3, tmp_path):
     script = Path(__file__).with_name("s3a_script.py")
     found = found_by(run_script([sys.executable, script, s3a_jars(), json.dumps(s3.options)], tmp_path, 280))
     assert found["loaded by its URL"] == 64
@@ -122,7 +122,7 @@ def test_spark_writes_the_rows_to_s3_by_its_own_connector_where_it_has_it(s3, tm
 @pytest.mark.filterwarnings("ignore:.*only affects:UserWarning")
 @pytest.mark.usefixtures("spark", "sparks_own_credentials")
 @pytest.mark.parametrize("by", ["train_path of the Store", "path, with the credentials of Spark"])
-def test_an_estimator_trains_on_files_that_lie_in_a_remote_store(hdfs_store, s3_store, tmp_path, by):
+def test_an_estimator_trains_on_files_in_a_remote_store(hdfs_store, s3_store, tmp_path, by):
     remote = hdfs_store if by.startswith("train_path") else s3_store
     for name, first in (("train/a", 0), ("train/b", 32), ("held out/c", 64)):
         table = pa.table({"x": [i / 64 for i in range(first, first + 32)], "y": [1.0] * 32})
@@ -150,7 +150,7 @@ def test_a_model_on_s3_is_saved_loaded_and_used_with_sparks_credentials(spark, s
     loaded.trained.store._connection.close()
 
 
-def test_spark_writes_where_it_has_a_connector_and_nowhere_else(spark, hdfs_store, s3_store, tmp_path):
+def test_spark_writes_only_if_it_has_a_connector(spark, hdfs_store, s3_store, tmp_path):
     assert spark_can_write(spark, Store.create(str(tmp_path)).spark_url("x"))
     assert spark_can_write(spark, hdfs_store.spark_url("x"))
     assert not spark_can_write(spark, s3_store.spark_url("x")), "the jars of hadoop-aws are not part of pyspark"
@@ -200,7 +200,7 @@ def test_our_writer_keeps_every_type_as_spark_writes_it(spark, hdfs_store, tmp_p
     assert spark.read.parquet(hdfs_store.spark_url("out")).schema.simpleString() == rows.schema.simpleString()
 
 
-def test_our_writer_removes_what_others_left_in_its_folder(spark, hdfs_store):
+def test_our_writer_removes_leftovers_in_its_folder(spark, hdfs_store):
     hdfs_store.publish("out/part-00000-of-an-attempt-that-failed.parquet", b"half")
     paths = arrow_writer.write(spark.range(10), hdfs_store, "out", row_group_bytes=1000)
     assert hdfs_store.list("out") == list(paths)
@@ -215,7 +215,7 @@ def test_the_writers_error_names_the_store(spark, hdfs, monkeypatch):
 
 
 @pytest.mark.usefixtures("sparks_own_credentials")
-def test_a_store_takes_sparks_credentials_where_it_was_given_none(spark):
+def test_a_store_without_credentials_takes_sparks(spark):
     told = with_spark_credentials(Store.create(f"s3a://{BUCKET}/{uuid.uuid4().hex}"), spark)
     own = with_spark_credentials(Store.create(f"s3a://{BUCKET}/x", storage_options={"anon": True}), spark)
     assert told.storage_options["secret"] == SECRET
@@ -227,7 +227,7 @@ def test_a_store_takes_sparks_credentials_where_it_was_given_none(spark):
     told._connection.close()
 
 
-def test_what_a_store_was_told_reaches_sparks_writer_and_is_not_shown(spark, s3_store):
+def test_credentials_of_a_store_reach_sparks_writer_and_are_hidden(spark, s3_store):
     options = s3_store.spark_options()
     assert options[f"fs.s3a.bucket.{BUCKET}.secret.key"] == SECRET
     rows = spark.range(1).write.options(**options)
@@ -243,7 +243,7 @@ def test_what_a_store_was_told_reaches_sparks_writer_and_is_not_shown(spark, s3_
     assert s3_store.storage_options["key"] not in shown
 
 
-def test_a_store_that_all_reach_passes_the_check_and_keeps_nothing_of_it(spark, hdfs, s3, store):
+def test_a_shared_store_passes_the_check_without_leftovers(spark, hdfs, s3, store):
     before = set(spark.sparkContext.statusTracker().getJobIdsForGroup(None))
     check_store(spark, store)
     (job,) = set(spark.sparkContext.statusTracker().getJobIdsForGroup(None)) - before
@@ -252,7 +252,7 @@ def test_a_store_that_all_reach_passes_the_check_and_keeps_nothing_of_it(spark, 
     assert store.list("") == []
 
 
-def test_a_store_that_the_executors_do_not_share_is_said_in_one_sentence(spark):
+def test_a_store_that_executors_do_not_share_is_a_one_sentence_error(spark):
     # Every process has a memory of its own, as every machine has a disk of its own.
     store = Store.create(f"memory://{uuid.uuid4().hex}")
     message = (
@@ -274,7 +274,7 @@ def test_a_store_that_the_executors_do_not_share_is_said_in_one_sentence(spark):
     assert store.list("") == []
 
 
-def test_executors_that_do_not_answer_in_time_are_not_waited_for(spark):
+def test_the_check_does_not_wait_for_silent_executors(spark):
     store = Store.create(f"memory://{uuid.uuid4().hex}")
     with pytest.raises(StartTimeoutError, match=r"did not report within start_timeout=0\.001 s whether they see"):
         check_store(spark, store, seconds=0.001)

@@ -21,7 +21,7 @@ def with_ids(columns):
 
 @pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
 @pytest.mark.parametrize("path", ["store", "direct"])
-def test_texts_are_trained_on_as_the_numbers_that_a_function_makes_of_them(spark, tmp_path, framework, path):
+def test_texts_are_converted_to_numbers_by_a_transformation_function(spark, tmp_path, framework, path):
     numbers = spark.range(40).selectExpr("id / 40.0D AS a", "id % 3 * 1.0D AS b", "a * 2 - b AS y")
     words = sql.array(*map(sql.lit, WORDS))
     texts = numbers.withColumn("b", sql.element_at(words, (sql.col("b") + 1).cast("int")))

@@ -127,7 +127,7 @@ def fitted(spark, store, xor, given):
     ).fit(xor)
 
 
-def test_a_fit_with_two_ranks_learns(fitted):
+def test_a_fit_with_two_ranks_reduces_the_loss(fitted):
     history = fitted.getHistory()
     assert [entry["epoch"] for entry in history] == [0, 1, 2, 3]
     assert history[-1]["train"]["loss"] < history[0]["train"]["loss"] / 2
@@ -137,7 +137,7 @@ def test_a_fit_with_two_ranks_learns(fitted):
     assert sum(history[-1]["shares"].values()) == pytest.approx(1)
 
 
-def test_the_history_is_that_of_the_right_rows(fitted, xor):
+def test_the_history_is_measured_on_the_right_rows(fitted, xor):
     """The last validation loss is that of the returned model over the held-out rows, each counted once."""
     rows = xor.where("held_out").select("a", "b", "y").toPandas()
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_the_history_is_that_of_the_right_rows(fitted, xor):
     assert fitted.getHistory()[-1]["validation"]["loss"] == pytest.approx(wanted, rel=1e-4)
 
 
-def test_the_users_model_and_optimizer_are_not_touched(fitted, given):
+def test_the_users_model_and_optimizer_are_not_changed(fitted, given):
     model, optimizer = given
     assert torch.equal(parameters(model), parameters(network()))
     assert model.training
@@ -164,7 +164,7 @@ def test_the_model_and_its_optimizer_come_back_trained(fitted):
     assert int(optimizer.state[model[0].weight]["step"]) == 4 * 10  # 320 rows in steps of 2 x 16
 
 
-def test_transform_gives_what_the_model_gives(fitted, xor):
+def test_transform_equals_the_models_predictions(fitted, xor):
     predicted = fitted.transform(xor)
     assert predicted.columns == [*xor.columns, "y__output"]
     assert isinstance(predicted.schema["y__output"].dataType, VectorUDT)
@@ -188,7 +188,7 @@ def test_transform_starts_no_job_and_keeps_the_partitions(spark, fitted, xor):
     assert jobs  # it would have been seen
 
 
-def test_executors_fetch_models_into_the_folder_that_spark_removes(spark):
+def test_executors_fetch_models_into_a_folder_that_spark_removes(spark):
     in_task = spark.sparkContext.parallelize([0], 1).map(lambda _: predict._application_folder()).first()
     assert in_task == SparkFiles.getRootDirectory()
     assert predict._application_folder() is None
@@ -210,7 +210,7 @@ def test_transform_serves_evaluators_sql_and_pipelines(spark, fitted, xor):
     spark.catalog.dropTempView("scores")
 
 
-def test_small_batches_predict_the_same(fitted, xor):
+def test_predictions_do_not_depend_on_the_batch_size(fitted, xor):
     few = xor.orderBy("id").limit(20)
     at_once = fitted.transform(few).collect()
     in_threes = fitted.copy().setInferenceBatchSize(3).transform(few).collect()
@@ -262,7 +262,7 @@ def test_a_run_keeps_its_last_checkpoint_and_its_model_in_the_store(fitted, stor
 # Other fits.
 
 
-def test_a_run_continues_where_it_stopped_with_its_seed(store, xor, capfd):
+def test_a_run_resumes_with_its_seed(store, xor, capfd):
     """Two epochs and then two more under one run_id are, bit by bit, four epochs; the live lines reach the terminal."""
     half = estimator(store, epochs=2, run_id="continued")
     half.fit(xor)
@@ -404,7 +404,7 @@ def test_one_number_for_an_integer_label_is_a_double(spark, store, xor):
         ),
     ],
 )
-def test_what_the_schema_tells_is_refused_before_any_job(spark, store, xor, more, error, message):  # noqa: PLR0917
+def test_errors_visible_in_the_schema_are_raised_before_any_job(spark, store, xor, more, error, message):  # noqa: PLR0917
     df = xor.withColumn("text", functions.lit("x"))
     wrong = estimator(store)
     for name, value in more.items():
@@ -442,7 +442,7 @@ ARRAYS = "x array<double>, y int"
     ],
     ids=["null", "null inside", "ragged", "no rows", "fewer rows than ranks", "input shape", "output shape"],
 )
-def test_what_the_rows_tell_is_refused_before_training(spark, store, rows, more, error, message):  # noqa: PLR0917
+def test_errors_visible_in_the_rows_are_raised_before_training(spark, store, rows, more, error, message):  # noqa: PLR0917
     runs = [path for path in store.list("") if path.startswith("runs/")]
     df = spark.createDataFrame(rows, ARRAYS)
     with pytest.raises(error, match=message):
@@ -450,7 +450,7 @@ def test_what_the_rows_tell_is_refused_before_training(spark, store, rows, more,
     assert [path for path in store.list("") if path.startswith("runs/")] == runs
 
 
-def test_an_epoch_has_the_steps_that_were_asked_for_also_from_a_cache(store, xor):
+def test_an_epoch_has_the_requested_steps_also_from_a_cache(store, xor):
     model = network()
     adam = torch.optim.Adam(model.parameters())
     asked = {"train_steps_per_epoch": 3, "validation_steps_per_epoch": 1, "val_batch_size": 5, "local_cache": True}
@@ -465,7 +465,7 @@ def test_an_unknown_keyword_is_refused():
         TorchEstimator(learning_rate=1.0)
 
 
-def test_how_rows_are_prepared_is_what_the_parameters_say(xor, tmp_path, monkeypatch):
+def test_the_preparation_follows_the_parameters(xor, tmp_path, monkeypatch):
     class AskedError(Exception):
         pass
 

@@ -31,9 +31,7 @@ class IdsFromOne(torch.nn.Module):
 
 
 @pytest.mark.parametrize("data", ["direct", "store"])
-def test_a_parametrized_model_that_takes_no_zeros_trains_and_validates_as_the_model_that_is_returned(
-    spark, tmp_path, data
-):
+def test_a_parametrized_model_that_rejects_zeros_validates_the_returned_model(spark, tmp_path, data):
     df = spark.range(1, 41).selectExpr("id", "CAST(id % 2 AS INT) AS y", "id % 5 = 0 AS held_out").repartition(2)
     model = IdsFromOne()
     estimator = TorchEstimator(

@@ -59,7 +59,7 @@ def model(native, rows):
     return TorchModel.from_model(native, rows, feature_cols=["v"], output_cols=["scores", "number"])
 
 
-def test_a_wrapped_model_gives_what_the_native_one_gives_bit_for_bit_at_equal_batches(model, native, rows):
+def test_a_wrapped_model_equals_the_native_one_bit_for_bit_at_equal_batches(model, native, rows):
     assert native.training, "the given model must not change"
     found = model.copy().setInferenceBatchSize(7).transform(rows)
     assert isinstance(found.schema["scores"].dataType, VectorUDT)
@@ -76,7 +76,7 @@ def test_a_wrapped_model_gives_what_the_native_one_gives_bit_for_bit_at_equal_ba
         model.getOptimizer()
 
 
-def test_outputs_take_the_types_that_were_asked_for(model, native, rows):
+def test_outputs_have_the_requested_types(model, native, rows):
     labelled = TorchModel.from_model(native, rows, feature_cols=["v"], label_cols=["kind", "id"])
     typed = labelled.copy().setOutputTypes(["label", "scalar"]).transform(rows)
     assert typed.dtypes[-2:] == [("kind__output", "bigint"), ("id__output", "double")]
@@ -126,7 +126,7 @@ def test_every_framework_gives_the_same_bits_at_equal_batches_and_nearly_the_sam
     ],
     ids=str,
 )
-def test_the_folder_that_opens_without_spark_gives_what_transform_gives(native, rows, tmp_path, types):
+def test_the_folder_without_spark_predicts_like_transform(native, rows, tmp_path, types):
     model = TorchModel.from_model(native, rows, feature_cols=["v"], label_cols=["kind", "id"])
     model.setInferenceBatchSize(7).setOutputTypes(types)
     write_folder(model, tmp_path)
@@ -141,7 +141,7 @@ def test_the_folder_that_opens_without_spark_gives_what_transform_gives(native, 
             assert np.array_equal(np.stack(table[title]), np.array(values)), title
 
 
-def test_a_prediction_function_takes_the_place_of_the_models_call_and_is_saved(model, rows, tmp_path):
+def test_a_prediction_function_replaces_the_models_call_and_is_saved(model, rows, tmp_path):
     more = model.copy().setPredictionFn(probabilities)
     more.setOutputCols(["p", "q"]).setOutputTypes(["vector", "struct<best int, sure float>"])
     PipelineModel([more]).save(str(tmp_path / "saved"))
@@ -172,7 +172,7 @@ def test_spark_reads_only_the_columns_that_are_used_and_predicts_once(spark, mod
     assert re.findall(r"ReadSchema: (\S+)", without) == ["struct<id:bigint>"]
 
 
-def test_columns_of_every_type_come_in_their_order_beside_columns_of_any_name(spark):
+def test_output_columns_of_every_type_are_ordered_beside_columns_of_any_name(spark):
     """Those of one type travel as an array; the names that this takes are none of the DataFrame's."""
     columns = {
         "f1": "cast(id / 8 AS float)",
@@ -210,7 +210,7 @@ class Weighted(torch.nn.Module):
         return x @ torch.tensor([[1.0], [10.0], [100.0]])
 
 
-def test_fields_of_structs_go_by_their_names_in_transform_in_saved_models_and_in_tables(spark, tmp_path):
+def test_struct_fields_are_matched_by_name_in_transform_saved_models_and_tables(spark, tmp_path):
     df = spark.range(6).selectExpr("struct(id + 1.0D AS b, id + 2.0D AS a) AS s", "id * 1.0D AS c")
     turned = df.selectExpr("struct(s.a, 'text' AS more, s.b) AS s", "c")
     model = TorchModel.from_model(Weighted(), df, feature_cols=["s", "c"])
@@ -242,7 +242,7 @@ VECTOR_USES = {
 }
 
 
-def test_rows_of_parquet_with_vectors_are_predicted_whatever_is_done_with_them(spark, tmp_path):
+def test_parquet_rows_with_vectors_are_predicted_in_any_query(spark, tmp_path):
     """Spark 4.3 fails on columnar batches in which a vector comes to, or passes by, a Python function."""
     assembler = VectorAssembler(inputCols=["a", "b", "c", "d"], outputCol="v")
     columns = "id", "id % 3 / 4.0D AS a", "id % 2 / 2.0D AS b", "0.0D AS c", "0.0D AS d"
@@ -276,7 +276,7 @@ def test_rows_of_parquet_with_vectors_are_predicted_whatever_is_done_with_them(s
         spark.catalog.dropTempView("vs")
 
 
-def test_outputs_are_there_in_sql_and_in_structured_streaming(spark, model, rows, tmp_path):
+def test_outputs_work_in_sql_and_structured_streaming(spark, model, rows, tmp_path):
     model.transform(rows).createOrReplaceTempView("predictions")
     best = spark.sql("SELECT kind, max(number) AS most FROM predictions WHERE id < 12 GROUP BY kind ORDER BY kind")
     wanted = {row.id: row.number for row in model.transform(rows).collect()}
@@ -309,7 +309,7 @@ def test_models_of_numbers_are_wrapped_from_a_schema_and_kept_in_a_store(spark, 
     assert sums.transform(spark.range(3).selectExpr("id AS a", "id AS b")).dtypes[-1] == ("prediction", "double")
 
 
-def test_what_cannot_be_wrapped_or_made_is_refused_before_any_transform(spark, native, model, rows):
+def test_invalid_models_are_refused_before_any_transform(spark, native, model, rows):
     with pytest.raises(SchemaError, match="There is no column 'w'"):
         TorchModel.from_model(native, rows, feature_cols=["w"])
     with pytest.raises(ParamError, match="The length of column 'v' is unknown"):
@@ -361,7 +361,7 @@ class Given(torch.nn.Module):
         return torch.stack([a, b, v.sum(1)], 1)
 
 
-def test_tables_of_other_types_than_the_training_give_what_transform_gives(spark, tmp_path):
+def test_tables_with_other_types_predict_like_transform(spark, tmp_path):
     trained = spark.range(1).selectExpr("CAST(id AS TINYINT) AS a", "CAST(id AS FLOAT) AS b", "array(1, 2) AS v")
     model = TorchModel.from_model(Given().double(), trained, feature_cols=["a", "b", "v"])
     write_folder(model, tmp_path)

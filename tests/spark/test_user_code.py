@@ -27,9 +27,7 @@ def trial(request, tmp_path_factory) -> tuple[str, Path, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
-def test_classes_enums_and_single_objects_of_a_project_are_themselves_in_fit_transform_and_saved_models(
-    trial, framework
-):
+def test_classes_and_singletons_of_a_project_keep_their_identity_in_fit_transform_and_saved_models(trial, framework):
     _, _, found = trial
     assert found[framework] == {
         "loss": 0,
@@ -41,7 +39,7 @@ def test_classes_enums_and_single_objects_of_a_project_are_themselves_in_fit_tra
     }
 
 
-def test_arguments_of_run_are_themselves_on_the_ranks(trial):
+def test_arguments_of_run_keep_their_identity_on_the_ranks(trial):
     known, _, found = trial
     kind = "SentModule" if known == "driver" else "module"
     assert found["run"] == [[kind, [True, True, True, True]]] * 2
@@ -53,7 +51,7 @@ def test_executors_are_asked_once_and_the_driver_keeps_its_classes(trial):
     assert found["forward is its module's"]
 
 
-def test_a_saved_model_opens_without_the_project_where_its_code_was_sent(trial):
+def test_a_saved_model_opens_without_the_project_if_its_code_was_sent(trial):
     known, folder, _ = trial
     program = (
         "import sys, torch; from pathlib import Path; from sparkhvd.estimators.torch import artifact; "

@@ -25,7 +25,7 @@ def two_nodes(tmp_path_factory):
         yield running
 
 
-def test_reading_goes_on_when_data_nodes_fail_and_ends_with_an_error_when_none_is_left(two_nodes):
+def test_reading_continues_when_data_nodes_fail_and_ends_with_an_error_without_any(two_nodes):
     table = pa.table({"x": pa.array(range(1_000_000), pa.int64())})
     settings = {"dfs.client.socket-timeout": "2000"}
     store = Store.create(f"{two_nodes.url}/data", storage_options=settings, retry_seconds=20)
@@ -53,7 +53,7 @@ def test_reading_goes_on_when_data_nodes_fail_and_ends_with_an_error_when_none_i
     store._connection.close()
 
 
-def test_writing_without_a_data_node_ends_with_an_error_and_leaves_nothing(two_nodes):
+def test_writing_without_a_data_node_fails_and_leaves_no_files(two_nodes):
     for node in two_nodes.data_nodes:
         node.kill()
     store = Store.create(f"{two_nodes.url}/write", retry_seconds=1)
@@ -63,14 +63,14 @@ def test_writing_without_a_data_node_ends_with_an_error_and_leaves_nothing(two_n
     store._connection.close()
 
 
-def test_a_name_node_that_is_gone_is_named():
+def test_an_unreachable_name_node_is_named():
     store = Store.create("hdfs://127.0.0.1:1/x", retry_seconds=0.5)
     with pytest.raises(StoreError, match=r"Cannot list hdfs://127\.0\.0\.1:1/x: Connection refused.*\(gave up after"):
         store.list("")
     store._connection.close()
 
 
-def test_a_name_node_that_says_nothing_is_given_up(monkeypatch):
+def test_a_silent_name_node_times_out(monkeypatch):
     monkeypatch.setattr(filesystem, "SILENCE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store = Store.create(f"hdfs://127.0.0.1:{silent.getsockname()[1]}/x", retry_seconds=0.1)
@@ -87,7 +87,7 @@ def test_a_name_node_that_says_nothing_is_given_up(monkeypatch):
     store._connection.close()
 
 
-def test_a_writing_that_was_given_up_replaces_nothing_later(hdfs, monkeypatch):
+def test_an_abandoned_write_does_not_replace_a_file_later(hdfs, monkeypatch):
     store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
     written = module._write
 
@@ -103,7 +103,7 @@ def test_a_writing_that_was_given_up_replaces_nothing_later(hdfs, monkeypatch):
     store._connection.close()
 
 
-def test_without_a_configuration_the_default_file_system_is_missed(monkeypatch):
+def test_a_missing_default_file_system_is_an_error(monkeypatch):
     for name in ("HADOOP_CONF_DIR", "HADOOP_HOME"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(StoreError, match=r"Cannot list hdfs:///user/x: .*No fs.defaultFS"):
@@ -149,7 +149,7 @@ def test_another_user_than_hadoops_is_refused_with_the_variable_to_set(hdfs, mon
     store._connection.close()
 
 
-def test_what_a_killed_writer_left_long_ago_is_removed_by_a_later_one(hdfs):
+def test_leftovers_of_a_killed_writer_are_removed_by_a_later_one(hdfs):
     store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
     client = store._filesystem().client
     folder = store._folders.root

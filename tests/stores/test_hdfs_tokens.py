@@ -78,7 +78,7 @@ def test_rows_are_written_as_the_owner_of_the_token(theirs, token, monkeypatch):
     store._connection.close()
 
 
-def test_a_token_that_is_not_the_name_nodes_is_refused_at_once(theirs, token, monkeypatch, tmp_path):
+def test_a_token_of_another_name_node_is_refused_at_once(theirs, token, monkeypatch, tmp_path):
     content = bytearray(token.read_bytes())
     content[content.index(b"HDFS_DELEGATION_TOKEN") - 5] ^= 255  # the end of its password
     (tmp_path / "token").write_bytes(bytes(content))
@@ -88,7 +88,7 @@ def test_a_token_that_is_not_the_name_nodes_is_refused_at_once(theirs, token, mo
     assert "attempts" not in str(caught.value)
 
 
-def test_a_name_is_kept_where_no_token_asks_for_another(tmp_path):
+def test_a_host_name_is_kept_unless_a_token_needs_another(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_bytes(b"HDTS\x0e127.0.0.1:8020")
     assert name_with_token("localhost:8020", str(tokens)) == "127.0.0.1:8020"

@@ -32,7 +32,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_is_an_error_and_leaves_neither_a_file_nor_half_of_one(small_disk):
+def test_a_full_disk_is_an_error_and_leaves_no_partial_file(small_disk):
     store = LocalStore(str(small_disk / "store"))
     store.publish("before", b"1")
     with pytest.raises(StoreError, match=r"Cannot publish file://.*/a: No space left on device"):
@@ -50,7 +50,7 @@ def test_a_full_disk_is_an_error_and_leaves_neither_a_file_nor_half_of_one(small
     store.publish("after", b"2")
 
 
-def test_a_full_disk_for_what_waits_to_be_sent_is_named(small_disk, monkeypatch):
+def test_a_full_disk_for_buffered_uploads_is_named(small_disk, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
     store = Store.create("memory://full-disk")
     message = rf"Cannot buffer the content of memory://.*full-disk/x in {small_disk}: No space left on device"
@@ -65,7 +65,7 @@ def test_a_full_disk_for_what_waits_to_be_sent_is_named(small_disk, monkeypatch)
     assert store.list("") == []
 
 
-def test_a_folder_that_disappears_is_named_and_a_later_write_makes_it_again(tmp_path):
+def test_a_folder_that_disappears_is_named_and_created_again_by_a_later_write(tmp_path):
     store = LocalStore(str(tmp_path / "store"))
     with store.open("x.parquet", "wb") as file:
         parquet.write_table(pa.table({"x": range(100_000)}), file, row_group_size=1000)
@@ -82,7 +82,7 @@ def test_a_folder_that_disappears_is_named_and_a_later_write_makes_it_again(tmp_
     assert store.list("") == ["y"]
 
 
-def test_what_a_killed_writer_left_long_ago_is_removed_by_a_later_one(tmp_path):
+def test_leftovers_of_a_killed_writer_are_removed_by_a_later_one(tmp_path):
     store = LocalStore(str(tmp_path))
     for name, age in (("old", 25 * 3600), ("new", 3600)):
         left = tmp_path / f".{name}.unfinished"
@@ -93,7 +93,7 @@ def test_what_a_killed_writer_left_long_ago_is_removed_by_a_later_one(tmp_path):
     assert store.list("") == ["x"]
 
 
-def test_a_folder_that_may_not_be_written_is_refused_when_the_store_is_made():
+def test_a_read_only_folder_is_refused_when_the_store_is_created():
     if os.getuid() != 0:
         pytest.skip("becoming another user needs root")
     # pytest's own folders are closed to others; and root may write everywhere, so somebody else has to try.
@@ -107,7 +107,7 @@ def test_a_folder_that_may_not_be_written_is_refused_when_the_store_is_made():
 
 
 @pytest.mark.parametrize("form", ["dbfs:/{}", "/dbfs/{}", "file:/dbfs/{}", "file:///dbfs/{}"])
-def test_on_databricks_every_name_of_a_folder_gives_the_same_store(form, tmp_path, monkeypatch):
+def test_on_databricks_all_paths_of_a_folder_give_the_same_store(form, tmp_path, monkeypatch):
     name = tmp_path.name
     made = Path("/dbfs").exists()
     try:

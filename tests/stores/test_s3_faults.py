@@ -34,7 +34,7 @@ def store(relay):
 
 
 @pytest.mark.parametrize("fault", ["busy", "refuse", "lose"])
-def test_what_fails_a_few_times_succeeds(store, relay, fault):
+def test_transient_failures_are_retried(store, relay, fault):
     relay.first(3, fault, "PUT")
     store.publish("m", b"manifest")
     with store.open("x", "wb") as file:
@@ -53,7 +53,7 @@ def test_what_fails_a_few_times_succeeds(store, relay, fault):
     assert store.list("") == ["m"]
 
 
-def test_a_published_file_whose_answer_is_lost_is_not_taken_for_that_of_another(store, relay):
+def test_a_publisher_whose_response_is_lost_recognizes_its_own_file(store, relay):
     relay.first(1, "lose", "PUT")
     store.publish("m", b"mine")
     assert relay.seen[0] == "PUT lose"
@@ -63,7 +63,7 @@ def test_a_published_file_whose_answer_is_lost_is_not_taken_for_that_of_another(
 
 
 @pytest.mark.parametrize("fault", ["cut", "busy", "refuse"])
-def test_parquet_that_is_read_over_a_bad_connection_is_right(store, relay, fault):
+def test_parquet_is_read_correctly_over_a_bad_connection(store, relay, fault):
     table = pa.table({"x": pa.array(range(200_000), pa.int64())})
     with store.open("x.parquet", "wb") as file:
         parquet.write_table(table, file, row_group_size=20_000, use_dictionary=False)
@@ -75,7 +75,7 @@ def test_parquet_that_is_read_over_a_bad_connection_is_right(store, relay, fault
     assert f"GET {fault}" in relay.seen
 
 
-def test_a_server_that_stays_busy_is_given_up_with_a_clear_error(store, relay):
+def test_a_server_that_stays_busy_ends_in_a_clear_error(store, relay):
     impatient = Store.create(store.url, storage_options=store.storage_options, retry_seconds=1)
     relay.always("busy")
     message = r"Cannot open s3://.*/x: Service Unavailable \(gave up after \d+ attempts\)\.$"
@@ -87,7 +87,7 @@ def test_a_server_that_stays_busy_is_given_up_with_a_clear_error(store, relay):
     impatient._connection.close()
 
 
-def test_a_server_that_refuses_is_asked_once_and_its_answer_told_without_secrets(store, relay, caplog):
+def test_a_refusal_is_not_retried_and_reported_without_secrets(store, relay, caplog):
     caplog.set_level(logging.DEBUG, "sparkhvd")
     relay.always("forbidden")
     with pytest.raises(StoreError, match=r"Cannot publish s3://.*/m: No\.$") as caught:
@@ -100,7 +100,7 @@ def test_a_server_that_refuses_is_asked_once_and_its_answer_told_without_secrets
     assert SECRET not in repr(caught.value.__cause__)
 
 
-def test_a_server_that_says_nothing_is_given_up(s3, monkeypatch):
+def test_a_silent_server_times_out(s3, monkeypatch):
     monkeypatch.setattr(filesystem, "SILENCE_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = options_for(f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -111,7 +111,7 @@ def test_a_server_that_says_nothing_is_given_up(s3, monkeypatch):
         store._connection.close()
 
 
-def test_a_server_that_is_not_there_is_named(s3):
+def test_an_unreachable_server_is_named(s3):
     options = options_for("http://127.0.0.1:1")
     nowhere = Store.create(f"s3://{BUCKET}/x", storage_options=options, retry_seconds=0.5)
     with pytest.raises(StoreError, match=r"Cannot list s3://.*127\.0\.0\.1:1"):
@@ -119,14 +119,14 @@ def test_a_server_that_is_not_there_is_named(s3):
     nowhere._connection.close()
 
 
-def test_a_bucket_that_does_not_exist_is_named(s3):
+def test_a_missing_bucket_is_named(s3):
     store = Store.create("s3://no-such-bucket/x", storage_options=s3.options)
     with pytest.raises(StoreError, match=r"Cannot publish s3://no-such-bucket/x/m: .*the bucket does not exist"):
         store.publish("m", b"1")
     store._connection.close()
 
 
-def test_where_no_credentials_are_found_the_error_says_where_they_may_come_from(s3, monkeypatch, tmp_path):
+def test_the_error_for_missing_credentials_lists_their_sources(s3, monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -50,7 +50,7 @@ def test_names_of_horovod_are_a_fallback(name: str, field: str) -> None:
     assert getattr(from_environment({name: "12"}), field) == 12
 
 
-def test_tuning_is_off_unless_it_is_asked_for_and_what_is_given_is_known_to_be_given() -> None:
+def test_tuning_is_off_by_default_and_explicit_settings_are_known() -> None:
     assert not from_environment({"HOROVOD_AUTOTUNE_LOG": "log.csv"}).autotune
     tuned = from_environment({"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "log.csv"})
     assert (tuned.autotune, tuned.autotune_log) == (True, "log.csv")
@@ -59,7 +59,7 @@ def test_tuning_is_off_unless_it_is_asked_for_and_what_is_given_is_known_to_be_g
     assert (given.fusion_threshold, given.hierarchical_allreduce) == (0, True)
 
 
-def test_own_name_wins_over_that_of_horovod() -> None:
+def test_own_name_takes_precedence_over_horovods() -> None:
     environment = {"SPARKHVD_START_TIMEOUT": "1", "HOROVOD_SPARK_START_TIMEOUT": "2"}
     assert from_environment(environment).start_timeout == 1.0
 
@@ -77,7 +77,7 @@ def test_unusable_value_is_refused_with_name_and_value(text: str, problem: str) 
 @pytest.mark.parametrize(
     ("text", "value"), [("1", True), ("0", False), ("true", True), ("OFF", False), ("2", True), ("0.0", False)]
 )
-def test_a_switch_is_read_as_c_programs_and_people_write_it(text: str, value: bool) -> None:
+def test_a_switch_is_a_number_or_a_word(text: str, value: bool) -> None:
     assert from_environment({"SPARKHVD_SHARED_MEMORY": text}).shared_memory is value
     assert inverted_switch(text) is not value
 
@@ -104,7 +104,7 @@ def test_a_value_of_the_wrong_kind_is_refused(name: str, text: str, problem: str
         from_environment({name: text})
 
 
-def test_what_moves_cuda_tensors_is_read_under_the_own_name_only() -> None:
+def test_the_backend_for_cuda_tensors_has_other_values_in_horovods_variable() -> None:
     assert Config().gpu_operations == "automatic"
     assert from_environment({"SPARKHVD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "nccl"
     assert from_environment({"HOROVOD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "nccl"
@@ -144,7 +144,7 @@ def test_names_without_effect_are_accepted_with_one_notice(caplog: pytest.LogCap
     assert len(caplog.messages) == 1
 
 
-def test_a_process_that_horovods_variables_call_one_of_several_hears_that_it_is_alone(
+def test_a_warning_is_logged_if_horovods_variables_describe_several_ranks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     warn_if_horovod_rank({"HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"})
@@ -153,6 +153,6 @@ def test_a_process_that_horovods_variables_call_one_of_several_hears_that_it_is_
     assert "HOROVOD_SIZE=4 is set, but no launcher of sparkhvd started this process" in caplog.text
 
 
-def test_process_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARKHVD_START_TIMEOUT", "41")
     assert from_environment().start_timeout == 41.0

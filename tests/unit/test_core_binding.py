@@ -352,7 +352,7 @@ LINKS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp
 
 @LINKS
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_collective_is_right_among_processes(size, shared_memory):
+def test_every_collective_is_correct_across_processes(size, shared_memory):
     with Ranks("every_collective", size, shared_memory=shared_memory) as ranks:
         for rank, (local_ranks, operations) in enumerate(ranks.all_say()):
             assert local_ranks == (list(range(size)) if shared_memory else [rank])
@@ -361,7 +361,7 @@ def test_every_collective_is_right_among_processes(size, shared_memory):
 
 
 @LINKS
-def test_each_rank_scales_its_own_contribution_also_where_tensors_travel_together(shared_memory):
+def test_each_rank_scales_its_own_contribution_also_in_fused_operations(shared_memory):
     with Ranks("weighted_sums", 3, shared_memory=shared_memory) as ranks:
         for fused, every_repetition_was_a_hit in ranks.all_say():
             assert fused, "tensors that are ready together travel together"
@@ -370,7 +370,7 @@ def test_each_rank_scales_its_own_contribution_also_where_tensors_travel_togethe
 
 @LINKS
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_rank_is_named_to_those_who_wait_for_it(lost, shared_memory):
+def test_a_killed_rank_is_named_in_the_errors_of_waiting_ranks(lost, shared_memory):
     with Ranks(f"wait_for_rank_{lost}", 3, shared_memory=shared_memory) as ranks:
         ranks.all_say()
         ranks.processes[lost].kill()
@@ -382,7 +382,7 @@ def test_a_killed_rank_is_named_to_those_who_wait_for_it(lost, shared_memory):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_stands_still_is_named_when_the_collective_timeout_is_over(lost):
+def test_a_hanging_rank_is_named_after_the_collective_timeout(lost):
     with Ranks(f"wait_for_rank_{lost}", 3, collective_timeout_s=0.5) as ranks:
         assert ranks.all_say() == ["ready"] * 3
         ranks.processes[lost].send_signal(signal.SIGSTOP)
@@ -515,7 +515,7 @@ def test_a_wait_that_is_too_short_is_a_timeout_that_names_the_tensor():
         (lambda _: _core.Engine(0, 2), "a job of 2 ranks needs a rendezvous"),
     ],
 )
-def test_what_cannot_work_is_an_invalid_argument_that_says_why(alone, call, words):
+def test_invalid_arguments_are_refused_with_the_reason(alone, call, words):
     with pytest.raises(_core.CoreError) as caught:
         call(alone)
     code, message = caught.value.args
@@ -523,7 +523,7 @@ def test_what_cannot_work_is_an_invalid_argument_that_says_why(alone, call, word
     assert words in message
 
 
-def test_after_shutdown_nothing_is_accepted_and_shutting_down_again_is_harmless():
+def test_submissions_after_shutdown_are_refused_and_shutdown_is_idempotent():
     engine = _core.Engine(0, 1)
     engine.barrier("before").wait(SECONDS)
     engine.shutdown(SECONDS)

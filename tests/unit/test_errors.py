@@ -30,7 +30,7 @@ def test_every_error_is_a_sparkhvd_error(kind: type[Exception]) -> None:
         (errors.ModelOutputError, ValueError),
     ],
 )
-def test_error_can_be_caught_as_the_builtin_that_it_stands_for(kind: type, builtin: type) -> None:
+def test_errors_can_be_caught_as_their_builtin_types(kind: type, builtin: type) -> None:
     assert issubclass(kind, builtin)
 
 
@@ -47,7 +47,7 @@ def test_error_survives_pickling(kind: type[Exception]) -> None:
     assert str(copy) == "what and where"
 
 
-def test_failed_rank_survives_pickling_with_everything_it_carries() -> None:
+def test_failed_rank_survives_pickling_with_all_fields() -> None:
     error = errors.RankFailedError("it failed", rank=2, host="node7", remote_traceback="Traceback", stderr_tail="tail")
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == "it failed"

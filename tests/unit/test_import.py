@@ -111,7 +111,7 @@ def _build_wheel(folder: Path) -> None:
         ("pyspark", "TorchEstimator", "spark"),
     ],
 )
-def test_a_package_that_is_not_installed_is_told_with_the_extra_that_brings_it(missing, name, extra) -> None:
+def test_a_missing_package_is_reported_with_the_extra_that_installs_it(missing, name, extra) -> None:
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
         f"try: from sparkhvd import {name}\n"
@@ -121,7 +121,7 @@ def test_a_package_that_is_not_installed_is_told_with_the_extra_that_brings_it(m
     assert _fresh(code).strip() == told
 
 
-def test_star_import_brings_what_the_installed_frameworks_have() -> None:
+def test_star_import_contains_the_names_of_the_installed_frameworks() -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('keras', 'lightning', 'pytorch_lightning'))); "
         "from sparkhvd import *; print(*sorted(name for name in globals() if name.endswith('Estimator')), run.__name__)"

@@ -23,7 +23,7 @@ Successfully installed scipy-1.15.0 torch-2.13.0
 """
 
 
-def test_of_what_pip_tells_the_long_steps_are_shown():
+def test_the_long_steps_of_pip_are_shown():
     done = subprocess.run([_TOOLS / "pip-progress"], input=_OF_PIP, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
         "  downloading torch (887.9 MB)",

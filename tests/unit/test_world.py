@@ -27,7 +27,7 @@ def test_two_hosts_with_two_ranks_each() -> None:
     assert {(w.size, w.local_size, w.cross_size) for w in worlds} == {(4, 2, 2)}
 
 
-def test_ranks_of_one_host_need_not_be_neighbours() -> None:
+def test_ranks_of_a_host_need_not_be_consecutive() -> None:
     assert [(w.local_rank, w.cross_rank) for w in layout(["a", "b", "a", "b"])] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 

@@ -20,11 +20,11 @@ def test_an_own_address_is_bound_when_a_peer_is_elsewhere():
     assert address_to_bind("127.0.0.3", ["127.0.0.3", "127.0.0.4"]) == "127.0.0.3"
 
 
-def test_an_address_that_is_not_ours_is_replaced_by_the_outgoing_one():
+def test_a_foreign_address_is_replaced_by_the_outgoing_one():
     assert address_to_bind("192.0.2.200", ["192.0.2.200", "127.0.0.9"]) == "127.0.0.1"
 
 
-def test_loopback_is_recognised_by_name_and_address():
+def test_loopback_is_recognized_by_name_and_address():
     assert [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "10.0.0.1", "node-7")] == [
         True,
         True,
@@ -34,18 +34,18 @@ def test_loopback_is_recognised_by_name_and_address():
     ]
 
 
-def test_an_ipv6_address_of_ours_is_bound_where_peers_are_elsewhere():
+def test_an_own_ipv6_address_is_bound_if_peers_are_elsewhere():
     assert address_to_bind("::1", ["::1", "fd00::9"]) == "::1"
     assert outgoing_address("::1") == "::1"
 
 
-def test_ipv6_addresses_stand_in_brackets_beside_a_port():
+def test_ipv6_addresses_with_a_port_are_in_brackets():
     assert [with_port("fd00::5", 7), with_port("node-7", 7)] == ["[fd00::5]:7", "node-7:7"]
     assert [without_brackets("[fd00::5]"), without_brackets("node-7")] == ["fd00::5", "node-7"]
     assert [is_ipv6_only(host) for host in ("fd00::5", "127.0.0.1", "no-such-host.invalid")] == [True, False, False]
 
 
-def test_ipv4_addresses_of_one_link_are_reached_as_any_other():
+def test_link_local_ipv4_addresses_are_reachable_like_others():
     peer = "169.254.7.7"  # machines that are wired to each other and have no DHCP
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))

@@ -28,13 +28,13 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("wait", ["is_set_within(threading.Event())", "is_done_within(Future())"])
-def test_ctrl_c_that_does_not_break_off_a_wait_ends_it_all_the_same(wait):
+def test_a_wait_that_ctrl_c_does_not_interrupt_ends_all_the_same(wait):
     script = _CTRL_C.replace("{wait}", wait)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "interrupted\n", done.stderr
 
 
-def test_a_wait_says_whether_what_it_was_for_has_come():
+def test_a_wait_returns_whether_its_condition_was_met():
     event, future = threading.Event(), Future[int]()
     assert not is_set_within(event, 0.0)
     assert not is_done_within(future, 0.6)

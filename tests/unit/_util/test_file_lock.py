@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_threads_take_turns_and_leave_nothing(folder):
+def test_threads_hold_the_lock_in_turn_and_leave_no_files(folder):
     inside, most, lock = [], [], threading.Lock()
 
     def work():
@@ -46,7 +46,7 @@ def test_threads_take_turns_and_leave_nothing(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_other_work_is_not_waited_for_and_the_same_only_until_the_deadline(caplog, monkeypatch):
+def test_a_lock_is_waited_for_by_name_until_the_deadline(caplog, monkeypatch):
     monkeypatch.setattr(file_lock, "_SAY_SECONDS", 0.0)
     caplog.set_level("INFO")
     with exclusive_on_machine("doing one", Deadline.after(60)), exclusive_on_machine("doing two", Deadline.after(60)):
@@ -58,7 +58,7 @@ def test_other_work_is_not_waited_for_and_the_same_only_until_the_deadline(caplo
     assert last.message == ("Another process on this machine is still doing one; continuing without waiting for it.")
 
 
-def test_whoever_dies_gives_the_turn_back(folder):
+def test_a_killed_holder_releases_the_lock(folder):
     script = """
 import sys, tempfile
 from sparkhvd._util.file_lock import exclusive_on_machine
@@ -82,13 +82,13 @@ with exclusive_on_machine("one", Deadline.after(60)):
     assert list(folder.iterdir()) == []
 
 
-def test_where_nothing_can_be_written_work_goes_on(folder, monkeypatch):
+def test_an_unwritable_folder_does_not_block_work(folder, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "missing"))
     with exclusive_on_machine("one", Deadline.after(60)):
         assert not (folder / "missing").exists()
 
 
-def test_where_files_cannot_be_locked_work_goes_on(folder, monkeypatch):
+def test_a_file_system_without_locks_does_not_block_work(folder, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 

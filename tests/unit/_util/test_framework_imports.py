@@ -38,7 +38,7 @@ def test_lightning_is_imported_and_torch_compiles_in_a_process_that_has_loaded_t
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="PyTorch without triton")
-def test_whoever_imports_triton_first_keeps_it() -> None:
+def test_an_already_imported_triton_is_kept() -> None:
     assert _run(_WITH_TRITON_FIRST) == "True\n"
 
 
@@ -64,5 +64,5 @@ print(gc.isenabled())
 """
 
 
-def test_nothing_is_collected_while_a_framework_is_imported_and_what_it_made_is_kept_out_of_sight() -> None:
+def test_importing_a_framework_pauses_garbage_collection_and_freezes_its_objects() -> None:
     assert _run(_COLLECTIONS) == "0 True True\nFalse\n"

@@ -8,7 +8,7 @@ from sparkhvd.cli.flags import parser
 NAMES = ["label_cols", "labels_col", "feature_cols"]
 
 
-def test_the_nearest_names_are_asked_about():
+def test_the_nearest_names_are_suggested():
     assert did_you_mean("lable_cols", NAMES) == "Did you mean 'label_cols'?"
     assert did_you_mean("label_col", NAMES, most=2) == "Did you mean 'labels_col' or 'label_cols'?"
     assert did_you_mean("Label_Cols", NAMES, most=2) == "Did you mean 'label_cols'?"
@@ -24,7 +24,7 @@ def test_the_nearest_names_are_asked_about():
         (["--zzz"], "unknown flag --zzz."),
     ],
 )
-def test_a_misspelt_flag_of_sparkhvdrun_is_answered_with_the_nearest(words, said, capsys):
+def test_a_misspelled_flag_of_sparkhvdrun_is_answered_with_the_nearest(words, said, capsys):
     with pytest.raises(SystemExit):
         parser().parse(["-np", "2", *words, "python", "train.py"])
     assert capsys.readouterr().err == f"sparkhvdrun: {said} See sparkhvdrun --help.\n"

@@ -89,7 +89,7 @@ def settings(words, content, tmp_path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("flag", "section", "key", "value", "variable", "text"), TABLE, ids=[f"{one[0]}, {one[2]}" for one in TABLE]
 )
-def test_a_flag_and_a_key_set_what_the_ranks_read(flag, section, key, value, variable, text, tmp_path):  # noqa: PLR0917
+def test_a_flag_and_a_key_set_the_variable_of_the_ranks(flag, section, key, value, variable, text, tmp_path):  # noqa: PLR0917
     expected = {f"HOROVOD_{variable}": text}
     assert settings([f"--{flag}"], {}, tmp_path) == expected
     assert settings([], {section: {key: value}}, tmp_path) == expected
@@ -174,6 +174,6 @@ def test_mpirun_gets_the_options_for_binding_output_and_its_own_arguments():
         ("--cache-capacity=many", "--cache-capacity: HOROVOD_CACHE_CAPACITY must be a number, got 'many'"),
     ],
 )
-def test_a_value_that_the_ranks_could_not_read_is_refused_with_its_flag(word, said):
+def test_an_invalid_value_is_refused_with_its_flag(word, said):
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
         variables(parser().parse_args([word, "program"]), {})

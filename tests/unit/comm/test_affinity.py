@@ -44,7 +44,7 @@ def cores_of_the_engine_and_others(expected):
     return found.pop("shvd-engine", None), set.union(*found.values())
 
 
-def test_the_engine_of_each_local_rank_runs_on_the_core_that_is_listed_for_it():
+def test_the_engine_of_each_local_rank_runs_on_its_listed_core():
     listed = (CORES[-1], CORES[0])
     with RankGroup(2, thread_affinity=listed) as group:
         results = group.run(cores_of_the_engine_and_others, listed)

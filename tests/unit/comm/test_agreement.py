@@ -37,7 +37,7 @@ def test_floating_point_arrays_become_their_weighted_mean(group, dtype):
     assert found.tolist() == [[5.5, 8.0]]
 
 
-def test_other_types_are_those_of_the_first_rank_with_a_weight(group):
+def test_other_types_take_the_values_of_the_first_rank_with_a_weight(group):
     arrays = [{"i": np.array(rank + 5), "b": np.array([rank == 1])} for rank in range(3)]
     found = agreed(group, arrays, weights=(0, 2, 9))
     assert found == {"i": 6, "b": [True]}
@@ -48,7 +48,7 @@ def test_without_weights_all_ranks_count_alike(group):
     assert found == {"a": [1.0], "n": 0}
 
 
-def test_a_variance_counts_how_far_the_means_lie_apart(group):
+def test_a_combined_variance_includes_the_distance_of_the_means(group):
     """As if the rows of all ranks were those of one; also where the mean is large beside the deviation."""
     random = np.random.default_rng(1)
     rows = [1e6 + rank + random.normal(size=(40 * (rank + 1), 2)) for rank in range(3)]

@@ -78,7 +78,7 @@ def test_every_sample_is_in_the_log_and_the_last_choice_holds_on_all_ranks(group
         assert untouched in (None, UNTUNED), "a process set is left alone"
 
 
-def test_what_the_user_has_set_stays_and_the_rest_is_tuned(group, tmp_path):
+def test_settings_of_the_user_are_kept_and_the_others_tuned(group, tmp_path):
     settings = {
         "fusion_threshold": 1000,
         "autotune": True,
@@ -91,7 +91,7 @@ def test_what_the_user_has_set_stays_and_the_rest_is_tuned(group, tmp_path):
         assert seen[-1]["searching"] == 0
 
 
-def test_without_it_nothing_changes(group):
+def test_without_autotuning_no_setting_changes(group):
     for seen, _ in group.run(train, 5, "off", {}):
         assert seen == [UNTUNED] * 5
 

@@ -209,12 +209,12 @@ def test_scales_apply_and_a_result_can_go_into_its_input(group):
         np.testing.assert_allclose(result, want, rtol=1e-6)
 
 
-def test_unnamed_operations_meet_by_their_order_whoever_waits_for_them(group):
+def test_operations_without_names_are_matched_by_order(group):
     for results in group.run(submit_unnamed_in_threads):
         assert results == [float(i * group.size) for i in range(50)]
 
 
-def test_named_operations_meet_in_whatever_order_ranks_submit_them(group):
+def test_named_operations_are_matched_in_any_order(group):
     for results in group.run(submit_in_opposite_orders):
         assert results == [float(i) for i in range(40)]
 
@@ -237,13 +237,13 @@ def test_a_disagreement_is_one_error_with_both_values_on_every_rank(group, case,
             assert word in message
 
 
-def test_a_wait_ends_at_its_deadline_and_the_operation_goes_on(group):
+def test_a_wait_ends_at_its_deadline_and_the_operation_continues(group):
     for first, again, done in group.run(wait_too_short):
         assert first == again == [float(group.size)] * 2
         assert done
 
 
-def test_one_rank_alone_gets_back_what_it_gave(alone):
+def test_a_single_rank_gets_back_its_own_input(alone):
     array = np.arange(12.0).reshape(3, 4)
     for op in ReduceOp:
         np.testing.assert_array_equal(alone.allreduce(array, op), array)
@@ -277,7 +277,7 @@ def test_arrays_with_strides_are_copied_unless_they_receive_the_result(alone):
         (lambda c: c.broadcast(np.ones(2), 3), r"Root rank 3 is not among the 1 ranks 0..0"),
     ],
 )
-def test_what_cannot_work_is_refused_before_it_is_submitted(alone, call, message):
+def test_invalid_calls_are_refused_before_submission(alone, call, message):
     with pytest.raises(ValueError, match=message):
         call(alone)
 
@@ -301,7 +301,7 @@ def submit_a_name_twice():
     return str(caught.value) if me.world.rank == 0 else "twice"
 
 
-def test_a_closed_communicator_says_so():
+def test_a_closed_communicator_raises_a_clear_error():
     communicator = Communicator(LaunchContext())
     communicator.close()
     communicator.close()

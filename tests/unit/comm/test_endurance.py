@@ -10,17 +10,17 @@ from tests.ranks import RankGroup
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["arena", "sockets"])
-def test_a_rank_that_is_killed_at_any_moment_ends_the_work_of_the_others(shared_memory):
+def test_killing_a_rank_at_any_moment_ends_the_other_ranks(shared_memory):
     kill = kill_one_of(3, shared_memory=shared_memory)
     assert kill.is_fine(), kill
 
 
-def test_ranks_that_come_and_go_hold_no_more_afterwards_than_before():
+def test_repeated_init_and_shutdown_leaks_no_resources():
     for early, late in cycles(20):
         assert late[:2] == early[:2], "descriptors and threads"
 
 
-def test_ranks_connect_and_work_while_strangers_call():
+def test_ranks_connect_and_work_despite_foreign_connections():
     with RankGroup(2, connect=False) as group, strangers(group.pids(), group.port) as counts:
         deadline = Deadline.after(120.0)
         while counts["rounds"] < 2 and not deadline.expired():  # the second has begun while the ranks were at work

@@ -76,7 +76,7 @@ def leave_in_children():
 
 @pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("encrypt", [False, True], ids=["plain", "encrypted"])
-def test_children_that_leave_disturb_neither_their_parent_nor_its_peers(hosts, encrypt):
+def test_exiting_children_disturb_neither_their_parent_nor_its_peers(hosts, encrypt):
     with RankGroup(2, hosts=hosts, encrypt=encrypt) as group:
         for _ in range(2):
             assert group.run(leave_in_children) == [([1.0] * 5, 1.5)] * 2
@@ -102,7 +102,7 @@ def leave_a_child_and_die(path: str):
 
 
 @pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_the_end_of_a_rank_is_noticed_while_its_child_lives(hosts, tmp_path):
+def test_the_end_of_a_rank_is_detected_while_its_child_lives(hosts, tmp_path):
     note = tmp_path / "pid"
     with RankGroup(2, hosts=hosts) as group:
         first, second = group.outcomes(leave_a_child_and_die, str(note))

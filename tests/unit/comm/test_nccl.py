@@ -31,7 +31,7 @@ def test_the_nccl_of_the_wheel_is_found_and_loaded():
     assert "[X] NCCL" in check_build()
 
 
-def test_without_a_wheel_it_is_looked_for_by_name(monkeypatch):
+def test_without_a_wheel_nccl_is_searched_by_name(monkeypatch):
     monkeypatch.setattr(nccl, "find_spec", lambda name: None)
     assert nccl.library() == "libnccl.so.2"
 
@@ -42,7 +42,7 @@ def test_an_nccl_that_cannot_be_loaded_counts_as_none(monkeypatch):
     assert "[ ] NCCL" in check_build()
 
 
-def test_nothing_is_loaded_unless_it_is_asked_for(monkeypatch):
+def test_nccl_is_loaded_on_request_only(monkeypatch):
     monkeypatch.setattr(nccl, "library", lambda: pytest.fail("nobody has asked for NCCL"))
     assert nccl.libraries(Config()) is None
 
@@ -51,7 +51,7 @@ def test_nothing_is_loaded_unless_it_is_asked_for(monkeypatch):
     ("interfaces", "own", "found"),
     [("eth1, ib0", "", "=eth1,ib0"), ("", "", ""), ("eth1", "^docker0", "^docker0")],
 )
-def test_nccl_keeps_to_the_named_interfaces_unless_the_environment_names_its_own(interfaces, own, found, monkeypatch):
+def test_nccl_uses_the_named_interfaces_unless_the_environment_sets_its_own(interfaces, own, found, monkeypatch):
     monkeypatch.setenv(NCCL_INTERFACES, own)
     monkeypatch.setattr(nccl, "library", lambda: "/nowhere/libnccl.so.2")
     with pytest.raises(ConfigError, match="does not work on this host"):
@@ -85,7 +85,7 @@ def test_a_process_that_may_see_no_device_has_none(monkeypatch):
         assert features.cuda_built() is found
 
 
-def test_the_way_of_cuda_tensors_is_named_once(caplog):
+def test_the_advice_about_cuda_tensors_is_logged_once(caplog):
     due, not_due = nccl.Suggestion(True), nccl.Suggestion()
     for suggestion in (due, due, not_due):
         suggestion.make()
@@ -99,7 +99,7 @@ def test_nccl_and_encryption_exclude_each_other():
 
 
 @pytest.mark.skipif(features.cuda_built(), reason="there is a CUDA device here")
-def test_asking_for_nccl_where_there_is_no_device_fails_at_the_start_and_says_what_to_do():
+def test_requesting_nccl_without_a_device_fails_at_start_with_a_remedy():
     session.set_launch_context(LaunchContext(config=_ASKED))
     message = r"SPARKHVD_GPU_OPERATIONS=nccl does not work on this host: .*libcuda.* or unset the variable"
     with pytest.raises(ConfigError, match=message):

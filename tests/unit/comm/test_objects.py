@@ -50,11 +50,11 @@ def gather_what_cannot_be_pickled():
 
 
 @pytest.mark.parametrize("root", [0, 1])
-def test_an_object_of_the_root_reaches_every_rank(group, root):
+def test_broadcast_object_reaches_every_rank(group, root):
     assert group.run(broadcast_value, root) == [(root, [0, 1, 2], 11)] * 2
 
 
-def test_objects_of_all_ranks_come_in_rank_order(group):
+def test_allgather_object_returns_objects_in_rank_order(group):
     assert group.run(gather_values) == [[None, ["x" * 1000]]] * 2
 
 

@@ -124,7 +124,7 @@ def begin_with_sets():
 # What they must come to.
 
 
-def test_disjoint_sets_run_every_collective_among_themselves(group):
+def test_disjoint_sets_run_every_collective_independently(group):
     for rank, (facts, results, removed) in enumerate(group.run(reduce_in_two_sets)):
         low = rank < 2
         first = 0 if low else 2
@@ -141,7 +141,7 @@ def test_disjoint_sets_run_every_collective_among_themselves(group):
         assert removed == (True, True, False)
 
 
-def test_overlapping_sets_need_neither_one_order_nor_the_ranks_outside(group):
+def test_overlapping_sets_need_neither_a_common_order_nor_other_ranks(group):
     for rank, (right, number) in enumerate(group.run(work_in_overlapping_sets_while_others_rest)):
         assert right
         assert number == (0 if rank == 3 else 60)
@@ -164,13 +164,13 @@ def test_an_error_within_a_set_names_it_and_its_ranks(group):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_sets_that_cannot_be_are_refused_on_every_rank(group, case, words):
+def test_invalid_sets_are_refused_on_every_rank(group, case, words):
     for message in group.run(case):
         for word in words:
             assert word in message
 
 
-def test_what_is_pending_on_a_removed_set_fails(group):
+def test_pending_operations_of_a_removed_set_fail(group):
     message = group.run(remove_a_set_that_is_busy)[0]
     # Whichever comes first: this rank leaves the set, or it sees the other one leave.
     assert "'busy'" in message
@@ -185,7 +185,7 @@ def test_sets_can_be_made_by_init():
         assert (zero, everybody, mine) == (0, [0, 1, 2, 3], rank)
 
 
-def test_a_split_makes_a_set_of_every_color():
+def test_a_split_creates_one_set_per_color():
     proposals = [
         Proposal((0, 2), split=True),
         Proposal((1,), split=True),
@@ -211,12 +211,12 @@ def test_impossible_proposals_are_refused(proposals, message):
 
 
 @pytest.mark.parametrize("ranks", [[], [1, 1]])
-def test_a_set_needs_ranks_and_each_only_once(ranks):
+def test_a_set_needs_distinct_ranks(ranks):
     with pytest.raises(ConfigError, match="needs at least one rank and no duplicates"):
         ProcessSet(ranks)
 
 
-def test_a_set_knows_nothing_before_it_is_registered():
+def test_an_unregistered_set_has_ranks_but_no_id():
     one = ProcessSet([2, 1])
     assert (one.process_set_id, one.ranks) == (None, [1, 2])
     with pytest.raises(NotInitializedError, match=r"hvd.init\(process_sets="):

@@ -46,7 +46,7 @@ def test_after_shutdown_the_error_says_so():
         session.current()
 
 
-def test_init_without_a_launcher_is_a_job_of_one_and_twice_is_once():
+def test_init_without_a_launcher_is_a_job_of_one_rank_and_idempotent():
     session.init()
     first = session.current()
     session.init()
@@ -159,7 +159,7 @@ def test_init_after_shutdown_connects_the_ranks_again():
 
 
 @pytest.mark.parametrize("case", [leave_while_others_wait, die_while_others_wait])
-def test_a_rank_that_goes_away_fails_those_who_wait_for_it(case):
+def test_a_rank_that_leaves_fails_the_ranks_that_wait_for_it(case):
     with RankGroup(3) as group:
         outcomes = group.outcomes(case)
     gone = 0 if case is leave_while_others_wait else 1
@@ -170,7 +170,7 @@ def test_a_rank_that_goes_away_fails_those_who_wait_for_it(case):
     assert outcomes[1].died == (case is die_while_others_wait)
 
 
-def test_an_abort_tells_every_rank_why():
+def test_an_abort_reaches_every_rank_with_its_reason():
     with RankGroup(3) as group:
         others = group.run(abort_while_others_wait)
     assert "the data ran out" in others[0]
@@ -229,7 +229,7 @@ def retry_after_a_timeout():
     return total, session.current().allreduce(np.ones(2), ReduceOp.SUM).tolist()
 
 
-def test_a_rank_whose_init_timed_out_tries_again_alone_and_meets_those_who_come_later():
+def test_a_rank_can_retry_init_after_a_timeout_and_connect_to_later_ranks():
     with RankGroup(2, connect=False) as group:
         assert group.run(retry_after_a_timeout) == [([2.0, 2.0], [2.0, 2.0])] * 2
 
@@ -246,6 +246,6 @@ def retry_after_a_mistake():
     return session.current().allreduce(np.ones(2), ReduceOp.SUM).tolist()
 
 
-def test_a_rank_whose_init_failed_before_the_others_heard_of_it_is_still_awaited():
+def test_a_rank_whose_init_failed_early_is_still_awaited():
     with RankGroup(2, connect=False) as group:
         assert group.run(retry_after_a_mistake) == [[2.0, 2.0]] * 2

@@ -125,7 +125,7 @@ def test_a_killed_rank_leaves_a_file_that_the_others_complete(tmp_path):
     assert {event["pid"] for event in events} == {0, 1}
 
 
-def test_recordings_of_hosts_become_one(tmp_path):
+def test_recordings_of_several_hosts_are_merged(tmp_path):
     paths = [tmp_path / timeline_path("trace.json", ranks) for ranks in ([0, 1], [2, 3])]
     assert [path.name for path in paths] == ["trace.json", "trace.rank-2.json"]
     for number, path in enumerate(paths):
@@ -136,7 +136,7 @@ def test_recordings_of_hosts_become_one(tmp_path):
         merge_timelines([tmp_path / "all.json", __file__], tmp_path / "more.json")
 
 
-def test_the_name_of_a_recording_tells_jobs_apart_and_hides_the_secret():
+def test_the_name_of_a_recording_is_unique_to_the_job_and_hides_the_secret():
     assert recording_name(b"secret", "init-1", 0) == recording_name(b"secret", "init-1", 0)
     assert recording_name(b"secret", "init-1", 0) != recording_name(b"other", "init-1", 0)
     assert recording_name(b"", "", 0) != recording_name(b"", "", 0)

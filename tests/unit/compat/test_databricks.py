@@ -28,16 +28,16 @@ from sparkhvd.task.devices import cuda_names, device_variables
         ("s3://dbfs/a", None),
     ],
 )
-def test_what_databricks_calls_a_folder_is_found_where_it_is_mounted(url, mounted):
+def test_databricks_paths_are_translated_to_their_mount_points(url, mounted):
     assert mounted_path(url) == mounted
 
 
 @pytest.mark.parametrize("path", ["/dbfs/a/b", "/Volumes/c/s/v/a"])
-def test_spark_finds_a_mounted_folder_under_the_name_that_leads_back_to_it(path):
+def test_the_spark_url_of_a_mounted_folder_translates_back_to_it(path):
     assert mounted_path(spark_url_of(path)) == path
 
 
-def test_only_a_process_of_a_cluster_takes_its_mounts_for_databricks(monkeypatch):
+def test_mounts_are_translated_on_databricks_clusters_only(monkeypatch):
     paths = ("/dbfs/a", "/Volumes/c/s/v/a", "/tmp/a", "dbfs:/a")
     assert not runs_on_databricks()
     assert [scheme_of(path) for path in paths] == ["file", "file", "file", "dbfs"]
@@ -46,14 +46,14 @@ def test_only_a_process_of_a_cluster_takes_its_mounts_for_databricks(monkeypatch
     assert [scheme_of(path) for path in paths] == ["dbfs", "dbfs", "file", "dbfs"]
 
 
-def test_a_task_that_sees_its_own_gpus_alone_names_them_however_spark_counts():
+def test_a_task_that_sees_only_its_own_gpus_ignores_sparks_indices():
     assert task_gpus(["0"], ["3"]) == task_gpus(["3"], ["3"]) == ("3",)
     assert task_gpus(["0", "1"], ["1", "2"]) == task_gpus(["1", "2"], ["1", "2"]) == ("1", "2")
     assert task_gpus(["0"], ["2", "3"]) is None
 
 
 @pytest.mark.parametrize("remapped", [True, False])
-def test_the_ranks_of_an_executor_with_a_gpu_per_task_see_each_other_s_and_their_own_at_their_local_rank(remapped):
+def test_ranks_of_an_executor_see_all_its_gpus_with_their_own_at_the_local_rank(remapped):
     # Four tasks of one executor; each has one of its machine's four GPUs, and sees no other one.
     tasks = [
         ("2", "0" if remapped else "2"),

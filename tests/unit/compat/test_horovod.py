@@ -23,7 +23,7 @@ _ELASTIC = (
         ("min_np", rf"run\(\) takes no min_np\. {_ELASTIC}"),
     ],
 )
-def test_an_argument_that_run_does_not_take_is_answered_with_the_right_one(name, words):
+def test_an_unknown_argument_of_run_is_answered_with_the_right_one(name, words):
     with pytest.raises(TypeError, match=words):
         sparkhvd.run(print, **{name: 2})
 
@@ -37,13 +37,13 @@ def test_an_argument_that_run_does_not_take_is_answered_with_the_right_one(name,
         ("sparkhvd.keras", "elastic"),
     ],
 )
-def test_an_elastic_name_says_that_there_is_none_and_what_there_is(module, name):
+def test_an_elastic_name_raises_an_error_that_names_the_alternative(module, name):
     with pytest.raises(AttributeError, match=_ELASTIC):
         getattr(importlib.import_module(module), name)
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras"])
-def test_an_import_of_elastic_says_that_there_is_none_and_what_there_is(framework):
+def test_an_import_of_elastic_raises_an_error_that_names_the_alternative(framework):
     with pytest.raises(ImportError, match=_ELASTIC):
         importlib.import_module(f"sparkhvd.{framework}.elastic")
     with pytest.raises(ImportError, match=_ELASTIC):
@@ -51,7 +51,7 @@ def test_an_import_of_elastic_says_that_there_is_none_and_what_there_is(framewor
 
 
 @pytest.mark.parametrize("module", ["sparkhvd.spark", "sparkhvd.spark.torch", "sparkhvd.spark.common.store"])
-def test_an_import_of_horovods_spark_says_where_its_names_are(module):
+def test_an_import_of_spark_raises_an_error_that_locates_its_names(module):
     with pytest.raises(ImportError, match=r"from sparkhvd import run, TorchEstimator.*docs/horovod/index\.md"):
         importlib.import_module(module)
 
@@ -74,12 +74,12 @@ def test_an_import_of_horovods_spark_says_where_its_names_are(module):
         ("sparkhvd.lightning", "LightningModel", r"^LightningModel comes from sparkhvd itself"),
     ],
 )
-def test_another_unknown_name_is_answered_with_the_nearest_or_with_its_place(module, name, words):
+def test_an_unknown_name_is_answered_with_the_nearest_name_or_its_module(module, name, words):
     with pytest.raises(AttributeError, match=words):
         getattr(importlib.import_module(module), name)
 
 
 @pytest.mark.parametrize("called", [None, 3])
-def test_what_is_no_function_is_not_run(called):
+def test_an_object_that_is_not_callable_is_refused(called):
     with pytest.raises(TypeError, match=r"^fn must be a function, got (None|3)\. Pass it without calling it"):
         sparkhvd.run(called, num_proc=2, launcher="local")

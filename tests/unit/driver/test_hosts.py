@@ -48,7 +48,7 @@ def test_an_invalid_line_of_a_host_file_is_shown():
         parse_hostfile("node1 cores=4")
 
 
-def test_slots_are_taken_from_the_first_host_on():
+def test_slots_are_taken_in_the_order_of_the_hosts():
     hosts = parse_hosts("a:2,b:2,c:2")
     assert take_slots(hosts, 3) == (Host("a", 2), Host("b", 1))
     assert take_slots(hosts, None) == hosts

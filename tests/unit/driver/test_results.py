@@ -15,7 +15,7 @@ def row(rank: int, chunk: int, content: bytes, kind: str = RESULT) -> SimpleName
     return SimpleNamespace(rank=rank, kind=kind, chunk=chunk, content=bytearray(content))
 
 
-def test_chunks_are_put_together_in_rank_order_whatever_order_they_arrive_in():
+def test_chunks_are_assembled_in_rank_order():
     rows = [row(1, 1, b"d"), row(0, 0, b"a"), row(1, 0, b"c"), row(0, 1, b"b"), row(2, 0, b"")]
     assert results_of(rows, 3) == [b"ab", b"cd", b""]
 
@@ -44,7 +44,7 @@ def test_without_a_traceback_the_message_has_the_last_lines_of_stderr():
         results_of(failed(stderr_tail="last words"), 2)
 
 
-def test_other_kinds_of_failure_have_their_own_types():
+def test_kinds_of_failure_have_their_own_error_types():
     with pytest.raises(StartTimeoutError, match="Raise start_timeout"):
         results_of(failed(kind=NOT_STARTED), 2)
     with pytest.raises(LaunchError, match="Rank 1 on host node-4") as caught:
@@ -52,7 +52,7 @@ def test_other_kinds_of_failure_have_their_own_types():
     assert type(caught.value) is LaunchError
 
 
-def test_a_host_that_is_cut_off_fails_its_rank_or_a_task_without_one():
+def test_a_host_cut_off_from_the_network_fails_its_rank_or_task():
     failed = failure_of(FailureReport.from_json(unreachable_host(TaskStatus(2, 3, "node-4", 7, IN_FN)).to_json()))
     assert isinstance(failed, RankFailedError)
     assert (failed.rank, failed.host) == (3, "node-4")

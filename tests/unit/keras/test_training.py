@@ -240,7 +240,7 @@ def test_gradients_may_travel_compressed(group):
     assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def test_the_ranks_of_a_process_set_train_by_themselves(group):
+def test_the_ranks_of_a_process_set_train_independently(group):
     group.run(train_apart)
 
 

@@ -187,7 +187,7 @@ def layers_after_sync_batchnorm():
     return [id(layer) for layer in module.layers] == before, int(module.layers[1].num_batches_tracked)
 
 
-def test_after_a_fit_with_sync_batchnorm_the_module_has_its_own_layers_with_the_new_statistics(group):
+def test_a_fit_with_sync_batchnorm_restores_the_modules_own_layers_with_the_new_statistics(group):
     assert group.run(layers_after_sync_batchnorm) == [(True, 6)] * SIZE
 
 

@@ -58,7 +58,7 @@ def test_frames_travel_in_both_directions_and_in_order(sockets, encrypt):
         assert client.receive(soon()) == payload + b"!"
 
 
-def test_what_the_server_wants_encrypted_cannot_be_read_on_the_way(sockets, encrypt):
+def test_an_encrypted_connection_hides_its_content(sockets, encrypt):
     server, client = handshake(*sockets, encrypt)
     client.send(b"pay 1", soon())
     server.send(b"paid!", soon())
@@ -66,7 +66,7 @@ def test_what_the_server_wants_encrypted_cannot_be_read_on_the_way(sockets, encr
     assert [b"pay 1" in seen[0], b"paid!" in seen[1]] == [not encrypt] * 2
 
 
-def test_nobody_on_the_way_can_keep_the_two_from_encrypting(sockets):
+def test_an_attacker_cannot_disable_encryption(sockets):
     server, client = sockets
     near, far = socket.socketpair()
     with near, far, ThreadPoolExecutor(2) as pool:
@@ -84,7 +84,7 @@ def test_nobody_on_the_way_can_keep_the_two_from_encrypting(sockets):
             connecting.result()
 
 
-def test_a_host_without_openssl_says_so_on_either_side(sockets, monkeypatch):
+def test_a_host_without_openssl_is_an_error_on_both_sides(sockets, monkeypatch):
     def missing(_: bytes) -> None:
         raise protection._core.CoreError("io", "encryption needs OpenSSL's libcrypto.so.3")
 
@@ -104,7 +104,7 @@ def test_the_end_of_a_connection_between_frames_is_no_error(sockets):
     assert server.receive(soon()) is None
 
 
-def test_a_client_with_another_secret_is_turned_away(sockets):
+def test_a_client_with_another_secret_is_rejected(sockets):
     server, client = sockets
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(connect_handshake, client, b"x" * 32, soon())
@@ -123,7 +123,7 @@ def test_a_server_of_another_version_is_named():
             connect_handshake(near, SECRET, soon())
 
 
-def test_a_server_with_another_secret_is_turned_away(sockets):
+def test_a_server_with_another_secret_is_rejected(sockets):
     server, client = sockets
     server.sendall(HELLO + bytes(33) + bytes(32))
     with pytest.raises(AuthenticationError, match="server could not prove"):
@@ -164,7 +164,7 @@ def test_a_recorded_handshake_does_not_open_a_second_connection(sockets):
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" + b"x" * 100, bytes(70), HELLO + b"\xff" * 64])
-def test_garbage_instead_of_a_handshake_is_turned_away(sockets, garbage):
+def test_garbage_instead_of_a_handshake_is_rejected(sockets, garbage):
     server, client = sockets
     client.sendall(garbage)
     with pytest.raises(AuthenticationError):
@@ -182,7 +182,7 @@ STRANGE = st.builds(
 
 @pytest.mark.parametrize("handshake_of", [accept_handshake, connect_handshake])
 @given(content=STRANGE)
-def test_no_bytes_open_a_connection_or_make_a_handshake_fail_in_another_way(handshake_of, content):
+def test_arbitrary_bytes_never_authenticate_and_always_raise_our_errors(handshake_of, content):
     near, far = socket.socketpair()
     with near, far:
         far.sendall(content)
@@ -192,7 +192,7 @@ def test_no_bytes_open_a_connection_or_make_a_handshake_fail_in_another_way(hand
 
 
 @given(encrypt=st.booleans(), position=st.integers(0, 41), length=st.integers(0, 50), content=st.binary(max_size=50))
-def test_a_frame_with_other_bytes_in_it_is_never_taken(encrypt, position, length, content):
+def test_a_frame_with_changed_bytes_is_never_accepted(encrypt, position, length, content):
     near, far = socket.socketpair()
     with near, far:
         server, client = handshake(near, far, encrypt)
@@ -210,7 +210,7 @@ def test_a_frame_with_other_bytes_in_it_is_never_taken(encrypt, position, length
             return
 
 
-def test_a_silent_client_is_given_up_at_the_deadline(sockets):
+def test_a_silent_client_is_disconnected_at_the_deadline(sockets):
     server, _ = sockets
     with pytest.raises(DeadlineExceededError, match="Timed out waiting for 70 more bytes"):
         accept_handshake(server, SECRET, Deadline.after(0.05))
@@ -234,7 +234,7 @@ def test_a_client_that_sends_byte_by_byte_cannot_extend_the_deadline(sockets):
         dripping.join()
 
 
-def test_a_replayed_frame_is_noticed(sockets, encrypt):
+def test_a_replayed_frame_is_detected(sockets, encrypt):
     server, client = handshake(*sockets, encrypt)
     client.send(b"pay 1", soon())
     recorded = sockets[0].recv(frame_bytes(encrypt), socket.MSG_PEEK)
@@ -244,7 +244,7 @@ def test_a_replayed_frame_is_noticed(sockets, encrypt):
         server.receive(soon())
 
 
-def test_an_altered_frame_is_noticed(sockets, encrypt):
+def test_an_altered_frame_is_detected(sockets, encrypt):
     server, client = handshake(*sockets, encrypt)
     client.send(b"pay 1", soon())
     frame = bytearray(sockets[0].recv(frame_bytes(encrypt), socket.MSG_WAITALL))
@@ -267,7 +267,7 @@ def test_a_frame_above_the_cap_is_not_sent(sockets):
         client.send(bytes(MAX_FRAME_BYTES + 1), soon())
 
 
-def test_a_frame_that_stops_halfway_is_given_up(sockets):
+def test_an_incomplete_frame_times_out(sockets):
     server, _ = handshake(*sockets)
     sockets[1].sendall(struct.pack(">I", 100) + b"half")
     with pytest.raises(DeadlineExceededError):

@@ -17,7 +17,7 @@ V4, V6 = Interface("eth0", "10.0.0.5", "10.0.0.0/24"), Interface("eth0", "fd0a::
 LOOPBACKS = [Interface("lo", "127.0.0.1", "127.0.0.0/8"), Interface("lo", "::1", "::1/128")]
 
 
-def test_addresses_of_one_link_and_those_that_are_not_ours_yet_are_left_out():
+def test_link_local_and_tentative_addresses_are_left_out():
     assert parse_if_inet6(IF_INET6) == [V6, LOOPBACKS[1]]
 
 
@@ -35,6 +35,6 @@ def test_this_machine_has_a_loopback():
     ],
 )
 @pytest.mark.parametrize("nics", [[], ["eth0"]])
-def test_ipv6_addresses_are_tried_where_the_cluster_knows_no_others(there, host, chosen, nics, monkeypatch):
+def test_ipv6_addresses_are_used_without_any_ipv4_address(there, host, chosen, nics, monkeypatch):
     monkeypatch.setattr(interfaces, "interfaces", lambda: [*LOOPBACKS, *there])
     assert candidates(nics, host, [host, "10.0.0.6"]) == chosen

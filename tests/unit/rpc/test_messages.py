@@ -18,7 +18,7 @@ MESSAGES = st.one_of([st.from_type(kind) for kind in KINDS])
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(st.data())
-def test_every_message_survives_the_way(kind, data):
+def test_every_message_survives_serialization(kind, data):
     message = data.draw(st.from_type(kind))
     assert decode(encode(message)) == message
 
@@ -63,12 +63,12 @@ PROBE = b'{"type": "ProbeServers", "servers": %s}'
         ),
     ],
 )
-def test_what_is_no_message_is_refused_with_the_reason(content, complaint):
+def test_invalid_messages_are_refused_with_the_reason(content, complaint):
     with pytest.raises(MessageError, match=complaint):
         decode(content)
 
 
-def test_a_refusal_does_not_repeat_all_that_came():
+def test_a_refusal_does_not_quote_the_whole_message():
     with pytest.raises(MessageError) as caught:
         decode(payload(json.dumps({"type": "Started"} | {str(number): 0 for number in range(10_000)}).encode()))
     assert len(str(caught.value)) < 500
@@ -127,7 +127,7 @@ def assert_typed(message: object) -> None:
 
 
 @given(malformed() | st.binary(max_size=200))
-def test_no_bytes_make_decoding_fail_in_another_way_or_give_other_types(content):
+def test_decoding_arbitrary_bytes_gives_a_message_or_a_message_error(content):
     try:
         message = decode(content)
     except MessageError:

@@ -68,7 +68,7 @@ def test_many_clients_are_served_at_once():
     assert {one.rank for one in recorder.messages if isinstance(one, Output)} == set(range(40))
 
 
-def test_who_makes_room_for_others_is_told_to_come_again():
+def test_a_connection_closed_to_make_room_is_asked_to_retry():
     with Server(SECRET, Recorder(), name="besieged") as server, ExitStack() as crowd:
         address = ("127.0.0.1", server.port)
         first = crowd.enter_context(socket.create_connection(address))
@@ -79,7 +79,7 @@ def test_who_makes_room_for_others_is_told_to_come_again():
             connect_handshake(first, SECRET, soon())
 
 
-def test_five_hundred_idle_strangers_keep_no_member_out():
+def test_five_hundred_idle_strangers_do_not_block_members():
     with Server(SECRET, Recorder(), name="besieged") as server, ExitStack() as crowd:
         address = ("127.0.0.1", server.port)
         for _ in range(500):
@@ -100,7 +100,7 @@ def test_two_hundred_members_connect_at_once():
             client.close()
 
 
-def test_whoever_only_hangs_up_is_not_asked_again():
+def test_a_client_that_only_disconnects_is_not_asked_to_retry():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         knocks = []
 
@@ -117,7 +117,7 @@ def test_whoever_only_hangs_up_is_not_asked_again():
     assert len(knocks) == 1
 
 
-def test_a_crowd_of_silent_strangers_keeps_nobody_out_for_longer_than_a_handshake_may_take():
+def test_silent_strangers_delay_members_by_one_handshake_timeout_at_most():
     with Server(SECRET, Recorder(), name="besieged") as server:
         address = ("127.0.0.1", server.port)
         crowd = [socket.create_connection(address) for _ in range(32)]
@@ -147,7 +147,7 @@ class AnswersLater:
         return answer
 
 
-def test_an_answer_may_come_later_and_from_another_thread():
+def test_a_response_may_be_sent_later_from_another_thread():
     with Server(SECRET, AnswersLater(20)) as server, ThreadPoolExecutor(20) as pool:
 
         def ask(number: int) -> Message:
@@ -160,7 +160,7 @@ def test_an_answer_may_come_later_and_from_another_thread():
     assert len(answers) == 1
 
 
-def test_who_waits_for_a_later_answer_is_let_go_when_it_cannot_be_sent():
+def test_a_client_is_released_if_its_deferred_response_cannot_be_sent():
     class TooLong:
         def handle(self, message: Message) -> Future[Message]:
             answer: Future[Message] = Future()
@@ -202,7 +202,7 @@ with Server(SECRET, Recorder(), name="the server") as server:
 """
 
 
-def test_a_server_that_may_open_no_more_files_says_so_once_and_waits():
+def test_a_server_at_its_file_limit_warns_once_and_waits():
     done = subprocess.run([sys.executable, "-c", OUT_OF_FILES], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.count("the server cannot accept more connections: this process has reached its limit of") == 1, (
         done.stderr
@@ -228,12 +228,12 @@ def test_addresses_are_tried_until_the_right_server_answers():
         client.close()
 
 
-def test_the_error_lists_what_happened_at_every_address():
+def test_the_error_lists_the_failure_at_every_address():
     with Server(b"o" * 32, Recorder()) as stranger, pytest.raises(DeadlineExceededError, match=str(stranger.port)):
         connect([("127.0.0.1", stranger.port)], SECRET, soon())
 
 
-def test_strangers_reach_no_handler_and_do_not_keep_others_out():
+def test_strangers_reach_no_handler_and_do_not_block_members():
     recorder = Recorder()
     with Server(SECRET, recorder) as server:
         address = ("127.0.0.1", server.port)
@@ -249,7 +249,7 @@ def test_strangers_reach_no_handler_and_do_not_keep_others_out():
     assert recorder.messages == [Flush()]
 
 
-def test_what_is_no_message_ends_its_connection_with_one_line_and_disturbs_nobody(caplog):
+def test_an_invalid_message_closes_its_own_connection_with_one_log_line(caplog):
     recorder = Recorder()
     with Server(SECRET, recorder, name="the server") as server:
         address = ("127.0.0.1", server.port)
@@ -271,7 +271,7 @@ def test_what_is_no_message_ends_its_connection_with_one_line_and_disturbs_nobod
     assert recorder.messages == [Flush()] * 4
 
 
-def test_no_more_strangers_than_allowed_hold_a_thread():
+def test_the_number_of_threads_for_strangers_is_limited():
     with Server(SECRET, Recorder(), name="crowded") as server:
         crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
         await_hang_up(crowd[0])  # which makes room
@@ -308,7 +308,7 @@ class AnswersLate(Recorder):
 
 
 @pytest.mark.parametrize("rank", [-1, 0])
-def test_a_task_is_lost_when_it_says_nothing_and_one_that_waits_for_an_answer_is_not(rank, monkeypatch):
+def test_a_silent_task_is_lost_unless_it_waits_for_a_response(rank, monkeypatch):
     monkeypatch.setattr("sparkhvd.rpc.server.SILENT_SECONDS", 0.3)
     lost: queue.SimpleQueue[tuple[TaskStatus, OSError]] = queue.SimpleQueue()
     handler, asking, silent = AnswersLate(), TaskStatus(0, rank, "here", 0), TaskStatus(1, rank, "here", 1)

@@ -13,7 +13,7 @@ def test_names_of_a_dataset_and_of_a_run():
     assert layout.model_folder("r") == "runs/r/model"
 
 
-def test_places_of_checkpoints_come_in_the_order_of_the_training():
+def test_paths_of_checkpoints_sort_in_the_order_of_training():
     places = [(0, None), (2, 7), (2, 120), (2, None), (3, 4), (10, None), (99_999, None)]
     paths = [layout.checkpoint_path("r", epoch, step) for epoch, step in places]
     assert sorted(paths, key=layout.checkpoint_position) == paths
@@ -29,7 +29,7 @@ def test_an_epoch_that_would_not_sort_is_refused(epoch):
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a\nb", "x" * 201])
-def test_an_id_that_is_no_folder_name_is_refused(name):
+def test_an_id_that_is_not_a_folder_name_is_refused(name):
     with pytest.raises(StoreError, match=r"run id .* cannot be a folder name"):
         layout.run_folder(name)
     with pytest.raises(StoreError, match=r"dataset id .* cannot be a folder name"):

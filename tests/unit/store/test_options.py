@@ -15,7 +15,7 @@ from sparkhvd.store.options import StorageOptions, refuse_credentials
 SECRETS = {"secret": "hunter22", "client_kwargs": {"aws_session_token": "a-long-token"}, "endpoint_url": "http://x:1"}
 
 
-def test_values_are_not_shown_and_travel_all_the_same():
+def test_secret_values_are_hidden_but_survive_pickling():
     options = StorageOptions(SECRETS)
     assert repr(options) == "StorageOptions(client_kwargs, endpoint_url, secret; values not shown)"
     assert f"{options}" == repr(options)
@@ -23,7 +23,7 @@ def test_values_are_not_shown_and_travel_all_the_same():
     assert dict(options) == SECRETS
 
 
-def test_secrets_are_taken_out_of_texts():
+def test_secrets_are_removed_from_texts():
     options = StorageOptions(SECRETS)
     assert options.scrubbed("hunter22 a-long-token http://x:1") == "*** *** http://x:1"
 
@@ -50,11 +50,11 @@ def test_a_url_with_credentials_in_it_is_refused_without_showing_them(url, shown
     "url",
     ["abfss://container@account.dfs.core.windows.net/x", "hdfs://namenode:8020/a:b@c", "hdfs://[::1]:8020/x", "/a:b@c"],
 )
-def test_what_only_looks_like_credentials_is_not_refused(url):
+def test_texts_that_resemble_credentials_are_not_refused(url):
     refuse_credentials(url)
 
 
-def test_a_cause_that_shows_a_secret_is_left_out_of_the_error():
+def test_an_error_omits_a_cause_with_a_secret():
     store = FilesystemStore("memory://x", storage_options=SECRETS)
 
     def fail(_):
@@ -65,12 +65,12 @@ def test_a_cause_that_shows_a_secret_is_left_out_of_the_error():
     assert "hunter22" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_how_users_are_authenticated_is_no_secret():
+def test_the_authentication_method_is_not_a_secret():
     options = StorageOptions({"hadoop.security.authentication": "kerberos", "headers": {"Authorization": "Bearer"}})
     assert options.scrubbed("no kerberos ticket for the Bearer") == "no kerberos ticket for the ***"
 
 
-def test_what_exists_already_is_said_also_where_the_traceback_shows_a_secret():
+def test_an_existing_file_is_reported_even_if_the_traceback_contains_a_secret():
     store = FilesystemStore("memory://exists", storage_options={"password": "FileExistsError"})
     store.publish("x", b"first")
     with pytest.raises(StoreError, match="it exists already, and published files are never changed") as caught:
@@ -84,7 +84,7 @@ def test_a_chain_of_file_systems_is_refused():
 
 
 @pytest.mark.parametrize("path", ["", "user/x", "s3://bucket/x", "file:///x", "/"])
-def test_what_is_no_folder_on_hdfs_is_refused_or_the_root(path):
+def test_invalid_hdfs_urls_are_refused(path):
     if path == "/":
         assert HDFSStore(path).url == "hdfs://"
         return
@@ -105,7 +105,7 @@ def test_what_is_no_folder_on_hdfs_is_refused_or_the_root(path):
         (("hdfs://nn:1/user/x", "other", 2), "hdfs://other:2/user/x"),
     ],
 )
-def test_hdfs_understands_horovods_arguments(arguments, url):
+def test_hdfs_accepts_horovods_arguments(arguments, url):
     store = HDFSStore(*arguments)
     assert store.url == url
     assert store.spark_url("a") == f"{url}/a"
@@ -133,17 +133,17 @@ def test_paths_without_a_common_folder_need_a_prefix():
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///", "gs://bucket/x", "bucket/x"])
-def test_what_is_no_folder_on_s3_is_refused(url):
+def test_invalid_s3_urls_are_refused(url):
     with pytest.raises(StoreError, match="is not a folder on S3"):
         S3Store(url)
 
 
-def test_all_names_of_s3_mean_the_same():
+def test_all_schemes_of_s3_are_equivalent():
     assert S3Store("s3a://b/x") == S3Store("s3n://b/x/") == S3Store("s3://b/x")
     assert S3Store("s3://b/x").spark_url("y") == "s3a://b/x/y"
 
 
-def test_what_s3fs_is_told_and_what_hadoop_is_told_say_the_same():
+def test_s3fs_and_hadoop_get_equivalent_options():
     options = {
         "key": "k",
         "secret": "s",
@@ -160,7 +160,7 @@ def test_what_s3fs_is_told_and_what_hadoop_is_told_say_the_same():
     assert storage_options_from(anonymous, "b") == {"anon": True}
 
 
-def test_an_endpoint_without_a_scheme_gets_that_of_sparks_setting():
+def test_an_endpoint_without_a_scheme_takes_it_from_sparks_setting():
     settings = {"fs.s3a.endpoint": "host:1", "fs.s3a.connection.ssl.enabled": "false"}
     assert storage_options_from(settings, "b") == {"endpoint_url": "http://host:1"}
     assert storage_options_from({"fs.s3a.endpoint": "host"}, "b") == {"endpoint_url": "https://host"}
@@ -199,6 +199,6 @@ SPARKS_REGION = {"client_kwargs": {"region_name": "spark's"}}
         ),
     ],
 )
-def test_spark_says_what_the_options_of_s3_do_not(given, told):
+def test_sparks_settings_complete_the_options_of_s3(given, told):
     store = S3Store("s3://b/x", storage_options=given).with_spark_settings(SAID_BY_SPARK)
     assert dict(store.storage_options) == told

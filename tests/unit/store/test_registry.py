@@ -42,14 +42,14 @@ def test_a_scheme_that_nothing_serves_is_refused():
         ("dvc://x", r"\(Install dvc to access DVCFileSystem\)\."),
     ],
 )
-def test_a_file_system_whose_package_is_missing_says_what_to_install(url, said, monkeypatch):
+def test_a_missing_package_of_a_file_system_is_named(url, said, monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(StoreError, match=rf"^The Store for \w+:// needs a package that is not installed {said}$"):
         Store.create(url)
 
 
 @pytest.mark.parametrize(("name", "package"), [("S3Store", "s3"), ("HDFSStore", "hdfs")])
-def test_a_class_whose_package_is_missing_says_what_to_install(name, package, tmp_path):
+def test_a_missing_package_of_a_store_class_is_named(name, package, tmp_path):
     for module in ("s3fs", "hdfs_native"):
         (tmp_path / f"{module}.py").write_text("raise ModuleNotFoundError('No module named here')")
     code = f"from sparkhvd.store import {name}"
@@ -58,19 +58,19 @@ def test_a_class_whose_package_is_missing_says_what_to_install(name, package, tm
     assert done.stderr.splitlines()[-1].endswith(f": pip install 'sparkhvd[{package}]'."), done.stderr
 
 
-def test_an_option_that_a_store_does_not_take_is_refused(tmp_path):
+def test_an_unknown_option_of_a_store_is_refused(tmp_path):
     with pytest.raises(StoreError, match=r"does not accept these options: .*'colour'"):
         Store.create(str(tmp_path), colour="blue")
 
 
-def test_a_folder_takes_no_storage_options_but_empty_ones(tmp_path):
+def test_a_local_store_accepts_empty_storage_options_only(tmp_path):
     for none in (None, {}):
         assert Store.create(str(tmp_path), storage_options=none) == LocalStore(str(tmp_path))
     with pytest.raises(StoreError, match=r"^A LocalStore does not accept storage_options, got key\. Leave"):
         Store.create(str(tmp_path), storage_options={"key": "secret"})
 
 
-def test_what_horovods_stores_take_and_these_do_not_is_refused_by_name():
+def test_options_of_horovods_stores_without_a_counterpart_are_refused_by_name():
     with pytest.raises(StoreError, match=r"'/path' is not a URL; .*For a path use LocalStore"):
         FilesystemStore("/path")
     for arguments, named in [((None,) * 4 + ("libhdfs",), {}), ((), {"driver": "libhdfs"})]:
@@ -78,7 +78,7 @@ def test_what_horovods_stores_take_and_these_do_not_is_refused_by_name():
             HDFSStore("/x", *arguments, **named)
 
 
-def test_a_backend_that_cannot_be_imported_says_what_to_install(monkeypatch):
+def test_a_backend_that_cannot_be_imported_names_the_package_to_install(monkeypatch):
     entry = StoreEntry("sparkhvd.store.not_there:Store", "Install it: pip install 'sparkhvd[x]'.")
     monkeypatch.setattr(registry, "STORES", {"x": entry})
     with pytest.raises(StoreError, match=r"Store for x:// needs .*pip install 'sparkhvd\[x\]'"):

@@ -33,7 +33,7 @@ def test_every_layout_is_complete_and_starts_with_task_0(count):
             assert {world.cross_size for world in across} == {len(across)}
 
 
-def test_the_order_in_which_offers_arrive_does_not_matter():
+def test_ranks_do_not_depend_on_the_order_of_offers():
     given = offers(("b", "a", "b", "c", "a"))
     shuffled = list(given)
     random.Random(1).shuffle(shuffled)
@@ -41,12 +41,12 @@ def test_the_order_in_which_offers_arrive_does_not_matter():
 
 
 @pytest.mark.parametrize("indices", [(0, 0), (1, 2), (0, 2)])
-def test_missing_or_doubled_tasks_are_refused(indices):
+def test_missing_or_duplicate_tasks_are_refused(indices):
     with pytest.raises(ValueError, match="must be 0 to 1, each once"):
         assign([TaskOffer(index, "a", "a", "127.0.0.1") for index in indices])
 
 
-def test_ranks_that_others_placed_belong_to_the_tasks_of_their_host():
+def test_ranks_placed_by_mpirun_belong_to_the_tasks_of_their_host():
     slots = assign_started(offers(("a", "b", "a", "b", "a")), {"a": [3, 0, 4], "b": [2, 1]})
     assert [slot.offer.task_index for slot in slots] == [0, 1, 3, 2, 4]
     worlds = [slot.world for slot in slots]
@@ -63,6 +63,6 @@ def test_ranks_that_others_placed_belong_to_the_tasks_of_their_host():
 
 
 @pytest.mark.parametrize("ranks", [{"a": [0, 1], "b": [2]}, {"a": [0], "b": [0]}, {"a": [0], "b": [2]}, {"a": [0]}])
-def test_ranks_that_are_not_one_per_task_are_refused(ranks):
+def test_placements_without_one_rank_per_task_are_refused(ranks):
     with pytest.raises(ValueError, match=r"must be 0 to 1|zip\(\) argument"):
         assign_started(offers(("a", "b")), ranks)

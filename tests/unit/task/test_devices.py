@@ -16,7 +16,7 @@ def seen(found) -> list[str | None]:
     return [dict(device_variables(found, slot)).get("CUDA_VISIBLE_DEVICES") for slot in found]
 
 
-def test_the_device_at_the_local_rank_is_the_ranks_own():
+def test_each_rank_finds_its_own_device_at_its_local_rank():
     found = slots(("a", ("3",)), ("b", ("0",)), ("a", ("1",)), ("a", ("0",)))
     assert seen(found) == ["3,1,0", "3,1,0", "3,1,0", "0"]
     for slot, listed in zip(found, seen(found), strict=True):
@@ -31,7 +31,7 @@ def test_ranks_that_share_a_device_each_see_their_own():
     assert seen(slots(("a", ("0",)), ("a", ("0",)), ("a", ("1",)))) == ["0", "0", "1"]
 
 
-def test_containers_that_count_their_gpus_apart_are_places_of_their_own():
+def test_containers_with_separate_gpu_indices_count_as_separate_hosts():
     """As of YARN: each sees its own alone, from 0 on."""
     given = [("one", ("0",)), ("two", ("0",)), ("one", ("1",)), ("two", ("1",))]
     found = assign([TaskOffer(i, "a", "node", "", devices, container=one) for i, (one, devices) in enumerate(given)])
@@ -48,13 +48,13 @@ def test_containers_that_count_their_gpus_apart_are_places_of_their_own():
     assert said[4].startswith("Containers on host node use the same GPU indices: sparkhvd assumes that YARN isolates")
 
 
-def test_containers_whose_gpus_have_names_apart_share_their_host():
+def test_containers_with_distinct_gpu_names_share_their_host():
     found = assign([TaskOffer(i, "a", "node", "", (str(i),), container=f"of {i}") for i in range(2)])
     assert [slot.world.local_rank for slot in found] == [0, 1]
     assert seen(found) == ["0,1"] * 2
 
 
-def test_without_devices_the_environment_stays_as_it_is():
+def test_without_devices_the_environment_is_unchanged():
     assert seen(slots(("a", ()), ("a", ()))) == [None, None]
 
 
@@ -74,11 +74,11 @@ def test_without_devices_the_environment_stays_as_it_is():
         (["1", "2"], "1,2", ("1", "2")),
     ],
 )
-def test_addresses_count_within_what_the_executor_may_see(addresses, visible, names):
+def test_gpu_addresses_index_the_visible_devices_of_the_executor(addresses, visible, names):
     assert cuda_names(addresses, visible) == names
 
 
-def test_cuda_counts_as_sparks_discovery_scripts_do():
+def test_cuda_device_order_matches_sparks_discovery_scripts():
     found = slots(("a", ("0",)))
     assert dict(device_variables(found, found[0]))["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
@@ -90,7 +90,7 @@ def test_the_map_has_a_line_per_rank():
     assert device_map(slots(("a", ()))) == ""
 
 
-def test_ranks_that_were_given_the_same_gpu_are_told():
+def test_ranks_with_the_same_gpu_are_reported():
     said = device_map(slots(("a", ("0",)), ("b", ("0",)), ("a", ("0",)), ("b", ("1",)))).splitlines()
     assert len(said) == 5
     assert said[4].startswith(
@@ -100,7 +100,7 @@ def test_ranks_that_were_given_the_same_gpu_are_told():
     assert both.startswith("Spark assigned GPU 0 on host node-a to ranks 0, 1; GPU 1 on host node-a to ranks 2, 3. On")
 
 
-def test_a_kind_of_gpu_that_differs_from_host_to_host_is_part_of_the_map():
+def test_the_map_names_gpu_models_that_differ_between_hosts():
     h100, l4, unknown = "GPU (NVIDIA H100)", "GPU (NVIDIA L4)", "GPU"
 
     def of(*kinds):
@@ -123,7 +123,7 @@ def driver(tmp_path):
     return tmp_path
 
 
-def test_what_a_rank_computes_on_is_told_by_the_driver_of_its_gpus(driver):
+def test_the_device_of_a_rank_is_named_by_its_gpu_driver(driver):
     every = "GPU (NVIDIA H100, NVIDIA L4)"
     assert device_kind((), None, driver) == device_kind(("7",), None, driver) == every
     assert device_kind((), "", driver) == device_kind((), "-1", driver) == ""
@@ -142,11 +142,11 @@ def test_what_a_rank_computes_on_is_told_by_the_driver_of_its_gpus(driver):
         ((), "1,2", "NVIDIA H100, NVIDIA L4"),
     ],
 )
-def test_only_what_a_rank_was_given_or_may_see_counts_as_its_kind(assigned, visible, model, driver):
+def test_the_device_kind_considers_assigned_or_visible_gpus_only(assigned, visible, model, driver):
     assert device_kind(assigned, visible, driver) == f"GPU ({model})"
 
 
-def test_ranks_with_and_without_gpu_are_refused_unless_the_job_says_who_sees_what():
+def test_ranks_with_and_without_gpus_are_refused_unless_the_job_assigns_devices():
     one, other = TaskOffer(0, "a", "node-a", "", (), "GPU (NVIDIA H100)"), TaskOffer(1, "b", "node-b", "")
     job = Job(b"", 2)
     said = mixed_devices([one, other], job)

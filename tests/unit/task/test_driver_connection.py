@@ -38,7 +38,7 @@ def served():
         yield exchange, server
 
 
-def test_tasks_meet_over_their_lines_and_keep_them_until_they_close(served):
+def test_tasks_exchange_introductions_over_connections_that_stay_open(served):
     _, server = served
     with (
         closing(line_of(0, server.port)) as first,
@@ -61,7 +61,7 @@ class Told:
         return Acknowledged() if isinstance(message, Flush) else None
 
 
-def test_a_task_gives_signs_of_life_before_it_has_a_rank_and_after(monkeypatch):
+def test_a_task_sends_heartbeats_before_and_after_it_has_a_rank(monkeypatch):
     monkeypatch.setattr("sparkhvd.task.driver_connection._BEAT_SECONDS", 0.05)
     driver = Told()
     with Server(SECRET, driver) as server, closing(line_of(0, server.port)) as line:
@@ -79,7 +79,7 @@ def test_a_task_gives_signs_of_life_before_it_has_a_rank_and_after(monkeypatch):
     assert last == TaskStatus(0, 3, "here", 100, "in fn")
 
 
-def test_without_a_driver_that_answers_there_is_no_meeting():
+def test_no_exchange_happens_if_the_driver_does_not_answer():
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     with closing(line_of(0, port)) as line:
@@ -89,7 +89,7 @@ def test_without_a_driver_that_answers_there_is_no_meeting():
         assert line.meet(introduction(0)) is None
 
 
-def test_who_waits_for_the_others_is_told_of_the_end_of_the_job(served):
+def test_a_task_waiting_for_the_exchange_learns_that_the_job_has_ended(served):
     exchange, server = served
     with closing(line_of(0, server.port)) as line, closing(line_of(1, server.port)), ThreadPoolExecutor() as pool:
         waiting = pool.submit(line.meet, introduction(0))
@@ -105,7 +105,7 @@ class HangsUp:
         return None
 
 
-def test_a_driver_that_is_lost_meanwhile_ends_the_wait():
+def test_losing_the_driver_ends_the_wait_for_the_exchange():
     lost = "Task 0 on host here lost its connection to the driver before the ranks were assigned"
     with (
         Server(SECRET, HangsUp()) as server,

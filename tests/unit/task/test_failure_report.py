@@ -16,16 +16,16 @@ from sparkhvd.task.supervision import size_failure
         (-63, "was killed by signal 63 (unknown)"),
     ],
 )
-def test_every_kind_of_end_is_described_precisely(returncode, words):
+def test_every_exit_status_is_described_precisely(returncode, words):
     assert describe_exit(returncode) == words
 
 
-def test_a_report_survives_the_way():
+def test_a_failure_report_survives_serialization():
     report = FailureReport(3, "node-1", "raised ValueError: é", traceback="trace", stderr_tail="tail", secondary=True)
     assert FailureReport.from_json(report.to_json()) == report
 
 
-def test_an_endless_traceback_loses_its_middle_and_keeps_its_ends():
+def test_a_long_traceback_is_shortened_in_the_middle():
     report = FailureReport(0, "h", "raised", traceback="first" + "x" * 1_000_000 + "last")
     shortened = FailureReport.from_json(report.to_json()).traceback
     assert len(shortened) < 70_000

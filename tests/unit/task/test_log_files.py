@@ -23,7 +23,7 @@ def content(files: LogFiles, path: str) -> bytes:
         return file.read()
 
 
-def test_lines_are_in_numbered_files_and_a_new_writer_replaces_none(files):
+def test_lines_go_into_numbered_files_that_a_new_writer_does_not_replace(files):
     for text in (b"first", b"second\nthird"):
         writer = LogFileWriter(files, 3, "stdout")
         writer.write(text)
@@ -32,7 +32,7 @@ def test_lines_are_in_numbered_files_and_a_new_writer_replaces_none(files):
     assert content(files, "logs/rank.3/stdout.000001") == b"second\nthird\n"
 
 
-def test_much_output_is_cut_into_files_and_not_kept_in_memory(files, monkeypatch):
+def test_large_output_is_divided_into_files_and_not_kept_in_memory(files, monkeypatch):
     monkeypatch.setattr(log_files, "_PART_BYTES", 1000)
     writer = LogFileWriter(files, 0, "stderr")
     for number in range(300):
@@ -53,7 +53,7 @@ def test_lines_are_written_while_the_rank_still_runs(files, monkeypatch):
     writer.close()
 
 
-def test_a_task_writes_the_files_itself_and_says_so_when_the_store_fails(files, capsys, tmp_path):
+def test_a_task_writes_its_log_files_and_reports_a_failing_store(files, capsys, tmp_path):
     job = Job(b"", 1, log_files=(("stdout", files),), driver_addresses=(), secret=b"s" * 32)
     log = DriverLog(job)
     log.rank = 0
@@ -73,14 +73,14 @@ def test_a_task_writes_the_files_itself_and_says_so_when_the_store_fails(files, 
     assert said.endswith("[0]<stdout>:lost\n")
 
 
-def test_ranks_beside_the_driver_have_their_files_written_by_it(files):
+def test_the_driver_writes_the_log_files_of_local_ranks(files):
     stream = LogStream(files, None, timestamps=False)
     stream.handle(Output(1, "stdout", b"said"))
     stream.close()
     assert content(files, "logs/rank.1/stdout.000000") == b"said\n"
 
 
-def test_the_driver_shows_what_a_store_does_not_take_and_says_so_once(files, capsys, caplog, monkeypatch, tmp_path):
+def test_the_driver_shows_output_that_the_store_rejects_with_one_warning(files, capsys, caplog, monkeypatch, tmp_path):
     monkeypatch.setattr(log_files, "_PART_BYTES", 1)
     (tmp_path / "logs").write_text("a file where a folder should be")
     stream = LogStream(files, None, timestamps=False, shown=False)
@@ -92,7 +92,7 @@ def test_the_driver_shows_what_a_store_does_not_take_and_says_so_once(files, cap
     assert said.startswith("The Store cannot store the stdout of rank 1, so it is written here: ")
 
 
-def test_a_store_that_fails_is_an_error_of_the_next_write(tmp_path, monkeypatch):
+def test_a_failing_store_is_an_error_of_the_next_write(tmp_path, monkeypatch):
     monkeypatch.setattr(log_files, "_PART_BYTES", 1)
     (tmp_path / "blocked").write_text("")
     writer = LogFileWriter(LogFiles(Store.create(str(tmp_path)), "blocked"), 0, "stdout")

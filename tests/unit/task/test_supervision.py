@@ -38,11 +38,11 @@ from sparkhvd.task.worker.spec import Ready, WorkerSpec
 TOKEN = b"t" * 32
 
 
-def test_the_processes_of_a_failed_job_are_gone_within_five_seconds():
+def test_the_processes_of_a_failed_job_end_within_five_seconds():
     assert supervising.GRACE_SECONDS + supervising.TERM_SECONDS + OUTPUT_SECONDS < 5.0
 
 
-def test_a_job_that_its_task_refuses_ends_with_the_tasks_reason(worker, client):
+def test_a_job_refused_by_a_task_fails_with_the_tasks_reason(worker, client):
     refused = FailureReport(1, "node-4", "Ranks must all run on GPUs or all on CPUs.", kind=LAUNCH)
     worker.events.put(refused)
     ended = supervise(worker, supervision(client))
@@ -97,7 +97,7 @@ def start_stubborn_rank(worker, path) -> psutil.Process:
     return psutil.Process(int(path.read_text()))
 
 
-def test_a_failure_elsewhere_ends_a_rank_that_sleeps_and_ignores_sigterm(worker, client, tmp_path):
+def test_another_ranks_failure_ends_a_sleeping_rank_that_ignores_sigterm(worker, client, tmp_path):
     process = start_stubborn_rank(worker, tmp_path / "pid")
     failure = Outcome(FailureReport(0, "node-3", "raised ValueError: bad"))
     worker.events.put(failure)
@@ -116,7 +116,7 @@ def test_the_loss_of_the_first_task_ends_the_rank_and_lets_spark_run_the_job_aga
         await_outcome(worker.events, supervision(client))
 
 
-def test_a_worker_that_does_not_get_ready_is_the_failure_that_all_learn(worker, client):
+def test_a_worker_that_does_not_become_ready_is_reported_by_all_tasks(worker, client):
     outcome = supervise(worker, supervision(client, start_seconds=0.0))  # it waits for its spec, which never comes
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.rank) == (NOT_STARTED, 1)
@@ -127,7 +127,7 @@ def lose_a_peer() -> None:
     raise PeerLostError("stalled")
 
 
-def test_a_rank_that_keeps_the_others_waiting_is_the_one_to_report_when_they_have_told_it(worker, client, monkeypatch):
+def test_a_straggler_is_reported_once_the_waiting_ranks_have_named_it(worker, client, monkeypatch):
     monkeypatch.setattr(supervising, "_SECONDARY_SECONDS", 0.0)
     publish_straggler(client, Straggler(0, "barrier 'b' not done after 9 s", joined=True, stack="in hang"))
     start(worker, lose_a_peer)
@@ -149,7 +149,7 @@ def return_what_is_never_packed() -> object:
     return NeverPacked()
 
 
-def test_a_result_that_is_never_packed_is_a_failure_that_says_where_it_hangs(worker, client):
+def test_a_hanging_serialization_of_the_result_is_reported_with_its_stack(worker, client):
     start(worker, return_what_is_never_packed, result_seconds=1.0)
     failure = supervise(worker, supervision(client)).failure
     assert failure is not None

@@ -266,7 +266,7 @@ def test_a_distributed_tape_makes_ranks_one_big_batch(group, in_graph, sparse_as
     group.run(train_with_tape, in_graph, sparse_as_dense)
 
 
-def test_variables_and_objects_travel(group):
+def test_variables_and_objects_are_broadcast(group):
     group.run(spread_state)
 
 

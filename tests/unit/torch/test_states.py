@@ -98,7 +98,7 @@ def test_parameters_and_buffers_become_those_of_the_root_in_place(group, root):
     assert first[0] == network(root).state_dict()["0.weight"].tolist()
 
 
-def test_parameters_without_names_go_by_their_order(group):
+def test_parameters_without_names_are_matched_by_order(group):
     want = [parameter.tolist() for parameter in network(1).parameters()]
     assert group.run(share_plain_tensors, 1) == [want] * 2
 

@@ -119,7 +119,7 @@ def test_small_floats_keep_their_type(group):
     assert abs(sum(group.run(normalize_halves))) < 0.05
 
 
-def test_a_single_value_has_no_variance_and_every_rank_says_so(group):
+def test_a_single_value_without_variance_is_an_error_on_every_rank(group):
     group.run(run_with_too_few_rows)
 
 

@@ -152,7 +152,7 @@ def test_a_reducescatter_scales_before_and_after(group):
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
-def test_an_alltoall_brings_rows_in_the_order_of_the_ranks_and_their_numbers(group, dtype):
+def test_an_alltoall_returns_rows_and_splits_in_rank_order(group, dtype):
     for rank, (result, rows) in enumerate(group.run(exchange_rows, dtype)):
         assert rows == tuple((sender + rank) % 3 for sender in range(3))
         want = np.repeat(10 * np.arange(3) + rank, rows).astype(dtype).reshape(-1, 1)
@@ -160,7 +160,7 @@ def test_an_alltoall_brings_rows_in_the_order_of_the_ranks_and_their_numbers(gro
         np.testing.assert_array_equal(result, want)
 
 
-def test_an_alltoall_without_splits_sends_as_much_to_everybody(group):
+def test_an_alltoall_without_splits_sends_equal_parts(group):
     for rank, (result, rows) in enumerate(group.run(exchange_evenly)):
         assert rows == (2, 2, 2)
         assert result == [10 * sender + 2 * rank + i for sender in range(3) for i in range(2)]
@@ -181,7 +181,7 @@ def test_a_disagreement_about_one_array_fails_its_group(group):
             assert words in message
 
 
-def test_ranks_with_fewer_steps_join_and_the_last_one_is_named(group):
+def test_ranks_with_fewer_steps_join_and_the_last_rank_is_returned(group):
     for rank, (seen, last, after) in enumerate(group.run(train_unequally)):
         assert last == 2
         assert after == [3.0]
@@ -203,7 +203,7 @@ def test_rows_are_divided_evenly_and_the_first_ranks_get_the_rest(total, size):
     assert rows[0] - rows[-1] <= 1
 
 
-def test_one_rank_alone_gets_back_what_it_gave(alone):
+def test_a_single_rank_gets_back_its_own_input(alone):
     array = np.arange(12.0).reshape(4, 3)
     np.testing.assert_array_equal(alone.reducescatter(array, prescale=2.0), 2 * array)
     result, rows = alone.alltoall(array)

@@ -34,7 +34,7 @@ def reduce_now(dtype, lengths):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64", "float16", "float32", "float64"])
-def test_direct_calls_meet_in_their_order_beside_a_named_operation(pair, dtype):
+def test_direct_calls_are_matched_by_order_beside_a_named_operation(pair, dtype):
     lengths = (0, 1, 1000, 70001)
     for results, named in pair.run(reduce_now, dtype, lengths):
         for index, length in enumerate(lengths):
@@ -53,7 +53,7 @@ def disagree():
     return str(caught.value), me.allreduce_now(np.ones(2), ReduceOp.SUM).tolist()
 
 
-def test_a_disagreement_of_direct_calls_is_told_to_all_and_the_next_call_works(pair):
+def test_a_disagreement_of_direct_calls_reaches_all_ranks_and_the_next_call_works(pair):
     for message, after in pair.run(disagree):
         assert "rank 0 calls sum of 3 x float32" in message
         assert "rank 1 calls sum of 4 x float32" in message
@@ -85,7 +85,7 @@ def refusals():
     return messages
 
 
-def test_a_rank_without_shared_memory_calls_by_name():
+def test_a_rank_without_shared_memory_negotiates_by_name():
     with Communicator(LaunchContext()) as alone:
         assert alone.allreduce_now(np.arange(3.0)).tolist() == [0, 1, 2]
         assert alone.counters()["operations"] > 0

@@ -72,7 +72,7 @@ def refusal(call):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_rank_is_told_what_the_ranks_disagree_about_and_the_job_goes_on(group, case):
+def test_every_rank_learns_of_a_disagreement_and_the_job_continues(group, case):
     _, text = CASES[case]
     for (kind, message), after in group.run(disagree, case):
         assert kind == MismatchError.__name__
@@ -90,7 +90,7 @@ def submit_twice():
     return told
 
 
-def test_a_name_in_flight_is_refused_at_once_and_the_first_one_goes_on(group):
+def test_a_name_in_flight_is_refused_and_the_first_operation_continues(group):
     for rank, told in enumerate(group.run(submit_twice)):
         if rank == 1:
             continue

@@ -122,12 +122,12 @@ def test_a_rank_that_has_joined_takes_part_without_a_contribution(group):
 @pytest.mark.parametrize(
     ("setting", "reduced", "gathered"), [("hierarchical_allreduce", 0, 1), ("hierarchical_allgather", 1, 0)]
 )
-def test_each_of_them_can_be_turned_off(group, setting, reduced, gathered):
+def test_each_hierarchical_algorithm_can_be_turned_off(group, setting, reduced, gathered):
     for result in group.run(reduce_without, setting):
         assert result == ([10] * 5000, (10_000, 3), reduced, gathered)
 
 
-def test_a_rank_that_dies_ends_the_operation_on_every_host():
+def test_a_killed_rank_ends_the_operation_on_every_host():
     with RankGroup(4, hosts=("a", "a", "b", "b")) as group:
         outcomes = group.outcomes(lose_rank_1_in_the_middle)
     assert [outcome.died for outcome in outcomes] == [False, True, False, False]

@@ -72,7 +72,7 @@ def ops_of(dtype):
 
 @settings(max_examples=60, deadline=None)
 @given(drawn=st.data())
-def test_an_allreduce_is_what_numpy_makes_of_the_contributions(group, drawn):
+def test_an_allreduce_equals_numpys_reduction(group, drawn):
     dtype = drawn.draw(st.sampled_from(DTYPES))
     op = drawn.draw(st.sampled_from(ops_of(dtype)))
     shape, seed = drawn.draw(SHAPES), drawn.draw(st.integers(0, 1000))

@@ -66,7 +66,7 @@ def add_up():
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_while_the_ranks_connect_ends_that_for_all_and_is_named(victim):
+def test_a_rank_killed_while_connecting_is_named_in_the_errors_of_all_ranks(victim):
     with RankGroup(3, connect=False) as group:
         outcomes = group.outcomes(die_while_connecting, victim, signal.SIGKILL)
     assert outcomes[victim].died
@@ -76,7 +76,7 @@ def test_a_rank_that_is_killed_while_the_ranks_connect_ends_that_for_all_and_is_
 
 
 @pytest.mark.parametrize("comm", [None, [2, 1, 0]])
-def test_a_rank_that_does_not_come_to_init_is_named_to_the_others_and_to_those_who_watch_over_them(comm):
+def test_a_rank_that_does_not_call_init_is_named_to_the_other_ranks_and_supervisors(comm):
     with RankGroup(3, connect=False, start_timeout=1.0) as group:
         outcomes = [outcome.value for outcome in group.outcomes(come_without_the_third, comm)]
     for rank, (message, absent) in enumerate(outcomes[:2]):
@@ -90,23 +90,23 @@ def test_a_rank_that_does_not_come_to_init_is_named_to_the_others_and_to_those_w
 @pytest.mark.parametrize(
     ("missing", "speakers"), [([1, 2], [0]), ([0, 2], [1]), ([0, 1, 2, 3], [4, 5]), ([0, 1, 3, 5], [2])]
 )
-def test_one_rank_warns_of_those_that_are_missing(missing, speakers):
+def test_one_rank_warns_of_the_missing_ranks(missing, speakers):
     assert [index for index in range(6) if index not in missing and should_warn(index, missing)] == speakers
 
 
-def test_ctrl_c_ends_the_connecting_of_the_rank_and_of_the_others():
+def test_ctrl_c_while_connecting_ends_init_on_all_ranks():
     with RankGroup(3, connect=False) as group:
         interrupted, other, _ = group.run(die_while_connecting, 0, signal.SIGINT)
     assert interrupted == "interrupted"
     assert "rank 0: interrupted" in other
 
 
-def test_encrypted_ranks_reduce_as_plain_ones_do():
+def test_encryption_does_not_change_results():
     with RankGroup(2, hosts=("one", "two"), encrypt=True) as group:
         assert group.run(add_up) == [TOTAL] * 2
 
 
-def test_the_chosen_address_comes_first_and_all_others_of_the_host_behind_it():
+def test_the_chosen_address_precedes_the_other_addresses_of_the_host():
     local = [
         ("lo", "127.0.0.1", True),
         ("eth0", "10.0.0.5", False),

@@ -18,19 +18,19 @@ CONTEXT = LaunchContext(
 )
 
 
-def test_a_program_of_a_rank_finds_its_place(monkeypatch):
+def test_a_program_of_a_rank_inherits_its_world(monkeypatch):
     with context_file(CONTEXT) as path:
         assert "secret" not in path
         monkeypatch.setenv(INHERITED_CONTEXT, path)
         assert inherited_context() == CONTEXT
 
 
-def test_a_program_without_a_rank_has_no_place(monkeypatch):
+def test_a_program_outside_a_rank_inherits_no_world(monkeypatch):
     monkeypatch.delenv(INHERITED_CONTEXT, raising=False)
     assert inherited_context() is None
 
 
-def test_a_program_that_outlives_its_rank_is_told(monkeypatch):
+def test_a_program_that_outlives_its_rank_gets_an_error(monkeypatch):
     with context_file(CONTEXT) as path:
         monkeypatch.setenv(INHERITED_CONTEXT, path)
     with pytest.raises(LaunchError, match="rank that started this program has ended"):

@@ -49,7 +49,7 @@ def run_by_mpi(tmp_path: Path, ranks: int, script: str, **variables: str) -> lis
 
 
 @needs_mpirun
-def test_a_rendezvous_that_cannot_be_served_is_said_by_all_ranks(tmp_path):
+def test_a_rendezvous_that_cannot_start_is_an_error_on_all_ranks(tmp_path):
     script = """
         from unittest import mock
         from sparkhvd.errors import CollectiveError
@@ -67,7 +67,7 @@ def test_a_rendezvous_that_cannot_be_served_is_said_by_all_ranks(tmp_path):
 
 
 @needs_mpirun
-def test_a_rank_that_does_not_call_init_keeps_the_others_no_longer_than_the_start_timeout(tmp_path):
+def test_other_ranks_wait_in_init_for_the_start_timeout_at_most(tmp_path):
     script = """
         from sparkhvd.errors import DeadlineExceededError
         if world.rank == 0:
@@ -107,7 +107,7 @@ def test_init_takes_rank_and_size_from_mpi_and_both_work_in_one_program(tmp_path
 
 
 @needs_mpirun
-def test_parts_of_mpis_world_become_jobs_of_their_own(tmp_path):
+def test_parts_of_mpis_world_become_separate_jobs(tmp_path):
     """By a communicator, then by ranks in another order, then all together; without a shutdown at the end."""
     script = """
         found = []
@@ -152,7 +152,7 @@ def test_process_sets_are_made_from_communicators_of_mpi(tmp_path):
 
 
 @needs_mpirun
-def test_what_a_launcher_says_counts_more_than_mpi(tmp_path):
+def test_a_launchers_context_takes_precedence_over_mpi(tmp_path):
     script = """
         from sparkhvd.comm.connect.launch_context import LaunchContext
         session.set_launch_context(LaunchContext())
@@ -187,13 +187,13 @@ def total(value):
     return session.current().allreduce(np.array([float(value)]), ReduceOp.SUM).item()
 
 
-def test_some_ranks_of_a_launched_job_become_a_job_of_their_own():
+def test_a_subset_of_a_launched_job_becomes_a_separate_job():
     with RankGroup(3, hosts=("one", "two", "one")) as group:
         assert group.run(part_and_join) == [[(1, 2, 2, 2.0), 3.0], [(0, 1, 1, 1.0), 3.0], [(0, 2, 2, 2.0), 3.0]]
 
 
 @pytest.mark.parametrize("ranks", [[], [0, 0], [0, 1], [-1]])
-def test_ranks_that_are_none_of_the_job_are_refused(ranks):
+def test_ranks_outside_the_job_are_refused(ranks):
     session.set_launch_context(LaunchContext())
     with pytest.raises(ValueError, match=r"must be distinct ranks of the 1 ranks 0\.\.0"):
         session.init(ranks)

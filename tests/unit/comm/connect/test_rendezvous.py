@@ -23,7 +23,7 @@ def client_of(server: RendezvousServer, token: bytes = TOKEN) -> RendezvousClien
     return RendezvousClient([("127.0.0.1", server.port)], token, Deadline.after(10.0))
 
 
-def test_a_value_reaches_whoever_waits_for_its_key(server):
+def test_a_value_reaches_all_waiters_for_its_key(server):
     received = []
     with client_of(server) as reader, client_of(server) as writer:
         thread = threading.Thread(target=lambda: received.append(reader.get("later", Deadline.after(10.0))))
@@ -34,17 +34,17 @@ def test_a_value_reaches_whoever_waits_for_its_key(server):
     assert server.get("later", Deadline.after(1.0)) == b"\x00value"
 
 
-def test_waiting_for_a_key_that_nobody_sets_ends_at_the_deadline(server):
+def test_a_wait_for_a_missing_key_ends_at_the_deadline(server):
     with client_of(server) as client, pytest.raises(DeadlineExceededError, match="never"):
         client.get("never", Deadline.after(0.1))
 
 
-def test_who_does_not_know_the_secret_is_turned_away(server):
+def test_a_client_without_the_secret_is_rejected(server):
     with pytest.raises(AuthenticationError):
         client_of(server, b"another secret!!")
 
 
-def test_a_server_that_goes_away_wakes_those_who_wait(server):
+def test_closing_the_server_wakes_waiting_clients(server):
     caught = []
 
     def read(client):
@@ -62,7 +62,7 @@ def test_a_server_that_goes_away_wakes_those_who_wait(server):
     assert not isinstance(caught[0], DeadlineExceededError)
 
 
-def test_nobody_at_the_address_is_an_error_of_ours():
+def test_an_unreachable_address_is_an_error_of_sparkhvd():
     with RendezvousServer(TOKEN) as server:
         port = server.port
     with pytest.raises(SparkHvdError):

@@ -201,7 +201,7 @@ def test_a_direct_call_that_waits_is_reported_too(group, tmp_path):
         assert "in wait_for" in found.conditions[1].stacks["MainThread"]
 
 
-def test_what_is_stalled_in_a_process_set_is_said_of_its_ranks_alone(group, tmp_path):
+def test_a_stall_in_a_process_set_is_reported_for_its_ranks_only(group, tmp_path):
     _, _, found = group.run(one_rank_of_a_set_is_busy, tmp_path)
     (tensor,) = found.tensors
     assert tensor.title == "allreduce 'gradient' of process set 1"
@@ -220,7 +220,7 @@ def test_the_report_says_when_the_process_of_a_rank_is_stopped(group):
         )
 
 
-def test_a_job_that_stalls_for_too_long_ends_where_that_is_asked_for():
+def test_a_stalled_job_ends_after_the_stall_shutdown_time():
     with RankGroup(2, stall_check_seconds=0.2, stall_shutdown_seconds=1.0) as group:
         message, _ = group.run(wait_in_vain)
         assert "stalled for more than 1 s" in message
@@ -229,7 +229,7 @@ def test_a_job_that_stalls_for_too_long_ends_where_that_is_asked_for():
 
 
 @pytest.mark.parametrize("limit", ["stall_shutdown_seconds", "collective_timeout"])
-def test_who_keeps_the_others_waiting_is_told_to_those_who_watch_over_the_ranks(limit, tmp_path):
+def test_the_straggler_is_published_for_the_supervisors(limit, tmp_path):
     with RankGroup(2, stall_check_seconds=0.2, **{limit: 3.0}) as group:
         absent, _ = group.run(wait_for_one_that_hangs, tmp_path)
     assert (absent.rank, absent.joined) == (1, True)
@@ -255,7 +255,7 @@ def thread_names():
     return [thread.name for thread in threading.enumerate()]
 
 
-def test_the_stack_of_a_thread_ends_where_it_stands():
+def test_the_stack_of_a_thread_ends_at_its_current_line():
     release = threading.Event()
     thread = threading.Thread(target=release.wait, args=(SECONDS,), name="waiting")
     thread.start()
@@ -269,14 +269,14 @@ def test_the_stack_of_a_thread_ends_where_it_stands():
     assert "in wait" in found["waiting"].splitlines()[-2]
 
 
-def test_a_process_is_known_by_more_than_its_number():
+def test_a_process_is_identified_by_more_than_its_pid():
     me = own_identity()
     assert process_problem(me) is None
     assert process_problem(Identity(me.host, me.pid, me.namespace, "another start")) == "has ended"
     assert process_problem(Identity("elsewhere", me.pid, me.namespace, "another start")) is None
 
 
-def test_what_ranks_tell_of_themselves_survives_the_way_and_anything_else_is_refused():
+def test_snapshots_of_ranks_survive_serialization_and_invalid_ones_are_refused():
     condition = Condition(
         (PendingCollective("x", 1.5, 4), PendingCollective("y", 1.0)),
         3,
@@ -306,7 +306,7 @@ def identity(rank, host="one"):
     return Identity(host, 100 + rank, "", "")
 
 
-def test_silent_ranks_are_judged_by_what_others_see():
+def test_silent_ranks_are_judged_by_the_observations_of_others():
     conditions = {0: Condition((PendingCollective("barrier 'b'", 70.0),), neighbours={1: "has ended"})}
     identities = {0: identity(0), 1: identity(1), 2: identity(2), 3: identity(3, "two")}
     found = report(conditions, identities, {0: tuple(range(5))}, since=30.0)
@@ -319,7 +319,7 @@ def test_silent_ranks_are_judged_by_what_others_see():
     assert found.headline() == "barrier 'b' not done after 70 s: no answer from ranks 1, 2, 3, 4, while rank 0 waited"
 
 
-def test_stragglers_keep_the_others_waiting_and_wait_for_none_of_them():
+def test_stragglers_are_awaited_ranks_that_wait_for_no_other():
     sets = {0: (0, 1, 2)}
     waiting = {
         rank: Condition((PendingCollective(title, 70.0),)) for rank, title in enumerate(("barrier 'a'", "barrier 'b'"))
@@ -329,7 +329,7 @@ def test_stragglers_keep_the_others_waiting_and_wait_for_none_of_them():
     assert report(waiting, {}, {0: (0, 1)}, since=30.0).stragglers == (), "each waits for the other"
 
 
-def test_the_longest_wait_comes_first_and_short_ones_not_at_all():
+def test_the_longest_wait_is_listed_first_and_short_ones_are_left_out():
     conditions = {
         0: Condition(
             (

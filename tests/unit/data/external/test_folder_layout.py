@@ -19,7 +19,7 @@ from sparkhvd.data.external.folder_layout import partition_columns, shown_files
         (["_SUCCESS"], []),
     ],
 )
-def test_the_files_that_spark_shows_rows_of(files, shown):
+def test_files_that_spark_ignores_are_left_out(files, shown):
     assert shown_files(files) == shown
 
 

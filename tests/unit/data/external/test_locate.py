@@ -23,18 +23,18 @@ from sparkhvd.store import HDFSStore, S3Store
         (["memory://x/train"], "memory:///x", ["train"]),
     ],
 )
-def test_a_store_lies_above_all_urls(urls, store, places):
+def test_the_store_is_the_common_parent_of_all_urls(urls, store, places):
     found, inside = locate(urls, Access())
     assert (found.url, inside) == (store, places)
 
 
-def test_a_relative_path_is_of_this_folder(tmp_path, monkeypatch):
+def test_a_relative_path_starts_in_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found, places = locate(["rows"], Access())
     assert (found.url, places) == (f"file://{tmp_path}", ["rows"])
 
 
-def test_a_store_of_the_same_kind_gives_its_way_and_any_other_is_told_what_spark_knows():
+def test_a_store_of_the_same_kind_lends_its_options_and_others_take_sparks():
     told = []
     near = S3Store("s3://one/x", storage_options={"key": "k", "secret": "s"})
     access = Access(near, configure=lambda store: told.append(store.url) or store)

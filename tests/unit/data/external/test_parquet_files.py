@@ -84,7 +84,7 @@ def test_files_of_pyarrow_are_read_in_the_order_of_their_names(folder):
         ("metadata/00001-5c1e.metadata.json", "iceberg"),
     ],
 )
-def test_a_table_whose_log_says_which_files_count_is_refused(folder, log, kind):
+def test_a_table_format_with_a_transaction_log_is_refused(folder, log, kind):
     (folder / log).parent.mkdir()
     (folder / log).touch()
     for open_it in (lambda: opened(folder), lambda: torch_loader(str(folder), 4)):
@@ -92,14 +92,14 @@ def test_a_table_whose_log_says_which_files_count_is_refused(folder, log, kind):
             open_it()
 
 
-def test_a_folder_by_the_name_of_metadata_is_no_table(folder):
+def test_a_folder_named_metadata_is_not_a_table(folder):
     (folder / "part-0.parquet").rename(folder / "_keep")
     (folder / "metadata" / "n=1").mkdir(parents=True)
     (folder / "_keep").rename(folder / "metadata" / "n=1" / "part-0.parquet")
     assert opened(folder).manifest.train.rows == 5
 
 
-def test_columns_in_the_names_of_folders_are_refused_where_they_are_wanted(tmp_path):
+def test_selecting_a_partition_column_is_refused(tmp_path):
     for day in (1, 2):
         (tmp_path / f"day={day}").mkdir()
         parquet.write_table(table(5 * day, 5), tmp_path / f"day={day}" / "part-0.parquet")
@@ -129,7 +129,7 @@ def test_the_first_array_that_is_not_null_shows_the_shape(tmp_path):
 
 
 @pytest.mark.parametrize("unit", ["ms", "us", "ns"])
-def test_times_of_any_unit_say_how_to_make_numbers_of_them(tmp_path, unit):
+def test_times_of_any_unit_are_refused_with_a_conversion(tmp_path, unit):
     at = pa.array([datetime.datetime(2024, 1, 1)], pa.timestamp(unit))  # noqa: DTZ001
     parquet.write_table(pa.table({"at": at, "y": [1.0]}), tmp_path / "x.parquet")
     with pytest.raises(SchemaError, match=r"Column 'at' has the type timestamp, .*: turn it into a number first"):
@@ -146,14 +146,14 @@ def test_a_field_of_a_struct_is_a_column_too(folder):
         opened(folder, ["s.x"])
 
 
-def test_one_file_is_read_whatever_its_name_is(folder):
+def test_a_single_file_of_any_name_is_read(folder):
     files = opened(folder / "part-0.parquet")
     assert [file.path for file in files.manifest.train.files] == ["part-0.parquet"]
     assert files.manifest.folder == ""
     assert rows_of(files)["id"].tolist() == list(range(5))
 
 
-def test_the_folder_of_a_prepared_dataset_is_read_as_what_it_is(store, make_dataset):
+def test_a_folder_of_a_prepared_dataset_is_recognized(store, make_dataset):
     manifest = make_dataset(((10,), (20,)), validation=((5,),))
     files = opened(f"{store.root}/{manifest.folder}", ["a.b"], fill={"a.b": 0.5})
     assert [(column.name, column.role, column.fill) for column in files.manifest.schema.columns] == [
@@ -179,7 +179,7 @@ def test_one_file_of_pandas_and_one_beside_it_to_validate_on(tmp_path):
     assert rows_of(files, "validation")["y"].tolist() == [True, True]
 
 
-def test_vectors_as_spark_writes_them_are_recognised(tmp_path):
+def test_vectors_written_by_spark_are_recognized(tmp_path):
     vectors = [
         {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]},
         {"type": 0, "size": 2, "indices": [1], "values": [3.0]},
@@ -208,7 +208,7 @@ def columns_of_vector(files):
     return found
 
 
-def test_nothing_and_no_parquet_are_said_with_the_path(tmp_path, folder):
+def test_missing_and_other_files_are_reported_with_the_path(tmp_path, folder):
     with pytest.raises(DataError, match=r"There are no Parquet files in file://.*/nowhere; check the path"):
         opened(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
@@ -276,7 +276,7 @@ def test_null_is_refused_or_filled(tmp_path):
     assert (found["x"].tolist(), found["a"].tolist()) == ([1, -1], [[1, 2], [0, 0]])
 
 
-def test_too_few_rows_are_said_with_both_numbers(tmp_path, folder):
+def test_too_few_rows_are_reported_with_both_numbers(tmp_path, folder):
     with pytest.raises(DataError, match="There are 8 rows to train on but num_proc is 9"):
         opened(folder, num_proc=9)
     with pytest.raises(DataError, match="There are no rows to train on in"):

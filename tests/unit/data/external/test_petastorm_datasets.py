@@ -37,7 +37,7 @@ def rows_of(files):
 
 
 @pytest.mark.parametrize("decoder", ["PIL", "cv2"])
-def test_every_codec_gives_what_was_written(decoder, monkeypatch):
+def test_every_codec_restores_the_written_values(decoder, monkeypatch):
     pytest.importorskip(decoder)
     if decoder == "cv2":
         monkeypatch.setitem(sys.modules, "PIL.Image", None)
@@ -75,7 +75,7 @@ def test_the_plain_loaders_decode_them_too():
     assert batch["packed"][3].tolist() == [-3] * 4
 
 
-def test_images_without_a_decoder_say_what_to_install(monkeypatch):
+def test_images_without_a_decoder_name_the_package_to_install(monkeypatch):
     modules = sys.modules
     monkeypatch.setitem(modules, "PIL.Image", None)
     monkeypatch.setitem(modules, "cv2", None)
@@ -87,7 +87,7 @@ def metadata():
     return dict(parquet.read_metadata(DATASET / "_common_metadata").metadata)[petastorm_schema.KEY]
 
 
-def test_the_schema_of_the_dataset_uses_only_names_that_are_allowed():
+def test_the_schema_of_the_dataset_uses_allowed_names_only():
     assert sorted(petastorm_schema.parse(metadata(), "here")) == sorted(
         ["depth", "id", "image", "matrix", "name", "open", "packed", "y"]
     )
@@ -187,7 +187,7 @@ def test_scalars_have_the_type_that_the_schema_declares(tmp_path):
     assert found["y"].tolist() == [i / 2 for i in range(10)]
 
 
-def test_a_scalar_that_the_declared_type_does_not_hold_is_refused(tmp_path):
+def test_a_scalar_that_does_not_fit_the_declared_type_is_refused(tmp_path):
     def enlarge(row):
         row["id"] += 2**40
 
@@ -218,12 +218,12 @@ class Evil:
         (np.zeros(2), r"numpy\..*_reconstruct|numpy\..*_frombuffer|_codecs\.encode"),
     ],
 )
-def test_a_pickle_with_anything_else_in_it_is_not_opened(protocol, content, name):
+def test_a_pickle_with_any_other_content_is_not_opened(protocol, content, name):
     with pytest.raises(DataError, match=f"refers to {name}, which does not belong in a schema. It was not loaded"):
         petastorm_schema.parse(pickle.dumps(content, protocol), "here")
 
 
-def test_every_global_of_a_malicious_schema_is_refused_wherever_it_stands():
+def test_every_global_of_a_malicious_schema_is_refused_at_any_position():
     names = {
         (module, name)
         for module, name in [
@@ -248,12 +248,12 @@ def test_every_global_of_a_malicious_schema_is_refused_wherever_it_stands():
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(1), pickle.dumps({"_fields": 1})])
-def test_a_damaged_schema_is_said(content):
+def test_a_damaged_schema_is_reported(content):
     with pytest.raises(DataError, match="The petastorm schema in here cannot be read"):
         petastorm_schema.parse(content, "here")
 
 
-def test_every_truncation_of_a_schema_is_said():
+def test_every_truncation_of_a_schema_is_reported():
     content = metadata()
     assert any(opcode.name == "REDUCE" for opcode, _, _ in pickletools.genops(content))
     for length in range(0, len(content), 7):
@@ -278,7 +278,7 @@ def test_texts_need_a_transformation_function():
         opened(["name"])
 
 
-def test_petastorms_reader_names_the_versions_that_work_where_it_cannot_be_imported(monkeypatch):
+def test_the_error_for_a_missing_petastorm_names_the_supported_versions(monkeypatch):
     monkeypatch.setitem(sys.modules, "petastorm", None)
     files = opened(["id"])
     with pytest.raises(DataError, match=r"petastorm==0\.13\.1 pyarrow==14\.0\.2 .*reader='native' reads the same"):

@@ -23,7 +23,7 @@ def test_a_folder_of_a_store_is_walked_level_by_level(folder):
     ]
 
 
-def test_files_and_folders_are_told_apart(folder):
+def test_files_and_folders_are_distinguished(folder):
     assert [folder.isdir(path) for path in ("/store", "/store/", "/store/day=1", "/store/part-0", "/store/day")] == [
         *[True] * 3,
         *[False] * 2,

@@ -63,7 +63,7 @@ def test_the_rank_of_hvd_init_is_used(folder):
         session.shutdown()
 
 
-def test_set_epoch_gives_another_order_and_goes_on_at_a_step(folder):
+def test_set_epoch_changes_the_order_and_resumes_at_a_step(folder):
     loader = torch_loader(str(folder), 32, columns=["id"], seed=1)
     first = ids_of(loader)
     assert ids_of(loader) == first
@@ -171,7 +171,7 @@ def test_one_file_with_every_type_that_can_be_read(tmp_path):
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {"place.x": [1.0, 2.0], "gaps": [1, -1]}
 
 
-def test_what_cannot_be_opened_is_said(folder, tmp_path):
+def test_paths_that_cannot_be_opened_are_refused(folder, tmp_path):
     with pytest.raises(DataError, match=r"There are no Parquet files in .*/nowhere; check the path"):
         torch_loader(str(tmp_path / "nowhere"), 8)
     assert not (tmp_path / "nowhere").exists()
@@ -253,7 +253,7 @@ print("all right")
 """
 
 
-def test_tensorflow_gets_the_same_batches_epoch_by_epoch(folder, sparse, tmp_path):
+def test_tensorflow_gets_the_same_batches_in_every_epoch(folder, sparse, tmp_path):
     """In a process of its own, because TensorFlow leaves threads and environment variables behind."""
     parquet.write_table(table_of(range(9)), tmp_path / "nine.parquet")
     command = [sys.executable, "-c", TENSORFLOW, str(folder), str(tmp_path / "nine.parquet"), sparse]

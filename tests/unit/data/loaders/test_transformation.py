@@ -23,7 +23,7 @@ def lengths(columns):
     return {"text": np.stack([size, size], axis=1), "v": columns["v"], "y": columns["y"], "more": size}
 
 
-def test_the_columns_are_those_that_the_function_makes():
+def test_the_columns_are_those_that_the_function_returns():
     schema, rows = transformed(SCHEMA, lengths, ROWS)
     text, vector, label = schema.columns
     assert (text.dtype, text.shape, text.kind, text.depth, text.role) == ("float32", (2,), "array", 1, "feature")
@@ -42,6 +42,6 @@ def test_the_columns_are_those_that_the_function_makes():
         (lambda c: None, "raised AttributeError"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused_with_the_column(function, message):
+def test_results_that_cannot_be_trained_on_are_refused_with_the_column(function, message):
     with pytest.raises(DataError, match=message):
         transformed(SCHEMA, function, ROWS)

@@ -59,7 +59,7 @@ def epochs_of(sizes_of_ranks):
     return source.steps(), found
 
 
-def test_ranks_with_other_numbers_of_batches_make_the_same_steps(group):
+def test_ranks_with_different_numbers_of_batches_have_equal_steps(group):
     (steps, first), (same, second) = group.run(epochs_of, [[3, 1], [2, 2, 1]])
     assert (steps, same) == (3, 3)
     assert first[0] == [([0, 0, 0], 3, 5, 6.0), ([1], 1, 3, 2.0), ([], 0, 1, 0.0)]
@@ -75,7 +75,7 @@ def test_a_thread_loads_ahead_and_ends_with_the_iteration():
     assert {batch["thread"] for batch in Ahead([1], async_loader_queue_size=0)} == {"MainThread"}
 
 
-def test_an_error_in_the_thread_is_the_users_to_see():
+def test_an_error_in_the_thread_reaches_the_user():
     class Broken(Ahead):
         def _iterate(self):
             yield {"x": np.zeros((1, 2))}
@@ -113,6 +113,6 @@ def test_batches_that_cannot_be_trained_on_are_refused(group, kind, message):
     assert all(message in said for said in group.run(refused, kind))
 
 
-def test_a_data_module_is_given_as_a_class():
+def test_a_data_module_is_passed_as_a_class():
     with pytest.raises(ParamError, match=r"must be a subclass of sparkhvd\.data\.DataModule: the class, not an inst"):
         EstimatorParams(data_module=Counted([1]))

@@ -20,7 +20,7 @@ TEXTS = ColumnSpec("texts", "str", (), "feature", "scalar")
     [lambda array: array[10:20], lambda array: torch.from_numpy(array[5:]), lambda array: memoryview(array[1:2])],
     ids=["view", "tensor", "buffer"],
 )
-def test_memory_goes_back_to_the_pool_when_the_last_part_is_let_go(holder):
+def test_memory_returns_to_the_pool_with_its_last_part(holder):
     before = pa.total_allocated_bytes()
     array = arrow_memory.empty(NUMBERS, 100_000)
     assert (array.shape, array.dtype) == ((100_000, 3), np.float32)

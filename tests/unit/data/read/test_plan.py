@@ -38,7 +38,7 @@ def of_rank(plan: Plan, rank: int, epoch: int = 0) -> list[int]:
 
 
 @given(plans, epochs)
-def test_every_row_comes_exactly_once_per_epoch(plan, epoch):
+def test_every_row_is_read_exactly_once_per_epoch(plan, epoch):
     assert sorted(flat(plan, epoch)) == list(range(plan.total_rows))
 
 
@@ -55,7 +55,7 @@ def test_every_rank_has_the_same_number_of_steps_and_batches_of_the_stated_size(
 
 
 @given(plans, epochs)
-def test_the_windows_of_a_rank_state_the_rows_that_they_deliver(plan, epoch):
+def test_the_windows_of_a_rank_state_their_rows(plan, epoch):
     totals = [sum(len(rank) for rank in step) for step in delivered(plan, epoch)]
     for rank in range(plan.size):
         windows = list(plan.windows(rank, epoch))
@@ -69,7 +69,7 @@ def test_the_windows_of_a_rank_state_the_rows_that_they_deliver(plan, epoch):
 
 
 @given(plans, epochs)
-def test_the_pieces_are_those_of_the_windows_with_neighbours_joined(plan, epoch):
+def test_pieces_are_those_of_the_windows_with_adjacent_ones_merged(plan, epoch):
     def rows(pieces):
         return [(piece.block, row) for piece in pieces for row in range(piece.start, piece.stop)]
 
@@ -97,7 +97,7 @@ def test_a_rank_decodes_its_part_of_the_rows_and_a_bounded_number_of_blocks_besi
 
 
 @given(plans, epochs, st.data())
-def test_an_epoch_can_be_continued_at_any_step(plan, epoch, data):
+def test_an_epoch_can_be_resumed_at_any_step(plan, epoch, data):
     steps_per_epoch = data.draw(st.one_of(st.none(), st.integers(1, 3 * plan.steps())))
     plan = replace(plan, steps_per_epoch=steps_per_epoch)
     first = data.draw(st.integers(0, plan.steps()))
@@ -155,7 +155,7 @@ given_rows = st.lists(st.lists(st.integers(0, 30), max_size=4).map(tuple), min_s
 
 
 @given(given_rows, st.integers(1, 9), st.booleans(), st.integers(1, 60), epochs, st.integers(0, 2**32))
-def test_rows_that_were_dealt_out_before_come_once_in_as_many_steps_on_every_rank(  # noqa: PLR0917
+def test_redistributed_rows_are_read_once_with_equal_steps_on_every_rank(  # noqa: PLR0917
     ranks, batch, shuffle, window, epoch, seed
 ):
     counts = tuple(map(sum, ranks))
@@ -200,7 +200,7 @@ def test_every_rank_has_a_fair_sample_of_all_classes_in_every_epoch(blocks, wind
 
 @pytest.mark.parametrize("labels", LABELS)
 @pytest.mark.parametrize(("blocks", "window"), [((20_000,), 20_000), ((250,) * 80, 4_000), ((250,) * 80, 2_500)])
-def test_every_batch_is_drawn_from_all_classes_like_a_plain_draw(blocks, window, labels):
+def test_every_batch_samples_the_classes_like_a_uniform_draw(blocks, window, labels):
     plan = Plan(SharedBlocks(blocks, 2), 50, seed=11, shuffle=True, window_rows=window)
     for of_rank in class_counts(plan, labels, 2, epoch=1):
         share = of_rank[:, 0] / 50
@@ -228,7 +228,7 @@ def test_a_last_batch_of_one_row_takes_another_from_the_batch_before_it():
 
 
 @given(plans, epochs)
-def test_single_rows_are_paired_wherever_that_is_possible(plan, epoch):
+def test_single_rows_are_paired_whenever_possible(plan, epoch):
     paired = replace(plan, pair_last_row=True)
     sizes = [[len(rank) for rank in step] for step in delivered(paired, epoch)]
     assert sorted(flat(paired, epoch)) == list(range(plan.total_rows))
@@ -249,7 +249,7 @@ def test_a_shuffled_epoch_differs_from_the_next_from_another_seed_and_from_the_n
         assert len({tuple(order) for order in orders}) == len(orders)
 
 
-def test_ranks_exchange_rows_between_epochs_even_where_there_is_one_block():
+def test_ranks_exchange_rows_between_epochs_even_with_one_block():
     plan = Plan(SharedBlocks((1000,), 2), 10, seed=3, shuffle=True, window_rows=1000)
     first = [set(of_rank(plan, 0, epoch)) for epoch in range(4)]
     assert len(set(map(frozenset, first))) == 4
@@ -263,7 +263,7 @@ def test_the_rows_of_a_window_are_mixed_across_its_blocks():
     assert abs(np.corrcoef(np.arange(1000), order)[0, 1]) < 0.2
 
 
-def test_the_last_global_batch_is_split_evenly_and_ranks_may_have_nothing():
+def test_the_last_global_batch_is_split_evenly_and_ranks_may_have_no_rows():
     plan = Plan(SharedBlocks((10,), 4), 2, seed=0, shuffle=False, window_rows=8)
     assert delivered(plan) == [[[0, 1], [3, 4], [6, 7], [8, 9]], [[2], [5], [], []]]
 
@@ -292,7 +292,7 @@ def test_a_split_without_rows_is_refused():
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_rows_of_one_window_are_read_as_they_lie_and_each_block_once(size):
+def test_rows_of_one_window_are_read_in_file_order_and_each_block_once(size):
     """A block that is read in parts is decoded from its beginning for each of them."""
     plan = Plan(SharedBlocks((100, 150, 0, 250), size), 8, seed=1, shuffle=True, window_rows=500)
     for rank in range(size):

@@ -26,12 +26,12 @@ def results(job, count, size=1):
     return ((f"{job}.{number}", size) for number in range(count))
 
 
-def test_results_come_in_the_order_of_the_jobs_whoever_is_faster():
+def test_results_are_returned_in_the_order_of_the_jobs():
     with ahead([partial(results, job, job % 4) for job in range(50)]) as found:
         assert list(found) == [f"{job}.{number}" for job in range(50) for number in range(job % 4)]
 
 
-def test_what_waits_is_bounded_by_bytes_and_a_large_result_passes_all_the_same():
+def test_queued_results_are_bounded_by_bytes_but_a_single_large_one_passes():
     made, most = [], []
 
     def job():
@@ -47,7 +47,7 @@ def test_what_waits_is_bounded_by_bytes_and_a_large_result_passes_all_the_same()
         assert len(list(found)) == 3
 
 
-def test_an_error_comes_where_its_result_would_have_come():
+def test_an_error_is_raised_in_place_of_its_result():
     def broken():
         yield "1.0", 1
         raise RuntimeError("in the second job")
@@ -68,7 +68,7 @@ def test_a_job_list_that_fails_is_an_error_too():
         list(found)
 
 
-def test_waiting_ends_at_its_deadline_and_says_for_what():
+def test_a_wait_ends_at_its_deadline_and_names_its_reason():
     never = threading.Event()
 
     def job():

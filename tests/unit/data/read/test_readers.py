@@ -143,7 +143,7 @@ def test_a_rank_decodes_its_part_of_the_row_groups_only_and_each_once(store, mak
 
 
 @pytest.mark.parametrize("cache", [None, "memory", "disk"])
-def test_rows_that_fit_into_a_window_are_decoded_once_by_every_rank_and_drawn_row_by_row(
+def test_rows_that_fit_into_a_window_are_decoded_once_and_drawn_row_by_row(
     store, make_dataset, monkeypatch, tmp_path, cache
 ):
     decoded = []
@@ -233,7 +233,7 @@ def test_the_cache_lies_in_the_first_local_folder_that_takes_it(store, make_data
     epoch=st.integers(0, 3),
     start=st.floats(0, 1, exclude_max=True),
 )
-def test_every_row_comes_once_an_epoch_and_a_later_start_is_the_same_epochs_rest(
+def test_every_row_is_read_once_per_epoch_also_after_a_later_start(
     store, make_dataset, *, files, size, batch, shuffle, epoch, start
 ):
     manifest = make_dataset(files, dataset_id=uuid.uuid4().hex)
@@ -254,7 +254,7 @@ def test_every_row_comes_once_an_epoch_and_a_later_start_is_the_same_epochs_rest
     assert sorted(seen) == list(range(sum(map(sum, files))))
 
 
-def test_a_full_disk_for_the_cache_is_an_error_that_says_so(store, make_dataset, tmp_path):
+def test_a_full_disk_for_the_cache_is_a_clear_error(store, make_dataset, tmp_path):
     """A limit of the file size is what a test can have of it: the kernel refuses to write in the same place."""
     manifest = make_dataset(((20_000,),))
     source = source_of(store, manifest, cache="disk", cache_folder=str(tmp_path))
@@ -281,7 +281,7 @@ def test_a_cached_epoch_needs_no_store(store, make_dataset, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True, "window_bytes": 700}, {"shuffle": True, "cache": "memory"}])
-def test_a_rank_goes_on_at_a_step_with_the_batches_that_were_left(store, make_dataset, options):
+def test_a_rank_resumes_at_a_step_with_the_remaining_batches(store, make_dataset, options):
     source = source_of(store, make_dataset(FILES), rank=1, size=2, batch=7, **options)
     whole = [batch.columns["id"].tolist() for batch in source.epoch(1)]
     for step in (0, 1, 10, len(whole)):
@@ -299,7 +299,7 @@ def test_a_truncated_file_is_named(store, make_dataset):
 
 
 @pytest.mark.parametrize("rows", [9, 11, 0])
-def test_other_row_counts_than_the_manifest_says_are_an_error(store, make_dataset, rows):
+def test_row_counts_that_differ_from_the_manifest_are_an_error(store, make_dataset, rows):
     manifest = make_dataset(((10,),))
     parquet.write_table(table_of(range(rows)), path_of(store, manifest))
     with pytest.raises(
@@ -319,7 +319,7 @@ def test_a_schema_without_shapes_and_wrong_numbers_are_refused(store, make_datas
         source_of(store, make_dataset(dataset_id="e", schema=SCHEMA.replaced(unknown.columns)))
 
 
-def test_a_batch_without_rows_has_the_columns_that_the_transformation_is_known_to_make(store, make_dataset):
+def test_an_empty_batch_has_the_columns_of_the_transformation(store, make_dataset):
     made = DataSchema((ColumnSpec("id", "float32", (2,), "feature", "array"),))
 
     def never(columns):

@@ -43,7 +43,7 @@ def plan(size, batch, *, shuffle=True, steps=None):
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (1, 4), (4, 1), (2, 2), (7, 5)])
 @pytest.mark.parametrize("done", [0, 1, 3])
-def test_every_row_of_a_begun_epoch_comes_once_at_another_number_of_ranks(old, new, done, shuffle):
+def test_a_partial_epoch_is_finished_by_another_number_of_ranks_without_repeats(old, new, done, shuffle):
     before, after = plan(old, 4, shuffle=shuffle), plan(new, 8, shuffle=shuffle)
     seen = Counter(
         row for step, batch in enumerate(before.global_batches(2)) if step < done for row in np.hstack(batch)
@@ -62,7 +62,7 @@ def rest_of(before, after, rank, new, done):
     return EpochRemainder(Rows(after, rank), 2, done, lambda old: Rows(before, old), before, World(rank=rank, size=new))
 
 
-def test_a_later_step_and_other_epochs_are_as_ever():
+def test_later_steps_and_other_epochs_are_unchanged():
     before, after = plan(2, 4), plan(3, 8)
     rest = rest_of(before, after, 1, 3, 5)
     whole, later = list(rest.epoch(2)), list(rest.epoch(2, 2))
@@ -72,7 +72,7 @@ def test_a_later_step_and_other_epochs_are_as_ever():
     assert (rest.steps(), rest.rows(), rest.schema) == (after.steps(), 103, SCHEMA)
 
 
-def test_an_epoch_of_several_passes_is_continued_too():
+def test_an_epoch_of_several_passes_is_resumed_too():
     before, after = plan(2, 10, steps=15), plan(3, 10, steps=15)
     everything = Counter(int(row) for batch in before.global_batches(2) for row in np.hstack(batch))
     done = Counter(

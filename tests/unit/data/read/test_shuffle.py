@@ -61,7 +61,7 @@ def rows_of(schema, count, random):
     share=st.floats(0, 1),
     seed=st.integers(0, 1000),
 )
-def test_all_rows_or_some_come_in_the_order_that_is_asked_for(kinds, sparse, lengths, share, seed):
+def test_rows_are_returned_in_the_requested_order(kinds, sparse, lengths, share, seed):
     schema, random, total = schema_of(kinds, sparse=sparse), np.random.default_rng(seed), sum(lengths)
     whole = rows_of(schema, total, random)
     order = random.permutation(total)[: round(share * total)]
@@ -80,7 +80,7 @@ def test_all_rows_or_some_come_in_the_order_that_is_asked_for(kinds, sparse, len
     assert share == 0 or not len(order) or all(part == {} for part in parts), "what was picked is let go"
 
 
-def test_columns_are_picked_together_that_have_one_size_of_rows():
+def test_columns_with_equal_row_sizes_are_gathered_together():
     schema = schema_of([("float32", ())] * 5 + [("int64", ()), ("str", ()), ("float32", (2,)), ("float64", (4,))] * 2)
     names = [[column.name for column in group] for group in column_groups(schema)]
     assert names == [

@@ -43,14 +43,14 @@ def test_rows_go_into_one_file_per_value_and_keep_their_order(spool):
     assert found["train"].whole(0).schema.names == ["x"]
 
 
-def test_rows_without_the_column_go_where_they_are_told(spool):
+def test_rows_without_the_column_go_to_the_stated_file(spool):
     spool.write(batch([1, 2]))
     (path,) = spool.finish().values()
     (piece,) = ArrowBlocks(path, "here").batches(Piece(0, 1, 2))
     assert piece.column("x").to_pylist() == [2]
 
 
-def test_the_files_have_no_name_and_are_mapped_by_other_processes(spool, tmp_path):
+def test_the_files_are_anonymous_and_can_be_mapped_by_other_processes(spool, tmp_path):
     spool.write(batch(list(range(1000))))
     paths = spool.finish()
     assert list(tmp_path.iterdir()) == []
@@ -78,7 +78,7 @@ def test_folders_that_take_no_file_are_named():
         spool.write(batch([1]))
 
 
-def test_a_full_disk_is_an_error_that_says_so(tmp_path):
+def test_a_full_disk_is_a_clear_error(tmp_path):
     """A limit of the file size is what a test can have of it: the kernel refuses to write in the same place."""
 
     spool = Spool([str(tmp_path)], by="part", otherwise="train")
@@ -93,7 +93,7 @@ def test_a_full_disk_is_an_error_that_says_so(tmp_path):
         spool.close()
 
 
-def test_the_way_to_the_files_travels_in_a_variable(monkeypatch):
+def test_the_paths_of_the_files_are_passed_in_a_variable(monkeypatch):
     assert given_rows() == {}
     assert given_rows_variable({}) == ()
     for name, value in given_rows_variable({"train": "/proc/1/fd/2"}):
@@ -101,7 +101,7 @@ def test_the_way_to_the_files_travels_in_a_variable(monkeypatch):
     assert given_rows() == {"train": "/proc/1/fd/2"}
 
 
-def test_sparks_local_folders_come_before_the_one_for_temporary_files(monkeypatch):
+def test_sparks_local_folders_precede_the_temporary_folder(monkeypatch):
     monkeypatch.setenv("SPARK_LOCAL_DIRS", "/one,/two")
     assert local_folders() == ("/one", "/two", os.environ["TMPDIR"])
     assert Path(local_folders()[-1]).is_dir()

@@ -39,7 +39,7 @@ def release_long_ago(store, dataset_id, keep_seconds):
         file.write(json.dumps(content).encode())
 
 
-def test_what_nobody_keeps_goes_with_its_last_lease(store, make_dataset):
+def test_a_dataset_that_is_not_kept_is_removed_with_its_last_lease(store, make_dataset):
     make_dataset(dataset_id="d")
     first, second = leases.take(store, "d", 0.0), leases.take(store, "d", 0.0)
     first.release()
@@ -48,7 +48,7 @@ def test_what_nobody_keeps_goes_with_its_last_lease(store, make_dataset):
     assert store.list("") == []
 
 
-def test_what_is_kept_stays_until_it_expires(store, make_dataset):
+def test_a_kept_dataset_stays_until_it_expires(store, make_dataset):
     make_dataset(dataset_id="d")
     leases.take(store, "d", 100.0).release()
     assert leases.remove_expired(store) == []
@@ -57,14 +57,14 @@ def test_what_is_kept_stays_until_it_expires(store, make_dataset):
     assert store.list("") == []
 
 
-def test_a_new_use_starts_the_time_again(store, make_dataset):
+def test_a_new_use_restarts_the_expiry(store, make_dataset):
     make_dataset(dataset_id="d")
     release_long_ago(store, "d", 10.0)
     leases.take(store, "d", 100.0).release()
     assert leases.remove_expired(store) == []
 
 
-def test_what_is_held_is_not_removed_however_old(store, make_dataset):
+def test_a_held_dataset_is_not_removed_at_any_age(store, make_dataset):
     make_dataset(dataset_id="d")
     release_long_ago(store, "d", 0.0)
     lease = leases.take(store, "d", 0.0)
@@ -112,7 +112,7 @@ def test_a_damaged_lease_holds_nothing(store, make_dataset):
     assert leases.remove_expired(store) == ["d"]
 
 
-def test_removing_takes_the_manifest_back_when_somebody_comes_in_between(store, make_dataset, monkeypatch):
+def test_a_removal_restores_the_manifest_if_another_lease_appears_meanwhile(store, make_dataset, monkeypatch):
     manifest = make_dataset(dataset_id="d")
     release_long_ago(store, "d", 0.0)
     original, taken = type(store).delete, []
@@ -130,7 +130,7 @@ def test_removing_takes_the_manifest_back_when_somebody_comes_in_between(store, 
     assert store.list("") == []
 
 
-def test_the_datasets_held_here_come_latest_first(store, make_dataset):
+def test_datasets_held_by_this_process_are_listed_latest_first(store, make_dataset):
     make_dataset(dataset_id="d")
     make_dataset(dataset_id="e")
     held = [leases.take(store, name, 10.0) for name in ("d", "e", "d")]
@@ -149,7 +149,7 @@ def test_removing_a_dataset_forgets_its_fingerprint(store, make_dataset, edit_ma
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff"])
-def test_a_lease_that_is_no_record_is_ignored(store, content):
+def test_an_invalid_lease_is_ignored(store, content):
     store.publish(layout.lease_path("d", "x"), content)
     assert leases.held_here(store) == []
 
@@ -159,7 +159,7 @@ def record_of(lease):
         return json.loads(file.read())
 
 
-def test_a_hold_is_renewed_until_it_is_let_go(store, make_dataset):
+def test_a_hold_is_renewed_until_it_is_released(store, make_dataset):
     make_dataset(dataset_id="d")
     lease = leases.take(store, "d", 7.0)
     first = record_of(lease)
@@ -171,7 +171,7 @@ def test_a_hold_is_renewed_until_it_is_let_go(store, make_dataset):
     assert store.list(layout.LEASES) == ["leases/d/released"]
 
 
-def test_a_hold_is_renewed_when_it_is_old_enough_and_not_before(store, make_dataset, monkeypatch):
+def test_a_hold_is_renewed_only_once_it_is_old_enough(store, make_dataset, monkeypatch):
     make_dataset(dataset_id="d")
     lease, looks = leases.take(store, "d", 7.0), []
     first, started = record_of(lease)["taken"], time.time()
@@ -188,7 +188,7 @@ def test_a_hold_is_renewed_when_it_is_old_enough_and_not_before(store, make_data
     held.close()
 
 
-def test_a_failed_renewal_is_logged_and_tried_again(store, make_dataset, monkeypatch, caplog):
+def test_a_failed_renewal_is_logged_and_retried(store, make_dataset, monkeypatch, caplog):
     make_dataset(dataset_id="d")
     lease, original, failures = leases.take(store, "d", 7.0), type(store).open, []
     first = record_of(lease)["taken"]
@@ -207,7 +207,7 @@ def test_a_failed_renewal_is_logged_and_tried_again(store, make_dataset, monkeyp
     assert ": the network is away" in caplog.text
 
 
-def test_a_hold_that_was_taken_away_is_not_made_anew(store, make_dataset):
+def test_a_removed_hold_is_not_created_again(store, make_dataset):
     make_dataset(dataset_id="d")
     lease = leases.take(store, "d", 7.0)
     lease.withdraw()
@@ -216,7 +216,7 @@ def test_a_hold_that_was_taken_away_is_not_made_anew(store, make_dataset):
     assert store.list(layout.LEASES) == []
 
 
-def test_one_use_of_a_dataset_outlives_the_hold_of_who_prepared_it(store, make_dataset):
+def test_a_use_of_a_dataset_outlives_the_hold_of_its_preparation(store, make_dataset):
     make_dataset(dataset_id="d")
     lease, use = leases.take(store, "d", 0.0), leases.borrow(store, "d")
     lease.release()
@@ -226,7 +226,7 @@ def test_one_use_of_a_dataset_outlives_the_hold_of_who_prepared_it(store, make_d
     assert store.list("") == []
 
 
-def test_after_one_more_use_a_dataset_is_kept_as_long_as_before(store, make_dataset):
+def test_a_dataset_is_kept_equally_long_after_another_use(store, make_dataset):
     make_dataset(dataset_id="d")
     release_long_ago(store, "d", 1500.0)
     use = leases.borrow(store, "d")
@@ -237,7 +237,7 @@ def test_after_one_more_use_a_dataset_is_kept_as_long_as_before(store, make_data
     assert leases.remove_expired(store) == ["d"]
 
 
-def test_a_use_that_ends_last_leaves_what_is_known_of_the_caches(store, make_dataset):
+def test_the_last_use_keeps_the_record_of_caches(store, make_dataset):
     make_dataset(dataset_id="d")
     lease, use = leases.take(store, "d", 100.0, ("a cache",)), leases.borrow(store, "d")
     lease.release()
@@ -263,14 +263,14 @@ def test_the_uses_of_other_ranks_are_not_read(store, make_dataset, monkeypatch):
     assert len({use.path for use in uses}) == 3
 
 
-def test_what_nobody_ever_held_stays_after_a_use(store, make_dataset):
+def test_a_dataset_that_was_never_held_stays_after_a_use(store, make_dataset):
     make_dataset(dataset_id="d")
     leases.borrow(store, "d").release()
     assert leases.remove_expired(store) == []
     assert ids_of(store) == ["d"]
 
 
-def test_one_use_of_a_dataset_does_not_make_it_the_one_opened_last(store, make_dataset):
+def test_a_use_does_not_count_as_opening_the_dataset(store, make_dataset):
     for name in ("d", "e"):
         make_dataset(dataset_id=name)
     leases.take(store, "d", 10.0)
@@ -278,7 +278,7 @@ def test_one_use_of_a_dataset_does_not_make_it_the_one_opened_last(store, make_d
     assert leases.held_here(store) == ["d"]
 
 
-def test_a_dataset_that_is_held_is_held_until_it_is_closed(store, make_dataset):
+def test_a_hold_lasts_until_the_dataset_is_closed(store, make_dataset):
     make_dataset(dataset_id="d")
     release_long_ago(store, "d", 0.0)
     with hold(store, "d") as data:
@@ -287,7 +287,7 @@ def test_a_dataset_that_is_held_is_held_until_it_is_closed(store, make_dataset):
     assert store.list("") == []
 
 
-def test_ranks_get_to_know_a_dataset_without_holding_it(store, make_dataset):
+def test_ranks_receive_a_dataset_without_holding_it(store, make_dataset):
     make_dataset(dataset_id="d")
     release_long_ago(store, "d", 0.0)
     with hold(store, "d") as data:
@@ -297,19 +297,19 @@ def test_ranks_get_to_know_a_dataset_without_holding_it(store, make_dataset):
         assert clean(store) == []
 
 
-def test_holding_a_dataset_that_is_gone_leaves_nothing(store):
+def test_holding_a_removed_dataset_leaves_no_files(store):
     with pytest.raises(StoreError, match=r"There is no dataset at .*datasets/d/manifest\.json; its preparation"):
         hold(store, "d")
     assert store.list("") == []
 
 
-def test_what_a_later_version_says_in_a_lease_is_ignored(store, make_dataset):
+def test_unknown_fields_of_a_lease_are_ignored(store, make_dataset):
     make_dataset(dataset_id="d")
     write_lease(store, "d", colour="blue")
     assert leases.remove_all_unused(store) == []
 
 
-def test_a_use_of_what_nobody_ever_held_leaves_no_reason_to_remove_it(store, make_dataset):
+def test_a_use_of_a_dataset_that_was_never_held_does_not_remove_it(store, make_dataset):
     make_dataset(dataset_id="d")
     leases.borrow(store, "d").release()
     assert clean(store) == []
@@ -338,7 +338,7 @@ def test_an_error_about_prepared_rows_ends_the_hold_on_them(store, make_dataset)
     assert store.list(layout.LEASES) == ["leases/d/released"]
 
 
-def test_a_copy_of_prepared_rows_is_read_without_writing_beside_it(store, make_dataset, tmp_path):
+def test_a_copied_dataset_is_read_without_writing_beside_it(store, make_dataset, tmp_path):
     manifest = make_dataset(dataset_id="d")
     for copy in (tmp_path / "copy", tmp_path / "other" / manifest.folder):
         shutil.copytree(f"{store.root}/{manifest.folder}", copy)
@@ -347,7 +347,7 @@ def test_a_copy_of_prepared_rows_is_read_without_writing_beside_it(store, make_d
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["datasets"]
 
 
-def test_prepared_rows_are_read_where_a_hold_cannot_be_written(store, make_dataset, monkeypatch, caplog):
+def test_prepared_rows_are_read_even_if_a_hold_cannot_be_written(store, make_dataset, monkeypatch, caplog):
     manifest = make_dataset(dataset_id="d")
     release_long_ago(store, "d", 10.0)
 
@@ -362,7 +362,7 @@ def test_prepared_rows_are_read_where_a_hold_cannot_be_written(store, make_datas
 
 
 @pytest.mark.parametrize("end", ["close", "with", "nothing"])
-def test_a_loader_holds_prepared_rows_as_long_as_it_lives(store, make_dataset, end):
+def test_a_loader_holds_prepared_rows_during_its_lifetime(store, make_dataset, end):
     manifest = make_dataset(dataset_id="d")
     leases.take(store, "d", 1500.0).release()
     loader = torch_loader(f"{store.url}/{manifest.folder}", 4, columns=["id"])
@@ -405,7 +405,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *os.listdir(sys.argv[2
 """
 
 
-def test_a_hold_ends_with_the_interpreter_and_not_with_that_of_a_forked_process(store, make_dataset):
+def test_a_hold_ends_with_its_interpreter_but_not_with_a_forked_process(store, make_dataset):
     manifest = make_dataset(dataset_id="d")
     leases.take(store, "d", 1500.0).release()
     command = [sys.executable, "-c", FORKED, f"{store.root}/{manifest.folder}", f"{store.root}/leases/d"]
@@ -424,7 +424,7 @@ def test_rows_in_the_callers_own_store_are_held_through_it(store, make_dataset):
     files.close()
 
 
-def test_who_reads_by_a_manifest_relies_on_who_prepared_it(store, make_dataset):
+def test_a_loader_of_a_manifest_takes_no_lease(store, make_dataset):
     manifest = make_dataset(dataset_id="d")
     leases.take(store, "d", 10.0)
     before = store.list(layout.LEASES)

@@ -70,7 +70,7 @@ NUMBERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_numbers_keep_their_type_and_lie_where_arrow_has_them(dtype):
+def test_numbers_keep_their_type_and_share_arrows_memory(dtype):
     values = np.arange(6, dtype=dtype)
     array = pa.array(values)
     found = to_numpy(array, spec(dtype), "here")
@@ -154,7 +154,7 @@ def test_a_decimal_of_up_to_15_digits_becomes_the_nearest_double(digits, scale):
     assert found.tolist() == [float(value) if scale else int(value) for value in decimals]
 
 
-def test_a_decimal_that_no_number_holds_stays_one():
+def test_a_decimal_that_no_float_can_hold_stays_a_decimal():
     assert [columns.decimal_dtype(p, s) for p, s in [(18, 0), (19, 0), (15, 15), (16, 1), (5, -2)]] == [
         "int64",
         "decimal",
@@ -177,7 +177,7 @@ def test_dense_and_sparse_vectors_arrive_with_all_elements():
     assert columns.lengths(array).tolist() == [3, 3, 3, 3, 3, 0]
 
 
-def test_all_dense_vectors_lie_where_arrow_has_them():
+def test_dense_vectors_share_arrows_memory():
     array = pa.array([dense(1.0, 2.0), dense(3.0, 4.0)], VECTOR)
     found = to_numpy(array, spec("float64", (2,), "vector"), "here")
     assert found.tolist() == [[1, 2], [3, 4]]

@@ -19,7 +19,7 @@ def test_a_manifest_is_read_back_as_it_was_published(store, make_dataset):
     assert manifest.split("validation").rows == 2
 
 
-def test_a_dataset_without_validation_says_so_when_asked_for_it(store, make_dataset):
+def test_reading_a_missing_validation_split_is_a_clear_error(store, make_dataset):
     manifest = make_dataset()
     assert load(store, manifest.path).validation is None
     with pytest.raises(DataError, match="Dataset d was prepared without validation rows"):
@@ -47,7 +47,7 @@ def test_another_file_is_reported(store, content):
         load(store, "m")
 
 
-def test_bytes_that_are_no_text_are_reported(store):
+def test_bytes_that_are_not_text_are_reported(store):
     store.publish("m", b"\xff\xfePAR1")
     with pytest.raises(DataError, match="/m is not a complete manifest"):
         load(store, "m")

@@ -8,7 +8,7 @@ from sparkhvd.data import schema_of
 from sparkhvd.data.schema.packing import ColumnPacking, plan_packing, unpacked
 
 
-def test_only_scalars_of_one_type_travel_together():
+def test_only_scalars_of_one_type_are_packed_together():
     kinds = {
         "f": t.FloatType(),
         "d": t.DoubleType(),
@@ -28,7 +28,7 @@ def test_only_scalars_of_one_type_travel_together():
     assert plan_packing(schema, [columns[0], columns[3]]) == ColumnPacking(((0, 1),), ())
 
 
-def test_what_travelled_together_comes_apart_in_order_with_memory_of_its_own():
+def test_packed_scalars_are_unpacked_in_order_into_separate_memory():
     whole = pa.array([[9.0, 9.0], [1.0, 10.0], [2.0, 20.0], [3.0, 30.0]], pa.list_(pa.float32()))
     others = pa.StructArray.from_arrays([pa.array(["a", "b", "c"]), pa.array([True, None, False])], ["x", "y"])
     first, text, second, switch = unpacked([whole[1:], others], ColumnPacking(((0, 2),), (1, 3)))

@@ -46,14 +46,14 @@ def test_a_vector_becomes_an_array_of_doubles():
     assert found["v"] == ColumnSpec("v", "float64", None, "feature", "vector")
 
 
-def test_columns_come_in_the_order_given_features_then_labels_then_weight():
+def test_columns_are_ordered_as_features_labels_and_weight():
     selection = select(PLAIN, feature_cols=["z", "x"], label_cols=["y"], weight_col="w", validation="held")
     assert selection.schema.names() == ["z", "x", "y", "w"]
     assert [column.role for column in selection.schema.columns] == ["feature", "feature", "label", "weight"]
     assert selection.validation == "held"
 
 
-def test_without_feature_cols_all_others_are_features():
+def test_without_feature_cols_all_other_columns_are_features():
     selection = select(PLAIN, feature_cols=None, label_cols=["y"], weight_col="w", validation="held")
     assert [column.name for column in selection.schema.of("feature")] == ["x", "z"]
     assert [column.name for column in schema_of(PLAIN, None, []).of("feature")] == PLAIN.names
@@ -75,7 +75,7 @@ def test_a_validation_that_is_neither_a_fraction_nor_a_name_is_refused(validatio
     refused(r"validation is .*; it must be a fraction in \[0, 1\), a column name or None", validation=validation)
 
 
-def test_a_missing_column_is_named_with_those_that_are_there():
+def test_a_missing_column_is_named_with_the_existing_ones():
     refused(r"There is no column 'xx' \(requested as feature\)\. .*The DataFrame has 'x', 'z'", feature_cols=["xx"])
     refused(r"There is no column 'Y' \(requested as label\)\. Did you mean 'y'\?", label_cols=["Y"])
     refused(r"There is no column 'hold' \(requested as validation\)\. Did you mean 'held'\?", validation="hold")
@@ -100,7 +100,7 @@ NEEDS_A_FUNCTION = [
 
 
 @pytest.mark.parametrize(("spark_type", "dtype", "message"), NEEDS_A_FUNCTION)
-def test_what_is_no_number_is_refused_with_the_reason_unless_a_function_transforms_it(spark_type, dtype, message):
+def test_columns_without_numbers_are_refused_unless_a_function_transforms_them(spark_type, dtype, message):
     schema = struct(bad=spark_type, y=t.LongType())
     refused(rf"Column 'bad' has .*{message}", schema=schema, feature_cols=["bad"])
     found = select(schema, feature_cols=["bad"], label_cols=["y"], transformed=True).schema["bad"]
@@ -120,18 +120,18 @@ def test_what_is_no_number_is_refused_with_the_reason_unless_a_function_transfor
         (t.NullType(), "it holds only NULL"),
     ],
 )
-def test_an_unsupported_type_is_refused_with_the_reason_and_the_types_that_are(spark_type, message):
+def test_an_unsupported_type_is_refused_with_the_reason_and_the_supported_types(spark_type, message):
     schema = struct(bad=spark_type, y=t.LongType())
     refused(rf"Column 'bad.*{message}", schema=schema, feature_cols=["bad"], transformed=True)
     refused("Supported are boolean, byte", schema=schema, feature_cols=["bad"], transformed=True)
 
 
-def test_decimals_become_the_number_that_holds_them():
+def test_decimals_become_the_type_that_can_hold_them():
     schema = struct(a=t.DecimalType(18, 0), b=t.DecimalType(15, 4), c=t.ArrayType(t.DecimalType(5, 1)))
     assert [column.dtype for column in schema_of(schema, None, ()).columns] == ["int64", "float64", "float64"]
 
 
-def test_nested_arrays_know_their_depth():
+def test_the_depth_of_nested_arrays_is_known():
     nested = t.ArrayType(t.ArrayType(t.ArrayType(t.FloatType())))
     found = schema_of(struct(x=nested), ["x"], ())["x"]
     assert (found.dtype, found.kind, found.depth, found.shape) == ("float32", "array", 3, None)
@@ -257,7 +257,7 @@ def test_ten_thousand_columns_are_selected_within_a_second():
     assert len(found.schema.columns) == 10_000
 
 
-def test_the_fields_of_a_struct_take_its_place():
+def test_the_fields_of_a_struct_replace_it():
     schema = struct(s=struct(a=t.LongType(), deep=struct(b=t.LongType())), x=t.LongType())
     assert with_fields(schema, ["x", "s", "q"]) == ("x", "s.a", "s.deep.b", "q")
     assert with_fields(schema, ["s.deep", "s.a"]) == ("s.deep.b", "s.a")

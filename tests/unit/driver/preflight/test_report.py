@@ -25,7 +25,7 @@ def verdicts(*tasks: Examination) -> dict[str, Verdict]:
     return {check.name: check.verdict for check in cluster_checks(tasks, VERSIONS)}
 
 
-def test_tasks_that_are_alike_pass_every_check():
+def test_identical_tasks_pass_every_check():
     other = replace(TASK, task_index=1, host="node-b", host_hash="b")
     assert set(verdicts(TASK, other).values()) == {Verdict.OK}
 

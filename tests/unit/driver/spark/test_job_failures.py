@@ -83,7 +83,7 @@ def test_too_few_slots_are_reported_with_a_remedy():
         ("x: [OPERATION_CANCELED] Operation has been canceled. SQLSTATE: HY008", "Operation has been canceled"),
     ],
 )
-def test_a_cancelled_job_says_how_it_was_cancelled(said, cause):
+def test_the_error_of_a_cancelled_job_names_how_it_was_cancelled(said, cause):
     failure = spark_failure(RuntimeError(f"An error occurred.\n{said}\n\tat org.y"))
     assert failure.startswith(f"Spark aborted the job: it was cancelled ({cause}")
     assert failure.splitlines()[0].endswith(").")

@@ -47,7 +47,7 @@ def test_too_few_local_slots_fail_at_once_with_both_numbers_and_the_setting():
     )
 
 
-def test_too_few_slots_of_a_local_cluster_fail_before_its_executors_are_there():
+def test_too_few_slots_of_a_local_cluster_fail_before_its_executors_register():
     with pytest.raises(SlotsError, match=r"num_proc=3 is more than the 2 slots .*local-cluster\[3,1,1024\]"):
         reserve(cluster("local-cluster[2,1,1024]", 0), 3, soon())
 

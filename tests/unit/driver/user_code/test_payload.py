@@ -29,7 +29,7 @@ def test_a_function_of_a_module_that_is_no_package_is_sent_with_its_code(tmp_pat
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "call")], check=False).returncode == 42
 
 
-def test_installed_modules_are_recognised():
+def test_installed_modules_are_recognized():
     assert is_installed(Path(np.__file__))
     assert is_installed(Path(threading.__file__))
     assert not is_installed(Path(__file__))

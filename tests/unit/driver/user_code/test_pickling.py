@@ -79,17 +79,17 @@ def elsewhere(program: str, *contents: bytes, path: Path | None = None) -> str:
     return found.stdout.decode().strip()
 
 
-def test_code_that_others_cannot_import_travels_whole_and_keeps_its_classes(project):
+def test_code_that_executors_cannot_import_is_sent_and_keeps_its_classes(project):
     content = dumps((project.Scale(), project.predicted), importable_nowhere)
     assert elsewhere("print(opened[0][1](opened[0][0], 21))", content) == "21"
 
 
-def test_pickles_of_one_process_agree_wherever_they_are_opened(project):
+def test_pickles_of_one_process_agree_in_every_process(project):
     model, function = dumps(project.Scale(), importable_nowhere), dumps(project.predicted, importable_nowhere)
     assert elsewhere("print(opened[1](opened[0], 21))", model, function) == "21"
 
 
-def test_code_that_was_sent_can_be_sent_on(project):
+def test_sent_code_can_be_forwarded(project):
     imports = "from sparkhvd.driver.user_code.pickling import dumps"
     again = f"{imports}; sys.stdout.write(dumps(opened[0]).hex()); sys.stdout.flush()"
     model = bytes.fromhex(elsewhere(again, dumps(project.Scale(), importable_nowhere)))
@@ -109,7 +109,7 @@ def test_pickles_of_two_processes_with_the_same_code_agree(project, tmp_path):
     assert cloudpickle.loads(function)(cloudpickle.loads(model), 21) == 21, "here too"
 
 
-def test_code_that_others_can_import_travels_by_name(project, tmp_path):
+def test_code_that_executors_can_import_is_sent_by_name(project, tmp_path):
     content = dumps((project.Scale(), project.predicted), importable_here)
     assert len(content) < 400
     assert elsewhere("print(opened[0][1](opened[0][0], 21))", content, path=tmp_path) == "21"
@@ -124,7 +124,7 @@ def test_a_class_keeps_the_globals_of_its_module_where_it_is_defined(project):
     assert elsewhere("print(opened[0](21))", dumps(copied, importable_nowhere)) == "42", "as it is now"
 
 
-def test_a_function_that_imports_a_module_when_it_is_called_brings_it(project, tmp_path):
+def test_a_module_imported_inside_a_function_is_sent_with_it(project, tmp_path):
     (tmp_path / "script.py").write_text("def late():\n    from ours.late import is_times as known\n    return known(0)")
     script = importlib.import_module("script")
     assert elsewhere("print(opened[0]())", dumps(script.late, importable_nowhere)) == "False"
@@ -141,7 +141,7 @@ def test_a_module_that_imports_a_sent_module_is_sent_too(project, tmp_path):
     assert sent_by_value(imports, set(imports) - {"ours.deep"}) == {"script", "ours.model", "ours.deep", "ours.late"}
 
 
-def test_a_module_with_another_content_is_not_the_same(project, tmp_path):
+def test_a_module_with_other_content_differs(project, tmp_path):
     deep = user_module("ours.deep")
     assert importable_here({deep.name: deep.digest}) == {"ours.deep"}
     assert importable_here({deep.name: "other", "ours.nowhere": deep.digest}) == set()
@@ -161,14 +161,14 @@ def test_a_compiled_module_that_others_cannot_import_is_refused(project, tmp_pat
         dumps(fast.Kind, importable_nowhere)
 
 
-def test_the_table_of_modules_is_as_before_afterwards(project):
+def test_pickling_restores_the_table_of_modules(project):
     before = cloudpickle.list_registry_pickle_by_value()
     with pytest.raises(TypeError, match="pickle"):
         dumps((project.Scale, sys.stdout), importable_nowhere)
     assert cloudpickle.list_registry_pickle_by_value() == before
 
 
-def test_code_of_installed_packages_travels_by_name_only():
+def test_code_of_installed_packages_is_sent_by_name_only():
     assert len(dumps([subprocess.run, functools.partial], importable_nowhere)) < 100
 
 
@@ -207,7 +207,7 @@ for factor in (2, 3):
 """
 
 
-def test_a_redefinition_in_a_notebook_replaces_the_one_that_a_worker_has_loaded():
+def test_a_redefinition_in_a_notebook_replaces_the_loaded_one_on_workers():
     command = [sys.executable, "-c", NOTEBOOK]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     contents = map(bytes.fromhex, printed.split())
@@ -221,14 +221,14 @@ def test_a_function_with_hundreds_of_names_may_import_modules():
     assert cloudpickle.loads(dumps(space["large"], importable_nowhere))() == "1"
 
 
-def test_dataclasses_keep_their_marks_of_missing_values(project, tmp_path):
+def test_dataclasses_keep_their_missing_marker(project, tmp_path):
     (tmp_path / "script.py").write_text("from dataclasses import *\n@dataclass\nclass Options:\n    size: int\n")
     content = dumps(importlib.import_module("script").Options, importable_nowhere)
     program = "import dataclasses; print(dataclasses.fields(opened[0])[0].default is dataclasses.MISSING)"
     assert elsewhere(program, content) == "True"
 
 
-def test_a_module_of_the_users_may_have_the_name_of_one_of_pythons(tmp_path, monkeypatch):
+def test_a_user_module_may_shadow_one_of_the_standard_library(tmp_path, monkeypatch):
     assert user_module("cmd") is None
     (tmp_path / "cmd.py").write_text("def doubled(x):\n    return 2 * x\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -238,7 +238,7 @@ def test_a_module_of_the_users_may_have_the_name_of_one_of_pythons(tmp_path, mon
     assert elsewhere("print(opened[0](3))", content) == "6"
 
 
-def test_a_module_that_changed_in_a_session_is_sent_as_processes_there_may_have_it_as_it_was():
+def test_a_module_that_changed_in_the_session_is_sent_again():
     known = {("a", "1"): True, ("b", "1"): False, ("c", "1"): True}
     assert importable_by(known, {"a": "1", "b": "1", "c": "1"}) == {"a", "c"}
     known |= {("a", "2"): True, ("b", "2"): True}

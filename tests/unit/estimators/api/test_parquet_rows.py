@@ -47,7 +47,7 @@ def rows_of(store, dataset, path=None, **given):
 
 
 @pytest.mark.parametrize("named", ["object", "id", "open here"])
-def test_prepared_rows_stay_while_they_are_trained_on_whoever_lets_go_of_them(store, prepared, named):
+def test_prepared_rows_are_kept_during_training_even_if_their_owner_releases_them(store, prepared, named):
     dataset = {"object": prepared, "id": "d", "open here": None}[named]
     with rows_of(store, dataset) as files:
         prepared.close()
@@ -56,13 +56,13 @@ def test_prepared_rows_stay_while_they_are_trained_on_whoever_lets_go_of_them(st
     assert store.list("") == []
 
 
-def test_what_the_estimator_fills_is_filled_in_prepared_rows_too(store, prepared):
+def test_fills_of_the_estimator_apply_to_prepared_rows_too(store, prepared):
     with rows_of(store, prepared, fill={"x": -1.0}) as files:
         assert [column.fill for column in files.manifest.schema.columns] == [-1.0, None]
 
 
 @pytest.mark.parametrize("lies", ["prepared", "there already"])
-def test_a_column_that_the_rows_do_not_deliver_sparse_is_refused(store, prepared, tmp_path, lies):
+def test_a_sparse_column_that_is_stored_dense_is_refused(store, prepared, tmp_path, lies):
     parquet.write_table(pa.table({"x": [1.0, 2.0], "y": [1.0, 2.0]}), tmp_path / "x.parquet")
     path = None if lies == "prepared" else str(tmp_path / "x.parquet")
     with (
@@ -89,7 +89,7 @@ def test_prepared_rows_are_not_split_again(store, prepared, by, said):
         assert files.manifest.validated_by == by
 
 
-def test_a_fit_that_cannot_begin_lets_go_of_the_rows(store, prepared):
+def test_a_fit_that_cannot_start_releases_its_rows(store, prepared):
     with pytest.raises(SchemaError, match="z"), rows_of(store, prepared, feature_cols=["z"]):
         pass
     prepared.close()

@@ -24,7 +24,7 @@ from tests.unit.estimators.arrays import schema
         ("continuous_cols", ["a"], "it was for NVTabular's loaders"),
     ],
 )
-def test_a_parameter_of_horovods_without_a_meaning_says_why(name, value, message):
+def test_a_retired_parameter_of_horovod_is_refused_with_the_reason(name, value, message):
     with pytest.raises(ParamError, match=message):
         TorchEstimator(**{name: value})
 
@@ -37,7 +37,7 @@ def test_a_parameter_of_horovods_without_a_meaning_says_why(name, value, message
         (TorchEstimator, "setNumProcs", "'TorchEstimator' object has no attribute 'setNumProcs'"),
     ],
 )
-def test_its_getter_says_so_too(kind, accessor, message):
+def test_the_getter_of_a_retired_parameter_is_refused_with_the_reason(kind, accessor, message):
     assert not hasattr(kind(), accessor)
     with pytest.raises(AttributeError, match=message):
         getattr(kind(), accessor)
@@ -51,7 +51,7 @@ def test_its_getter_says_so_too(kind, accessor, message):
         (LightningEstimator, "setProfiler", "profiler has no meaning in LightningEstimator: set it on the Trainer"),
     ],
 )
-def test_its_setter_takes_none_for_the_default_and_says_so_for_any_other_value(kind, setter, message):
+def test_the_setter_of_a_retired_parameter_accepts_none_only(kind, setter, message):
     estimator = kind()
     assert getattr(estimator, setter)(None) is estimator
     with pytest.raises(ParamError, match=message):
@@ -69,7 +69,7 @@ def test_its_setter_takes_none_for_the_default_and_says_so_for_any_other_value(k
         ),
     ],
 )
-def test_what_goes_on_from_a_run_is_refused_where_the_store_keeps_none(given, message, tmp_path):
+def test_resuming_is_refused_if_the_store_keeps_no_runs(given, message, tmp_path):
     store = LocalStore(str(tmp_path), save_runs=False)
     check(TorchEstimator(store=store, data="store").values())
     with pytest.raises(ParamError, match=message):
@@ -77,13 +77,13 @@ def test_what_goes_on_from_a_run_is_refused_where_the_store_keeps_none(given, me
 
 
 @pytest.mark.parametrize("name", ["output_cols", "output_types"])
-def test_outputs_are_as_many_as_labels(name):
+def test_the_numbers_of_outputs_and_labels_must_match(name):
     params = TorchEstimator(label_cols=["a", "b"], **{name: ["label"]}).values()
     with pytest.raises(ParamError, match=rf"{name} has 1 entry \['label'\], but label_cols has 2 columns \['a', 'b'\]"):
         check(params)
 
 
-def test_the_odd_names_of_horovods_setters_are_there():
+def test_irregular_names_of_horovods_setters_exist():
     estimator = TorchEstimator().setTrainReaderNumWorker(3).setValReaderNumWorker(4).setInMemoryCacheAll(True)
     assert (estimator.getTrainReaderNumWorkers(), estimator.getValReaderNumWorker()) == (3, 4)
     assert estimator.getInmemoryCacheAll() is estimator.getInMemoryCacheAll() is True
@@ -113,7 +113,7 @@ def test_the_odd_names_of_horovods_setters_are_there():
         ("data", "both", "data='both' must be one of 'auto', 'direct', 'store'"),
     ],
 )
-def test_a_value_that_cannot_work_is_refused_with_its_name(name, value, message):
+def test_an_invalid_value_is_refused_with_its_name(name, value, message):
     with pytest.raises(ParamError, match=message):
         EstimatorParams(**{name: value})
 
@@ -134,7 +134,7 @@ def test_an_object_with_run_and_num_processes_is_a_backend():
     assert EstimatorParams().getCheckpoints() == Checkpoints()
 
 
-def test_the_options_of_a_spark_backend_are_looked_at_before_any_work():
+def test_the_options_of_a_spark_backend_are_checked_before_any_work():
     with pytest.raises(TypeError, match="gpu_per_task"):
         SparkBackend(2, gpu_per_task=1)
     params = {"num_proc": None, "data": "direct"}
@@ -164,7 +164,7 @@ def test_the_options_of_a_spark_backend_are_looked_at_before_any_work():
         ({"keep_data": 0}, "keep_data=0.0 controls how .* or pass keep_seconds to prepare_data"),
     ],
 )
-def test_rows_that_are_files_already_are_not_prepared(given, message):
+def test_existing_files_are_not_prepared(given, message):
     with pytest.raises(ParamError, match=message):
         TorchEstimator(**given).fit_on_parquet()
 
@@ -178,7 +178,7 @@ def made_by_lightning(train, validation):
     raise NotImplementedError
 
 
-def test_a_factory_of_lightning_data_modules_leaves_the_readers_in_place(tmp_path):
+def test_a_lightning_data_module_factory_keeps_the_readers(tmp_path):
     given = {"model": object(), "feature_cols": ["x"], "label_cols": ["y"], "transformation_fn": len}
     values = LightningEstimator(**given, data_module=made_by_lightning)._checked_values()
     assert _row_loader(values) is None
@@ -191,7 +191,7 @@ def test_a_factory_of_lightning_data_modules_leaves_the_readers_in_place(tmp_pat
         check({**values, "data": "store", "store": LocalStore(str(tmp_path)), "data_module": Rows})
 
 
-def test_what_data_module_takes_depends_on_the_framework():
+def test_the_type_of_data_module_depends_on_the_framework():
     assert LightningEstimator(data_module=Rows).getDataModule() is Rows
     with pytest.raises(ParamError, match="must be a class or function that creates a LightningDataModule"):
         LightningEstimator(data_module=3)
@@ -209,7 +209,7 @@ def test_what_data_module_takes_depends_on_the_framework():
         ({"checkpoints": Checkpoints(best="val_accuracy")}, "checkpoints monitors 'val_accuracy', but this fit has no"),
     ],
 )
-def test_validation_may_be_watched_where_the_files_have_validation_rows(given, message):
+def test_validation_metrics_may_be_monitored_if_the_files_have_validation_rows(given, message):
     fixed = {"model": torch.nn.Linear(1, 1), "loss": len, "feature_cols": ["x"], "label_cols": ["y"]}
     optimizer = torch.optim.SGD(fixed["model"].parameters(), lr=0.1)
     values = TorchEstimator(**fixed, optimizer=optimizer, **given)._checked_values()
@@ -232,7 +232,7 @@ def test_the_spec_of_the_ranks_holds_the_parameters():
 
 
 @pytest.mark.parametrize("name", ["inmemory_cache_all", "local_cache"])
-def test_rows_can_be_cached_in_one_place_and_only_where_they_are_read(name):
+def test_only_one_cache_of_rows_can_be_requested_and_only_with_the_native_reader(name):
     values = {**EstimatorParams(inmemory_cache_all=True, local_cache=True).values(), "data": "store"}
     with pytest.raises(ParamError, match="both cache the same rows"):
         row_cache(values)

@@ -29,7 +29,7 @@ def taken(schema, names=("s", "x"), trained=TRAINED):
     return [".".join(column.path) for column in match_features(schema, names, trained)]
 
 
-def test_every_field_knows_its_column():
+def test_every_field_is_mapped_to_its_column():
     assert [column.source for column in TRAINED] == [("s", "b"), ("s", "a"), ("s", "deep.q"), ("s", "deep.p"), ()]
 
 

@@ -117,7 +117,7 @@ def test_a_second_training_in_one_run_gets_a_nested_run(mlflow, model, monkeypat
     assert mlflow.get_run(outer.info.run_id).data.params["batch_size"] == "5"
 
 
-def test_a_fit_in_another_thread_gets_a_run_nested_in_that_of_the_calling_thread(mlflow, model, monkeypatch):
+def test_a_fit_in_another_thread_gets_a_run_nested_in_the_callers(mlflow, model, monkeypatch):
     """A CrossValidator copies the estimator and fits the copies in threads."""
     monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: None)
     estimator = TorchEstimator()

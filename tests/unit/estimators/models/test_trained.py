@@ -35,7 +35,7 @@ def test_a_model_is_saved_at_the_url_of_a_store(tmp_path):
         TorchModel.from_model(torch.nn.Linear(1, 1), AGE, feature_cols=["age"], store=3)
 
 
-def test_a_schema_wraps_a_model_that_refuses_rows_of_zeros():
+def test_a_schema_is_enough_to_wrap_a_model_that_rejects_zeros():
     model = TorchModel.from_model(IdsFromOne(), ID, feature_cols=["id"])
     assert model.output_columns()[0].vector
 

@@ -28,7 +28,7 @@ COLUMNS = [
 GIVEN = {"picture": {"columns": "p", "shape": [-1, 1, 2, 2]}, "rest": ["b", "a"], "kind": "k"}
 
 
-def test_inputs_are_given_by_the_models_names_in_any_order_with_shape_and_dtype():
+def test_named_inputs_may_have_any_order_shape_and_dtype():
     plan = plan_inputs(Towers(), COLUMNS, None, named_inputs("inputs", GIVEN))
     arrays = {"a": np.array([1.0, 2]), "b": np.array([3.0, 4]), "k": np.array([0, 3], np.int32)}
     arrays["p"] = np.arange(8, dtype=np.float32).reshape(2, 4)
@@ -47,7 +47,7 @@ def test_inputs_are_given_by_the_models_names_in_any_order_with_shape_and_dtype(
     assert plan[2].tensor(arrays, 2).shape == (2, 2, 1)
 
 
-def test_a_struct_is_all_of_its_fields():
+def test_a_struct_stands_for_all_its_fields():
     fields = [ColumnSpec(f"s.{name}", "float64", (), "feature", "scalar") for name in ("u", "v")]
     named = named_inputs("inputs", {"kind": "k", "picture": "p", "rest": ["s", "a"]})
     rest = plan_inputs(Towers(), [*COLUMNS, *fields], None, named)[2]
@@ -75,6 +75,6 @@ def test_inputs_that_do_not_fit_the_model_are_refused(given, message):
         plan_inputs(Towers(), COLUMNS, None, named_inputs("inputs", given))
 
 
-def test_shapes_are_said_in_one_place():
+def test_shapes_are_declared_in_one_parameter():
     with pytest.raises(ParamError, match=r"inputs, which sets the shape of each input.*Leave input_shapes out"):
         plan_inputs(Towers(), COLUMNS, [[1]], named_inputs("inputs", GIVEN))

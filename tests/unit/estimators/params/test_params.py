@@ -61,7 +61,7 @@ def test_arguments_without_a_keyword_are_refused():
         TorchEstimator(2, torch.nn.Linear(1, 1))  # type: ignore[misc]
 
 
-def test_a_table_of_pandas_is_refused_with_the_way_to_make_one_of_spark():
+def test_a_pandas_table_is_refused_with_the_conversion_to_spark():
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     given = {"model": model, "optimizer": optimizer, "loss": torch.nn.MSELoss()}
@@ -77,7 +77,7 @@ def test_a_table_of_pandas_is_refused_with_the_way_to_make_one_of_spark():
         ("was killed (after fn had ended).", "(after the training had ended)."),
     ],
 )
-def test_how_far_a_rank_was_is_said_of_the_training(message, ending):
+def test_the_phase_of_a_failing_rank_is_described_in_terms_of_training(message, ending):
     assert in_training_terms(f"Rank 1 on host a {message}").endswith(ending)
 
 
@@ -117,7 +117,7 @@ def test_two_estimators_do_not_share_values():
         ("store", 7, r"store must be a Store or a URL such as 'file:///some/folder', got int"),
     ],
 )
-def test_a_value_that_cannot_work_is_refused_with_its_name(name, value, message):
+def test_an_invalid_value_is_refused_with_its_name(name, value, message):
     with pytest.raises(ParamError, match=message):
         EstimatorParams(**{name: value})
 
@@ -132,24 +132,24 @@ def test_a_value_that_cannot_work_is_refused_with_its_name(name, value, message)
         ("label_shapes", [[0]], r"label_shapes has the shape \[0\], but sizes must be at least 1"),
     ],
 )
-def test_a_value_of_a_torch_parameter_that_cannot_work_is_refused(name, value, message):
+def test_an_invalid_value_of_a_torch_parameter_is_refused(name, value, message):
     with pytest.raises(ParamError, match=message):
         TorchEstimator(**{name: value})
 
 
-def test_an_object_that_compresses_is_a_compression():
+def test_a_compressor_object_is_a_compression():
     for given in ("bf16", hvd.Compression.fp16):
         assert EstimatorParams(gradient_compression=given).getGradientCompression() is given
 
 
-def test_horovods_parameters_of_lightning_say_what_to_take_instead():
+def test_horovods_lightning_parameters_name_their_replacement():
     with pytest.raises(ParamError, match=r"profiler has no meaning in LightningEstimator: .* trainer_args="):
         LightningEstimator(profiler="simple")
     with pytest.raises(ParamError, match=r"backward_passes_per_step has .* trainer_args=.'accumulate_grad_batches'"):
         LightningEstimator(backward_passes_per_step=2)
 
 
-def test_an_estimator_says_what_it_is_without_secrets(tmp_path):
+def test_the_repr_of_an_estimator_hides_secrets(tmp_path):
     estimator = EstimatorParams(
         feature_cols=[f"x{i}" for i in range(8)], backend_env={"TOKEN": "secret"}, store=str(tmp_path), epochs=3
     )
@@ -160,13 +160,13 @@ def test_an_estimator_says_what_it_is_without_secrets(tmp_path):
     assert "secret" not in said
 
 
-def test_a_store_may_be_given_by_its_url(tmp_path):
+def test_a_store_may_be_passed_as_a_url(tmp_path):
     estimator = EstimatorParams(store=f"file://{tmp_path}")
     assert isinstance(estimator.getStore(), Store)
     assert estimator.getStore().url.endswith(str(tmp_path))
 
 
-def test_a_store_and_a_validation_column_are_taken(tmp_path):
+def test_a_store_and_a_validation_column_are_accepted(tmp_path):
     store = Store.create(str(tmp_path))
     estimator = EstimatorParams(store=store, validation="held_out")
     assert estimator.getStore() is store
@@ -179,7 +179,7 @@ def test_the_declared_defaults_of_a_model_are_horovods():
 
 
 @pytest.mark.parametrize("kind", [TorchEstimator, LightningEstimator])
-def test_a_grid_may_name_parameters_by_the_class(kind):
+def test_a_grid_may_take_parameters_from_the_class(kind):
     grid = ParamGridBuilder().addGrid(kind.batch_size, [4, np.int64(8)]).baseOn({kind.epochs: 3}).build()
     copies = [kind(batch_size=2).copy(each) for each in grid]
     assert [(each.getBatchSize(), each.getEpochs()) for each in copies] == [(4, 3), (8, 3)]
@@ -187,7 +187,7 @@ def test_a_grid_may_name_parameters_by_the_class(kind):
     assert TorchEstimator().copy({Engine.size: 4}).values() == TorchEstimator().values()
 
 
-def test_numbers_and_lists_of_numpy_are_taken_as_those_of_python():
+def test_numpys_numbers_and_lists_are_accepted_like_pythons():
     given = {
         "validation": np.float32(0.25),
         "batch_size": np.int16(4),
@@ -217,7 +217,7 @@ def test_numbers_and_lists_of_numpy_are_taken_as_those_of_python():
     assert repr(Checkpoints(keep=np.int64(2), every_steps=np.int32(7))) == repr(Checkpoints(keep=2, every_steps=7))
 
 
-def test_the_part_to_validate_with_may_be_written_as_a_whole_number():
+def test_a_validation_fraction_may_be_an_integer():
     assert TorchEstimator(validation=0).getValidation() == 0.0
     for wrong in (1, True, -0.1, np.float32("nan")):
         with pytest.raises(ParamError, match=r"must be a number within 0 <= x < 1"):

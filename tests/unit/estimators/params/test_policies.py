@@ -36,7 +36,7 @@ def test_an_improvement_has_to_reach_min_delta():
     assert EarlyStopping(patience=3, min_delta=0.5).ends(slow)
 
 
-def test_more_is_better_where_the_mode_says_so():
+def test_mode_max_prefers_larger_values():
     assert best_epoch(history(1.0, 3.0, 2.0), "val_loss", "max") == 1
     assert best_epoch(history(3.0, 1.0, 2.0), "val_loss", "min") == 1
     assert Checkpoints(best="val_loss").best_epoch(history(2.0, 2.0)) == 0
@@ -44,7 +44,7 @@ def test_more_is_better_where_the_mode_says_so():
     assert Checkpoints(best="val_loss").best_epoch(history(1.0, 3.0, 2.0), gone={0}) == 2
 
 
-def test_what_cannot_work_is_refused():
+def test_invalid_policies_are_refused():
     with pytest.raises(ParamError, match=r"Unknown metric 'val_loos'; an epoch reports loss, val_loss, val_acc"):
         EarlyStopping("val_loos").ends(history(1.0))
     with pytest.raises(ParamError, match="mode must be 'min' or 'max'"):

@@ -49,7 +49,7 @@ found = json.dumps(canonical_form(parts))
 """
 
 
-def test_another_process_describes_the_same_in_the_same_words():
+def test_the_canonical_form_is_the_same_in_another_process():
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", f"{SCRIPT}print(found)"]
     there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
@@ -195,14 +195,14 @@ def written(code):
 
 
 @pytest.mark.parametrize("case", WRITTEN)
-def test_what_the_user_wrote_is_seen_wherever_it_stands(case):
+def test_user_code_counts_at_any_depth(case):
     code, one, other = WRITTEN[case]
     found = [canonical_form(written(code.replace("@", text))) for text in (one, one, other)]
     assert found[0] == found[1]
     assert found[0] != found[2]
 
 
-def test_each_method_counts_with_what_it_takes_from_a_module(monkeypatch):
+def test_methods_count_with_the_module_names_that_they_use(monkeypatch):
     def made(factor):
         helpers = types.ModuleType("own_helpers")
         helpers.__file__ = "/own_helpers.py"
@@ -217,7 +217,7 @@ def test_each_method_counts_with_what_it_takes_from_a_module(monkeypatch):
     assert made(1) != made(2)
 
 
-def test_a_function_counts_with_all_that_it_imports_when_it_is_called(tmp_path, monkeypatch):
+def test_a_function_counts_with_the_modules_that_it_imports_at_call_time(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "own_package").mkdir()
     (tmp_path / "own_package/__init__.py").touch()
@@ -233,7 +233,7 @@ def test_a_function_counts_with_all_that_it_imports_when_it_is_called(tmp_path, 
     assert with_factor(1) != with_factor(2)
 
 
-def test_what_cannot_be_told_in_a_class_does_not_count():
+def test_class_attributes_without_a_canonical_form_do_not_count():
     code = "import threading\nclass C:\n  lock = threading.Lock()\n  factor = @\nmade = C()"
     assert canonical_form(written(code.replace("@", "1"))) == canonical_form(written(code.replace("@", "1")))
     assert canonical_form(written(code.replace("@", "1"))) != canonical_form(written(code.replace("@", "2")))
@@ -268,7 +268,7 @@ def keras_model(rate=0.1, factor=2, name=None):
 
 
 @pytest.mark.parametrize("case", PAIRS)
-def test_what_matters_is_seen_and_the_same_made_twice_is_the_same(case):
+def test_equal_objects_have_equal_forms_and_relevant_differences_count(case):
     one, other = PAIRS[case]
     torch.manual_seed(1)
     described_once = canonical_form(one())
@@ -289,7 +289,7 @@ def late(output, label):
 """
 
 
-def test_what_a_function_takes_from_modules_counts(tmp_path, monkeypatch):
+def test_the_module_names_that_a_function_uses_count(tmp_path, monkeypatch):
     """Aliases of installed functions, tensors of the module, functions of modules of the user's, imports within."""
     monkeypatch.syspath_prepend(str(tmp_path))
     for number in (1, 2):
@@ -312,7 +312,7 @@ def test_what_a_function_takes_from_modules_counts(tmp_path, monkeypatch):
     assert made() != first
 
 
-def test_the_weights_of_a_model_count_where_they_are_asked_for():
+def test_the_weights_of_a_model_count_on_request():
     def made(kind, seed):
         torch.manual_seed(seed)
         keras.utils.set_random_seed(seed)
@@ -330,7 +330,7 @@ def test_an_object_that_holds_itself_is_described():
     assert canonical_form(module) == canonical_form(module)
 
 
-def test_what_cannot_be_told_is_refused():
+def test_objects_without_a_canonical_form_are_refused():
     with pytest.raises(
         ParamError, match=r"loss holds a _thread.lock, whose content cannot be determined.*a run_id instead"
     ):

@@ -28,7 +28,7 @@ def test_a_parameter_without_a_decision_counts():
     assert not run_identity._counts("verbose", ("verbose",))
 
 
-def test_of_a_backend_its_ranks_and_environment_count():
+def test_ranks_and_environment_of_a_backend_count():
     def counted(backend):
         return run_identity._counted("backend", backend)
 
@@ -38,7 +38,7 @@ def test_of_a_backend_its_ranks_and_environment_count():
     assert counted(SparkBackend(2)) != counted(SparkBackend(2, env={"A": "b"}))
 
 
-def test_of_checkpoints_the_choice_of_the_best_epoch_counts():
+def test_the_choice_of_the_best_epoch_of_checkpoints_counts():
     def counted(**choice):
         return run_identity._counted("checkpoints", Checkpoints(**choice))
 
@@ -46,7 +46,7 @@ def test_of_checkpoints_the_choice_of_the_best_epoch_counts():
     assert len({repr(counted(**choice)) for choice in ({}, {"best": "a"}, {"best": "a", "mode": "max"})}) == 3
 
 
-def test_a_run_that_differs_in_its_first_weights_alone_is_warned_of(tmp_path, caplog):
+def test_a_warning_names_a_run_that_differs_only_in_its_initial_weights(tmp_path, caplog):
     store = Store.create(str(tmp_path))
     first, second = layout.auto_run("a" * 64, "b" * 64), layout.auto_run("a" * 64, "c" * 64)
     caplog.set_level(logging.WARNING)

@@ -120,7 +120,7 @@ def test_parametrized_models_travel_train_and_come_back(tmp_path, kind, plugin):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_a_script_is_a_file_that_torch_opens(tmp_path):
+def test_a_scripted_model_is_a_file_that_torch_opens(tmp_path):
     model = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.9)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     artifact.save(tmp_path, model, optimizer, [])

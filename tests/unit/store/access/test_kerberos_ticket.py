@@ -38,7 +38,7 @@ def test_the_principal_of_a_cache_that_kerberos_wrote_is_found(make_cache, princ
     assert principal_of(str(path)) == principal_of(f"FILE:{path}") == principal
 
 
-def test_a_damaged_cache_and_what_is_none_are_said(make_cache, tmp_path):
+def test_damaged_and_foreign_credential_caches_are_reported(make_cache, tmp_path):
     path = make_cache("me@EXAMPLE.COM")
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(StoreError, match=r"ticket cache .*/ticket is damaged"):

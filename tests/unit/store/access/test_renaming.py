@@ -9,7 +9,7 @@ import pytest
 from sparkhvd.store.access import renaming
 
 
-def test_of_many_writers_of_one_name_one_wins(tmp_path):
+def test_exactly_one_of_many_writers_of_a_name_wins(tmp_path):
     target, start = tmp_path / "manifest", threading.Barrier(8)
     won, lost = [], []
 
@@ -34,7 +34,7 @@ def test_of_many_writers_of_one_name_one_wins(tmp_path):
     assert not list(tmp_path.glob(".*.claim"))
 
 
-def test_who_finds_a_claim_waits_for_what_comes_of_it(tmp_path, monkeypatch):
+def test_a_writer_that_finds_a_claim_waits_for_its_outcome(tmp_path, monkeypatch):
     claim, target, temporary = tmp_path / ".m.claim", tmp_path / "m", tmp_path / "t"
     temporary.write_text("second")
     claim.mkdir()
@@ -50,7 +50,7 @@ def test_who_finds_a_claim_waits_for_what_comes_of_it(tmp_path, monkeypatch):
     assert claim.exists(), "it belongs to the first"
 
 
-def test_the_claim_of_a_killed_writer_is_taken_away(tmp_path, monkeypatch):
+def test_the_claim_of_a_killed_writer_is_removed(tmp_path, monkeypatch):
     claim, target, temporary = tmp_path / ".m.claim", tmp_path / "m", tmp_path / "t"
     temporary.write_text("second")
     claim.mkdir()

@@ -26,7 +26,7 @@ def attempt(failures, seconds=1000.0, pauses=None):
     )
 
 
-def test_passing_errors_are_tried_again_with_growing_pauses_up_to_a_limit():
+def test_transient_errors_are_retried_with_growing_pauses_up_to_a_limit():
     pauses = []
     assert attempt([ConnectionError(), TimeoutError(), OSError("x")] * 4, pauses=pauses) == 12
     limits = [min(0.1 * 2**number, 5.0) for number in range(12)]
@@ -45,7 +45,7 @@ def test_passing_errors_are_tried_again_with_growing_pauses_up_to_a_limit():
         StoreError("said on purpose"),
     ],
 )
-def test_lasting_errors_are_not_tried_again(error):
+def test_permanent_errors_are_not_retried(error):
     pauses = []
     with pytest.raises(type(error)):
         attempt([error], pauses=pauses)

@@ -13,17 +13,17 @@ from sparkhvd.errors import StoreError
 from sparkhvd.store import LocalStore, Store
 
 
-def test_a_relative_path_is_resolved_when_the_store_is_made(tmp_path, monkeypatch):
+def test_a_relative_path_is_resolved_when_the_store_is_created(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert LocalStore("here/../there").url == f"file://{tmp_path}/there"
 
 
 @pytest.mark.parametrize("form", ["{}", "file:{}", "file://{}", "file://localhost{}", "FILE://{}"])
-def test_all_ways_to_name_a_folder_give_the_same_store(tmp_path, form):
+def test_all_spellings_of_a_folder_give_the_same_store(tmp_path, form):
     assert Store.create(form.format(tmp_path)) == LocalStore(str(tmp_path))
 
 
-def test_a_url_is_taken_literally_as_spark_does(tmp_path):
+def test_a_url_is_read_literally_as_in_spark(tmp_path):
     assert LocalStore(f"file://{tmp_path}/a%20b").root == f"{tmp_path}/a%20b"
 
 
@@ -32,7 +32,7 @@ def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     assert LocalStore("~/data").root == f"{tmp_path}/data"
 
 
-def test_a_folder_is_made_by_the_first_file_and_not_before(tmp_path):
+def test_a_folder_is_created_with_its_first_file(tmp_path):
     store = Store.create(str(tmp_path / "deep" / "store"))
     assert (store.list(""), store.exists("x"), list(tmp_path.iterdir())) == ([], False, [])
     store.publish("runs/x", b"1")
@@ -47,7 +47,7 @@ def test_a_path_that_is_a_file_is_refused(tmp_path):
         Store.create(str(tmp_path / "file" / "below"))
 
 
-def test_a_folder_that_cannot_be_made_is_refused():
+def test_a_folder_that_cannot_be_created_is_refused():
     with pytest.raises(StoreError, match="Cannot use the folder file:///proc/sparkhvd"):
         Store.create("/proc/sparkhvd")
 
@@ -59,7 +59,7 @@ def test_a_folder_that_is_not_writable_is_refused():
 
 
 @pytest.mark.parametrize(("url", "message"), [("file://host/x", "names the host 'host'"), ("", "names no folder")])
-def test_what_is_no_local_folder_is_refused(url, message):
+def test_urls_that_are_not_local_folders_are_refused(url, message):
     with pytest.raises(StoreError, match=message):
         LocalStore(url)
 
@@ -76,7 +76,7 @@ def test_an_unfinished_file_of_a_killed_process_is_not_listed_and_is_deleted_wit
         writer.close()
 
 
-def test_deleting_a_link_keeps_what_it_leads_to(tmp_path):
+def test_deleting_a_link_keeps_its_target(tmp_path):
     (tmp_path / "target").mkdir()
     store = LocalStore(str(tmp_path))
     Path(store.root, "link").symlink_to(tmp_path / "target")
@@ -90,7 +90,7 @@ def test_arrow_maps_files_into_memory(tmp_path):
     assert path == f"{tmp_path}/x"
 
 
-def test_writers_are_not_disturbed_by_others_who_remove_the_folder(tmp_path):
+def test_concurrent_removal_of_the_folder_does_not_disturb_writers(tmp_path):
     store = Store.create(str(tmp_path))
     failed, ended = [], threading.Event()
 

@@ -12,7 +12,7 @@ from sparkhvd.task.task_info import TaskInfo
 SECRET = b"s" * 32
 
 
-def test_a_host_is_reached_when_one_of_its_addresses_is():
+def test_a_host_is_reachable_if_one_of_its_addresses_is():
     with socket.create_server(("127.0.0.1", 0)) as free:
         closed = free.getsockname()[1]
     with closing(Server(_secret_of(1, SECRET), _IgnoreMessages())) as server:
@@ -26,7 +26,7 @@ def test_a_host_is_reached_when_one_of_its_addresses_is():
         assert _unreachable(own, [own, there], SECRET), "what answers there is the server of another task"
 
 
-def test_a_task_listens_where_its_rank_would(monkeypatch):
+def test_a_task_listens_on_the_interface_of_its_rank(monkeypatch):
     there = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.0.0.2"}
     interfaces = [Interface(name, address, "10.0.0.0/24") for name, address in there.items()]
     monkeypatch.setattr("sparkhvd.rpc.interfaces.interfaces", lambda: interfaces)

@@ -8,7 +8,7 @@ from sparkhvd.errors import LaunchError
 from sparkhvd.task.mpi.orted import Orted, orted_command
 
 
-def test_quotes_of_the_remote_shell_are_taken_off():
+def test_quotes_of_the_remote_shell_are_removed():
     words = ["orted", "-mca", "orte_hnp_uri", '"3909.0;tcp://127.0.0.1:4711"', "-mca", "plm", '"rsh"']
     assert orted_command(words) == (
         {},
@@ -16,7 +16,7 @@ def test_quotes_of_the_remote_shell_are_taken_off():
     )
 
 
-def test_assignments_in_front_are_kept_as_an_open_mpi_with_a_prefix_writes_them():
+def test_leading_assignments_of_an_open_mpi_with_a_prefix_are_kept():
     line = (
         "PATH=/opt/mpi/bin:$PATH ; export PATH ; LD_LIBRARY_PATH=/opt/mpi/lib:$LD_LIBRARY_PATH ; /opt/mpi/bin/orted -x"
     )
@@ -25,7 +25,7 @@ def test_assignments_in_front_are_kept_as_an_open_mpi_with_a_prefix_writes_them(
     assert command == ["/opt/mpi/bin/orted", "-x"]
 
 
-def test_nothing_but_orted_is_executed():
+def test_only_orted_is_executed():
     with pytest.raises(LaunchError, match="executes only orted, got 'rm -rf /'"):
         orted_command(["rm", "-rf", "/"])
     with pytest.raises(LaunchError, match="command line cannot be parsed: No closing quotation"):
@@ -34,7 +34,7 @@ def test_nothing_but_orted_is_executed():
         Orted(["orted", "\0"], {})
 
 
-def test_a_host_without_room_for_the_files_of_orted_says_so(monkeypatch):
+def test_a_full_disk_for_the_files_of_orted_is_reported(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     with pytest.raises(
         LaunchError, match=r"orted cannot be started: its temporary folder cannot be created: .*/no/such/folder"
@@ -42,7 +42,7 @@ def test_a_host_without_room_for_the_files_of_orted_says_so(monkeypatch):
         Orted(["orted"], {})
 
 
-def test_the_end_of_orted_is_told_with_what_it_said_and_its_folder_is_gone(tmp_path):
+def test_the_end_of_orted_is_reported_with_its_output_and_its_folder_is_removed(tmp_path):
     program = tmp_path / "orted"
     program.write_text('#!/bin/sh\necho "$OMPI_MCA_orte_tmpdir_base" > "$1"\necho says $PATH\nexit 5\n')
     program.chmod(0o755)

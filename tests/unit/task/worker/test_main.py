@@ -65,7 +65,7 @@ def test_an_error_without_a_message_is_reported_with_its_line():
     assert re.fullmatch(r"raised AssertionError: line \d+ of test_main\.py: raise AssertionError", cause)
 
 
-def test_exit_codes_are_told_apart():
+def test_exit_codes_are_described_by_their_cause():
     assert isinstance(run_payload(call(leave_with, 0)), Returned)
     assert isinstance(run_payload(call(leave_with, None)), Returned)
     assert run_payload(call(leave_with, 4)).cause == "called sys.exit(4)"
@@ -81,15 +81,15 @@ def test_exit_codes_are_told_apart():
         (KeyboardInterrupt(), False),
     ],
 )
-def test_the_loss_of_a_peer_is_marked_as_a_consequence(error, secondary):
+def test_the_loss_of_a_peer_is_a_secondary_failure(error, secondary):
     assert run_payload(call(throw, error)).secondary is secondary
 
 
-def test_a_wrapped_loss_of_a_peer_is_a_consequence_too():
+def test_a_wrapped_loss_of_a_peer_is_a_secondary_failure_too():
     assert run_payload(call(throw_from, RuntimeError("step failed"), PeerLostError("gone"))).secondary
 
 
-def test_a_module_that_the_worker_lacks_is_named_with_the_way_out():
+def test_a_module_missing_on_the_worker_is_named_with_a_remedy():
     payload = cloudpickle.dumps((os.path.join, (), {})).replace(b"posixpath", b"posixpxth")
     report = run_payload(payload)
     assert "cannot import the module 'posixpxth' that fn needs" in report.cause
@@ -137,7 +137,7 @@ def test_a_worker_runs_fn_in_the_environment_of_its_rank(worker, monkeypatch):
     assert event(worker) == Exited(0)
 
 
-def test_a_worker_finds_the_tokens_that_yarn_gave_the_container_of_its_task(monkeypatch):
+def test_a_worker_finds_the_yarn_tokens_of_its_task(monkeypatch):
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", "/container/container_tokens")
     process = WorkerProcess(spawn_worker({}, {}, ()), DriverLog(Job(b"", 1)))
     try:
@@ -169,7 +169,7 @@ def await_pid(path, worker) -> psutil.Process:
     return psutil.Process(int(path.read_text()))
 
 
-def test_a_killed_worker_takes_its_own_children_along(worker, tmp_path):
+def test_children_of_a_killed_worker_end_with_it(worker, tmp_path):
     worker.send(spec(fork_and_stay, str(tmp_path / "pid")))
     assert event(worker) == Ready()
     child = await_pid(tmp_path / "pid", worker)
@@ -187,7 +187,7 @@ def write_scratch_and_stay(path):
     threading.Event().wait()
 
 
-def test_what_a_killed_worker_has_put_into_its_folder_is_removed(worker, tmp_path):
+def test_the_folder_of_a_killed_worker_is_removed(worker, tmp_path):
     worker.send(spec(write_scratch_and_stay, str(tmp_path / "said")))
     assert event(worker) == Ready()
     pause = queue.SimpleQueue()

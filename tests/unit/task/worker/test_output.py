@@ -18,7 +18,7 @@ SECRET = b"q" * 32
 
 
 @given(st.lists(st.binary(max_size=20).map(lambda piece: piece.replace(b"x", b"\n").replace(b"\r", b""))))
-def test_lines_stay_whole_however_they_are_cut(pieces):
+def test_lines_are_reassembled_from_any_chunks(pieces):
     buffer = LineBuffer()
     passed = []
     for piece in pieces:
@@ -32,7 +32,7 @@ def test_lines_stay_whole_however_they_are_cut(pieces):
 
 
 @given(st.lists(st.text("ab\r\n", max_size=6).map(str.encode)))
-def test_lines_stay_whole_where_carriage_returns_end_them(pieces):
+def test_lines_that_end_with_carriage_returns_stay_whole(pieces):
     buffer = LineBuffer()
     passed = [lines for lines in map(buffer.add, pieces) if lines] + [buffer.flush()]
     assert re.findall(b"[ab]+", b"\n".join(passed)) == re.findall(b"[ab]+", b"".join(pieces))
@@ -52,7 +52,7 @@ def test_a_progress_bar_appears_while_it_moves(pieces, passed):
     assert [lines for lines in (buffer.add(piece.encode()).decode() for piece in pieces) if lines] == passed
 
 
-def test_a_line_without_an_end_is_passed_on_in_pieces_of_bounded_size():
+def test_an_endless_line_is_forwarded_in_bounded_pieces():
     buffer = LineBuffer(max_line_bytes=10)
     assert buffer.add(b"123456789") == b""
     assert buffer.add(b"0") == b"1234567890"
@@ -85,7 +85,7 @@ def pumped(log: RankLog, stdout: bytes, stderr: bytes) -> OutputPump:
     return pump
 
 
-def test_output_reaches_the_driver_under_its_rank():
+def test_output_reaches_the_driver_with_its_rank():
     stdout, stderr = Stream(), Stream()
     stream = LogStream(stdout, stderr, timestamps=False)
     with Server(SECRET, stream) as server:
@@ -112,7 +112,7 @@ def test_output_goes_to_the_tasks_stderr_when_no_driver_answers(capsys):
     assert lines[1:] == ["[0]<stdout>:one", "[0]<stdout>:two"]
 
 
-def test_what_nobody_at_the_driver_takes_stays_in_the_tasks_stderr(capsys):
+def test_output_that_the_driver_does_not_take_goes_to_the_tasks_stderr(capsys):
     stdout = Stream()
     with Server(SECRET, LogStream(stdout, None, timestamps=False, shown=False)) as server:
         addresses = (("127.0.0.1", server.port),)
@@ -124,7 +124,7 @@ def test_what_nobody_at_the_driver_takes_stays_in_the_tasks_stderr(capsys):
     assert capsys.readouterr() == ("", "[0]<stderr>:two\n")
 
 
-def test_a_process_that_holds_the_pipe_open_does_not_hold_the_task():
+def test_an_open_pipe_of_another_process_does_not_block_the_task():
     held_open = []
     readers = []
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_a_process_that_holds_the_pipe_open_does_not_hold_the_task():
         os.close(writer)
 
 
-def test_lines_can_carry_the_time_of_their_arrival():
+def test_lines_can_be_timestamped():
     stdout = Stream()
     from sparkhvd.rpc.messages import Output  # noqa: PLC0415
 
@@ -184,13 +184,13 @@ class Full(Taken):
         raise AttributeError("nothing to write to")
 
 
-def test_a_pipe_is_read_to_its_end_whatever_its_log_raises(caplog):
+def test_a_pipe_is_read_to_its_end_even_if_its_log_raises(caplog):
     pump = pumped(Full(), b"", b"".join(b"%09d\n" % number for number in range(50_000)))
     assert pump.stderr_tail().endswith("\n000049999")
     assert caplog.text.count("Output of rank 3 is lost: nothing to write to") == 1
 
 
-def test_a_folder_that_cannot_be_written_costs_the_kept_files_alone(tmp_path, caplog):
+def test_an_unwritable_folder_affects_the_log_files_only(tmp_path, caplog):
     from sparkhvd.rpc.messages import Output  # noqa: PLC0415
 
     (tmp_path / "rank.0").mkdir()

@@ -128,7 +128,7 @@ CASES = (collectives_on_devices, gradients_on_devices, results_in_the_order_of_s
 
 @_needs_device
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_one_rank_by_nccl(alone_by_nccl, case):
+def test_one_rank_works_with_nccl(alone_by_nccl, case):
     case()
 
 
@@ -142,7 +142,7 @@ def test_a_second_device_of_a_rank_is_refused(alone_by_nccl):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a CUDA device per rank, two at least")
-def test_ranks_with_a_device_each_by_nccl():
+def test_ranks_with_one_device_each_work_with_nccl():
     with RankGroup(2, imports=("sparkhvd.torch",), gpu_operations="nccl") as ranks:
         for case in CASES:
             ranks.run(case)

@@ -127,7 +127,7 @@ def test_every_dtype_is_reduced_into_a_new_tensor_of_its_shape(group):
     group.run(reduce_every_dtype)
 
 
-def test_mean_sum_product_and_scales_are_right_in_every_form(group):
+def test_mean_sum_product_and_scales_are_correct_in_every_form(group):
     group.run(reduce_in_every_form)
 
 
@@ -172,7 +172,7 @@ def test_calls_before_init_raise_an_error_that_says_what_to_do(call):
         call()
 
 
-def test_a_job_of_one_needs_no_launcher(alone):
+def test_a_job_of_one_rank_needs_no_launcher(alone):
     assert see_the_world() == (0, 1, 0, 1, 0, 1)
     assert hvd.is_homogeneous()
     reduce_every_dtype()

@@ -334,7 +334,7 @@ def train_words_with(rows, seldom, options):
     return train_words(rows, seldom, **options)
 
 
-def test_sparse_gradients_travel_as_they_are_unless_they_are_made_dense(group):
+def test_sparse_gradients_are_sent_sparse_unless_densified(group):
     # One allreduce of a step is that of the presence vector.
     assert group.run(kinds_of_a_sparse_step, False) == [[1, 1]] * group.size
     assert group.run(kinds_of_a_sparse_step, True) == [[2, 0]] * group.size
