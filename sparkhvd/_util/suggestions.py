@@ -11,7 +11,7 @@ def did_you_mean(
 ) -> str:
     """Return a question with the known names closest to ``name``; empty when none is close.
 
-    Example:
+    Examples:
         >>> did_you_mean("lable_cols", ["feature_cols", "label_cols"])
         "Did you mean 'label_cols'?"
 

@@ -40,7 +40,7 @@ _WAYS_TO_SAY_IT = re.compile(
 def mounted_path(url: str) -> str | None:
     """Return the path at which the machines of a cluster mount ``url``; None unless it is on DBFS or in a volume.
 
-    Example:
+    Examples:
         >>> mounted_path("dbfs:/a"), mounted_path("file:/dbfs/a"), mounted_path("dbfs:/Volumes/c/s/v/a")
         ('/dbfs/a', '/dbfs/a', '/Volumes/c/s/v/a')
     """

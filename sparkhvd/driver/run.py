@@ -75,7 +75,7 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
 ) -> list[Result]:
     """Run ``fn`` in ``num_proc`` processes on the Spark cluster, connected by ``hvd.init()``.
 
-    Example:
+    Examples:
         >>> def rank_and_size():
         ...     import sparkhvd.torch as hvd
         ...

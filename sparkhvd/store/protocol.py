@@ -32,7 +32,7 @@ class Store(Protocol):
         Raises:
             StoreError: no class serves the scheme, or the folder cannot be used.
 
-        Example:
+        Examples:
             >>> store = Store.create("/mnt/shared/experiments")
         """
         store = create(url, **options)

@@ -99,7 +99,7 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
         scale_local_gradients: whether gradients of local variables are divided by the number of ranks, which makes them
             the gradients of the mean of all ranks' losses.
 
-    Example:
+    Examples:
         >>> with tf.GradientTape() as tape:
         ...     loss = loss_of(model(features), labels)
         >>> tape = hvd.DistributedGradientTape(tape)

@@ -114,7 +114,7 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
         SchemaError: a column does not exist, has a type that cannot be read, or differs between files.
         StoreError: the URL cannot be reached.
 
-    Example:
+    Examples:
         >>> for batch in torch_loader("/data/numbers.parquet", 1024):  # doctest: +SKIP
         ...     loss = model(batch["features"])
     """
@@ -140,7 +140,7 @@ def tf_dataset(data: str | Manifest, batch_size: int, *, epochs: int = 1, **opti
     Raises:
         SparkHvdError: see ``torch_loader``.
 
-    Example:
+    Examples:
         >>> model.fit(tf_dataset(url, 256, epochs=3).map(lambda row: (row["x"], row["y"])))  # doctest: +SKIP
     """
     from sparkhvd.data.loaders.tf_data import dataset  # noqa: PLC0415  (imports TensorFlow)

@@ -93,7 +93,7 @@ class AsyncDataLoaderMixin:
         async_loader_queue_size: batches that may wait; 0 loads them on demand.
         **kwargs: arguments of the loader.
 
-    Example:
+    Examples:
         >>> class Ahead(AsyncDataLoaderMixin, MyLoader):  # doctest: +SKIP
         ...     pass
     """

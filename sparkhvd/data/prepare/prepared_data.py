@@ -145,7 +145,7 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
         DataError: the rows cannot be trained on (see ``prepare``), or the name belongs to other rows.
         StoreError: the Store could not be written or read, or is not shared; raised before the rows are evaluated.
 
-    Example:
+    Examples:
         >>> with prepare_data(2, store, df, ["label"], ["features"], validation=0.1):  # doctest: +SKIP
         ...     model = estimator.fit_on_parquet()
     """

@@ -104,7 +104,7 @@ def preflight(
     see the Store, the versions of Python and the frameworks, and the size of /dev/shm. Problems are reported, not
     raised.
 
-    Example:
+    Examples:
         >>> report = sparkhvd.preflight(num_proc=4, store=store)  # doctest: +SKIP
         >>> report.ok  # doctest: +SKIP
         True

@@ -45,7 +45,7 @@ class KerasEstimator(DistributedEstimator):
     parameter has a setter and a getter (``setBatchSize``, ``getBatchSize``). ``sparkhvd.estimators.keras.inputs``
     documents the mapping of columns to inputs and targets. The model and the optimizer that you pass are not changed.
 
-    Example:
+    Examples:
         >>> estimator = KerasEstimator(
         ...     num_proc=2,
         ...     store=Store.create("/tmp/experiments"),

@@ -101,7 +101,7 @@ class LightningEstimator(DistributedEstimator):
 
     ``fit`` returns the model of the last epoch, or with a ``ModelCheckpoint(monitor=...)`` the best one.
 
-    Example:
+    Examples:
         >>> estimator = LightningEstimator(
         ...     num_proc=2,
         ...     store=Store.create("/tmp/experiments"),

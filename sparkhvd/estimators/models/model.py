@@ -74,7 +74,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
     def getHistory(self) -> History:  # noqa: N802  (Horovod's name)
         """Return one entry per epoch in Horovod's form, with the time spent; ``to_pandas()`` makes a table of it.
 
-        Example:
+        Examples:
             >>> model.getHistory()[0]  # doctest: +SKIP
             {'epoch': 0, 'train': {'loss': 0.7, 'all_metrics': [{'accuracy': 0.5}]}, 'validation': {}, ...}
         """
@@ -136,7 +136,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
             SchemaError: a column is missing or cannot be used.
             ParamError: the model cannot take the columns.
 
-        Example:
+        Examples:
             >>> TorchModel.from_model(net, df, feature_cols=["pixels"]).transform(df)  # doctest: +SKIP
         """
         store = None if store is None else store_at("store", store)

@@ -63,7 +63,7 @@ class SparkBackend:
     Raises:
         TypeError: ``sparkhvd.run`` has no such argument.
 
-    Example:
+    Examples:
         >>> TorchEstimator(backend=SparkBackend(4, gpus_per_task=1), store=store, ...)  # doctest: +SKIP
     """
 

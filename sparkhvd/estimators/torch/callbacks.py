@@ -37,7 +37,7 @@ class TorchCallback:
     before writing files or printing. If a callback starts a collective, it must do so on every rank. Checkpoints do not
     contain a callback's own attributes.
 
-    Example:
+    Examples:
         >>> class ShowRate(TorchCallback):
         ...     def on_epoch_end(self, run, epoch, logs):
         ...         if run.rank == 0:

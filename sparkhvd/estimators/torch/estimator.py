@@ -65,7 +65,7 @@ class TorchEstimator(DistributedEstimator):
     ``sparkhvd.estimators.torch.inputs`` describes how columns become inputs, ``sparkhvd.estimators.torch.objective``
     how labels reach the loss. The model and optimizer that you pass never change.
 
-    Example:
+    Examples:
         >>> estimator = TorchEstimator(
         ...     num_proc=2,
         ...     store=Store.create("/tmp/experiments"),

@@ -34,7 +34,7 @@ class LRSchedule:
         every: ``epoch``, or ``step`` to advance after every optimizer step.
         monitor: the metric for ``ReduceLROnPlateau``; names of validation metrics start with ``val_``.
 
-    Example:
+    Examples:
         >>> LRSchedule(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000), every="step")
         ... # doctest: +SKIP
     """

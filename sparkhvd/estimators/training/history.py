@@ -23,7 +23,7 @@ class History(list[dict[str, Any]]):
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per epoch: loss and metrics, prefixed ``val_`` for validation, then the time spent.
 
-        Example:
+        Examples:
             >>> model.getHistory().to_pandas()[["loss", "val_loss"]]  # doctest: +SKIP
         """
         import pandas as pd  # noqa: PLC0415  (ranks do not need it)

@@ -63,7 +63,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917  the name and the order of the 
     Raises:
         ConfigError: duplicate or missing names, or settings that contradict each other.
 
-    Example:
+    Examples:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)

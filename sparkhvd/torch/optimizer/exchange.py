@@ -29,7 +29,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         Args:
             share: rows of this pass / rows of the whole step over all ranks, from 0 to 1.
 
-        Example:
+        Examples:
             >>> optimizer.zero_grad()
             >>> if batch.rows:
             ...     optimizer.weight_next(batch.share)

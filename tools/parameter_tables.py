@@ -1,0 +1,41 @@
+"""A hook of MkDocs: fill in the tables of the estimators' parameters from their declarations.
+
+A line ``<!-- parameters of NAME -->`` becomes the table of the parameters that only the estimator NAME has;
+``<!-- parameters of every estimator -->`` that of those which all three have.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_ESTIMATORS = ("TorchEstimator", "KerasEstimator", "LightningEstimator")
+_LINE = re.compile(r"^<!-- parameters of (.+) -->$", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Return the page with its tables; called by MkDocs for every page."""
+    return _LINE.sub(lambda line: _table(line[1]), markdown) if _LINE.search(markdown) else markdown
+
+
+def _table(name: str) -> str:
+    import sparkhvd  # noqa: PLC0415  (pages without tables need no import)
+
+    declared = {name: getattr(sparkhvd, name).declarations for name in _ESTIMATORS}
+    shared = set.intersection(*(set(parameters) for parameters in declared.values()))
+    if name == "every estimator":
+        rows: Iterable[Any] = (each for key, each in declared[_ESTIMATORS[0]].items() if key in shared)
+    else:
+        rows = (each for key, each in declared[name].items() if key not in shared)
+    lines = [f"| `{each.name}` | {_default(each.default)} | {each.doc} |" for each in rows]
+    return "\n".join(["| parameter | default | meaning |", "| --- | --- | --- |", *lines])
+
+
+def _default(value: object) -> str:
+    if value is None or value == ():
+        return ""
+    plain = isinstance(value, bool | int | float | str)
+    return f"`{value!r}`" if plain else f"`{type(value).__name__}()`"
