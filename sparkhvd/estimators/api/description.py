@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from sparkhvd.data.loaders.transformation import transformed
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.data.schema.selection import Selection
+from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.plugin import Predicted
 from sparkhvd.estimators.training.sample_rows import read_sample
 from sparkhvd.estimators.training.worker import find_plugin
@@ -23,7 +24,7 @@ _ROWS = 5
 _SHOWN_VALUES = 4
 
 
-def description(name: str, plugin_name: str, params: Mapping[str, Any], df: DataFrame, selection: Selection) -> str:
+def description(name: str, plugin_name: str, plan: FitPlan, df: DataFrame, selection: Selection) -> str:
     """Return the mapping of columns to inputs and outputs, and a table of a few rows with the model's outputs.
 
     Raises:
@@ -32,13 +33,13 @@ def description(name: str, plugin_name: str, params: Mapping[str, Any], df: Data
     plugin = find_plugin(plugin_name)
     schema, sample = read_sample(df, selection, _ROWS)
     rows = {name: array.copy() for name, array in sample.items()}  # Arrow's memory is read-only
-    if params.get("transformation_fn") is not None:
-        schema, rows = transformed(schema, params["transformation_fn"], rows)
-    plugin.check(params, schema, rows)
+    if plan.transformation_fn is not None:
+        schema, rows = transformed(schema, plan.transformation_fn, rows)
+    plugin.check(plan.params, schema, rows)
     with tempfile.TemporaryDirectory(prefix="sparkhvd-describe-") as folder:
-        plugin.export(params, schema, Path(folder))
+        plugin.export(plan.params, schema, Path(folder))
         outputs = plugin.predictor(Path(folder)).predict(rows)
-    mapping = [f"  {part.strip()}" for part in plugin.mapping(params, schema).split(";")]
+    mapping = [f"  {part.strip()}" for part in plugin.mapping(plan.params, schema).split(";")]
     columns = [(_column_title(column), list(rows[column.name])) for column in schema.columns]
     columns += [(f"output {index}{_shape(output)}", list(output)) for index, output in enumerate(outputs)]
     count = len(columns[0][1])

@@ -53,14 +53,17 @@ from sparkhvd.estimators.models.outputs import check_output_names, check_types, 
 from sparkhvd.estimators.models.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
 from sparkhvd.estimators.models.trained import ModelArtifacts, output_specs
 from sparkhvd.estimators.params.backend import asked_tasks, reserve_ranks, run_ranks, shows_output, spark_backend
+from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.named_inputs import columns_of
 from sparkhvd.estimators.params.params import EstimatorParams
 from sparkhvd.estimators.plugin import TrainSpec
-from sparkhvd.estimators.runs.resume_check import check_resumable
+from sparkhvd.estimators.runs.resume_check import ModelFacts, check_resumable
 from sparkhvd.estimators.runs.run_identity import note_run, run_id_by_content
 from sparkhvd.estimators.runs.run_lease import hold_run
+from sparkhvd.estimators.runs.run_plan import RunPlan
 from sparkhvd.estimators.training import checkpoint, finished_runs, job_files
 from sparkhvd.estimators.training.checkpoint import Checkpoint
+from sparkhvd.estimators.training.job_files import FileSource
 from sparkhvd.estimators.training.progress import ProgressOutput, is_interactive
 from sparkhvd.estimators.training.sample_rows import read_sample, require_spark_dataframe
 from sparkhvd.estimators.training.user_errors import with_full_stop
@@ -137,31 +140,28 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return copied.fit(dataset, params)
 
     def _fit(self, dataset: DataFrame) -> TrainedModel:
-        params = self._checked_values_for(dataset)
-        check_single_fit(params["run_id"])
-        check_monitored_metrics(params, held_out=bool(params["validation"]))
-        selection = self._selection(dataset, params)
-        self._check_schema(params, selection.schema)
+        plan = self._checked_plan_for(dataset)
+        check_single_fit(plan.run_id)
+        check_monitored_metrics(plan, held_out=bool(plan.validation))
+        selection = self._selection(dataset, plan)
+        self._check_schema(plan, selection.schema)
         spark = dataset.sparkSession
-        if params["resume"] == "auto":
-            params["store"] = with_spark_credentials(params["store"], spark)
-            params["run_id"] = self._run_id_by_content(dataset)
-            if (result := finished_runs.find(params["store"], params["run_id"], params["epochs"])) is not None:
-                return self._model(params, result)
+        if plan.resume == "auto" and plan.store is not None:
+            store, run_id = with_spark_credentials(plan.store, spark), self._run_id_by_content(dataset)
+            plan = replace(plan, store=store, run_id=run_id)
+            if (result := finished_runs.find(store, run_id, plan.epochs)) is not None:
+                return self._model(plan, result)
         # Without random_seed, every fit splits differently, so prepared rows cannot be reused.
-        keeps = params["random_seed"] is not None or not isinstance(selection.validation, float)
-        with self._with_defaults(spark, params):
-            if params["data"] == "direct":
-                return self._fit_direct(dataset, selection, params)
+        keeps = plan.random_seed is not None or not isinstance(selection.validation, float)
+        with self._run(spark, plan) as run:
+            if run.store is None or run.data == "direct":
+                return self._fit_direct(dataset, selection, run)
             writing = WriteOptions(
-                params["division_proc"],
-                params["random_seed"],
-                params["partitions_per_process"],
-                compress=params["compress_sparse_cols"],
+                run.division_proc, run.random_seed, run.partitions_per_process, compress=run.compress_sparse_cols
             )
-            keep_seconds = params["keep_data"] * 3600.0 if keeps else 0.0
-            with acquire(dataset, selection, params["store"], writing, keep_seconds=keep_seconds) as data:
-                return self._fit_rows(spark, params, data.store, data.manifest, params["reader"])
+            keep_seconds = run.keep_data * 3600.0 if keeps else 0.0
+            with acquire(dataset, selection, run.store, writing, keep_seconds=keep_seconds) as data:
+                return self._fit_rows(spark, run, data.store, data.manifest)
 
     def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
         """Return a copy with these parameters, as ``fit(df, params)`` and Spark ML's tuning make for every fit.
@@ -183,21 +183,21 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             ParamError: the model does not accept these rows.
             DataError: the rows cannot be trained on.
         """
-        params, plugin = self._checked_values_for(dataset), find_plugin(self.plugin)
-        check_monitored_metrics(params, held_out=bool(params["validation"]))
-        selection = self._selection(dataset, params)
-        self._check_schema(params, selection.schema)
+        plan, plugin = self._checked_plan_for(dataset), find_plugin(self.plugin)
+        check_monitored_metrics(plan, held_out=bool(plan.validation))
+        selection = self._selection(dataset, plan)
+        self._check_schema(plan, selection.schema)
         schema, arrays = read_sample(dataset, selection, rows)
-        if params["transformation_fn"] is not None:
-            schema, arrays = transformed(schema, params["transformation_fn"], arrays)
-        outputs = plugin.check(params, schema, arrays)
+        if plan.transformation_fn is not None:
+            schema, arrays = transformed(schema, plan.transformation_fn, arrays)
+        outputs = plugin.check(plan.params, schema, arrays)
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         made = ", ".join(str([len(next(iter(arrays.values()))), *shape]) for shape in outputs)
-        return f"{plugin.mapping(params, schema)}; {shapes} gave {made}"
+        return f"{plugin.mapping(plan.params, schema)}; {shapes} gave {made}"
 
     def asked_tasks(self) -> AskedTasks:
         """Return the number and resources of the tasks that the ranks will need, for ``sparkhvd.preflight``."""
-        return asked_tasks(self.values())
+        return asked_tasks(self._plan())
 
     @brief_errors
     def describe(self, df: DataFrame) -> None:
@@ -206,8 +206,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         Raises:
             SparkHvdError: the rows cannot be trained on; the same error as that of ``fit``.
         """
-        params = self._checked_values_for(df)
-        sys.stdout.write(description(type(self).__name__, self.plugin, params, df, self._selection(df, params)))
+        plan = self._checked_plan_for(df)
+        sys.stdout.write(description(type(self).__name__, self.plugin, plan, df, self._selection(df, plan)))
 
     def write(self) -> FolderWriter:
         """Return a writer in Spark ML's format: ``estimator.write().overwrite().save(path)``."""
@@ -251,134 +251,125 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             )
         from pyspark.sql import SparkSession  # noqa: PLC0415
 
-        check_fit_on_parquet(self.values())
-        values = self._checked_values(data="files", **({} if reader is None else {"reader": reader}))
-        reader = values["reader"]
-        if values["resume"] is not None:
+        check_fit_on_parquet(self._plan())
+        plan = self._checked_plan(data="files", **({} if reader is None else {"reader": reader}))
+        if plan.resume is not None:
             raise ParamError(
                 "resume='auto' identifies a run by its DataFrame, and fit_on_parquet has none. Pass run_id instead to "
                 "resume a run."
             )
         spark = SparkSession.active()
-        any_type = self._any_type(values)
-        with self._with_defaults(spark, values):
-            access = Access(values["store"], configure=partial(with_spark_credentials, spark=spark))
-            with existing_rows(
-                values, dataset_idx, path, validation_path, reader, access=access, any_type=any_type
-            ) as files:
-                values["label_cols"] = tuple(column.name for column in files.manifest.schema.of("label"))
-                check_outputs(values)
-                check_monitored_metrics(values, held_out=files.manifest.validation is not None)
-                self._check_schema(values, files.manifest.schema)
-                return self._fit_rows(spark, values, files.store, files.manifest, reader)
+        any_type = self._any_type(plan)
+        with self._run(spark, plan) as planned:
+            access = Access(planned.store, configure=partial(with_spark_credentials, spark=spark))
+            with existing_rows(planned, dataset_idx, path, validation_path, access=access, any_type=any_type) as files:
+                schema = files.manifest.schema
+                run = replace(planned, label_cols=tuple(column.name for column in schema.of("label")))
+                check_outputs(run)
+                check_monitored_metrics(run, held_out=files.manifest.validation is not None)
+                self._check_schema(run, schema)
+                return self._fit_rows(spark, run, files.store, files.manifest)
 
     @contextmanager
-    def _with_defaults(self, spark: SparkSession, params: dict[str, Any]) -> Iterator[None]:
-        """Fill in defaults (ranks, run and seed), and hold the run within the context."""
-        params["num_proc"] = reserve_ranks(params, spark)
-        if params["store"] is not None:
-            params["store"] = with_spark_credentials(params["store"], spark)
-            self._check_store(spark, params["store"])
-        params["run_id"] = params["run_id"] or self._new_run_id()
-        if params["store"] is not None:
-            params["facts"] = find_plugin(self.plugin).facts(params)
-        keeps_runs = params["store"] is not None and params["store"].save_runs
-        with hold_run(params["store"], params["run_id"]) if keeps_runs else nullcontext() as params["lease"]:
-            last = _last_checkpoint(params)
-            if params["resume"] == "auto":
-                _refuse_longer_run(params, last)
-                note_run(params["store"], params["run_id"])
-            within = None if last is None else last.within
-            params["division_proc"] = params["num_proc"] if within is None else within.num_proc
-            if params["random_seed"] is None:
-                params["random_seed"] = secrets.randbelow(2**31) if last is None else last.seed
-            yield
+    def _run(self, spark: SparkSession, plan: FitPlan) -> Iterator[RunPlan]:
+        """Decide what the plan leaves open (ranks, run and seed), and hold the run within the context."""
+        num_proc = reserve_ranks(plan, spark)
+        store, run_id, facts = plan.store, plan.run_id or self._new_run_id(), None
+        if store is not None:
+            store = with_spark_credentials(store, spark)
+            self._check_store(spark, store, plan)
+            facts = find_plugin(self.plugin).facts(plan.params)
+        with hold_run(store, run_id) if store is not None and store.save_runs else nullcontext() as lease:
+            last = None if store is None or facts is None else _last_checkpoint(store, run_id, facts)
+            if store is not None and plan.resume == "auto":
+                _refuse_longer_run(run_id, plan.epochs, last)
+                note_run(store, run_id)
+            seed = plan.random_seed
+            if seed is None:
+                seed = secrets.randbelow(2**31) if last is None else last.seed
+            decided = {"num_proc": num_proc, "store": store, "run_id": run_id, "random_seed": seed}
+            division_proc = num_proc if last is None or last.within is None else last.within.num_proc
+            yield RunPlan(**{**vars(plan), **decided}, division_proc=division_proc, facts=facts, lease=lease)
 
-    def _check_store(self, spark: SparkSession, store: Store) -> None:
-        backend = spark_backend(self.values())
+    def _check_store(self, spark: SparkSession, store: Store, plan: FitPlan) -> None:
+        backend = spark_backend(plan)
         seconds = None if backend is None else backend.start_seconds
         check_store(spark, store, lambda: describe_cluster(spark).count(Deadline.after(_SLOTS_SECONDS)), seconds)
 
-    def _fit_direct(self, dataset: DataFrame, selection: Selection, params: Mapping[str, Any]) -> TrainedModel:
+    def _fit_direct(self, dataset: DataFrame, selection: Selection, run: RunPlan) -> TrainedModel:
         """Train on rows that Spark sends straight to the ranks."""
-        if params["transformation_fn"] is None:
-            logger.info("run %s: %s", params["run_id"], find_plugin(self.plugin).mapping(params, selection.schema))
-        rows = partition_for_ranks(dataset, selection, num_proc=params["num_proc"], seed=params["random_seed"])
-        result = self._train(dataset.sparkSession, params, selection.schema, selection, direct_rows=rows)
-        return self._kept_model(params, result)
+        if run.transformation_fn is None:
+            logger.info("run %s: %s", run.run_id, find_plugin(self.plugin).mapping(run.params, selection.schema))
+        rows = partition_for_ranks(dataset, selection, num_proc=run.num_proc, seed=run.random_seed)
+        result = self._train(dataset.sparkSession, run, selection.schema, selection, direct_rows=rows)
+        return self._kept_model(run, result)
 
-    def _fit_rows(
-        self,
-        spark: SparkSession,
-        params: Mapping[str, Any],
-        rows: Store,
-        manifest: Manifest,
-        reader: ReaderName = "native",
-    ) -> TrainedModel:
+    def _fit_rows(self, spark: SparkSession, run: RunPlan, rows: Store, manifest: Manifest) -> TrainedModel:
         """Train on rows in a Store, which may differ from the Store of the run."""
         plugin = find_plugin(self.plugin)
         schema, sample = manifest.schema, head(rows, manifest, SAMPLE_ROWS)
-        if params["transformation_fn"] is not None:
-            schema, sample = transformed(schema, params["transformation_fn"], sample)
+        if run.transformation_fn is not None:
+            schema, sample = transformed(schema, run.transformation_fn, sample)
         else:
             sample = with_extreme_labels(sample, manifest.labels)
-        shapes = plugin.check(params, schema, sample)
-        _check_types(params, schema, shapes)
-        logger.info("run %s: %s", params["run_id"], plugin.mapping(params, schema))
-        result = self._train(spark, params, schema, StoredRows(rows, manifest, reader), sample=sample)
-        return self._kept_model(params, replace(result, shapes=shapes))
+        shapes = plugin.check(run.params, schema, sample)
+        _check_types(run, schema, shapes)
+        logger.info("run %s: %s", run.run_id, plugin.mapping(run.params, schema))
+        result = self._train(spark, run, schema, StoredRows(rows, manifest, run.reader), sample=sample)
+        return self._kept_model(run, replace(result, shapes=shapes))
 
-    def _checked_values_for(self, dataset: DataFrame) -> dict[str, Any]:
+    def _checked_plan_for(self, dataset: DataFrame) -> FitPlan:
         """Return the checked parameters for a DataFrame, with every field of a struct as a label of its own."""
         labels = self.values()["label_cols"]
         if labels is None or not hasattr(dataset, "sparkSession"):  # _selection refuses such a dataset
-            return self._checked_values()
-        return self._checked_values(label_cols=with_fields(dataset.schema, labels))
+            return self._checked_plan()
+        return self._checked_plan(label_cols=with_fields(dataset.schema, labels))
 
-    def _checked_values(self, **overrides: Any) -> dict[str, Any]:
-        params = {**self.values(), **overrides}
-        if params["feature_cols"] is None and params["inputs"] is not None:
-            params["feature_cols"] = columns_of(params["inputs"])
-        if params["data"] == "auto":
-            params["data"] = "direct" if params["store"] is None else "store"
-        check(params)
+    def _checked_plan(self, **overrides: Any) -> FitPlan:
+        plan = self._plan(**overrides)
+        if plan.inputs is not None and self.values()["feature_cols"] is None:
+            plan = replace(plan, feature_cols=columns_of(plan.inputs))
+        if plan.data == "auto":
+            plan = replace(plan, data="direct" if plan.store is None else "store")
+        check(plan)
         for name in self.required:
-            if params[name] is None or params[name] == ():
+            value = plan.params[name]
+            if value is None or value == ():
                 hint = f": {_NEXT_STEP[name]}" if name in _NEXT_STEP else ""
                 raise ParamError(f"{type(self).__name__} needs {name}{hint}.")
-        return params
+        return plan
 
     def _run_id_by_content(self, dataset: DataFrame) -> str:
         """Return the id of the run that all fits with the same content share."""
-        params = self._checked_values_for(dataset)
-        selection = self._selection(dataset, params)
-        return run_id_by_content(type(self).__name__, dataset, selection, params, self._mapped)
+        plan = self._checked_plan_for(dataset)
+        selection = self._selection(dataset, plan)
+        return run_id_by_content(type(self).__name__, dataset, selection, plan.params, self._mapped)
 
-    def _check_schema(self, params: Mapping[str, Any], schema: DataSchema) -> None:
+    def _check_schema(self, plan: FitPlan, schema: DataSchema) -> None:
         """Check the model against the columns, unless a transformation makes columns that are not known yet."""
-        if params["transformation_fn"] is None:
-            _check_types(params, schema, find_plugin(self.plugin).check(params, schema, None))
+        if plan.transformation_fn is None:
+            _check_types(plan, schema, find_plugin(self.plugin).check(plan.params, schema, None))
         else:
-            _check_types(params, None, [])
+            _check_types(plan, None, [])
 
-    def _selection(self, dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
+    def _selection(self, dataset: DataFrame, plan: FitPlan) -> Selection:
         require_spark_dataframe("fit", dataset)
         # Default output names must only differ from the features, as transform may get another DataFrame.
-        check_output_names(_output_names(params), dataset.columns if params["output_cols"] else params["feature_cols"])
+        check_output_names(_output_names(plan), dataset.columns if plan.output_cols else plan.feature_cols)
         return select(
             dataset.schema,
-            feature_cols=params["feature_cols"],
-            label_cols=params["label_cols"],
-            weight_col=params["sample_weight_col"],
-            validation=params["validation"],
-            sparse_cols=params["sparse_cols"] or (),
-            fill=params["fill"],
-            transformed=self._any_type(params),
+            feature_cols=plan.feature_cols,
+            label_cols=plan.label_cols,
+            weight_col=plan.sample_weight_col,
+            validation=plan.validation,
+            sparse_cols=plan.sparse_cols or (),
+            fill=plan.fill,
+            transformed=self._any_type(plan),
         )
 
-    def _any_type(self, params: Mapping[str, Any]) -> bool:
+    def _any_type(self, plan: FitPlan) -> bool:
         """Return whether columns may have any type, because a transformation or the framework checks them."""
-        return params["transformation_fn"] is not None or find_plugin(self.plugin).takes_texts
+        return plan.transformation_fn is not None or find_plugin(self.plugin).takes_texts
 
     def _environment(self) -> dict[str, str | None]:
         """Return the environment variables that the framework needs on the ranks."""
@@ -399,7 +390,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     def _train(
         self,
         spark: SparkSession,
-        params: Mapping[str, Any],
+        run: RunPlan,
         schema: DataSchema,
         rows: StoredRows | Selection,
         *,
@@ -407,29 +398,29 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         sample: Arrays | None = None,
     ) -> TrainResult:
         plugin = find_plugin(self.plugin)
-        normalization = plugin.normalization(params)
-        if remark := normalization.remark(params["num_proc"], params["batch_size"]):
-            logger.warning("run %s: %s", params["run_id"], remark)
-        packed = plugin.pack({**params, "schema": schema})
-        path = f"{layout.run_folder(params['run_id'])}/payload-{uuid.uuid4().hex[:16]}"
+        normalization = plugin.normalization(run.params)
+        if remark := normalization.remark(run.num_proc, run.batch_size):
+            logger.warning("run %s: %s", run.run_id, remark)
+        packed = plugin.pack({**run.params, "schema": schema})
+        path = f"{layout.run_folder(run.run_id)}/payload-{uuid.uuid4().hex[:16]}"
         job = TrainJob(
             plugin=self.plugin,
-            store=params["store"],
+            store=run.store,
             rows=rows,
-            run_id=params["run_id"],
-            payload=job_files.to_payload(params["store"], path, packed),
-            spec=replace(_train_spec(params, schema), normalization=normalization, sample=sample and first_row(sample)),
-            start_method=params["mp_start_method"],
-            transformation=_pickled(params["transformation_fn"], "transformation_fn"),
-            data_module=_pickled(_row_loader(params), "data_module"),
-            progress=params["verbose"] > 0 and shows_output(params) and is_interactive(),
-            holder=None if params["lease"] is None else params["lease"].holder,
+            run_id=run.run_id,
+            payload=job_files.to_payload(run.store, path, packed),
+            spec=replace(_train_spec(run, schema), normalization=normalization, sample=sample and first_row(sample)),
+            start_method=run.mp_start_method,
+            transformation=_pickled(run.transformation_fn, "transformation_fn"),
+            data_module=_pickled(_row_loader(run), "data_module"),
+            progress=run.verbose > 0 and shows_output(run) and is_interactive(),
+            holder=None if run.lease is None else run.lease.holder,
         )
-        environment = {**self._environment(), **(params["backend_env"] or {})}
-        shown = ProgressOutput(params["run_id"]) if job.progress else None
+        environment = {**self._environment(), **(run.backend_env or {})}
+        shown = ProgressOutput(run.run_id) if job.progress else None
         try:
             results = run_ranks(
-                params,
+                run,
                 train_worker,
                 (job,),
                 spark=spark,
@@ -441,54 +432,53 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         finally:
             if shown is not None:
                 shown.close()
-            if job.payload.file is not None:
-                params["store"].delete(path)
+            if run.store is not None and job.payload.file is not None:
+                run.store.delete(path)
         # Only rank 0 returns a result.
         result: TrainResult | RejectedRows = next(result for result in results if result is not None)
         if isinstance(result, RejectedRows):
             raise result.error
-        if params["lease"] is not None:
-            params["lease"].check()
+        if run.lease is not None:
+            run.lease.check()
         return result
 
-    def _kept_model(self, params: Mapping[str, Any], result: TrainResult) -> TrainedModel:
-        if params["resume"] == "auto":
-            finished_runs.save(params["store"], params["run_id"], params["epochs"], result)
-        return self._model(params, result)
+    def _kept_model(self, run: RunPlan, result: TrainResult) -> TrainedModel:
+        if run.store is not None and run.resume == "auto":
+            finished_runs.save(run.store, run.run_id, run.epochs, result)
+        return self._model(run, result)
 
-    def _model(self, params: Mapping[str, Any], result: TrainResult) -> TrainedModel:
+    def _model(self, plan: FitPlan, result: TrainResult) -> TrainedModel:
         outputs = output_specs(result.shapes, result.schema.of("label"))
-        schema = with_sources(result.schema, params["feature_cols"])
-        trained = ModelArtifacts(result.kept or params["store"], result.files, schema, outputs, result.history)
+        schema = with_sources(result.schema, plan.feature_cols)
+        source = cast("FileSource", result.kept or plan.store)  # without a Store, the result holds the files
         model = self.model_class(
-            trained,
-            feature_columns=params["feature_cols"],
-            label_columns=params["label_cols"],
-            output_cols=params["output_cols"],
-            output_types=params["output_types"],
-            run_id=params["run_id"],
+            ModelArtifacts(source, result.files, schema, outputs, result.history),
+            feature_columns=plan.feature_cols,
+            label_columns=plan.label_cols,
+            output_cols=plan.output_cols,
+            output_types=plan.output_types,
+            run_id=plan.run_id,
         )
-        track(model, {name: params[name] for name in self.declarations}, self._mlflow_run, self._part)
+        track(model, plan.params, self._mlflow_run, self._part)
         return model
 
 
-def _output_names(params: Mapping[str, Any]) -> Sequence[str]:
+def _output_names(plan: FitPlan) -> Sequence[str]:
     """Return the columns that ``transform`` of the trained model will add."""
-    return params["output_cols"] or default_output_names(params["label_cols"])
+    return plan.output_cols or default_output_names(plan.label_cols)
 
 
-def _check_types(params: Mapping[str, Any], schema: DataSchema | None, shapes: Sequence[tuple[int, ...]]) -> None:
+def _check_types(plan: FitPlan, schema: DataSchema | None, shapes: Sequence[tuple[int, ...]]) -> None:
     """Refuse ``output_types`` that ``transform`` cannot produce, as far as labels and outputs are known."""
-    if params["output_types"] is not None:
+    if plan.output_types is not None:
         labels = () if schema is None else schema.of("label")
         known = output_specs(shapes, labels) if shapes else ()
-        check_types(_output_names(params), params["output_types"], known, labels)
+        check_types(_output_names(plan), plan.output_types, known, labels)
 
 
-def _row_loader(params: Mapping[str, Any]) -> type[DataModule] | None:
+def _row_loader(plan: FitPlan) -> type[DataModule] | None:
     """Return the data module that replaces the readers; None if the readers stay."""
-    module = params["data_module"]
-    return module if loads_rows(module) else None
+    return plan.data_module if loads_rows(plan.data_module) else None
 
 
 def _pickled(value: Any, name: str) -> bytes:
@@ -502,50 +492,50 @@ def _pickled(value: Any, name: str) -> bytes:
         raise ParamError(f"{name} cannot be pickled to send it to the ranks: {with_full_stop(error)}") from error
 
 
-def _last_checkpoint(params: Mapping[str, Any]) -> Checkpoint | None:
+def _last_checkpoint(store: Store, run_id: str, facts: ModelFacts) -> Checkpoint | None:
     """Load the last checkpoint of the run; None if it has none.
 
     Raises:
         ParamError: the checkpoint belongs to another model.
     """
-    store = params["store"]
-    path = None if store is None else checkpoint.latest(store, params["run_id"])
+    path = checkpoint.latest(store, run_id)
     if path is None:
         return None
     loaded = checkpoint.load(store, path)
     if loaded.model is not None:
-        check_resumable(params["run_id"], f"{store.url}/{path}", loaded.model, params["facts"])
+        check_resumable(run_id, f"{store.url}/{path}", loaded.model, facts)
     return loaded
 
 
-def _refuse_longer_run(params: Mapping[str, Any], last: Checkpoint | None) -> None:
+def _refuse_longer_run(run_id: str, epochs: int, last: Checkpoint | None) -> None:
     """Raise ``ParamError`` if ``resume="auto"`` found a run that was trained for more epochs than requested."""
     trained = 0 if last is None else last.epoch + 1
-    if trained > params["epochs"]:
+    if trained > epochs:
         raise ParamError(
-            f"resume='auto' found run {params['run_id']!r}, which was trained for {trained} epochs, more than "
-            f"epochs={params['epochs']}. Set epochs={trained} to get its model, or pass run_id to train a new run."
+            f"resume='auto' found run {run_id!r}, which was trained for {trained} epochs, more than epochs={epochs}. "
+            f"Set epochs={trained} to get its model, or pass run_id to train a new run."
         )
 
 
-def _train_spec(params: Mapping[str, Any], schema: DataSchema) -> TrainSpec:
+def _train_spec(run: RunPlan, schema: DataSchema) -> TrainSpec:
+    cache = row_cache(run)
     return TrainSpec(
         schema=schema,
-        epochs=params["epochs"],
-        batch_size=params["batch_size"],
-        val_batch_size=params["val_batch_size"] or params["batch_size"],
-        seed=params["random_seed"],
-        scale_lr=params["scale_lr"],
-        backward_passes_per_step=params.get("backward_passes_per_step", 1),
-        shuffle=params["shuffle"],
-        train_steps_per_epoch=params["train_steps_per_epoch"],
-        validation_steps_per_epoch=params["validation_steps_per_epoch"],
-        reading=ReadOptions(cache=row_cache(params), threads=params["train_reader_num_workers"]),
-        val_reading=ReadOptions(cache=row_cache(params), threads=params["val_reader_num_workers"]),
-        early_stopping=params["early_stopping"],
-        checkpoints=params["checkpoints"],
-        terminate_on_nan=params["terminate_on_nan"],
-        log_every_n_steps=params["log_every_n_steps"],
-        use_gpu=params["use_gpu"],
-        model=params.get("facts"),
+        epochs=run.epochs,
+        batch_size=run.batch_size,
+        val_batch_size=run.val_batch_size or run.batch_size,
+        seed=run.random_seed,
+        scale_lr=run.scale_lr,
+        backward_passes_per_step=run.own.get("backward_passes_per_step", 1),
+        shuffle=run.shuffle,
+        train_steps_per_epoch=run.train_steps_per_epoch,
+        validation_steps_per_epoch=run.validation_steps_per_epoch,
+        reading=ReadOptions(cache=cache, threads=run.train_reader_num_workers),
+        val_reading=ReadOptions(cache=cache, threads=run.val_reader_num_workers),
+        early_stopping=run.early_stopping,
+        checkpoints=run.checkpoints,
+        terminate_on_nan=run.terminate_on_nan,
+        log_every_n_steps=run.log_every_n_steps,
+        use_gpu=run.use_gpu,
+        model=run.facts,
     )

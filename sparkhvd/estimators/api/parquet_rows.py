@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
 
 from sparkhvd.data.external.locate import Access
 from sparkhvd.data.external.parquet_files import ColumnRequest, ExistingFiles, open_existing, selected
@@ -15,15 +14,16 @@ from sparkhvd.data.schema.manifest import Manifest
 from sparkhvd.data.schema.spark_types import numbers_only
 from sparkhvd.errors import DataError, ParamError, SchemaError
 from sparkhvd.estimators.params.params import READERS
+from sparkhvd.estimators.runs.run_plan import RunPlan
+from sparkhvd.store import Store
 
 
 @contextmanager
 def existing_rows(
-    params: Mapping[str, Any],
+    plan: RunPlan,
     dataset: PreparedData | str | None,
     path: str | None,
     validation_path: str | None,
-    reader: str,
     *,
     access: Access,
     any_type: bool,
@@ -36,48 +36,57 @@ def existing_rows(
     Raises:
         DataError: the dataset does not exist, or has too few rows.
         SchemaError: a column is missing or unusable.
-        ParamError: the reader is unknown, or does not support a parameter.
+        ParamError: the reader is unknown, or there is no Store to find rows in.
     """
-    if reader not in READERS:
-        raise ParamError(f"reader={reader!r} must be one of {', '.join(map(repr, READERS))}.")
-    store = params["store"]
-    if store is None and path is None and not isinstance(dataset, PreparedData):
+    if plan.reader not in READERS:
+        raise ParamError(f"reader={plan.reader!r} must be one of {', '.join(map(repr, READERS))}.")
+    prepared = None if dataset is None and path is not None else _prepared(plan, dataset)
+    if prepared is None:
+        with closing(_files(plan, path, validation_path, access, any_type)) as files:
+            _refuse_dense(files.manifest, plan)
+            yield files
+        return
+    store, dataset_id = prepared
+    with hold(store, id_of(store, dataset_id)) as data:
+        yield ExistingFiles(store, _trainable(data.manifest, plan, any_type))
+
+
+def _prepared(plan: RunPlan, dataset: PreparedData | str | None) -> tuple[Store, str] | None:
+    """Return the Store and the id or name of the prepared dataset; None if no dataset is named or open here."""
+    if isinstance(dataset, PreparedData):
+        return dataset.store, dataset.dataset_id
+    store = _own_store(plan)
+    if dataset is not None:
+        return store, dataset
+    weights = [] if plan.sample_weight_col is None else [plan.sample_weight_col]
+    manifest = open_here(store, [*plan.feature_cols, *plan.label_cols, *weights])
+    return None if manifest is None else (store, manifest.dataset_id)
+
+
+def _own_store(plan: RunPlan) -> Store:
+    if plan.store is None:
         raise ParamError(
             "fit_on_parquet cannot find any rows: the estimator has no Store. Set store= to the Store of the prepared "
             "rows, or pass path= with the Parquet files."
         )
-    dataset_id = dataset if isinstance(dataset, str) else None
-    if dataset is None and path is None:
-        weights = [] if params["sample_weight_col"] is None else [params["sample_weight_col"]]
-        manifest = open_here(store, [*params["feature_cols"], *params["label_cols"], *weights])
-        dataset_id = None if manifest is None else manifest.dataset_id
-        path, validation_path = store.train_path, store.val_path
-    elif isinstance(dataset, PreparedData):
-        store, dataset_id = dataset.store, dataset.dataset_id
-    if dataset_id is None:
-        with closing(_files(params, path, validation_path, access, any_type)) as files:
-            _refuse_dense(files.manifest, params)
-            yield files
-        return
-    with hold(store, id_of(store, dataset_id)) as data:
-        yield ExistingFiles(store, _trainable(data.manifest, params, any_type))
+    return plan.store
 
 
-def _trainable(manifest: Manifest, params: Mapping[str, Any], any_type: bool) -> Manifest:
+def _trainable(manifest: Manifest, plan: RunPlan, any_type: bool) -> Manifest:
     """Return the manifest of a prepared dataset with the columns that are trained on."""
-    wanted = ColumnRequest(params["feature_cols"], params["label_cols"], params["sample_weight_col"], params["fill"])
+    wanted = ColumnRequest(plan.feature_cols, plan.label_cols, plan.sample_weight_col, plan.fill)
     manifest = selected(manifest, wanted)
-    _refuse_dense(manifest, params)
-    _refuse_other_split(manifest, params["validation"])
+    _refuse_dense(manifest, plan)
+    _refuse_other_split(manifest, plan.validation)
     for column in () if any_type else manifest.schema.columns:
         numbers_only(column)
-    if manifest.train.rows < params["num_proc"]:
-        raise DataError(too_few_rows(manifest.train.rows, params["num_proc"]))
+    if manifest.train.rows < plan.num_proc:
+        raise DataError(too_few_rows(manifest.train.rows, plan.num_proc))
     return manifest
 
 
-def _refuse_dense(manifest: Manifest, params: Mapping[str, Any]) -> None:
-    for name in params["sparse_cols"] or ():
+def _refuse_dense(manifest: Manifest, plan: RunPlan) -> None:
+    for name in plan.sparse_cols or ():
         if not all(manifest.schema[field].sparse for field in manifest.schema.fields_of(name)):
             raise SchemaError(
                 f"sparse_cols names {name!r}, but these rows hold that column as a dense array. Preparation decides "
@@ -95,18 +104,22 @@ def _refuse_other_split(manifest: Manifest, validation: float | str | None) -> N
 
 
 def _files(
-    params: Mapping[str, Any], path: str | None, validation_path: str | None, access: Access, any_type: bool
+    plan: RunPlan, path: str | None, validation_path: str | None, access: Access, any_type: bool
 ) -> ExistingFiles:
     """Open existing Parquet files."""
-    features, labels = params["feature_cols"], params["label_cols"]
+    features, labels = plan.feature_cols, plan.label_cols
     if path is None:
+        store = _own_store(plan)
+        path, validation_path = store.train_path, store.val_path
+        if path is None:
+            raise DataError(
+                f"No dataset with the columns {[*features, *labels]} is open in {store.url}. Call fit_on_parquet "
+                "inside 'with prepare_data(...)' with the same Store, pass path=, or set store= to a Store with "
+                "train_path."
+            )
+    if plan.validation is not None and validation_path is None:
         raise DataError(
-            f"No dataset with the columns {[*features, *labels]} is open in {params['store'].url}. Call fit_on_parquet "
-            "inside 'with prepare_data(...)' with the same Store, pass path=, or set store= to a Store with train_path."
-        )
-    if params["validation"] is not None and validation_path is None:
-        raise DataError(
-            f"validation={params['validation']!r} cannot split existing Parquet files. Pass validation_path (or set "
+            f"validation={plan.validation!r} cannot split existing Parquet files. Pass validation_path (or set "
             "the Store's val_path), or prepare the data with prepare_data(validation=...)."
         )
     return open_existing(
@@ -114,9 +127,9 @@ def _files(
         validation_path,
         feature_cols=features,
         label_cols=labels,
-        weight_col=params["sample_weight_col"],
-        fill=params["fill"],
-        num_proc=params["num_proc"],
+        weight_col=plan.sample_weight_col,
+        fill=plan.fill,
+        num_proc=plan.num_proc,
         access=access,
         transformed=any_type,
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
 
 from pyspark.ml import base
 
 from sparkhvd.data.loaders.user_loaders import loads_rows
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.backend import check_backend
+from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.params import EstimatorParams
 from sparkhvd.estimators.params.policies import monitored_metrics
 from sparkhvd.estimators.params.shapes import counted
@@ -25,39 +24,39 @@ _SAVE_RUNS = "Create the Store with save_runs=True"
 _DIRECT = "this fit sends rows straight from Spark (data='direct', the default without a Store)"
 
 
-def check(params: Mapping[str, Any]) -> None:
+def check(plan: FitPlan) -> None:
     """Refuse parameters that contradict each other.
 
     Raises:
         ParamError: the message names both parameters and the remedy.
     """
-    check_backend(params)
-    row_cache(params)
-    if params["data"] != "files":  # a label of files may be a struct, whose fields are not known yet
-        check_outputs(params)
-    if params["store"] is None or not params["store"].save_runs:
-        _refuse_store_params(params)
-    if params["resume"] is not None and params["run_id"] is not None:
+    check_backend(plan, plan.data)
+    row_cache(plan)
+    if plan.data != "files":  # a label of files may be a struct, whose fields are not known yet
+        check_outputs(plan)
+    if plan.store is None or not plan.store.save_runs:
+        _refuse_store_params(plan)
+    if plan.resume is not None and plan.run_id is not None:
         raise ParamError(
-            f"resume='auto' and run_id={params['run_id']!r} contradict each other: resume='auto' finds the run by its "
+            f"resume='auto' and run_id={plan.run_id!r} contradict each other: resume='auto' finds the run by its "
             "content. Leave one of them out."
         )
-    if params["data"] == "direct":
-        _refuse_prepared_row_params(params)
-    if params["reader"] == "petastorm":
-        _refuse_native_reader_params(params, "reader='petastorm'", "reader")
-    if loads_rows(params["data_module"]):
-        _refuse_native_reader_params(params, "data_module", "data_module")
+    if plan.data == "direct":
+        _refuse_prepared_row_params(plan)
+    if plan.reader == "petastorm":
+        _refuse_native_reader_params(plan, "reader='petastorm'", "reader")
+    if loads_rows(plan.data_module):
+        _refuse_native_reader_params(plan, "data_module", "data_module")
 
 
-def check_outputs(params: Mapping[str, Any]) -> None:
+def check_outputs(plan: FitPlan) -> None:
     """Refuse ``output_cols`` and ``output_types`` that do not have one entry per label.
 
     Raises:
         ParamError: the message names both numbers.
     """
     for name in ("output_cols", "output_types"):
-        entries, labels = params[name], params["label_cols"]
+        entries, labels = getattr(plan, name), plan.label_cols
         if entries and labels and len(entries) != len(labels):
             raise ParamError(
                 f"{name} has {counted(entries, 'entry', 'entries')} {list(entries)}, but label_cols has "
@@ -65,7 +64,7 @@ def check_outputs(params: Mapping[str, Any]) -> None:
             )
 
 
-def check_monitored_metrics(params: Mapping[str, Any], *, held_out: bool) -> None:
+def check_monitored_metrics(plan: FitPlan, *, held_out: bool) -> None:
     """Refuse to monitor a validation metric without validation rows.
 
     Raises:
@@ -73,7 +72,7 @@ def check_monitored_metrics(params: Mapping[str, Any], *, held_out: bool) -> Non
     """
     if held_out:
         return
-    for name, monitor in monitored_metrics(params).items():
+    for name, monitor in monitored_metrics(plan.params).items():
         if monitor.startswith("val_"):
             raise ParamError(
                 f"{name} monitors {monitor!r}, but this fit has no validation rows. Set validation=, or train on files "
@@ -81,20 +80,20 @@ def check_monitored_metrics(params: Mapping[str, Any], *, held_out: bool) -> Non
             )
 
 
-def check_fit_on_parquet(params: Mapping[str, Any]) -> None:
+def check_fit_on_parquet(plan: FitPlan) -> None:
     """Refuse parameters that control how rows are prepared or sent, because ``fit_on_parquet`` reads existing files.
 
     Raises:
         ParamError: the message names the parameter, and where to set it.
     """
-    if params["data"] == "direct":
+    if plan.data == "direct":
         raise ParamError(
             "data='direct' sends rows straight from Spark, but fit_on_parquet reads files. Leave data out."
         )
     for name, instead in _PREPARATION_PARAMS.items():
-        if params[name] != EstimatorParams.declarations[name].default:
+        if (value := getattr(plan, name)) != EstimatorParams.declarations[name].default:
             raise ParamError(
-                f"{name}={params[name]!r} controls how fit prepares rows, but fit_on_parquet reads prepared rows. "
+                f"{name}={value!r} controls how fit prepares rows, but fit_on_parquet reads prepared rows. "
                 f"Leave it out, or pass {instead} to prepare_data."
             )
 
@@ -123,33 +122,33 @@ def check_single_fit(run_id: str | None) -> None:
         caller = caller.f_back
 
 
-def _refuse_prepared_row_params(params: Mapping[str, Any]) -> None:
-    if params["reader"] != "native":
+def _refuse_prepared_row_params(plan: FitPlan) -> None:
+    if plan.reader != "native":
         raise ParamError(
-            f"reader={params['reader']!r} reads prepared rows, but {_DIRECT}. Pass a Store and data='store', or leave "
+            f"reader={plan.reader!r} reads prepared rows, but {_DIRECT}. Pass a Store and data='store', or leave "
             "reader out."
         )
-    if loads_rows(params["data_module"]):
+    if loads_rows(plan.data_module):
         raise ParamError(
             f"data_module loads prepared rows, but {_DIRECT}. Pass a Store and data='store', or leave data_module out."
         )
-    if params["compress_sparse_cols"]:
+    if plan.compress_sparse_cols:
         raise ParamError(
             f"compress_sparse_cols=True compresses prepared rows, but {_DIRECT}. Pass a Store and data='store', or "
             "leave compress_sparse_cols out."
         )
-    if params["checkpoints"].every_steps is not None:
+    if plan.checkpoints.every_steps is not None:
         raise ParamError(
-            f"checkpoints=Checkpoints(every_steps={params['checkpoints'].every_steps}) resumes within an epoch, which "
+            f"checkpoints=Checkpoints(every_steps={plan.checkpoints.every_steps}) resumes within an epoch, which "
             f"needs the same rows on every rank, but {_DIRECT}, which partitions them anew. Pass a Store and "
             "data='store', or leave every_steps out."
         )
 
 
-def _refuse_native_reader_params(params: Mapping[str, Any], replacement: str, itself: str) -> None:
+def _refuse_native_reader_params(plan: FitPlan, replacement: str, itself: str) -> None:
     defaults = {"reader": "native"}
     # A factory of LightningDataModules leaves the readers in place.
-    values = {**params, **({} if loads_rows(params["data_module"]) else {"data_module": None})}
+    values = {**plan.params, **({} if loads_rows(plan.data_module) else {"data_module": None})}
     for name in (
         "train_steps_per_epoch",
         "validation_steps_per_epoch",
@@ -163,37 +162,37 @@ def _refuse_native_reader_params(params: Mapping[str, Any], replacement: str, it
             raise ParamError(f"{name} needs the native reader, but {replacement} replaces it. Leave one of them out.")
 
 
-def _refuse_store_params(params: Mapping[str, Any]) -> None:
-    if params["store"] is None:
+def _refuse_store_params(plan: FitPlan) -> None:
+    if plan.store is None:
         reason, remedy = "the estimator has no Store", _CREATE_STORE
     else:
         reason, remedy = "the estimator's Store keeps no runs (save_runs=False)", _SAVE_RUNS
-    if params["data"] == "store" and params["store"] is None:
+    if plan.data == "store" and plan.store is None:
         raise ParamError(f"data='store' sends the rows through a Store, but {reason}. {remedy}, or set data='auto'.")
-    if params["run_id"] is not None:
+    if plan.run_id is not None:
         raise ParamError(
-            f"run_id={params['run_id']!r} names a run that a later fit resumes from checkpoints in a Store, but "
+            f"run_id={plan.run_id!r} names a run that a later fit resumes from checkpoints in a Store, but "
             f"{reason}, so only the trained model is kept. {remedy}, or leave run_id out."
         )
-    if params["resume"] is not None:
+    if plan.resume is not None:
         raise ParamError(f"resume='auto' finds its run in a Store, but {reason}. {remedy}, or leave resume out.")
-    if params["checkpoints"].every_steps is not None or params["checkpoints"].keep != 1:
+    if plan.checkpoints.every_steps is not None or plan.checkpoints.keep != 1:
         raise ParamError(
-            f"checkpoints={params['checkpoints']} keeps states of the run in a Store, but {reason}. {remedy}, or leave "
+            f"checkpoints={plan.checkpoints} keeps states of the run in a Store, but {reason}. {remedy}, or leave "
             "every_steps and keep out."
         )
 
 
-def row_cache(params: Mapping[str, Any]) -> str | None:
+def row_cache(plan: FitPlan) -> str | None:
     """Return where ranks cache their rows after the first epoch: ``memory``, ``disk`` or None.
 
     Raises:
         ParamError: both caches are set, or there is nothing to cache.
     """
-    caches = [name for name in ("inmemory_cache_all", "local_cache") if params[name]]
+    caches = [name for name in ("inmemory_cache_all", "local_cache") if getattr(plan, name)]
     if len(caches) > 1:
         raise ParamError("inmemory_cache_all and local_cache both cache the same rows. Set only one of them.")
-    if caches and params["data"] == "direct":
+    if caches and plan.data == "direct":
         raise ParamError(
             f"{caches[0]}=True caches rows that are read from a Store, but {_DIRECT} onto the executors' disks. Leave "
             "it out, or pass a Store and data='store'."

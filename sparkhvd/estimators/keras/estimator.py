@@ -11,6 +11,7 @@ from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.plugin import use_backend
 from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.params.declarations import Declared, declared
+from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.params import objects, objects_or_named, positive_integer, shapes
 from sparkhvd.estimators.training.job_files import local_copies
 
@@ -111,13 +112,13 @@ class KerasEstimator(DistributedEstimator):
         default=1,
     )
 
-    def _checked_values(self, **instead: Any) -> dict[str, Any]:
-        values = super()._checked_values(**instead)
-        if values["checkpoint_callback"] is None:
-            return values
+    def _checked_plan(self, **overrides: Any) -> FitPlan:
+        plan = super()._checked_plan(**overrides)
+        if plan.own["checkpoint_callback"] is None:
+            return plan
         from sparkhvd.estimators.keras.saving import with_callback  # noqa: PLC0415  (Keras is imported by now)
 
-        return with_callback(values)
+        return with_callback(plan)
 
     def _pickled(self, objects: dict[str, Any]) -> bytes:
         if "model" not in objects:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import keras
 
 from sparkhvd.config import scratch_folder
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.policies import Checkpoints, Mode, metric_value
 from sparkhvd.estimators.plugin import TrainHooks
 
@@ -100,43 +102,43 @@ class CheckpointFilesCallback(keras.callbacks.Callback):  # type: ignore[misc]  
                 self._hooks.keep_file(path)
 
 
-def with_callback(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters with a ``checkpoints`` policy that selects the same model as ``checkpoint_callback``.
+def with_callback(plan: FitPlan) -> FitPlan:
+    """Return the plan with a ``checkpoints`` policy that selects the same model as ``checkpoint_callback``.
 
     Raises:
         ParamError: the callback is not a ``ModelCheckpoint``, or its settings cannot work.
     """
-    callback, policy = params["checkpoint_callback"], params["checkpoints"]
+    callback, policy = plan.own["checkpoint_callback"], plan.checkpoints
     if not isinstance(callback, keras.callbacks.ModelCheckpoint):
         raise ParamError(
             f"checkpoint_callback={callback!r} must be a keras.callbacks.ModelCheckpoint, such as "
             "sparkhvd.keras.callbacks.BestModelCheckpoint(monitor='val_loss'); other callbacks go into callbacks."
         )
     if not callback.save_best_only:
-        if params["store"] is None or not params["store"].save_runs:
-            reason = (
-                "no store is set. Pass store=" if params["store"] is None else "it keeps no runs. Pass save_runs=True"
-            )
+        if plan.store is None or not plan.store.save_runs:
+            reason = "no store is set. Pass store=" if plan.store is None else "it keeps no runs. Pass save_runs=True"
             raise ParamError(
                 f"checkpoint_callback keeps its files in a Store, but {reason}, or a callback with "
                 "save_best_only=True, which also selects the trained model."
             )
-        return dict(params)
+        return plan
     if callback.save_freq != "epoch":
         raise ParamError(
             f"checkpoint_callback has save_best_only=True and save_freq={callback.save_freq}, but the best model is "
             "known only at the end of an epoch. Leave save_freq out."
         )
-    monitored = Checkpoints(policy.every_steps, policy.keep, callback.monitor, _mode(callback, params))
+    monitored = Checkpoints(
+        policy.every_steps, policy.keep, callback.monitor, _mode(callback, plan.own["metrics"] or ())
+    )
     if policy.best is not None and policy != monitored:
         raise ParamError(
             f"checkpoint_callback selects the best model by {monitored.best!r} ({monitored.mode}), but checkpoints "
             f"selects it by {policy.best!r} ({policy.mode}); leave one of them out."
         )
-    return {**params, "checkpoints": monitored}
+    return replace(plan, checkpoints=monitored)
 
 
-def _mode(callback: Any, params: Mapping[str, Any]) -> Mode:
+def _mode(callback: Any, metrics: Sequence[Any] | Mapping[str, Any]) -> Mode:
     """Return whether lower or higher values are better, by the rules of Keras."""
     name = callback.monitor.removeprefix("val_")
     if callback.mode in {"min", "max"}:
@@ -144,7 +146,6 @@ def _mode(callback: Any, params: Mapping[str, Any]) -> Mode:
     if name == "loss":
         return "min"
     direction = {"accuracy": "up", "acc": "up"}.get(name)
-    metrics = params["metrics"] or ()
     for metric in metrics.values() if isinstance(metrics, Mapping) else metrics:
         is_known_name = isinstance(metric, str) and metric not in {"accuracy", "acc"}
         resolved = keras.metrics.get(metric) if is_known_name else metric

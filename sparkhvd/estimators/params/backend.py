@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, runtime_checkable
 
 from sparkhvd.compat.horovod import unknown_argument
@@ -147,34 +148,47 @@ class SparkBackend:
         return run(fn, args, kwargs, env={**self.env, **(env or {})}, **self._options)
 
 
-def spark_backend(params: Mapping[str, Any]) -> SparkBackend | None:
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The parameters that decide how many ranks start, and where; ``EstimatorParams`` describes them."""
+
+    num_proc: int | None
+    backend: Backend | str
+    backend_env: Mapping[str, str | None] | None
+    verbose: int
+
+
+def spark_backend(placement: Placement) -> SparkBackend | None:
     """Return the backend that starts the ranks with ``sparkhvd.run``; None for a backend of the user's own."""
-    backend = params["backend"]
-    if isinstance(backend, str):
-        return SparkBackend(params["num_proc"], launcher=backend)
+    backend = _backend(placement)
     return backend if isinstance(backend, SparkBackend) else None
 
 
-def asked_tasks(params: Mapping[str, Any]) -> AskedTasks:
+def _backend(placement: Placement) -> Backend:
+    named = placement.backend
+    return SparkBackend(placement.num_proc, launcher=named) if isinstance(named, str) else named
+
+
+def asked_tasks(placement: Placement) -> AskedTasks:
     """Return the number and resources of the tasks that the ranks will need."""
-    backend = spark_backend(params)
-    if backend is None:
-        return AskedTasks(int(params["backend"].num_processes()), TaskResources())
+    backend = _backend(placement)
+    if not isinstance(backend, SparkBackend):
+        return AskedTasks(int(backend.num_processes()), TaskResources())
     _, request = backend.launch()
-    config = from_environment(changed_environment({**backend.env, **(params["backend_env"] or {})}))
+    config = from_environment(changed_environment({**backend.env, **(placement.backend_env or {})}))
     return AskedTasks(request.num_proc, request.resources, backend.nics, config.encrypt)
 
 
-def shows_output(params: Mapping[str, Any]) -> bool:
+def shows_output(placement: Placement) -> bool:
     """Return whether the estimator can read the ranks' stdout before it is shown."""
-    backend = spark_backend(params)
+    backend = spark_backend(placement)
     return backend is not None and backend.shows_output
 
 
-def reserve_ranks(params: Mapping[str, Any], spark: SparkSession) -> int:
+def reserve_ranks(placement: Placement, spark: SparkSession) -> int:
     """Return the number of ranks, so that too few slots are reported before the data is prepared."""
-    backend = spark_backend(params)
-    return int(params["backend"].num_processes()) if backend is None else backend.reserve(spark)
+    backend = _backend(placement)
+    return backend.reserve(spark) if isinstance(backend, SparkBackend) else int(backend.num_processes())
 
 
 def backend_or_launcher(name: str, value: Any) -> Backend | str:
@@ -189,18 +203,17 @@ def backend_or_launcher(name: str, value: Any) -> Backend | str:
     )
 
 
-def check_backend(params: Mapping[str, Any]) -> None:
+def check_backend(placement: Placement, data: str) -> None:
     """Raise ``ParamError`` for parameters that contradict the backend or that it does not support."""
-    backend = params["backend"]
-    if params["num_proc"] is not None and not isinstance(backend, str):
+    if placement.num_proc is not None and not isinstance(placement.backend, str):
         raise ParamError(
             'At most one of the parameters "backend" and "num_proc" may be specified. The backend sets the number of '
             "ranks: leave num_proc out."
         )
-    own = spark_backend(params)
+    own = spark_backend(placement)
     launcher = own.launch()[0] if own is not None else None
-    if params["data"] == "direct" and launcher != "barrier":
-        name = f"{type(backend).__name__}(...)" if launcher is None else repr(launcher)
+    if data == "direct" and launcher != "barrier":
+        name = f"{type(placement.backend).__name__}(...)" if launcher is None else repr(launcher)
         raise ParamError(
             f"backend={name} cannot send the rows of a DataFrame to the ranks (data='direct', the default without a "
             "Store). Pass a Store and data='store'."
@@ -208,7 +221,7 @@ def check_backend(params: Mapping[str, Any]) -> None:
 
 
 def run_ranks(
-    params: Mapping[str, Any],
+    placement: Placement,
     fn: Callable[..., Any],
     args: Sequence[Any],
     *,
@@ -218,15 +231,15 @@ def run_ranks(
     rows: DataFrame | None,
     stdout: TextIO | None = None,
 ) -> list[Any]:
-    """Run ``fn`` on every rank, by the backend in ``params``."""
-    backend = spark_backend(params)
-    if backend is None:
-        return list(params["backend"].run(fn, args, None, env))
+    """Run ``fn`` on every rank, by the backend of the placement."""
+    backend = _backend(placement)
+    if not isinstance(backend, SparkBackend):
+        return list(backend.run(fn, args, None, env))
     backend = backend.completed(
-        num_proc=params["num_proc"],
+        num_proc=placement.num_proc,
         spark=spark,
         preload=preload,
-        verbose=params["verbose"],
+        verbose=placement.verbose,
         rows=rows,
         stdout=stdout,
     )

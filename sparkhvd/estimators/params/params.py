@@ -10,6 +10,7 @@ from sparkhvd.data.loaders.user_loaders import DataModule, loads_rows
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.backend import Backend, backend_or_launcher
 from sparkhvd.estimators.params.declarations import Declarations, Declared, declared
+from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.named_inputs import named_inputs
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
 from sparkhvd.store import Store, store_at
@@ -420,6 +421,10 @@ class EstimatorParams(Declarations):
         default=None,
     )
     verbose: Declared[int] = declared("1 shows a line per epoch, 0 is silent.", integer, default=1)
+
+    def _plan(self, **overrides: Any) -> FitPlan:
+        """Return the parameters as a value, not checked against each other; ``overrides`` replace some by name."""
+        return FitPlan.of({**self.values(), **overrides})
 
 
 class ModelParams(Declarations):

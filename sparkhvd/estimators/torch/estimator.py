@@ -11,6 +11,7 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.params.declarations import Declared, declared
+from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.params import (
     callable_object,
     flag_or_arguments,
@@ -158,11 +159,11 @@ class TorchEstimator(DistributedEstimator):
     def _pickled(self, objects: dict[str, Any]) -> bytes:
         return dumps_params(objects)
 
-    def _checked_values(self, **instead: Any) -> dict[str, Any]:
-        values = super()._checked_values(**instead)
-        losses = [name for name in ("loss", "loss_constructors") if values[name] is not None]
+    def _checked_plan(self, **overrides: Any) -> FitPlan:
+        plan = super()._checked_plan(**overrides)
+        losses = [name for name in ("loss", "loss_constructors") if plan.own[name] is not None]
         if not losses:
             raise ParamError("TorchEstimator needs a loss; set loss or loss_constructors.")
         if len(losses) == 2:
             raise ParamError("loss and loss_constructors are both set, and both define the loss; set only one of them.")
-        return values
+        return plan

@@ -43,7 +43,7 @@ def rows_of(store, dataset, path=None, **given):
     fixed = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss": len, "store": store}
     estimator = TorchEstimator(**{**fixed, "feature_cols": ["x"], "label_cols": ["y"], "num_proc": 2, **given})
     access = Access(store)
-    return existing_rows(estimator._checked_values(), dataset, path, None, "native", access=access, any_type=False)
+    return existing_rows(estimator._checked_plan(), dataset, path, None, access=access, any_type=False)
 
 
 @pytest.mark.parametrize("named", ["object", "id", "open here"])

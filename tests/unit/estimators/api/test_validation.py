@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError, replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from sparkhvd.estimators.api.validation import check, check_monitored_metrics, r
 from sparkhvd.estimators.params.backend import SparkBackend, check_backend
 from sparkhvd.estimators.params.params import EstimatorParams
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
+from sparkhvd.estimators.runs.run_plan import RunPlan
 from sparkhvd.estimators.torch import TorchEstimator
 from sparkhvd.store import LocalStore
 from tests.unit.estimators.arrays import schema
@@ -71,16 +74,16 @@ def test_the_setter_of_a_retired_parameter_accepts_none_only(kind, setter, messa
 )
 def test_resuming_is_refused_if_the_store_keeps_no_runs(given, message, tmp_path):
     store = LocalStore(str(tmp_path), save_runs=False)
-    check(TorchEstimator(store=store, data="store").values())
+    check(TorchEstimator(store=store, data="store")._plan())
     with pytest.raises(ParamError, match=message):
-        check(TorchEstimator(store=store, **given).values())
+        check(TorchEstimator(store=store, **given)._plan())
 
 
 @pytest.mark.parametrize("name", ["output_cols", "output_types"])
 def test_the_numbers_of_outputs_and_labels_must_match(name):
-    params = TorchEstimator(label_cols=["a", "b"], **{name: ["label"]}).values()
+    plan = TorchEstimator(label_cols=["a", "b"], **{name: ["label"]})._plan()
     with pytest.raises(ParamError, match=rf"{name} has 1 entry \['label'\], but label_cols has 2 columns \['a', 'b'\]"):
-        check(params)
+        check(plan)
 
 
 def test_irregular_names_of_horovods_setters_exist():
@@ -130,23 +133,26 @@ def test_an_object_with_run_and_num_processes_is_a_backend():
     assert EstimatorParams(backend=own).getBackend() is own
     assert EstimatorParams(backend=SparkBackend(3)).getBackend().num_processes() == 3
     with pytest.raises(ParamError, match=r"^backend=Own\(\.\.\.\) cannot send the rows of a DataFrame to the ranks"):
-        check_backend({"backend": own, "num_proc": None, "data": "direct"})
+        check_backend(EstimatorParams(backend=own)._plan(), "direct")
     assert EstimatorParams().getCheckpoints() == Checkpoints()
 
 
 def test_the_options_of_a_spark_backend_are_checked_before_any_work():
     with pytest.raises(TypeError, match="gpu_per_task"):
         SparkBackend(2, gpu_per_task=1)
-    params = {"num_proc": None, "data": "direct"}
-    check_backend({**params, "backend": SparkBackend(2, gpus_per_task=1)})
+
+    def check_options(num_proc, data="direct", **options):
+        check_backend(EstimatorParams(backend=SparkBackend(num_proc, **options))._plan(), data)
+
+    check_options(2, gpus_per_task=1)
     with pytest.raises(ParamError, match=r"^backend='mpi' cannot send the rows"):
-        check_backend({**params, "backend": SparkBackend(2, use_mpi=True)})
+        check_options(2, use_mpi=True)
     with pytest.raises(
         ConfigError, match=r"gpus_per_task must be a positive integer or a fraction between 0 and 1 .*, got 0"
     ):
-        check_backend({**params, "backend": SparkBackend(2, gpus_per_task=0)})
+        check_options(2, gpus_per_task=0)
     with pytest.raises(ConfigError, match="configure Spark tasks, but launcher='local' starts none"):
-        check_backend({**params, "backend": SparkBackend(2, cpus_per_task=1, launcher="local"), "data": "store"})
+        check_options(2, "store", cpus_per_task=1, launcher="local")
 
 
 @pytest.mark.parametrize(
@@ -180,15 +186,15 @@ def made_by_lightning(train, validation):
 
 def test_a_lightning_data_module_factory_keeps_the_readers(tmp_path):
     given = {"model": object(), "feature_cols": ["x"], "label_cols": ["y"], "transformation_fn": len}
-    values = LightningEstimator(**given, data_module=made_by_lightning)._checked_values()
-    assert _row_loader(values) is None
-    assert values["data_module"] is made_by_lightning
+    plan = LightningEstimator(**given, data_module=made_by_lightning)._checked_plan()
+    assert _row_loader(plan) is None
+    assert plan.data_module is made_by_lightning
     with pytest.raises(
         ParamError, match="data_module loads prepared rows, but this fit sends rows straight from Spark"
     ):
-        LightningEstimator(**given, data_module=Rows)._checked_values()
+        LightningEstimator(**given, data_module=Rows)._checked_plan()
     with pytest.raises(ParamError, match="transformation_fn needs the native reader, but data_module replaces it"):
-        check({**values, "data": "store", "store": LocalStore(str(tmp_path)), "data_module": Rows})
+        check(replace(plan, data="store", store=LocalStore(str(tmp_path)), data_module=Rows))
 
 
 def test_the_type_of_data_module_depends_on_the_framework():
@@ -212,32 +218,35 @@ def test_the_type_of_data_module_depends_on_the_framework():
 def test_validation_metrics_may_be_monitored_if_the_files_have_validation_rows(given, message):
     fixed = {"model": torch.nn.Linear(1, 1), "loss": len, "feature_cols": ["x"], "label_cols": ["y"]}
     optimizer = torch.optim.SGD(fixed["model"].parameters(), lr=0.1)
-    values = TorchEstimator(**fixed, optimizer=optimizer, **given)._checked_values()
-    check_monitored_metrics(values, held_out=True)
+    plan = TorchEstimator(**fixed, optimizer=optimizer, **given)._checked_plan()
+    check_monitored_metrics(plan, held_out=True)
     with pytest.raises(ParamError, match=message):
-        check_monitored_metrics(values, held_out=False)
+        check_monitored_metrics(plan, held_out=False)
 
 
 def test_the_spec_of_the_ranks_holds_the_parameters():
     data = schema(x=("feature", "float64", (), "scalar"))
     given = {"val_batch_size": 7, "train_steps_per_epoch": 3, "validation_steps_per_epoch": 2, "use_gpu": False}
     readers = {"train_reader_num_workers": 5, "val_reader_num_workers": 6}
-    values = EstimatorParams(**given, **readers, inmemory_cache_all=True, random_seed=1).values()
-    spec = _train_spec(values, data)
+
+    def spec_of(**params):
+        plan = EstimatorParams(**params)._plan(num_proc=2, run_id="r", random_seed=1)
+        return _train_spec(RunPlan(**vars(plan), division_proc=2, facts=None, lease=None), data)
+
+    spec = spec_of(**given, **readers, inmemory_cache_all=True)
     assert {name: getattr(spec, name) for name in given} == given
     assert (spec.reading.threads, spec.val_reading.threads) == (5, 6)
     assert spec.reading.cache == spec.val_reading.cache == "memory"
-    by_default = _train_spec(EstimatorParams(batch_size=9, local_cache=True).values(), data)
+    by_default = spec_of(batch_size=9, local_cache=True)
     assert (by_default.val_batch_size, by_default.reading.cache) == (9, "disk")
 
 
 @pytest.mark.parametrize("name", ["inmemory_cache_all", "local_cache"])
 def test_only_one_cache_of_rows_can_be_requested_and_only_with_the_native_reader(name):
-    values = {**EstimatorParams(inmemory_cache_all=True, local_cache=True).values(), "data": "store"}
     with pytest.raises(ParamError, match="both cache the same rows"):
-        row_cache(values)
+        row_cache(EstimatorParams(inmemory_cache_all=True, local_cache=True)._plan(data="store"))
     with pytest.raises(ParamError, match=f"{name}=True caches rows that are read from a Store"):
-        row_cache({**EstimatorParams(**{name: True}).values(), "data": "direct"})
+        row_cache(EstimatorParams(**{name: True})._plan(data="direct"))
 
 
 def test_several_fits_never_share_one_run():
@@ -250,3 +259,14 @@ def test_several_fits_never_share_one_run():
             next(estimator.fitMultiple(object(), [given]))
         with pytest.raises(ParamError, match="fit takes a Spark DataFrame"):  # one alone gets as far as its rows
             estimator.fit(object(), given)
+
+
+def test_a_plan_holds_every_parameter_under_its_name_and_never_changes():
+    estimator = TorchEstimator(feature_cols=["x"], label_cols=["y"], epochs=3, clip_grad_norm=1.0)
+    plan = estimator._plan(data="store")
+    assert plan.params == {**estimator.values(), "data": "store"}
+    assert (plan.epochs, plan.own["clip_grad_norm"]) == (3, 1.0)
+    assert set(plan.own) == set(TorchEstimator.declarations) - set(EstimatorParams.declarations)
+    with pytest.raises(FrozenInstanceError):
+        plan.epochs = 4
+    assert replace(plan, epochs=4).params == {**plan.params, "epochs": 4}

@@ -26,27 +26,27 @@ from tests.unit.estimators.arrays import schema, spec
 from tests.unit.estimators.keras.networks import DATA, network, parameters, rows
 
 
-def values_with(callback, **more):
+def plan_with(callback, **more):
     given = {"store": None, "loss": "mse", "feature_cols": ["x"], "label_cols": ["y"], **more}
-    return KerasEstimator(model=network(), checkpoint_callback=callback, **given)._checked_values()
+    return KerasEstimator(model=network(), checkpoint_callback=callback, **given)._checked_plan()
 
 
 def test_the_checkpoint_callback_selects_the_trained_model():
     best = BestModelCheckpoint(monitor="val_accuracy")
-    assert values_with(best, validation=0.1, metrics=["accuracy"])["checkpoints"] == Checkpoints(
+    assert plan_with(best, validation=0.1, metrics=["accuracy"]).checkpoints == Checkpoints(
         best="val_accuracy", mode="max"
     )
     best = BestModelCheckpoint(monitor="mae")
-    assert values_with(best, metrics=[keras.metrics.MeanAbsoluteError(name="mae")])["checkpoints"].mode == "min"
+    assert plan_with(best, metrics=[keras.metrics.MeanAbsoluteError(name="mae")]).checkpoints.mode == "min"
     best = BestModelCheckpoint(monitor="mine", mode="max")
-    assert values_with(best)["checkpoints"] == Checkpoints(best="mine", mode="max")
+    assert plan_with(best).checkpoints == Checkpoints(best="mine", mode="max")
 
 
 def test_a_checkpoint_callback_may_monitor_the_validation_rows_of_files():
-    values = values_with(BestModelCheckpoint())
-    check_monitored_metrics(values, held_out=True)
+    plan = plan_with(BestModelCheckpoint())
+    check_monitored_metrics(plan, held_out=True)
     with pytest.raises(ParamError, match="checkpoint_callback monitors 'val_loss', but this fit has no valid"):
-        check_monitored_metrics(values, held_out=False)
+        check_monitored_metrics(plan, held_out=False)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_checkpoint_callback_may_monitor_the_validation_rows_of_files():
 )
 def test_an_invalid_checkpoint_callback_is_rejected(callback, more, message):
     with pytest.raises(ParamError, match=message):
-        values_with(callback, **more)
+        plan_with(callback, **more)
 
 
 @keras.saving.register_keras_serializable("tests")

@@ -1,0 +1,27 @@
+"""The plan of a fit whose run exists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkhvd.estimators.params.fit_plan import FitPlan
+from sparkhvd.estimators.runs.resume_check import ModelFacts
+from sparkhvd.estimators.runs.run_lease import RunLease
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(FitPlan):
+    """A plan in which the ranks, the run and the seed are decided.
+
+    Attributes:
+        division_proc: number of ranks over which the rows are divided; that of an interrupted run if it is resumed.
+        facts: of the model, for checkpoints; None without a Store.
+        lease: of the run; None if no run is kept.
+    """
+
+    num_proc: int
+    run_id: str
+    random_seed: int
+    division_proc: int
+    facts: ModelFacts | None
+    lease: RunLease | None
