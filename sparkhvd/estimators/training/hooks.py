@@ -21,6 +21,7 @@ from sparkhvd.estimators.runs.run_lease import Fence
 from sparkhvd.estimators.training import checkpoint, job_files, run_log
 from sparkhvd.estimators.training.checkpoint import Checkpoint, EpochPosition
 from sparkhvd.estimators.training.history import average_over_ranks
+from sparkhvd.estimators.training.resume_state import load_resume_state, log_resumption
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
@@ -56,51 +57,43 @@ class RunHooks:
         self._spec = spec
         self._communicator = communicator
         self._division = division
-        self.resumed, kept = (None, frozenset()) if store is None else _load_latest(store, run_id, communicator)
-        self.history: list[EpochRecord] = [] if self.resumed is None else list(self.resumed.history)
-        self._lost_epochs = frozenset(range(len(self.history))) - kept  # epochs of earlier fits without a checkpoint
-        self.first_epoch_batches: int | None = None
-        self._is_repartitioned = False
-        self._ended = self.resumed is not None and self.resumed.ended
+        self.resume = load_resume_state(store, run_id, communicator)
+        self.history: list[EpochRecord] = list(self.resume.history)
+        self._ended = self.resume.ended
         self._end_digest: bytes | None = None  # of the last checkpoint's state if a callback has ended this fit
         # The last step of the current epoch that was reported, and the last one that allowed a checkpoint.
-        self._last_step = self._last_whole = 0 if self.within is None else self.within.step
+        self._last_step = self._last_whole = self.resume.first_step
         self._best: tuple[int, bytes] | None = None  # epoch and state, without a Store, on rank 0
         self._warned = False
-        if self.resumed is not None and communicator.world.rank == 0:
-            _log_resumption(run_id, self.resumed, spec.epochs)
-        elif self._store is not None and communicator.world.rank == 0:
-            logger.info("run %s starts; a later fit with this run_id resumes it", run_id)
+        if communicator.world.rank == 0:
+            log_resumption(run_id, self.resume, spec.epochs)
+            if self._store is not None and self.resume.checkpoint is None:
+                logger.info("run %s starts; a later fit with this run_id resumes it", run_id)
         self._warn_if_best_is_lost()
 
     @property
     def first_epoch(self) -> int:
         """See ``TrainHooks``; past the last epoch if nothing is left to train."""
-        if self.stopped():
-            return self._spec.epochs
-        return 0 if self.resumed is None else self.resumed.first_epoch
-
-    @property
-    def within(self) -> EpochPosition | None:
-        """The position in the first epoch if the run was interrupted within it."""
-        return None if self.resumed is None else self.resumed.within
+        return self._spec.epochs if self.stopped() else self.resume.first_epoch
 
     @property
     def first_step(self) -> int:
-        """See ``TrainHooks``; 0 if the rest of the epoch was repartitioned."""
-        return 0 if self.within is None or self._is_repartitioned else self.within.step
+        """See ``TrainHooks``."""
+        return self.resume.first_step
+
+    @property
+    def first_epoch_batches(self) -> int | None:
+        """See ``TrainHooks``."""
+        return self.resume.repartitioned_batches
 
     @property
     def rank_state(self) -> bytes | None:
         """See ``TrainHooks``."""
-        if self.within is None or self._is_repartitioned or not self.within.rank_states:
-            return None
-        return self.within.rank_states[self._communicator.world.rank]
+        return self.resume.rank_state(self._communicator.world.rank)
 
     def repartition_first_epoch(self, batches: int) -> None:
         """Make the first epoch the rest of an epoch that other ranks started, in ``batches`` batches."""
-        self._is_repartitioned = True
-        self.first_epoch_batches = batches
+        self.resume = replace(self.resume, repartitioned_batches=batches)
 
     def stopped(self) -> bool:
         """Return whether a callback or early stopping has ended the training."""
@@ -123,8 +116,7 @@ class RunHooks:
             return
         due = report.step < report.steps and _is_due(spec.checkpoints.every_steps, report, self._last_whole)
         self._last_whole = report.step
-        repartitioned_now = self._is_repartitioned and report.epoch == self.within_epoch
-        if due and self._fence is not None and not repartitioned_now:
+        if due and self._fence is not None and not self.resume.repartitions(report.epoch):
             self._save_within(self._fence, report, trainer)
 
     def keep_file(self, path: Path) -> None:
@@ -135,8 +127,7 @@ class RunHooks:
 
     def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
         """See ``TrainHooks``."""
-        before = self.within.sums if self.within is not None and report.epoch == self.within_epoch else {}
-        record = average_over_ranks(report, self._communicator, before)
+        record = average_over_ranks(report, self._communicator, self.resume.earlier_sums(report.epoch))
         self.history.append(record)
         self._last_step = self._last_whole = 0
         # rows_per_second is 0 if no step returned a loss, as in Lightning's manual optimization.
@@ -185,11 +176,6 @@ class RunHooks:
         if rule is not None and self._communicator.world.rank == 0:
             logger.info("training stops early: no better %s for %d epochs", rule.monitor, rule.patience)
 
-    @property
-    def within_epoch(self) -> int:
-        """The epoch of ``within``; -1 if it is None."""
-        return -1 if self.resumed is None or self.resumed.within is None else self.resumed.epoch
-
     def restore_best(self, trainer: Trainer) -> None:
         """Restore the model of the best epoch, if ``Checkpoints(best=...)`` is set; on rank 0."""
         best = self._best_epoch()
@@ -203,12 +189,12 @@ class RunHooks:
         logger.info("the model of epoch %d is returned, the best by %s", best + 1, self._spec.checkpoints.best)
 
     def _best_epoch(self) -> int | None:
-        return self._spec.checkpoints.best_epoch(self.history, self._lost_epochs)
+        return self._spec.checkpoints.best_epoch(self.history, self.resume.lost_epochs)
 
     def _warn_if_best_is_lost(self) -> None:
         policy = self._spec.checkpoints
         best = policy.best_epoch(self.history)
-        if best in self._lost_epochs and self._communicator.world.rank == 0:
+        if best in self.resume.lost_epochs and self._communicator.world.rank == 0:
             logger.warning(
                 "Run %s was best by %s after epoch %d, but that checkpoint was not kept; the best of the other epochs "
                 "is used instead. Set Checkpoints(best=%r) from the start of a run.",
@@ -240,7 +226,7 @@ class RunHooks:
     def _save_within(self, fence: Fence, report: StepReport, trainer: Trainer) -> None:
         communicator = self._communicator
         report.synchronize()
-        before = self.within.sums if self.within is not None and report.epoch == self.within_epoch else {}
+        before = self.resume.earlier_sums(report.epoch)
         sums = _totals(report.sums(), before, communicator, f"epoch {report.epoch} step {report.step} sums")
         states = objects.allgather_object(communicator, report.rank_state(), name=f"states of ranks at {report.step}")
         if communicator.world.rank == 0:
@@ -281,34 +267,3 @@ def _totals(
         metric: (pair[0] + before.get(metric, (0.0, 0.0))[0], pair[1] + before.get(metric, (0.0, 0.0))[1])
         for metric, pair in pairs.items()
     }
-
-
-def _load_latest(store: Store, run_id: str, communicator: Communicator) -> tuple[Checkpoint | None, frozenset[int]]:
-    """Return the checkpoint to resume from, and the epochs with a checkpoint at their end."""
-    latest: tuple[str | None, frozenset[int]] = (None, frozenset())
-    if communicator.world.rank == 0:
-        latest = (checkpoint.latest(store, run_id), checkpoint.kept_epochs(store, run_id))
-    path, kept = objects.broadcast_object(communicator, latest, 0, name="checkpoint to resume")
-    return None if path is None else checkpoint.load(store, path), kept
-
-
-def _log_resumption(run_id: str, resumed: Checkpoint, epochs: int) -> None:
-    if resumed.ended:
-        logger.warning(
-            "Run %s was ended by a callback after epoch %d, so nothing is left to train; its model is returned. Choose "
-            "another run_id to train from the start.",
-            run_id,
-            resumed.first_epoch,
-        )
-    elif resumed.within is not None:
-        logger.info("run %s resumes in epoch %d after step %d", run_id, resumed.epoch + 1, resumed.within.step)
-    elif resumed.first_epoch < epochs:
-        logger.info("run %s resumes after epoch %d", run_id, resumed.first_epoch)
-    else:
-        logger.warning(
-            "Run %s has already been trained for %d epochs and epochs=%d, so nothing is left to train; its model is "
-            "returned. Raise epochs, or choose another run_id to train from the start.",
-            run_id,
-            resumed.first_epoch,
-            epochs,
-        )

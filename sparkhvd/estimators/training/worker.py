@@ -172,8 +172,8 @@ def train_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
         fence = claim_fence(job.store, job.run_id, job.holder)
     token = 0 if fence is None else fence.token
     hooks = RunHooks(job.store, job.run_id, spec, communicator, rows.division, token)
-    if hooks.resumed is not None:
-        trainer.restore(hooks.resumed.state)
+    if hooks.resume.checkpoint is not None:
+        trainer.restore(hooks.resume.checkpoint.state)
     train = _resume_source(job, rows, hooks, communicator.world)
     reports_progress = job.progress and communicator.world.rank == 0
     with rows.opened:
@@ -315,12 +315,12 @@ def _resume_source(job: TrainJob, rows: RankRows, hooks: RunHooks, world: World)
     Raises:
         DataError: the rows differ from those of the interrupted run.
     """
-    within, train = hooks.within, rows.train
-    if within is None or hooks.resumed is None:
+    within, train, epoch = hooks.resume.within, rows.train, hooks.resume.first_epoch
+    if within is None:
         return train
     if within.division != rows.division or not isinstance(job.rows, StoredRows):
         raise DataError(
-            f"Run {job.run_id!r} was interrupted in epoch {hooks.resumed.epoch + 1} after step {within.step}, and its "
+            f"Run {job.run_id!r} was interrupted in epoch {epoch + 1} after step {within.step}, and its "
             "rows were divided into batches differently, so the next batch is unknown. Fit on the same rows with the "
             "same random_seed, shuffle, reader, inmemory_cache_all and local_cache, or choose another run_id to train "
             "from the start."
@@ -338,7 +338,7 @@ def _resume_source(job: TrainJob, rows: RankRows, hooks: RunHooks, world: World)
     def earlier_source(rank: int) -> ParquetSource:
         return cast("ParquetSource", _stored_source(stored, part, seed, World(rank=rank, size=within.num_proc)))
 
-    rest = EpochRemainder(train, hooks.resumed.epoch, within.step, earlier_source, earlier_source(0).plan, world)
+    rest = EpochRemainder(train, epoch, within.step, earlier_source, earlier_source(0).plan, world)
     hooks.repartition_first_epoch(rest.steps_left())
     return rest
 

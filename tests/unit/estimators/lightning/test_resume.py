@@ -291,8 +291,8 @@ def ended_three_times(folder, rule):
         how = {"early_stopping": policies.EarlyStopping("val_loss", 1, mode="max")} if rule else {}
         trainer = trainer_of(module(), 6, how, callbacks=callbacks)
         hooks = RunHooks(Store.create(folder), f"run {rule}", trainer._spec, session.current())
-        if hooks.resumed is not None:
-            trainer.restore(hooks.resumed.state)
+        if hooks.resume.checkpoint is not None:
+            trainer.restore(hooks.resume.checkpoint.state)
         trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
         found.append((len(hooks.history), flat(trainer._package.model)))
     return found

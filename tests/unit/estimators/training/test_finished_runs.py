@@ -55,8 +55,8 @@ def test_a_run_that_a_callback_ended_is_not_trained_again(alone, tmp_path, made)
     for epochs in (5, 9):
         how = spec(DATA, epochs=epochs)
         trainer, hooks = made(how), RunHooks(Store.create(str(tmp_path)), "run", how, alone)
-        if hooks.resumed is not None:
-            trainer.restore(hooks.resumed.state)
+        if hooks.resume.checkpoint is not None:
+            trainer.restore(hooks.resume.checkpoint.state)
         trainer.fit(source([(4,)] * 5, 0), None, hooks)
         assert len(hooks.history) == 2
         fitted.append(weights(trainer))

@@ -54,7 +54,13 @@ def run_within_an_epoch(url):
     for number in (2, 5, 7):  # two batches to a step now and then
         hooks.on_step_end(step(number, trainer, epoch=1), trainer)
     again = RunHooks(store, "run", how, session.current(), "blocks")
-    kept = (again.first_epoch, again.first_step, again.rank_state, again.resumed.state, again.within.sums)
+    kept = (
+        again.first_epoch,
+        again.first_step,
+        again.rank_state,
+        again.resume.checkpoint.state,
+        again.resume.within.sums,
+    )
     again.on_epoch_end(EpochReport(1, {"loss": (11.0, 1)}), trainer)
     return (
         kept,
@@ -195,10 +201,12 @@ def test_a_run_that_a_callback_ended_stays_ended_with_its_final_model(alone, tmp
         report = EpochReport(epoch, {"loss": (1.0, 1)}, on_record=lambda _, ends=ends: ends)
         assert hooks.on_epoch_end(report, trainer) is not ends
     before = RunHooks(store, "run", spec(DATA, epochs=9), alone)
-    assert (before.first_epoch, before.resumed.state) == (9, b"epoch 1"), "the end is known before callbacks are done"
+    assert (before.first_epoch, before.resume.checkpoint.state) == (9, b"epoch 1"), (
+        "the end is known before callbacks are done"
+    )
     trainer.finish(hooks, at_the_end)
     again = RunHooks(store, "run", spec(DATA, epochs=20), alone)
-    assert (again.first_epoch, len(again.history), again.resumed.state) == (20, 2, at_the_end)
+    assert (again.first_epoch, len(again.history), again.resume.checkpoint.state) == (20, 2, at_the_end)
     assert "Run run was ended by a callback after epoch 2, so nothing is left to train" in caplog.text
     trainer.finish(again, b"nobody has trained")
-    assert RunHooks(store, "run", spec(DATA), alone).resumed.state == at_the_end
+    assert RunHooks(store, "run", spec(DATA), alone).resume.checkpoint.state == at_the_end

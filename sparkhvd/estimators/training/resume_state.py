@@ -1,0 +1,113 @@
+"""Where a run resumes: what its last checkpoint leaves to train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sparkhvd.comm import objects
+from sparkhvd.comm.communicator import Communicator
+from sparkhvd.estimators.reports import EpochRecord
+from sparkhvd.estimators.training import checkpoint
+from sparkhvd.estimators.training.checkpoint import Checkpoint, EpochPosition
+from sparkhvd.store.protocol import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """Where a run resumes; without a checkpoint, at its start.
+
+    Attributes:
+        checkpoint: the run's last checkpoint.
+        kept_epochs: the epochs with a checkpoint at their end.
+        repartitioned_batches: the number of batches of the first epoch if it is the rest of an epoch that other ranks
+            began; else None.
+    """
+
+    checkpoint: Checkpoint | None = None
+    kept_epochs: frozenset[int] = frozenset()
+    repartitioned_batches: int | None = None
+
+    @property
+    def history(self) -> tuple[EpochRecord, ...]:
+        """The epochs that were completed before."""
+        return () if self.checkpoint is None else self.checkpoint.history
+
+    @property
+    def lost_epochs(self) -> frozenset[int]:
+        """The completed epochs without a checkpoint."""
+        return frozenset(range(len(self.history))) - self.kept_epochs
+
+    @property
+    def ended(self) -> bool:
+        """Whether a callback has ended the run."""
+        return self.checkpoint is not None and self.checkpoint.ended
+
+    @property
+    def within(self) -> EpochPosition | None:
+        """The position in the first epoch if the run was interrupted within it."""
+        return None if self.checkpoint is None else self.checkpoint.within
+
+    @property
+    def first_epoch(self) -> int:
+        """The epoch to start with."""
+        return 0 if self.checkpoint is None else self.checkpoint.first_epoch
+
+    @property
+    def first_step(self) -> int:
+        """The completed batches of the first epoch; 0 if the rest of the epoch was repartitioned."""
+        return 0 if self.within is None or self.repartitioned_batches is not None else self.within.step
+
+    def rank_state(self, rank: int) -> bytes | None:
+        """Return the state of a rank at ``first_step``; None if it has none there."""
+        if self.within is None or self.repartitioned_batches is not None or not self.within.rank_states:
+            return None
+        return self.within.rank_states[rank]
+
+    def earlier_sums(self, epoch: int) -> Mapping[str, tuple[float, float]]:
+        """Return the metrics of the part of an epoch that was trained before the interruption."""
+        return {} if self.within is None or epoch != self.first_epoch else self.within.sums
+
+    def repartitions(self, epoch: int) -> bool:
+        """Return whether an epoch is the rest of an epoch that other ranks began."""
+        return self.repartitioned_batches is not None and epoch == self.first_epoch
+
+
+def load_resume_state(store: Store | None, run_id: str, communicator: Communicator) -> ResumeState:
+    """Return where all ranks resume the run, as rank 0 finds it in the Store; collective."""
+    if store is None:
+        return ResumeState()
+    latest: tuple[str | None, frozenset[int]] = (None, frozenset())
+    if communicator.world.rank == 0:
+        latest = (checkpoint.latest(store, run_id), checkpoint.kept_epochs(store, run_id))
+    path, kept = objects.broadcast_object(communicator, latest, 0, name="checkpoint to resume")
+    return ResumeState(None if path is None else checkpoint.load(store, path), kept)
+
+
+def log_resumption(run_id: str, state: ResumeState, epochs: int) -> None:
+    """Log where a run that trains for ``epochs`` epochs resumes; nothing if it starts."""
+    resumed = state.checkpoint
+    if resumed is None:
+        return
+    if resumed.ended:
+        logger.warning(
+            "Run %s was ended by a callback after epoch %d, so nothing is left to train; its model is returned. Choose "
+            "another run_id to train from the start.",
+            run_id,
+            resumed.first_epoch,
+        )
+    elif resumed.within is not None:
+        logger.info("run %s resumes in epoch %d after step %d", run_id, resumed.epoch + 1, resumed.within.step)
+    elif resumed.first_epoch < epochs:
+        logger.info("run %s resumes after epoch %d", run_id, resumed.first_epoch)
+    else:
+        logger.warning(
+            "Run %s has already been trained for %d epochs and epochs=%d, so nothing is left to train; its model is "
+            "returned. Raise epochs, or choose another run_id to train from the start.",
+            run_id,
+            resumed.first_epoch,
+            epochs,
+        )
