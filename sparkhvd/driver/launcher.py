@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from sparkhvd._util.registry import Registry
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import Host
@@ -23,15 +24,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A launcher is one module and one row here.
-_LAUNCHERS = {
-    "barrier": "sparkhvd.driver.launchers.barrier:BarrierLauncher",
-    "local": "sparkhvd.driver.launchers.local:LocalLauncher",
-    "mpi": "sparkhvd.driver.launchers.mpi:MpiLauncher",
-    "ssh": "sparkhvd.driver.launchers.ssh:SshLauncher",
-}
-# Launchers whose ranks run in Spark tasks.
-_ON_SPARK = ("barrier", "mpi")
+# A launcher is one module and one row here, or an entry point of another package.
+LAUNCHERS = Registry(
+    "sparkhvd.launchers",
+    MappingProxyType(
+        {
+            "barrier": "sparkhvd.driver.launchers.barrier:BarrierLauncher",
+            "local": "sparkhvd.driver.launchers.local:LocalLauncher",
+            "mpi": "sparkhvd.driver.launchers.mpi:MpiLauncher",
+            "ssh": "sparkhvd.driver.launchers.ssh:SshLauncher",
+        }
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,17 @@ class LaunchHandle(Protocol):
 
 
 class Launcher(Protocol):
-    """One way to start the ranks; made with a ``LaunchRequest``."""
+    """One way to start the ranks.
+
+    Attributes:
+        on_spark: whether the ranks run in Spark tasks, which may have resources and import the same modules.
+        takes_rows: whether it passes the rows of a DataFrame to the ranks.
+    """
+
+    on_spark: ClassVar[bool]
+    takes_rows: ClassVar[bool]
+
+    def __init__(self, request: LaunchRequest) -> None: ...
 
     def reserve(self, deadline: Deadline) -> int:
         """Return the number of ranks to start.
@@ -100,10 +114,10 @@ class Launcher(Protocol):
         """Start the ranks of a job; their output goes to ``stream``."""
 
 
-def launcher_for(name: str, request: LaunchRequest) -> Launcher:
-    """Create the launcher with a name that ``choose_launcher`` returned."""
-    module, _, class_name = _LAUNCHERS[name].partition(":")
-    return cast(Callable[[LaunchRequest], Launcher], getattr(import_module(module), class_name))(request)
+def launcher_class(name: str) -> type[Launcher]:
+    """Return the launcher with a name that ``choose_launcher`` returned."""
+    kind: type[Launcher] = LAUNCHERS.load(name)
+    return kind
 
 
 def choose_launcher(launcher: str, use_mpi: bool | None, use_gloo: bool | None, request: LaunchRequest) -> str:
@@ -115,8 +129,9 @@ def choose_launcher(launcher: str, use_mpi: bool | None, use_gloo: bool | None, 
     Raises:
         ConfigError: the launcher is unknown, or the arguments contradict each other.
     """
-    if launcher != "auto" and launcher not in _LAUNCHERS:
-        raise ConfigError(f"Unknown launcher={launcher!r}; expected 'auto' or one of {sorted(_LAUNCHERS)}.")
+    if launcher != "auto" and LAUNCHERS.target(launcher) is None:
+        names = sorted({*LAUNCHERS.own, *LAUNCHERS.added()})
+        raise ConfigError(f"Unknown launcher={launcher!r}; expected 'auto' or one of {names}.")
     by_argument = {"launcher": "" if launcher == "auto" else launcher}
     by_argument |= {"use_mpi=True": "mpi" if use_mpi else "", "use_gloo=True": "barrier" if use_gloo else ""}
     by_argument |= {"extra_mpi_args": "mpi" if request.extra_mpi_args else "", "hosts": "ssh" if request.hosts else ""}
@@ -127,11 +142,12 @@ def choose_launcher(launcher: str, use_mpi: bool | None, use_gloo: bool | None, 
     name = next(iter(selected.values()), "barrier")
     if name != "ssh" and request.ssh != SshOptions():
         raise ConfigError(f"ssh_port and ssh_identity_file require launcher='ssh', got {name!r}. Pass hosts, too.")
-    if name not in _ON_SPARK and request.resources:
+    kind = launcher_class(name)
+    if request.resources and not kind.on_spark:
         raise ConfigError(
             f"gpus_per_task and cpus_per_task configure Spark tasks, but launcher={name!r} starts none. Leave them out."
         )
-    if name != "barrier" and request.rows is not None:
+    if request.rows is not None and not kind.takes_rows:
         raise ConfigError(
             f"launcher={name!r} cannot pass the rows of a DataFrame to the ranks. Use launcher='barrier', or write the "
             "rows to a Store first."

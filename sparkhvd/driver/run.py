@@ -22,7 +22,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, checked_environment, split_arguments
 from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import parse_hosts
-from sparkhvd.driver.launcher import Launcher, LaunchHandle, LaunchRequest, choose_launcher, launcher_for
+from sparkhvd.driver.launcher import Launcher, LaunchHandle, LaunchRequest, choose_launcher, launcher_class
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark.encryption import unencrypted_spark
 from sparkhvd.driver.spark.resources import TaskResources
@@ -212,7 +212,8 @@ def run_with(  # noqa: PLR0917
     check_counts(request.num_proc, request.resources.gpus, request.resources.cpus)
     check_options(options, launcher)
     changes = checked_environment(options.env)
-    instance = launcher_for(launcher, request)
+    kind = launcher_class(launcher)
+    instance = kind(request)
     environment = changed_environment(changes)
     config = from_environment(environment)
     if options.start_timeout is not None:
@@ -220,9 +221,9 @@ def run_with(  # noqa: PLR0917
     warn_ignored_variables(environment)
     if config.encrypt and launcher != "local":
         require_encryption(socket.gethostname())
-        if launcher != "ssh" and (warning := unencrypted_spark(request.session())):
+        if kind.on_spark and (warning := unencrypted_spark(request.session())):
             logger.warning(warning)
-    payload = pickle_call(fn, args, kwargs or {}, _importable(launcher, request, options))
+    payload = pickle_call(fn, args, kwargs or {}, _importable(launcher, kind, request, options))
     deadline = Deadline.after(config.start_timeout)
     job = Job(
         payload=payload,
@@ -246,11 +247,13 @@ def run_with(  # noqa: PLR0917
         return [cloudpickle.loads(content) for content in handle.results()]
 
 
-def _importable(launcher: str, request: LaunchRequest, options: RunOptions) -> Importable:
+def _importable(launcher: str, kind: type[Launcher], request: LaunchRequest, options: RunOptions) -> Importable:
     """Return the function that finds out which of the user's modules the ranks can import."""
-    if launcher == "ssh" or options.executable:  # another Python may lack the modules' dependencies
+    if options.executable:  # another Python may lack the modules' dependencies
         return importable_nowhere
-    return importable_here if launcher == "local" else partial(importable_on, request.session())
+    if launcher == "local":
+        return importable_here
+    return partial(importable_on, request.session()) if kind.on_spark else importable_nowhere
 
 
 def _stream(options: RunOptions, num_proc: int) -> LogStream:

@@ -187,6 +187,9 @@ class FrameworkPlugin(Protocol):
     def normalization(self, params: Mapping[str, object]) -> Normalization:
         """Return the layers of the model that normalize by their batch."""
 
+    def packages(self) -> tuple[str, ...]:
+        """Return the packages that ``predictor`` needs, as far as they are installed."""
+
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> Trainer:
         """Create the trainer of one rank from the payload of ``pack``."""
 

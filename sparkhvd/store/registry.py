@@ -1,14 +1,18 @@
-"""The table of Store classes by URL scheme, as strings that are resolved on use."""
+"""The table of Store classes by URL scheme, as strings that are resolved on use.
+
+Other packages add classes by entry points, see ``sparkhvd._util.registry``.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
+from sparkhvd._util.registry import Registry
 from sparkhvd.compat.databricks import mounted_path
 from sparkhvd.config import runs_on_databricks
 from sparkhvd.errors import StoreError
@@ -42,6 +46,7 @@ STORES: Mapping[str, StoreEntry] = MappingProxyType(
         "s3n": _S3,
     }
 )
+_ADDED = Registry("sparkhvd.stores", {})  # by scheme, from other packages
 # Serves every other scheme that fsspec knows.
 ANY_OTHER = StoreEntry("sparkhvd.store.backends.filesystem:FilesystemStore", "Install fsspec: pip install 'fsspec'.")
 
@@ -69,14 +74,18 @@ def backend_of(scheme: str) -> Any:
     Raises:
         StoreError: a package is missing.
     """
-    entry = STORES.get(scheme, ANY_OTHER)
-    module, _, name = entry.target.partition(":")
+    entry = STORES.get(scheme) or _added(scheme) or ANY_OTHER
     try:
-        return getattr(import_module(module), name)
+        return resolve_name(entry.target)
     except ImportError as error:
         raise StoreError(
             f"The Store for {scheme}:// needs a package that is not installed ({error}). {entry.missing}"
         ) from error
+
+
+def _added(scheme: str) -> StoreEntry | None:
+    target = _ADDED.target(scheme)
+    return None if target is None else StoreEntry(target, f"The entry point {scheme!r} of sparkhvd.stores names it.")
 
 
 def create(url: str, **options: object) -> object:

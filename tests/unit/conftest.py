@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +27,20 @@ def alone() -> Iterator[Communicator]:
     session.init()
     yield session.current()
     session.shutdown()
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
+    """Install a package ``added_package`` for the test: its code, and one entry point of it (group, name)."""
+
+    def install_package(code: str, group: str, entry_point: str) -> None:
+        site = tmp_path / "site-packages"
+        metadata = site / "added_package-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (site / "added_package.py").write_text(code)
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: added-package\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[{group}]\n{entry_point}\n")
+        monkeypatch.syspath_prepend(str(site))
+        monkeypatch.delitem(sys.modules, "added_package", raising=False)
+
+    return install_package

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import ClassVar
 
 from sparkhvd._util.background import is_set_within
 from sparkhvd.data.prepare.stats import no_rows
@@ -39,6 +40,9 @@ _ROWS_SECONDS = 1.0
 
 class BarrierLauncher:
     """Starts jobs on the cluster of a session."""
+
+    on_spark: ClassVar[bool] = True
+    takes_rows: ClassVar[bool] = True
 
     def __init__(self, request: LaunchRequest) -> None:
         self._spark = request.session()

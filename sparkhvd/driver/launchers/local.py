@@ -8,6 +8,7 @@ import secrets
 import socket
 from concurrent import futures
 from contextlib import ExitStack
+from typing import ClassVar
 
 from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd._util.background import in_background, is_done_within
@@ -36,6 +37,9 @@ _END_SECONDS = 30.0
 
 class LocalLauncher:
     """Starts jobs on this machine."""
+
+    on_spark: ClassVar[bool] = False
+    takes_rows: ClassVar[bool] = False
 
     def __init__(self, request: LaunchRequest) -> None:
         self._request = request

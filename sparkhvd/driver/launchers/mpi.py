@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd._util.background import is_set_within
@@ -92,6 +92,9 @@ StageMaker = Callable[[MpiJob, Callable[[], None]], Stage]
 
 class MpiLauncher:
     """Starts jobs on the cluster of a session, where Open MPI is installed on driver and executors."""
+
+    on_spark: ClassVar[bool] = True
+    takes_rows: ClassVar[bool] = False
 
     def __init__(self, request: LaunchRequest) -> None:
         self._request = request

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from concurrent import futures
 from contextlib import ExitStack
 from pathlib import Path
+from typing import ClassVar
 
 from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd.config import environment_for_hosts
@@ -32,6 +33,9 @@ _FAILED_SECONDS = 3.0
 
 class SshLauncher:
     """Starts jobs on the hosts that the user named."""
+
+    on_spark: ClassVar[bool] = False
+    takes_rows: ClassVar[bool] = False
 
     def __init__(self, request: LaunchRequest) -> None:
         if not request.hosts:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sparkhvd.estimators.params.frameworks import Framework
+
 if TYPE_CHECKING:
     from sparkhvd.estimators.keras.estimator import KerasEstimator as KerasEstimator
     from sparkhvd.estimators.keras.estimator import KerasModel as KerasModel
@@ -17,6 +19,8 @@ _MODULE_OF = {
     "KerasEstimator": "sparkhvd.estimators.keras.estimator",
     "KerasModel": "sparkhvd.estimators.keras.estimator",
 }
+
+FRAMEWORK = Framework("Keras", "KerasEstimator", ("keras",), ("tensorflow",))
 
 __all__ = ["KerasEstimator", "KerasModel"]
 

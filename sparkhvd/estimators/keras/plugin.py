@@ -25,8 +25,8 @@ from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
 from sparkhvd.estimators.normalization import Normalization
+from sparkhvd.estimators.params.frameworks import estimator_hint
 from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.params.other_frameworks import estimator_hint
 from sparkhvd.estimators.params.policies import check_monitored
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
 from sparkhvd.estimators.runs.canonical import AUTOMATIC_NUMBER
@@ -90,6 +90,12 @@ class KerasPlugin:
         normalizing = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
         local = tuple(layer.name for layer in normalizing if type(layer).__name__ != "SyncBatchNormalization")
         return Normalization(local, "sparkhvd.tensorflow.SyncBatchNormalization (TensorFlow backend)")
+
+    def packages(self) -> tuple[str, ...]:
+        """See ``FrameworkPlugin.packages``."""
+        import keras  # noqa: PLC0415
+
+        return ("keras", keras.config.backend())
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> KerasTrainer:
         """Return the trainer of one rank."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sparkhvd.estimators.params.frameworks import Framework
+
 if TYPE_CHECKING:
     from sparkhvd.estimators.lightning.estimator import LightningEstimator as LightningEstimator
     from sparkhvd.estimators.lightning.estimator import LightningModel as LightningModel
@@ -19,6 +21,8 @@ _HOME_OF = {
 
 # Files of a trained model in addition to those of a torch model.
 CHECKPOINT, LOGS = "lightning.ckpt", "logs.zip"
+
+FRAMEWORK = Framework("Lightning", "LightningEstimator", ("lightning", "pytorch_lightning"))
 
 __all__ = ["LightningEstimator", "LightningModel"]
 

@@ -21,8 +21,8 @@ from sparkhvd.estimators.lightning import best_model
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
 from sparkhvd.estimators.normalization import Normalization
+from sparkhvd.estimators.params.frameworks import estimator_hint
 from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.params.other_frameworks import estimator_hint
 from sparkhvd.estimators.params.policies import Checkpoints, check_monitored
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec
 from sparkhvd.estimators.runs.resume_check import ModelFacts
@@ -136,6 +136,10 @@ class LightningPlugin:
         plain = flavour_of(params["model"]) is None
         optimizer = type(params["optimizer"]).__name__ if plain else ""
         return ModelFacts("Lightning", optimizer, parameter_shapes(params["model"]))
+
+    def packages(self) -> tuple[str, ...]:
+        """See ``FrameworkPlugin.packages``; a module may subclass the classes of either Lightning."""
+        return ("torch", "lightning", "pytorch_lightning")
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> LightningTrainer:
         """Return the trainer of one rank."""

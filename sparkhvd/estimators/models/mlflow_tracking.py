@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from sparkhvd.estimators.training.worker import find_plugin
+
 if TYPE_CHECKING:
     import pyarrow as pa
     from mlflow.models import ModelSignature
@@ -174,14 +176,8 @@ def _output_type(arrow: pa.DataType) -> Any:
 
 def requirements(plugin: str) -> list[str]:
     """Return the requirements for opening a model of this plug-in: the versions installed here, without Spark."""
-    framework = plugin.split(".")[2]
-    lightnings = ["lightning", "pytorch_lightning"]  # those that are installed; a module may subclass either
-    modules = {"torch": ["torch"], "lightning": ["torch", *lightnings]}.get(framework)
-    if modules is None:
-        import keras  # noqa: PLC0415  (installed, because the model is a Keras model)
-
-        modules = ["keras", keras.config.backend()]
-    installed = [import_module(name) for name in ("sparkhvd", "pandas", *modules) if find_spec(name) is not None]
+    packages = ("sparkhvd", "pandas", *find_plugin(plugin).packages())
+    installed = [import_module(name) for name in packages if find_spec(name) is not None]
     # A version such as 2.9.0+cpu names a build that package indexes may not have.
     return [f"{module.__name__}=={module.__version__.partition('+')[0]}" for module in installed]
 

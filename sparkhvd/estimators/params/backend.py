@@ -12,7 +12,7 @@ from sparkhvd.compat.horovod import unknown_argument
 from sparkhvd.config import changed_environment, from_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_seconds
-from sparkhvd.driver.launcher import LaunchRequest, launcher_for
+from sparkhvd.driver.launcher import LAUNCHERS, LaunchRequest, launcher_class
 from sparkhvd.driver.preflight.preflight import AskedTasks
 from sparkhvd.driver.run import launch_request, run
 from sparkhvd.driver.spark.resources import TaskResources
@@ -28,7 +28,6 @@ _TRAINING_TERMS = {
     failure_report.CONNECTED: "in training",
     failure_report.ENDED: "after the training had ended",
 }
-LAUNCHERS = ("auto", "barrier", "mpi", "local")  # the launchers that need no arguments of their own
 
 
 @runtime_checkable
@@ -104,7 +103,8 @@ class SparkBackend:
             SlotsError: the cluster has too few slots for the requested ranks.
             LaunchError: the launcher cannot run the ranks there.
         """
-        return launcher_for(*self.launch(spark)).reserve(Deadline.after(self.start_seconds))
+        name, request = self.launch(spark)
+        return launcher_class(name)(request).reserve(Deadline.after(self.start_seconds))
 
     @property
     def start_seconds(self) -> float:
@@ -193,12 +193,15 @@ def reserve_ranks(placement: Placement, spark: SparkSession) -> int:
 
 def backend_or_launcher(name: str, value: Any) -> Backend | str:
     """Accept the name of a launcher, or an object with ``run`` and ``num_processes``."""
-    if isinstance(value, str) and value in LAUNCHERS:
+    launchers = ["auto", "barrier", "mpi", "local"]  # those of this package that need no arguments of their own
+    if isinstance(value, str) and value not in launchers:
+        launchers += LAUNCHERS.added()
+    if isinstance(value, str) and value in launchers:
         return value
     if not isinstance(value, str) and isinstance(value, Backend):
         return value
     raise ParamError(
-        f"{name}={value!r} must be one of {', '.join(map(repr, LAUNCHERS))}, or an object with run(fn, args, kwargs, "
+        f"{name}={value!r} must be one of {', '.join(map(repr, launchers))}, or an object with run(fn, args, kwargs, "
         "env) and num_processes(), such as sparkhvd.SparkBackend."
     )
 
@@ -212,7 +215,7 @@ def check_backend(placement: Placement, data: str) -> None:
         )
     own = spark_backend(placement)
     launcher = own.launch()[0] if own is not None else None
-    if data == "direct" and launcher != "barrier":
+    if data == "direct" and (launcher is None or not launcher_class(launcher).takes_rows):
         name = f"{type(placement.backend).__name__}(...)" if launcher is None else repr(launcher)
         raise ParamError(
             f"backend={name} cannot send the rows of a DataFrame to the ranks (data='direct', the default without a "

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sparkhvd.estimators.params.frameworks import Framework
+
 if TYPE_CHECKING:
     from sparkhvd.estimators.torch.callbacks import TorchCallback as TorchCallback
     from sparkhvd.estimators.torch.callbacks import TorchRun as TorchRun
@@ -22,6 +24,8 @@ _HOME_OF = {
     "TorchEstimator": "sparkhvd.estimators.torch.estimator",
     "TorchModel": "sparkhvd.estimators.torch.estimator",
 }
+
+FRAMEWORK = Framework("PyTorch", "TorchEstimator", ("torch",), ("torchmetrics",))
 
 __all__ = ["LRSchedule", "TorchCallback", "TorchEstimator", "TorchModel", "TorchRun"]
 

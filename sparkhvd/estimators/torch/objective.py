@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 
 from sparkhvd.errors import DataError, ModelOutputError, ParamError
-from sparkhvd.estimators.params.other_frameworks import estimator_hint
+from sparkhvd.estimators.params.frameworks import estimator_hint
 from sparkhvd.estimators.params.shapes import row_shape
 from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
 from sparkhvd.estimators.training.user_errors import describe_error, is_tensor_error, with_full_stop

@@ -18,8 +18,8 @@ from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.normalization import Normalization
+from sparkhvd.estimators.params.frameworks import estimator_hint
 from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.params.other_frameworks import estimator_hint
 from sparkhvd.estimators.params.policies import check_monitored
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
 from sparkhvd.estimators.runs.resume_check import ModelFacts, Shape
@@ -111,6 +111,10 @@ class TorchPlugin:
     def normalization(self, params: Mapping[str, object]) -> Normalization:
         """See ``FrameworkPlugin.normalization``."""
         return normalization_of(params["model"])
+
+    def packages(self) -> tuple[str, ...]:
+        """See ``FrameworkPlugin.packages``."""
+        return ("torch",)
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> TorchTrainer:
         """Return the trainer of one rank."""

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-_FRAMEWORKS = frozenset(
-    {"sparkhvd", "torch", "torchmetrics", "keras", "tensorflow", "lightning", "pytorch_lightning", "numpy"}
-)
+from sparkhvd.estimators.params.frameworks import frameworks
+
 _TENSOR_ERRORS = (RuntimeError, ValueError, IndexError)
 _CODE_ERRORS = (NotImplementedError, RecursionError)  # subclasses of RuntimeError that are not about tensors
 _RAISE = dis.opmap["RAISE_VARARGS"]
@@ -29,14 +28,14 @@ def is_tensor_error(error: BaseException) -> bool:
         return False
     if not isinstance(error, _TENSOR_ERRORS) and not type(error).__module__.startswith("tensorflow"):
         return False
-    innermost = list(_steps(error))[-1:]
-    return not any(_package(step.tb_frame) not in _FRAMEWORKS and _raises(step) for step in innermost)
+    innermost, installed = list(_steps(error))[-1:], _installed_packages()
+    return not any(_package(step.tb_frame) not in installed and _raises(step) for step in innermost)
 
 
 def describe_error(error: BaseException) -> str:
     """Return type and text of an error, and the innermost line of user code in its traceback, if there is one."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    others = _FRAMEWORKS | sys.stdlib_module_names
+    others = _installed_packages() | sys.stdlib_module_names
     user_steps = [step for step in _steps(error) if _package(step.tb_frame) not in others]
     if not user_steps:
         return with_full_stop(text)
@@ -44,6 +43,11 @@ def describe_error(error: BaseException) -> str:
     line = linecache.getline(code.co_filename, user_steps[-1].tb_lineno).strip()
     location = f"line {user_steps[-1].tb_lineno} of {Path(code.co_filename).name}, in {code.co_name}"
     return f"{text} ({location}{f': {line}' if line else ''})."
+
+
+def _installed_packages() -> set[str]:
+    """Return the packages whose code is not the user's."""
+    return {"sparkhvd", "numpy"}.union(*((*framework.packages, *framework.libraries) for framework in frameworks()))
 
 
 def _steps(error: BaseException) -> Iterator[TracebackType]:

@@ -7,8 +7,8 @@ import tempfile
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Literal, cast
 
 import cloudpickle
@@ -139,8 +139,8 @@ class RankRows:
 
 def find_plugin(name: str) -> FrameworkPlugin:
     """Return the plug-in at ``module:name``."""
-    module, _, attribute = name.partition(":")
-    return cast("FrameworkPlugin", getattr(import_module(module), attribute))
+    plugin: FrameworkPlugin = resolve_name(name)
+    return plugin
 
 
 def train_worker(job: TrainJob) -> TrainResult | RejectedRows | None:

@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 
+import sparkhvd
 from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import Host
 from sparkhvd.driver.launcher import LaunchRequest, choose_launcher
 from sparkhvd.driver.spark.resources import TaskResources
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, ParamError
+from sparkhvd.estimators.params.backend import check_backend, reserve_ranks
+from sparkhvd.estimators.params.params import EstimatorParams
 
 HOSTS = (Host("node1", 2),)
 
@@ -47,3 +50,43 @@ def test_the_arguments_select_the_launcher(launcher, use_mpi, use_gloo, request_
 def test_contradictions_are_refused(launcher, use_mpi, use_gloo, request_fields: dict[str, Any], words):
     with pytest.raises(ConfigError, match=words):
         choose_launcher(launcher, use_mpi, use_gloo, LaunchRequest(2, **request_fields))
+
+
+_NEARBY = """
+from sparkhvd.driver.launchers.local import LocalLauncher
+
+
+class NearbyLauncher(LocalLauncher):
+    def reserve(self, deadline):
+        return 2
+"""
+
+
+def test_another_package_adds_a_launcher(install):
+    with pytest.raises(ConfigError, match="Unknown launcher='nearby'"):
+        sparkhvd.run(_rank, launcher="nearby")
+    install(_NEARBY, "sparkhvd.launchers", "nearby = added_package:NearbyLauncher")
+    assert sparkhvd.run(_rank, launcher="nearby") == [0, 1]
+    with pytest.raises(ConfigError, match="configure Spark tasks, but launcher='nearby' starts none"):
+        sparkhvd.run(_rank, launcher="nearby", gpus_per_task=1)
+    with pytest.raises(ConfigError, match=r"expected 'auto' or one of \['barrier', 'local', 'mpi', 'nearby', 'ssh'\]"):
+        sparkhvd.run(_rank, launcher="far")
+
+
+def test_an_added_launcher_is_a_backend_of_the_estimators(install):
+    with pytest.raises(ParamError, match="backend='nearby' must be one of 'auto', 'barrier', 'mpi', 'local', or an"):
+        EstimatorParams(backend="nearby")
+    install(_NEARBY, "sparkhvd.launchers", "nearby = added_package:NearbyLauncher")
+    plan = EstimatorParams(backend="nearby")._plan()
+    assert reserve_ranks(plan, spark=None) == 2
+    with pytest.raises(ParamError, match="backend='nearby' cannot send the rows of a DataFrame"):
+        check_backend(plan, "direct")
+    with pytest.raises(ParamError, match="must be one of 'auto', 'barrier', 'mpi', 'local', 'nearby', or an object"):
+        EstimatorParams(backend="far")
+
+
+def _rank():
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    hvd.init()
+    return hvd.rank()

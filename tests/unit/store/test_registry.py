@@ -94,3 +94,28 @@ def test_importing_store_and_data_loads_neither_spark_nor_arrow():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+_LAKE = """
+from sparkhvd.store import LocalStore
+
+
+class LakeStore(LocalStore):
+    def __init__(self, url, depth=1):
+        super().__init__(f"{url.removeprefix('lake:')}/{depth}")
+"""
+
+
+def test_another_package_adds_the_store_of_a_scheme(install, tmp_path):
+    with pytest.raises(StoreError, match="No file system serves lake:// URLs"):
+        Store.create(f"lake:{tmp_path}")
+    install(_LAKE, "sparkhvd.stores", "lake = added_package:LakeStore")
+    lake = Store.create(f"lake:{tmp_path}", depth=3)
+    assert (type(lake).__name__, lake.url) == ("LakeStore", LocalStore(f"{tmp_path}/3").url)
+    assert type(Store.create(str(tmp_path))) is LocalStore
+
+
+def test_an_added_store_whose_package_is_missing_says_who_names_it(install):
+    install("import nothing_of_this_name", "sparkhvd.stores", "lake = added_package:LakeStore")
+    with pytest.raises(StoreError, match=r"nothing_of_this_name.*The entry point 'lake' of sparkhvd\.stores names it"):
+        Store.create("lake://a/b")

@@ -1,0 +1,49 @@
+"""Tables of implementations: those of this package, and those that installed packages add by an entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pkgutil import resolve_name
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Implementations by name, as ``module:attribute``, imported on use.
+
+    An installed package adds one by an entry point, here to the registry of the group ``sparkhvd.launchers``::
+
+        [project.entry-points."sparkhvd.launchers"]
+        slurm = "my_package.slurm:SlurmLauncher"
+
+    It cannot replace one of this package.
+
+    Attributes:
+        group: the group of the entry points.
+        own: those of this package, by name.
+    """
+
+    group: str
+    own: Mapping[str, str]
+
+    def added(self) -> dict[str, str]:
+        """Return the implementations that other packages add."""
+        return {entry.name: entry.value for entry in entry_points(group=self.group) if entry.name not in self.own}
+
+    def target(self, name: str) -> str | None:
+        """Return ``module:attribute`` of a name; None if the name is unknown."""
+        return self.own[name] if name in self.own else self.added().get(name)
+
+    def load(self, name: str) -> Any:
+        """Import an implementation.
+
+        Raises:
+            KeyError: the name is unknown.
+            ImportError: its module, or a package that the module needs, is missing.
+        """
+        target = self.target(name)
+        if target is None:
+            raise KeyError(name)
+        return resolve_name(target)

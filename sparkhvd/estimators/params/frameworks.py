@@ -1,0 +1,65 @@
+"""The frameworks, as far as modules that all of them share know them; nothing here imports one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from sparkhvd._util.registry import Registry
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A framework.
+
+    Attributes:
+        title: its name in messages.
+        estimator: the name of its estimator.
+        packages: the packages of its models, optimizers and losses.
+        libraries: other packages that are part of it.
+    """
+
+    title: str
+    estimator: str
+    packages: tuple[str, ...]
+    libraries: tuple[str, ...] = ()
+
+
+# A framework is one folder and one row here, or an entry point of another package; each names a ``Framework``.
+FRAMEWORKS = Registry(
+    "sparkhvd.frameworks",
+    MappingProxyType(
+        {
+            "torch": "sparkhvd.estimators.torch:FRAMEWORK",
+            "keras": "sparkhvd.estimators.keras:FRAMEWORK",
+            "lightning": "sparkhvd.estimators.lightning:FRAMEWORK",
+        }
+    ),
+)
+
+
+def frameworks() -> list[Framework]:
+    """Return all frameworks, those of other packages last."""
+    return [FRAMEWORKS.load(name) for name in (*FRAMEWORKS.own, *FRAMEWORKS.added())]
+
+
+def framework_of(value: object) -> str | None:
+    """Return the package of the framework that an object, function or class comes from; None if it is none of these.
+
+    A user's class belongs to the framework of its nearest base class.
+    """
+    classes = value.__mro__ if isinstance(value, type) else type(value).__mro__
+    modules = [getattr(value, "__module__", None), *(base.__module__ for base in classes)]
+    known = {package for framework in frameworks() for package in framework.packages}
+    packages = (str(module).partition(".")[0] for module in modules)
+    return next((package for package in packages if package in known), None)
+
+
+def estimator_hint(value: object, own: Collection[str]) -> str:
+    """Return a sentence that names the estimator for an object of a framework outside ``own``; else an empty string."""
+    package = framework_of(value)
+    if package is None or package in own:
+        return ""
+    framework = next(framework for framework in frameworks() if package in framework.packages)
+    return f" Use {framework.estimator} for {framework.title} objects."

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from sparkhvd.estimators.params.frameworks import estimator_hint, frameworks
+from sparkhvd.estimators.training.user_errors import describe_error
+
+_CODE = """
+from sparkhvd.estimators.params.frameworks import Framework
+
+FRAMEWORK = Framework("Trees", "TreeEstimator", ("trees",), ("treelib",))
+"""
+_FAILING = """
+class Tree:
+    def grow(self, change):
+        change()
+
+
+def stop():
+    raise ValueError("no more rows")
+"""
+
+
+@pytest.fixture
+def tree(monkeypatch):
+    """A model of a framework that sparkhvd does not know, whose error rises in a library of it."""
+    for name in ("trees", "treelib"):
+        module = types.ModuleType(name)
+        exec(compile(_FAILING, f"{name}.py", "exec"), vars(module))
+        monkeypatch.setitem(sys.modules, name, module)
+    return sys.modules["trees"].Tree()
+
+
+def test_another_package_adds_a_framework(install, tree):
+    assert estimator_hint(tree, ("torch",)) == ""
+    install(_CODE, "sparkhvd.frameworks", "trees = added_package:FRAMEWORK")
+    assert estimator_hint(tree, ("torch",)) == " Use TreeEstimator for Trees objects."
+    assert [framework.title for framework in frameworks()] == ["PyTorch", "Keras", "Lightning", "Trees"]
+
+
+def test_the_code_of_an_added_framework_is_not_the_users(install, tree):
+    def described():
+        with pytest.raises(ValueError, match="no more rows") as caught:
+            tree.grow(sys.modules["treelib"].stop)
+        return describe_error(caught.value)
+
+    assert "of treelib.py, in stop" in described()
+    install(_CODE, "sparkhvd.frameworks", "trees = added_package:FRAMEWORK")
+    assert "of test_frameworks.py, in described" in described()
