@@ -102,15 +102,15 @@ from sparkhvd.store import LocalStore
 
 class LakeStore(LocalStore):
     def __init__(self, url, depth=1):
-        super().__init__(f"{url.removeprefix('lake:')}/{depth}")
+        super().__init__(f"{url.removeprefix('lake://')}/{depth}")
 """
 
 
 def test_another_package_adds_the_store_of_a_scheme(install, tmp_path):
     with pytest.raises(StoreError, match="No file system serves lake:// URLs"):
-        Store.create(f"lake:{tmp_path}")
+        Store.create(f"lake://{tmp_path}")
     install(_LAKE, "sparkhvd.stores", "lake = added_package:LakeStore")
-    lake = Store.create(f"lake:{tmp_path}", depth=3)
+    lake = Store.create(f"lake://{tmp_path}", depth=3)
     assert (type(lake).__name__, lake.url) == ("LakeStore", LocalStore(f"{tmp_path}/3").url)
     assert type(Store.create(str(tmp_path))) is LocalStore
 

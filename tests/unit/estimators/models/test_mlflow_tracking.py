@@ -98,7 +98,7 @@ def test_a_training_of_an_estimator_is_logged_to_the_active_run(mlflow, model):
     schema = DataSchema((*SCHEMA.columns, ColumnSpec("y", "float64", (), "label", "scalar")))
     result = TrainResult(HISTORY, model.trained.files, model.trained.store, schema, [(1,)])
     with mlflow.start_run() as run:
-        estimator._model({**estimator.values(), "run_id": "one"}, result)
+        estimator._model(estimator._plan(run_id="one"), result)
     assert mlflow.get_run(run.info.run_id).data.metrics["val_loss"] == 1.5
 
 
