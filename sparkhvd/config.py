@@ -170,6 +170,12 @@ class Config:
         non_negative_number,
         "Seconds that a rank may take, after its function returns, to serialize the result and to leave the job.",
     )
+    warm_seconds: float = setting(
+        0.0,
+        non_negative_number,
+        "Seconds for which an idle process that has imported the frameworks stays with each task slot, so that ranks "
+        "of the next job start from it at once; 0 keeps none. It ends with Spark's Python worker or with the driver.",
+    )
     fusion_threshold: int | None = setting(
         None,
         non_negative_integer,

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from sparkhvd.task.worker.template import TEMPLATE_NAME
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -273,7 +275,8 @@ def _processes() -> dict[tuple[int, str], str]:
         stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
         if stat and (stat[1] == str(os.getpid()) or _has_our_mark(pid)):
             command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
-            if not _LASTING_PROCESS.search(command):
+            template = _read(f"/proc/{pid}/comm").strip() == TEMPLATE_NAME  # lasts as long as Spark's Python worker
+            if not (template or _LASTING_PROCESS.search(command)):
                 found[int(pid), stat[19]] = f"{pid} ({command or 'ended, but nobody waited for it'})"
     return found
 

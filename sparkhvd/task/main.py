@@ -52,7 +52,9 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
             require_encryption(task.host)
         line = stack.enter_context(closing(DriverConnection(job, task))) if job.driver_connection else None
         defaults = thread_defaults(task.cpus)
-        spawned, unstarted = spawn_or_substitute(dict(job.env), defaults, job.preload, job.executable)
+        spawned, unstarted = spawn_or_substitute(
+            dict(job.env), defaults, job.preload, job.executable, job.config.warm_seconds
+        )
         worker = WorkerProcess(spawned, log)
         stack.callback(worker.close)
         # An executor's JVM may exit when a stage is cancelled while a task waits in Spark's all-gather. Therefore no

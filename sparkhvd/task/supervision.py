@@ -32,7 +32,8 @@ from sparkhvd.task.failure_report import (
     FailureReport,
     describe_exit,
 )
-from sparkhvd.task.worker.process import Exited, WorkerProcess
+from sparkhvd.task.worker.exit import Exited
+from sparkhvd.task.worker.process import WorkerProcess
 from sparkhvd.task.worker.spec import FnEnded, Joined, Leave, Raised, Ready, Returned
 
 logger = logging.getLogger(__name__)

@@ -97,7 +97,9 @@ class LocalHandle:
         for slot in self._plan.slots:
             log = HandlerLog(stream.handle, job.num_proc)
             log.rank = slot.world.rank
-            worker = WorkerProcess(spawn_worker(dict(job.env), defaults, job.preload, job.executable), log)
+            worker = WorkerProcess(
+                spawn_worker(dict(job.env), defaults, job.preload, job.executable, job.config.warm_seconds), log
+            )
             stack.callback(worker.close)
             worker.output.start()
             worker.send(worker_spec(job, self._plan, slot))

@@ -16,7 +16,8 @@ from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import FrameSocket, accept_handshake
 from sparkhvd.rpc.messages import Message, Preload, RankConnected, WorkerEnded, WorkerForked, decode, encode
 from sparkhvd.task.failure_report import describe_exit
-from sparkhvd.task.worker.process import Exited, Spawned
+from sparkhvd.task.worker.exit import Exited
+from sparkhvd.task.worker.process import Spawned
 
 T = TypeVar("T", bound=Message)
 

@@ -22,6 +22,7 @@ from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import FrameSocket, connect_handshake
 from sparkhvd.rpc.messages import Preload, RankConnected, WorkerEnded, WorkerForked, decode, encode
 from sparkhvd.task.mpi.job import EXECUTABLE, FOLDER, RANK_SECRET, RANK_SOCKET
+from sparkhvd.task.worker.exit import wait_for_child
 from sparkhvd.task.worker.main import main as worker_main
 from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
 
@@ -80,15 +81,13 @@ def _stay(link: FrameSocket, pid: int) -> int:
 
     signal.signal(signal.SIGTERM, pass_on)
     link.send(encode(WorkerForked(pid)), Deadline.after(_NOTE_SECONDS))
-    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    killed = status is not None and status.si_code != os.CLD_EXITED
-    code = 0 if status is None else status.si_status
+    returncode = wait_for_child(pid)
     with contextlib.suppress(OSError):  # the task is gone
-        told = WorkerEnded(-code if killed else code, ended_by_orted)
+        told = WorkerEnded(returncode, ended_by_orted)
         link.send(encode(told), Deadline.after(_NOTE_SECONDS))
         link.receive(idle=Deadline.after(_NOTE_SECONDS))  # returns when the task closes the link
     os.waitpid(pid, 0)
-    return 128 + code if killed else code
+    return returncode if returncode >= 0 else 128 - returncode
 
 
 if __name__ == "__main__":

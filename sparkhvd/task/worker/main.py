@@ -11,6 +11,7 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -29,6 +30,7 @@ from sparkhvd.task.worker.command import CommandEndedError
 from sparkhvd.task.worker.import_path import IMPORT_PATH
 from sparkhvd.task.worker.scratch import remove_scratch
 from sparkhvd.task.worker.spec import FnEnded, Joined, Leave, Raised, Ready, Returned, WorkerSpec
+from sparkhvd.task.worker.template import native_threads, split_off_template
 
 # The task answers a report at once; should it not, the process ends all the same.
 _LEAVE_SECONDS = 10.0
@@ -41,19 +43,24 @@ def main(arguments: list[str]) -> int:
     """Import the modules, wait for the spec, run ``fn`` and report; the exit code says little, the report all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--template-fd", type=int)
+    parser.add_argument("--warm-seconds", type=float, default=0.0)
     parser.add_argument("preload", nargs="*")
     options = parser.parse_args(arguments)
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    connection = Connection(options.control_fd)
-    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-    threading.Thread(target=_watch_task, args=(connection, inbox), name="sparkhvd-task-watch", daemon=True).start()
+    connection, inbox = _connect(options.control_fd)
+    threads = native_threads()
     with gc_paused_for_import():
         for name in options.preload:
             with contextlib.suppress(ImportError):  # fn says it better, if it needs the module
                 importlib.import_module(name)
+    if options.template_fd is not None:
+        link = socket.socket(fileno=options.template_fd)
+        if (control := split_off_template(link, options.warm_seconds, connection, threads)) is not None:
+            connection, inbox = _connect(control)
     try:
         spec = inbox.get()
         if not isinstance(spec, WorkerSpec):
@@ -61,6 +68,14 @@ def main(arguments: list[str]) -> int:
         return _work(spec, connection, inbox)
     finally:
         remove_scratch(scratch_folder())  # the task that would otherwise remove it may be gone by now
+
+
+def _connect(control: int) -> tuple[Connection, queue.SimpleQueue[object]]:
+    """Return this worker's private socket, and the queue of what its task sends."""
+    connection = Connection(control)
+    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    threading.Thread(target=_watch_task, args=(connection, inbox), name="sparkhvd-task-watch", daemon=True).start()
+    return connection, inbox
 
 
 def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[object]) -> int:

@@ -10,31 +10,21 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
 
 from sparkhvd.config import SCRATCH, changed_environment
+from sparkhvd.task.worker.exit import Exited, wait_for_child
 from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
 from sparkhvd.task.worker.output import OutputPump, RankLog
 from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
+from sparkhvd.task.worker.template import Origin, Templates
 
 # After the end of a process group: how long a process that left the group may still write to its pipes.
 OUTPUT_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class Exited:
-    """The worker process ended.
-
-    Attributes:
-        returncode: negative numbers are signals, as in ``subprocess``.
-        by_launcher: whether the program that started the ranks ended it, because something else had failed.
-    """
-
-    returncode: int
-    by_launcher: bool = False
 
 
 class ProcessEnd(Protocol):
@@ -76,14 +66,13 @@ class ChildProcess:
         self.pid = process.pid
 
     def wait(self) -> Exited:
-        # WNOWAIT leaves a zombie behind that keeps the number of the process group ours until release().
-        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        killed = status is not None and status.si_code != os.CLD_EXITED
-        code = 0 if status is None else status.si_status
-        return Exited(-code if killed else code)
+        return Exited(wait_for_child(self.pid))
 
     def release(self) -> None:
         self._process.wait()
+
+
+_TEMPLATES = Templates()
 
 
 def spawn_worker(
@@ -91,6 +80,7 @@ def spawn_worker(
     env_defaults: Mapping[str, str],
     preload: Sequence[str],
     executable: str = "",
+    warm_seconds: float = 0.0,
 ) -> Spawned:
     """Start ``python -m sparkhvd.task.worker.main`` in a session and process group of its own.
 
@@ -99,33 +89,72 @@ def spawn_worker(
         env_defaults: hold where neither the environment nor ``env`` says anything.
         preload: modules that the worker imports first.
         executable: the Python to use; empty is the one that runs this.
+        warm_seconds: how long an idle template waits for the next job; 0 uses and starts none.
     """
-    own, other = socket.socketpair()
     scratch = make_scratch()
-    with other:
-        try:
+    variables = {IMPORT_PATH: import_path(executable), **env, SCRATCH: scratch}
+    environment = changed_environment(variables, env_defaults)
+    command = (executable or sys.executable, "-m", "sparkhvd.task.worker.main", *preload)
+    origin = Origin.of(command, environment)
+    try:
+        if warm_seconds > 0:
+            with _channels() as channels:
+                if (forked := _TEMPLATES.fork(origin, channels.of_worker, scratch)) is not None:
+                    return channels.spawned(forked, scratch)
+        with _channels() as channels, ExitStack() as stack:
+            control, stdout, stderr = channels.of_worker
+            arguments = ["--control-fd", str(control)]
+            passed = [control]
+            if warm_seconds > 0 and (link := _TEMPLATES.offer(origin)) is not None:
+                stack.enter_context(link)
+                arguments += ["--template-fd", str(link.fileno()), "--warm-seconds", str(warm_seconds)]
+                passed.append(link.fileno())
             process = subprocess.Popen(
-                [
-                    *(executable or sys.executable, "-m", "sparkhvd.task.worker.main"),
-                    *("--control-fd", str(other.fileno()), *preload),
-                ],
-                pass_fds=(other.fileno(),),
+                [*command, *arguments],
+                pass_fds=passed,
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                env=changed_environment({IMPORT_PATH: import_path(executable), **env, SCRATCH: scratch}, env_defaults),
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
             )
-        except BaseException:
-            own.close()
-            remove_scratch(scratch)
-            raise
-    stdout, stderr = process.stdout, process.stderr
-    if stdout is None or stderr is None:
-        raise ValueError("The worker was started without pipes.")
-    with stdout, stderr:
-        return Spawned(ChildProcess(process), own, os.dup(stdout.fileno()), os.dup(stderr.fileno()), scratch)
+            return channels.spawned(ChildProcess(process), scratch)
+    except BaseException:
+        remove_scratch(scratch)
+        raise
+
+
+@dataclass(frozen=True)
+class _Channels:
+    """The private socket and the output pipes of a worker that is about to start.
+
+    Attributes:
+        ours: descriptors of our ends: of the socket, stdout and stderr.
+        of_worker: descriptors of the worker's ends.
+    """
+
+    ours: tuple[int, int, int]
+    of_worker: tuple[int, int, int]
+
+    def spawned(self, process: ProcessEnd, scratch: str | None) -> Spawned:
+        control, stdout, stderr = map(os.dup, self.ours)
+        return Spawned(process, socket.socket(fileno=control), stdout, stderr, scratch)
+
+
+@contextmanager
+def _channels() -> Iterator[_Channels]:
+    """Open the channels of a worker; leaving ``with`` closes them, but not the duplicates that ``spawned`` made."""
+    with ExitStack() as stack:
+
+        def kept(ends: tuple[int, int]) -> tuple[int, int]:
+            for end in ends:
+                stack.callback(os.close, end)
+            return ends
+
+        own, other = socket.socketpair()
+        control = kept((own.detach(), other.detach()))
+        stdout, stderr = kept(os.pipe()), kept(os.pipe())
+        yield _Channels((control[0], stdout[0], stderr[0]), (control[1], stdout[1], stderr[1]))
 
 
 def spawn_or_substitute(
@@ -133,6 +162,7 @@ def spawn_or_substitute(
     env_defaults: Mapping[str, str],
     preload: Sequence[str],
     executable: str = "",
+    warm_seconds: float = 0.0,
 ) -> tuple[Spawned, str]:
     """Start a worker, or an idle substitute when the worker cannot start.
 
@@ -146,7 +176,7 @@ def spawn_or_substitute(
         OSError: this host cannot start any process.
     """
     try:
-        return spawn_worker(env, env_defaults, preload, executable), ""
+        return spawn_worker(env, env_defaults, preload, executable, warm_seconds), ""
     except OSError as error:
         return spawn_worker({}, {}, ()), not_started(executable, str(error.strerror))
 

@@ -16,9 +16,10 @@ from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.config import Config
 from sparkhvd.errors import DeadlineExceededError, MismatchError, PeerLostError
 from sparkhvd.task.job import Job
+from sparkhvd.task.worker.exit import Exited
 from sparkhvd.task.worker.main import run_payload
 from sparkhvd.task.worker.output import DriverLog
-from sparkhvd.task.worker.process import Exited, WorkerProcess, spawn_worker
+from sparkhvd.task.worker.process import WorkerProcess, spawn_worker
 from sparkhvd.task.worker.spec import FnEnded, Leave, Raised, Ready, Returned, WorkerSpec
 
 

@@ -1,0 +1,30 @@
+"""How a worker process ended."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The worker process ended.
+
+    Attributes:
+        returncode: negative numbers are signals, as in ``subprocess``.
+        by_launcher: whether the program that started the ranks ended it, because something else had failed.
+    """
+
+    returncode: int
+    by_launcher: bool = False
+
+
+def wait_for_child(pid: int) -> int:
+    """Block until a child has ended and return its ``returncode``; the child stays a zombie, so its id stays reserved.
+
+    The id is also that of the child's process group, which may still have members to be ended.
+    """
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    if status is None:
+        return 0
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

@@ -1,0 +1,288 @@
+"""Workers that a template forks: as good as new ones, with the imports done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import psutil
+import pytest
+
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.task.worker import process as process_module
+from sparkhvd.task.worker.exit import Exited
+from sparkhvd.task.worker.process import WorkerProcess, spawn_worker
+from sparkhvd.task.worker.spec import FnEnded, Leave, Raised, Ready, Returned, WorkerSpec
+from sparkhvd.task.worker.template import TEMPLATE_NAME, Templates
+
+WARM_SECONDS = 60.0
+VARIABLES = (("SPARKHVD_RANK", "0"), ("SPARKHVD_LOG_LEVEL", "20"))
+
+
+@pytest.fixture(autouse=True)
+def templates(monkeypatch) -> Iterator[Templates]:
+    """Give this test templates of its own, and wait for the end of all that it started."""
+    before = set(psutil.Process().children(recursive=True))
+    templates = Templates()
+    monkeypatch.setattr(process_module, "_TEMPLATES", templates)
+    yield templates
+    templates.close()
+    assert psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=20.0)[1] == []
+
+
+@pytest.fixture
+def imported(tmp_path, monkeypatch) -> str:
+    """A module that records which process imported it."""
+    (tmp_path / "imported_once.py").write_text("import os\nIMPORTED_IN = os.getpid()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "imported_once"
+
+
+class Lines:
+    """A log that keeps what a worker writes."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, bytes]] = []
+
+    def started(self) -> None: ...
+
+    def write(self, stream: str, content: bytes) -> None:
+        self.written.append((stream, content))
+
+    def close(self) -> None: ...
+
+
+def spawn(*preload: str, seconds: float = WARM_SECONDS, log: Lines | None = None, **env: str) -> WorkerProcess:
+    worker = WorkerProcess(spawn_worker(env, {}, preload, warm_seconds=seconds), log or Lines())
+    worker.output.start()
+    return worker
+
+
+def start(worker: WorkerProcess, fn: Callable[..., object], *args: object) -> None:
+    worker.send(WorkerSpec(LaunchContext(), cloudpickle.dumps((fn, args, {})), VARIABLES, None))
+    assert worker.events.get(timeout=60.0) == Ready()
+
+
+def result(worker: WorkerProcess, fn: Callable[..., object], *args: object) -> object:
+    """Run ``fn`` in the worker, which then ends."""
+    start(worker, fn, *args)
+    assert isinstance(worker.events.get(timeout=60.0), FnEnded)
+    report = worker.events.get(timeout=60.0)
+    worker.send(Leave(10.0))
+    assert isinstance(report, Returned), report
+    assert worker.events.get(timeout=60.0) == Exited(0)
+    worker.close()
+    return cloudpickle.loads(report.content)
+
+
+def where_imported() -> tuple[int, int]:
+    import imported_once  # noqa: PLC0415
+
+    return imported_once.IMPORTED_IN, os.getpid()
+
+
+def test_the_next_worker_is_forked_with_the_imports_of_the_first(imported):
+    first, own = result(spawn(imported), where_imported)
+    assert first == own
+    for _ in range(2):
+        again, own = result(spawn(imported), where_imported)
+        assert again == first
+        assert own != first
+
+
+def test_without_warm_seconds_every_worker_imports_by_itself(imported):
+    for _ in range(2):
+        first, own = result(spawn(imported, seconds=0.0), where_imported)
+        assert first == own
+
+
+@pytest.mark.parametrize("change", [{"OMP_NUM_THREADS": "3"}, {"PYTHONHASHSEED": "5"}])
+def test_a_worker_with_other_variables_is_not_forked(imported, change):
+    result(spawn(imported), where_imported)
+    first, own = result(spawn(imported, **change), where_imported)
+    assert first == own
+
+
+def state() -> dict[str, object]:
+    Path(os.environ["SPARKHVD_SCRATCH"], "file").write_text("1")
+    return {
+        "scratch": os.environ["SPARKHVD_SCRATCH"],
+        "group": os.getpgid(0) == os.getpid() == os.getsid(0),
+        "signals": [signal.getsignal(signal.SIGCHLD), signal.getsignal(signal.SIGTERM)],
+        "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "arguments": sys.argv[0],
+        "variables": {name: value for name, value in os.environ.items() if name != "SPARKHVD_SCRATCH"},
+        "folder": os.getcwd(),  # noqa: PTH109
+    }
+
+
+def test_a_forked_worker_has_the_state_of_a_new_one():
+    new, forked = result(spawn("numpy"), state), result(spawn("numpy"), state)
+    scratch = new.pop("scratch"), forked.pop("scratch")
+    assert scratch[0] != scratch[1]
+    assert not any(Path(folder).exists() for folder in scratch)
+    assert forked == new
+    assert forked["group"] is True
+
+
+def draws() -> tuple[float, float]:
+    import random  # noqa: PLC0415
+
+    return random.random(), float(np.random.rand())
+
+
+def test_forked_workers_draw_different_random_numbers():
+    result(spawn("numpy", "random"), draws)
+    drawn = [result(spawn("numpy", "random"), draws) for _ in range(3)]
+    assert len({numbers for pair in drawn for numbers in pair}) == 6
+
+
+def test_a_module_that_was_added_since_is_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result(spawn("numpy"), missing, "added_later")
+    (tmp_path / "added_later.py").write_text("")
+    assert result(spawn("numpy"), missing, "added_later") is False
+
+
+def missing(name: str) -> bool:
+    import importlib.util  # noqa: PLC0415
+
+    return importlib.util.find_spec(name) is None
+
+
+def write_to_both() -> None:
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+
+
+def test_the_output_of_a_forked_worker_arrives():
+    logs = [Lines(), Lines()]
+    for log in logs:
+        result(spawn(log=log), write_to_both)
+    assert [sorted(log.written) for log in logs] == [[("stderr", b"to stderr"), ("stdout", b"to stdout")]] * 2
+
+
+def test_the_error_of_a_forked_worker_arrives():
+    result(spawn(), os.getpid)
+    worker = spawn()
+    start(worker, divide)
+    assert isinstance(worker.events.get(timeout=60.0), FnEnded)
+    report = worker.events.get(timeout=60.0)
+    assert isinstance(report, Raised)
+    assert "ZeroDivisionError" in report.cause
+    worker.send(Leave(10.0))
+    assert worker.events.get(timeout=60.0) == Exited(1)
+    worker.close()
+
+
+def divide() -> float:
+    return 1 / 0
+
+
+def start_child_and_stay(path: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(path + ".new").write_text(str(child.pid))
+    Path(path + ".new").rename(path)
+    threading.Event().wait()
+
+
+def child_of(worker: WorkerProcess, path: Path) -> psutil.Process:
+    start(worker, start_child_and_stay, str(path))
+    pause = threading.Event()
+    while not path.exists():
+        pause.wait(0.02)
+    return psutil.Process(int(path.read_text()))
+
+
+def test_a_forked_worker_that_is_killed_takes_its_children_along(tmp_path):
+    result(spawn(), os.getpid)
+    worker = spawn()
+    child = child_of(worker, tmp_path / "pid")
+    os.kill(worker.pid, signal.SIGKILL)
+    assert worker.events.get(timeout=60.0) == Exited(-signal.SIGKILL)
+    worker.close()
+    assert psutil.wait_procs([child], timeout=20.0)[1] == []
+
+
+def test_closing_a_forked_worker_ends_its_process_group(tmp_path):
+    result(spawn(), os.getpid)
+    worker = spawn()
+    child = child_of(worker, tmp_path / "pid")
+    worker.close()
+    assert psutil.wait_procs([child], timeout=20.0)[1] == []
+
+
+def test_the_loss_of_a_forked_workers_parent_counts_as_a_kill(tmp_path):
+    result(spawn(), os.getpid)
+    worker = spawn()
+    child = child_of(worker, tmp_path / "pid")
+    psutil.Process(worker.pid).parent().kill()
+    assert worker.events.get(timeout=60.0) == Exited(-signal.SIGKILL)
+    worker.close()
+    assert psutil.wait_procs([child], timeout=20.0)[1] == []
+
+
+def template() -> psutil.Process:
+    """Return the template: what a forked worker's parent was forked from."""
+    worker = spawn()
+    found = psutil.Process(worker.pid).parent().parent()
+    assert found.name() == TEMPLATE_NAME
+    worker.close()
+    return found
+
+
+def test_a_killed_template_is_replaced():
+    result(spawn(), os.getpid)
+    killed = template()
+    killed.kill()
+    psutil.wait_procs([killed], timeout=20.0)
+    result(spawn(), os.getpid)  # the new template's first worker
+    assert template().pid != killed.pid
+
+
+def test_a_template_ends_when_it_is_idle_and_its_workers_do_not(tmp_path):
+    result(spawn(seconds=1.0), os.getpid)
+    worker = spawn(seconds=1.0)
+    idle = psutil.Process(worker.pid).parent().parent()
+    child = child_of(worker, tmp_path / "pid")
+    assert psutil.wait_procs([idle], timeout=20.0)[1] == []
+    assert child.is_running()
+    os.kill(worker.pid, signal.SIGTERM)
+    assert worker.events.get(timeout=60.0) == Exited(-signal.SIGTERM)
+    worker.close()
+
+
+def test_a_template_ends_with_the_process_that_started_it(tmp_path):
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import test_template as t; import os; "
+        "t.result(t.spawn(), os.getpid); print(t.template().pid, flush=True); sys.stdin.read()"
+    )
+    folder = str(Path(__file__).parent)
+    with subprocess.Popen(
+        [sys.executable, "-c", program, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        left = psutil.Process(int(owner.stdout.readline()))
+        assert left.is_running()
+        owner.kill()
+    assert psutil.wait_procs([left], timeout=20.0)[1] == []
+
+
+def test_a_process_in_which_a_library_runs_threads_becomes_no_template(tmp_path, monkeypatch):
+    (tmp_path / "imported_once.py").write_text(
+        "import os, threading\nIMPORTED_IN = os.getpid()\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for _ in range(2):
+        first, own = result(spawn("imported_once"), where_imported)
+        assert first == own
