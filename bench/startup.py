@@ -4,12 +4,13 @@
 
 In a running session, every launcher takes its turn in every round, beside Spark's own TorchDistributor, whose ranks do
 not even connect without torch. The driver and all ranks are on this machine, so with more ranks than cores the times
-include their competition for cores.
+include their competition for cores. Then one small fit follows another, with new processes and with a warm start.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -18,11 +19,12 @@ from functools import partial
 from pathlib import Path
 
 from pyspark.ml.torch.distributor import TorchDistributor
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 import sparkhvd
 from bench import machine
 from bench.estimators import interleaved, join, join_gloo, join_nothing, join_torch, python_workers, start_spark
+from sparkhvd import KerasEstimator, TorchEstimator
 
 
 def main() -> int:
@@ -33,6 +35,7 @@ def main() -> int:
         try:
             for ranks in options.ranks:
                 compare(spark, ranks, options.rounds)
+            compare_fits(spark, options.rounds)
         finally:
             spark.stop()
     return 0
@@ -40,7 +43,7 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8], help="none: only the fits")
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
 
@@ -55,6 +58,46 @@ def compare(spark: SparkSession, ranks: int, rounds: int) -> None:
         peer = found.pop("TorchDistributor")
         parts = [f"{name} {seconds / peer:.2f}" for name, seconds in found.items()]
         print(f"  of TorchDistributor's time: {', '.join(parts)}", flush=True)
+
+
+def compare_fits(spark: SparkSession, rounds: int) -> None:
+    rows = spark.range(64).selectExpr("float(id) AS x", "float(2 * id) AS y").cache()
+    for framework, fit in (("torch", fit_torch), ("keras", fit_keras)):
+        turns = {
+            "new processes": partial(fit_again, 0, fit, rows),
+            "warm start": partial(fit_again, 600, fit, rows),
+        }
+        found = interleaved(f"one more fit, 1 epoch of 64 rows, 2 ranks, {framework}", turns, rounds, warm=True)
+        print(f"  warm start: {found['warm start'] / found['new processes']:.2f} of the time with new processes")
+
+
+def fit_again(warm_seconds: int, fit: Callable[[DataFrame], object], rows: DataFrame, _: int) -> None:
+    os.environ["SPARKHVD_WARM_SECONDS"] = str(warm_seconds)
+    fit(rows)
+
+
+def fit_torch(rows: DataFrame) -> None:
+    import torch  # noqa: PLC0415  (heavy)
+
+    model = torch.nn.Linear(1, 1)
+    TorchEstimator(
+        num_proc=2,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-4),
+        loss=torch.nn.MSELoss(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        verbose=0,
+    ).fit(rows)
+
+
+def fit_keras(rows: DataFrame) -> None:
+    import keras  # noqa: PLC0415  (heavy)
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    KerasEstimator(
+        num_proc=2, model=model, optimizer="sgd", loss="mse", feature_cols=["x"], label_cols=["y"], verbose=0
+    ).fit(rows)
 
 
 def by(launcher: str, fn: Callable[[], int], spark: SparkSession, ranks: int) -> Callable[[int], object]:

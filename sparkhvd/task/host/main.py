@@ -107,9 +107,7 @@ def _take_part(job: HostJob, launcher: Launcher) -> dict[int, bytes | Outcome]:
 def _start(job: HostJob, launcher: Launcher) -> tuple[WorkerProcess, HandlerLog]:
     log = HandlerLog(launcher.send, len(job.hosts))
     defaults = thread_defaults(max(1, len(os.sched_getaffinity(0)) // job.count))
-    spawned = spawn_worker(
-        dict(job.job.env), defaults, job.job.preload, job.job.executable, job.job.config.warm_seconds
-    )
+    spawned = spawn_worker(dict(job.job.env), defaults, job.job.preload, job.job.executable)
     return WorkerProcess(spawned, log), log
 
 
