@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import queue
@@ -72,7 +73,8 @@ class ChildProcess:
         self._process.wait()
 
 
-_TEMPLATES = Templates()
+TEMPLATES = Templates()
+atexit.register(TEMPLATES.close)
 
 
 def spawn_worker(
@@ -99,13 +101,13 @@ def spawn_worker(
     try:
         if warm_seconds > 0:
             with _channels() as channels:
-                if (forked := _TEMPLATES.fork(origin, channels.of_worker, scratch)) is not None:
+                if (forked := TEMPLATES.fork(origin, channels.of_worker, scratch)) is not None:
                     return channels.spawned(forked, scratch)
         with _channels() as channels, ExitStack() as stack:
             control, stdout, stderr = channels.of_worker
             arguments = ["--control-fd", str(control)]
             passed = [control]
-            if warm_seconds > 0 and (link := _TEMPLATES.offer(origin)) is not None:
+            if warm_seconds > 0 and (link := TEMPLATES.offer(origin)) is not None:
                 stack.enter_context(link)
                 arguments += ["--template-fd", str(link.fileno()), "--warm-seconds", str(warm_seconds)]
                 passed.append(link.fileno())

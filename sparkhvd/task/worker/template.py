@@ -75,12 +75,16 @@ class ForkedProcess:
 
 
 class Templates:
-    """The template of this process. There is one at most, that of the latest origin."""
+    """The template of this process. There is one at most, that of the latest origin.
+
+    Attributes:
+        link: the socket to it, if there is one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._origin: Origin | None = None
-        self._link: socket.socket | None = None
+        self.link: socket.socket | None = None
         self._ready = False
 
     def fork(self, origin: Origin, descriptors: Sequence[int], scratch: str | None) -> ForkedProcess | None:
@@ -96,12 +100,12 @@ class Templates:
             socket closed, once the caller has closed the descriptors, and ends.
         """
         with self._lock:
-            if origin != self._origin or self._link is None or self._has_ended(self._link) or not self._ready:
+            if origin != self._origin or self.link is None or self._has_ended(self.link) or not self._ready:
                 return None
             own, other = socket.socketpair()
             own.settimeout(_FORK_SECONDS)
             with other, contextlib.suppress(OSError):
-                socket.send_fds(self._link, [pickle.dumps(scratch)], [*descriptors, other.fileno()])
+                socket.send_fds(self.link, [pickle.dumps(scratch)], [*descriptors, other.fileno()])
             if (pid := _receive_number(own)) is None:
                 own.close()
                 self._drop()
@@ -116,11 +120,11 @@ class Templates:
             None if the template of this origin exists, or another worker is about to split it off.
         """
         with self._lock:
-            if origin == self._origin and self._link is not None and not self._has_ended(self._link):
+            if origin == self._origin and self.link is not None and not self._has_ended(self.link):
                 return None
             self._drop()
-            self._link, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._link.setblocking(False)
+            self.link, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.link.setblocking(False)
             self._origin = origin
             return other
 
@@ -141,9 +145,9 @@ class Templates:
         return True
 
     def _drop(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._link, self._origin, self._ready = None, None, False
+        if self.link is not None:
+            self.link.close()
+        self.link, self._origin, self._ready = None, None, False
 
 
 def split_off_template(

@@ -31,7 +31,7 @@ def templates(monkeypatch) -> Iterator[Templates]:
     """Give this test templates of its own, and wait for the end of all that it started."""
     before = set(psutil.Process().children(recursive=True))
     templates = Templates()
-    monkeypatch.setattr(process_module, "_TEMPLATES", templates)
+    monkeypatch.setattr(process_module, "TEMPLATES", templates)
     yield templates
     templates.close()
     assert psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=20.0)[1] == []
