@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections import Counter
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.plots import plots
+from sparkhvd import KerasEstimator, LightningEstimator, TorchEstimator
 from sparkhvd.config import WITHOUT_EFFECT, Config, declarations, variable_of
 from sparkhvd.estimators.params.params import RETIRED, RETIRED_OF_LIGHTNING
+from tools.parameter_tables import on_page_markdown
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -76,6 +79,14 @@ def test_the_plots_of_the_performance_page_show_the_results_of_the_benchmarks() 
     assert sorted(drawn) == sorted(path.name for path in folder.glob("*.svg"))
     stale = [name for name, picture in drawn.items() if (folder / name).read_text() != picture]
     assert stale == [], "python -m bench.plots draws them again"
+
+
+def test_the_reference_lists_every_parameter_of_every_estimator() -> None:
+    page = on_page_markdown((_ROOT / "docs" / "reference" / "parameters.md").read_text())
+    estimators = (TorchEstimator, KerasEstimator, LightningEstimator)
+    owners = Counter(name for estimator in estimators for name in estimator.declarations)
+    rows = Counter(re.findall(r"^\| `(\w+)` \| .* \| .+ \|$", page, re.MULTILINE))
+    assert rows == {name: 1 if count == len(estimators) else count for name, count in owners.items()}
 
 
 def _table_below(head: str, page: str = "docs/reference/settings.md") -> list[str]:
