@@ -115,7 +115,8 @@ class _CanonicalForm:
         if isinstance(groups := getattr(value, "param_groups", None), list):
             shapes = [[list(weight.shape) for weight in group["params"]] for group in groups]
             plain = [{name: item for name, item in group.items() if name != "params"} for group in groups]
-            return [self.of(type(value)), shapes, self.of(plain), *self._of_torch_state(value, groups)]
+            own = self._of_optimizer_attributes(value)
+            return [self.of(type(value)), shapes, self.of(plain), *self._of_torch_state(value, groups), *own]
         if callable(getattr(value, "get_config", None)):
             return self._of_keras(value)
         return self._of_parts(value)
@@ -124,6 +125,22 @@ class _CanonicalForm:
         """Return an optimizer's state of each parameter; empty before its first step."""
         state = getattr(value, "state", None) or {}
         return [[self.of(state.get(weight)) for group in groups for weight in group["params"]]] if state else []
+
+    def _of_optimizer_attributes(self, value: Any) -> list[Any]:
+        """Return the attributes and hooks of an optimizer in a list; empty if it has only those of PyTorch's class."""
+        installed = module_is_installed(type(value).__module__)
+        attributes = {
+            name: self._if_describable(item)
+            for name, item in sorted(vars(value).items())
+            if name not in _OF_OPTIMIZERS and not name.endswith("_hooks") and not (installed and name.startswith("_"))
+        }
+        hooks = self._of_hooks(value, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        return [sorted({**attributes, **hooks}.items())] if attributes or hooks else []
+
+    def _of_hooks(self, value: Any, *names: str) -> dict[str, Any]:
+        """Return the form of the registered hooks by the names of the attributes that hold them."""
+        registered = {name: list((getattr(value, name, None) or {}).values()) for name in names}
+        return {name: [self._if_describable(hook) for hook in hooks] for name, hooks in registered.items() if hooks}
 
     def _of_parts(self, value: Any) -> Any:
         """Return the form of any other object, by the parts from which pickle would rebuild it."""
@@ -196,7 +213,12 @@ class _CanonicalForm:
 
     def _of_torch_module(self, value: Any) -> Any:
         weights = [
-            (name, self._of_tensor(weight, exact=self._weights), weight.requires_grad)
+            (
+                name,
+                self._of_tensor(weight, exact=self._weights),
+                weight.requires_grad,
+                *self._of_hooks(weight, "_backward_hooks", "_post_accumulate_grad_hooks").items(),
+            )
             for name, weight in value.named_parameters()
         ]
         # Without weights it is a loss, whose buffers matter; a model's buffers may differ whenever a script starts.
@@ -217,9 +239,9 @@ class _CanonicalForm:
                 forms[name] = self._if_describable(item)
             else:
                 forms[name] = self.of(item)
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            if hooks := list(getattr(module, name, {}).values()):
-                forms[name] = [self._if_describable(hook) for hook in hooks]
+        forms |= self._of_hooks(
+            module, "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+        )
         script = getattr(module, "code", None)
         forward = getattr(type(module), "forward", None)
         code = script if isinstance(script, str) else forward.__code__ if isinstance(forward, FunctionType) else None
@@ -290,6 +312,8 @@ class _CanonicalForm:
     }
 
 
+# The attributes of every optimizer of PyTorch that are described otherwise; a scheduler replaces ``step``.
+_OF_OPTIMIZERS = frozenset({"defaults", "param_groups", "state", "step"})
 # The descriptors that hold functions in a class, and the attributes that hold them; only the functions count.
 _HOLDERS = (property, classmethod, staticmethod, functools.cached_property)
 _ACCESSORS = ("__func__", "fget", "fset", "fdel", "func")

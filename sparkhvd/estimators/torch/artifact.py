@@ -38,9 +38,11 @@ def save(folder: Path, model: torch.nn.Module, optimizer: Optimizers | None, inp
     """Write a model, its optimizer if it has one, and its inputs to ``folder``."""
     state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     torch.save(state, folder / STATE)
+    # Hooks of the model may replace entries of the state; a tensor whose entry differs stays in the pickle.
+    unchanged = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     names: dict[int, str] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in state and type(tensor) in {torch.nn.Parameter, torch.Tensor}:
+        if unchanged.get(name) == id(tensor) and type(tensor) in {torch.nn.Parameter, torch.Tensor}:
             names.setdefault(id(tensor), name)
     if isinstance(model, torch.jit.ScriptModule):
         (folder / SCRIPT).write_bytes(script_bytes(model))

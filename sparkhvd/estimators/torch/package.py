@@ -15,7 +15,7 @@ import torch
 from sparkhvd.driver.user_code.pickling import Code, CodePickler, dumps_with
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.torch import parametrizations
+from sparkhvd.estimators.torch import omitted_state, parametrizations
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.estimators.torch.schedule import LRSchedule
@@ -88,7 +88,7 @@ def dumps_params(params: Mapping[str, Any]) -> bytes:
 
 
 class PicklerWithScripts(CodePickler):
-    """Pickles TorchScript modules, whose parameters stay shared with an optimizer, and parametrized modules."""
+    """Pickles TorchScript modules, whose parameters stay shared with an optimizer, parametrized modules, and hooks."""
 
     def __init__(self, file: io.BytesIO, model: torch.nn.Module, *, code: Code) -> None:
         super().__init__(file, code=code)
@@ -106,6 +106,10 @@ class PicklerWithScripts(CodePickler):
             return _parameter_of, self._parameters[id(value)]
         if parametrizations.is_parametrized(value):
             return parametrizations.reduced(value)
+        if omitted_state.has_hooks(value):
+            return omitted_state.reduced_parameter(value)
+        if omitted_state.has_default_pickle(value):
+            return omitted_state.reduced_optimizer(value)
         return super().reducer_override(value)
 
 

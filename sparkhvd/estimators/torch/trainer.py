@@ -30,6 +30,7 @@ from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, RunningSchedule
 from sparkhvd.estimators.torch.steps import Forward, Stepper
 from sparkhvd.torch.buffers import buffers_beside, synchronize_buffers, take_buffers
+from sparkhvd.torch.optimizer.exchange import own_attributes
 from sparkhvd.world import World
 
 T = TypeVar("T")
@@ -212,8 +213,7 @@ class TorchTrainer:
         return measures
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        self._plain_optimizer.state = optimizer.state
-        self._plain_optimizer.param_groups = optimizer.param_groups
+        self._plain_optimizer.__dict__.update(own_attributes(optimizer))
 
     def _move(self, device: torch.device) -> None:
         if device.type != "cpu" or next((p.device.type for p in self._model.parameters()), "cpu") != "cpu":

@@ -110,3 +110,9 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             return loss
 
         return evaluate
+
+
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's attributes, except those of the exchange and the ``step`` that a scheduler has replaced."""
+    beside = {"step", *ExchangingOptimizer.__annotations__}
+    return {name: value for name, value in vars(optimizer).items() if name not in beside}

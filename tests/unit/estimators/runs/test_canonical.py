@@ -174,6 +174,23 @@ WRITTEN = {
     "code without a module": ("space = {}\nexec('def f(): return @', space)\nmade = space['f']", "1", "2"),
     "private attributes of modules": ("made = Linear(2, 3)\nmade._act = torch.@", "relu", "tanh"),
     "hooks": ("made = Linear(2, 3)\nmade.register_forward_hook(lambda *a: a[2] * @)", "1", "2"),
+    "hooks of gradients": ("made = Linear(2, 3)\nmade.weight.register_hook(lambda g: g * @)", "1", "2"),
+    "hooks of the backward pass": ("made = Linear(2, 3)\nmade.register_full_backward_hook(lambda *a: @)", "1", "2"),
+    "hooks of optimizers": (
+        "made = torch.optim.SGD(Linear(2, 3).parameters())\nmade.register_step_post_hook(lambda *a: @)",
+        "1",
+        "2",
+    ),
+    "attributes of optimizers": (
+        "made = torch.optim.SGD(Linear(2, 3).parameters())\nmade.factor = @",
+        "1",
+        "2",
+    ),
+    "private attributes of optimizers": (
+        "class C(torch.optim.SGD):\n  pass\nmade = C(Linear(2, 3).parameters())\nmade._factor = @",
+        "1",
+        "2",
+    ),
     "activations of Keras": ("def f(x):\n  return x * @\nmade = keras.layers.Dense(3, activation=f)", "1", "2"),
     "activations of layers": (
         "def f(x):\n  return x * @\nmade = keras.Sequential([keras.layers.Dense(3, activation=f, name='d')], name='s')",

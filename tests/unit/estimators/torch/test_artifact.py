@@ -119,6 +119,76 @@ def test_parametrized_models_travel_train_and_come_back(tmp_path, kind, plugin):
     assert not torch.allclose(loaded.eval()(x), sent(x))
 
 
+class Scaled(torch.optim.SGD):
+    """Scales gradients by an attribute, and counts its steps in another one."""
+
+    factor = 1.0
+
+    def __init__(self, parameters, lr, factor):
+        super().__init__(parameters, lr)
+        self.factor, self.steps = factor, 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad *= self.factor * self.steps
+        return super().step(closure)
+
+
+def hooked():
+    """Return a model and an optimizer whose steps depend on hooks and attributes that torch's own pickle omits."""
+
+    def doubled(bias):
+        bias.grad *= 2.0
+
+    torch.manual_seed(2)
+    model = torch.nn.Linear(3, 2)
+    mask = torch.tensor([[1.0, 0.0, 1.0]])
+    model.weight.register_hook(lambda gradient: gradient * mask)
+    model.bias.register_post_accumulate_grad_hook(doubled)
+    optimizer = Scaled(model.parameters(), 0.1, factor=0.5)
+    optimizer.register_step_post_hook(lambda *_: model.weight.data.clamp_(-0.4, 0.4))
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+@pytest.mark.parametrize("plugin", [PLUGIN, LIGHTNING], ids=["torch", "lightning"])
+def test_hooks_and_attributes_of_optimizers_travel(tmp_path, plugin):
+    model, optimizer, _ = hooked()
+    names = ("callbacks", "logger", "trainer_args", "input_shapes", "label_shapes", "data_module")
+    given = {"model": model, "optimizer": optimizer, "loss": torch.nn.MSELoss(), "label_cols": ("y",)}
+    data = schema(x=("feature", "float32", (3,), "array"), y=("label", "float32", (2,), "array"))
+    package = cloudpickle.loads(plugin.pack({**dict.fromkeys(names), **given, "batch_format": "dict", "schema": data}))
+    sent, its = package.model, getattr(package, "optimizer", None) or package.optimizers[0]
+    x = torch.randn(5, 3)
+    for trained, steps in ((model, optimizer), (sent, its)):
+        for _ in range(3):
+            steps.zero_grad()
+            (trained(x) - 1).square().mean().backward()
+            steps.step()
+    assert torch.equal(sent.weight, model.weight)
+    assert torch.equal(sent.bias, model.bias)
+    artifact.save(tmp_path, sent, its, [])
+    again = artifact.load_optimizer(tmp_path, artifact.load_model(tmp_path))
+    assert (again.factor, again.steps) == (0.5, 3)
+
+
+class Halved(torch.nn.Linear):
+    """Saves its weight as half of it, in 16 bits."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight.detach().half() / 2
+
+
+def test_a_model_comes_back_unchanged_although_its_state_is_not_its_weights(tmp_path):
+    model, x = torch.nn.Sequential(Halved(3, 2), torch.nn.Linear(2, 1)), torch.randn(5, 3)
+    artifact.save(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.25), [])
+    loaded = artifact.load_model(tmp_path)
+    assert torch.equal(loaded(x), model(x))
+    again = artifact.load_optimizer(tmp_path, loaded)
+    assert again.param_groups[0]["params"][0] is loaded[0].weight
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_scripted_model_is_a_file_that_torch_opens(tmp_path):
     model = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.9)))
