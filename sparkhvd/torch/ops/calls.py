@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from sparkhvd.comm.collectives.options import SubmitOptions
 from sparkhvd.comm.handle import Handle
@@ -64,6 +65,9 @@ class Call(NamedTuple, Generic[R]):
 
     def start(self, *, in_place: bool, waits: bool = False) -> Handle[R]:
         """Submit the collective and return its handle."""
+        if in_place:
+            for tensor in self.collective.tensors:
+                increment_version(tensor)  # so that autograd refuses gradients from the values before
         return self.collective.start(self.result, in_place=in_place, waits=waits)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
@@ -35,6 +36,7 @@ def start_allreduce(
     """Start ``collectives.allreduce`` in place; set ``waits`` if the caller waits for the result at once."""
     dtype = plain_dtype(tensor) if average is None and compression is NoneCompressor else None
     if dtype is not None:
+        increment_version(tensor)
         # Arguments by position: keywords would cost a tenth of the call's time.
         return session.current().reduce_in_place(
             tensor.data_ptr(),

@@ -64,13 +64,17 @@ def stage(tensor: torch.Tensor, what: str, *, on_device: bool = False) -> Staged
         raise ConfigError(f"{what} has layout {tensor.layout}; collectives take dense tensors; call to_dense() first.")
     if tensor.is_meta:
         raise ConfigError(f"{what} is on the meta device and has no values; materialize it first.")
-    if tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
+    if tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous() and not _is_lazy(tensor):
         return Staged(tensor, tensor)
-    if on_device:
-        return Staged(tensor, tensor.detach().contiguous())
-    if tensor.is_cuda:
+    if tensor.is_cuda and not on_device:
         return Staged(tensor, _pinned(tensor.detach()))
-    return Staged(tensor, tensor.detach().contiguous().cpu())
+    values = tensor.detach().resolve_neg().resolve_conj().contiguous()
+    return Staged(tensor, values if on_device else values.cpu())
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Return whether the values differ from those in memory: PyTorch negates and conjugates views only when read."""
+    return tensor.is_neg() or tensor.is_conj()
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,7 +87,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 def plain_dtype(tensor: torch.Tensor) -> str | None:
     """Return the dtype of a tensor if the core can read and write its own memory, else None."""
-    if tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous():
+    if tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous() and not tensor.is_neg():
         return _NAME_OF.get(tensor.dtype)
     return None
 

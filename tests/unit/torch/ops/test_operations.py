@@ -53,6 +53,43 @@ def reduce_in_every_form():
     assert mine.tolist() == [mean] * 4
 
 
+def communicate_lazy_views():
+    """Communicate views that torch negates or conjugates only when their values are read."""
+    ranks, rank = hvd.size(), hvd.rank()
+    mine = torch._neg_view(torch.arange(4.0) + rank)
+    want = -(torch.arange(4.0) * ranks + sum(range(ranks)))
+    assert torch.equal(hvd.allreduce(mine, op=hvd.Sum), want)
+    assert torch.equal(hvd.allgather(mine), torch.cat([-(torch.arange(4.0) + other) for other in range(ranks)]))
+    assert torch.equal(hvd.broadcast(mine, 1), -(torch.arange(4.0) + 1))
+    assert torch.equal(hvd.alltoall(torch._neg_view(torch.arange(float(ranks)))), torch.full((ranks,), -float(rank)))
+    assert torch.equal(hvd.reducescatter(torch._neg_view(torch.ones(ranks)), op=hvd.Sum), torch.tensor([-float(ranks)]))
+    imaginary = torch.complex(torch.ones(1), torch.ones(1)).conj().imag
+    assert torch.equal(hvd.allreduce(imaginary, op=hvd.Sum), torch.tensor([-float(ranks)]))
+    hvd.allreduce_(mine, op=hvd.Sum)
+    assert torch.equal(mine, want)
+    number = torch.complex(torch.full((2,), float(rank)), torch.ones(2))
+    number = number.conj() if rank == 0 else number
+    hvd.broadcast_parameters({"number": number}, root_rank=0)
+    assert torch.equal(number.resolve_conj(), torch.complex(torch.zeros(2), -torch.ones(2)))
+
+
+def change_what_autograd_has_saved():
+    """Autograd must refuse a gradient from values that a collective has overwritten."""
+    forms = [
+        hvd.allreduce_,
+        lambda tensor: hvd.allreduce_(tensor, compression=hvd.Compression.bf16),
+        lambda tensor: hvd.synchronize(hvd.allreduce_async_(tensor, name="saved")),
+        lambda tensor: hvd.grouped_allreduce_([tensor]),
+        lambda tensor: hvd.broadcast_(tensor, 0),
+    ]
+    for change in forms:
+        weight, saved = torch.ones(2, requires_grad=True), torch.ones(2)
+        output = weight * saved
+        change(saved)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
 def reduce_strided():
     whole = torch.arange(12.0).reshape(3, 4) * (hvd.rank() + 1)
     factor = hvd.size() * (hvd.size() + 1) / 2
@@ -121,6 +158,14 @@ def see_the_world():
 
 
 # The tests.
+
+
+def test_autograd_refuses_gradients_from_values_that_a_collective_has_overwritten(group):
+    group.run(change_what_autograd_has_saved)
+
+
+def test_views_that_are_negated_or_conjugated_when_read_are_communicated_by_value(group):
+    group.run(communicate_lazy_views)
 
 
 def test_every_dtype_is_reduced_into_a_new_tensor_of_its_shape(group):
