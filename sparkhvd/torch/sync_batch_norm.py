@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm  # torch's own layers derive from it
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.errors import ConfigError
 from sparkhvd.torch.ops.operations import allgather, allreduce
 
 
-class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001  torch's own layers derive from it
+class SyncBatchNorm(_BatchNorm):
     """Replaces ``torch.nn.BatchNorm1d``, ``2d`` and ``3d``, with statistics over the rows of all ranks.
 
     Ranks may have different numbers of rows. In training mode all ranks must run the layer equally often; in evaluation
@@ -45,21 +47,31 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001  tor
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_set: ProcessSet | None = None) -> torch.nn.Module:
-        """Replace every batch normalization in ``module``, keep its weights and statistics, and return the module."""
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001
+        """Replace every batch normalization in ``module``, and return the module.
+
+        Weights, statistics and hooks are kept.
+
+        Raises:
+            ConfigError: a layer's class has a ``forward`` of its own, which the replacement would lack.
+        """
+        if isinstance(module, _BatchNorm):
             return cls._replacement_of(module, process_set)
         for name, child in module.named_children():
             module.add_module(name, cls.convert_sync_batchnorm(child, process_set))
         return module
 
     @classmethod
-    def _replacement_of(
-        cls, old: torch.nn.modules.batchnorm._BatchNorm, process_set: ProcessSet | None
-    ) -> SyncBatchNorm:
+    def _replacement_of(cls, old: _BatchNorm, process_set: ProcessSet | None) -> SyncBatchNorm:
+        if type(old).forward not in {kind.forward for kind in (_BatchNorm, torch.nn.SyncBatchNorm, cls)}:
+            raise ConfigError(
+                f"{type(old).__name__} is a batch normalization with a forward of its own, which a SyncBatchNorm would "
+                "not run. Replace this layer yourself, with a SyncBatchNorm and a module for what its forward adds."
+            )
         new = cls(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, process_set)
         new.weight, new.bias = old.weight, old.bias
         new.running_mean, new.running_var = old.running_mean, old.running_var
         new.num_batches_tracked = old.num_batches_tracked
+        vars(new).update({name: value for name, value in vars(old).items() if "_hooks" in name})
         new.train(old.training)
         return new
 

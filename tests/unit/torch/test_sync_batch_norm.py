@@ -7,6 +7,7 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
+from sparkhvd.errors import ConfigError
 from tests.ranks import RankGroup
 
 RANKS = 3
@@ -134,6 +135,23 @@ def test_a_layer_on_one_rank_works_like_torchs(alone):
     hvd.SyncBatchNorm.convert_sync_batchnorm(nested)
     assert isinstance(nested[0][0], hvd.SyncBatchNorm)
     assert nested[0][0].weight is weight
+
+
+def test_a_converted_layer_keeps_its_hooks():
+    layer, x = torch.nn.BatchNorm1d(3).eval(), torch.randn(5, 3)
+    layer.register_forward_hook(lambda _layer, _inputs, output: output * 2)
+    layer.register_forward_pre_hook(lambda _layer, inputs: (inputs[0] + 1,))
+    want = layer(x)
+    assert torch.equal(hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(layer))(x), want)
+
+
+def test_a_layer_with_a_forward_of_its_own_is_not_converted():
+    class Activated(torch.nn.BatchNorm1d):
+        def forward(self, rows):
+            return super().forward(rows).relu()
+
+    with pytest.raises(ConfigError, match="Activated is a batch normalization with a forward of its own"):
+        hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(Activated(3)))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
