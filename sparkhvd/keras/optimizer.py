@@ -52,10 +52,10 @@ class ExchangingOptimizer:
         """Weight every batch by its share of a step's rows, instead of weighting all ranks equally.
 
         Args:
-            share: called once per batch, in order; returns the rows of this rank's batch / the rows of all batches of
-                all ranks in the step, 0 for a rank without rows.
-            ends: called after ``share``; returns whether the batch is the last one of its step. None where every batch
-                is a step. Otherwise the optimizer must be built.
+            share: called during a batch, whenever gradients are applied; returns the rows of this rank's batch / the
+                rows of all batches of all ranks in the step, 0 for a rank without rows.
+            ends: returns whether the current batch is the last one of its step. None where every batch is a step.
+                Otherwise the optimizer must be built.
         """
         self._share = share
         trained = self._trainable_variables  # type: ignore[attr-defined]

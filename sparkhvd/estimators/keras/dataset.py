@@ -21,9 +21,8 @@ from sparkhvd.estimators.keras.inputs import Ports
 class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no types
     """The batches of one split, in order; requesting batch 0 starts the epoch numbered ``epoch``.
 
-    Keras may prefetch batches. ``next_share()`` returns each batch's share of the rows of its optimizer step, in the
-    order of training. A rank without rows in a batch gets a placeholder row, because Keras has no empty steps: its
-    share is 0, and ``was_empty`` returns true.
+    Keras may prefetch batches, so a batch of the epoch is named by its index. A rank without rows in a batch gets a
+    placeholder row, because Keras has no empty steps: its share of the step is 0, and ``was_empty`` returns true.
 
     Args:
         source: the batches.
@@ -54,8 +53,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._passes = passes
         self._read: deque[Batch] = deque()  # batches of the current step that are not delivered yet
         self._rows_of_step = 0
-        self._shares: deque[tuple[float, bool]] = deque()  # of the batches to be trained, and whether each ends a step
-        self._ends = True
+        self._shares: list[float] = []  # of this rank's rows in the rows of the step, for every batch of the epoch
         self._empty: set[int] = set()
         # The placeholder for empty batches is the last row, because an invented row may have invalid values.
         self._placeholder = sample or {column.name: columns.blank(column, 1) for column in source.schema.columns}
@@ -94,7 +92,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
             self.rows += rows
             self._counts.append(self.rows)
             self._rows_of_all.append(batch.global_rows)
-            self._shares.append((rows / self._rows_of_step, not self._read))
+            self._shares.append(rows / self._rows_of_step)
             if rows == 0:
                 self._empty.add(index)
                 arrays, rows = self._placeholder, 1
@@ -111,21 +109,10 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         with self._lock:
             return max(self._ready[batch] - since, 0.0)
 
-    def next_share(self) -> float:
-        """Return the share of this rank's next batch in the rows of all ranks in the step."""
+    def share_of(self, batch: int) -> float:
+        """Return the share of this rank's rows in a batch of the epoch in the rows of all ranks in its step."""
         with self._lock:
-            share, self._ends = self._shares.popleft()
-            return share
-
-    def ends_step(self) -> bool:
-        """Return whether the batch whose share was returned last is the last one of a step."""
-        with self._lock:
-            return self._ends
-
-    def counts(self) -> bool:
-        """Return whether this rank has rows in the batch whose share is returned next."""
-        with self._lock:
-            return self._shares[0][0] > 0
+            return self._shares[batch]
 
     def is_end_of_step(self, index: int) -> bool:
         """Return whether a batch of the epoch is the last one of a step."""

@@ -6,7 +6,6 @@ divisors of all ranks, instead of its share of the rows.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from sparkhvd.estimators.keras.dataset import BatchDataset
 
 
 class CurrentBatch:
-    """The batch whose loss is being computed, if a training or validation step is running."""
+    """The batch that is being computed, if a training or validation step is running."""
 
     def __init__(self) -> None:
         self._batch: tuple[BatchDataset, int] | None = None
@@ -31,6 +30,25 @@ class CurrentBatch:
     def end(self) -> None:
         """End the batch; losses computed from now on belong to a callback on this rank alone."""
         self._batch = None
+
+    def share(self) -> float:
+        """Return the share of this rank's rows in the batch in the rows of all ranks in its step."""
+        return 1.0 if self._batch is None else self._batch[0].share_of(self._batch[1])
+
+    def share_of_batch(self) -> float:
+        """Return the share of this rank's rows in the rows of all ranks in the batch."""
+        if self._batch is None:
+            return 1.0
+        rows, global_rows = self._batch[0].rows_of(self._batch[1])
+        return rows / global_rows
+
+    def ends_step(self) -> bool:
+        """Return whether the batch is the last one of its step."""
+        return self._batch is None or self._batch[0].is_end_of_step(self._batch[1])
+
+    def counts(self) -> bool:
+        """Return whether this rank has rows in the batch."""
+        return self.share() > 0
 
     def factor(self, divisor: float, name: str) -> float:
         """Return the factor from the share of this rank's rows to that of its divisor; collective within a batch."""
@@ -63,7 +81,8 @@ def divide_over_ranks(model: Any, current: CurrentBatch) -> None:
 def _over_ranks(loss: Any, current: CurrentBatch, name: str) -> Callable[..., Any]:
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         return loss  # type: ignore[no-any-return]  # it has a reduction of its own
-    wrapped = copy.copy(loss)
+    wrapped = object.__new__(type(loss))  # Keras copies by serialization, which must find the class by its name
+    vars(wrapped).update(vars(loss))
     computed: list[Any] = []
 
     def call(*args: Any) -> Any:

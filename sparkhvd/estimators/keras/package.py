@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -21,10 +24,17 @@ from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.driver.user_code.pickling import dumps
 from sparkhvd.errors import ParamError, SparkHvdError
 from sparkhvd.estimators.keras.inputs import Ports, plan_inputs, plan_outputs
+from sparkhvd.estimators.keras.omissions import Omissions, is_written_by_user, lora_weights
+from sparkhvd.estimators.keras.settings import KerasSettings
 from sparkhvd.estimators.training.user_errors import with_full_stop
 from sparkhvd.keras.optimizer import ExchangingOptimizer
 
-_CONFIGURED = (keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer)
+_CONFIGURED = (
+    keras.losses.Loss,
+    keras.metrics.Metric,
+    keras.optimizers.Optimizer,
+    keras.optimizers.schedules.LearningRateSchedule,
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,9 @@ class Package:
         named_inputs: the user's ``inputs``, for columns that are known later.
         label_shapes: the user's ``label_shapes``, for columns that are known later.
         compression: compresses gradients for transfer: a name, or a member of ``hvd.Compression``.
+        omissions: what the files of the model and the optimizer omit.
+        settings: the settings of the driver's Keras.
+        lora: the values of ``lora_weights``, which the file of the model has merged.
     """
 
     model: bytes
@@ -70,6 +83,9 @@ class Package:
     input_shapes: Any = None
     named_inputs: Any = None
     label_shapes: Any = None
+    omissions: Omissions = field(default_factory=Omissions)
+    settings: KerasSettings = field(default_factory=KerasSettings.current)
+    lora: tuple[npt.NDArray[np.generic], ...] = ()
 
     def dumps(self) -> bytes:
         """Serialize the package.
@@ -102,12 +118,18 @@ class Package:
         return None if self.compression == "none" else getattr(hvd.Compression, self.compression)
 
     def build(self) -> Any:
-        """Return the model with its optimizer, compiled."""
+        """Return the model with its optimizer, compiled; applies the settings to this process."""
+        self.settings.apply()
         register_names(self.objects)
         model = model_from_bytes(self.model, self.objects)
+        self.omissions.restore(model)
+        if self.lora:
+            for weight, value in zip(chain(*lora_weights(model)), self.lora, strict=True):
+                weight.assign(value)
         with keras.saving.custom_object_scope(self.objects):
             optimizer = from_configs(self.optimizer)
             loss, metrics = from_configs(self.loss), from_configs(self.metrics)
+        self.omissions.restore_decay(optimizer, model)
         if model.built and self.optimizer.variables:
             optimizer.build(model.trainable_variables)
             for variable, value in zip(optimizer.variables, self.optimizer.variables, strict=True):
@@ -126,10 +148,8 @@ def reject_own_optimizers(model: Any) -> None:
     """
     if type(model).train_step is keras.Model.train_step:
         return
-    # TensorFlow stores every attribute a second time, under a name with this prefix.
-    attributes = {name: value for name, value in vars(model).items() if not name.startswith("_self_")}
-    others = {name: [x for x in _leaves(value) if x is not model.optimizer] for name, value in attributes.items()}
-    local = [name for name, values in others.items() if any(map(_is_local_optimizer, values))]
+    others = optimizers_beside(model)
+    local = [name for name, values in others.items() if not all(isinstance(x, ExchangingOptimizer) for x in values)]
     if local:
         raise ParamError(
             f"The model has optimizers of its own ({', '.join(local)}), which would train every rank's weights with "
@@ -138,8 +158,15 @@ def reject_own_optimizers(model: Any) -> None:
         )
 
 
-def _is_local_optimizer(value: Any) -> bool:
-    return isinstance(value, keras.optimizers.Optimizer) and not isinstance(value, ExchangingOptimizer)
+def optimizers_beside(model: Any) -> dict[str, list[Any]]:
+    """Return the optimizers in a model's attributes, by attribute, without the one that it is compiled with."""
+    # TensorFlow stores every attribute a second time, under a name with this prefix.
+    attributes = {name: value for name, value in vars(model).items() if not name.startswith("_self_")}
+    found = {
+        name: [x for x in _leaves(value) if isinstance(x, keras.optimizers.Optimizer) and x is not model.optimizer]
+        for name, value in attributes.items()
+    }
+    return {name: optimizers for name, optimizers in found.items() if optimizers}
 
 
 def model_to_bytes(model: Any) -> bytes:
@@ -158,13 +185,28 @@ def model_from_bytes(content: bytes, objects: Mapping[str, Any]) -> Any:
         return load(path, objects, compiled=False)
 
 
-def load(path: Path, objects: Mapping[str, Any], *, compiled: bool) -> Any:
+def load(path: Path, objects: Mapping[str, Any], omissions: Omissions | None = None, *, compiled: bool) -> Any:
     """Load the model of a ``.keras`` file; ``objects`` take precedence over objects registered in this process.
 
     This runs code from Lambda layers: load trusted files only.
     """
-    with keras.saving.custom_object_scope(dict(objects)):  # takes precedence over registered objects
-        return keras.saving.load_model(path, compile=compiled, safe_mode=False)
+    with keras.saving.custom_object_scope(dict(objects)), warnings.catch_warnings():
+        # Keras skips the state of an optimizer that does not train the frozen variables; it is loaded below.
+        warnings.filterwarnings("ignore", "Skipping variable loading for optimizer", UserWarning)
+        model = keras.saving.load_model(path, compile=compiled, safe_mode=False)
+        if omissions is None:
+            return model
+        trained = len(model.trainable_variables)
+        omissions.restore(model)
+        optimizer = getattr(model, "optimizer", None) if compiled else None
+        if optimizer is None:
+            return model
+        if len(model.trainable_variables) != trained:
+            optimizer = model.optimizer = type(optimizer).from_config(optimizer.get_config())
+            optimizer.build(model.trainable_variables)
+            model.load_weights(path)
+        omissions.restore_decay(optimizer, model)
+        return model
 
 
 def custom_objects_of(model: Any, custom_objects: Mapping[str, Any] | None, used: Sequence[Any] = ()) -> dict[str, Any]:
@@ -180,9 +222,9 @@ def custom_objects_of(model: Any, custom_objects: Mapping[str, Any] | None, used
     """
     objects = dict(custom_objects or {})
     layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to list nested layers)
-    used_objects = _leaves(list(used))
+    used_objects = _with_schedules(used)
     classes: list[Any] = [*map(type, layers), *(type(obj) for obj in used_objects if isinstance(obj, _CONFIGURED))]
-    functions = [obj for obj in used_objects if isinstance(obj, FunctionType)]
+    functions = [f for obj in used_objects if isinstance(f := getattr(obj, "_fn", obj), FunctionType)]
     in_layers = [value for layer in layers for value in vars(layer).values() if isinstance(value, FunctionType)]
     # Most functions of a layer are not part of its configuration; the user must pass those that are.
     functions += [function for function in in_layers if keras.saving.get_registered_name(function) in objects]
@@ -203,6 +245,46 @@ def _add(objects: dict[str, Any], obj: Any) -> None:
             f"Keras model refers to them by name, so one would replace the other. Rename {remedy}, or register both "
             "under different packages with @keras.saving.register_keras_serializable(package=...)."
         )
+
+
+def check_configs(used: Sequence[Any], objects: Mapping[str, Any]) -> None:
+    """Check that losses, metrics, optimizers and schedules keep all arguments of their constructors when rebuilt.
+
+    Raises:
+        ParamError: a user-written class has a ``get_config`` that omits one, so the ranks would train with its default.
+    """
+    for obj in _with_schedules(used):
+        if not isinstance(obj, _CONFIGURED) or not is_written_by_user(obj):
+            continue
+        config = obj.get_config()
+        omitted = [name for name in inspect.signature(type(obj)).parameters if name in vars(obj) and name not in config]
+        if not omitted:
+            continue
+        try:
+            with keras.saving.custom_object_scope(dict(objects)):
+                rebuilt = type(obj).from_config(config)
+        except Exception:  # noqa: BLE001, S112  (building the model reports it)
+            continue
+        for name in omitted:
+            if not _are_equal(vars(obj)[name], vars(rebuilt).get(name)):
+                raise ParamError(
+                    f"{_full_name(type(obj))} has {name}={vars(obj)[name]!r}, but its get_config() does not return "
+                    f"{name!r}, so the ranks would rebuild it with {name}={vars(rebuilt).get(name)!r}. Define "
+                    f"get_config() to return {{**super().get_config(), {name!r}: self.{name}}}."
+                )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    try:
+        return np.array_equal(np.asarray(one), np.asarray(other))
+    except Exception:  # noqa: BLE001  (such values cannot be compared)
+        return False
+
+
+def _with_schedules(used: Sequence[Any]) -> list[Any]:
+    """Return the objects in nested lists and dicts, and the learning rate schedules of optimizers."""
+    found = _leaves(list(used))
+    return [*found, *(s for obj in found if isinstance(s := getattr(obj, "_learning_rate", None), _CONFIGURED))]
 
 
 def _full_name(obj: Any) -> str:

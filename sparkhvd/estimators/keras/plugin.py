@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +25,7 @@ from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
+from sparkhvd.estimators.keras.omissions import Omissions, lora_weights
 from sparkhvd.estimators.normalization import Normalization
 from sparkhvd.estimators.params.frameworks import estimator_hint
 from sparkhvd.estimators.params.named_inputs import NamedInput
@@ -124,7 +126,8 @@ class KerasPlugin:
         device_scope = _device_scope(inference.gpu)
         with device_scope():
             model = artifact.load_model(folder, compiled=False)
-        return KerasPredictor(model, inputs, outputs, device_scope, inference.function)
+        settings = artifact.load_settings(folder)
+        return KerasPredictor(model, inputs, outputs, device_scope, inference.function, settings.applied)
 
     def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
         """Describe the mapping of columns to inputs and outputs, for the log."""
@@ -142,9 +145,14 @@ class KerasPredictor:
     outputs: Ports
     device_scope: Callable[[], AbstractContextManager[object]] = nullcontext
     function: Callable[..., Any] | None = None
+    settings: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def predict(self, columns: Arrays) -> list[Predicted]:
         """Return one array per output, or one per field of an output, with the rows in the first dimension."""
+        with self.settings():
+            return self._predict(columns)
+
+    def _predict(self, columns: Arrays) -> list[Predicted]:
         rows = len(next(iter(columns.values())))
         inputs = self.inputs.arrays(columns, rows)
         with self.device_scope():
@@ -216,7 +224,13 @@ def _package(params: Mapping[str, Any]) -> Package:
     import keras  # noqa: PLC0415
 
     from sparkhvd.estimators.keras.names import check_names  # noqa: PLC0415
-    from sparkhvd.estimators.keras.package import Package, custom_objects_of, model_to_bytes, to_configs  # noqa: PLC0415
+    from sparkhvd.estimators.keras.package import (  # noqa: PLC0415
+        Package,
+        check_configs,
+        custom_objects_of,
+        model_to_bytes,
+        to_configs,
+    )
     from sparkhvd.keras.optimizer import reject_multi_optimizer  # noqa: PLC0415
 
     model = _built(params["model"])
@@ -252,12 +266,15 @@ def _package(params: Mapping[str, Any]) -> Package:
     # If a transformation_fn turns text into numbers, the ranks plan the inputs after they have called it.
     is_deferred = params.get("transformation_fn") is not None and not all(column.is_number for column in schema.columns)
     unknown = Ports((), "single")
+    used = [optimizer, params["loss"], params["metrics"]]
+    objects = custom_objects_of(model, params["custom_objects"], used)
+    check_configs(used, objects)
     return Package(
         model=model_to_bytes(model),
-        objects=custom_objects_of(model, params["custom_objects"], [optimizer, params["loss"], params["metrics"]]),
+        objects=objects,
         optimizer=to_configs(optimizer),
         loss=to_configs(params["loss"]),
-        loss_weights=None if params["loss_weights"] is None else list(params["loss_weights"]),
+        loss_weights=_loss_weights(params["loss_weights"]),
         metrics=to_configs(params["metrics"]) or None,
         inputs=unknown if is_deferred else _inputs(params, schema),
         outputs=unknown if is_deferred else plan_outputs(model, schema.of("label"), _shapes(params, "label_shapes")),
@@ -267,7 +284,14 @@ def _package(params: Mapping[str, Any]) -> Package:
         named_inputs=params.get("inputs"),
         label_shapes=_shapes(params, "label_shapes"),
         compression=params.get("gradient_compression"),
+        omissions=Omissions.of(model, optimizer),
+        lora=tuple(keras.ops.convert_to_numpy(weight) for weight in chain(*lora_weights(model))),
     )
+
+
+def _loss_weights(weights: Any) -> Any:
+    """Return the weights as ``model.compile`` takes them: a number, a list, or a dict by output."""
+    return list(weights) if isinstance(weights, Sequence) else weights
 
 
 def _optimizer(params: Mapping[str, Any], model: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,13 +20,19 @@ from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.metrics import sum_over_ranks
-from sparkhvd.estimators.keras.package import Package, arrays_from_bytes, arrays_to_bytes, reject_own_optimizers
+from sparkhvd.estimators.keras.package import (
+    Package,
+    arrays_from_bytes,
+    arrays_to_bytes,
+    optimizers_beside,
+    reject_own_optimizers,
+)
 from sparkhvd.estimators.keras.saving import CheckpointFilesCallback
 from sparkhvd.estimators.keras.statistics import LayerStatistics
 from sparkhvd.estimators.plugin import Trainer, TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
 from sparkhvd.keras.callbacks import LearningRateScheduleCallback, broadcast_variables
-from sparkhvd.keras.optimizer import DistributedOptimizer
+from sparkhvd.keras.optimizer import DistributedOptimizer, ExchangingOptimizer
 from sparkhvd.world import World
 
 
@@ -85,16 +91,13 @@ class KerasTrainer:
         ports, sample = (self._package.inputs, self._package.outputs), self._spec.sample
         data = BatchDataset(train, *ports, passes, sample)
         validation = None if val is None else BatchDataset(val, *ports, sample=sample)
-        with self._device():
-            optimizer.weight_by(data.next_share, data.ends_step if passes > 1 else None)
+        current = CurrentBatch()
         sync_layers = _sync_layers(self._model)
-        for layer in sync_layers:
-            layer.count_rows_if(data.counts)
+        self._weight_by_rows(optimizer, sync_layers, current)
         seeds = _RandomStates(self._model, self._spec, session.current().world.rank)
         statistics = LayerStatistics(self._model, seeds.variables)
         checkpoint_callback = self._package.checkpoint_callback
         saves_within = checkpoint_callback is not None and checkpoint_callback.save_freq != "epoch"
-        current = CurrentBatch()
         divide_over_ranks(self._model, current)
         begin = _EpochBegin(
             data, validation, sync_layers, partial(seeds.begin, hooks), statistics, current, saves_within
@@ -134,6 +137,18 @@ class KerasTrainer:
             if validation is not None:
                 validation.close()
         hooks.on_train_end(self)
+
+    def _weight_by_rows(self, optimizer: Any, sync_layers: Sequence[Any], current: CurrentBatch) -> None:
+        """Weight gradients, and the rows of synchronized layers, by the rows that the ranks have in the batch."""
+        passes = self._spec.backward_passes_per_step
+        with self._device():
+            optimizer.weight_by(current.share, current.ends_step if passes > 1 else None)
+        for others in optimizers_beside(self._model).values():
+            for other in others:
+                if isinstance(other, ExchangingOptimizer):
+                    other.weight_by(current.share_of_batch)
+        for layer in sync_layers:
+            layer.count_rows_if(current.counts)
 
     def _begin_within(self, data: BatchDataset, first_step: int, left: int | None, steps: int | None) -> None:
         """Begin epochs at ``first_step``; learning rate schedules continue from there as in an uninterrupted epoch."""

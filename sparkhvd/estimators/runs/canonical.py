@@ -293,9 +293,15 @@ class _CanonicalForm:
         return [(name, self._if_describable(item)) for name, item in sorted(attributes.items())]
 
     def _of_keras_state(self, value: Any) -> list[Any]:
-        """Return the variables of a Keras optimizer; empty before its first step."""
-        trained = callable(getattr(value, "apply_gradients", None)) and int(value.iterations.numpy()) > 0
-        return [[self._of_array(variable) for variable in value.variables]] if trained else []
+        """Return the variables of a Keras optimizer after its first step, and what it excludes from weight decay."""
+        if not callable(getattr(value, "apply_gradients", None)):
+            return []
+        pattern = getattr(value, "_exclude_from_weight_decay_pattern", None)
+        names = [] if pattern is None else sorted(pattern.pattern.split("|"))  # Keras joins the names of a set
+        excluded = [*names, *([count] if (count := len(getattr(value, "_exclude_from_weight_decay", ()))) else [])]
+        trained = int(value.iterations.numpy()) > 0
+        state = [self._of_array(variable) for variable in value.variables] if trained else []
+        return [part for part in (state, excluded) if part]
 
     _by_type: ClassVar[dict[Any, Callable[[_CanonicalForm, Any], Any]]] = {
         (complex, range, slice, bytes, bytearray, type(...)): lambda _, value: repr(value),

@@ -292,6 +292,81 @@ def train_with_normalization(sizes):
     return trainer._model.get_weights()
 
 
+def gradients(model, batch, variables):
+    """Return the gradients of a loss, by the tape of the backend."""
+    features, labels = batch
+
+    def loss():
+        return keras.ops.mean(keras.ops.square(model(features) - keras.ops.cast(labels, "float32")[:, None]))
+
+    if keras.config.backend() == "tensorflow":
+        import tensorflow as tf  # noqa: PLC0415
+
+        with tf.GradientTape() as tape:
+            value = loss()
+        return value, tape.gradient(value, [variable.value for variable in variables])
+    model.zero_grad()
+    value = loss()
+    value.backward()
+    return value, [variable.value.grad for variable in variables]
+
+
+class TwoOptimizers(keras.Model):
+    """Applies the gradients of one optimizer twice per batch, and those of another one once."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.inner, self.outer = keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(1)
+        self.other = self.another()
+
+    @staticmethod
+    def another():
+        return hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
+
+    def call(self, values):
+        return self.outer(self.inner(values))
+
+    def train_step(self, data):
+        for _ in range(2):
+            _, found = gradients(self, data, self.inner.trainable_variables)
+            self.optimizer.apply(found, self.inner.trainable_variables)
+        loss, found = gradients(self, data, self.outer.trainable_variables)
+        self.other.apply(found, self.outer.trainable_variables)
+        return {"loss": loss}
+
+
+class TwoPlainOptimizers(TwoOptimizers):
+    @staticmethod
+    def another():
+        return keras.optimizers.SGD(0.05)
+
+
+def built(kind):
+    model = kind()
+    model(np.zeros((2, 6), np.float32))
+    random = np.random.default_rng(3)
+    model.set_weights([random.normal(size=weight.shape) / 4 for weight in model.get_weights()])
+    return model
+
+
+def train_with_two_optimizers(sizes):
+    given = parameters(model=built(TwoOptimizers), optimizer=keras.optimizers.SGD(0.1), loss="mse", metrics=None)
+    world = session.current().world
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA, epochs=2), world)
+    trainer.fit(source(sizes, world.rank), None, Hooks())
+    return trainer._model.get_weights()
+
+
+@pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_END], ids=["fewer rows at the end", "a rank without rows"])
+def test_every_gradient_of_a_user_defined_step_is_weighted_by_the_rows_of_its_batch(group, sizes):
+    model, data = built(TwoPlainOptimizers), rows(sum(map(sum, sizes)))
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse", jit_compile=False)
+    model.fit(data["x"].astype(np.float32), data["y"], 8, 2, shuffle=False, verbose=0)
+    for found in group.run(train_with_two_optimizers, sizes):
+        for one, other in zip(found, model.get_weights(), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_END], ids=["partial end", "empty end"])
 def test_batch_normalization_over_all_ranks_makes_them_one_big_batch(group, sizes):
     mine, other = group.run(train_with_normalization, sizes)

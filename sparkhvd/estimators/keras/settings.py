@@ -1,0 +1,54 @@
+"""The settings of the driver's Keras, which a ``.keras`` file omits; layers that other layers create depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import keras
+
+
+@dataclass(frozen=True)
+class KerasSettings:
+    """Global settings of Keras in one process.
+
+    Attributes:
+        floatx: the default floating-point type.
+        epsilon: the fuzz factor of losses and metrics.
+        image_data_format: the default order of an image's dimensions.
+        dtype_policy: the configuration of the default dtype policy.
+    """
+
+    floatx: str
+    epsilon: float
+    image_data_format: str
+    dtype_policy: Any
+
+    @classmethod
+    def current(cls) -> Self:
+        """Return the settings of this process."""
+        config = keras.config
+        policy = keras.dtype_policies.serialize(config.dtype_policy())
+        return cls(config.floatx(), config.epsilon(), config.image_data_format(), policy)
+
+    def apply(self) -> None:
+        """Set them in this process."""
+        keras.config.set_floatx(self.floatx)
+        keras.config.set_epsilon(self.epsilon)
+        keras.config.set_image_data_format(self.image_data_format)
+        keras.config.set_dtype_policy(keras.dtype_policies.deserialize(self.dtype_policy))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Set them within the block, if they differ from those of the process."""
+        before = self.current()
+        if before == self:
+            yield
+            return
+        self.apply()
+        try:
+            yield
+        finally:
+            before.apply()
