@@ -35,6 +35,7 @@ from sparkhvd.estimators.torch.plugin import (
     check_optimizer,
     compressor,
     parameter_shapes,
+    refuse_shared_memory,
     warn_of_inexact_losses,
 )
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
@@ -180,6 +181,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
             f"{estimator_hint(model, ())}"
         )
     refuse_unsafe_model(model)
+    refuse_shared_memory(model)
     flavour = flavour_of(model)
     if flavour is not None:
         _check_hooks(model, flavour)

@@ -29,7 +29,7 @@ from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.divisors import loss_divisors
-from sparkhvd.estimators.torch.randomness import random_state, restore_random
+from sparkhvd.estimators.torch.randomness import random_state, restore_random, seed_generators
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe, weights_of
 from sparkhvd.estimators.training.user_errors import describe_error
 from sparkhvd.lightning import strategy_class
@@ -201,7 +201,7 @@ class LightningTrainer:
         return done
 
     def _seed(self, hooks: TrainHooks, epoch: int) -> None:
-        torch.manual_seed(self._spec.seed_of(epoch, self._world.rank))
+        seed_generators(self._spec.seed_of(epoch, self._world.rank))
         if epoch == hooks.first_epoch and hooks.rank_state is not None:
             restore_random(hooks.rank_state, self._trainer.strategy.root_device)
 

@@ -226,6 +226,12 @@ def encode_output(prediction: Predicted, column: OutputColumn, arrow: pa.DataTyp
     """
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
+    values = prediction.values() if isinstance(prediction, Mapping) else [prediction]
+    if any(map(np.iscomplexobj, values)):
+        raise ModelOutputError(
+            f"Output column {column.name!r}: the model returned complex numbers, which Spark does not have. Return the "
+            "real and the imaginary parts as values of their own."
+        )
     if isinstance(prediction, Mapping):
         return _encode_struct(prediction, column, arrow)
     if column.shape is not None and prediction.shape[1:] != column.shape:

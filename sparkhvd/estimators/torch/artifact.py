@@ -30,6 +30,8 @@ from sparkhvd.estimators.torch.package import PicklerWithScripts, script_bytes, 
 STATE, MODULE, SCRIPT = "state_dict.pt", "module.pkl", "module.pt"
 OPTIMIZER, INPUTS = "optimizer.pkl", "inputs.json"
 
+# A tensor's name, whether it requires gradients (None for a buffer), and the attributes that the user gave it.
+_Reference = tuple[str, bool | None, dict[str, Any]]
 # A LightningModule may have several optimizers.
 Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
 
@@ -99,9 +101,11 @@ def load_optimizer(folder: Path, model: torch.nn.Module) -> Optimizers:
     return optimizer
 
 
-def _tensor(weights: Mapping[str, torch.Tensor], reference: tuple[str, bool | None]) -> torch.Tensor:
-    name, requires_grad = reference
-    return weights[name] if requires_grad is None else torch.nn.Parameter(weights[name], requires_grad)
+def _tensor(weights: Mapping[str, torch.Tensor], reference: _Reference) -> torch.Tensor:
+    name, requires_grad, attributes = reference
+    tensor = weights[name] if requires_grad is None else torch.nn.Parameter(weights[name], requires_grad)
+    vars(tensor).update(attributes)
+    return tensor
 
 
 def _dump(value: object, model: torch.nn.Module, names: Mapping[int, str]) -> bytes:
@@ -115,21 +119,22 @@ class _TensorReferencePickler(PicklerWithScripts):
         super().__init__(file, model, code=code)
         self._names = names
 
-    def persistent_id(self, value: object) -> tuple[str, bool | None] | None:
+    def persistent_id(self, value: object) -> _Reference | None:
         if not isinstance(value, torch.Tensor) or id(value) not in self._names:
             return None
-        return self._names[id(value)], value.requires_grad if isinstance(value, torch.nn.Parameter) else None
+        requires_grad = value.requires_grad if isinstance(value, torch.nn.Parameter) else None
+        return self._names[id(value)], requires_grad, vars(value)
 
 
 class _TensorReferenceUnpickler(pickle.Unpickler):
     """Unpickles the output of ``_TensorReferencePickler``; equal references become the same tensor."""
 
-    def __init__(self, file: Any, resolve: Callable[[tuple[str, bool | None]], torch.Tensor]) -> None:
+    def __init__(self, file: Any, resolve: Callable[[_Reference], torch.Tensor]) -> None:
         super().__init__(file)
         self._resolve = resolve
         self._resolved: dict[str, torch.Tensor] = {}
 
-    def persistent_load(self, reference: tuple[str, bool | None]) -> torch.Tensor:
+    def persistent_load(self, reference: _Reference) -> torch.Tensor:
         if reference[0] not in self._resolved:
             self._resolved[reference[0]] = self._resolve(reference)
         return self._resolved[reference[0]]

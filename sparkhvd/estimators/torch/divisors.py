@@ -7,7 +7,6 @@ rank is therefore weighted by its share of this total, not by its share of the r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.data.read.batches import Batch
-from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
+from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.data.schema.manifest import LabelRanges
 from sparkhvd.estimators.torch.objective import Objective, is_class_loss, is_unmodified_torch_loss, name_of
 
@@ -75,10 +74,11 @@ def loss_divisors(objective: Objective, schema: DataSchema, ranges: LabelRanges 
         schema: the columns.
         ranges: known ranges of the label columns; a column without one may hold any label.
     """
-    columns = {column.name: column for column in schema.of("label")}
+    sparse = {column.name for column in schema.of("label") if column.sparse}
     divisors: list[Divisor | None] = []
     for loss, label in zip(objective.losses, objective.label_cols, strict=True):
-        known = is_unmodified_torch_loss(loss) and _holds_class_indices(columns[label])
+        # Several floats per row may be class probabilities; their loss ignores the divisor (``Objective.combined``).
+        known = is_unmodified_torch_loss(loss) and label not in sparse
         otherwise = _has_own_divisor(objective, loss) or _may_contain_ignored(objective, loss, label, ranges)
         divisors.append(_divisor(loss, label) if known and otherwise else None)
     return tuple(divisors)
@@ -133,12 +133,6 @@ def _factor(part: float, total: float, of_rows: float) -> float | None:
 def counted_rows(rows: int, factors: LossFactors) -> int:
     """Return how many rows a batch's loss counts for in the epoch's mean: 0 if all labels of the step are ignored."""
     return 0 if factors is not None and all(factor is None for factor in factors) else rows
-
-
-def _holds_class_indices(column: ColumnSpec) -> bool:
-    """Whether labels are class indices; several floats per row may be class probabilities."""
-    whole = column.dtype.startswith(("int", "uint"))
-    return whole or (column.shape is not None and math.prod(column.shape) == 1)
 
 
 def _has_own_divisor(objective: Objective, loss: Any) -> bool:

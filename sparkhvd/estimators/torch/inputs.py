@@ -195,6 +195,7 @@ def _positional(model: torch.nn.Module) -> list[inspect.Parameter]:
 
 def _parameters(model: torch.nn.Module) -> list[inspect.Parameter]:
     """Return the arguments of ``forward``; for a scripted module, from its TorchScript schema."""
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose own forward takes any arguments
     if not isinstance(model, torch.jit.ScriptModule):
         return list(inspect.signature(model.forward).parameters.values())
     arguments = cast("Any", model.forward).schema.arguments[1:]  # the first is the module itself

@@ -339,6 +339,8 @@ def _label(
             )
         if label.numel() < output.numel():
             return _class_numbers(name, label, output)
+    if _takes_indices(loss):
+        return label.to(torch.int64)
     if label.numel() == output.numel() and (shape is None or label.shape == output.shape):
         label = label.reshape(output.shape)
         return label.to(output.dtype) if output.is_floating_point() else label
@@ -351,6 +353,12 @@ def is_class_loss(loss: Measure) -> bool:
     """Whether the loss is PyTorch's cross entropy or negative log likelihood, or a subclass."""
     function = _unwrapped(loss)
     return isinstance(function, _CLASS_LOSSES) or function in _CLASS_LOSS_FUNCTIONS
+
+
+def _takes_indices(loss: Measure) -> bool:
+    """Whether the loss takes class indices in the shape of its output, filled up with -1."""
+    function = _unwrapped(loss)
+    return isinstance(function, torch.nn.MultiLabelMarginLoss) or function is functional.multilabel_margin_loss
 
 
 def is_unmodified_torch_loss(loss: Measure) -> bool:

@@ -210,6 +210,8 @@ def _check_kinds(params: Mapping[str, object]) -> None:
     if not isinstance(model, torch.nn.Module):
         elsewhere = estimator_hint(model, ("torch",))
         raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.{elsewhere}")
+    _refuse_lazy_parameters(model)
+    refuse_shared_memory(model)
     check_optimizer(params["optimizer"], model)
     for callback in cast("Sequence[object]", params.get("callbacks") or ()):
         if not isinstance(callback, TorchCallback):
@@ -217,6 +219,41 @@ def _check_kinds(params: Mapping[str, object]) -> None:
                 f"callbacks holds a {type(callback).__name__}; TorchEstimator's callbacks are TorchCallback objects."
             )
     refuse_unsafe_model(model)
+
+
+def _refuse_lazy_parameters(model: torch.nn.Module) -> None:
+    """Refuse a model that has not seen any rows, whose ranks would begin with different values.
+
+    Raises:
+        ParamError: parameters are lazy; the message names them.
+    """
+    lazy = [name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise ParamError(
+            f"The model's parameters {lazy} have no shape and no values yet. Call the model on a few rows, such as "
+            "model(torch.zeros(2, 3)), before you create the estimator."
+        )
+
+
+def refuse_shared_memory(model: torch.nn.Module) -> None:
+    """Refuse parameters that share their memory, because their copies on the ranks would not.
+
+    Raises:
+        ParamError: two parameters are different objects with the same memory; the message names them.
+    """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return  # TorchScript returns a new object for every name of a parameter
+    names: dict[tuple[int, int], str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.layout is not torch.strided or parameter.is_meta or torch.nn.parameter.is_lazy(parameter):
+            continue
+        other = names.setdefault((parameter.data_ptr(), parameter.numel()), name)
+        if other != name and parameter.numel():
+            raise ParamError(
+                f"The model's parameters {other!r} and {name!r} are different objects that share their memory, which "
+                "they would not do on the ranks. Use one parameter for both (b.weight = a.weight instead of "
+                "b.weight.data = a.weight.data), and create the optimizer after that."
+            )
 
 
 def warn_of_inexact_losses(inexact: Sequence[str]) -> None:

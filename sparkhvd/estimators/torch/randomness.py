@@ -1,9 +1,20 @@
-"""State of PyTorch's random generators, so that a resumed run draws the numbers of an uninterrupted one."""
+"""Seeds of random generators, and PyTorch's state, so that a resumed run draws the numbers of an uninterrupted one."""
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import torch
+
+_NUMPY_SEEDS = 2**32
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of PyTorch, NumPy and Python, which a user's model or step may use."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % _NUMPY_SEEDS)
+    random.seed(seed)
 
 
 def random_state(device: torch.device) -> bytes:

@@ -25,7 +25,7 @@ from sparkhvd.estimators.torch.divisors import loss_divisors
 from sparkhvd.estimators.torch.epoch_metrics import EpochMetrics
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.package import Package
-from sparkhvd.estimators.torch.randomness import random_state, restore_random
+from sparkhvd.estimators.torch.randomness import random_state, restore_random, seed_generators
 from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, RunningSchedule
 from sparkhvd.estimators.torch.steps import Forward, Stepper
@@ -88,6 +88,7 @@ class TorchTrainer:
             "lr_scale": self._lr_scale,
             "schedule": plain_numbers(self._schedule.state()),
             "scaler": self._stepper.scaler.state_dict(),
+            "losses": [_tensors(loss) for loss in self._losses()],
         }
         torch.save(content, buffer)
         return buffer.getvalue()
@@ -103,6 +104,8 @@ class TorchTrainer:
         self._schedule.restore(content["schedule"], factor)
         if content["scaler"]:
             self._stepper.scaler.load_state_dict(content["scaler"])
+        for loss, values in zip(self._losses(), content["losses"], strict=True):
+            loss.load_state_dict(values, strict=False)
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook stops it; collective."""
@@ -161,7 +164,7 @@ class TorchTrainer:
 
     def _seed(self, epoch: int, hooks: TrainHooks, first: bool) -> None:
         state = hooks.rank_state if first else None
-        torch.manual_seed(self._spec.seed_of(epoch, self._world.rank))
+        seed_generators(self._spec.seed_of(epoch, self._world.rank))
         if state is not None:
             restore_random(state, self._device)
 
@@ -211,6 +214,10 @@ class TorchTrainer:
                 if batch.rows:
                     measures.add_validation(*self._forward.parts(batch), batch.rows)
         return measures
+
+    def _losses(self) -> list[torch.nn.Module]:
+        """Return the losses that are modules, which may hold buffers that change."""
+        return [loss for loss in self._package.objective.losses if isinstance(loss, torch.nn.Module)]
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         self._plain_optimizer.__dict__.update(own_attributes(optimizer))

@@ -157,6 +157,7 @@ def test_the_largest_integers_are_exact():
             pa.struct({"a": pa.float32()}),
             r"returned the fields \['b'\]",
         ),
+        (VALUES * 1j, OutputColumn("o", "array<float>"), pa.list_(pa.float32()), "returned complex numbers"),
         ({"b": VALUES}, OutputColumn("o", "float"), pa.float32(), r"returned the fields \['b'\]"),
     ],
 )

@@ -172,6 +172,20 @@ def test_hooks_and_attributes_of_optimizers_travel(tmp_path, plugin):
     assert (again.factor, again.steps) == (0.5, 3)
 
 
+class Gained(torch.nn.Linear):
+    """Reads an attribute of its weight."""
+
+    def forward(self, x):
+        return super().forward(x) * self.weight.gain
+
+
+def test_attributes_of_parameters_come_back(tmp_path):
+    model, x = Gained(3, 2), torch.randn(5, 3)
+    model.weight.gain = 3.0
+    artifact.save(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.25), [])
+    assert torch.equal(artifact.load_model(tmp_path)(x), model(x))
+
+
 class Halved(torch.nn.Linear):
     """Saves its weight as half of it, in 16 bits."""
 

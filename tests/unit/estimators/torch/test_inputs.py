@@ -40,6 +40,11 @@ def test_columns_of_a_one_input_model_are_concatenated_in_order():
     assert found.tolist() == [[1, 0, 1, 7], [2, 2, 3, 8], [3, 4, 5, 9]]
 
 
+def test_a_compiled_model_has_the_inputs_of_the_original():
+    (found,) = plan_inputs(torch.compile(torch.nn.Linear(2, 1), backend="eager"), [scalar("a"), scalar("b")], None)
+    assert found.columns == ("a", "b")
+
+
 def test_one_scalar_column_of_a_one_input_model_has_one_number_per_row():
     (found,) = tensors(torch.nn.Linear(1, 1), [scalar("a")], {"a": np.arange(3.0)})
     assert found.shape == (3, 1)

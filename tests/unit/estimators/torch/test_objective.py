@@ -251,6 +251,6 @@ def test_losses_that_do_not_divide_by_the_rows_are_recognized(loss, otherwise):
     kinds = (("int64", (1,)), ("int32", (2,)), ("float32", (2,)))
     scalar, whole, vector = (schema(y=("label", dtype, shape, "array")) for dtype, shape in kinds)
     found = objective_of({"loss": loss, "label_cols": ("y",)})
-    assert inexact_losses(found, vector) == inexact_losses(found, scalar, own_steps=True) == otherwise
-    assert inexact_losses(found, scalar) == inexact_losses(found, whole) == []
+    assert inexact_losses(found, scalar, own_steps=True) == otherwise
+    assert inexact_losses(found, scalar) == inexact_losses(found, whole) == inexact_losses(found, vector) == []
     assert inexact_losses(objective_of({"loss": loss, "label_cols": ("y",), "sample_weight_col": "w"}), vector) == []

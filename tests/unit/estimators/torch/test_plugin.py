@@ -192,6 +192,26 @@ def test_an_optimizer_of_another_model_is_refused():
         PLUGIN.check({**params(torch.nn.Linear(3, 2)), "optimizer": other}, columns((3,)), None)
 
 
+def test_lazy_parameters_are_refused():
+    model = torch.nn.Sequential(torch.nn.LazyLinear(2))
+    with pytest.raises(ParamError, match=r"parameters \['0\.weight', '0\.bias'\] have no shape and no values yet"):
+        PLUGIN.check(params(model), columns((3,)), None)
+    model(torch.zeros(2, 3))
+    assert PLUGIN.check(params(model), columns((3,)), None) == [(2,)]
+
+
+@pytest.mark.parametrize("plugin", [PLUGIN, LIGHTNING], ids=["torch", "lightning"])
+def test_parameters_that_share_memory_must_be_one_parameter(plugin):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    model[1].weight.data = model[0].weight.data
+    names = ("callbacks", "logger", "trainer_args", "input_shapes", "label_shapes", "data_module")
+    values = {**dict.fromkeys(names), "batch_format": "dict", "checkpoints": Checkpoints()}
+    with pytest.raises(ParamError, match=r"'0\.weight' and '1\.weight' are different objects that share their memory"):
+        plugin.check({**values, **params(model)}, columns((3,)), None)
+    model[1].weight = model[0].weight
+    assert plugin.check({**values, **params(model)}, columns((3,)), None) == [(2,)]
+
+
 def test_a_model_that_cannot_be_pickled_is_refused():
     model = torch.nn.Linear(3, 2)
     model.lock = threading.Lock()

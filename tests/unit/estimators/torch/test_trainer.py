@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -238,6 +239,54 @@ def test_a_resumed_run_equals_an_uninterrupted_one(alone):
     assert np.array_equal(flat(second._model), flat(undisturbed._model))
 
 
+class Noisy(torch.nn.Linear):
+    """Draws from the generators of NumPy and Python."""
+
+    def forward(self, x):
+        return super().forward(x) * np.random.rand() + random.random()
+
+
+def test_a_seed_makes_the_global_generators_of_numpy_and_python_repeat(alone):
+    def trained(seed):
+        torch.manual_seed(3)
+        model = Noisy(6, 3)
+        params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": functional.cross_entropy}
+        payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA})
+        trainer = PLUGIN.trainer(payload, replace(spec(DATA), seed=seed), World())
+        trainer.fit(as_one([(8,)] * 3), None, Hooks())
+        return flat(trainer._model)
+
+    assert np.array_equal(trained(1), trained(1))
+    assert not np.array_equal(trained(1), trained(2))
+
+
+class Growing(torch.nn.Module):
+    """A loss whose weight grows with every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, output, label):
+        if torch.is_grad_enabled():
+            self.steps += 1
+        return functional.cross_entropy(output, label.long().reshape(-1)) * self.steps
+
+
+def test_a_resumed_run_continues_with_the_buffers_of_its_loss(alone):
+    def make(epochs):
+        model = network()
+        params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": Growing(), "label_cols": ("y",)}
+        return PLUGIN.trainer(PLUGIN.pack({**params, "schema": DATA}), spec(DATA, epochs=epochs), World())
+
+    undisturbed, first, second = make(2), make(1), make(2)
+    undisturbed.fit(as_one([(8,)] * 3), None, Hooks())
+    first.fit(as_one([(8,)] * 3), None, Hooks())
+    second.restore(first.state())
+    second.fit(as_one([(8,)] * 3), None, Hooks(first_epoch=1))
+    assert np.array_equal(flat(second._model), flat(undisturbed._model))
+
+
 def test_the_learning_rate_survives_a_resume_and_comes_back_unscaled(alone, tmp_path):
     def with_size(size):
         return make_trainer(OPTIMIZERS["Adam"], replace(World(), size=size), scale_lr=True)
@@ -343,6 +392,11 @@ IGNORING = {
     "half the steps": (torch.nn.CrossEntropyLoss(), [-100] * 12 + [0, 2, 1, 2] * 6),
     "masked outputs": (torch.nn.CrossEntropyLoss(), [-100] * 8 + [0, 2, 2, 0]),
     "sequences": (torch.nn.CrossEntropyLoss(), [[-100, -100]] * 8 + [[0, 2], [1, -100], [2, 1], [0, 0]]),
+    "sequences of floats": (torch.nn.CrossEntropyLoss(), [[-100.0, -100.0]] * 8 + [[0.0, 2.0], [1.0, -100.0]] * 2),
+    "weighted probabilities": (
+        torch.nn.CrossEntropyLoss(weight=torch.tensor([3.0, 5.0, 1.0])),
+        [[0.5, 0.5, 0.0]] * 8 + [[0.0, 0.3, 0.7], [0.2, 0.0, 0.8]] * 2,
+    ),
     "probabilities": (torch.nn.CrossEntropyLoss(), [[1, 0, 0]] * 8 + [[0, 1, 0], [0, 0, 1]] * 2),
 }
 
@@ -356,7 +410,7 @@ class Masked(torch.nn.Module):
 
 def ignoring_network(kind):
     torch.manual_seed(3)
-    if kind == "sequences":
+    if "sequences" in kind:
         return torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Unflatten(1, (3, 2)))
     return torch.nn.Sequential(network(), Masked()) if kind == "masked outputs" else network()
 
@@ -365,7 +419,8 @@ def train_ignoring(kind, sizes):
     world, (loss, labels) = session.current().world, IGNORING[kind]
     model, shape = ignoring_network(kind), np.shape(labels)[1:]
     params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": loss, "label_cols": ("y",)}
-    data = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", shape, "array" if shape else "scalar"))
+    dtype = "float64" if isinstance(np.ravel(labels)[0], float) else "int64"
+    data = schema(x=("feature", "float64", (6,), "array"), y=("label", dtype, shape, "array" if shape else "scalar"))
     trainer = PLUGIN.trainer(PLUGIN.pack({**params, "schema": data}), spec(data), world)
     data = source(sizes, world.rank, world.size)
     count = data.rows()
@@ -380,7 +435,7 @@ def train_ignoring(kind, sizes):
 
 
 def ignoring_labels(kind, labels):
-    return torch.as_tensor(labels, dtype=torch.float32 if kind == "probabilities" else torch.int64)
+    return torch.as_tensor(labels, dtype=torch.float32 if "probabilities" in kind else torch.int64)
 
 
 def train_ignoring_plainly(kind, steps):
