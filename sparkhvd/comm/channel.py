@@ -9,6 +9,7 @@ from itertools import count
 from typing import Protocol, TypeVar
 
 from sparkhvd import _core
+from sparkhvd._util.counts import counted
 from sparkhvd._util.file_descriptors import allow_files
 from sparkhvd.comm import nccl
 from sparkhvd.comm.connect.launch_context import LaunchContext
@@ -70,8 +71,9 @@ class Channel:
         """
         if rank in self.ranks:
             return self.ranks.index(rank)
-        named = f"the {self.size} ranks 0..{self.size - 1}" if self.ranks[-1] < self.size else f"ranks {self.ranks}"
-        raise ConfigError(f"Root rank {rank} is not among {named}.")
+        consecutive = f"in 0..{self.size - 1}" if self.size > 1 else "0, the only rank"
+        expected = consecutive if self.ranks[-1] < self.size else f"one of {list(self.ranks)}"
+        raise ConfigError(f"The root rank must be {expected}; got {rank}.")
 
     def handle(self, name: str, operation: PendingOperation, finish: Callable[[], T] | None = None) -> Handle[T]:
         """Return the handle of a submitted operation; ``finish`` makes its result if it has one."""
@@ -113,8 +115,8 @@ def processor_core_of(context: LaunchContext) -> int | None:
     if world.local_rank < len(cores):
         return cores[world.local_rank]
     raise ConfigError(
-        f"SPARKHVD_THREAD_AFFINITY lists {len(cores)} cores {list(cores)}, but this host has {world.local_size} ranks; "
-        "list one for each local rank."
+        f"SPARKHVD_THREAD_AFFINITY lists {counted(len(cores), 'core')} {list(cores)}, but this host has "
+        f"{counted(world.local_size, 'rank')}. List one core for each local rank."
     )
 
 
@@ -154,7 +156,7 @@ def open_channel(
     """
     config = context.config
     peers, files_of_link = len(ranks) - 1, _FILES_OF_TUNNEL if config.encrypt else _FILES_OF_LINK
-    allow_files(files_of_link * peers, _FILES_OF_NEIGHBOUR * peers, f"A connection to {peers} other ranks")
+    allow_files(files_of_link * peers, _FILES_OF_NEIGHBOUR * peers, f"A connection to {counted(peers, 'other rank')}")
     keys = [f"{scope}/address/{index}" for index in range(len(ranks))]  # ConnectMesh in the core uses the same keys
     try:
         with warning_of_stragglers(rendezvous, context, keys, ranks, label or INIT), translated():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparkhvd._util.addresses import is_ipv6, with_port, without_brackets
+from sparkhvd._util.counts import counted
 from sparkhvd.errors import ConfigError, SlotsError
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
@@ -67,8 +68,8 @@ def take_slots(hosts: Sequence[Host], num_proc: int | None) -> tuple[Host, ...]:
     if left > available:
         shown = ",".join(host.text for host in hosts)
         raise SlotsError(
-            f"num_proc={num_proc} is more than the {available} slots of the hosts ({shown}). Add hosts or slots, or "
-            "lower num_proc."
+            f"num_proc={num_proc} is more than the {counted(available, 'slot')} of the hosts ({shown}). Add hosts or "
+            "slots, or lower num_proc."
         )
     taken = []
     for host in hosts:

@@ -8,6 +8,7 @@ import struct
 from dataclasses import dataclass
 from typing import get_args
 
+from sparkhvd._util.counts import counted
 from sparkhvd.rpc.fields import MessageError, from_json_fields
 from sparkhvd.rpc.registration import Introduction, TaskOffer, TaskRegistration, TaskServer
 
@@ -227,7 +228,7 @@ def decode(payload: bytes) -> Message:
         MessageError: the payload is not a message, or its fields have wrong names or types.
     """
     if len(payload) < _LENGTH.size:
-        raise MessageError(f"A message of {len(payload)} bytes is too short.")
+        raise MessageError(f"A message of {counted(len(payload), 'byte')} is too short.")
     (length,) = _LENGTH.unpack_from(payload)
     end = _LENGTH.size + length
     try:
@@ -242,7 +243,7 @@ def decode(payload: bytes) -> Message:
     kind = _TYPES[name]
     raw, content = _raw_field(kind), payload[end:]
     if content and not raw:
-        raise MessageError(f"{name} carries {len(content)} unexpected bytes after its header.")
+        raise MessageError(f"{name} carries {counted(len(content), 'unexpected byte')} after its header.")
     return from_json_fields(kind, header | {raw: content} if raw else header)
 
 

@@ -32,7 +32,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert "a Spark Connect client is no such driver. Use launcher='barrier'" in found["mpi"]
     assert sorted(found["gpus"]) == [["0"], ["1"]]
     assert [sorted(names) for names in found["gpus of as many ranks as there is room for"]] == [["0", "1"]]
-    assert "is more than the 1 slots of the cluster" in found["slots for GPUs"]
+    assert "is more than the 1 slot of the cluster" in found["slots for GPUs"]
     assert "spark.task.cpus=1, 2 GPUs per task" in found["slots for GPUs"]
     assert "spark.sql.leafNodeDefaultParallelism=7 of this cluster overrides. Set num" in found["hidden cores"]
     (ready, asked), (refused, all_slots) = found["preflight with hidden cores"]

@@ -96,7 +96,7 @@ def test_a_fit_from_a_fitted_model_continues_its_training(df, kind):
 def test_optimizers_that_do_not_fit_the_module_are_refused(df):
     model = module()
     other = torch.optim.Adam(layers().parameters())
-    with pytest.raises(ParamError, match="optimizer holds 4 parameters that are not the model's"):
+    with pytest.raises(ParamError, match="optimizer holds 4 parameters that the model does not have"):
         estimator("LightningModule", model=model, optimizer=other).fit(df)
     with pytest.raises(ParamError, match="optimizer is a list; a plain module takes one"):
         estimator("plain module", model=layers(), optimizer=[other]).fit(df)

@@ -240,7 +240,7 @@ def test_transform_refuses_columns_that_do_not_fit(fitted, xor):
         fitted.transform(fitted.transform(xor))
     with pytest.raises(SchemaError, match="Feature column 'a' is a number; the model was trained on a vector"):
         fitted.copy().setFeatureColumns(["a"]).transform(xor)
-    with pytest.raises(ParamError, match=r"output_cols names 2 columns .* but there are 1 outputs, for the labels"):
+    with pytest.raises(ParamError, match=r"output_cols names 2 columns .* for 1 output \(label columns"):
         fitted.copy().setOutputCols(["one", "two"]).transform(xor)
 
 
@@ -391,7 +391,7 @@ def test_one_number_for_an_integer_label_is_a_double(spark, store, xor):
         ({"loss": None}, ParamError, r"TorchEstimator needs a loss; set loss or loss_constructors"),
         ({"feature_cols": None}, ParamError, "TorchEstimator needs feature_cols: pass the names"),
         ({"num_proc": 9}, SlotsError, "num_proc=9 is more than the 4 slots of the cluster"),
-        ({"loss_weights": [1.0, 2.0]}, ParamError, "loss_weights has 2 entries but label_cols has 1"),
+        ({"loss_weights": [1.0, 2.0]}, ParamError, "loss_weights has 2 entries, but label_cols has 1"),
         (
             {"feature_cols": ["a"]},
             ModelOutputError,
@@ -422,8 +422,8 @@ ARRAYS = "x array<double>, y int"
 @pytest.mark.parametrize(
     ("rows", "more", "error", "message"),
     [
-        ([([1.0, 2.0], 0), (None, 1)], {}, DataError, r"Column 'x' \(feature\) has 1 NULL values"),
-        ([([1.0, None], 0), ([1.0, 2.0], 1)], {}, DataError, r"Column 'x' \(feature\) has 1 NULL values inside"),
+        ([([1.0, 2.0], 0), (None, 1)], {}, DataError, r"Column 'x' \(feature\) has 1 NULL value"),
+        ([([1.0, None], 0), ([1.0, 2.0], 1)], {}, DataError, r"Column 'x' \(feature\) has 1 NULL value inside"),
         ([([1.0], 0), ([1.0, 2.0], 1)], {}, SchemaError, r"Column 'x' \(feature\) has rows of length 1 and 2"),
         ([], {}, DataError, "The DataFrame has no rows to train on"),
         ([([1.0, 2.0], 0)], {}, DataError, "There is 1 row to train on but num_proc is 2"),

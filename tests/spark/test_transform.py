@@ -321,7 +321,7 @@ def test_invalid_models_are_refused_before_any_transform(spark, native, model, r
     with pytest.raises(ParamError, match="model is a str; it must be"):
         TorchModel.from_model("native", rows, feature_cols=["v"])
     for types, message in [
-        (["vector"], "output_types has 1 types .* but the model has 2 outputs"),
+        (["vector"], "output_types has 1 type .*, but the model has 2 outputs"),
         (["vector", "map<int,int>"], "an output cannot be a map"),
         (["vector", "wrong<"], "has the unknown type 'wrong<'"),
         (["int", "auto"], r"'scores' has the type 'int', one value per row, but the output has rows of shape \[3\]"),
@@ -346,7 +346,7 @@ def test_describe_prints_the_mapping_and_the_models_outputs_for_five_rows(rows, 
     estimator.describe(rows)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ["TorchEstimator", "  input 0 is v (float32)", "  output 0 is kind"]
-    assert lines[3] == "5 rows through the model as it is, before any training:"
+    assert lines[3] == "5 rows through the model before training:"
     assert lines[4].split("  ")[1:4] == ["feature v: float64[3]", "label kind: int64", "output 0: float32[3]"]
     assert len(lines) == 10
     assert "0.125 0 0.5" in " ".join(lines), "the rows come in any order"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from sparkhvd._core import CoreError, Operation
+from sparkhvd._util.counts import counted
 from sparkhvd.comm.channel import Channel, HasChannels
 from sparkhvd.comm.collectives.buffers import Buffer
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
@@ -161,8 +162,8 @@ def alltoall_buffer(
     if splits is None:
         if source.shape[0] % channel.size:
             raise ConfigError(
-                f"An alltoall of {source.shape[0]} rows cannot be divided evenly among {channel.size} ranks; "
-                "pass splits."
+                f"An alltoall of {counted(source.shape[0], 'row')} cannot be divided evenly among {channel.size} "
+                "ranks; pass splits."
             )
         splits = [source.shape[0] // channel.size] * channel.size
     name = channel.named("alltoall", options.name)

@@ -69,7 +69,7 @@ def of_ranks(ranks: Sequence[int]) -> MPI.Intracomm:
 def require_member(rank: int, size: int, ranks: Sequence[int]) -> None:
     """Raise ``ConfigError`` unless ``ranks`` are different ranks of a job of ``size``, with ``rank`` among them."""
     if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= member < size for member in ranks):
-        raise ConfigError(f"comm={list(ranks)} must be distinct ranks of the {size} ranks 0..{size - 1}.")
+        raise ConfigError(f"comm={list(ranks)} must list distinct ranks from 0 to {size - 1}.")
     if rank not in ranks:
         raise ConfigError(f"Rank {rank} is not in comm={list(ranks)}; only those ranks may call init().")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sparkhvd._util.counts import counted
 from sparkhvd.comm.stall.snapshot import Condition, Identity, PendingCollective
 
 _MOST_TENSORS = 10
@@ -75,7 +76,7 @@ class StallReport:
         for rank in self.missing[:_MOST_RANKS] or tuple(self.conditions)[:_MOST_RANKS]:
             lines += self._lines_about(rank)
         if len(self.missing) > _MOST_RANKS:
-            lines.append(f"  and {len(self.missing) - _MOST_RANKS} more ranks")
+            lines.append(f"  and {counted(len(self.missing) - _MOST_RANKS, 'more rank')}")
         return "\n".join(lines)
 
     def _lines_about(self, rank: int) -> list[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.external import petastorm_schema
 from sparkhvd.data.external.folder_layout import partition_columns, shown_files, visible_files
 from sparkhvd.data.external.locate import Access, locate
@@ -255,11 +256,11 @@ def _visible_files(store: Store, location: str) -> list[str]:
     left_out = sorted({inside[name] for name in visible_files(list(inside))} - set(shown))
     if left_out:
         logger.warning(
-            "%s/%s has %d files that are skipped, because Spark does not read them either, for example %s. Read their "
-            "folders one by one, or name all folders by values (day=1).",
+            "%s/%s has %s that Spark does not read and that the fit skips, too, for example %s. Read their folders one "
+            "by one, or name all folders by values (day=1).",
             store.url,
             location,
-            len(left_out),
+            counted(len(left_out), "file"),
             left_out[0],
         )
     return shown
@@ -416,15 +417,16 @@ def _check_leaf(column: ColumnSpec, leaf: LeafFacts, row_groups: Iterable[int], 
         return  # a NULL counts as one value for a whole array, so the counts show nothing
     if leaf.nulls:
         raise DataError(
-            f"Column {column.name!r} ({column.role}) has {leaf.nulls} NULL values in {url}. Set fill for this column, "
-            "or write the files without these rows."
+            f"Column {column.name!r} ({column.role}) has {counted(leaf.nulls, 'NULL value')} in {url}. Set fill for "
+            "this column, or write the files without these rows."
         )
     expected = 1 if column.codec is not None else math.prod(column.shape or ())
     for rows, values in zip(row_groups, leaf.values, strict=True):
         if values != rows * expected:
             raise SchemaError(
-                f"Column {column.name!r} ({column.role}) has arrays of different lengths in {url}: {values} values in "
-                f"{rows} rows, where the first row has {expected}. All rows must have the same shape; pad or cut them."
+                f"Column {column.name!r} ({column.role}) has arrays of different lengths in {url}: "
+                f"{counted(values, 'value')} in {counted(rows, 'row')}, where the first row has {expected}. All rows "
+                "must have the same shape; pad or cut them."
             )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.external import petastorm_files
 from sparkhvd.data.read.batches import Batch
 from sparkhvd.data.schema import columns
@@ -120,8 +121,8 @@ class PetastormSource:
 
     def _wrong_count(self, given: int, wanted: int) -> DataError:
         return DataError(
-            f"petastorm read {given} rows of {self._store.url}/{self._folder} for rank {self._rank}, but the Parquet "
-            f"footers have {wanted}. Read the dataset with reader='native'."
+            f"petastorm read {counted(given, 'row')} of {self._store.url}/{self._folder} for rank {self._rank}, but "
+            f"the Parquet footers have {wanted}. Read the dataset with reader='native'."
         )
 
     def _shuffled(self, rows: Iterator[tuple[Any, ...]], epoch: int) -> Iterator[tuple[Any, ...]]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema.data_schema import NUMBERS, ColumnSpec, DataSchema
 from sparkhvd.errors import DataError
@@ -43,8 +44,8 @@ def _column(column: ColumnSpec, arrays: Arrays, rows: Arrays) -> ColumnSpec:
     array, count = arrays[column.name], len(rows[column.name])
     if array.ndim == 0 or len(array) != count:
         raise DataError(
-            f"transformation_fn returned shape {list(array.shape)} for {count} rows of column {column.name!r}; it must "
-            "keep the number of rows."
+            f"transformation_fn returned shape {list(array.shape)} for {counted(count, 'row')} of column "
+            f"{column.name!r}; it must keep the number of rows."
         )
     if column.sparse and array.dtype == rows[column.name].dtype:
         return column

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd._util.counts import counted
 from sparkhvd.comm import objects
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
@@ -207,9 +208,10 @@ class LoaderSource:
     def _refuse_more(self, found: Iterator[Columns]) -> None:
         if next(found, None) is not None:
             raise DataError(
-                f"The data module's {self._split} loader yielded more than {self._steps} batches in an epoch, although "
-                f"its len() is {len(self._loader)} and the longest of all ranks has {self._steps}. The rest would be "
-                "ignored: return the number of batches from __len__, or end _iterate after that many."
+                f"The data module's {self._split} loader yielded more than {counted(self._steps, 'batch', 'batches')} "
+                f"in an epoch, although its len() is {len(self._loader)} and the longest of all ranks has "
+                f"{self._steps}. The rest would be ignored: return the number of batches from __len__, or end _iterate "
+                "after that many."
             )
 
     def _checked(self, batch: Columns) -> dict[str, npt.NDArray[np.generic]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.prepare.prepare import rows_to_write, written_schema
 from sparkhvd.data.prepare.stats import (
     SIZE_PREFIX,
@@ -172,7 +173,7 @@ class _NoBlocks:
     fresh = False
 
     def batches(self, piece: Piece) -> pa.RecordBatch:
-        raise DataError(f"This rank has no rows of the split, but {piece.rows} rows were requested.")
+        raise DataError(f"This rank has no rows of the split, but its plan covers {counted(piece.rows, 'row')}.")
 
 
 def _rows(blocks: ArrowBlocks) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.prepare import validation_split
 from sparkhvd.data.prepare.footers import Footer, read_footers
 from sparkhvd.data.prepare.stats import (
@@ -161,7 +162,8 @@ def prepare(
         _remove(store, layout.dataset_folder(dataset_id))
         raise
     held_out = 0 if manifest.validation is None else manifest.validation.rows
-    logger.info("Prepared dataset %s: %d rows to train on, %d held out", dataset_id, manifest.train.rows, held_out)
+    rows = counted(manifest.train.rows, "row")
+    logger.info("Prepared dataset %s: %s to train on, %d held out", dataset_id, rows, held_out)
     return manifest
 
 
@@ -170,8 +172,8 @@ def _check_all_came(written: int, files: Sequence[FileFacts], store: Store) -> N
     came = sum(sum(file.row_groups) for file in files)
     if came != written:
         raise StoreError(
-            f"The DataFrame has {written} rows, but {came} of them arrived in {store.url}. Check that the driver and "
-            "all executors share this folder."
+            f"The DataFrame has {counted(written, 'row')}, but {came} of them arrived in {store.url}. Check that the "
+            "driver and all executors share this folder."
         )
 
 
@@ -303,7 +305,7 @@ def _facts(store: Store, folder: str, footer: Footer, schema: DataSchema) -> Fil
     if name is None or len(footer.columns) != sum(leaves):
         raise DataError(
             f"{store.url}/{footer.path} is not a file that Spark wrote for this dataset: it has "
-            f"{len(footer.columns)} columns."
+            f"{counted(len(footer.columns), 'column')}."
         )
     if any(column.nulls is None for column in footer.columns):
         raise DataError(

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sparkhvd._util.closable import Closable
+from sparkhvd._util.counts import counted
 from sparkhvd._util.file_lock import exclusive_on_machine
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.data.prepare.prepare import WriteOptions, new_dataset_id, prepare, refuse_streaming
@@ -88,7 +89,7 @@ class PreparedData(Closable):
 
     def __repr__(self) -> str:
         held_out = f", {self.validation_rows} held out" if self.manifest.validation is not None else ""
-        return f"<PreparedData {self.dataset_id}: {self.train_rows} rows to train on{held_out}>"
+        return f"<PreparedData {self.dataset_id}: {counted(self.train_rows, 'row')} to train on{held_out}>"
 
 
 @brief_errors
@@ -409,4 +410,4 @@ def _remove_expired(store: Store, spark: SparkSession) -> None:
         logger.warning("Could not remove expired datasets: %s", error)
     else:
         if removed:
-            logger.info("Removed %d expired datasets", len(removed))
+            logger.info("Removed %s", counted(len(removed), "expired dataset"))

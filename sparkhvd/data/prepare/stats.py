@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.data.schema.manifest import LabelRanges
@@ -150,17 +151,18 @@ def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int) 
     nulls, others = rows_of(files, "null"), rows_of(files, "other")
     if nulls or others:
         raise DataError(
-            f"Validation column {by!r} has {nulls} rows with NULL and {others} rows with values other than 0 and 1; "
-            "it must be true (1) for held-out rows and false (0) for training rows."
+            f"Validation column {by!r} has {counted(nulls, 'row')} with NULL and {counted(others, 'row')} with values "
+            "other than 0 and 1; it must be true (1) for held-out rows and false (0) for training rows."
         )
     train, held_out = rows_of(files, "train"), rows_of(files, "validation")
     rule = f"validation column {by!r}" if isinstance(by, str) else f"validation={by}"
     if not train:
-        raise DataError(f"No row is left to train on: {rule} holds out all {held_out} rows.")
+        raise DataError(f"No row is left to train on: {rule} holds out every row ({held_out}).")
     if by is not None and not held_out:
         raise DataError(
-            f"No row is held out: {rule} selects none of {train} rows. Take a larger fraction, a column that is 1 for "
-            "some rows, another seed, or validation=None. (A fraction hashes the content, so equal rows stay together.)"
+            f"No row is held out: {rule} selects none of {counted(train, 'row')}. Take a larger fraction, a column "
+            "that is 1 for some rows, another seed, or validation=None. (A fraction hashes the content, so equal rows "
+            "stay together.)"
         )
     if train < num_proc:
         raise DataError(too_few_rows(train, num_proc))
@@ -173,10 +175,9 @@ def no_rows() -> DataError:
 
 def too_few_rows(train: int, num_proc: int) -> str:
     """Return the message for fewer training rows than ranks."""
-    rows = "is 1 row" if train == 1 else f"are {train} rows"
     return (
-        f"There {rows} to train on but num_proc is {num_proc}; every rank needs at least one row. "
-        "Lower num_proc or provide more rows."
+        f"There {'is' if train == 1 else 'are'} {counted(train, 'row')} to train on but num_proc is {num_proc}; every "
+        "rank needs at least one row. Lower num_proc or provide more rows."
     )
 
 
@@ -197,19 +198,20 @@ def checked_schema(schema: DataSchema, files: Sequence[FileFacts]) -> DataSchema
             if measure.column.name == column.name
         }
         whole = measured.get(("length", 0), own)
-        _refuse_null(column, sum(facts.nulls for facts in whole), "NULL values", _NULL_ROWS_ADVICE)
+        _refuse_null(column, sum(facts.nulls for facts in whole), "", _NULL_ROWS_ADVICE)
         if column.kind != "scalar":
             known.append(_with_shape(column, measured))
             # All arrays have the same length above 0 here, so every NULL in the elements' column is an element.
             inside = 0 if column.kind == "vector" else sum(facts.nulls for facts in own)
-            _refuse_null(column, inside, "NULL values inside its arrays", _NULL_ELEMENTS_ADVICE)
+            _refuse_null(column, inside, " inside its arrays", _NULL_ELEMENTS_ADVICE)
     return schema.replaced(known)
 
 
-def _refuse_null(column: ColumnSpec, count: int, what: str, next_step: str) -> None:
+def _refuse_null(column: ColumnSpec, count: int, where: str, next_step: str) -> None:
     if count and column.fill is None:
         raise DataError(
-            f"Column {column.name!r} ({column.role}) has {count} {what}. {next_step.format(name=column.name)}"
+            f"Column {column.name!r} ({column.role}) has {counted(count, 'NULL value')}{where}. "
+            f"{next_step.format(name=column.name)}"
         )
 
 

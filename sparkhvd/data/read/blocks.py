@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Protocol
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.read.shards import Piece
 from sparkhvd.data.schema.manifest import DataFile, Split
 from sparkhvd.errors import DataError, SparkHvdError, StoreError
@@ -82,7 +83,9 @@ class ParquetBlocks:
             raise
         except (OSError, pa.ArrowException) as error:
             raise StoreError(f"Cannot read {url}: {error}.") from error
-        raise DataError(f"{url} ends after {end} rows of a row group that should have more. Prepare the data again.")
+        raise DataError(
+            f"{url} ends after {counted(end, 'row')} of a row group that should have more. Prepare the data again."
+        )
 
     def _opened(self, content: pa.NativeFile, file: DataFile, url: str) -> pa.parquet.ParquetFile:
         from pyarrow import parquet  # noqa: PLC0415

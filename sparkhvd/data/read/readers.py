@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd._util.counts import counted
 from sparkhvd.config import local_folders
 from sparkhvd.data.read import cache
 from sparkhvd.data.read.batches import Arrays, Batch
@@ -369,7 +370,7 @@ def _transformed(batch: Batch, transformation: Transformation) -> Batch:
     for name, array in found.items():
         if len(array) != batch.rows:
             raise DataError(
-                f"transformation_fn returned {len(array)} rows of column {name!r} for a batch of {batch.rows} rows; it "
-                "must keep the number of rows."
+                f"transformation_fn returned {counted(len(array), 'row')} of column {name!r} for a batch of "
+                f"{counted(batch.rows, 'row')}; it must keep the number of rows."
             )
     return Batch({name: np.ascontiguousarray(array) for name, array in found.items()}, batch.rows, batch.global_rows)

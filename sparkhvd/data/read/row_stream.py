@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.errors import DataError
 
@@ -22,7 +23,7 @@ class RowStream:
             if self._at == self._end:
                 chunk = next(self._chunks, None)
                 if chunk is None:
-                    raise DataError(f"The reader ended {rows} rows before the end of the plan.")
+                    raise DataError(f"The reader ended {counted(rows, 'row')} before the end of the plan.")
                 self._chunk, self._at = chunk, 0
                 self._end = len(next(iter(chunk.values())))
             stop = min(self._at + rows, self._end)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.schema import codecs
 from sparkhvd.data.schema.data_schema import OBJECTS, ColumnSpec, DataSchema
 from sparkhvd.errors import DataError
@@ -379,8 +380,8 @@ def from_entries(  # noqa: PLR0917
     counts = np.bincount(rows, minlength=count)
     if column.entries is not None and counts.max(initial=0) > column.entries:
         raise DataError(
-            f"{_called(column, where)} has a row of {counts.max()} entries, but the manifest says at most "
-            f"{column.entries}. Prepare the data again."
+            f"{_called(column, where)} has a row of {counted(counts.max(), 'entry', 'entries')}, but the manifest says "
+            f"at most {column.entries}. Prepare the data again."
         )
     slots = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     room = column if column.entries is not None else replace(column, entries=max(1, int(counts.max(initial=0))))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sparkhvd._util.counts import counted
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark.task_exchange import stage_attempt
@@ -125,7 +126,7 @@ class DriverService:
     def _register(self, registration: TaskRegistration) -> Message:
         index = registration.offer.task_index
         if index not in range(self._num_tasks):
-            return Rejected(f"Task index {index} is out of range: this job has {self._num_tasks} tasks.")
+            return Rejected(f"Task index {index} is out of range: this job has {counted(self._num_tasks, 'task')}.")
         number = stage_attempt(registration.attempt, index)
         with self._changed:
             if self._end_reason:

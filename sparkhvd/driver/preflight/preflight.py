@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from sparkhvd._util.background import in_background, is_done_within
+from sparkhvd._util.counts import counted
 from sparkhvd.config import from_environment
 from sparkhvd.data.prepare.store_check import judge, needs_check, remove
 from sparkhvd.data.spark.job import run_job
@@ -171,12 +172,14 @@ def _slots(request: _Request) -> tuple[int, Check]:
     except LaunchError as error:
         return 0, Check("slots", Verdict.FAIL, str(error))
     if hidden:
-        return count, Check("slots", Verdict.SKIPPED, f"{count} ranks requested; {hidden} hides the number of slots")
+        return count, Check(
+            "slots", Verdict.SKIPPED, f"{counted(count, 'rank')} requested; {hidden} hides the number of slots"
+        )
     wanted = "all slots" if request.num_proc is None else f"{request.num_proc} requested"
     waited = time.monotonic() - began
     after = f", available after {waited:.1f} s" if waited > _REPORTED_WAIT_SECONDS else ""
     master = describe_cluster(request.spark, request.resources).master
-    return count, Check("slots", Verdict.OK, f"{count} ranks ({wanted}; master {master}){after}")
+    return count, Check("slots", Verdict.OK, f"{counted(count, 'rank')} ({wanted}; master {master}){after}")
 
 
 def _cluster(request: _Request, count: int) -> tuple[list[Examination], list[Check]]:
@@ -218,8 +221,8 @@ def _examined(request: _Request, count: int, probe: StoreProbe | None) -> list[E
         if not stage.wait(request.timeout):
             fewer = ", or the cluster has fewer slots" if setting_that_hides_slots(request.spark) else ""
             raise LaunchError(
-                f"{count} tasks did not run at the same time within {request.timeout:g} s: other jobs keep the slots "
-                f"busy{fewer}. Wait for those jobs, or run this job on a cluster of its own."
+                f"{counted(count, 'task')} did not run at the same time within {request.timeout:g} s: other jobs keep "
+                f"the slots busy{fewer}. Wait for those jobs, or run this job on a cluster of its own."
             )
         if stage.error is not None:
             raise LaunchError(spark_failure(stage.error, stage.host_of, stage.task_hosts())) from stage.error

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sparkhvd._util.addresses import without_brackets
 from sparkhvd._util.background import in_background, is_done_within, is_set_within
+from sparkhvd._util.counts import counted
 from sparkhvd.data.spark.job import add_tag, cancel, is_connect, new_tag
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StartTimeoutError
@@ -142,9 +143,10 @@ class BarrierStage:
         else:
             return
         raise StartTimeoutError(
-            f"Timed out waiting for Spark tasks to start. The cluster has slots for {self._num_tasks} ranks, but "
-            f"they were not free at the same time within start_timeout={seconds:g} s: other jobs keep them busy. Wait "
-            "for those jobs, run this job on a cluster of its own, or raise start_timeout."
+            "Timed out waiting for Spark tasks to start. The cluster has slots for "
+            f"{counted(self._num_tasks, 'rank')}, but they were not free at the same time within "
+            f"start_timeout={seconds:g} s: other jobs keep them busy. Wait for those jobs, run this job on a cluster "
+            "of its own, or raise start_timeout."
         )
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.spark.job import is_connect, is_local, run_job
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.spark.executor_python import check_executor_python
@@ -175,7 +176,7 @@ def _too_few_slots(cluster: Cluster, num_proc: int, slots: int, waited: float | 
     """Return the message for too few slots: both numbers and the settings to change."""
     after = "" if waited is None else f" after waiting {waited:.0f} s for executors"
     return (
-        f"num_proc={num_proc} is more than the {slots} slots of the cluster{after} "
+        f"num_proc={num_proc} is more than the {counted(slots, 'slot')} of the cluster{after} "
         f"(master {cluster.master}, {_per_task(cluster)}). {_remedy(cluster, num_proc)}"
     )
 

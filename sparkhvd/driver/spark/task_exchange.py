@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from sparkhvd._util.counts import counted
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.rpc.frames import MAX_FRAME_BYTES
 from sparkhvd.rpc.messages import (
@@ -170,7 +171,7 @@ class TaskExchange:
         index = own.offer.task_index
         number = stage_attempt(own.attempt, index)
         if index not in range(self._num_tasks):
-            return Rejected(f"Task index {index} is out of range: this job has {self._num_tasks} tasks.")
+            return Rejected(f"Task index {index} is out of range: this job has {counted(self._num_tasks, 'task')}.")
         answer: Future[Message] = Future()
         with self._lock:
             if self._over:

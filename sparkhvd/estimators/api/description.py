@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.loaders.transformation import transformed
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.data.schema.selection import Selection
@@ -43,7 +44,7 @@ def description(name: str, plugin_name: str, plan: FitPlan, df: DataFrame, selec
     columns = [(_column_title(column), list(rows[column.name])) for column in schema.columns]
     columns += [(f"output {index}{_shape(output)}", list(output)) for index, output in enumerate(outputs)]
     count = len(columns[0][1])
-    title = f"{count} rows through the model as it is, before any training:"
+    title = f"{counted(count, 'row')} through the model before training:"
     return "\n".join([name, *mapping, title, *_table(columns), ""])
 
 

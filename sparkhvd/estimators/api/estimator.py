@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TextIO, cast, ov
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
 
+from sparkhvd._util.counts import counted
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.data.external.locate import Access
 from sparkhvd.data.loaders.transformation import transformed
@@ -512,8 +513,8 @@ def _refuse_longer_run(run_id: str, epochs: int, last: Checkpoint | None) -> Non
     trained = 0 if last is None else last.epoch + 1
     if trained > epochs:
         raise ParamError(
-            f"resume='auto' found run {run_id!r}, which was trained for {trained} epochs, more than epochs={epochs}. "
-            f"Set epochs={trained} to get its model, or pass run_id to train a new run."
+            f"resume='auto' found run {run_id!r}, which was trained for {counted(trained, 'epoch')}, more than "
+            f"epochs={epochs}. Set epochs={trained} to get its model, or pass run_id to train a new run."
         )
 
 

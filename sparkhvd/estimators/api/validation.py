@@ -6,13 +6,13 @@ import inspect
 
 from pyspark.ml import base
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.loaders.user_loaders import loads_rows
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.backend import check_backend
 from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.params import EstimatorParams
 from sparkhvd.estimators.params.policies import monitored_metrics
-from sparkhvd.estimators.params.shapes import counted
 
 _PREPARATION_PARAMS = {
     "compress_sparse_cols": "compress_sparse",
@@ -59,8 +59,8 @@ def check_outputs(plan: FitPlan) -> None:
         entries, labels = getattr(plan, name), plan.label_cols
         if entries and labels and len(entries) != len(labels):
             raise ParamError(
-                f"{name} has {counted(entries, 'entry', 'entries')} {list(entries)}, but label_cols has "
-                f"{counted(labels, 'column')} {list(labels)}. Pass one entry per label column."
+                f"{name} has {counted(len(entries), 'entry', 'entries')} {list(entries)}, but label_cols has "
+                f"{counted(len(labels), 'column')} {list(labels)}. Pass one entry per label column."
             )
 
 

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.data.schema.spark_types import numbers_only
 from sparkhvd.errors import ModelOutputError, ParamError
@@ -240,7 +241,8 @@ def _plan_dense(
         return Ports((Port(input_name, tuple(names), shape, tensor.dtype),), structure)
     if len(known) != len(columns):
         raise ParamError(
-            f"The model has {len(known)} inputs {list(known)} but feature_cols has {len(columns)} columns: "
+            f"The model has {counted(len(known), 'input')} {list(known)}, but feature_cols has "
+            f"{counted(len(columns), 'column')}: "
             f"{names}. Use one column per input, or a model with one input for all columns, concatenated."
         )
     by_name = set(known) == set(names)
@@ -279,7 +281,10 @@ def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequ
     known = _declared_tensors(model, "outputs")
     names = [column.name for column in labels]
     if shapes is not None and len(shapes) != len(labels):
-        raise ParamError(f"label_shapes has {len(shapes)} shapes but label_cols has {len(labels)} columns: {names}.")
+        raise ParamError(
+            f"label_shapes has {counted(len(shapes), 'shape')}, but label_cols has "
+            f"{counted(len(labels), 'column')}: {names}."
+        )
     rows = [None] * len(labels) if shapes is None else [row_shape(shape) for shape in shapes]
     if known is None:
         ports = [Port(name, (name,), shape, None) for name, shape in zip(names, rows, strict=True)]
@@ -287,8 +292,8 @@ def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequ
     outputs = list(known)
     if len(outputs) != len(labels):
         raise ParamError(
-            f"The model has {len(outputs)} output(s) {outputs} but label_cols has {len(labels)}: {names}. Each output "
-            "needs its label column, in the same order or under the output's name."
+            f"The model has {counted(len(outputs), 'output')} {outputs}, but label_cols has {len(labels)}: {names}. "
+            "Each output needs its label column, in the same order or under the output's name."
         )
     by_name = set(outputs) == set(names)
     specs = {column.name: column for column in labels}

@@ -19,6 +19,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd._util.counts import counted
 from sparkhvd.config import export
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema.data_schema import DataSchema
@@ -378,7 +379,7 @@ def _try_out(
         raise
     except Exception as error:
         columns = {name: sample[name] for port in package.inputs.ports for name in port.columns}
-        called = f"{_dtypes_and_shapes(columns.values())} for {rows} rows; inputs: {package.inputs}"
+        called = f"{_dtypes_and_shapes(columns.values())} for {counted(rows, 'row')}; inputs: {package.inputs}"
         if not is_tensor_error(error):
             raise ModelOutputError(f"The model raised {describe_error(error)} It was called with {called}.") from error
         raise ModelOutputError(
@@ -388,8 +389,8 @@ def _try_out(
     for port, output in zip(package.outputs.ports, outputs, strict=True):
         if len(output.shape) == 0 or output.shape[0] != rows:
             raise ModelOutputError(
-                f"Output {port.name!r} has shape {list(output.shape)} for {rows} rows; its first dimension must be "
-                "the number of rows."
+                f"Output {port.name!r} has shape {list(output.shape)} for {counted(rows, 'row')}; its first dimension "
+                "must be the number of rows."
             )
     targets = package.outputs.arrays(sample, rows)
     try:

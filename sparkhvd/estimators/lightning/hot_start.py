@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sparkhvd._util.counts import counted
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.torch.schedule import repeat_initial_step
 
@@ -47,5 +48,7 @@ def _identity(optimizer: torch.optim.Optimizer) -> tuple[str, list[list[int]]]:
 
 def _describe_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     counts = [sum(len(group["params"]) for group in each.param_groups) for each in optimizers]
-    named = [f"{type(each).__name__} ({count} parameters)" for each, count in zip(optimizers, counts, strict=True)]
+    named = [
+        f"{type(each).__name__} ({counted(count, 'parameter')})" for each, count in zip(optimizers, counts, strict=True)
+    ]
     return ", ".join(named) or "none"

@@ -12,6 +12,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.loaders.user_loaders import loads_rows
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema import columns
@@ -272,9 +273,9 @@ def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, synthetic: boo
     labels = [column.name for column in schema.of("label")]
     if len(outputs) != len(labels):
         raise ModelOutputError(
-            f"The model's forward returns {len(outputs)} output(s) of shapes {[list(o.shape) for o in outputs]} but "
-            f"label_cols has {len(labels)}: {labels}. transform() adds one column per label, so return one output per "
-            "label."
+            f"The model's forward returns {counted(len(outputs), 'output')} with the shapes "
+            f"{[list(o.shape) for o in outputs]}, but label_cols has {len(labels)}: {labels}. transform() adds one "
+            "column per label, so return one output per label."
         )
     if package.objective is not None:
         package.objective.try_out(outputs, sample, synthetic=synthetic)
@@ -304,7 +305,7 @@ def _forward(
     for index, output in enumerate(outputs):
         if output.dim() == 0 or len(output) != rows:
             raise ModelOutputError(
-                f"Output {index} of the model has shape {list(output.shape)} for {rows} rows; its first dimension must "
-                "be the rows."
+                f"Output {index} of the model has shape {list(output.shape)} for {counted(rows, 'row')}; its first "
+                "dimension must be the rows."
             )
     return outputs

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sparkhvd._util.counts import counted
 from sparkhvd.comm import objects, session
 from sparkhvd.config import scratch_folder
 from sparkhvd.data.read.batches import BatchSource
@@ -192,9 +193,9 @@ class LightningTrainer:
             done = len(feed.train) - left
             if done < 0:
                 raise DataError(
-                    f"The run was interrupted with {left} batches of its epoch left, but an epoch now has only "
-                    f"{len(feed.train)} batches, so Lightning cannot resume there. Resume with the original batch_size "
-                    "or num_proc."
+                    f"The run was interrupted with {counted(left, 'batch', 'batches')} of its epoch left, but an epoch "
+                    f"now has only {counted(len(feed.train), 'batch', 'batches')}, so Lightning cannot resume there. "
+                    "Resume with the original batch_size or num_proc."
                 )
         feed.train.begin_within(hooks.first_epoch, hooks.first_step, done)
         feed.within_epoch = True

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.data.schema.selection import columns_by_name
 from sparkhvd.errors import ParamError, SchemaError
@@ -60,8 +61,8 @@ def match_features(
         ]
     else:
         raise ParamError(
-            f"feature_columns names {len(selected)} columns {list(feature_cols)} but the model was trained on "
-            f"{len(groups)}: {[column.path[0] for column, *_ in groups]}."
+            f"feature_columns names {counted(len(selected), 'column')} {list(feature_cols)}, but the model was trained "
+            f"on {len(groups)}: {[column.path[0] for column, *_ in groups]}."
         )
     return [_as_trained(column, trained_column) for column, trained_column in zip(columns, trained, strict=True)]
 

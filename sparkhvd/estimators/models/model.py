@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 
+from sparkhvd._util.counts import counted
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.data.schema.data_schema import Fill
 from sparkhvd.data.schema.packing import packed, plan_packing
@@ -207,12 +208,15 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         changed = self.getOrDefault("prediction_fn") is not None
         kinds: Sequence[str] = self.getOrDefault("output_types") or (AUTO,) * len(own)
         if not changed and len(kinds) != len(own):
-            raise ParamError(f"output_types has {len(kinds)} types {list(kinds)} but the model has {len(own)} outputs.")
+            raise ParamError(
+                f"output_types has {counted(len(kinds), 'type')} {list(kinds)}, but the model has "
+                f"{counted(len(own), 'output')}."
+            )
         if len(names) != len(kinds):
             of_labels = self.getOrDefault("label_columns")
             raise ParamError(
-                f"output_cols names {len(names)} columns {names} but there are {len(kinds)} outputs"
-                f"{f', for the labels {list(of_labels)}' if of_labels else ''}."
+                f"output_cols names {counted(len(names), 'column')} {names} for {counted(len(kinds), 'output')}"
+                f"{f' (label columns {list(of_labels)})' if of_labels else ''}. Name one column per output."
             )
         check_output_names(names, taken)
         labels = self._trained.schema.of("label")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.schema import columns as columns_of
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import DataError, SchemaError
@@ -31,8 +32,8 @@ def feature_array(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.
     null = _null_mask(series, column)
     if null.any() and column.fill is None:
         raise DataError(
-            f"Feature column {column.name!r} holds NULL in {null.sum()} of {len(series)} rows, for which there is no "
-            "prediction. Drop these rows first, or fill them (table.fillna)."
+            f"Feature column {column.name!r} holds NULL in {null.sum()} of {counted(len(series), 'row')}, for which "
+            "there is no prediction. Drop these rows first, or fill them (table.fillna)."
         )
     present = series[~null]
     spec = replace(column, shape=column.shape or (), entries=None)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from sparkhvd._util.counts import counted
 from sparkhvd._util.framework_imports import gc_paused_for_import
 from sparkhvd.config import visible_devices
 from sparkhvd.data.schema import columns as columns_of
@@ -137,8 +138,9 @@ def _decode(array: pa.Array | npt.NDArray[np.generic], column: ColumnSpec) -> np
         return array
     if array.null_count and column.fill is None:
         raise DataError(
-            f"Feature column {column.name!r} holds NULL in {array.null_count} of {len(array)} rows, for which there "
-            f"is no prediction. Drop these rows first (df.dropna(subset=[{column.name!r}])) or fill them (df.fillna)."
+            f"Feature column {column.name!r} holds NULL in {array.null_count} of {counted(len(array), 'row')}, for "
+            f"which there is no prediction. Drop these rows first (df.dropna(subset=[{column.name!r}])) or fill them "
+            "(df.fillna)."
         )
     lengths = columns_of.lengths(array.drop_null() if array.null_count else array)
     length = column.shape[0] if column.shape else 0
@@ -161,16 +163,17 @@ def _predict(
         predictions = predictor.predict(piece)
         if len(predictions) != len(spec.outputs):
             raise ModelOutputError(
-                f"The model or prediction_fn returned {len(predictions)} outputs for {len(spec.outputs)} output "
-                f"columns {[column.name for column in spec.outputs]}. Set output_cols and output_types to match."
+                f"The model or prediction_fn returned {counted(len(predictions), 'output')} for "
+                f"{counted(len(spec.outputs), 'output column')} {[column.name for column in spec.outputs]}. Set "
+                "output_cols and output_types to match."
             )
         count = len(next(iter(piece.values())))
         for index, (prediction, column, kind) in enumerate(zip(predictions, spec.outputs, spec.types, strict=True)):
             array = encode_output(prediction, column, kind)
             if len(array) != count:
                 raise ModelOutputError(
-                    f"Output column {column.name!r} has {len(array)} rows for {count} rows of the DataFrame; the first "
-                    "dimension of an output must be the rows."
+                    f"Output column {column.name!r} has {counted(len(array), 'row')} for {counted(count, 'row')} of "
+                    "the DataFrame; the first dimension of an output must be the rows."
                 )
             parts[index].append(array)
     return [pieces[1] if len(pieces) == 2 else pa.concat_arrays(pieces) for pieces in parts]

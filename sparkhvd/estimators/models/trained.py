@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema, Fill
@@ -109,7 +110,9 @@ def wrap_model(  # noqa: PLR0917
             ) from error
         shapes = [np.asarray(output).shape[1:] for output in outputs]
         if labels and len(labels) != len(shapes):
-            raise ParamError(f"The model has {len(shapes)} outputs but label_cols has {len(labels)}: {label_cols}.")
+            raise ParamError(
+                f"The model has {counted(len(shapes), 'output')}, but label_cols has {len(labels)}: {label_cols}."
+            )
         by_output = labels or (None,) * len(shapes)
         specs = output_specs(shapes, by_output)
         source, files = _save_files(Path(folder), store)

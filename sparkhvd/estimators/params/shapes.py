@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sparkhvd._util.counts import counted
 from sparkhvd.errors import ParamError
 
 
@@ -20,12 +21,7 @@ def check_input_shapes(shapes: Sequence[Sequence[int]], columns: Sequence[str]) 
     """
     if len(shapes) != len(columns):
         raise ParamError(
-            f"input_shapes has {counted(shapes, 'shape')}, but feature_cols has {counted(columns, 'column')}: "
-            f"{list(columns)}. Pass one shape per column, or leave input_shapes out to concatenate all columns for a "
-            "model with one input."
+            f"input_shapes has {counted(len(shapes), 'shape')}, but feature_cols has "
+            f"{counted(len(columns), 'column')}: {list(columns)}. Pass one shape per column, or leave input_shapes out "
+            "to concatenate all columns for a model with one input."
         )
-
-
-def counted(things: Sequence[object], singular: str, plural: str = "") -> str:
-    """Return the number of things with the noun in the right number, such as ``2 columns``."""
-    return f"{len(things)} {singular if len(things) == 1 else plural or singular + 's'}"

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.loaders.torch_data import sparse_tensor
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import ParamError, SchemaError
@@ -94,10 +95,10 @@ def plan_inputs(
         return tuple(_own_input(column, dtypes[column.name]) for column in columns)
     if not least <= 1 <= most:
         names = [column.name for column in columns]
-        takes = str(least) if least == most else f"{least} to {most}"
+        takes = counted(least, "input") if least == most else f"{least} to {most} inputs"
         raise ParamError(
-            f"The model's forward takes {takes} inputs but feature_cols has {len(names)} columns: {names}. Pass one "
-            "column per input, or let forward take one input, for which all columns are concatenated."
+            f"The model's forward takes {takes}, but feature_cols has {counted(len(names), 'column')}: {names}. Pass "
+            "one column per input, or let forward take one input, for which all columns are concatenated."
         )
     if len(columns) == 1 and columns[0].kind != "scalar":
         return (_own_input(columns[0], dtypes[columns[0].name]),)

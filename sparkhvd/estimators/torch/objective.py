@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from sparkhvd._util.counts import counted
 from sparkhvd.errors import DataError, ModelOutputError, ParamError
 from sparkhvd.estimators.params.frameworks import estimator_hint
 from sparkhvd.estimators.params.shapes import row_shape
@@ -89,7 +90,7 @@ class Objective:
         """
         if len(outputs) != len(self.label_cols):
             raise ModelOutputError(
-                f"In training mode the model returns {len(outputs)} output(s) of shapes "
+                f"In training mode the model returns {counted(len(outputs), 'output')} with the shapes "
                 f"{[list(o.shape) for o in outputs]}, but in evaluation mode one per column of label_cols "
                 f"{list(self.label_cols)}. Turn auxiliary outputs off (aux_logits=False for torchvision's models), or "
                 "combine all outputs into one loss in train_minibatch_fn."
@@ -177,9 +178,9 @@ class Objective:
         """
         if len(outputs) != len(self.label_cols):
             raise ModelOutputError(
-                f"The model returns {len(outputs)} output(s) of shapes {[list(o.shape) for o in outputs]} but "
-                f"label_cols has {len(self.label_cols)}: {list(self.label_cols)}. Each output needs a label column, in "
-                "the same order."
+                f"The model returns {counted(len(outputs), 'output')} with the shapes "
+                f"{[list(o.shape) for o in outputs]}, but label_cols has {len(self.label_cols)}: "
+                f"{list(self.label_cols)}. Each output needs a label column, in the same order."
             )
         labels = self.labels(outputs, columns)
         for name, output, label, loss in zip(self.label_cols, outputs, labels, self.losses, strict=True):
@@ -216,7 +217,8 @@ def objective_of(params: Mapping[str, object]) -> Objective:
     lists = {"loss": losses, "loss_constructors": constructors, "loss_weights": weights, "label_shapes": shapes}
     for name, values in lists.items():
         if values and len(values) != count:  # type: ignore[arg-type]
-            raise ParamError(f"{name} has {len(values)} entries but label_cols has {count}: {list(label_cols)}.")  # type: ignore[arg-type]
+            entries = counted(len(values), "entry", "entries")  # type: ignore[arg-type]
+            raise ParamError(f"{name} has {entries}, but label_cols has {count}: {list(label_cols)}.")
     for loss in (*losses, *constructors):
         if not callable(loss):
             raise ParamError(f"loss={loss!r} is not callable; pass a function or module that takes (output, label).")
@@ -318,8 +320,8 @@ def _weighted(loss: Measure, output: torch.Tensor, label: torch.Tensor, rows: to
         values = loss(output, label, reduction="none")  # type: ignore[call-arg]  # checked on the driver
     if values.dim() == 0 or len(values) != len(rows):
         raise ModelOutputError(
-            f"The loss {name_of(loss)} returned shape {list(values.shape)} for {len(rows)} rows when called with "
-            "reduction='none'; sample_weight_col needs one value per row."
+            f"The loss {name_of(loss)} returned shape {list(values.shape)} for {counted(len(rows), 'row')} when called "
+            "with reduction='none'; sample_weight_col needs one value per row."
         )
     values = values.reshape(len(rows), -1)
     of_rows = values.sum(dim=1) if _reduction(loss) == "batchmean" else values.mean(dim=1)

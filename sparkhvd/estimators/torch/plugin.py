@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
@@ -288,7 +289,7 @@ def check_optimizer(optimizer: object, model: torch.nn.Module) -> None:
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
         raise ParamError(
-            f"optimizer holds {len(foreign)} parameters that are not the model's (the first has shape "
+            f"optimizer holds {counted(len(foreign), 'parameter')} that the model does not have (the first has shape "
             f"{list(foreign[0].shape)}); create it from model.parameters() of the model that you pass, or take both "
             "from getModelAndOptimizer() of a trained model."
         )
@@ -369,8 +370,8 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, synthetic:
         for index, output in enumerate(outputs):
             if output.dim() == 0 or len(output) != rows:
                 raise ModelOutputError(
-                    f"Output {index} of the model has shape {list(output.shape)} for {rows} rows; its first dimension "
-                    "must be the rows."
+                    f"Output {index} of the model has shape {list(output.shape)} for {counted(rows, 'row')}; its first "
+                    "dimension must be the rows."
                 )
         package.objective.try_out(outputs, sample, synthetic=synthetic)
         _try_training_mode(package, inputs)

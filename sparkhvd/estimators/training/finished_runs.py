@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.training import checkpoint
@@ -49,7 +50,7 @@ def find(store: Store, run_id: str, epochs: int) -> TrainResult | None:
         return None
     schema = DataSchema(tuple(ColumnSpec(**_tuples(column)) for column in content["schema"]))
     history = tuple(record_from_json(record) for record in content["history"])
-    logger.info("run %s is already finished after %d epochs; its model is returned", run_id, len(history))
+    logger.info("run %s has already finished after %s; its model is returned", run_id, counted(len(history), "epoch"))
     return TrainResult(history, files, None, schema, [tuple(shape) for shape in content["shapes"]])
 
 

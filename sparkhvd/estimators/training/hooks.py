@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sparkhvd._util.counts import counted
 from sparkhvd.comm import objects
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
@@ -174,7 +175,7 @@ class RunHooks:
     def _log_early_stopping(self) -> None:
         rule = self._spec.early_stopping
         if rule is not None and self._communicator.world.rank == 0:
-            logger.info("training stops early: no better %s for %d epochs", rule.monitor, rule.patience)
+            logger.info("training stops early: no better %s for %s", rule.monitor, counted(rule.patience, "epoch"))
 
     def restore_best(self, trainer: Trainer) -> None:
         """Restore the model of the best epoch, if ``Checkpoints(best=...)`` is set; on rank 0."""

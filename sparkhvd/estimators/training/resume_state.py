@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sparkhvd._util.counts import counted
 from sparkhvd.comm import objects
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.estimators.reports import EpochRecord
@@ -105,9 +106,9 @@ def log_resumption(run_id: str, state: ResumeState, epochs: int) -> None:
         logger.info("run %s resumes after epoch %d", run_id, resumed.first_epoch)
     else:
         logger.warning(
-            "Run %s has already been trained for %d epochs and epochs=%d, so nothing is left to train; its model is "
+            "Run %s has already been trained for %s and epochs=%d, so nothing is left to train; its model is "
             "returned. Raise epochs, or choose another run_id to train from the start.",
             run_id,
-            resumed.first_epoch,
+            counted(resumed.first_epoch, "epoch"),
             epochs,
         )

@@ -13,6 +13,7 @@ from typing import Literal, cast
 
 import cloudpickle
 
+from sparkhvd._util.counts import counted
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.config import given_rows, scratch_folder
@@ -329,9 +330,9 @@ def _resume_source(job: TrainJob, rows: RankRows, hooks: RunHooks, world: World)
         return train
     if not isinstance(train, ParquetSource):
         raise DataError(
-            f"Run {job.run_id!r} was interrupted with {within.num_proc} ranks and batch_size={within.batch_size}; "
-            "petastorm's reader and data modules can only resume with the same numbers. Use these, or choose another "
-            "run_id to train from the start."
+            f"Run {job.run_id!r} was interrupted with {counted(within.num_proc, 'rank')} and "
+            f"batch_size={within.batch_size}; petastorm's reader and data modules can only resume with the same "
+            "numbers. Use these, or choose another run_id to train from the start."
         )
     stored, seed, part = job.rows, job.spec.seed, replace(_split_readings(job.spec)[0], batch_size=within.batch_size)
 

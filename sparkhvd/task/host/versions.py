@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from sparkhvd._util.counts import counted
+
 if TYPE_CHECKING:
     from sparkhvd.rpc.registration import TaskOffer
 
@@ -68,7 +70,7 @@ def different_versions(driver: Sequence[str], offers: Sequence[TaskOffer]) -> st
 
 def _listed(hosts: Sequence[str]) -> str:
     more = len(hosts) - _SHOWN_HOSTS
-    return ", ".join(hosts[:_SHOWN_HOSTS]) + (f" and {more} more hosts" if more > 0 else "")
+    return ", ".join(hosts[:_SHOWN_HOSTS]) + (f" and {counted(more, 'more host')}" if more > 0 else "")
 
 
 def _joined(versions: dict[str, str]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sparkhvd._util.counts import counted
 from sparkhvd.errors import ConfigError
 
 
@@ -96,7 +97,8 @@ def named_by_user(groups: list[dict[str, Any]], pairs: list[tuple[str, torch.Ten
     ]
     if unnamed:
         raise ConfigError(
-            f"named_parameters does not name {len(unnamed)} parameters of the optimizer ({'; '.join(unnamed)}); "
-            f"its names are {sorted(name_of.values())}. Name all of them, or pass named_parameters=None."
+            f"named_parameters does not name {counted(len(unnamed), 'parameter')} of the optimizer "
+            f"({'; '.join(unnamed)}); its names are {sorted(name_of.values())}. Name all of them, or pass "
+            "named_parameters=None."
         )
     return {parameter: f"gradient.{name_of[parameter]}" for options in groups for parameter in options["params"]}

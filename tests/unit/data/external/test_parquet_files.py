@@ -268,7 +268,7 @@ def test_arrays_of_different_lengths_are_refused_from_the_footers(tmp_path):
 
 def test_null_is_refused_or_filled(tmp_path):
     path = write(tmp_path / "p", x=[1.0, None], a=[[1, 2], None], y=[0, 1])
-    with pytest.raises(DataError, match=r"Column 'x' \(feature\) has 1 NULL values in .*Set fill"):
+    with pytest.raises(DataError, match=r"Column 'x' \(feature\) has 1 NULL value in .*Set fill"):
         opened(path, ["x"])
     with pytest.raises(DataError, match=r"Column 'a' \(feature\) has 1 NULL"):
         opened(path, ["a"])

@@ -108,7 +108,7 @@ def test_a_transformation_gets_every_batch_as_arrays(folder):
     assert [list(batch) for batch in batches] == [["half", "length"]] * 6
     assert torch.cat([batch["half"] for batch in batches]).tolist() == [n / 2 for n in range(300)]
     assert set(torch.cat([batch["length"] for batch in batches]).tolist()) == {len("not selected")}
-    with pytest.raises(DataError, match="transformation_fn returned 1 rows of column 'id' for a batch of 50"):
+    with pytest.raises(DataError, match="transformation_fn returned 1 row of column 'id' for a batch of 50"):
         list(torch_loader(str(folder), 50, transformation_fn=lambda columns: {"id": columns["id"][:1]}))
 
 
@@ -165,7 +165,7 @@ def test_one_file_with_every_type_that_can_be_read(tmp_path):
     }
     with pytest.raises(SchemaError, match=r"Column 'text' \(object\) cannot become a tensor; leave it out"):
         list(torch_loader(url, 2, columns=["small", "text"]))
-    with pytest.raises(DataError, match=r"Column 'gaps' \(feature\) has 1 NULL values in .*Set fill"):
+    with pytest.raises(DataError, match=r"Column 'gaps' \(feature\) has 1 NULL value in .*Set fill"):
         torch_loader(url, 2, columns=["gaps"])
     (batch,) = torch_loader(url, 2, columns=["place.x", "gaps"], fill={"gaps": -1}, shuffle=False)
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {"place.x": [1.0, 2.0], "gaps": [1, -1]}

@@ -396,7 +396,7 @@ def refused(more):
         ({"label_cols": ("y",)}, [(3,)]),
         ({"model": "plain", "closure": True}, "LBFGS decides from the loss of its own rank"),
         ({"model": "plain", "optimizer": 3}, "optimizer is a int; pass an instance such as torch.optim.Adam("),
-        ({"model": "plain", "another": True}, "parameters that are not the model's (the first has shape [16, 6])"),
+        ({"model": "plain", "another": True}, "parameters that the model does not have (the first has shape [16, 6])"),
         ({"model": "plain", "early_stopping": EarlyStopping("loos")}, "Did you mean 'loss'?"),
         ({"model": "no optimizer"}, "Unfinished has no configure_optimizers, which Lightning needs for training"),
     ],

@@ -98,7 +98,7 @@ def test_fields_that_differ_only_in_case_are_never_confused():
 
 
 def test_another_number_or_kind_of_columns_is_refused():
-    with pytest.raises(ParamError, match=r"names 1 columns \['s'\] but the model was trained on 2: \['s', 'x'\]"):
+    with pytest.raises(ParamError, match=r"names 1 column \['s'\], but the model was trained on 2: \['s', 'x'\]"):
         taken(struct(s=struct("b", "a", deep=struct("q", "p"))), ["s"])
     vector = trained_on(t.StructType([t.StructField("v", VectorUDT())]), ["v"])
     with pytest.raises(SchemaError, match=r"'x' is a number; the model was trained on a vector \('v'\)"):

@@ -100,7 +100,7 @@ def test_a_column_of_the_right_dtype_and_shape_is_not_copied():
 
 
 def test_a_wrong_number_of_columns_is_refused_with_both_numbers():
-    with pytest.raises(ParamError, match=r"forward takes 2 inputs but feature_cols has 3 columns: \['a', 'b', 'c'\]"):
+    with pytest.raises(ParamError, match=r"forward takes 2 inputs, but feature_cols has 3 columns: \['a', 'b', 'c'\]"):
         plan_inputs(Two(), [scalar("a"), scalar("b"), scalar("c")], None)
 
 

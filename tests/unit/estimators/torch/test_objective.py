@@ -129,9 +129,9 @@ def test_a_metric_is_measured_with_its_own_output():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"loss": [functional.mse_loss] * 3}, r"loss has 3 entries but label_cols has 2: \['a', 'b'\]"),
-        ({"loss_weights": (1.0,)}, "loss_weights has 1 entries but label_cols has 2"),
-        ({"label_shapes": ((1,),)}, "label_shapes has 1 entries but label_cols has 2"),
+        ({"loss": [functional.mse_loss] * 3}, r"loss has 3 entries, but label_cols has 2: \['a', 'b'\]"),
+        ({"loss_weights": (1.0,)}, "loss_weights has 1 entry, but label_cols has 2"),
+        ({"label_shapes": ((1,),)}, "label_shapes has 1 entry, but label_cols has 2"),
         ({"loss": "mse"}, "loss='mse' is not callable"),
         ({"loss": torch.nn.MSELoss(reduction="sum")}, r"The loss MSELoss has reduction='sum'; it must be 'mean'"),
         (
@@ -202,7 +202,7 @@ def test_a_class_beyond_the_output_is_refused():
 
 
 def test_a_wrong_number_of_outputs_is_refused_with_the_label_names():
-    with pytest.raises(ModelOutputError, match=r"returns 2 output\(s\) of shapes .* but label_cols has 1: \['y'\]"):
+    with pytest.raises(ModelOutputError, match=r"returns 2 outputs with the shapes .*, but label_cols has 1: \['y'\]"):
         objective(functional.mse_loss).try_out([torch.zeros(2), torch.zeros(2)], {"y": np.zeros(2)})
 
 

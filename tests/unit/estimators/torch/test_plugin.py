@@ -188,7 +188,7 @@ def test_objects_of_the_wrong_kind_are_refused():
 
 def test_an_optimizer_of_another_model_is_refused():
     other = torch.optim.SGD(torch.nn.Linear(7, 1).parameters(), lr=0.1)
-    with pytest.raises(ParamError, match=r"optimizer holds 2 parameters that are not the model's .* \[1, 7\]"):
+    with pytest.raises(ParamError, match=r"optimizer holds 2 parameters that the model does not have .* \[1, 7\]"):
         PLUGIN.check({**params(torch.nn.Linear(3, 2)), "optimizer": other}, columns((3,)), None)
 
 

@@ -485,7 +485,7 @@ def test_a_fitted_model_and_its_optimizer_start_another_training():
         ({"train_minibatch_fn": lambda model: model}, r"train_minibatch_fn cannot be called with \(model, optimizer, "),
         ({"loss_constructors": [lambda other: other], "loss": None}, r"<lambda>\(other\) cannot be called: missing"),
         ({"callbacks": [print]}, "callbacks holds a builtin_function_or_method"),
-        ({"loss_constructors": [functional.mse_loss] * 2, "loss": None}, "loss_constructors has 2 entries but"),
+        ({"loss_constructors": [functional.mse_loss] * 2, "loss": None}, "loss_constructors has 2 entries, but"),
         ({"metrics": {"m": torchmetrics.classification.MulticlassF1Score(3, average=None)}}, "must return one number"),
         ({"metrics": {"m": ByName()}}, r"returns a dict with keys \['min', 'max'\].* must return one number"),
     ],

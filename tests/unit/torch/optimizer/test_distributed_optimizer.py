@@ -447,7 +447,7 @@ def test_gradients_cannot_be_exchanged_after_shutdown():
         ),
         (
             lambda w, o: hvd.DistributedOptimizer(o, [("b", a_parameter())]),
-            r"does not name 1 parameters of the optimizer \(group 0, position 0, shape \(2,\)\); its names are \['b'\]",
+            r"does not name 1 parameter of the optimizer \(group 0, position 0, shape \(2,\)\); its names are \['b'\]",
         ),
         (lambda w, o: hvd.DistributedOptimizer(o, [w]), r"not a \(name, parameter\)"),
         (lambda w, o: hvd.DistributedOptimizer(hvd.DistributedOptimizer(o)), "already distributed"),
