@@ -32,7 +32,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_WAYS_TO_SAY_IT = re.compile(
+_MOUNTED_URL = re.compile(
     r"(?:file:(?://)?)?(?P<mounted>/dbfs(?:/.*)?|/Volumes/.+)|dbfs:(?P<folder>/(?!/).*)", re.DOTALL
 )
 
@@ -44,12 +44,12 @@ def mounted_path(url: str) -> str | None:
         >>> mounted_path("dbfs:/a"), mounted_path("file:/dbfs/a"), mounted_path("dbfs:/Volumes/c/s/v/a")
         ('/dbfs/a', '/dbfs/a', '/Volumes/c/s/v/a')
     """
-    found = _WAYS_TO_SAY_IT.fullmatch(url)
-    if found is None:
+    match = _MOUNTED_URL.fullmatch(url)
+    if match is None:
         return None
-    folder = found["folder"]
+    folder = match["folder"]
     if folder is None:
-        return found["mounted"]
+        return match["mounted"]
     return folder if folder.startswith("/Volumes/") else f"/dbfs{folder}"
 
 

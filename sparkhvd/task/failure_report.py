@@ -14,10 +14,10 @@ TOO_LARGE = "too large"
 LAUNCH = "launch"
 
 # The phases of a rank.
-STARTING = "before fn began"
+STARTING = "before fn started"
 IN_FN = "in fn"
 CONNECTED = "in fn, after init()"
-ENDED = "after fn had ended"
+ENDED = "after fn ended"
 
 _MAX_TEXT = 64 * 1024
 

@@ -94,7 +94,7 @@ class Ended:
 
 
 _NAMED = r"Rank 1 on host \S+ "
-_IMPORTING = r"Rank \d on host \S+ ended with exit code 1 \(before fn began\)[\s\S]*"
+_IMPORTING = r"Rank \d on host \S+ ended with exit code 1 \(before fn started\)[\s\S]*"
 _NO_SPACE = r"\[Errno 28\] No space left"
 _UNPACKED = "returned a BadResult that cannot be pickled"
 # In fn, while modules are imported, while the result is packed.
@@ -107,10 +107,10 @@ _SAID = {
 }
 # The progress of the rank, as messages report it.
 WHEN = {
-    "before registration": "before fn began",
+    "before registration": "before fn started",
     "at rendezvous": "in fn",
     "in mid-training": r"in fn, after init\(\)",
-    "at the end": "after fn had ended",
+    "at the end": "after fn ended",
 }
 _HANGING: dict[str, tuple[type[Exception], str]] = {
     "before registration": (StartTimeoutError, r"Rank \d on host \S+ was not ready to run fn in time"),

@@ -194,9 +194,9 @@ MPI_FAULTS = [
     ),
     MpiFault("mpirun killed", r"mpirun was killed by signal 9 \(SIGKILL\)", loss=_kill_below("mpirun")),
     MpiFault("task killed", "Spark aborted the job", loss=_kill_tasks, phase="before registration"),
-    MpiFault("task killed", _LOST.format(1, "before fn began"), _slow_agent, _kill_task, "while orted starts"),
+    MpiFault("task killed", _LOST.format(1, "before fn started"), _slow_agent, _kill_task, "while orted starts"),
     MpiFault("task killed", _LOST.format(2, r"in fn, after init\(\)"), _by_node, _kill_task),
-    MpiFault("task killed", _LOST.format(1, "after fn had ended"), loss=_kill_task, phase="at the end"),
+    MpiFault("task killed", _LOST.format(1, "after fn ended"), loss=_kill_task, phase="at the end"),
 ]
 
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _TRAINING_TERMS = {
-    failure_report.STARTING: "before the training began",
+    failure_report.STARTING: "before training started",
     failure_report.IN_FN: "in training",
     failure_report.CONNECTED: "in training",
-    failure_report.ENDED: "after the training had ended",
+    failure_report.ENDED: "after training ended",
 }
 
 

@@ -75,7 +75,7 @@ def test_a_task_sends_heartbeats_before_and_after_it_has_a_rank(monkeypatch):
         while (last := driver.messages.get(timeout=20.0)) == Flush():
             continue
     assert early == [TaskStatus(0, -1, "here", 100), Flush(), Flush()]
-    assert [told[-1], *later] == [TaskStatus(0, 3, "here", 100, "before fn began"), Flush(), Flush()]
+    assert [told[-1], *later] == [TaskStatus(0, 3, "here", 100, "before fn started"), Flush(), Flush()]
     assert last == TaskStatus(0, 3, "here", 100, "in fn")
 
 

@@ -74,7 +74,7 @@ def test_a_pandas_table_is_refused_with_the_conversion_to_spark():
     [
         ("raised KeyError: 'x' (in fn, after init()).\n\nTraceback (in fn)", "'x' (in training).\n\nTraceback (in fn)"),
         ("was killed (in fn).", "was killed (in training)."),
-        ("was killed (after fn had ended).", "(after the training had ended)."),
+        ("was killed (after fn ended).", "(after training ended)."),
     ],
 )
 def test_the_phase_of_a_failing_rank_is_described_in_terms_of_training(message, ending):
