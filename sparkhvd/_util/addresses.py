@@ -77,10 +77,10 @@ def outgoing_address(towards: str) -> str:
 def _resolve(host: str) -> list[tuple[socket.AddressFamily, str]]:
     """Return the addresses of a host, IPv4 first, without IPv6 addresses that are valid on one link only."""
     try:
-        found = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
+        resolved = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except OSError:
         return []
-    addresses = [(family, str(address[0])) for family, _, _, _, address in found if family in _FAMILIES]
+    addresses = [(family, str(address[0])) for family, _, _, _, address in resolved if family in _FAMILIES]
     usable = [one for one in addresses if not _needs_scope(one[1])]
     return sorted(usable, key=lambda one: _FAMILIES.index(one[0]))
 

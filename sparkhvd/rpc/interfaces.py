@@ -49,27 +49,27 @@ def parse_if_inet6(text: str) -> list[Interface]:
     A line has the address in hexadecimal digits, the interface's number, the length of the network's prefix, the scope,
     flags and the interface's name. Link-local addresses are skipped because they are invalid on other hosts.
     """
-    found = []
+    addresses = []
     for line in text.splitlines():
         digits, _, prefix, scope, flags, name = line.split()
         address = ipaddress.IPv6Address(int(digits, 16))
         if int(scope, 16) == _LINK_SCOPE or int(flags, 16) & _NOT_YET_OURS:
             continue
         network = ipaddress.ip_network((address, int(prefix, 16)), strict=False)
-        found.append(Interface(name, str(address), str(network)))
-    return found
+        addresses.append(Interface(name, str(address), str(network)))
+    return addresses
 
 
 def _with_ipv4() -> list[Interface]:
-    found = []
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 address, mask = (_address_of(probe, name, request) for request in (_SIOCGIFADDR, _SIOCGIFNETMASK))
             except OSError:
                 continue  # it has no IPv4 address
-            found.append(Interface(name, address, str(ipaddress.ip_network(f"{address}/{mask}", strict=False))))
-    return found
+            addresses.append(Interface(name, address, str(ipaddress.ip_network(f"{address}/{mask}", strict=False))))
+    return addresses
 
 
 def _address_of(probe: socket.socket, name: str, request: int) -> str:

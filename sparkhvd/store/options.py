@@ -56,11 +56,11 @@ def refuse_credentials(url: str) -> None:
 
     A password may have a slash in it, so what stands before one need not be a server.
     """
-    for found in _URL.finditer(url):
-        if not _SERVER.fullmatch(found["server"]):
-            _, at, after = (found["server"] + found["rest"]).rpartition("@")
+    for match in _URL.finditer(url):
+        if not _SERVER.fullmatch(match["server"]):
+            _, at, after = (match["server"] + match["rest"]).rpartition("@")
             raise StoreError(
-                f"{found['scheme']}://***{at}{after if at else ''} has credentials in it, which logs and messages "
+                f"{match['scheme']}://***{at}{after if at else ''} has credentials in it, which logs and messages "
                 "would show. Pass them as storage_options."
             )
 

@@ -76,8 +76,8 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         if slot.world.rank == 0:
             write_device_map(plan.slots, log)
             # Without driver connections, the driver does not receive the offers.
-            if line is None and (said := different_versions(job.versions, [one.offer for one in plan.slots])):
-                log.write("stderr", said.encode())
+            if line is None and (warning := different_versions(job.versions, [one.offer for one in plan.slots])):
+                log.write("stderr", warning.encode())
         if problem is not None:
             worker.events.put(Raised(str(problem), "", secondary=False))
         elif unstarted:

@@ -56,8 +56,8 @@ class JobPlan:
         return RendezvousClient(self.rendezvous, self.token, deadline, encrypt=self.encrypt)
 
 
-def worker_spec(job: Job, plan: JobPlan, slot: Slot, given: tuple[tuple[str, str], ...] = ()) -> WorkerSpec:
-    """Return the spec for the worker of a slot; ``given`` are environment variables that point to its task's rows."""
+def worker_spec(job: Job, plan: JobPlan, slot: Slot, more: tuple[tuple[str, str], ...] = ()) -> WorkerSpec:
+    """Return the spec for the worker of a slot; ``more`` are environment variables that point to its task's rows."""
     context = LaunchContext(
         world=slot.world,
         rendezvous=plan.rendezvous if slot.world.size > 1 else (),
@@ -67,7 +67,7 @@ def worker_spec(job: Job, plan: JobPlan, slot: Slot, given: tuple[tuple[str, str
         config=replace(job.config, network_interfaces=",".join(job.nics)) if job.nics else job.config,
     )
     path = changed_environment(dict(job.env)).get(IMPORT_PATH)
-    return WorkerSpec(context, job.payload, (*_variables(job, plan, slot), *given), path)
+    return WorkerSpec(context, job.payload, (*_variables(job, plan, slot), *more), path)
 
 
 def await_rows(plan: JobPlan, slot: Slot) -> None:

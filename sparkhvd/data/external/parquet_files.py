@@ -177,10 +177,10 @@ def _open(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> Exis
 
 def _hold_on(store: Store, folder: str) -> leases.Hold | None:
     """Return a hold on the prepared rows in a folder, or None if no driver would remove them."""
-    found = layout.dataset_at(f"{store.url}/{folder}")
-    if found is None:
+    dataset = layout.dataset_at(f"{store.url}/{folder}")
+    if dataset is None:
         return None
-    url, dataset_id = found
+    url, dataset_id = dataset
     try:
         home = store if url == f"{store.url}/" else store.at(url)
         if not home.list(layout.lease_folder(dataset_id)):
@@ -245,8 +245,8 @@ def selected(manifest: Manifest, wanted: ColumnRequest) -> Manifest:
 
 
 def _visible_files(store: Store, location: str) -> list[str]:
-    found = store.list(location)
-    inside = {path.removeprefix(location).lstrip("/"): path for path in found}
+    listed = store.list(location)
+    inside = {path.removeprefix(location).lstrip("/"): path for path in listed}
     for name in inside:
         _refuse_table(name, f"{store.url}/{location}")
     shown = [inside[name] for name in shown_files(list(inside))]
@@ -316,13 +316,13 @@ def _columns(
     if name in packed and name in stored and packed[name].codec is not None:
         field = packed[name]
         return [ColumnSpec(name, field.dtype, field.shape, role, "array", codec=field.codec)]
-    found = [leaf.column(role) for top in _tops(stored, name) for leaf in arrow_types.leaves((top,), stored[top])]
-    if len(found) == 1 and name in packed:
-        found = [_as_declared(found[0], packed[name], stored[found[0].name])]
-    found = [column for column in found if column.name == name or column.name.startswith(f"{name}.")]
-    if not found:
+    fields = [leaf.column(role) for top in _tops(stored, name) for leaf in arrow_types.leaves((top,), stored[top])]
+    if len(fields) == 1 and name in packed:
+        fields = [_as_declared(fields[0], packed[name], stored[fields[0].name])]
+    fields = [column for column in fields if column.name == name or column.name.startswith(f"{name}.")]
+    if not fields:
         raise no_such_column(name, role, [*stored], "The files have")
-    return found
+    return fields
 
 
 def _as_declared(column: ColumnSpec, field: petastorm_schema.Field, arrow: pa.DataType) -> ColumnSpec:
@@ -370,8 +370,8 @@ def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) ->
 def _with_shape(value: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:
     """Return the column with the shape of one value."""
     if column.codec is not None:
-        found = codecs.peek(value[0].as_py(), column.codec)
-        return replace(column, shape=found.shape, dtype=str(found.dtype))
+        header = codecs.peek(value[0].as_py(), column.codec)
+        return replace(column, shape=header.shape, dtype=str(header.dtype))
     shape = []
     for _ in range(column.depth):
         lengths = columns.lengths(value)
@@ -405,11 +405,11 @@ def _types(footer: Footer) -> dict[str, pa.DataType]:
 
 def _leaves(footer: Footer) -> dict[str, list[LeafFacts]]:
     """Return the leaves at and below every path of a file."""
-    found: dict[str, list[LeafFacts]] = {}
+    leaves: dict[str, list[LeafFacts]] = {}
     for leaf in footer.columns:
         for path in accumulate(leaf.path.split("."), "{}.{}".format):
-            found.setdefault(path, []).append(leaf)
-    return found
+            leaves.setdefault(path, []).append(leaf)
+    return leaves
 
 
 def _check_leaf(column: ColumnSpec, leaf: LeafFacts, row_groups: Iterable[int], url: str) -> None:

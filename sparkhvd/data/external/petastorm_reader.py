@@ -101,27 +101,27 @@ class PetastormSource:
             DataError: petastorm returned more or fewer rows than the files have.
         """
         wanted = rows_of_rank(self._blocks, self._rank, self._size)
-        found = self._shuffled(self._read() if wanted else iter(()), number)
-        given = 0
+        shuffled = self._shuffled(self._read() if wanted else iter(()), number)
+        read = 0
         for step in range(self.steps()):
             here = self._rows_in(step, self._rank)
-            rows = list(islice(found, here))
-            given += len(rows)
+            rows = list(islice(shuffled, here))
+            read += len(rows)
             if len(rows) < here:
-                raise self._wrong_count(given, wanted)
+                raise self._wrong_count(read, wanted)
             if step >= first_step:
                 together = sum(self._rows_in(step, rank) for rank in range(self._size))
                 yield Batch(self._stacked(rows), here, together)
-        if next(found, None) is not None:
-            raise self._wrong_count(given + 1, wanted)
+        if next(shuffled, None) is not None:
+            raise self._wrong_count(read + 1, wanted)
 
     def _rows_in(self, step: int, rank: int) -> int:
         left = rows_of_rank(self._blocks, rank, self._size) - step * self._batch
         return max(0, min(self._batch, left))
 
-    def _wrong_count(self, given: int, wanted: int) -> DataError:
+    def _wrong_count(self, read: int, wanted: int) -> DataError:
         return DataError(
-            f"petastorm read {counted(given, 'row')} of {self._store.url}/{self._folder} for rank {self._rank}, but "
+            f"petastorm read {counted(read, 'row')} of {self._store.url}/{self._folder} for rank {self._rank}, but "
             f"the Parquet footers have {wanted}. Read the dataset with reader='native'."
         )
 
@@ -149,8 +149,8 @@ class PetastormSource:
         packed = any(column.codec is not None for column in self._schema.columns)
         make: Callable[..., Any] = self._petastorm.make_reader if packed else self._petastorm.make_batch_reader
         with closing(_ClosableReader(make(petastorm_files.URL, **options))) as reader:
-            for found in reader.rows():
-                values = [getattr(found, name) for name in names]
+            for record in reader.rows():
+                values = [getattr(record, name) for name in names]
                 if packed:
                     yield tuple(values)
                 else:

@@ -77,8 +77,8 @@ def parse(content: bytes, where: str) -> dict[str, Field]:
         DataError: it is damaged, or refers to a name that does not belong in a schema.
     """
     try:
-        found = _Unpickler(content).load()
-        fields = vars(found)["_fields"]
+        loaded = _Unpickler(content).load()
+        fields = vars(loaded)["_fields"]
         return {str(name): _field(field) for name, field in fields.items()}
     except DataError:
         raise

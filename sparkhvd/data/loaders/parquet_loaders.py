@@ -52,18 +52,18 @@ class LoaderOptions:
 
     def open(self, data: str | Manifest) -> tuple[ParquetSource, ExistingFiles]:
         """Open the rows of this rank; return them and their files."""
-        found = open_data(data, self.columns, self.fill, store=self.store, storage_options=self.storage_options)
+        existing = open_data(data, self.columns, self.fill, store=self.store, storage_options=self.storage_options)
         try:
-            source = self._source(found)
+            source = self._source(existing)
         except BaseException:
-            found.close()
+            existing.close()
             raise
         # For users who do not close the loader. The lease of a killed process ends with it or expires.
-        if found.hold is not None:
-            weakref.finalize(source, found.hold.close, _FINALIZER_SECONDS)
-        return source, found
+        if existing.hold is not None:
+            weakref.finalize(source, existing.hold.close, _FINALIZER_SECONDS)
+        return source, existing
 
-    def _source(self, found: ExistingFiles) -> ParquetSource:
+    def _source(self, existing: ExistingFiles) -> ParquetSource:
         reading = ReadOptions(
             prefetch_bytes=self.prefetch_bytes,
             threads=self.threads,
@@ -71,8 +71,8 @@ class LoaderOptions:
             cache=self.cache,
         )
         return ParquetSource(
-            found.store,
-            found.manifest,
+            existing.store,
+            existing.manifest,
             self.split,
             _world(self.rank, self.size),
             self.batch_size,

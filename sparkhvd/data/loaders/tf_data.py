@@ -25,10 +25,10 @@ def dataset(source: RowSource, epochs: int) -> tf.data.Dataset:
                 yield {name: _value(array, sparse.get(name)) for name, array in batch.columns.items()}
 
     signature = {name: _spec(name, array, sparse.get(name)) for name, array in source.sample.items()}
-    found = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return found.apply(tf.data.experimental.assert_cardinality(source.steps() * epochs)).with_options(options)
+    return dataset.apply(tf.data.experimental.assert_cardinality(source.steps() * epochs)).with_options(options)
 
 
 def sparse_tensor(array: np.ndarray[Any, Any], width: int, dtype: str = "float64") -> tf.SparseTensor:

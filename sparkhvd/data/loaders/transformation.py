@@ -26,8 +26,8 @@ def transformed(schema: DataSchema, function: Callable[[Arrays], Arrays], rows: 
     """
     before = ", ".join(f"{name}: {array.dtype}{list(array.shape)}" for name, array in rows.items())
     try:
-        found = function({name: array.copy() for name, array in rows.items()})
-        arrays = {name: np.asarray(values) for name, values in found.items()}
+        returned = function({name: array.copy() for name, array in rows.items()})
+        arrays = {name: np.asarray(values) for name, values in returned.items()}
     except Exception as error:
         raise DataError(
             f"transformation_fn raised {type(error).__name__}: {str(error).rstrip('.')}. It was called with {before}."

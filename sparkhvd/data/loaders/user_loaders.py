@@ -190,11 +190,11 @@ class LoaderSource:
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from a step on; ranks that have run out of them get empty ones."""
         self._loader.set_epoch(number)
-        with closing(_generator(self._loader)) as found:
+        with closing(_generator(self._loader)) as batches:
             for step in range(self._steps):
-                batch = next(found, None)
+                batch = next(batches, None)
                 if step == self._steps - 1:
-                    self._refuse_more(found)
+                    self._refuse_more(batches)
                 if step < first_step:
                     continue
                 arrays = self._nothing() if batch is None else self._checked(batch)
@@ -205,8 +205,8 @@ class LoaderSource:
                 if total[0] > 0:
                     yield Batch(arrays, rows, int(total[0]))
 
-    def _refuse_more(self, found: Iterator[Columns]) -> None:
-        if next(found, None) is not None:
+    def _refuse_more(self, batches: Iterator[Columns]) -> None:
+        if next(batches, None) is not None:
             raise DataError(
                 f"The data module's {self._split} loader yielded more than {counted(self._steps, 'batch', 'batches')} "
                 f"in an epoch, although its len() is {len(self._loader)} and the longest of all ranks has "

@@ -69,13 +69,13 @@ def _ordered_by_hash(rows: DataFrame) -> DataFrame:
     """
     if rows.sparkSession.conf.get(_SORTED_FIRST, "true") == "true":
         return rows
-    found = with_own_settings(rows, {_SORTED_FIRST: "true"})
-    if found is None:
+    ordered = with_own_settings(rows, {_SORTED_FIRST: "true"})
+    if ordered is None:
         raise ConfigError(
             f"{_SORTED_FIRST} is false, so each rank could get rows of one class only. Set it to true for this "
             "session (it is the default), or train through a Store (data='store')."
         )
-    return found
+    return ordered
 
 
 class TaskRows:
@@ -142,13 +142,13 @@ class TaskRows:
 
     def _facts(self, split: str, blocks: ArrowBlocks) -> FileFacts:
         batches = [blocks.whole(block) for block in range(blocks.count)]
-        found = [
+        facts = [
             _facts_of([columns.stored(batch, column) for batch in batches], column) for column in self._schema.columns
         ]
         measures = [name for name in batches[0].schema.names if name.startswith(SIZE_PREFIX)]
-        found += [_measured(batches, name) for name in measures]
+        facts += [_measured(batches, name) for name in measures]
         path = f"rank {self._rank}"
-        return FileFacts(path, cast("SplitValue", split), (self._rank, 0), _rows(blocks), tuple(found))
+        return FileFacts(path, cast("SplitValue", split), (self._rank, 0), _rows(blocks), tuple(facts))
 
 
 def checked(facts: Sequence[FileFacts], selection: Selection, num_proc: int) -> DataSchema:

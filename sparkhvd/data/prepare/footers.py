@@ -85,12 +85,12 @@ def _footer(path: str, metadata: parquet.FileMetaData, schema: pa.Schema) -> Foo
 
 def _leaf(index: int, groups: Sequence[parquet.RowGroupMetaData]) -> LeafFacts:
     chunks = [group.column(index) for group in groups]
-    found = [chunk.statistics for chunk, group in zip(chunks, groups, strict=True) if group.num_rows]
-    known = all(part is not None and part.has_null_count for part in found)
+    statistics = [chunk.statistics for chunk, group in zip(chunks, groups, strict=True) if group.num_rows]
+    known = all(part is not None and part.has_null_count for part in statistics)
     return LeafFacts(
         path=chunks[0].path_in_schema,
         values=tuple(chunk.num_values for chunk in chunks),
-        nulls=sum(part.null_count for part in found) if known else None,
-        low=min((part.min for part in found if part is not None and part.has_min_max), default=None),
-        high=max((part.max for part in found if part is not None and part.has_min_max), default=None),
+        nulls=sum(part.null_count for part in statistics) if known else None,
+        low=min((part.min for part in statistics if part is not None and part.has_min_max), default=None),
+        high=max((part.max for part in statistics if part is not None and part.has_min_max), default=None),
     )

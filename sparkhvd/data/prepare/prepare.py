@@ -208,11 +208,11 @@ def _measured(measure: Measure, functions: Any) -> Column:
     if measure.column.kind == "vector":
         is_dense, indices, values = value["type"] == 1, value["indices"], value["values"]
         if measure.what == "length":
-            found = functions.when(is_dense, functions.array_size(values)).otherwise(value["size"])
+            size = functions.when(is_dense, functions.array_size(values)).otherwise(value["size"])
         else:
             filled = functions.array_size(functions.filter(values, lambda element: element != 0))
-            found = functions.when(is_dense, filled).otherwise(functions.array_size(indices))
-        return cast("Column", found)
+            size = functions.when(is_dense, filled).otherwise(functions.array_size(indices))
+        return cast("Column", size)
     if measure.what == "length":
         return cast("Column", functions.array_size(value))
     for _ in range(measure.level - 1):

@@ -228,17 +228,17 @@ def acquire(
     what = f"named {name!r}" if known is None or name is not None else known.text
     with exclusive_on_machine(f"preparing the rows {what} in {store.url}", Deadline.after(_TURN_SECONDS)):
         if name is not None:
-            found = _find_by_name(store, name, keep_seconds)
-            if found is not None:
-                _refuse_other_rows(found, selection, writing, known)
+            prepared = _find_by_name(store, name, keep_seconds)
+            if prepared is not None:
+                _refuse_other_rows(prepared, selection, writing, known)
         else:
             assert known is not None  # noqa: S101  (see above)
-            found = _find_by_fingerprint(store, known, keep_seconds)
-        found = found or prepare_anew(keep_seconds=keep_seconds)
-    if found.train_rows < writing.num_proc:
-        found.close()
-        raise DataError(too_few_rows(found.train_rows, writing.num_proc))
-    return found
+            prepared = _find_by_fingerprint(store, known, keep_seconds)
+        prepared = prepared or prepare_anew(keep_seconds=keep_seconds)
+    if prepared.train_rows < writing.num_proc:
+        prepared.close()
+        raise DataError(too_few_rows(prepared.train_rows, writing.num_proc))
+    return prepared
 
 
 def _write_new(
@@ -293,15 +293,15 @@ def _find_by_name(store: Store, name: str, keep_seconds: float) -> PreparedData 
 
 
 def _refuse_other_rows(
-    found: PreparedData, selection: Selection, writing: WriteOptions, known: Fingerprint | None
+    prepared: PreparedData, selection: Selection, writing: WriteOptions, known: Fingerprint | None
 ) -> None:
     """Refuse rows with the requested name that differ from the requested rows."""
-    differs = difference(found.manifest, selection, writing.seed, known)
+    differs = difference(prepared.manifest, selection, writing.seed, known)
     if differs is not None:
-        found.close()
+        prepared.close()
         raise DataError(
-            f"The name {found.manifest.name!r} already belongs to other rows in {found.store.url} (dataset "
-            f"{found.dataset_id}): {differs} differ. Choose another name, or remove the rows that have it "
+            f"The name {prepared.manifest.name!r} already belongs to other rows in {prepared.store.url} (dataset "
+            f"{prepared.dataset_id}): {differs} differ. Choose another name, or remove the rows that have it "
             "(sparkhvd.data.clean)."
         )
 

@@ -85,10 +85,10 @@ class Measure:
 
 def size_columns(columns: Sequence[ColumnSpec]) -> list[Measure]:
     """Return the measures for the shapes of arrays and vectors; a scalar needs none."""
-    found: list[Measure] = []
+    measures: list[Measure] = []
 
     def add(column: ColumnSpec, what: Literal["length", "shortest", "longest", "entries"], level: int = 0) -> None:
-        found.append(Measure(f"{SIZE_PREFIX}{len(found)}", column, what, level))
+        measures.append(Measure(f"{SIZE_PREFIX}{len(measures)}", column, what, level))
 
     for column in columns:
         if column.kind != "scalar":
@@ -98,7 +98,7 @@ def size_columns(columns: Sequence[ColumnSpec]) -> list[Measure]:
             add(column, "longest", level)
         if column.sparse:
             add(column, "entries")
-    return found
+    return measures
 
 
 def is_ranged(column: ColumnSpec) -> bool:
@@ -108,12 +108,12 @@ def is_ranged(column: ColumnSpec) -> bool:
 
 def label_ranges(schema: DataSchema, files: Sequence[FileFacts]) -> LabelRanges:
     """Return the ranges of the labels that are known for all files."""
-    found = []
+    ranges = []
     for index, column in enumerate(schema.columns):
         ends = [(file.columns[index].low, file.columns[index].high) for file in files if is_ranged(column)]
         if ends and all(low is not None and high is not None for low, high in ends):
-            found.append((column.name, _number(min(low for low, _ in ends)), _number(max(high for _, high in ends))))
-    return tuple(found)
+            ranges.append((column.name, _number(min(low for low, _ in ends)), _number(max(high for _, high in ends))))
+    return tuple(ranges)
 
 
 def with_extreme_labels(rows: Arrays, ranges: LabelRanges) -> Arrays:

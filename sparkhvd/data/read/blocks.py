@@ -138,9 +138,9 @@ class ArrowBlocks:
 
 
 def _check_row_groups(metadata: pa.FileMetaData, file: DataFile, url: str) -> None:
-    found = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-    if found != list(file.row_groups):
+    row_groups = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+    if row_groups != list(file.row_groups):
         raise DataError(
-            f"{url} has row groups of {found} rows, but the manifest says {list(file.row_groups)}: the dataset was "
-            "changed after it was prepared. Prepare it again."
+            f"{url} has row groups of {row_groups} rows, but the manifest says {list(file.row_groups)}: the dataset "
+            "was changed after it was prepared. Prepare it again."
         )

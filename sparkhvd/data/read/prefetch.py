@@ -53,10 +53,10 @@ class Prefetcher(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         while True:
-            found = self._take()
-            if found is None:
+            result = self._take()
+            if result is None:
                 return
-            yield found[0]
+            yield result[0]
 
     def stop(self) -> None:
         """Stop the threads soon, and a thread that waits for a result at once."""

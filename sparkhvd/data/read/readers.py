@@ -241,12 +241,14 @@ class ParquetSource(RowSource):
         where = reading.cache or ("memory" if plan.read_by_all else None)
 
         def blocks() -> Blocks:
-            found = ParquetBlocks(store, manifest.folder, files, columns.stored_names(schema), _chunk_rows(schema))
+            parquet_blocks = ParquetBlocks(
+                store, manifest.folder, files, columns.stored_names(schema), _chunk_rows(schema)
+            )
             if where is None:
-                return found
+                return parquet_blocks
             folders = (reading.cache_folder,) if reading.cache_folder else local_folders()
             keep = cache.in_memory if where == "memory" else cache.on_disk(folders)
-            return cache.CachedBlocks(found, plan.shard(world.rank), keep, kept)
+            return cache.CachedBlocks(parquet_blocks, plan.shard(world.rank), keep, kept)
 
         super().__init__(schema, plan, world.rank, blocks, reading)
         self._head = partial(head, store, manifest, 1, split)
@@ -366,11 +368,13 @@ def _concatenated(parts: list[npt.NDArray[np.generic]], name: str, schema: DataS
 
 
 def _transformed(batch: Batch, transformation: Transformation) -> Batch:
-    found = transformation(batch.columns)
-    for name, array in found.items():
+    transformed = transformation(batch.columns)
+    for name, array in transformed.items():
         if len(array) != batch.rows:
             raise DataError(
                 f"transformation_fn returned {counted(len(array), 'row')} of column {name!r} for a batch of "
                 f"{counted(batch.rows, 'row')}; it must keep the number of rows."
             )
-    return Batch({name: np.ascontiguousarray(array) for name, array in found.items()}, batch.rows, batch.global_rows)
+    return Batch(
+        {name: np.ascontiguousarray(array) for name, array in transformed.items()}, batch.rows, batch.global_rows
+    )

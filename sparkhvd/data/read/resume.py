@@ -86,13 +86,13 @@ class EpochRemainder:
         left = self._rows_left.shape[1]
         for rank in np.unique(batch_ids // left).tolist():
             steps = batch_ids[batch_ids // left == rank] % left
-            found = self.old(rank).epoch(self.epoch_begun, self.first_step + int(steps[0]))
+            batches = self.old(rank).epoch(self.epoch_begun, self.first_step + int(steps[0]))
             try:
-                for batch in islice(found, int(steps[-1] - steps[0]) + 1):
+                for batch in islice(batches, int(steps[-1] - steps[0]) + 1):
                     if batch.rows:
                         yield batch
             finally:
-                found.close()  # type: ignore[attr-defined]  # a generator; this ends its threads
+                batches.close()  # type: ignore[attr-defined]  # a generator; this ends its threads
 
     @cached_property
     def _rows_left(self) -> Indices:

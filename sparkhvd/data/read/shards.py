@@ -144,11 +144,11 @@ class OwnBlocks:
 
 def _cut(block_rows: Sequence[int], most: int | None = None) -> tuple[Piece, ...]:
     """Return all rows in order, in pieces of at most ``most`` rows and of almost equal size within a block."""
-    found = []
+    pieces = []
     for block, rows in enumerate(block_rows):
         parts = min(rows, 1) if most is None else -(-rows // most)
-        found += [Piece(block, rows * at // parts, rows * (at + 1) // parts) for at in range(parts)]
-    return tuple(found)
+        pieces += [Piece(block, rows * at // parts, rows * (at + 1) // parts) for at in range(parts)]
+    return tuple(pieces)
 
 
 def _windowed(pieces: Sequence[Piece], draw: Draw, rank: int, window_rows: int, *, cut: bool) -> tuple[Piece, ...]:
@@ -189,13 +189,13 @@ class Pieces:
 
     def between(self, start: int, stop: int) -> tuple[Piece, ...]:
         """Return the parts of pieces that make up the rows ``start`` to ``stop`` (exclusive)."""
-        found = []
+        pieces = []
         index = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
             piece = self._pieces[index]
             begin = int(self._ends[index]) - piece.rows
             end = min(begin + piece.rows, stop)
             if end > start:
-                found.append(Piece(piece.block, piece.start + start - begin, piece.start + end - begin))
+                pieces.append(Piece(piece.block, piece.start + start - begin, piece.start + end - begin))
             start, index = max(start, end), index + 1
-        return tuple(found)
+        return tuple(pieces)

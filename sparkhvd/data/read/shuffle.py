@@ -40,8 +40,8 @@ def shuffle_rows(
         rows.pick([(from_parts[name], array) for name, array in into.items()], columns.column_bytes(some[0]))
         return into
 
-    found = dict(chain.from_iterable(arrays.items() for arrays in threads.map(pick, column_groups(schema))))
-    return {name: found[name] for name in schema.names()}
+    shuffled = dict(chain.from_iterable(arrays.items() for arrays in threads.map(pick, column_groups(schema))))
+    return {name: shuffled[name] for name in schema.names()}
 
 
 def column_groups(schema: DataSchema) -> list[list[ColumnSpec]]:

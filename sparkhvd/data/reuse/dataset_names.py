@@ -20,8 +20,8 @@ def notes_of(store: Store, name: str) -> Iterator[tuple[str, str]]:
 
 def id_of(store: Store, name: str) -> str:
     """Return the id of the dataset with this name, or the name itself, which may be an id, if there is none."""
-    found = (each for _, each in notes_of(store, name) if store.exists(layout.manifest_path(each)))
-    return next(found, name)
+    existing = (dataset_id for _, dataset_id in notes_of(store, name) if store.exists(layout.manifest_path(dataset_id)))
+    return next(existing, name)
 
 
 def difference(manifest: Manifest, selection: Selection, seed: int, known: Fingerprint | None) -> str | None:

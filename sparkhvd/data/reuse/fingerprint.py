@@ -201,8 +201,8 @@ def _plan(df: DataFrame, *, caches: bool) -> tuple[list[object], tuple[str, ...]
         raise _UnknownError("an expression is not deterministic")
     leaves = plan.collectLeaves()
     sources = [_source(df, leaves.apply(index)) for index in range(leaves.size())]
-    found = tuple(source[1] for source in sources if source[0] == _CACHE)
-    return [*_with_own_numbers(description, _without_cached_plans(shown)), functions, sources], found
+    cached = tuple(source[1] for source in sources if source[0] == _CACHE)
+    return [*_with_own_numbers(description, _without_cached_plans(shown)), functions, sources], cached
 
 
 def _without_cached_plans(shown: str) -> str:
@@ -220,7 +220,7 @@ def _without_cached_plans(shown: str) -> str:
 def _functions(df: DataFrame, plan: Any) -> list[str]:
     """Return digests of the plan's Scala functions, which must all be Spark ML's own; equal digests mean equal code."""
     kind = df.sparkSession._jvm.org.apache.spark.sql.catalyst.trees.TreePattern.SCALA_UDF()  # type: ignore[union-attr]  # noqa: SLF001
-    found: list[str] = []
+    digests: list[str] = []
     waiting = [(plan, True)]
     while waiting:
         one, has_expressions = waiting.pop()
@@ -230,13 +230,13 @@ def _functions(df: DataFrame, plan: Any) -> list[str]:
             name = str(one.function().getClass().getName())
             if not name.startswith(_OWN_FUNCTIONS):
                 raise _UnknownError(f"{name} is a user-defined function")
-            found.append(_digest(df, one.function()))
+            digests.append(_digest(df, one.function()))
         children = one.children()
         waiting.extend((children.apply(index), has_expressions) for index in range(children.size()))
         if has_expressions:
             expressions = one.expressions()
             waiting.extend((expressions.apply(index), False) for index in range(expressions.size()))
-    return found
+    return digests
 
 
 def _digest(df: DataFrame, content: Any) -> str:
@@ -270,9 +270,9 @@ def _refuse_unknown(nodes: list[dict[str, object]]) -> None:
                 raise _UnknownError("a literal is not a simple value")
 
 
-def _nodes(found: object) -> Iterator[dict[str, object]]:
+def _nodes(tree: object) -> Iterator[dict[str, object]]:
     """Yield the operators, expressions and types of a plan's JSON."""
-    waiting = [found]
+    waiting = [tree]
     while waiting:
         one = waiting.pop()
         if isinstance(one, dict):

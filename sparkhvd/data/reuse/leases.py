@@ -208,23 +208,23 @@ def take(store: Store, dataset_id: str, keep_seconds: float, caches: tuple[str, 
 def borrow(store: Store, dataset_id: str) -> Lease:
     """Take a lease for one use, with the longest retention time of the earlier leases."""
     paths = [path for path in store.list(layout.lease_folder(dataset_id)) if not path.endswith(_USE)]
-    found = (_json(store, path).get("keep_seconds") for path in paths)
-    keeps = [float(keep) for keep in found if isinstance(keep, int | float)]
+    periods = (_json(store, path).get("keep_seconds") for path in paths)
+    keeps = [float(keep) for keep in periods if isinstance(keep, int | float)]
     # A dataset without an earlier lease must not be removed because of this one.
     return _publish(Lease(store, dataset_id, f"{_owner()}{_USE}", max(keeps, default=math.inf)))
 
 
 def held_here(store: Store) -> list[str]:
     """Return the datasets that this process holds (not only for one use), the latest first."""
-    found = []
+    leases = []
     now = time.time()
     for path in store.list(layout.LEASES):
         record = None if path.endswith(_USE) else _read(store, path)
         if record is None or record.pid != os.getpid():
             continue
         if record.machine == machine_id() and record.holds(now):
-            found.append((path.rpartition("/")[2], layout.leased_dataset(path)))
-    return list(dict.fromkeys(dataset for _, dataset in sorted(found, reverse=True)))
+            leases.append((path.rpartition("/")[2], layout.leased_dataset(path)))
+    return list(dict.fromkeys(dataset for _, dataset in sorted(leases, reverse=True)))
 
 
 def remove_expired(store: Store, may_live: Callable[[str], bool] = lambda _cache: True) -> list[str]:
@@ -331,10 +331,10 @@ def _read(store: Store, path: str) -> Record | None:
 def _json(store: Store, path: str) -> dict:  # type: ignore[type-arg]  # JSON is untyped until it has been looked at
     content = _content(store, path)
     try:
-        found = json.loads(content or b"{}")
+        record = json.loads(content or b"{}")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def _content(store: Store, path: str) -> bytes | None:

@@ -162,8 +162,8 @@ def lengths(array: pa.Array) -> npt.NDArray[np.int64] | None:
 
     if pa.types.is_struct(array.type):
         kinds, sizes, _, values = array.flatten()
-        found = np.where(_filled(kinds, _DENSE) == _DENSE, _counts(values), _filled(sizes, 0))
-        return found.astype(np.int64)
+        sizes_of_rows = np.where(_filled(kinds, _DENSE) == _DENSE, _counts(values), _filled(sizes, 0))
+        return sizes_of_rows.astype(np.int64)
     if _is_list(array.type):
         return np.asarray(pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False), np.int64)
     return None
@@ -214,15 +214,15 @@ def _nested(array: pa.Array, shape: tuple[int, ...], column: ColumnSpec, where: 
     if not shape:
         return _scalars(array, column, where)
     valid = ~array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
-    found = lengths(array)
-    assert found is not None  # noqa: S101  (the type is a list)
-    found = found if valid is None else found[valid]
-    if (found != shape[0]).any():
+    sizes = lengths(array)
+    assert sizes is not None  # noqa: S101  (the type is a list)
+    sizes = sizes if valid is None else sizes[valid]
+    if (sizes != shape[0]).any():
         raise DataError(
-            f"{_called(column, where)} has arrays of length {found.min()} to {found.max()}, but the manifest "
+            f"{_called(column, where)} has arrays of length {sizes.min()} to {sizes.max()}, but the manifest "
             f"says {shape[0]}. Prepare the data again."
         )
-    inner = _nested(array.flatten(), shape[1:], column, where).reshape(len(found), *shape)
+    inner = _nested(array.flatten(), shape[1:], column, where).reshape(len(sizes), *shape)
     if valid is None:
         return inner
     fill = _scalars(_null_like(array), column, where)[0]
@@ -249,29 +249,29 @@ def _scalars(array: pa.Array, column: ColumnSpec, where: str) -> Array:
         array = array.dictionary_decode()
     if array.null_count:
         array = pc.fill_null(array, _fill_scalar(column, array.type))
-    found: Array
+    values: Array
     if pa.types.is_decimal128(array.type) and column.dtype != "decimal":
-        found = _decimals(array, column, where)
+        values = _decimals(array, column, where)
     else:
-        found = array.to_numpy(zero_copy_only=False)
-        if column.dtype.startswith("datetime64") and found.dtype == np.int64:
-            found = found.view(column.dtype)
+        values = array.to_numpy(zero_copy_only=False)
+        if column.dtype.startswith("datetime64") and values.dtype == np.int64:
+            values = values.view(column.dtype)
         elif column.dtype in OBJECTS and _is_object(array.type, column.dtype):
-            return found.astype(object, copy=False)
+            return values.astype(object, copy=False)
     if column.codec == "scalar":
-        return _as_declared(found, column, where)
-    if found.dtype != array_type(column) or column.dtype in OBJECTS:
+        return _as_declared(values, column, where)
+    if values.dtype != array_type(column) or column.dtype in OBJECTS:
         raise _contradicts(array, column, where)
-    return found
+    return values
 
 
-def _as_declared(found: Array, column: ColumnSpec, where: str) -> Array:
+def _as_declared(values: Array, column: ColumnSpec, where: str) -> Array:
     """Convert numbers to their declared type: integers exactly, floats rounded to the nearest."""
     with np.errstate(invalid="ignore", over="ignore"):
-        declared = found.astype(array_type(column))
-    is_rounded = found.dtype.kind == "f" and declared.dtype.kind == "f"
-    if not is_rounded and (declared != found).any():
-        wrong = found[declared != found][0]
+        declared = values.astype(array_type(column))
+    is_rounded = values.dtype.kind == "f" and declared.dtype.kind == "f"
+    if not is_rounded and (declared != values).any():
+        wrong = values[declared != values][0]
         raise DataError(
             f"{_called(column, where)} contains {wrong}, which its declared type {column.dtype} cannot hold."
         )
@@ -339,12 +339,12 @@ def _vectors(array: pa.StructArray, column: ColumnSpec, where: str) -> Array:
     """Convert Spark's ML vectors; one column may mix dense and sparse vectors."""
     _refuse_null(array, column, where)
     (size,) = _known(column, column.shape)
-    found = lengths(array)
-    assert found is not None  # noqa: S101  (the type is a struct)
+    sizes = lengths(array)
+    assert sizes is not None  # noqa: S101  (the type is a struct)
     null = array.is_null().to_numpy(zero_copy_only=False)
-    if (found[~null] != size).any():
+    if (sizes[~null] != size).any():
         raise DataError(
-            f"{_called(column, where)} has vectors of length {found[~null].min()} to {found[~null].max()}, "
+            f"{_called(column, where)} has vectors of length {sizes[~null].min()} to {sizes[~null].max()}, "
             f"but the manifest says {size}. Prepare the data again."
         )
     kinds, _, indices, values = array.flatten()

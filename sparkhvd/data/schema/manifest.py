@@ -90,12 +90,12 @@ class Manifest:
         Raises:
             DataError: the dataset has no validation rows.
         """
-        found = self.train if name == "train" else self.validation
-        if found is None:
+        split = self.train if name == "train" else self.validation
+        if split is None:
             raise DataError(
                 f"Dataset {self.dataset_id} was prepared without validation rows. Prepare it again with validation=."
             )
-        return found
+        return split
 
     def to_json(self) -> bytes:
         """Return the content of the manifest's file."""
@@ -128,18 +128,18 @@ def load(store: Store, path: str) -> Manifest:
     with store.open(path, "rb") as file:
         content = file.read()
     try:
-        found = json.loads(content)
+        record = json.loads(content)
     except ValueError as error:
         raise DataError(f"{url} is not a complete manifest: {error}. Prepare the data again.") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise DataError(f"{url} is not the manifest of a prepared dataset; check the path.")
-    if found.get("format_version") != FORMAT_VERSION:
+    if record.get("format_version") != FORMAT_VERSION:
         raise DataError(
-            f"{url} has format version {found.get('format_version')!r}; this version of sparkhvd reads "
+            f"{url} has format version {record.get('format_version')!r}; this version of sparkhvd reads "
             f"{FORMAT_VERSION}. Prepare the data again with it."
         )
     try:
-        return _from_json(found, path.rpartition("/")[0])
+        return _from_json(record, path.rpartition("/")[0])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{url} is not a complete manifest ({error!r}). Prepare the data again.") from error
 

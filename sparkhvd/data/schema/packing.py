@@ -69,7 +69,7 @@ def packed(columns: Sequence[ColumnSpec], packing: ColumnPacking) -> tuple[list[
 
     def put_together(word: str, indices: Sequence[int]) -> Column:
         chosen = expressions(columns[index] for index in indices)
-        names = [each for each in chosen if isinstance(each, str)]
+        names = [part for part in chosen if isinstance(part, str)]
         if len(names) == len(chosen):
             return functions.expr(f"{word}({', '.join(names)})" if len(names) > 1 else names[0])
         first, *more = chosen
@@ -89,13 +89,13 @@ def unpacked(parts: Sequence[pa.Array], packing: ColumnPacking) -> list[pa.Array
     Returns:
         Arrow arrays; for columns that were sent in an array without NULL, numpy arrays with their own memory.
     """
-    found: dict[int, pa.Array | npt.NDArray[np.generic]] = {}
+    columns: dict[int, pa.Array | npt.NDArray[np.generic]] = {}
     for indices, lists in zip(packing.arrays, parts, strict=False):
-        found.update(zip(indices, _elements(lists, len(indices)), strict=True))
+        columns.update(zip(indices, _elements(lists, len(indices)), strict=True))
     if packing.others:
         others = parts[-1]
-        found.update(zip(packing.others, others.flatten() if len(packing.others) > 1 else [others], strict=True))
-    return [found[index] for index in range(len(found))]
+        columns.update(zip(packing.others, others.flatten() if len(packing.others) > 1 else [others], strict=True))
+    return [columns[index] for index in range(len(columns))]
 
 
 def _elements(lists: pa.Array, count: int) -> Sequence[pa.Array | npt.NDArray[np.generic]]:

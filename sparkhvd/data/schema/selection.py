@@ -128,12 +128,12 @@ def with_fields(spark_schema: StructType, names: Sequence[str]) -> tuple[str, ..
         SchemaError: a field cannot be used.
     """
     types = {field.name: field.dataType for field in spark_schema.fields}
-    found: list[str] = []
+    selected: list[str] = []
     for name in names:
         path_and_type = ((name,), types[name]) if name in types else _field(types, name)
         is_struct = path_and_type is not None and path_and_type[1].typeName() == "struct"
-        found += [".".join(leaf.path) for leaf in leaves(*path_and_type)] if path_and_type and is_struct else [name]
-    return tuple(found)
+        selected += [".".join(leaf.path) for leaf in leaves(*path_and_type)] if path_and_type and is_struct else [name]
+    return tuple(selected)
 
 
 def schema_of(
@@ -253,10 +253,10 @@ class _Table:
         """Return the path and the type of a column, or of a field as ``struct.field``."""
         if not isinstance(name, str):
             raise SchemaError(f"The {use} column {name!r} is not a string; pass the name of the column.")
-        found = ((name,), self._types[name]) if name in self._types else _field(self._types, name)
-        if found is None:
+        path_and_type = ((name,), self._types[name]) if name in self._types else _field(self._types, name)
+        if path_and_type is None:
             raise no_such_column(name, use, self._names, "The DataFrame has")
-        top = found[0][0]
+        top = path_and_type[0][0]
         if self._spellings[top.lower()] > 1:
             same = ", ".join(repr(other) for other in self._names if other.lower() == top.lower())
             raise SchemaError(
@@ -265,7 +265,7 @@ class _Table:
             )
         if top.lower().startswith(RESERVED_PREFIX):
             raise SchemaError(f"Column {top!r} cannot be used: names that start with {RESERVED_PREFIX!r} are reserved.")
-        return found
+        return path_and_type
 
     def columns(self, name: str, role: Role) -> list[ColumnSpec]:
         """Return the column itself, or one column per field of a struct."""

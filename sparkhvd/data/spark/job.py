@@ -62,12 +62,12 @@ def counting(rows: DataFrame) -> tuple[DataFrame, Callable[[], int]]:
     observation: Any = Observation()
 
     def count() -> int:
-        found = in_background(lambda: observation.get["rows"], "sparkhvd-count", spark)
-        if not is_done_within(found, _COUNTED_SECONDS):
+        counting = in_background(lambda: observation.get["rows"], "sparkhvd-count", spark)
+        if not is_done_within(counting, _COUNTED_SECONDS):
             raise TimeoutError(
                 f"Spark did not report the number of rows within {_COUNTED_SECONDS:g} s of writing them."
             )
-        return int(found.result())
+        return int(counting.result())
 
     return rows.observe(observation, functions.count(functions.lit(1)).alias("rows")), count
 

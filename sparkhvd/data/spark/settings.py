@@ -69,8 +69,8 @@ def in_default_file_system(spark: SparkSession, path: str) -> str:
     conf = _hadoop_configuration(spark)
     if str(conf.get("fs.defaultFS", _LOCAL)).startswith("file:"):
         return path
-    found = spark.sparkContext._jvm.org.apache.hadoop.fs.Path(path)  # type: ignore[union-attr]  # noqa: SLF001
-    return str(found.getFileSystem(conf).makeQualified(found).toString())
+    hadoop_path = spark.sparkContext._jvm.org.apache.hadoop.fs.Path(path)  # type: ignore[union-attr]  # noqa: SLF001
+    return str(hadoop_path.getFileSystem(conf).makeQualified(hadoop_path).toString())
 
 
 def with_own_settings(rows: DataFrame, settings: Mapping[str, str]) -> DataFrame | None:
@@ -90,18 +90,18 @@ def with_own_settings(rows: DataFrame, settings: Mapping[str, str]) -> DataFrame
         for name, value in settings.items():
             copy.conf().set(name, value)
         datasets = spark.sparkContext._jvm.org.apache.spark.sql.classic.Dataset  # type: ignore[union-attr]  # noqa: SLF001
-        found = datasets.ofRows(copy, rows._jdf.queryExecution().analyzed())  # noqa: SLF001
+        copied = datasets.ofRows(copy, rows._jdf.queryExecution().analyzed())  # noqa: SLF001
     except (Py4JError, TypeError, AttributeError) as error:
         logger.debug("This Spark does not copy its session: %s", error)
         return None
-    return ClassicDataFrame(found, spark)
+    return ClassicDataFrame(copied, spark)
 
 
 def _hadoop_settings(spark: SparkSession) -> dict[str, str]:
     if is_connect(spark):
         wanted = re.compile(_STORE_SETTINGS)
-        found = {name.removeprefix(_HADOOP): value for name, value in spark.conf.getAll.items()}
-        return {name: value for name, value in found.items() if wanted.match(name)}
+        hadoop = {name.removeprefix(_HADOOP): value for name, value in spark.conf.getAll.items()}
+        return {name: value for name, value in hadoop.items() if wanted.match(name)}
     conf = _hadoop_configuration(spark)
     return {str(name): str(value) for name, value in dict(conf.getValByRegex(_STORE_SETTINGS)).items()}
 

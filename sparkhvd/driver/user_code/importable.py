@@ -84,13 +84,13 @@ def _ask(spark: SparkSession, modules: Mapping[str, str]) -> frozenset[str] | No
             error,
         )
         return None
-    found: list[Findings] = [pickle.loads(row["found"]) for row in rows]
-    if stale := sorted({name for findings in found for name in findings.other}):
+    reports: list[Findings] = [pickle.loads(row["found"]) for row in rows]
+    if stale := sorted({name for findings in reports for name in findings.other}):
         logger.warning(
             "Executors have a different version of %s than the driver. The driver sends its own code to them.",
             ", ".join(stale),
         )
-    return frozenset.intersection(*(findings.same for findings in found)) if found else None
+    return frozenset.intersection(*(findings.same for findings in reports)) if reports else None
 
 
 def _answer(modules: Mapping[str, str], batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

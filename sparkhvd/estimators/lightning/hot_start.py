@@ -27,7 +27,7 @@ def load_earlier_states(
     Raises:
         ParamError: the optimizers differ in their kinds or parameters.
     """
-    if [_identity(each) for each in optimizers] != [_identity(each) for each in earlier]:
+    if [_identity(optimizer) for optimizer in optimizers] != [_identity(optimizer) for optimizer in earlier]:
         raise ParamError(
             f"optimizer holds {_describe_optimizers(earlier)}, but configure_optimizers creates "
             f"{_describe_optimizers(optimizers)}. The state cannot be loaded unless the kinds of optimizers, their "
@@ -43,12 +43,14 @@ def load_earlier_states(
 
 
 def _identity(optimizer: torch.optim.Optimizer) -> tuple[str, list[list[int]]]:
-    return type(optimizer).__qualname__, [[id(each) for each in group["params"]] for group in optimizer.param_groups]
+    parameters = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    return type(optimizer).__qualname__, parameters
 
 
 def _describe_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    counts = [sum(len(group["params"]) for group in each.param_groups) for each in optimizers]
+    counts = [sum(len(group["params"]) for group in optimizer.param_groups) for optimizer in optimizers]
     named = [
-        f"{type(each).__name__} ({counted(count, 'parameter')})" for each, count in zip(optimizers, counts, strict=True)
+        f"{type(optimizer).__name__} ({counted(count, 'parameter')})"
+        for optimizer, count in zip(optimizers, counts, strict=True)
     ]
     return ", ".join(named) or "none"

@@ -164,7 +164,7 @@ def _create_validation_loss(weights: Sequence[float]) -> Any:
 
 def _reset_copies(objective: Objective) -> dict[str, Any]:
     """Return copies of the torchmetrics by name, with their state reset."""
-    found: dict[str, Any] = {metric.name: copy.deepcopy(metric.function) for metric in objective.stateful()}
-    for metric in found.values():
+    metrics: dict[str, Any] = {metric.name: copy.deepcopy(metric.function) for metric in objective.stateful()}
+    for metric in metrics.values():
         metric.reset()
-    return found
+    return metrics

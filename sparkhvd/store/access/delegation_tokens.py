@@ -22,8 +22,8 @@ def name_with_token(authority: str, token_file: str | None) -> str:
         return authority
     with suppress(OSError):  # no such file or host: the client reports the consequence
         tokens = Path(token_file).read_bytes()
-        found = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
-        for name in (authority, *(f"{address[0]}:{port}" for *_, address in found)):
+        resolved = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
+        for name in (authority, *(f"{address[0]}:{port}" for *_, address in resolved)):
             # In both formats of the file, a string follows its length.
             if bytes([len(name)]) + name.encode() in tokens:
                 return name

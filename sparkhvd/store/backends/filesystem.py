@@ -85,10 +85,10 @@ class FilesystemStore(Store):
 
     def __post_init__(self) -> None:
         names = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
-        given = [getattr(self, name) for name in names]
-        for url in given:
+        unresolved = [getattr(self, name) for name in names]
+        for url in unresolved:
             refuse_credentials(url or "")
-        urls = [None if url is None else self._normalized(url) for url in given]
+        urls = [None if url is None else self._normalized(url) for url in unresolved]
         for name, url in zip(names, urls, strict=True):
             object.__setattr__(self, name, url)
         bases = sorted({self._base_of(url) for url in urls if url is not None})
@@ -135,12 +135,12 @@ class FilesystemStore(Store):
 
     def list(self, path: str) -> list[str]:
         """List all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
-        found = set()
+        names = set()
         for top, stands_for in self._folders.tops(path, self.url):
             for location in self._do("list", top, partial(self._find, top)):
                 inside = location.removeprefix(top).lstrip("/")
-                found.add("/".join(part for part in (stands_for, inside) if part))
-        return sorted(name for name in found if not name.endswith((UNFINISHED, "/")))
+                names.add("/".join(part for part in (stands_for, inside) if part))
+        return sorted(name for name in names if not name.endswith((UNFINISHED, "/")))
 
     def publish(self, path: str, content: bytes) -> None:
         location = self._folders.of(path, self.url)

@@ -104,10 +104,10 @@ class HDFSStore(FilesystemStore):
         return {name: str(value) for name, value in self._client_options().items()}
 
     def with_spark_settings(self, settings: Mapping[str, str]) -> HDFSStore:
-        found = {name: value for name, value in settings.items() if _OF_CLIENT.match(name)}
-        if not found.get(_DEFAULT, "").startswith(("hdfs:", "viewfs:")):
-            found.pop(_DEFAULT, None)  # the built-in default must not hide that of Hadoop's files
-        return replace(self, storage_options={**found, **(self.storage_options or {})})
+        client_settings = {name: value for name, value in settings.items() if _OF_CLIENT.match(name)}
+        if not client_settings.get(_DEFAULT, "").startswith(("hdfs:", "viewfs:")):
+            client_settings.pop(_DEFAULT, None)  # the built-in default must not hide that of Hadoop's files
+        return replace(self, storage_options={**client_settings, **(self.storage_options or {})})
 
     def _normalized(self, url: str) -> str:
         return super()._normalized(str(_hdfs_url(url, "")))
@@ -147,15 +147,15 @@ class HDFSStore(FilesystemStore):
         return is_transient(error)
 
     def _explain(self, error: Exception) -> str:
-        said = _SERVER_ERROR.search(str(error)) if isinstance(error, RuntimeError) else None
-        return super()._explain(RuntimeError(said[1].partition("\\n")[0]) if said else error)
+        server_error = _SERVER_ERROR.search(str(error)) if isinstance(error, RuntimeError) else None
+        return super()._explain(RuntimeError(server_error[1].partition("\\n")[0]) if server_error else error)
 
     def _ranges(self, location: str) -> Ranges:
         return _HdfsRanges(self._filesystem().client.read(location))
 
     def _find(self, top: str, _: int) -> Iterable[str]:
         try:
-            return [found.path for found in self._filesystem().client.list_status(top or "/", True) if not found.isdir]
+            return [entry.path for entry in self._filesystem().client.list_status(top or "/", True) if not entry.isdir]
         except FileNotFoundError:
             return []
 
@@ -247,6 +247,6 @@ def _remove_leftovers(client: Client, folder: str) -> None:
     """Remove hidden files that a killed writer left long ago."""
     before = (time.time() - LEFTOVER_SECONDS) * 1000
     with suppress(OSError, RuntimeError):  # other writers may remove the same files
-        for found in client.list_status(folder or "/", False):
-            if found.path.endswith(UNFINISHED) and not found.isdir and found.modification_time < before:
-                client.delete(found.path, False)
+        for entry in client.list_status(folder or "/", False):
+            if entry.path.endswith(UNFINISHED) and not entry.isdir and entry.modification_time < before:
+                client.delete(entry.path, False)

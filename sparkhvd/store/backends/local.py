@@ -72,7 +72,7 @@ class LocalStore(Store):
             )
         object.__setattr__(self, "storage_options", None)
         names = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
-        paths = [None if (given := getattr(self, name)) is None else self._absolute(given) for name in names]
+        paths = [None if (value := getattr(self, name)) is None else self._absolute(value) for name in names]
         for name, path in zip(names, paths, strict=True):
             object.__setattr__(self, name, path)
         root = root_of(paths[0], paths[1:])
@@ -113,17 +113,17 @@ class LocalStore(Store):
 
     def list(self, path: str) -> list[str]:
         """List all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
-        found = set()
+        names = set()
         for top, stands_for in self._folders.tops(path, self.url):
             if path and Path(top).is_file():
                 return [path]
             with _reporting("list", f"file://{top}"):
-                found |= {
+                names |= {
                     Path(stands_for, file.relative_to(top)).as_posix()
                     for file in files_below(Path(top))
                     if not file.name.endswith(UNFINISHED)
                 }
-        return sorted(found)
+        return sorted(names)
 
     def publish(self, path: str, content: bytes) -> None:
         target = self._file(path)

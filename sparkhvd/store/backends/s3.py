@@ -63,8 +63,8 @@ class S3Store(FilesystemStore):
         return hadoop_settings(self.storage_options or {}, bucket)
 
     def with_spark_settings(self, settings: Mapping[str, str]) -> S3Store:
-        found = storage_options_from(settings, self._folders.root.partition("/")[0])
-        return replace(self, storage_options=completed_options(self.storage_options or {}, found))
+        options = storage_options_from(settings, self._folders.root.partition("/")[0])
+        return replace(self, storage_options=completed_options(self.storage_options or {}, options))
 
     def _normalized(self, url: str) -> str:
         scheme, separator, rest = url.partition("://")
@@ -128,45 +128,45 @@ def storage_options_from(settings: Mapping[str, str], bucket: str) -> dict[str, 
         bucket: the bucket to use.
     """
     general, special = "fs.s3a.", f"fs.s3a.bucket.{bucket}."
-    found = {name[len(general) :]: value for name, value in settings.items() if name.startswith(general)}
-    found |= {name[len(special) :]: value for name, value in settings.items() if name.startswith(special)}
-    options: dict[str, Any] = {ours: found[name] for name, ours in _NAMES.items() if found.get(name)}
+    hadoop = {name[len(general) :]: value for name, value in settings.items() if name.startswith(general)}
+    hadoop |= {name[len(special) :]: value for name, value in settings.items() if name.startswith(special)}
+    options: dict[str, Any] = {ours: hadoop[name] for name, ours in _NAMES.items() if hadoop.get(name)}
     if "endpoint_url" in options and "://" not in options["endpoint_url"]:
-        secure = found.get("connection.ssl.enabled", "true").lower() != "false"
+        secure = hadoop.get("connection.ssl.enabled", "true").lower() != "false"
         options["endpoint_url"] = f"{'https' if secure else 'http'}://{options['endpoint_url']}"
-    if found.get("endpoint.region"):
-        options["client_kwargs"] = {"region_name": found["endpoint.region"]}
-    if found.get("path.style.access", "").lower() == "true":
+    if hadoop.get("endpoint.region"):
+        options["client_kwargs"] = {"region_name": hadoop["endpoint.region"]}
+    if hadoop.get("path.style.access", "").lower() == "true":
         options["config_kwargs"] = {"s3": {"addressing_style": "path"}}
-    if "Anonymous" in found.get("aws.credentials.provider", ""):
+    if "Anonymous" in hadoop.get("aws.credentials.provider", ""):
         options["anon"] = True
     return options
 
 
-def completed_options(given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in missing options from those found elsewhere; credentials are taken from one source only."""
-    client = given.get("client_kwargs", {})
-    said = {*given, *client}
-    if said & _CREDENTIALS:
-        said |= _CREDENTIALS
-    more = {name: value for name, value in found.items() if name not in said or name in _NESTED}
-    inner = {name: {**more[name], **given[name]} for name in _NESTED & given.keys() & more.keys()}
-    return {**more, **given, **inner}
+def completed_options(own: Mapping[str, Any], from_spark: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in missing options from Spark's settings; all credentials come from one source."""
+    client = own.get("client_kwargs", {})
+    set_names = {*own, *client}
+    if set_names & _CREDENTIALS:
+        set_names |= _CREDENTIALS
+    more = {name: value for name, value in from_spark.items() if name not in set_names or name in _NESTED}
+    inner = {name: {**more[name], **own[name]} for name in _NESTED & own.keys() & more.keys()}
+    return {**more, **own, **inner}
 
 
 def hadoop_settings(options: Mapping[str, Any], bucket: str) -> dict[str, str]:
     """Translate options of s3fs into Hadoop's s3a settings for one bucket, the inverse of ``storage_options_from``."""
     endpoint = options.get("endpoint_url") or options.get("client_kwargs", {}).get("endpoint_url")
     known = {**options, "endpoint_url": endpoint}
-    found = {name: str(known[ours]) for name, ours in _NAMES.items() if known.get(ours)}
+    hadoop = {name: str(known[ours]) for name, ours in _NAMES.items() if known.get(ours)}
     if endpoint:
-        found["connection.ssl.enabled"] = str(not str(endpoint).startswith("http://")).lower()
+        hadoop["connection.ssl.enabled"] = str(not str(endpoint).startswith("http://")).lower()
     if region := options.get("client_kwargs", {}).get("region_name"):
-        found["endpoint.region"] = str(region)
+        hadoop["endpoint.region"] = str(region)
     if options.get("config_kwargs", {}).get("s3", {}).get("addressing_style") == "path":
-        found["path.style.access"] = "true"
+        hadoop["path.style.access"] = "true"
     if options.get("anon"):
-        found["aws.credentials.provider"] = _ANONYMOUS
+        hadoop["aws.credentials.provider"] = _ANONYMOUS
     elif options.get("token"):
-        found["aws.credentials.provider"] = _TEMPORARY
-    return {f"fs.s3a.bucket.{bucket}.{name}": value for name, value in found.items()}
+        hadoop["aws.credentials.provider"] = _TEMPORARY
+    return {f"fs.s3a.bucket.{bucket}.{name}": value for name, value in hadoop.items()}

@@ -20,15 +20,15 @@ _SHOWN_HOSTS = 5
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of those packages that are installed, without importing them."""
-    found = {}
+    versions = {}
     for name in packages:
         for called in (name, *_OTHER_NAMES.get(name, ())):
             try:
-                found[name] = version(called)
+                versions[name] = version(called)
             except PackageNotFoundError:
                 continue
             break
-    return found
+    return versions
 
 
 def frameworks_in_use(preload: Sequence[str]) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def different_versions(driver: Sequence[str], offers: Sequence[TaskOffer]) -> st
 
     A suffix after a plus names a build of the same version, such as one without GPUs, and is ignored.
     """
-    found = []
+    differences = []
     for name, own in map(_parted, driver):
         others: dict[str, list[str]] = {}
         for offer in offers:
@@ -59,12 +59,12 @@ def different_versions(driver: Sequence[str], offers: Sequence[TaskOffer]) -> st
                 hosts.append(offer.host)
         places = [f"{there} on {_listed(hosts)}" for there, hosts in sorted(others.items()) if hosts]
         if places:
-            found.append(f"{name} is {own} on the driver, {', '.join(places)}")
-    if not found:
+            differences.append(f"{name} is {own} on the driver, {', '.join(places)}")
+    if not differences:
         return ""
     return (
-        f"{'; '.join(found)}. Objects pickled with one version may fail to load or behave differently with another. "
-        "Install the same versions on the driver and on every node."
+        f"{'; '.join(differences)}. Objects pickled with one version may fail to load or behave differently with "
+        "another. Install the same versions on the driver and on every node."
     )
 
 

@@ -34,12 +34,12 @@ _PLACE = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL
 
 def main() -> int:
     """Run the worker; return its exit code, or 128 plus the number of the signal that ended it."""
-    given = take_variables((EXECUTABLE, FOLDER, RANK_SOCKET, RANK_SECRET))
+    variables = take_variables((EXECUTABLE, FOLDER, RANK_SOCKET, RANK_SECRET))
     deadline = Deadline.after(_CONNECT_SECONDS)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_CONNECT_SECONDS)
-        connection.connect(f"\0{given[RANK_SOCKET]}")
-        link = connect_handshake(connection, Path(given[RANK_SECRET]).read_bytes(), deadline)
+        connection.connect(f"\0{variables[RANK_SOCKET]}")
+        link = connect_handshake(connection, Path(variables[RANK_SECRET]).read_bytes(), deadline)
         link.send(encode(RankConnected(*(int(os.environ[name]) for name in _PLACE))), deadline)
         preload = decode(link.receive(idle=deadline) or b"")
         if not isinstance(preload, Preload):
@@ -83,8 +83,8 @@ def _stay(link: FrameSocket, pid: int) -> int:
     link.send(encode(WorkerForked(pid)), Deadline.after(_NOTE_SECONDS))
     returncode = wait_for_child(pid)
     with contextlib.suppress(OSError):  # the task is gone
-        told = WorkerEnded(returncode, ended_by_orted)
-        link.send(encode(told), Deadline.after(_NOTE_SECONDS))
+        ended = WorkerEnded(returncode, ended_by_orted)
+        link.send(encode(ended), Deadline.after(_NOTE_SECONDS))
         link.receive(idle=Deadline.after(_NOTE_SECONDS))  # returns when the task closes the link
     os.waitpid(pid, 0)
     return returncode if returncode >= 0 else 128 - returncode

@@ -213,17 +213,17 @@ def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], over: Ca
     """
     plan = part.plan
     hosts = list(dict.fromkeys(slot.offer.host_hash for slot in plan.slots))
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
         client.set(_ranks_key(own[0].offer.host_hash), json.dumps(ranks).encode(), Deadline.after(NOTE_SECONDS))
-        while len(found) < len(hosts):
-            host = hosts[len(found)]
+        while len(ranks_of) < len(hosts):
+            host = hosts[len(ranks_of)]
             try:
-                found[host] = json.loads(client.get(_ranks_key(host), part.deadline.capped(_LOOK_SECONDS)))
+                ranks_of[host] = json.loads(client.get(_ranks_key(host), part.deadline.capped(_LOOK_SECONDS)))
             except DeadlineExceededError:
                 if over() or part.deadline.expired():
                     raise LaunchError("not all hosts have their ranks") from None
-    return replace(plan, slots=tuple(assign_started([slot.offer for slot in plan.slots], found)))
+    return replace(plan, slots=tuple(assign_started([slot.offer for slot in plan.slots], ranks_of)))
 
 
 def _ranks_key(host_hash: str) -> str:

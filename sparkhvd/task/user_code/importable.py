@@ -32,9 +32,9 @@ def look_for(modules: Mapping[str, str]) -> Findings:
         modules: the SHA-256 of each module's file, by the module's name.
     """
     importlib.invalidate_caches()
-    found = {name: spec for name in modules if (spec := locate(name)) is not None}
-    same = frozenset(name for name, spec in found.items() if digest(content(spec)) == modules[name])
-    return Findings(same, frozenset(found) - same)
+    specs = {name: spec for name in modules if (spec := locate(name)) is not None}
+    same = frozenset(name for name, spec in specs.items() if digest(content(spec)) == modules[name])
+    return Findings(same, frozenset(specs) - same)
 
 
 def locate(name: str) -> ModuleSpec | None:
