@@ -1,4 +1,4 @@
-"""The strategy behind ``Trainer(strategy="sparkhvd")``, without the base class, which Lightning has twice.
+"""The strategy behind ``Trainer(strategy="sparkhvd")``, as a mixin for the base class of either Lightning package.
 
 ``sparkhvd.run``, an estimator, ``sparkhvdrun`` or mpirun starts the ranks; the strategy starts no processes. Gradients
 are averaged parameter by parameter while backward still runs. When Lightning accumulates batches, only the last
@@ -125,8 +125,8 @@ class RankStrategy:
         """Set the rank that Lightning prints and writes by; the Trainer calls this when it is created."""
         from lightning_utilities.core import rank_zero  # noqa: PLC0415  (both Lightnings use this one)
 
-        says: Any = rank_zero.rank_zero_only
-        says.rank = self.world.rank
+        decorator: Any = rank_zero.rank_zero_only
+        decorator.rank = self.world.rank
 
     # Setup and teardown.
 
@@ -231,9 +231,9 @@ class RankStrategy:
     @staticmethod
     def _synchronize(exchange: GradientExchange) -> None:
         # Gradients of parameters that toggle_model() has frozen do not belong to this step.
-        aside = [(p, p.grad) for p in exchange.parameters() if not p.requires_grad and p.grad is not None]
+        frozen = [(p, p.grad) for p in exchange.parameters() if not p.requires_grad and p.grad is not None]
         exchange.synchronize()
-        for parameter, gradient in aside:
+        for parameter, gradient in frozen:
             parameter.grad = gradient
 
     # Buffers, such as running statistics.

@@ -12,7 +12,7 @@ from sparkhvd.task.devices import cuda_names, device_kind
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """The description of a Spark task, from Spark.
+    """A Spark task, as Spark describes it.
 
     Attributes:
         index: its index in the stage.

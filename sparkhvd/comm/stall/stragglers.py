@@ -20,9 +20,9 @@ _log = logging.getLogger(__name__)
 INIT = "init()"
 _KEY = "absent"
 _STORE_SECONDS = 10.0
-# For a lookup of a key in the rendezvous, which only answers once the key is set.
-_LOOK_SECONDS = 1.0
-_MOST_NAMED = 4
+# The wait for a key in the rendezvous, which answers only once the key is set.
+_LOOKUP_SECONDS = 1.0
+_MAX_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def publish_straggler(rendezvous: RendezvousClient, straggler: Straggler) -> Non
 def published_straggler(rendezvous: RendezvousClient) -> Straggler | None:
     """Return the straggler that a rank has published; None if there is none."""
     try:
-        return Straggler(**json.loads(rendezvous.get(_KEY, Deadline.after(_LOOK_SECONDS))))
+        return Straggler(**json.loads(rendezvous.get(_KEY, Deadline.after(_LOOKUP_SECONDS))))
     except (DeadlineExceededError, ValueError, TypeError):
         return None
 
@@ -71,16 +71,16 @@ def warning_of_stragglers(
     if rendezvous is None or len(ranks) == 1 or not context.config.stall_check:
         yield
         return
-    all_came = threading.Event()
+    all_arrived = threading.Event()
 
     def watch() -> None:
         index = ranks.index(context.world.rank)
-        began, pause = time.monotonic(), max(context.config.stall_check_seconds, _LOOK_SECONDS)
-        while not all_came.wait(pause):
+        began, pause = time.monotonic(), max(context.config.stall_check_seconds, _LOOKUP_SECONDS)
+        while not all_arrived.wait(pause):
             waited, pause = round(time.monotonic() - began), 2 * pause
             with suppress(SparkHvdError):  # the waiting thread gets the error too
-                missing = _missing(rendezvous, keys, all_came)
-                if missing and not all_came.is_set() and should_warn(index, missing):
+                missing = _missing(rendezvous, keys, all_arrived)
+                if missing and not all_arrived.is_set() and should_warn(index, missing):
                     _log.warning(
                         "Rank %d has waited %d s for %s to reach %s. It gives up after start_timeout=%g s.",
                         *(ranks[index], waited, _named(missing, ranks), what, context.config.start_timeout),
@@ -91,13 +91,13 @@ def warning_of_stragglers(
     try:
         yield
     finally:
-        all_came.set()
+        all_arrived.set()
         watcher.join()
 
 
 def should_warn(index: int, missing: Sequence[int]) -> bool:
     """Return whether the rank at ``index`` is the one to warn: the first that is not among ``missing``."""
-    before = list(range(min(index, _MOST_NAMED)))
+    before = list(range(min(index, _MAX_NAMED)))
     return list(missing[: len(before)]) == before
 
 
@@ -133,7 +133,7 @@ def _missing(rendezvous: RendezvousClient, keys: Sequence[str], stop: threading.
     """Return the indices of the first keys that are not set; ``stop`` ends the search."""
     missing: list[int] = []
     for index, key in enumerate(keys):
-        if len(missing) == _MOST_NAMED or (stop is not None and stop.is_set()):
+        if len(missing) == _MAX_NAMED or (stop is not None and stop.is_set()):
             break
         if not _is_set(rendezvous, key):
             missing.append(index)
@@ -146,7 +146,7 @@ def _named(missing: Sequence[int], ranks: Sequence[int]) -> str:
 
 def _is_set(rendezvous: RendezvousClient, key: str) -> bool:
     try:
-        rendezvous.get(key, Deadline.after(_LOOK_SECONDS))
+        rendezvous.get(key, Deadline.after(_LOOKUP_SECONDS))
     except DeadlineExceededError:
         return False
     return True

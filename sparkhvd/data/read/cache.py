@@ -86,8 +86,8 @@ def on_disk(folders: Sequence[str]) -> Keep:
             raise
         except OSError as error:
             raise StoreError(
-                f"Cannot keep rows on the local disk in {', '.join(folders)}: {error.strerror or error}. Give it more "
-                "room (spark.local.dir) or train without the cache."
+                f"Cannot keep rows on the local disk in {', '.join(folders)}: {error.strerror or error}. Free "
+                "some space there, set spark.local.dir to a larger disk, or train without the cache."
             ) from error
         return list(pa.ipc.open_stream(pa.py_buffer(content)))
 

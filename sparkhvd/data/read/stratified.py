@@ -19,9 +19,10 @@ _RUNS_PER_PORTION = 256
 
 
 def spread(count: int, bins: int, random: np.random.Generator) -> Indices:
-    """Return an order of ``count`` items, bin after bin: each bin has about one of every ``bins`` neighbouring items.
+    """Return an order of ``count`` items, bin after bin.
 
-    Which one is random, as is the order within a bin. The items left over at the end go to random bins.
+    Of every ``bins`` neighbouring items, each bin gets one at random. The items left over at the end go to random
+    bins. The order within a bin is random.
     """
     strata = count // bins
     even = random.permuted(np.tile(np.arange(bins), (strata, 1)), axis=1).ravel()
@@ -30,7 +31,7 @@ def spread(count: int, bins: int, random: np.random.Generator) -> Indices:
 
 
 def in_portions(rows: int, portion: int, random: np.random.Generator) -> Indices:
-    """Return an order of ``rows`` rows in which every ``portion`` rows in a row are a fair sample, well permuted."""
+    """Return an order of ``rows`` rows in which every portion of consecutive rows is a fair sample, permuted."""
     portions = max(1, -(-rows // portion))
     indices = _by_runs(rows, portions, min(_RUNS, portions * _RUNS_PER_PORTION), random)
     return _permuted(indices, portion, random)
@@ -39,7 +40,7 @@ def in_portions(rows: int, portion: int, random: np.random.Generator) -> Indices
 def part_in_portions(
     rows: Sequence[int], part: int, portion: int, drawn: np.random.Generator, random: np.random.Generator
 ) -> Indices:
-    """Return one part of a division of rows into fair samples, each in an order as ``in_portions`` makes it.
+    """Return one part of a division of rows into fair samples, in an order like that of ``in_portions``.
 
     Args:
         rows: the rows of every part, almost the same number.

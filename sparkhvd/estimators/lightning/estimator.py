@@ -46,8 +46,8 @@ def lightning_data(name: str, value: Any) -> Callable[..., Any]:
             f"{name}={value!r} must be a class or function that creates a LightningDataModule, or a subclass of "
             "sparkhvd.data.DataModule; the ranks create the instances."
         )
-    made: Callable[..., Any] = value
-    return made
+    factory: Callable[..., Any] = value
+    return factory
 
 
 class LightningModel(TrainedModel):

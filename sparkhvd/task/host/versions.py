@@ -22,9 +22,9 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of those packages that are installed, without importing them."""
     versions = {}
     for name in packages:
-        for called in (name, *_OTHER_NAMES.get(name, ())):
+        for package in (name, *_OTHER_NAMES.get(name, ())):
             try:
-                versions[name] = version(called)
+                versions[name] = version(package)
             except PackageNotFoundError:
                 continue
             break
@@ -53,13 +53,13 @@ def different_versions(driver: Sequence[str], offers: Sequence[TaskOffer]) -> st
     for name, own in map(_parted, driver):
         others: dict[str, list[str]] = {}
         for offer in offers:
-            there = dict(map(_parted, offer.versions)).get(name, own)
-            hosts = others.setdefault(there, [])
-            if there.partition("+")[0] != own.partition("+")[0] and offer.host not in hosts:
+            other = dict(map(_parted, offer.versions)).get(name, own)
+            hosts = others.setdefault(other, [])
+            if other.partition("+")[0] != own.partition("+")[0] and offer.host not in hosts:
                 hosts.append(offer.host)
-        places = [f"{there} on {_listed(hosts)}" for there, hosts in sorted(others.items()) if hosts]
-        if places:
-            differences.append(f"{name} is {own} on the driver, {', '.join(places)}")
+        shown = [f"{other} on {_listed(hosts)}" for other, hosts in sorted(others.items()) if hosts]
+        if shown:
+            differences.append(f"{name} is {own} on the driver, {', '.join(shown)}")
     if not differences:
         return ""
     return (
