@@ -60,7 +60,7 @@ class RankFailedError(LaunchError):
         rank: the first rank that failed.
         host: the host that it ran on.
         remote_traceback: its Python traceback, empty when the process died without one.
-        stderr_tail: the last lines that it wrote to stderr, as far as they had come through by then.
+        stderr_tail: the last lines that it wrote to stderr and that had arrived by then.
     """
 
     def __init__(

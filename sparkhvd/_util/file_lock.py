@@ -1,6 +1,6 @@
 """Mutual exclusion among the threads and processes of one machine, so that later ones reuse the result of the first.
 
-It uses file locks, which the kernel releases when their holder dies.
+It uses file locks, which the kernel releases when their holder ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def exclusive_on_machine(what: str, deadline: Deadline) -> Iterator[None]:
 
     Args:
         what: the work, such as "preparing rows 7"; equal texts exclude each other.
-        deadline: the end of the wait, for a holder that hangs; a holder that dies releases the lock.
+        deadline: the end of the wait, for a holder that hangs; a holder that ends releases the lock.
     """
     digest = hashlib.sha256(what.encode()).hexdigest()[:32]
     path = Path(tempfile.gettempdir(), f"sparkhvd-turn-{os.getuid()}-{digest}")

@@ -92,7 +92,7 @@ def init(
     waiting and those that call later.
 
     Args:
-        comm: makes some ranks a job of their own: a list of ranks of the launcher's job or of MPI's world, which
+        comm: makes some ranks a separate job: a list of ranks of the launcher's job or of MPI's world, which
             are renumbered in this order, or a communicator of mpi4py. Only these ranks call ``init``.
         process_sets: sets of ranks to register, equal on all ranks. ``add_process_set()`` can always add more,
             so Horovod's value "dynamic" means none here.

@@ -1,4 +1,4 @@
-"""Some ranks of a launched job as a job of their own."""
+"""A subset of a launched job's ranks as a separate job."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
 
 
 def take_slots(hosts: Sequence[Host], num_proc: int | None) -> tuple[Host, ...]:
-    """Return the hosts with as many of their slots as there are ranks, filled from the first host on.
+    """Return the hosts with as many of their slots as there are ranks, in the order of the hosts.
 
     Raises:
         SlotsError: there are fewer slots than ranks.

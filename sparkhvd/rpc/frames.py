@@ -59,7 +59,7 @@ class FrameSocket:
         Raises:
             ValueError: the payload is larger than ``MAX_FRAME_BYTES``.
             DeadlineExceededError: the other side did not receive it in time; the connection is unusable afterwards.
-            ConnectionError: the other side is gone.
+            ConnectionError: the other side has closed the connection.
         """
         if len(payload) > MAX_FRAME_BYTES:
             raise ValueError(f"A frame of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES} bytes.")

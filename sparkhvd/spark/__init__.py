@@ -1,4 +1,4 @@
-"""For those who replaced ``horovod`` by ``sparkhvd`` and nothing else: says where the names are."""
+"""An error with the new locations of ``horovod.spark``'s names, for code that only replaced the package's name."""
 
 from __future__ import annotations
 

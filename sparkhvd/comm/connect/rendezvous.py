@@ -92,7 +92,7 @@ class RendezvousClient(Closable):
 
         Raises:
             DeadlineExceededError: it was not set in time.
-            PeerLostError: the server is gone.
+            PeerLostError: the server has ended.
         """
         with translated():
             return self.core.get(key, deadline.remaining())

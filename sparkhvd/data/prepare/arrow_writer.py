@@ -53,7 +53,7 @@ def write(
     Args:
         rows: evaluated once; the order within partitions is kept.
         store: where the files go.
-        folder: a folder of the Store that nobody else writes to.
+        folder: a folder of the Store without other writers.
         row_group_bytes: bytes of a row group in memory.
         split: a string column; rows go to the folder ``<split>=<value>``, without that column. None is one folder.
 

@@ -1,9 +1,9 @@
-"""Leases on prepared datasets, and the removal of datasets that nobody uses.
+"""Leases on prepared datasets, and the removal of unused datasets.
 
 A lease is a small file in the Store, ``leases/<dataset id>/<owner>``, that a driver holds while it prepares or uses a
 dataset. Drivers that share a Store may be killed at any time, and leases guarantee:
 
-- a dataset is removed only when nobody holds a lease on it and its retention time since the last use is over;
+- a dataset is removed only when no lease on it is held and its retention time since the last use is over;
 - the remains of a killed preparation are found by the lease that it leaves.
 
 A lease of a process on this machine ends with the process. A lease of another machine is valid for
@@ -79,7 +79,7 @@ class Lease:
         dataset_id: the dataset.
         owner: the name of the lease.
         keep_seconds: see ``Record``.
-        caches: Spark's caches that the rows were read from; when one of them is gone, the dataset cannot be reused.
+        caches: Spark's caches that the rows were read from; once one of them is dropped, the dataset cannot be reused.
     """
 
     store: Store
@@ -112,7 +112,7 @@ class Lease:
         self.store.delete(self.path)
 
     def release(self) -> None:
-        """End the lease, and remove the dataset if nobody else holds it and ``keep_seconds`` is 0."""
+        """End the lease, and remove the dataset if no other lease is held and ``keep_seconds`` is 0."""
         if math.isinf(self.keep_seconds):
             self.withdraw()  # a note of its use would allow `clean` to remove the dataset
             return
@@ -228,7 +228,7 @@ def held_here(store: Store) -> list[str]:
 
 
 def remove_expired(store: Store, may_live: Callable[[str], bool] = lambda _cache: True) -> list[str]:
-    """Remove the datasets that nobody holds and whose retention time is over, and return their ids.
+    """Remove the datasets without a held lease whose retention time is over, and return their ids.
 
     Args:
         store: the Store of the datasets.
@@ -243,7 +243,7 @@ def remove_expired(store: Store, may_live: Callable[[str], bool] = lambda _cache
 
 
 def remove_all_unused(store: Store) -> list[str]:
-    """Remove every dataset that nobody holds, however new, and return the ids."""
+    """Remove every dataset without a held lease, of any age, and return the ids."""
     now = time.time()
     return [dataset for dataset in _leased(store) if remove_unused(store, dataset, now)]
 

@@ -56,8 +56,8 @@ def plan_packing(spark_schema: StructType, columns: Sequence[ColumnSpec]) -> Col
         if kind in _ELEMENTS:
             alike.setdefault(kind, []).append(index)
     arrays = tuple(tuple(indices) for indices in alike.values() if len(indices) > 1)
-    gone = {index for indices in arrays for index in indices}
-    return ColumnPacking(arrays, tuple(index for index in range(len(columns)) if index not in gone))
+    packed = {index for indices in arrays for index in indices}
+    return ColumnPacking(arrays, tuple(index for index in range(len(columns)) if index not in packed))
 
 
 def packed(columns: Sequence[ColumnSpec], packing: ColumnPacking) -> tuple[list[Column], list[Column]]:

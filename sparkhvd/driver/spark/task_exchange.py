@@ -74,7 +74,7 @@ class TaskExchange:
 
     Spark launches the tasks of a barrier stage in one step, in the order of their indices, so their task attempt
     numbers are consecutive: number minus index is the same for all tasks of an attempt of the stage, and larger in the
-    next attempt. With a scheduler that numbers tasks in another way, every task would look like an attempt of its own,
+    next attempt. With a scheduler that numbers tasks in another way, every task would look like a separate attempt,
     and all tasks would use the fallback.
 
     Args:
@@ -83,7 +83,7 @@ class TaskExchange:
         seconds: how long after the first connection of an attempt all its tasks must know their ranks.
         with_rows: whether the tasks receive rows first, which may take any time: then the time starts when all
             connected tasks have sent their introductions.
-        on_missing: called with the tasks that do not know their ranks by then, and the host of each, as far as it is
+        on_missing: called with the tasks that do not know their ranks in time, and with the host of each, if it is
             known; None sets no limit.
 
     Attributes:

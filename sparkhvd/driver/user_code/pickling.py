@@ -213,7 +213,7 @@ class CodePickler(pickling.Pickler):
         reduced = super().reducer_override(value)
         if isinstance(value, FunctionType) and isinstance(reduced, tuple):
             self._code.note(value.__code__)
-            # cloudpickle lets a function carry modules; those that it imports when it is called travel the same way,
+            # cloudpickle lets a function carry modules; those that it imports when it is called are sent the same way,
             # and so do its source lines.
             reduced[2][1]["_cloudpickle_submodules"] += [
                 *self._imported_when_called(value),

@@ -166,7 +166,7 @@ def hold_run(store: Store, run_id: str) -> Iterator[RunLease]:
 def acquire_lease(store: Store, run_id: str, *, silent_seconds: float = SILENT_SECONDS) -> RunLease:
     """Acquire the lease of a run that is free or whose holder is dead; see ``hold_run``."""
     lease = RunLease(store, run_id, _this_process())
-    lease._beat(uuid.uuid4().hex)  # noqa: SLF001  (of its own; a claim without a beat would look dead)
+    lease._beat(uuid.uuid4().hex)  # noqa: SLF001  (its own method; a claim without a beat would look dead)
     _active_fits.add(lease.holder.name)
     try:
         while True:

@@ -1,4 +1,4 @@
-"""The files and pickled bytes of a job: small ones travel with the job, large ones as a file in the Store.
+"""The files and pickled bytes of a job: small ones are sent with the job, large ones are files in the Store.
 
 Unpickled bytes come either with the job, over an authenticated connection, or from a file whose SHA-256 came with the
 job. So write access to the Store is not enough to make a rank or an executor run code.

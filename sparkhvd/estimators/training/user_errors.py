@@ -1,4 +1,4 @@
-"""Describe errors that user code or a framework raised, for the person who has to fix them."""
+"""Describe errors that user code or a framework raised, for the user who has to fix them."""
 
 from __future__ import annotations
 

@@ -332,7 +332,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Create a temporary folder; on exit, remove what was created, unless others use it by then."""
+    """Create a temporary folder; on exit, remove the folders that it created, unless others use them."""
     missing = [location for location in (folder, *folder.parents) if not location.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,6 +1,6 @@
 """The ranks of one host without Spark: ``python -m sparkhvd.task.host.main``, started through ssh.
 
-It ends its ranks and itself when its stdin is closed, which happens when the launcher or the connection is gone.
+It ends its ranks and itself when its stdin is closed, which happens when the launcher ends or the connection is lost.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Launcher:
         self._lock = threading.Lock()  # keeps messages whole
 
     def receive(self) -> object:
-        """Return the next message; raise ``EOFError`` when the launcher is gone."""
+        """Return the next message; raise ``EOFError`` when the launcher has ended."""
         return pickle.loads(self._input.recv_bytes())
 
     def send(self, message: object) -> None:
@@ -123,7 +123,7 @@ def _own_address(job: HostJob) -> str:
 
 def _watch(launcher: Launcher, workers: list[WorkerProcess]) -> None:
     try:
-        launcher.receive()  # only ends when the launcher is gone, since it sends nothing more
+        launcher.receive()  # returns only when the launcher ends, since it sends nothing more
     except (EOFError, OSError):
         for worker in workers:
             worker.terminate(1.0)

@@ -71,7 +71,7 @@ def _become_worker(connection: socket.socket, control: int, stdout: int, stderr:
 
 
 def _stay(link: FrameSocket, pid: int) -> int:
-    """Report the worker's end, and return when the task has recorded it or is gone."""
+    """Report the worker's end, and return when the task has recorded it or has ended."""
     ended_by_orted = False
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -82,7 +82,7 @@ def _stay(link: FrameSocket, pid: int) -> int:
     signal.signal(signal.SIGTERM, pass_on)
     link.send(encode(WorkerForked(pid)), Deadline.after(_NOTE_SECONDS))
     returncode = wait_for_child(pid)
-    with contextlib.suppress(OSError):  # the task is gone
+    with contextlib.suppress(OSError):  # the task has ended
         ended = WorkerEnded(returncode, ended_by_orted)
         link.send(encode(ended), Deadline.after(_NOTE_SECONDS))
         link.receive(idle=Deadline.after(_NOTE_SECONDS))  # returns when the task closes the link

@@ -52,7 +52,7 @@ from sparkhvd.task.worker.threads import thread_defaults
 _DRIVER_CHECK_SECONDS = 2.0
 # The time for the driver to report why mpirun ended, before a task reports its own reason.
 _DRIVER_SECONDS = 5.0
-# The time for orted to report to mpirun that all ranks have ended well.
+# The time for orted to report to mpirun that all ranks have succeeded.
 _ORTED_SECONDS = 3.0
 # The interval at which a host that waits for other hosts' ranks checks whether the job has ended.
 _LOOK_SECONDS = 1.0
@@ -149,7 +149,7 @@ def _registered(job: Job, registration: TaskRegistration, deadline: Deadline, st
 def _await_plan(driver: Client, service: TaskService) -> tuple[TaskOffer, ...]:
     """Return the driver's assignment; the driver enforces the time limit and reports missing tasks."""
     while (plan := service.plan_within(_DRIVER_CHECK_SECONDS)) is None:
-        driver.ask(Flush(), Deadline.after(NOTE_SECONDS))  # raises if the driver is gone
+        driver.ask(Flush(), Deadline.after(NOTE_SECONDS))  # raises if the driver has ended
     return plan
 
 

@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
             raise TypeError(f"The task sent {type(spec).__name__} instead of a WorkerSpec.")
         return _work(spec, connection, inbox)
     finally:
-        remove_scratch(scratch_folder())  # the task that would otherwise remove it may be gone by now
+        remove_scratch(scratch_folder())  # the task, which removes it otherwise, may have ended
 
 
 def _connect(control: int) -> tuple[Connection, queue.SimpleQueue[object]]:
@@ -182,7 +182,7 @@ def _lost_a_peer(error: BaseException | None) -> bool:
 def _watch_task(connection: Connection, inbox: queue.SimpleQueue[object]) -> None:
     """Hand on what the task sends; when its end of the socket closes, end this whole process group with it.
 
-    A parent-death signal of the kernel would be no help: it ends this process alone, and then nobody ends its children.
+    The kernel's parent-death signal would not help: it ends this process alone, and its children would live on.
     """
     while True:
         try:

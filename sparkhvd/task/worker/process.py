@@ -215,7 +215,7 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, message: object) -> None:
-        """Send to the worker; does nothing when it is gone (its exit is an event of its own)."""
+        """Send to the worker; does nothing once it has ended (its exit is a separate event)."""
         try:
             self._connection.send_bytes(pickle.dumps(message))
         except OSError:
@@ -243,7 +243,7 @@ class WorkerProcess:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._process.release()
-        remove_scratch(self._scratch)  # again: now nobody is left who writes
+        remove_scratch(self._scratch)  # again: no process writes to it any more
         self.output.finish(OUTPUT_SECONDS)
         self._connection.close()
         self._socket.close()

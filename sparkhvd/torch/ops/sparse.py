@@ -1,7 +1,7 @@
 """Sums of sparse (COO) tensors: all ranks receive the entries of all ranks, and each rank adds them up.
 
-A rank's entries travel as bytes: a header (number of entries, number of sparse dimensions, length of the description),
-a description of the operation in words, the indices, the values. A rank without entries may send no bytes at all.
+A rank's entries are sent as bytes: a header (number of entries, number of sparse dimensions, length of the text), a
+text that describes the operation, the indices, the values. A rank without entries may send no bytes at all.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class ExchangeSettings:
     process_set: ProcessSet | None = None
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a gradient of ``dtype`` most likely travels."""
+        """Return the dtype in which a gradient of ``dtype`` is most likely sent."""
         return self.compression.wire_dtype(dtype) if isinstance(self.compression, CastCompressor) else dtype
 
 
@@ -63,7 +63,7 @@ class Transfer:
     Attributes:
         gradient: the ``grad`` of the parameter when it was submitted.
         handle: returns the combined gradient; it is ``gradient`` itself if that is dense.
-        sparse: whether the gradient travels as a sparse tensor.
+        sparse: whether the gradient is sent as a sparse tensor.
     """
 
     gradient: torch.Tensor | None

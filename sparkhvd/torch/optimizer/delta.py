@@ -1,4 +1,4 @@
-"""Adasum: every rank takes a step of its own, and the ranks combine their steps."""
+"""Adasum: every rank takes its own step, and the ranks combine their steps."""
 
 from __future__ import annotations
 

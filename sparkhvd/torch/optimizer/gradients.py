@@ -44,10 +44,10 @@ class GradientExchange:
 
     In addition to the gradients, the ranks reduce one small presence vector: which parameters have a dense gradient,
     and which have a sparse one. It is submitted right before the last gradient, with the same dtype, operation and
-    scale, so that it travels in the same fusion buffer and needs no exchange of its own. It shows a rank that lacks a
+    scale, so that it is sent in the same fusion buffer without a separate exchange. It shows a rank that lacks a
     gradient whether other ranks wait for it. A parameter for which no rank has a gradient is not sent.
 
-    The hooks on the parameters hold a weak reference to the exchange: they do nothing once its optimizer is gone.
+    The hooks on the parameters hold a weak reference to the exchange: they do nothing once its optimizer is deleted.
     """
 
     def __init__(self, settings: ExchangeSettings) -> None:
