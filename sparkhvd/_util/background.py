@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # A signal just before the main thread begins to wait is only noticed at the end of that wait, so each wait is short.
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 def in_background(act: Callable[[], T], name: str, spark: SparkSession | None = None) -> Future[T]:
@@ -58,7 +58,7 @@ def is_done_within(future: Future[T], seconds: float = math.inf) -> bool:
 
 def _comes_within(wait_for: Callable[[float], bool], seconds: float) -> bool:
     end = time.monotonic() + seconds
-    while not wait_for(max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))):
+    while not wait_for(max(0.0, min(_POLL_SECONDS, end - time.monotonic()))):
         if time.monotonic() >= end:
             return False
     return True

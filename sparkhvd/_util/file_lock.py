@@ -19,7 +19,7 @@ from sparkhvd.deadline import Deadline
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _SAY_SECONDS = 3600.0
 
 
@@ -52,7 +52,7 @@ def _taken(path: Path, what: str, deadline: Deadline) -> int | None:
             if silence.expired():
                 logger.log(level, "Another process on this machine is already %s; waiting for it (%s).", what, path)
                 level, silence = logging.WARNING, Deadline.after(_SAY_SECONDS)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     except OSError as error:  # the folder cannot be written, or its network file system has no locks
         logger.debug("No lock file can be used, so nothing waits: %s", error)
         return None

@@ -59,7 +59,7 @@ _NO_RESULT = (
 _PARENT_CHECK_SECONDS = 5.0
 # The time for the other ranks to end after a failure, and the interval of the check.
 _FAILED_SECONDS = 6.0
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ def publish_outcome(client: RendezvousClient, hosts: Sequence[str], result_cap: 
     deadline, sizes = Deadline.after(JOB_SECONDS), list[int]()
     while len(sizes) < len(hosts):
         try:
-            sizes.append(int(client.get(finished_key(len(sizes)), deadline.capped(_LOOK_SECONDS))))
+            sizes.append(int(client.get(finished_key(len(sizes)), deadline.capped(_POLL_SECONDS))))
         except DeadlineExceededError:
             if deadline.expired():
                 return

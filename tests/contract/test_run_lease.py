@@ -29,7 +29,7 @@ run_lease.machine_id = lambda: sys.argv[2]
 with open(sys.argv[1], "rb") as file:
     store = pickle.load(file)
 lease = run_lease.acquire_lease(store, "r")
-hold = Hold(lease, look_seconds=0.05, renew_seconds=0.05)
+hold = Hold(lease, check_seconds=0.05, renew_seconds=0.05)
 fence = run_lease.claim_fence(store, "r", lease.holder)
 checkpoint.save(fence, checkpoint.Checkpoint(0, 1, (), b"of the holder"))
 print("HOLDS", flush=True)

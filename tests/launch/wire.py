@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from sparkhvd.deadline import Deadline
 
 _ALL_PROTOCOLS = 0x0003
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 _REST_SECONDS = 2.0
 
 
@@ -37,7 +37,7 @@ def overheard(words: Sequence[bytes]) -> Iterator[set[bytes]]:
 
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
-        listener.settimeout(_LOOK_SECONDS)
+        listener.settimeout(_POLL_SECONDS)
         thread = threading.Thread(target=listen, name="listener", daemon=True)
         thread.start()
         try:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 BELIEVED_SECONDS = 7 * 24 * 3600.0
 RENEW_SECONDS = 24 * 3600.0
 # How often the wall clock is checked, since a machine may sleep; a failed renewal is retried as often.
-_LOOK_SECONDS = 3600.0
+_CHECK_SECONDS = 3600.0
 _RELEASE_SECONDS = 300.0  # a release may remove the dataset
 _RELEASED = "released"
 # Suffix of a lease for one use, which each rank may take; its retention time is that of the other leases.
@@ -141,15 +141,15 @@ class Hold:
 
     Args:
         lease: a lease that was taken just now.
-        look_seconds: how often its age is checked.
+        check_seconds: how often its age is checked.
         renew_seconds: the age at which it is renewed.
     """
 
     def __init__(
-        self, lease: Renewable, *, look_seconds: float = _LOOK_SECONDS, renew_seconds: float = RENEW_SECONDS
+        self, lease: Renewable, *, check_seconds: float = _CHECK_SECONDS, renew_seconds: float = RENEW_SECONDS
     ) -> None:
         self._lease = lease
-        self._look_seconds, self._renew_seconds = look_seconds, renew_seconds
+        self._check_seconds, self._renew_seconds = check_seconds, renew_seconds
         self._pid = os.getpid()
         # A finalizer may run in any thread at any point: it can put into a SimpleQueue, but not set an event.
         self._closed: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -184,9 +184,9 @@ class Hold:
         release_and_log(self._lease)
 
     def _is_closed(self) -> bool:
-        """Wait for ``close`` at most ``look_seconds``, and return whether it was called."""
+        """Wait for ``close`` at most ``check_seconds``, and return whether it was called."""
         try:
-            self._closed.get(timeout=self._look_seconds)
+            self._closed.get(timeout=self._check_seconds)
         except queue.Empty:
             return False
         return True

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _CANCEL_SECONDS = 60.0
 _COUNTED_SECONDS = 300.0  # Spark reports counts through its event queue, soon after the job
-_LOOK_SECONDS = 0.5  # an interrupt is delivered between two waits
+_POLL_SECONDS = 0.5  # an interrupt is delivered between two waits
 
 
 def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.inf) -> T:
@@ -102,7 +102,7 @@ def cancel(spark: SparkSession, tag: str, done: Future[T]) -> None:
     The cancellation is repeated, because a query that is still being planned has no job yet.
     """
     deadline = Deadline.after(_CANCEL_SECONDS)
-    pause = _LOOK_SECONDS
+    pause = _POLL_SECONDS
     while not done.done() and not deadline.expired():
         try:
             if is_connect(spark):

@@ -104,7 +104,7 @@ class Code:
         """Whether a module was pickled before all names that the pickled code uses of it were known."""
         return any(self._used(sys.modules[name]) - names for name, names in self._sent.items())
 
-    def goes_by_value(self, name: str) -> UserModule | None:
+    def module_by_value(self, name: str) -> UserModule | None:
         """Return the module if it is one of the user's that is pickled by value; None otherwise."""
         if name not in self._by_value:
             self._decide(name)
@@ -130,7 +130,7 @@ class Code:
             return None
         if (known := pickling.known_single(value)) is not None:
             return known
-        self.goes_by_value(kind.__module__)
+        self.module_by_value(kind.__module__)
         users = [item for item in self._by_value.items() if item[0] in self._users]
         # The module of the class comes first: other modules may import the value from there.
         for name, sent in [(kind.__module__, self._by_value.get(kind.__module__)), *users, ("__main__", None)]:
@@ -196,40 +196,40 @@ class CodePickler(pickling.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Return how to pickle a value; pickle calls this."""
         if isinstance(value, ModuleType):
-            sent = self._code.goes_by_value(value.__name__)
+            sent = self._code.module_by_value(value.__name__)
             if sent is not None and sys.modules.get(value.__name__) is value:
                 digest = value.sent_digest if isinstance(value, pickling.SentModule) else sent.digest
                 return pickling.reduced_module(value, digest, self._code.names_of(value))
             return NotImplemented
         if type(value) is functools.cached_property:
             return pickling.cached_property, (value.func, value.attrname)
-        if isinstance(value, _CACHED) and self._goes_by_value(value):
+        if isinstance(value, _CACHED) and self._is_by_value(value):
             return pickling.cached, (value.__wrapped__, *value.cache_parameters().values())
         if (single := self._code.single_of(value)) is not None:
             return single
         if isinstance(value, type | FunctionType | BuiltinFunctionType) and isinstance(value.__module__, str):
-            self._code.goes_by_value(value.__module__)
+            self._code.module_by_value(value.__module__)
             self._code.identify(value)
         reduced = super().reducer_override(value)
         if isinstance(value, FunctionType) and isinstance(reduced, tuple):
             self._code.note(value.__code__)
-            # cloudpickle lets a function carry modules; those that it imports when it is called are sent the same way,
-            # and so do its source lines.
+            # cloudpickle lets a function carry modules. Its source lines and the modules that it imports when it is
+            # called are sent the same way.
             reduced[2][1]["_cloudpickle_submodules"] += [
                 *self._imported_when_called(value),
                 pickling.SourceLines(value.__code__),
             ]
         return reduced
 
-    def _goes_by_value(self, function: Any) -> bool:
+    def _is_by_value(self, function: Any) -> bool:
         """Whether a function of another type than Python's own must carry its code."""
         is_local = "<locals>" in function.__qualname__
         return (
-            function.__module__ == "__main__" or is_local or self._code.goes_by_value(function.__module__) is not None
+            function.__module__ == "__main__" or is_local or self._code.module_by_value(function.__module__) is not None
         )
 
     def _imported_when_called(self, function: FunctionType) -> list[ModuleType]:
         names = imported_when_called(function)
         users = (name for name in sorted(names) if pickling.is_sent(name) or user_module(name))
-        sent = [name for name in users if self._code.goes_by_value(name)]
+        sent = [name for name in users if self._code.module_by_value(name)]
         return [importlib.import_module(name) for name in sent]

@@ -156,7 +156,7 @@ def hold_run(store: Store, run_id: str) -> Iterator[RunLease]:
         StoreError: the Store cannot be read or written.
     """
     lease = acquire_lease(store, run_id)
-    hold = Hold(lease, look_seconds=RENEW_SECONDS, renew_seconds=RENEW_SECONDS)
+    hold = Hold(lease, check_seconds=RENEW_SECONDS, renew_seconds=RENEW_SECONDS)
     try:
         yield lease
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from sparkhvd.deadline import Deadline
 
 _CLAIM_SECONDS = 60.0  # longer than looking and renaming takes
-_LOOK_SECONDS = 0.05  # polled, because nothing reports the removal of a folder
+_POLL_SECONDS = 0.05  # polled, because nothing reports the removal of a folder
 
 
 def rename_once(temporary: Path, target: Path) -> None:
@@ -25,13 +25,13 @@ def rename_once(temporary: Path, target: Path) -> None:
     """
     claim = target.with_name(f".{target.name}.claim")
     deadline = Deadline.after(3 * _CLAIM_SECONDS)
-    while not _made(claim):
+    while not _create(claim):
         _refuse_existing(target)
-        deadline.check(f"the end of {claim}")
+        deadline.check(f"the removal of {claim}")
         with suppress(FileNotFoundError):
             if time.time() - claim.stat().st_mtime > _CLAIM_SECONDS:
                 claim.rmdir()
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     try:
         _refuse_existing(target)
         temporary.rename(target)
@@ -40,7 +40,7 @@ def rename_once(temporary: Path, target: Path) -> None:
             claim.rmdir()
 
 
-def _made(folder: Path) -> bool:
+def _create(folder: Path) -> bool:
     try:
         folder.mkdir()
     except FileExistsError:

@@ -55,7 +55,7 @@ _DRIVER_SECONDS = 5.0
 # The time for orted to report to mpirun that all ranks have succeeded.
 _ORTED_SECONDS = 3.0
 # The interval at which a host that waits for other hosts' ranks checks whether the job has ended.
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], over: Ca
         while len(ranks_of) < len(hosts):
             host = hosts[len(ranks_of)]
             try:
-                ranks_of[host] = json.loads(client.get(_ranks_key(host), part.deadline.capped(_LOOK_SECONDS)))
+                ranks_of[host] = json.loads(client.get(_ranks_key(host), part.deadline.capped(_POLL_SECONDS)))
             except DeadlineExceededError:
                 if over() or part.deadline.expired():
                     raise LaunchError("not all hosts have their ranks") from None

@@ -163,7 +163,7 @@ def test_a_hold_is_renewed_until_it_is_released(store, make_dataset):
     make_dataset(dataset_id="d")
     lease = leases.take(store, "d", 7.0)
     first = record_of(lease)
-    held = leases.Hold(lease, look_seconds=0.001, renew_seconds=0.0)
+    held = leases.Hold(lease, check_seconds=0.001, renew_seconds=0.0)
     wait_for(lambda: record_of(lease)["taken"] > first["taken"])
     assert {**record_of(lease), "taken": first["taken"]} == first
     held.close()
@@ -181,7 +181,7 @@ def test_a_hold_is_renewed_only_once_it_is_old_enough(store, make_dataset, monke
         return started + (leases.RENEW_SECONDS + 1 if len(looks) > 20 else 1)
 
     monkeypatch.setattr(leases, "time", SimpleNamespace(time=now))
-    held = leases.Hold(lease, look_seconds=0.001)
+    held = leases.Hold(lease, check_seconds=0.001)
     wait_for(lambda: len(looks) > 10)
     assert record_of(lease)["taken"] == first
     wait_for(lambda: record_of(lease)["taken"] > first + leases.RENEW_SECONDS)
@@ -200,7 +200,7 @@ def test_a_failed_renewal_is_logged_and_retried(store, make_dataset, monkeypatch
         return original(self, path, mode)
 
     monkeypatch.setattr(type(store), "open", failing)
-    held = leases.Hold(lease, look_seconds=0.001, renew_seconds=0.0)
+    held = leases.Hold(lease, check_seconds=0.001, renew_seconds=0.0)
     wait_for(lambda: record_of(lease)["taken"] > first)
     held.close()
     assert failures == [lease.path]
@@ -386,7 +386,7 @@ def test_a_finalizer_ends_a_hold_also_from_within_its_thread(store, make_dataset
     owners, watched = [threading.Event()], threading.Event()
     lease = leases.take(store, "d", 10.0)
     monkeypatch.setattr(leases.Lease, "renew", lambda _: watched.is_set() and owners.clear())
-    held = leases.Hold(lease, look_seconds=0.001, renew_seconds=0.0)
+    held = leases.Hold(lease, check_seconds=0.001, renew_seconds=0.0)
     weakref.finalize(owners[0], held.close)
     watched.set()
     wait_for(lambda: store.list(layout.LEASES) == ["leases/d/released"])

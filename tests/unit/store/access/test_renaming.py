@@ -55,7 +55,7 @@ def test_the_claim_of_a_killed_writer_is_removed(tmp_path, monkeypatch):
     temporary.write_text("second")
     claim.mkdir()
     os.utime(claim, (time.time() - 120, time.time() - 120))
-    monkeypatch.setattr(renaming, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(renaming, "_POLL_SECONDS", 0.0)
     renaming.rename_once(temporary, target)
     assert target.read_text() == "second"
     assert not claim.exists()
