@@ -100,7 +100,7 @@ class Suggestion:
         if self.is_due:
             self.is_due = False
             _log.warning(
-                "CUDA tensors travel through the CPU. Set SPARKHVD_GPU_OPERATIONS=nccl on all ranks to let NCCL move "
-                "them from GPU to GPU, or SPARKHVD_GPU_OPERATIONS=staged to keep copying through the CPU without this "
-                "warning."
+                "CUDA tensors are copied through the CPU. Set SPARKHVD_GPU_OPERATIONS=nccl on all ranks to let NCCL "
+                "move them from GPU to GPU, or SPARKHVD_GPU_OPERATIONS=staged to keep copying through the CPU without "
+                "this warning."
             )

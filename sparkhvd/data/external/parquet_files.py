@@ -157,8 +157,8 @@ def open_data(
         return ExistingFiles(store, selected(data, wanted))
     if store is not None:
         return _open(store, [data.strip("/")], wanted)
-    found, locations = locate([data], Access(storage_options=storage_options))
-    return _open(found, locations, wanted)
+    store, locations = locate([data], Access(storage_options=storage_options))
+    return _open(store, locations, wanted)
 
 
 def _open(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> ExistingFiles:
@@ -385,13 +385,13 @@ def _with_shape(value: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:
 def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> None:
     """Refuse a file whose footer shows another type, NULL, or arrays of other lengths."""
     url = f"{store.url}/{footer.path}"
-    wanted, found = _types(first), _types(footer)
+    expected, actual = _types(first), _types(footer)
     leaves = _leaves(footer)
     for column in schema.columns:
         top = column.path[0]
-        if found.get(top) != wanted[top]:
+        if actual.get(top) != expected[top]:
             raise SchemaError(
-                f"Column {top!r} is {wanted[top]} in {store.url}/{first.path} and {found.get(top, 'missing')} in "
+                f"Column {top!r} is {expected[top]} in {store.url}/{first.path} and {actual.get(top, 'missing')} in "
                 f"{url}; all files must have the same columns."
             )
         within = leaves.get(".".join(column.path), [])

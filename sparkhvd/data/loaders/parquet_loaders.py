@@ -89,8 +89,8 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
     Iterate over it directly, or pass it to ``DataLoader(loader, batch_size=None)``. Its threads prefetch already, so
     ``num_workers`` must be 0; other values raise an error. Call ``set_epoch`` before each epoch for another order.
 
-    Other drivers cannot remove prepared rows that are opened by their path or URL until ``close``, the end of ``with``,
-    or the end of the loader. The rows of a manifest are held by the process that prepared them.
+    Prepared rows that are opened by path or URL cannot be removed by other drivers until ``close``, the end of ``with``
+    or the end of the loader. For rows opened by manifest, the process that prepared them prevents the removal.
 
     Args:
         data: the URL of a Parquet file or of a folder of them, of a prepared dataset, or a prepared dataset's manifest.
@@ -110,7 +110,7 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
             - ``prefetch_bytes`` and ``threads``: see ``sparkhvd.data.read.readers.ReadOptions``.
 
     Raises:
-        DataError: the URL has no files, or none of Parquet, or there is NULL without a fill.
+        DataError: the URL has no Parquet files, or a column without a fill has NULL.
         SchemaError: a column does not exist, has a type that cannot be read, or differs between files.
         StoreError: the URL cannot be reached.
 

@@ -134,14 +134,14 @@ def fingerprint(
         report("a Spark Connect client sees neither the plan nor the files of a DataFrame")
         return None
     try:
-        plan, found = _plan(df, caches=caches)
+        plan, cached = _plan(df, caches=caches)
         identity = [_WRITING, _session(df), plan, [repr(part) for part in parts]]
         if f'"{_SAMPLE}"' in str(plan[0]):
             identity.append(df.sparkSession.sparkContext.defaultParallelism)
     except _UnknownError as reason:
         report(str(reason))
         return None
-    return Fingerprint(hashlib.sha256(json.dumps(identity).encode()).hexdigest(), found)
+    return Fingerprint(hashlib.sha256(json.dumps(identity).encode()).hexdigest(), cached)
 
 
 def living_caches(spark: SparkSession) -> Callable[[str], bool]:

@@ -55,7 +55,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._rows_of_step = 0
         self._shares: list[float] = []  # of this rank's rows in the rows of the step, for every batch of the epoch
         self._empty: set[int] = set()
-        # The placeholder for empty batches is the last row, because an invented row may have invalid values.
+        # The placeholder for empty batches is the last row, because a synthetic row may have invalid values.
         self._placeholder = sample or {column.name: columns.blank(column, 1) for column in source.schema.columns}
 
     def __len__(self) -> int:

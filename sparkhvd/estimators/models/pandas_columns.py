@@ -16,7 +16,7 @@ from sparkhvd.errors import DataError, SchemaError
 if TYPE_CHECKING:
     import pandas as pd
 
-# The types that Spark gives to numbers of types that it lacks.
+# Spark's types for numbers whose own type Spark lacks.
 _IN_SPARK = {"uint8": "int16", "uint16": "int32", "uint32": "int64", "float16": "float32"}
 
 

@@ -90,7 +90,7 @@ def test_the_advice_about_cuda_tensors_is_logged_once(caplog):
     for suggestion in (due, due, not_due):
         suggestion.make()
     (line,) = caplog.messages
-    assert line.startswith("CUDA tensors travel through the CPU. Set SPARKHVD_GPU_OPERATIONS=nccl on all ranks")
+    assert line.startswith("CUDA tensors are copied through the CPU. Set SPARKHVD_GPU_OPERATIONS=nccl on all ranks")
 
 
 def test_nccl_and_encryption_exclude_each_other():
