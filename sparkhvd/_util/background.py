@@ -48,15 +48,15 @@ def in_background(act: Callable[[], T], name: str, spark: SparkSession | None = 
 
 def is_set_within(event: threading.Event, seconds: float = math.inf) -> bool:
     """Wait for ``event`` and return whether it was set in time."""
-    return _comes_within(event.wait, seconds)
+    return _occurs_within(event.wait, seconds)
 
 
 def is_done_within(future: Future[T], seconds: float = math.inf) -> bool:
     """Wait for the end of ``future`` and return whether it came in time."""
-    return _comes_within(lambda pause: bool(wait([future], pause).done), seconds)
+    return _occurs_within(lambda pause: bool(wait([future], pause).done), seconds)
 
 
-def _comes_within(wait_for: Callable[[float], bool], seconds: float) -> bool:
+def _occurs_within(wait_for: Callable[[float], bool], seconds: float) -> bool:
     end = time.monotonic() + seconds
     while not wait_for(max(0.0, min(_POLL_SECONDS, end - time.monotonic()))):
         if time.monotonic() >= end:

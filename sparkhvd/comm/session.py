@@ -239,7 +239,7 @@ def _join_job(
         return (whole if ranks is None else subset(whole, ranks, scope)), None
     if comm is None:
         comm = mpi.world_communicator()
-    return mpi.meet(mpi.of_ranks(comm) if isinstance(comm, Sequence) else comm, whole.config)
+    return mpi.agree_on_rendezvous(mpi.of_ranks(comm) if isinstance(comm, Sequence) else comm, whole.config)
 
 
 def _own_config() -> Config:

@@ -82,7 +82,7 @@ class EpochReport:
     on_record: Callable[[EpochRecord], bool] | None = None
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing."""
 
 
@@ -109,4 +109,4 @@ class StepReport:
     sums: Callable[[], Mapping[str, tuple[float, int]]]
     rank_state: Callable[[], bytes]
     whole: bool = True
-    synchronize: Callable[[], None] = _nothing
+    synchronize: Callable[[], None] = _do_nothing

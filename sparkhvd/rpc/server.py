@@ -163,7 +163,7 @@ class Server(Closable):
         try:
             frames = self._authenticated(connection)
             enable_keepalive(connection)
-            self._converse(frames)
+            self._serve_member(frames)
         except MessageError as error:
             logger.warning(
                 "%s closed the connection to a peer that knows the job's secret but sent an invalid message: %s "
@@ -216,7 +216,7 @@ class Server(Closable):
             self._last_encoded = last = (reply, encode(reply))
         return last[1]
 
-    def _converse(self, frames: FrameSocket) -> None:
+    def _serve_member(self, frames: FrameSocket) -> None:
         attending: TaskStatus | None = None
         late: Future[Message] | None = None
         try:

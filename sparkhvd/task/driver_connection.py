@@ -54,7 +54,7 @@ class DriverConnection:
         """Return whether the driver was reached; wait for the attempt to end."""
         return self._opened.result() is not None
 
-    def meet(self, own: Introduction) -> tuple[Introduction, ...] | None:
+    def exchange_introductions(self, own: Introduction) -> tuple[Introduction, ...] | None:
         """Exchange introductions with the other tasks, however long their rows take.
 
         Returns:

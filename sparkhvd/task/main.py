@@ -139,7 +139,7 @@ def _gather(job: Job, task: TaskInfo, line: DriverConnection | None, stack: Exit
         yarn_container(),
     )
     own = Introduction(task.attempt, offer, port)
-    tasks = line.meet(own) if line is not None else None
+    tasks = line.exchange_introductions(own) if line is not None else None
     by_spark = tasks is None
     if tasks is None:
         messages = all_gather(json.dumps(asdict(own)), job, task)

@@ -146,7 +146,7 @@ class _Normalization(torch.autograd.Function):
         normalized, inverse, weight, count = ctx.saved_tensors
         name, process_set, dtype, counts_rows = ctx.arguments
         gradient = gradient.to(normalized.dtype)
-        dims = _all_but_channels(normalized)
+        dims = _reduced_dimensions(normalized)
         bias_gradient, weight_gradient = gradient.sum(dims), (gradient * normalized).sum(dims)
         input_gradient = None
         if ctx.needs_input_grad[0]:
@@ -170,7 +170,7 @@ def _statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return mean and variance per channel over the rows of all ranks, and the number of values per channel."""
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-    dims, channels = _all_but_channels(x), x.shape[1]
+    dims, channels = _reduced_dimensions(x), x.shape[1]
     rows = x.numel() // channels if counts_rows else 0
     if rows:
         variance, mean = torch.var_mean(x.to(dtype), dims, correction=0)
@@ -190,7 +190,7 @@ def _statistics(
     return mean, ((variances + (means - mean).square()) * shares).sum(0), total
 
 
-def _all_but_channels(x: torch.Tensor) -> list[int]:
+def _reduced_dimensions(x: torch.Tensor) -> list[int]:
     return [0, *range(2, x.dim())]
 
 

@@ -14,7 +14,7 @@ import torch
 import sparkhvd
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.cli.main import _last_line, main
-from sparkhvd.driver.preflight.preflight import AskedTasks
+from sparkhvd.driver.preflight.preflight import RequestedTasks
 from sparkhvd.driver.preflight.report import Check, Verdict
 from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.errors import ConfigError
@@ -89,8 +89,8 @@ def test_rows_that_take_too_long_time_out_and_cancel_their_job(spark):
         def getStore(self):  # noqa: N802
             return None
 
-        def asked_tasks(self):
-            return AskedTasks(1, TaskResources())
+        def requested_tasks(self):
+            return RequestedTasks(1, TaskResources())
 
         def try_rows(self, dataset, count):
             return str(dataset.head(count))

@@ -1,6 +1,6 @@
 """Ranks that MPI has started or grouped: MPI numbers them, and the core connects them through its own links.
 
-MPI is not used after ``meet()`` has returned, so a program may use mpi4py freely.
+MPI is not used after ``agree_on_rendezvous()`` has returned, so a program may use mpi4py freely.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def require_member(rank: int, size: int, ranks: Sequence[int]) -> None:
         raise ConfigError(f"Rank {rank} is not in comm={list(ranks)}; only those ranks may call init().")
 
 
-def meet(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, RendezvousServer | None]:
+def agree_on_rendezvous(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, RendezvousServer | None]:
     """Agree on a rendezvous and a secret; collective over the communicator.
 
     Args:
@@ -91,7 +91,7 @@ def meet(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, Re
     _wait_for_all(communicator, config.start_timeout)
     own = communicator.Dup()  # separates these messages from those of the program
     try:
-        return _meet(own, config)
+        return _exchange_contexts(own, config)
     finally:
         own.Free()
 
@@ -112,7 +112,7 @@ def _wait_for_all(communicator: MPI.Intracomm, seconds: float) -> None:
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-def _meet(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, RendezvousServer | None]:
+def _exchange_contexts(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, RendezvousServer | None]:
     from mpi4py import MPI  # noqa: PLC0415  the caller has imported it
 
     rank, size = communicator.Get_rank(), communicator.Get_size()

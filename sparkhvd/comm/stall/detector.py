@@ -92,8 +92,8 @@ class StallDetector:
         self._next_report = self._patience
         self._operations, self._changed = 0, time.monotonic()
         self._stopping = threading.Event()
-        self._is_asked(0, 0.0)  # opens the connection for questions
-        self._rendezvous.set(self._key("who", self._world.rank), encode(own_identity()), self._soon())
+        self._is_posted(0, 0.0)  # opens the connection for questions
+        self._rendezvous.set(self._key("who", self._world.rank), encode(own_identity()), self._store_deadline())
         self._thread = threading.Thread(target=self._run, name="sparkhvd-stall-detector")
         self._thread.start()
 
@@ -116,10 +116,10 @@ class StallDetector:
             question = 0
             glance = min(_GLANCE_SECONDS, self._patience / 4)
             while not self._is_over():
-                if self._is_asked(question, glance):
+                if self._is_posted(question, glance):
                     self._answer(question)
                     question += 1
-                self._look_for_stall(question)
+                self._check_for_stall(question)
         except SparkHvdError as error:
             # Without the rendezvous no rank can be asked, and the job is over or about to be.
             _log.debug("The stall detector of rank %d ends: %s", self._world.rank, error)
@@ -128,7 +128,7 @@ class StallDetector:
         # The interpreter waits for this thread at exit, so it ends once the main thread has ended.
         return self._stopping.is_set() or not threading.main_thread().is_alive()
 
-    def _is_asked(self, question: int, seconds: float) -> bool:
+    def _is_posted(self, question: int, seconds: float) -> bool:
         """Return whether the question is posted within ``seconds``."""
         try:
             self._rendezvous.get(self._key("question", question), Deadline.after(seconds))
@@ -136,7 +136,7 @@ class StallDetector:
             return False
         return True
 
-    def _look_for_stall(self, question: int) -> None:
+    def _check_for_stall(self, question: int) -> None:
         operations = self._completed()
         if operations != self._operations:
             self._operations, self._changed = operations, time.monotonic()
@@ -149,7 +149,7 @@ class StallDetector:
             self._publish_straggler(f"SPARKHVD_COLLECTIVE_TIMEOUT={self._timeout:g}")
         elif oldest >= self._next_report:
             # The first rank sets the key; the others find it set.
-            self._rendezvous.set(self._key("question", question), b"", self._soon())
+            self._rendezvous.set(self._key("question", question), b"", self._store_deadline())
 
     def _pending(self) -> tuple[PendingCollective, ...]:
         """Return the collectives that this rank waits for, the longest wait first."""
@@ -169,7 +169,7 @@ class StallDetector:
     def _answer(self, question: int) -> None:
         waits = self._oldest() >= self._patience / 2
         self._rendezvous.set(
-            self._key(f"answer/{question}", self._world.rank), encode(self._own_condition()), self._soon()
+            self._key(f"answer/{question}", self._world.rank), encode(self._own_condition()), self._store_deadline()
         )
         if waits:
             self._next_report = 2 * max(self._oldest(), self._patience / 2)
@@ -236,5 +236,5 @@ class StallDetector:
         return f"{self._scope}/doctor/{what}/{number}"
 
     @staticmethod
-    def _soon() -> Deadline:
+    def _store_deadline() -> Deadline:
         return Deadline.after(_STORE_SECONDS)

@@ -65,12 +65,12 @@ class StallReport:
             return "no collective is waiting"
         first = self.tensors[0]
         others = f" and {len(self.tensors) - 1} more" if len(self.tensors) > 1 else ""
-        return f"{first.title}{others} not done after {first.age:.0f} s: {_who_is_missing(first)}"
+        return f"{first.title}{others} not done after {first.age:.0f} s: {_missing_ranks_text(first)}"
 
     def __str__(self) -> str:
         lines = [f"Stalled: {self.headline()}."]
         shown = self.tensors[:_MOST_TENSORS]
-        lines += [f"  {tensor.title}: {tensor.age:.0f} s; {_who_is_missing(tensor)}" for tensor in shown]
+        lines += [f"  {tensor.title}: {tensor.age:.0f} s; {_missing_ranks_text(tensor)}" for tensor in shown]
         if len(self.tensors) > _MOST_TENSORS:
             lines.append(f"  and {len(self.tensors) - _MOST_TENSORS} more")
         for rank in self.missing[:_MOST_RANKS] or tuple(self.conditions)[:_MOST_RANKS]:
@@ -114,7 +114,7 @@ def report(
         sets: the ranks of every process set, by its number; 0 is all.
         since: the number of seconds after which a wait counts as too long.
     """
-    silent = {rank: _about_silent(rank, conditions, identities) for rank in sets[0] if rank not in conditions}
+    silent = {rank: _silence_reason(rank, conditions, identities) for rank in sets[0] if rank not in conditions}
     waits: dict[str, dict[int, PendingCollective]] = {}
     for rank, condition in conditions.items():
         for collective in condition.pending:
@@ -146,7 +146,7 @@ def _stalled(
     )
 
 
-def _about_silent(rank: int, conditions: Mapping[int, Condition], identities: Mapping[int, Identity]) -> str:
+def _silence_reason(rank: int, conditions: Mapping[int, Condition], identities: Mapping[int, Identity]) -> str:
     if rank not in identities:
         return "it has not joined the stall check yet"
     for condition in conditions.values():
@@ -158,7 +158,7 @@ def _about_silent(rank: int, conditions: Mapping[int, Condition], identities: Ma
     return f"no rank of its host {host} answers either"
 
 
-def _who_is_missing(tensor: StalledTensor) -> str:
+def _missing_ranks_text(tensor: StalledTensor) -> str:
     parts = []
     if tensor.missing:
         parts.append(f"not submitted by {_ranks(tensor.missing)}")

@@ -166,7 +166,7 @@ def _open(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> Exis
     at = locations[0] if locations[0].endswith(_MANIFEST) else f"{locations[0]}/{_MANIFEST}"
     if len(locations) > 1 or not store.exists(at):
         return ExistingFiles(store, _manifest(store, locations, wanted))
-    hold = _hold_on(store, at.removesuffix(_MANIFEST))
+    hold = _open_hold(store, at.removesuffix(_MANIFEST))
     try:
         return ExistingFiles(store, selected(load(store, at), wanted), hold)
     except BaseException:
@@ -175,7 +175,7 @@ def _open(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> Exis
         raise
 
 
-def _hold_on(store: Store, folder: str) -> leases.Hold | None:
+def _open_hold(store: Store, folder: str) -> leases.Hold | None:
     """Return a hold on the prepared rows in a folder, or None if no driver would remove them."""
     dataset = layout.dataset_at(f"{store.url}/{folder}")
     if dataset is None:

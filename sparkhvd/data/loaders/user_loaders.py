@@ -197,7 +197,7 @@ class LoaderSource:
                     self._refuse_more(batches)
                 if step < first_step:
                     continue
-                arrays = self._nothing() if batch is None else self._checked(batch)
+                arrays = self._empty_arrays() if batch is None else self._checked(batch)
                 rows = len(next(iter(arrays.values())))
                 total = self._communicator.allreduce(
                     np.array([rows], np.int64), ReduceOp.SUM, name=f"rows of {self._split} step {step}"
@@ -226,7 +226,7 @@ class LoaderSource:
             raise DataError(f"The data module's {self._split} loader yielded columns of different lengths: {sizes}.")
         return arrays
 
-    def _nothing(self) -> dict[str, npt.NDArray[np.generic]]:
+    def _empty_arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         return {column.name: columns.empty(column, 0) for column in self._schema.columns}
 
 

@@ -134,7 +134,7 @@ class RowSource:
     def _first_row(self) -> Arrays:
         return {column.name: columns.blank(column, 1) for column in self._schema.columns}
 
-    def _nothing(self) -> Arrays:
+    def _empty_arrays(self) -> Arrays:
         """Return the columns of a batch without rows."""
         if self._reading.transformation is not None and self._reading.made is None:
             return {name: array[:0].copy() for name, array in self.sample.items()}
@@ -183,7 +183,7 @@ class RowSource:
             jobs, limit=share, threads=reading.threads, name=name, timeout=reading.timeout, waiting_for=wait_for
         )
         windows = self._plan.windows(self._rank, number, first_step)
-        cut = partial(_groups, windows, chunks, self._schema, reading, self._nothing)
+        cut = partial(_groups, windows, chunks, self._schema, reading, self._empty_arrays)
         groups = Prefetcher(
             [cut], limit=share, threads=1, name=name, timeout=reading.timeout + 1.0, waiting_for=wait_for
         )

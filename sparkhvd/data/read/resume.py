@@ -79,7 +79,9 @@ class EpochRemainder:
             together = sum(int(rows[part[step]]) for part in parts if step < len(part))
             batch = next(batches, None)
             if step >= first_step:
-                yield Batch(self._nothing(), 0, together) if batch is None else replace(batch, global_rows=together)
+                yield (
+                    Batch(self._empty_arrays(), 0, together) if batch is None else replace(batch, global_rows=together)
+                )
 
     def _batches_at(self, batch_ids: Indices) -> Iterator[Batch]:
         """Yield the batches with these indices, one old rank after the other."""
@@ -110,5 +112,5 @@ class EpochRemainder:
         count = len(self._batch_ids)
         return self._batch_ids[rank * count // self.world.size : (rank + 1) * count // self.world.size]
 
-    def _nothing(self) -> dict[str, npt.NDArray[np.generic]]:
+    def _empty_arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         return {column.name: columns.empty(column, 0) for column in self.schema.columns}

@@ -67,7 +67,7 @@ def packed(columns: Sequence[ColumnSpec], packing: ColumnPacking) -> tuple[list[
     """
     from pyspark.sql import functions  # noqa: PLC0415
 
-    def put_together(word: str, indices: Sequence[int]) -> Column:
+    def combined(word: str, indices: Sequence[int]) -> Column:
         chosen = expressions(columns[index] for index in indices)
         names = [part for part in chosen if isinstance(part, str)]
         if len(names) == len(chosen):
@@ -75,8 +75,8 @@ def packed(columns: Sequence[ColumnSpec], packing: ColumnPacking) -> tuple[list[
         first, *more = chosen
         return functions.struct(first, *more) if more or isinstance(first, str) else first
 
-    others = [put_together("struct", packing.others)] if packing.others else []
-    return [put_together("array", indices) for indices in packing.arrays], others
+    others = [combined("struct", packing.others)] if packing.others else []
+    return [combined("array", indices) for indices in packing.arrays], others
 
 
 def unpacked(parts: Sequence[pa.Array], packing: ColumnPacking) -> list[pa.Array | npt.NDArray[np.generic]]:

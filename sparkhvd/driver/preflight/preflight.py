@@ -45,7 +45,7 @@ _REPORTED_WAIT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class AskedTasks:
+class RequestedTasks:
     """The requirements of an estimator for the cluster.
 
     Attributes:
@@ -66,7 +66,7 @@ class CheckableEstimator(Protocol):
 
     def getStore(self) -> Store | None: ...  # noqa: N802 - named like all getters of Spark's estimators
 
-    def asked_tasks(self) -> AskedTasks:
+    def requested_tasks(self) -> RequestedTasks:
         """Return the requirements of its ranks."""
 
     def try_rows(self, dataset: DataFrame, rows: int) -> str:
@@ -131,7 +131,7 @@ def preflight(
     encrypt = from_environment().encrypt
     if estimator is not None:
         store = estimator.getStore() if store is None else store
-        required = estimator.asked_tasks()
+        required = estimator.requested_tasks()
         num_proc = required.num_proc if num_proc is None else num_proc
         gpus_per_task = required.resources.gpus if gpus_per_task is None else gpus_per_task
         cpus_per_task = required.resources.cpus if cpus_per_task is None else cpus_per_task
@@ -216,7 +216,7 @@ def _examined(request: _Request, count: int, probe: StoreProbe | None) -> list[E
     question = ExaminationRequest(secrets.token_bytes(32), pickled, request.nics, request.encrypt)
     profile = profile_of(request.spark, request.resources)
     task = functools.partial(examine_task, question)
-    stage = BarrierStage(request.spark, count, task, profile, _nothing, retry=False)
+    stage = BarrierStage(request.spark, count, task, profile, _do_nothing, retry=False)
     with closing(stage):
         if not stage.wait(request.timeout):
             fewer = ", or the cluster has fewer slots" if setting_that_hides_slots(request.spark) else ""
@@ -229,7 +229,7 @@ def _examined(request: _Request, count: int, probe: StoreProbe | None) -> list[E
         return [Examination.from_json(bytes(row.content)) for row in sorted(stage.rows, key=lambda row: int(row.rank))]
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing: the caller waits for the end of the stage itself."""
 
 

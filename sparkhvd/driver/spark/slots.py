@@ -141,7 +141,7 @@ def reserve(cluster: Cluster, num_proc: int | None, deadline: Deadline) -> int:
     began = time.monotonic()
     settle = deadline.capped(SETTLE_SECONDS)
     slots, since = cluster.count(deadline), began
-    while not _enough(slots, num_proc if num_proc is not None else fixed, time.monotonic() - since):
+    while not _has_enough(slots, num_proc if num_proc is not None else fixed, time.monotonic() - since):
         if settle.expired():
             if num_proc is None and slots > 0:
                 return slots
@@ -154,7 +154,7 @@ def reserve(cluster: Cluster, num_proc: int | None, deadline: Deadline) -> int:
     return num_proc if num_proc is not None else slots
 
 
-def _enough(slots: int, wanted: int | None, stable_for: float) -> bool:
+def _has_enough(slots: int, wanted: int | None, stable_for: float) -> bool:
     if wanted is not None:
         return slots >= wanted > 0
     return slots > 0 and stable_for >= _STABLE_SECONDS

@@ -115,7 +115,7 @@ class TaskExchange:
             self._note(message)
             return None
         if isinstance(message, ExchangeIntroductions):
-            return self._meet(message.introduction)
+            return self._add_introduction(message.introduction)
         return self._stream.handle(message)
 
     def is_superseded(self, task: TaskStatus) -> bool:
@@ -167,7 +167,7 @@ class TaskExchange:
         elif attempt.ready_timer is None and self._on_missing is not None and not self._over:
             attempt.ready_timer = _after(self._seconds, self._report_missing, attempt)
 
-    def _meet(self, own: Introduction) -> Message | Future[Message]:
+    def _add_introduction(self, own: Introduction) -> Message | Future[Message]:
         index = own.offer.task_index
         number = stage_attempt(own.attempt, index)
         if index not in range(self._num_tasks):

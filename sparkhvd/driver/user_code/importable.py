@@ -15,7 +15,7 @@ import pyarrow as pa
 from sparkhvd.config import from_environment
 from sparkhvd.data.spark.job import is_connect, run_job
 from sparkhvd.driver.user_code.user_modules import loaded_user_modules
-from sparkhvd.task.user_code.importable import Findings, look_for
+from sparkhvd.task.user_code.importable import Findings, find_modules
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -38,7 +38,7 @@ def importable_elsewhere(modules: Mapping[str, str]) -> frozenset[str]:
 
 def importable_here(modules: Mapping[str, str]) -> frozenset[str]:
     """Return the modules that another Python with the import path of this one finds."""
-    return look_for(modules).same
+    return find_modules(modules).same
 
 
 def importable_nowhere(modules: Mapping[str, str]) -> frozenset[str]:  # noqa: ARG001
@@ -96,7 +96,7 @@ def _ask(spark: SparkSession, modules: Mapping[str, str]) -> frozenset[str] | No
 def _answer(modules: Mapping[str, str], batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for _ in batches:  # Spark requires that the input is read
         continue
-    yield pa.RecordBatch.from_pydict({"found": pa.array([pickle.dumps(look_for(modules))], pa.binary())})
+    yield pa.RecordBatch.from_pydict({"found": pa.array([pickle.dumps(find_modules(modules))], pa.binary())})
 
 
 def _active_session() -> SparkSession | None:

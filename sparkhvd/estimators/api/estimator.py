@@ -33,7 +33,7 @@ from sparkhvd.data.schema.manifest import Manifest
 from sparkhvd.data.schema.selection import Selection, select, with_fields
 from sparkhvd.data.spark.settings import with_spark_credentials
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.preflight.preflight import AskedTasks
+from sparkhvd.driver.preflight.preflight import RequestedTasks
 from sparkhvd.driver.spark.slots import describe_cluster
 from sparkhvd.driver.user_code.pickling import dumps
 from sparkhvd.errors import ParamError, SparkHvdError
@@ -53,7 +53,7 @@ from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.models.outputs import check_output_names, check_types, default_output_names
 from sparkhvd.estimators.models.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
 from sparkhvd.estimators.models.trained import ModelArtifacts, output_specs
-from sparkhvd.estimators.params.backend import asked_tasks, reserve_ranks, run_ranks, shows_output, spark_backend
+from sparkhvd.estimators.params.backend import requested_tasks, reserve_ranks, run_ranks, shows_output, spark_backend
 from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.named_inputs import columns_of
 from sparkhvd.estimators.params.params import EstimatorParams
@@ -196,9 +196,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         made = ", ".join(str([len(next(iter(arrays.values()))), *shape]) for shape in outputs)
         return f"{plugin.mapping(plan.params, schema)}; {shapes} gave {made}"
 
-    def asked_tasks(self) -> AskedTasks:
+    def requested_tasks(self) -> RequestedTasks:
         """Return the number and resources of the tasks that the ranks will need, for ``sparkhvd.preflight``."""
-        return asked_tasks(self._plan())
+        return requested_tasks(self._plan())
 
     @brief_errors
     def describe(self, df: DataFrame) -> None:

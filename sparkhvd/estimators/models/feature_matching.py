@@ -115,14 +115,14 @@ def _match_fields(name: str, columns: Sequence[ColumnSpec], trained: Sequence[Co
     is_struct, was_struct = columns[0].name != name, bool(trained[0].source)
     if not was_struct and is_struct:
         raise SchemaError(
-            f"Feature column {name!r} is a struct; the model was trained on {_article(trained[0])} "
+            f"Feature column {name!r} is a struct; the model was trained on {_kind_text(trained[0])} "
             f"({trained[0].name!r}). Select one of its fields: {[column.name for column in columns]}."
         )
     if not was_struct:
         return list(columns)
     if not is_struct:
         raise SchemaError(
-            f"Feature column {name!r} is {_article(columns[0])}; the model was trained on a struct "
+            f"Feature column {name!r} is {_kind_text(columns[0])}; the model was trained on a struct "
             f"({trained[0].path[0]!r}) with the fields {[_field(column) for column in trained]}."
         )
     fields = {column.name.removeprefix(f"{name}."): column for column in columns}
@@ -147,7 +147,7 @@ def _field(column: ColumnSpec) -> str:
 def _as_trained(column: ColumnSpec, trained: ColumnSpec) -> ColumnSpec:
     if (column.kind == "scalar") != (trained.kind == "scalar"):
         raise SchemaError(
-            f"Feature column {column.name!r} is {_article(column)}; the model was trained on {_article(trained)} "
+            f"Feature column {column.name!r} is {_kind_text(column)}; the model was trained on {_kind_text(trained)} "
             f"({trained.name!r})."
         )
     if trained.dtype == "str" != column.dtype:
@@ -164,7 +164,7 @@ def _as_trained(column: ColumnSpec, trained: ColumnSpec) -> ColumnSpec:
     return replace(column, shape=trained.shape, fill=trained.fill, sparse=trained.sparse)
 
 
-def _article(column: ColumnSpec) -> str:
+def _kind_text(column: ColumnSpec) -> str:
     scalar = "a string" if column.dtype == "str" else "a number"
     return {"scalar": scalar, "array": "an array", "vector": "a vector"}[column.kind]
 

@@ -13,7 +13,7 @@ from sparkhvd.config import changed_environment, from_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_seconds
 from sparkhvd.driver.launcher import LAUNCHERS, LaunchRequest, launcher_class
-from sparkhvd.driver.preflight.preflight import AskedTasks
+from sparkhvd.driver.preflight.preflight import RequestedTasks
 from sparkhvd.driver.run import launch_request, run
 from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.errors import ParamError, RankFailedError
@@ -122,7 +122,7 @@ class SparkBackend:
         return nics
 
     @property
-    def asked_ranks(self) -> int | None:
+    def requested_ranks(self) -> int | None:
         """The requested number of ranks; None for all slots."""
         num_proc: int | None = self._options["num_proc"]
         return num_proc
@@ -169,14 +169,14 @@ def _backend(placement: Placement) -> Backend:
     return SparkBackend(placement.num_proc, launcher=named) if isinstance(named, str) else named
 
 
-def asked_tasks(placement: Placement) -> AskedTasks:
+def requested_tasks(placement: Placement) -> RequestedTasks:
     """Return the number and resources of the tasks that the ranks will need."""
     backend = _backend(placement)
     if not isinstance(backend, SparkBackend):
-        return AskedTasks(int(backend.num_processes()), TaskResources())
+        return RequestedTasks(int(backend.num_processes()), TaskResources())
     _, request = backend.launch()
     config = from_environment(changed_environment({**backend.env, **(placement.backend_env or {})}))
-    return AskedTasks(request.num_proc, request.resources, backend.nics, config.encrypt)
+    return RequestedTasks(request.num_proc, request.resources, backend.nics, config.encrypt)
 
 
 def shows_output(placement: Placement) -> bool:

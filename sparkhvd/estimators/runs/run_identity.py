@@ -81,7 +81,7 @@ def _of_backend(backend: Any) -> Any:
     if isinstance(backend, str):
         return None
     if isinstance(backend, SparkBackend):
-        return [backend.asked_ranks, backend.env]
+        return [backend.requested_ranks, backend.env]
     return backend.num_processes()
 
 

@@ -78,11 +78,11 @@ class RankListener:
                     raise LaunchError("no rank connected") from None
                 continue
             try:
-                return self._welcome(connection, preload)
+                return self._accept_rank(connection, preload)
             except (OSError, SparkHvdError, ValueError):
                 connection.close()  # not one of our ranks, or one that has already ended: orted reports that
 
-    def _welcome(self, connection: socket.socket, preload: Sequence[str]) -> tuple[RankConnected, Spawned]:
+    def _accept_rank(self, connection: socket.socket, preload: Sequence[str]) -> tuple[RankConnected, Spawned]:
         deadline = Deadline.after(_HELLO_SECONDS)
         link = accept_handshake(connection, self._secret, deadline)
         started = _receive(RankConnected, link, deadline)

@@ -55,7 +55,7 @@ def main() -> int:
         for descriptor in descriptors:
             os.close(descriptor)
         try:
-            return _stay(link, pid)
+            return _report_end(link, pid)
         finally:
             remove_scratch(scratch)
 
@@ -70,7 +70,7 @@ def _become_worker(connection: socket.socket, control: int, stdout: int, stderr:
     return worker_main(["--control-fd", str(control), *preload])
 
 
-def _stay(link: FrameSocket, pid: int) -> int:
+def _report_end(link: FrameSocket, pid: int) -> int:
     """Report the worker's end, and return when the task has recorded it or has ended."""
     ended_by_orted = False
 

@@ -71,7 +71,7 @@ class TaskService:
         """Wait at most ``seconds`` for the assignment of the driver and return it; None if it has not arrived."""
         return self._plan if self._assigned.wait(seconds) else None
 
-    def let_execute(self, environment: Mapping[str, str]) -> None:
+    def allow_start(self, environment: Mapping[str, str]) -> None:
         """Allow the start of ``orted``, with this environment."""
         self._environment = environment
         self._can_execute.set()

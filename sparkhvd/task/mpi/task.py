@@ -127,7 +127,7 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
                 server.close()  # some hosts cannot reach it
         own = [slot for slot in plan.slots if slot.offer.host_hash == offer.host_hash]
         if min(slot.offer.task_index for slot in own) == task.index:
-            return _lead(_Part(job, plan, task, service, deadline, driver), own)
+            return _run_host_ranks(_Part(job, plan, task, service, deadline, driver), own)
         _follow(plan, task, deadline)
         return {}
 
@@ -153,7 +153,7 @@ def _await_plan(driver: Client, service: TaskService) -> tuple[TaskOffer, ...]:
     return plan
 
 
-def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
+def _run_host_ranks(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
     """Let ``orted`` start the ranks of this host, and supervise them."""
     job, service = part.job.job, part.service
     with ExitStack() as stack:
@@ -163,16 +163,16 @@ def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
         stack.enter_context(_watching(part.plan, events))
         listener = stack.enter_context(closing(RankListener()))
         stack.callback(service.close)
-        service.let_execute(_environment(job, part.task, listener))
+        service.allow_start(_environment(job, part.task, listener))
         workers: dict[int, WorkerProcess] = {}
         logs_of: dict[int, DriverLog] = {}
 
-        def over() -> bool:
+        def has_ended() -> bool:
             return service.orted_ended() is not None or not events.empty()
 
         try:
             while len(workers) < len(own):
-                started, spawned = listener.accept(job.preload, part.deadline, over)
+                started, spawned = listener.accept(job.preload, part.deadline, has_ended)
                 log = logs_of[started.rank] = DriverLog(job)
                 logs.callback(log.close)
                 log.rank = started.rank
@@ -181,7 +181,7 @@ def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
                 worker.output.start()
                 if why := _elsewhere(started, part.plan, own):
                     return {own[0].world.rank: _end(part.plan, FailureReport(-1, "", why, kind=LAUNCH))}
-            part = replace(part, plan=_as_started(part, own, list(workers), over))
+            part = replace(part, plan=_as_started(part, own, list(workers), has_ended))
         except LaunchError:
             return {own[0].world.rank: _not_started(part.plan, own[0], service)}
         if 0 in logs_of:
@@ -205,7 +205,7 @@ def _elsewhere(started: RankConnected, plan: JobPlan, own: Sequence[Slot]) -> st
     )
 
 
-def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], over: Callable[[], bool]) -> JobPlan:
+def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], has_ended: Callable[[], bool]) -> JobPlan:
     """Return the plan with the ranks that ``mpirun`` started on each host, which the user's arguments may have changed.
 
     Raises:
@@ -221,7 +221,7 @@ def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], over: Ca
             try:
                 ranks_of[host] = json.loads(client.get(_ranks_key(host), part.deadline.capped(_POLL_SECONDS)))
             except DeadlineExceededError:
-                if over() or part.deadline.expired():
+                if has_ended() or part.deadline.expired():
                     raise LaunchError("not all hosts have their ranks") from None
     return replace(plan, slots=tuple(assign_started([slot.offer for slot in plan.slots], ranks_of)))
 

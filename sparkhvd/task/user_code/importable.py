@@ -25,7 +25,7 @@ class Findings:
     other: frozenset[str]
 
 
-def look_for(modules: Mapping[str, str]) -> Findings:
+def find_modules(modules: Mapping[str, str]) -> Findings:
     """Look for modules on the import path of this process.
 
     Args:

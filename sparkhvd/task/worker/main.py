@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
         spec = inbox.get()
         if not isinstance(spec, WorkerSpec):
             raise TypeError(f"The task sent {type(spec).__name__} instead of a WorkerSpec.")
-        return _work(spec, connection, inbox)
+        return _run_job(spec, connection, inbox)
     finally:
         remove_scratch(scratch_folder())  # the task, which removes it otherwise, may have ended
 
@@ -78,7 +78,7 @@ def _connect(control: int) -> tuple[Connection, queue.SimpleQueue[object]]:
     return connection, inbox
 
 
-def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[object]) -> int:
+def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[object]) -> int:
     export({**dict(spec.variables), IMPORT_PATH: spec.import_path})
     _configure_logging(int(dict(spec.variables)["SPARKHVD_LOG_LEVEL"]))
     session.set_launch_context(spec.context, lambda: connection.send_bytes(pickle.dumps(Joined())))
@@ -86,7 +86,7 @@ def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[obj
 
     def on_end() -> None:
         seconds = spec.context.config.result_timeout
-        _show_where_after(seconds)
+        _dump_stacks_after(seconds)
         connection.send_bytes(pickle.dumps(FnEnded(seconds)))
 
     report = run_payload(spec.payload, on_end)
@@ -103,7 +103,7 @@ def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[obj
         while not isinstance(message := inbox.get(timeout=_LEAVE_SECONDS), Leave):
             continue
         if isinstance(report, Returned):
-            _show_where_after(message.seconds)
+            _dump_stacks_after(message.seconds)
     if isinstance(report, Raised):
         with contextlib.suppress(CollectiveError):
             session.shutdown()
@@ -111,7 +111,7 @@ def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[obj
     return 0
 
 
-def _show_where_after(seconds: float) -> None:
+def _dump_stacks_after(seconds: float) -> None:
     """Print every thread's stack shortly before the task gives up, even while native code holds the GIL."""
     faulthandler.dump_traceback_later(max(seconds * _SHOWN_AFTER, 0.001), file=_STDERR)
 

@@ -115,7 +115,7 @@ class DriverLog:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._files = StoreOutput(_say, self._write_here)  # of the pump's thread, until close
+        self._files = StoreOutput(_write_notice, self._write_here)  # of the pump's thread, until close
         self._lock = threading.Lock()
         self._client: Client | None = None  # guarded by _lock
         self._unreachable = not job.driver_addresses  # guarded by _lock
@@ -169,12 +169,14 @@ class DriverLog:
                 if self._client is not None:
                     self._client.close()
                     self._client = None
-                _say(f"the driver cannot be reached, so the output of rank {self.rank} is written here: {error}")
+                _write_notice(
+                    f"the driver cannot be reached, so the output of rank {self.rank} is written here: {error}"
+                )
                 return False
             return True
 
 
-def _say(text: str) -> None:
+def _write_notice(text: str) -> None:
     sys.stderr.write(f"sparkhvd: {text}\n")
 
 

@@ -45,8 +45,10 @@ def test_tasks_exchange_introductions_over_connections_that_stay_open(served):
         closing(line_of(1, server.port)) as second,
         ThreadPoolExecutor() as pool,
     ):
-        waiting = pool.submit(first.meet, introduction(0))
-        assert second.meet(introduction(1)) == waiting.result(20.0) == (introduction(0), introduction(1))
+        waiting = pool.submit(first.exchange_introductions, introduction(0))
+        assert (
+            second.exchange_introductions(introduction(1)) == waiting.result(20.0) == (introduction(0), introduction(1))
+        )
         first.attend(0, queue.SimpleQueue())
 
 
@@ -83,16 +85,16 @@ def test_no_exchange_happens_if_the_driver_does_not_answer():
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     with closing(line_of(0, port)) as line:
-        assert line.meet(introduction(0)) is None
+        assert line.exchange_introductions(introduction(0)) is None
         line.attend(0, queue.SimpleQueue())
     with closing(line_of(0)) as line:
-        assert line.meet(introduction(0)) is None
+        assert line.exchange_introductions(introduction(0)) is None
 
 
 def test_a_task_waiting_for_the_exchange_learns_that_the_job_has_ended(served):
     exchange, server = served
     with closing(line_of(0, server.port)) as line, closing(line_of(1, server.port)), ThreadPoolExecutor() as pool:
-        waiting = pool.submit(line.meet, introduction(0))
+        waiting = pool.submit(line.exchange_introductions, introduction(0))
         exchange.end()
         with pytest.raises(LaunchError, match="Task 0 on host here: The job has already ended"):
             waiting.result(20.0)
@@ -112,4 +114,4 @@ def test_losing_the_driver_ends_the_wait_for_the_exchange():
         closing(line_of(0, server.port)) as line,
         pytest.raises(LaunchError, match=lost),
     ):
-        line.meet(introduction(0))
+        line.exchange_introductions(introduction(0))
