@@ -494,7 +494,7 @@ SCRATCH = "SPARKHVD_SCRATCH"
 
 
 def scratch_folder() -> str | None:
-    """Return the folder for files that die with this process; None means the system's folder of temporary files."""
+    """Return the folder for files that end with this process; None means the system's folder of temporary files."""
     return os.environ.get(SCRATCH)
 
 

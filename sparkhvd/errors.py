@@ -38,7 +38,7 @@ class MismatchError(CollectiveError):
 
 
 class PeerLostError(CollectiveError):
-    """Another rank died, left early or aborted while this rank needed it."""
+    """Another rank was lost, left early or aborted while this rank needed it."""
 
 
 class LaunchError(SparkHvdError, RuntimeError):
@@ -59,7 +59,7 @@ class RankFailedError(LaunchError):
     Attributes:
         rank: the first rank that failed.
         host: the host that it ran on.
-        remote_traceback: its Python traceback, empty when the process died without one.
+        remote_traceback: its Python traceback, empty when the process ended without one.
         stderr_tail: the last lines that it wrote to stderr and that had arrived by then.
     """
 

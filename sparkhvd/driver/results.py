@@ -9,7 +9,7 @@ from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.rpc.frames import is_host_unreachable
 from sparkhvd.rpc.messages import TaskStatus
 from sparkhvd.rpc.server import SILENT_SECONDS
-from sparkhvd.task.failure_report import LAUNCH, NOT_MET, NOT_STARTED, TOO_LARGE, FailureReport
+from sparkhvd.task.failure_report import LAUNCH, NOT_EXCHANGED, NOT_STARTED, TOO_LARGE, FailureReport
 from sparkhvd.task.job import FAILURE
 from sparkhvd.task.supervision import Outcome
 
@@ -65,7 +65,7 @@ def failure_of(report: FailureReport) -> LaunchError:
         message += f"\n\nThe last lines that rank {report.rank} wrote to stderr:\n{report.stderr_tail}"
     if report.kind == NOT_STARTED:
         return StartTimeoutError(f"{message} Raise start_timeout, or check what its imports wait for.")
-    if report.kind == NOT_MET:
+    if report.kind == NOT_EXCHANGED:
         return StartTimeoutError(message)
     if report.kind in {TOO_LARGE, LAUNCH}:
         return LaunchError(message)
@@ -111,7 +111,7 @@ def tasks_not_ready(
         )
     since = " after the other tasks had received their rows" if with_rows else ""
     cause = f"Not all tasks of this job were ready within start_timeout={seconds:g} s{since}: {'. '.join(causes)}"
-    return FailureReport(-1, "", cause, kind=NOT_MET)
+    return FailureReport(-1, "", cause, kind=NOT_EXCHANGED)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 RAISED = "raised"
 NOT_STARTED = "not started"
-NOT_MET = "not met"
+NOT_EXCHANGED = "not exchanged"
 TOO_LARGE = "too large"
 LAUNCH = "launch"
 
@@ -30,10 +30,10 @@ class FailureReport:
         rank: the failing rank.
         host: the host that it ran on.
         kind: ``RAISED`` for anything that ended the rank, ``NOT_STARTED`` when it was not ready in time, ``TOO_LARGE``
-            for results above the limit, ``LAUNCH`` when no rank caused the failure, and ``NOT_MET`` when tasks missed
-            the exchange of introductions. For the last two, ``cause`` is the whole message.
+            for results above the limit, ``LAUNCH`` when no rank caused the failure, and ``NOT_EXCHANGED`` when tasks
+            missed the exchange of introductions. For the last two, ``cause`` is the whole message.
         cause: completes "Rank 1 on host X ...".
-        traceback: its Python traceback; empty if the process died without one.
+        traceback: its Python traceback; empty if the process ended without one.
         stderr_tail: the last lines that it wrote to stderr.
         phase: the phase in which it failed; empty when ``cause`` contains it.
         secondary: whether it failed because it lost another rank. The other rank's failure is then the one to report.
@@ -49,7 +49,7 @@ class FailureReport:
     secondary: bool = False
 
     def sentence(self) -> str:
-        if self.kind in {LAUNCH, NOT_MET}:
+        if self.kind in {LAUNCH, NOT_EXCHANGED}:
             return self.cause
         cause = f"{self.cause.removesuffix('.')} ({self.phase})" if self.phase else self.cause
         return f"Rank {self.rank} on host {self.host} {cause}"

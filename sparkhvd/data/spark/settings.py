@@ -51,7 +51,7 @@ def spark_can_write(spark: SparkSession, url: str | None) -> bool:
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # noqa: PLC0415
 
     context = spark.sparkContext
-    jvm = context._jvm  # noqa: SLF001  (nothing public tells which connectors there are)
+    jvm = context._jvm  # noqa: SLF001  (no public interface lists the connectors)
     if jvm is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""The service at which tasks register, and which tells agents what task executes commands for a host."""
+"""The service where tasks register, and where agents look up the task that executes commands for a host."""
 
 from __future__ import annotations
 

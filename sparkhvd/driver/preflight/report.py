@@ -9,7 +9,7 @@ from enum import Enum
 from sparkhvd.task.host.examination import Examination
 
 _MIB = 1 << 20
-# Below this size (Docker's default is 64 MiB) workers of PyTorch's DataLoader die of SIGBUS with ordinary batches.
+# Below this size (Docker's default is 64 MiB), SIGBUS kills workers of PyTorch's DataLoader with ordinary batches.
 _SMALL_SHARED_MEMORY = 256 * _MIB
 
 
