@@ -39,11 +39,11 @@ def test_a_writer_that_finds_a_claim_waits_for_its_outcome(tmp_path, monkeypatch
     temporary.write_text("second")
     claim.mkdir()
 
-    def not_yet_made(_):
+    def not_yet_created(_):
         target.write_text("first")
         return False
 
-    monkeypatch.setattr(renaming, "_made", not_yet_made)
+    monkeypatch.setattr(renaming, "_create", not_yet_created)
     with pytest.raises(FileExistsError):
         renaming.rename_once(temporary, target)
     assert target.read_text() == "first"
