@@ -20,7 +20,13 @@ _MODULE_OF = {
     "KerasModel": "sparkhvd.estimators.keras.estimator",
 }
 
-FRAMEWORK = Framework("Keras", "KerasEstimator", ("keras",), ("tensorflow",))
+FRAMEWORK = Framework(
+    title="Keras",
+    estimator="KerasEstimator",
+    packages=("keras",),
+    libraries=("tensorflow",),
+    describe="sparkhvd.estimators.keras.canonical:describe",
+)
 
 __all__ = ["KerasEstimator", "KerasModel"]
 

@@ -25,6 +25,7 @@ from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
 from sparkhvd.estimators.keras import artifact
+from sparkhvd.estimators.keras.canonical import AUTOMATIC_NUMBER
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
 from sparkhvd.estimators.keras.omissions import Omissions, lora_weights
 from sparkhvd.estimators.normalization import Normalization
@@ -32,7 +33,6 @@ from sparkhvd.estimators.params.frameworks import estimator_hint
 from sparkhvd.estimators.params.named_inputs import NamedInput
 from sparkhvd.estimators.params.policies import check_monitored
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
-from sparkhvd.estimators.runs.canonical import AUTOMATIC_NUMBER
 from sparkhvd.estimators.runs.resume_check import ModelFacts
 from sparkhvd.estimators.training.synthetic_rows import try_synthetic_rows
 from sparkhvd.estimators.training.user_errors import describe_error, is_tensor_error, with_full_stop

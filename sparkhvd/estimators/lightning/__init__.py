@@ -22,7 +22,11 @@ _HOME_OF = {
 # Files of a trained model in addition to those of a torch model.
 CHECKPOINT, LOGS = "lightning.ckpt", "logs.zip"
 
-FRAMEWORK = Framework("Lightning", "LightningEstimator", ("lightning", "pytorch_lightning"))
+FRAMEWORK = Framework(
+    title="Lightning",
+    estimator="LightningEstimator",
+    packages=("lightning", "pytorch_lightning"),
+)
 
 __all__ = ["LightningEstimator", "LightningModel"]
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from sparkhvd._util.registry import Registry
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Framework:
     """A framework.
 
@@ -18,12 +18,15 @@ class Framework:
         estimator: the name of its estimator.
         packages: the packages of its models, optimizers and losses.
         libraries: other packages that are part of it.
+        describe: ``module:function`` of (object, form) that returns the canonical form of the framework's objects for
+            the identity of a run, and None for others, see ``runs.canonical``; empty if another framework's does.
     """
 
     title: str
     estimator: str
     packages: tuple[str, ...]
     libraries: tuple[str, ...] = ()
+    describe: str = ""
 
 
 # A framework is one folder and one row here, or an entry point of another package; each names a ``Framework``.

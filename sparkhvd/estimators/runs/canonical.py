@@ -6,20 +6,17 @@ import copyreg
 import functools
 import hashlib
 import json
-import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pkgutil import resolve_name
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.params.frameworks import frameworks
 from sparkhvd.estimators.runs.function_globals import code_names, globals_of, imports_of, module_is_installed
-
-# The number that Keras appends to a name, or to a name in the path of a variable.
-AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
 def canonical_form(value: Any, name: str = "a parameter", *, weights: bool = False) -> Any:
@@ -36,15 +33,22 @@ def canonical_form(value: Any, name: str = "a parameter", *, weights: bool = Fal
     Raises:
         ParamError: the content of an object in the value cannot be determined.
     """
-    return _CanonicalForm(name, weights=weights).of(value)
+    return CanonicalForm(name, weights=weights).of(value)
 
 
-class _CanonicalForm:
-    """The form of one value; an object that occurs again is represented by its index."""
+class CanonicalForm:
+    """The form of one value; an object that occurs again is represented by its index.
+
+    Every framework describes its own objects, see ``Framework.describe``.
+
+    Args:
+        name: the parameter, for messages.
+        weights: whether the values of a model's weights count.
+    """
 
     def __init__(self, name: str, *, weights: bool) -> None:
-        self._parameter = name
-        self._weights = weights
+        self.parameter = name
+        self.weights = weights
         self._seen: dict[int, int] = {}
         self._kept_alive: list[Any] = []  # an id is unique only while its object lives
         self._seen_attributes: set[tuple[int, str]] = set()  # names in the user's modules, by the module's id
@@ -52,8 +56,8 @@ class _CanonicalForm:
     def of(self, value: Any) -> Any:
         """Return the form of a value."""
         if value is None or isinstance(value, bool | int | float | str):
-            return value if type(value).__module__ == "builtins" else [_qualified_name(type(value)), str(value)]
-        if isinstance(value, np.generic | np.ndarray) or _is_tensor(value):
+            return value if type(value).__module__ == "builtins" else [qualified_name(type(value)), str(value)]
+        if isinstance(value, np.generic | np.ndarray) or is_tensor(value):
             return self._of_array(value)
         if id(value) in self._seen:
             return ["seen", self._seen[id(value)]]
@@ -74,7 +78,7 @@ class _CanonicalForm:
         # Each item gets a form of its own, because the iteration order of a set differs between processes.
         return [
             "set",
-            sorted(json.dumps(canonical_form(item, self._parameter, weights=self._weights)) for item in value),
+            sorted(json.dumps(canonical_form(item, self.parameter, weights=self.weights)) for item in value),
         ]
 
     def _of_sequence(self, value: Sequence[Any]) -> Any:
@@ -109,38 +113,15 @@ class _CanonicalForm:
         owner = value.__self__
         return [value.__module__, value.__qualname__, None if isinstance(owner, ModuleType) else self.of(owner)]
 
+    @functools.cached_property
+    def _describers(self) -> list[Callable[[Any, CanonicalForm], Any]]:
+        return [resolve_name(framework.describe) for framework in frameworks() if framework.describe]
+
     def _of_object(self, value: Any) -> Any:
-        if callable(getattr(value, "named_parameters", None)):
-            return self._of_torch_module(value)
-        if isinstance(groups := getattr(value, "param_groups", None), list):
-            shapes = [[list(weight.shape) for weight in group["params"]] for group in groups]
-            plain = [{name: item for name, item in group.items() if name != "params"} for group in groups]
-            own = self._of_optimizer_attributes(value)
-            return [self.of(type(value)), shapes, self.of(plain), *self._of_torch_state(value, groups), *own]
-        if callable(getattr(value, "get_config", None)):
-            return self._of_keras(value)
+        for describe in self._describers:
+            if (form := describe(value, self)) is not None:
+                return form
         return self._of_parts(value)
-
-    def _of_torch_state(self, value: Any, groups: list[dict[str, Any]]) -> list[Any]:
-        """Return an optimizer's state of each parameter; empty before its first step."""
-        state = getattr(value, "state", None) or {}
-        return [[self.of(state.get(weight)) for group in groups for weight in group["params"]]] if state else []
-
-    def _of_optimizer_attributes(self, value: Any) -> list[Any]:
-        """Return the attributes and hooks of an optimizer in a list; empty if it has only those of PyTorch's class."""
-        installed = module_is_installed(type(value).__module__)
-        attributes = {
-            name: self._if_describable(item)
-            for name, item in sorted(vars(value).items())
-            if name not in _OF_OPTIMIZERS and not name.endswith("_hooks") and not (installed and name.startswith("_"))
-        }
-        hooks = self._of_hooks(value, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        return [sorted({**attributes, **hooks}.items())] if attributes or hooks else []
-
-    def _of_hooks(self, value: Any, *names: str) -> dict[str, Any]:
-        """Return the form of the registered hooks by the names of the attributes that hold them."""
-        registered = {name: list((getattr(value, name, None) or {}).values()) for name in names}
-        return {name: [self._if_describable(hook) for hook in hooks] for name, hooks in registered.items() if hooks}
 
     def _of_parts(self, value: Any) -> Any:
         """Return the form of any other object, by the parts from which pickle would rebuild it."""
@@ -149,13 +130,13 @@ class _CanonicalForm:
             parts = by_table(value) if by_table is not None else value.__reduce_ex__(2)
         except Exception as error:
             raise ParamError(
-                f"resume='auto' identifies a run by its parameters, but {self._parameter} holds a "
-                f"{_qualified_name(type(value))}, whose content cannot be determined ({type(error).__name__}: "
+                f"resume='auto' identifies a run by its parameters, but {self.parameter} holds a "
+                f"{qualified_name(type(value))}, whose content cannot be determined ({type(error).__name__}: "
                 f"{error}). Pass a run_id instead."
             ) from error
         if isinstance(parts, str):
             wrapped = getattr(value, "__wrapped__", None)  # of a function with an lru_cache
-            return [_qualified_name(type(value)), parts, *([] if wrapped is None else [self.of(wrapped)])]
+            return [qualified_name(type(value)), parts, *([] if wrapped is None else [self.of(wrapped)])]
         items = [list(part) if isinstance(part, Iterator) else part for part in parts]
         return [self.of(type(value)), self.of(items)]
 
@@ -164,7 +145,7 @@ class _CanonicalForm:
         code: list[Any] = []
         if not module_is_installed(value.__module__):
             taken = {name: self._of_global(item, value.__code__) for name, item in globals_of(value).items()}
-            code = [_code(value.__code__), sorted(taken.items()), imports_of(value)]
+            code = [code_form(value.__code__), sorted(taken.items()), imports_of(value)]
         return [
             value.__module__,
             value.__qualname__,
@@ -194,116 +175,28 @@ class _CanonicalForm:
     def _of_class(self, value: type) -> Any:
         """Return the name of an installed class, and the code of a class that the user wrote."""
         if module_is_installed(value.__module__):
-            return _qualified_name(value)
+            return qualified_name(value)
         parts: list[Any] = []
         for name, item in sorted(vars(value).items()):
             functions = [part for accessor in _ACCESSORS if (part := getattr(item, accessor, None)) is not None]
             for part in functions if functions and isinstance(item, _HOLDERS) else [item]:
                 if isinstance(part, FunctionType) or not name.startswith("__"):
-                    parts += [[name, form] for form in self._if_describable(part)]
+                    parts += [[name, form] for form in self.if_describable(part)]
         kind = [] if module_is_installed(type(value).__module__) else [self.of(type(value))]
-        return [_qualified_name(value), parts, [self.of(base) for base in value.__bases__], *kind]
+        return [qualified_name(value), parts, [self.of(base) for base in value.__bases__], *kind]
 
-    def _if_describable(self, value: Any) -> list[Any]:
+    def if_describable(self, value: Any) -> list[Any]:
         """Return the form of an attribute in a list; empty for a lock or a cache, whose content does not count."""
         try:
             return [self.of(value)]
         except ParamError:
             return []
 
-    def _of_torch_module(self, value: Any) -> Any:
-        weights = [
-            (
-                name,
-                self._of_tensor(weight, exact=self._weights),
-                weight.requires_grad,
-                *self._of_hooks(weight, "_backward_hooks", "_post_accumulate_grad_hooks").items(),
-            )
-            for name, weight in value.named_parameters()
-        ]
-        # Without weights it is a loss, whose buffers matter; a model's buffers may differ whenever a script starts.
-        exact = self._weights or not weights
-        buffers = [(name, self._of_tensor(buffer, exact=exact)) for name, buffer in value.named_buffers()]
-        modules = [(name, self._of_one_module(module, exact=exact)) for name, module in value.named_modules()]
-        return [modules, weights, buffers]
-
-    def _of_one_module(self, module: Any, *, exact: bool) -> Any:
-        forms: dict[str, Any] = {}
-        inner = _names_of_frameworks(type(module))
-        for name, item in sorted(vars(module).items()):
-            if name == "training" or (name in inner and name != "_hparams" and not _is_plain(item)):
-                continue
-            if _is_tensor(item):
-                forms[name] = self._of_tensor(item, exact=exact)
-            elif name.startswith("_"):
-                forms[name] = self._if_describable(item)
-            else:
-                forms[name] = self.of(item)
-        forms |= self._of_hooks(
-            module, "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-        )
-        script = getattr(module, "code", None)
-        forward = getattr(type(module), "forward", None)
-        code = script if isinstance(script, str) else forward.__code__ if isinstance(forward, FunctionType) else None
-        return [self.of(type(module)), _code(code) if isinstance(code, CodeType) else code, sorted(forms.items())]
-
-    def _of_tensor(self, value: Any, *, exact: bool) -> Any:
+    def of_tensor(self, value: Any, *, exact: bool) -> Any:
+        """Return the form of a tensor: its values, or only its type and shape."""
         return self._of_array(value) if exact else [str(value.dtype), list(value.shape)]
 
-    def _of_keras(self, value: Any) -> Any:
-        """Return the configuration and what it leaves out: the function of a loss or a layer and its arguments."""
-        try:
-            config = value.get_config()
-        except NotImplementedError as error:
-            raise ParamError(
-                "resume='auto' identifies a run by its parameters, but the content of the "
-                f"{_qualified_name(type(value))} in {self._parameter} cannot be determined: it has no get_config. "
-                "Define get_config, or pass a run_id instead."
-            ) from error
-        own = vars(value)
-        layers = [layer for layer in _layers(value) if layer is not value]
-        return [
-            self.of(type(value)),
-            self.of(_renumbered({"class_name": type(value).__name__, "config": config})),
-            [self.of(own.get(name)) for name in ("fn", "_fn", "_fn_kwargs", "function")],
-            [self.of(getattr(value, name, None)) for name in ("optimizer", "loss") if layers],
-            [
-                [self.of(type(layer)), self.of(vars(layer).get("function")), self._of_user_code(layer)]
-                for layer in layers
-            ],
-            self._of_user_code(value),
-            self.of(getattr(own.get("_compile_metrics"), "_user_metrics", None)),
-            [
-                (self._of_tensor(weight, exact=self._weights), bool(weight.trainable))
-                for weight in getattr(value, "weights", ())
-            ],
-            *self._of_keras_state(value),
-        ]
-
-    def _of_user_code(self, value: Any) -> list[Any]:
-        """Return the user's code in a Keras object, which a configuration names at most."""
-        attributes = {name: item for name, item in sorted(vars(value).items()) if _is_user_code(item)}
-        if not module_is_installed(type(value).__module__):
-            inner = _names_of_frameworks(type(value))
-            attributes |= {
-                name: item
-                for name, item in sorted(vars(value).items())
-                if not name.startswith("_") and name not in inner and _is_plain(item)
-            }
-        return [(name, self._if_describable(item)) for name, item in sorted(attributes.items())]
-
-    def _of_keras_state(self, value: Any) -> list[Any]:
-        """Return the variables of a Keras optimizer after its first step, and what it excludes from weight decay."""
-        if not callable(getattr(value, "apply_gradients", None)):
-            return []
-        pattern = getattr(value, "_exclude_from_weight_decay_pattern", None)
-        names = [] if pattern is None else sorted(pattern.pattern.split("|"))  # Keras joins the names of a set
-        excluded = [*names, *([count] if (count := len(getattr(value, "_exclude_from_weight_decay", ()))) else [])]
-        trained = int(value.iterations.numpy()) > 0
-        state = [self._of_array(variable) for variable in value.variables] if trained else []
-        return [part for part in (state, excluded) if part]
-
-    _by_type: ClassVar[dict[Any, Callable[[_CanonicalForm, Any], Any]]] = {
+    _by_type: ClassVar[dict[Any, Callable[[CanonicalForm, Any], Any]]] = {
         (complex, range, slice, bytes, bytearray, type(...)): lambda _, value: repr(value),
         Mapping: _of_mapping,
         (set, frozenset): _of_set,
@@ -313,19 +206,17 @@ class _CanonicalForm:
         MethodType: _of_method,
         BuiltinFunctionType: _of_builtin,
         ModuleType: lambda _, value: ["module", value.__name__],
-        CodeType: lambda _, value: _code(value),
+        CodeType: lambda _, value: code_form(value),
         CellType: _of_cell,
     }
 
 
-# The attributes of every optimizer of PyTorch that are described otherwise; a scheduler replaces ``step``.
-_OF_OPTIMIZERS = frozenset({"defaults", "param_groups", "state", "step"})
 # The descriptors that hold functions in a class, and the attributes that hold them; only the functions count.
 _HOLDERS = (property, classmethod, staticmethod, functools.cached_property)
 _ACCESSORS = ("__func__", "fget", "fset", "fdel", "func")
 
 
-def _names_of_frameworks(kind: type) -> frozenset[str]:
+def names_of_installed_bases(kind: type) -> frozenset[str]:
     """Return the names of the attributes that installed base classes set on their objects."""
     codes = (
         init.__code__
@@ -335,64 +226,13 @@ def _names_of_frameworks(kind: type) -> frozenset[str]:
     return frozenset(name for code in codes for name in (*code_names(code), *code.co_consts) if isinstance(name, str))
 
 
-def _renumbered(config: Any) -> Any:
-    """Return a Keras configuration whose automatic names begin at 0, because Keras counts per process."""
-    names: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    for name, base in _automatic_names(config):
-        if name not in names:
-            names[name] = f"{base}#{counts[base]}"
-            counts[base] += 1
-
-    def put(part: Any) -> Any:
-        if isinstance(part, Mapping):
-            if part.get("class_name") == "__lambda__":
-                return "lambda"  # its bytes name the file and the line; the function itself is part of the form as well
-            return {key: put(item) for key, item in part.items()}
-        if isinstance(part, list | tuple):
-            return [put(item) for item in part]
-        return names.get(part, part) if isinstance(part, str) else part
-
-    return put(config)
-
-
-def _automatic_names(part: Any) -> Iterator[tuple[str, str]]:
-    """Yield the names that Keras derived from class names, in order, with and without their number."""
-    if isinstance(part, Mapping):
-        own = part.get("config")
-        name = str(own.get("name")) if isinstance(own, Mapping) else ""
-        base = AUTOMATIC_NUMBER.sub("", name)
-        if base.replace("_", "").lower() == str(part.get("class_name")).lower():
-            yield name, base
-    items = part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ()
-    for item in items:
-        yield from _automatic_names(item)
-
-
 def _attributes(value: Any) -> dict[str, Any]:
     return dict(getattr(value, "__dict__", {}))
 
 
-def _is_user_code(value: Any) -> bool:
-    """Return whether the user wrote the code of a value; Keras layers have forms of their own."""
-    if isinstance(value, functools.partial):
-        return _is_user_code(value.func)
-    if isinstance(value, list | tuple):
-        return any(map(_is_user_code, value))
-    if isinstance(value, dict):
-        return any(map(_is_user_code, value.values()))
-    if isinstance(value, FunctionType | type):
-        return not module_is_installed(value.__module__)
-    return not module_is_installed(type(value).__module__) and not hasattr(value, "_flatten_layers")
-
-
-def _layers(value: Any) -> list[Any]:
-    flatten = getattr(value, "_flatten_layers", None)  # Keras has no public iterator over nested layers
-    return list(flatten()) if callable(flatten) else []
-
-
-def _code(code: CodeType) -> list[Any]:
-    constants = [_code(item) if isinstance(item, CodeType) else _constant(item) for item in code.co_consts]
+def code_form(code: CodeType) -> list[Any]:
+    """Return the form of compiled code."""
+    constants = [code_form(item) if isinstance(item, CodeType) else _constant(item) for item in code.co_consts]
     return [code.co_code.hex(), constants, code.co_names, code.co_argcount, code.co_kwonlyargcount]
 
 
@@ -401,19 +241,20 @@ def _constant(value: Any) -> Any:
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Return whether a value is a number, a string, or a collection of these."""
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
+        return all(map(is_plain, value.values()))
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
     """Return whether a value is a tensor of PyTorch or TensorFlow, or a Keras variable."""
     return not isinstance(value, type) and all(hasattr(value, name) for name in ("numpy", "dtype", "shape"))
 
 
-def _qualified_name(kind: type) -> str:
+def qualified_name(kind: type) -> str:
+    """Return the name of a class with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -25,7 +25,13 @@ _HOME_OF = {
     "TorchModel": "sparkhvd.estimators.torch.estimator",
 }
 
-FRAMEWORK = Framework("PyTorch", "TorchEstimator", ("torch",), ("torchmetrics",))
+FRAMEWORK = Framework(
+    title="PyTorch",
+    estimator="TorchEstimator",
+    packages=("torch",),
+    libraries=("torchmetrics",),
+    describe="sparkhvd.estimators.torch.canonical:describe",
+)
 
 __all__ = ["LRSchedule", "TorchCallback", "TorchEstimator", "TorchModel", "TorchRun"]
 

@@ -11,7 +11,7 @@ from sparkhvd.estimators.training.user_errors import describe_error
 _CODE = """
 from sparkhvd.estimators.params.frameworks import Framework
 
-FRAMEWORK = Framework("Trees", "TreeEstimator", ("trees",), ("treelib",))
+FRAMEWORK = Framework(title="Trees", estimator="TreeEstimator", packages=("trees",), libraries=("treelib",))
 """
 _FAILING = """
 class Tree:

@@ -1,0 +1,131 @@
+"""The canonical form of Keras objects, for the identity of a run."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.runs.canonical import CanonicalForm, is_plain, names_of_installed_bases, qualified_name
+from sparkhvd.estimators.runs.function_globals import module_is_installed
+
+# The number that Keras appends to a name, or to a name in the path of a variable.
+AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
+
+
+def describe(value: Any, form: CanonicalForm) -> list[Any] | None:
+    """Return the form of a model, layer, optimizer, loss, metric or callback; None for any other object.
+
+    Raises:
+        ParamError: it has no configuration.
+    """
+    return _described(form, value) if callable(getattr(value, "get_config", None)) else None
+
+
+def _described(form: CanonicalForm, value: Any) -> list[Any]:
+    """Return the configuration and what it leaves out: the function of a loss or a layer and its arguments."""
+    try:
+        config = value.get_config()
+    except NotImplementedError as error:
+        raise ParamError(
+            "resume='auto' identifies a run by its parameters, but the content of the "
+            f"{qualified_name(type(value))} in {form.parameter} cannot be determined: it has no get_config. "
+            "Define get_config, or pass a run_id instead."
+        ) from error
+    own = vars(value)
+    layers = [layer for layer in _layers(value) if layer is not value]
+    return [
+        form.of(type(value)),
+        form.of(_renumbered({"class_name": type(value).__name__, "config": config})),
+        [form.of(own.get(name)) for name in ("fn", "_fn", "_fn_kwargs", "function")],
+        [form.of(getattr(value, name, None)) for name in ("optimizer", "loss") if layers],
+        [[form.of(type(layer)), form.of(vars(layer).get("function")), _of_user_code(form, layer)] for layer in layers],
+        _of_user_code(form, value),
+        form.of(getattr(own.get("_compile_metrics"), "_user_metrics", None)),
+        [
+            (form.of_tensor(weight, exact=form.weights), bool(weight.trainable))
+            for weight in getattr(value, "weights", ())
+        ],
+        *_of_state(form, value),
+    ]
+
+
+def _of_user_code(form: CanonicalForm, value: Any) -> list[Any]:
+    """Return the user's code in a Keras object, which a configuration names at most."""
+    attributes = {name: item for name, item in sorted(vars(value).items()) if _is_user_code(item)}
+    if not module_is_installed(type(value).__module__):
+        inner = names_of_installed_bases(type(value))
+        attributes |= {
+            name: item
+            for name, item in sorted(vars(value).items())
+            if not name.startswith("_") and name not in inner and is_plain(item)
+        }
+    return [(name, form.if_describable(item)) for name, item in sorted(attributes.items())]
+
+
+def _of_state(form: CanonicalForm, value: Any) -> list[Any]:
+    """Return the variables of a Keras optimizer after its first step, and what it excludes from weight decay."""
+    if not callable(getattr(value, "apply_gradients", None)):
+        return []
+    pattern = getattr(value, "_exclude_from_weight_decay_pattern", None)
+    names = [] if pattern is None else sorted(pattern.pattern.split("|"))  # Keras joins the names of a set
+    excluded = [*names, *([count] if (count := len(getattr(value, "_exclude_from_weight_decay", ()))) else [])]
+    trained = int(value.iterations.numpy()) > 0
+    state = [form.of_tensor(variable, exact=True) for variable in value.variables] if trained else []
+    return [part for part in (state, excluded) if part]
+
+
+def _renumbered(config: Any) -> Any:
+    """Return a Keras configuration whose automatic names begin at 0, because Keras counts per process."""
+    names: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for name, base in _automatic_names(config):
+        if name not in names:
+            names[name] = f"{base}#{counts[base]}"
+            counts[base] += 1
+
+    def put(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            if part.get("class_name") == "__lambda__":
+                return "lambda"  # its bytes name the file and the line; the function itself is part of the form as well
+            return {key: put(item) for key, item in part.items()}
+        if isinstance(part, list | tuple):
+            return [put(item) for item in part]
+        return names.get(part, part) if isinstance(part, str) else part
+
+    return put(config)
+
+
+def _automatic_names(part: Any) -> Iterator[tuple[str, str]]:
+    """Yield the names that Keras derived from class names, in order, with and without their number."""
+    if isinstance(part, Mapping):
+        own = part.get("config")
+        name = str(own.get("name")) if isinstance(own, Mapping) else ""
+        base = AUTOMATIC_NUMBER.sub("", name)
+        if base.replace("_", "").lower() == str(part.get("class_name")).lower():
+            yield name, base
+    items = part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ()
+    for item in items:
+        yield from _automatic_names(item)
+
+
+def _is_user_code(value: Any) -> bool:
+    """Return whether the user wrote the code of a value; Keras layers have forms of their own."""
+    if isinstance(value, functools.partial):
+        return _is_user_code(value.func)
+    if isinstance(value, list | tuple):
+        return any(map(_is_user_code, value))
+    if isinstance(value, dict):
+        return any(map(_is_user_code, value.values()))
+    if isinstance(value, FunctionType | type):
+        return not module_is_installed(value.__module__)
+    return not module_is_installed(type(value).__module__) and not hasattr(value, "_flatten_layers")
+
+
+def _layers(value: Any) -> list[Any]:
+    flatten = getattr(value, "_flatten_layers", None)  # Keras has no public iterator over nested layers
+    return list(flatten()) if callable(flatten) else []

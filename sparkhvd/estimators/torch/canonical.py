@@ -1,0 +1,85 @@
+"""The canonical form of modules and optimizers, for the identity of a run."""
+
+from __future__ import annotations
+
+from types import CodeType, FunctionType
+from typing import Any
+
+from sparkhvd.estimators.runs.canonical import CanonicalForm, code_form, is_plain, is_tensor, names_of_installed_bases
+from sparkhvd.estimators.runs.function_globals import module_is_installed
+
+# The attributes of every optimizer of PyTorch that are described otherwise; a scheduler replaces ``step``.
+_OF_OPTIMIZERS = frozenset({"defaults", "param_groups", "state", "step"})
+
+
+def describe(value: Any, form: CanonicalForm) -> list[Any] | None:
+    """Return the form of a module or an optimizer; None for any other object."""
+    if callable(getattr(value, "named_parameters", None)):
+        return _of_module(form, value)
+    if isinstance(groups := getattr(value, "param_groups", None), list):
+        shapes = [[list(weight.shape) for weight in group["params"]] for group in groups]
+        plain = [{name: item for name, item in group.items() if name != "params"} for group in groups]
+        own = _of_optimizer_attributes(form, value)
+        return [form.of(type(value)), shapes, form.of(plain), *_of_state(form, value, groups), *own]
+    return None
+
+
+def _of_state(form: CanonicalForm, value: Any, groups: list[dict[str, Any]]) -> list[Any]:
+    """Return an optimizer's state of each parameter; empty before its first step."""
+    state = getattr(value, "state", None) or {}
+    return [[form.of(state.get(weight)) for group in groups for weight in group["params"]]] if state else []
+
+
+def _of_optimizer_attributes(form: CanonicalForm, value: Any) -> list[Any]:
+    """Return the attributes and hooks of an optimizer in a list; empty if it has only those of PyTorch's class."""
+    installed = module_is_installed(type(value).__module__)
+    attributes = {
+        name: form.if_describable(item)
+        for name, item in sorted(vars(value).items())
+        if name not in _OF_OPTIMIZERS and not name.endswith("_hooks") and not (installed and name.startswith("_"))
+    }
+    hooks = _of_hooks(form, value, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return [sorted({**attributes, **hooks}.items())] if attributes or hooks else []
+
+
+def _of_hooks(form: CanonicalForm, value: Any, *names: str) -> dict[str, Any]:
+    """Return the form of the registered hooks by the names of the attributes that hold them."""
+    registered = {name: list((getattr(value, name, None) or {}).values()) for name in names}
+    return {name: [form.if_describable(hook) for hook in hooks] for name, hooks in registered.items() if hooks}
+
+
+def _of_module(form: CanonicalForm, value: Any) -> list[Any]:
+    weights = [
+        (
+            name,
+            form.of_tensor(weight, exact=form.weights),
+            weight.requires_grad,
+            *_of_hooks(form, weight, "_backward_hooks", "_post_accumulate_grad_hooks").items(),
+        )
+        for name, weight in value.named_parameters()
+    ]
+    # Without weights it is a loss, whose buffers matter; a model's buffers may differ whenever a script starts.
+    exact = form.weights or not weights
+    buffers = [(name, form.of_tensor(buffer, exact=exact)) for name, buffer in value.named_buffers()]
+    modules = [(name, _of_one_module(form, module, exact=exact)) for name, module in value.named_modules()]
+    return [modules, weights, buffers]
+
+
+def _of_one_module(form: CanonicalForm, module: Any, *, exact: bool) -> list[Any]:
+    forms: dict[str, Any] = {}
+    inner = names_of_installed_bases(type(module))
+    for name, item in sorted(vars(module).items()):
+        if name == "training" or (name in inner and name != "_hparams" and not is_plain(item)):
+            continue
+        if is_tensor(item):
+            forms[name] = form.of_tensor(item, exact=exact)
+        elif name.startswith("_"):
+            forms[name] = form.if_describable(item)
+        else:
+            forms[name] = form.of(item)
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    forms |= _of_hooks(form, module, *hooks)
+    script = getattr(module, "code", None)
+    forward = getattr(type(module), "forward", None)
+    code = script if isinstance(script, str) else forward.__code__ if isinstance(forward, FunctionType) else None
+    return [form.of(type(module)), code_form(code) if isinstance(code, CodeType) else code, sorted(forms.items())]
