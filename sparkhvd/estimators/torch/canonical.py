@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import CodeType, FunctionType
 from typing import Any
 
+from sparkhvd.estimators.params.frameworks import framework_of
 from sparkhvd.estimators.runs.canonical import CanonicalForm, code_form, is_plain, is_tensor, names_of_installed_bases
 from sparkhvd.estimators.runs.function_globals import module_is_installed
 
@@ -13,8 +14,11 @@ _OF_OPTIMIZERS = frozenset({"defaults", "param_groups", "state", "step"})
 
 
 def describe(value: Any, form: CanonicalForm) -> list[Any] | None:
-    """Return the form of a module or an optimizer; None for any other object."""
-    if callable(getattr(value, "named_parameters", None)):
+    """Return the form of a module or an optimizer; None for any other object.
+
+    A Keras object is a module, too, if PyTorch is the backend of Keras.
+    """
+    if callable(getattr(value, "named_parameters", None)) and framework_of(value) != "keras":
         return _of_module(form, value)
     if isinstance(groups := getattr(value, "param_groups", None), list):
         shapes = [[list(weight.shape) for weight in group["params"]] for group in groups]

@@ -60,6 +60,22 @@ def test_the_canonical_form_is_the_same_in_another_process():
     assert " at 0x" not in there
 
 
+def test_a_keras_model_on_pytorch_has_one_form_in_every_process():
+    script = (
+        "import json, keras; from sparkhvd.estimators.runs.canonical import canonical_form; "
+        "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)]); model.compile('adam', 'mse'); "
+        "print(json.dumps(canonical_form(model)))"
+    )
+    environment = {"KERAS_BACKEND": "torch", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    one, other = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
+        for _ in range(2)
+    )
+    assert one == other
+    assert "Dense" in one
+
+
 def closure(value, default=1, *, named=2):
     return lambda output, label, factor=default, *, other=named: value * factor * other * (output - label)
 
