@@ -6,15 +6,28 @@ import types
 import pytest
 
 from sparkhvd.estimators.params.frameworks import estimator_hint, frameworks
+from sparkhvd.estimators.runs.canonical import canonical_form
 from sparkhvd.estimators.training.user_errors import describe_error
 
 _CODE = """
 from sparkhvd.estimators.params.frameworks import Framework
 
-FRAMEWORK = Framework(title="Trees", estimator="TreeEstimator", packages=("trees",), libraries=("treelib",))
+FRAMEWORK = Framework(
+    title="Trees",
+    estimator="TreeEstimator",
+    packages=("trees",),
+    libraries=("treelib",),
+    describe="added_package:describe",
+)
+
+
+def describe(value, form):
+    return ["tree", form.of(value.branches)] if type(value).__module__ == "trees" else None
 """
 _FAILING = """
 class Tree:
+    branches = (1, 2)
+
     def grow(self, change):
         change()
 
@@ -39,6 +52,7 @@ def test_another_package_adds_a_framework(install, tree):
     install(_CODE, "sparkhvd.frameworks", "trees = added_package:FRAMEWORK")
     assert estimator_hint(tree, ("torch",)) == " Use TreeEstimator for Trees objects."
     assert [framework.title for framework in frameworks()] == ["PyTorch", "Keras", "Lightning", "Trees"]
+    assert canonical_form({"model": tree}) == ["mapping", [("model", ["tree", [1, 2]])]]
 
 
 def test_the_code_of_an_added_framework_is_not_the_users(install, tree):
