@@ -70,14 +70,14 @@ class LightningPackage:
         return plan_inputs(self.model, schema.of("feature"), self.input_shapes, self.named_inputs)
 
 
-def lightning_module(package: LightningPackage, inputs: Sequence[Any]) -> Any:
+def lightning_module(package: LightningPackage, schema: DataSchema) -> Any:
     """Return the LightningModule to train: the user's own, or one around a plain module."""
     if not package.plain:
         return package.model
     lightning = import_lightning(package.flavour)
     kind = type("PlainModule", (PlainSteps, lightning.LightningModule), {"__module__": __name__})
     module: Any = kind()
-    module.model, module.package, module.inputs = package.model, package, tuple(inputs)
+    module.model, module.package, module.schema = package.model, package, schema
     module.measures = (
         {} if package.objective is None else {stage: _reset_copies(package.objective) for stage in _STAGES}
     )
@@ -92,6 +92,7 @@ class PlainSteps:
 
     model: torch.nn.Module
     package: LightningPackage
+    schema: DataSchema
     inputs: tuple[Any, ...]
     measures: dict[str, dict[str, Any]]
     val_loss: Any
@@ -101,6 +102,10 @@ class PlainSteps:
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self.model(*inputs)
+
+    def on_fit_start(self) -> None:
+        """Plan the inputs for the module's dtype, which the Trainer's precision may have changed."""
+        self.inputs = self.package.inputs(self.schema)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # noqa: ARG002  (Lightning's signature)
         return self._loss(batch, "train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import re
 import time
@@ -212,6 +213,9 @@ class DistributedLog:
         module.log = self
 
     def __call__(self, name: str, value: Any, *rest: Any, **options: Any) -> None:
+        if rest:
+            names = list(inspect.signature(self._log).parameters)[2:]
+            options = {**dict(zip(names, rest, strict=False)), **options}
         trainer = self._module.trainer
         stage = "validation" if trainer.validating or trainer.sanity_checking else "train"
         within_step = _within_step(self._module._current_fx_name or "")  # noqa: SLF001  (Lightning decides by it too)
@@ -229,7 +233,7 @@ class DistributedLog:
             value = _neutral(value, options.get("reduce_fx", "mean"))
         elif within_step and options.get("batch_size") == 0:
             value = _finite(value)  # a mean over no rows is NaN, and so is 0 times NaN
-        self._log(name, value, *rest, **options)
+        self._log(name, value, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the same object, because callbacks copy the module to average its weights."""

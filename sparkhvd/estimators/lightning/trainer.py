@@ -22,7 +22,7 @@ from sparkhvd.config import scratch_folder
 from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.errors import DataError, ParamError
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, best_model
-from sparkhvd.estimators.lightning.batches import RankLoader, build_batch_format
+from sparkhvd.estimators.lightning.batches import BatchFormat, Columns, RankLoader, build_batch_format
 from sparkhvd.estimators.lightning.mid_epoch_resume import resume_after_batch, validates_after
 from sparkhvd.estimators.lightning.package import LightningPackage, lightning_module
 from sparkhvd.estimators.lightning.steps import BatchEndHook, DistributedLog, EstimatorSteps, Feed, scale_lr
@@ -30,8 +30,9 @@ from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.divisors import loss_divisors
+from sparkhvd.estimators.torch.inputs import model_dtype
 from sparkhvd.estimators.torch.randomness import random_state, restore_random, seed_generators
-from sparkhvd.estimators.torch.safe_state import refuse_unsafe, weights_of
+from sparkhvd.estimators.torch.safe_state import refuse_unsafe
 from sparkhvd.estimators.training.user_errors import describe_error
 from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import import_lightning
@@ -50,11 +51,11 @@ class LightningTrainer:
         self._package = package
         self._spec = spec
         self._world = world
-        self._inputs = package.inputs(spec.schema)
         if not package.model.training:  # a fitted model is in evaluation mode, which Lightning keeps
             package.model.train()
-        self._module = lightning_module(package, self._inputs)
+        self._module = lightning_module(package, spec.schema)
         self._lightning = import_lightning(package.flavour)
+        self._formats: dict[torch.dtype, BatchFormat] = {}
         self._trainer: Any = None
         self._ends: Any = None  # the last callback
         self._resumed: bytes | None = None
@@ -77,7 +78,7 @@ class LightningTrainer:
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or callback stops it; collective."""
-        form = dict if self._package.plain else self._build_batch_format()
+        form = dict if self._package.plain else self._batch_of
         size = self._world.size
         validation = None if val is None else RankLoader(val, form, size, self._spec.sample)
         feed = Feed(RankLoader(train, form, size, self._spec.sample), validation)
@@ -120,7 +121,7 @@ class LightningTrainer:
             (folder / LOGS).write_bytes(self._logs)
 
     def _export_with(self, optimizers: list[torch.optim.Optimizer], folder: Path) -> None:
-        model, inputs = self._package.model, self._inputs
+        model, inputs = self._package.model, self._package.inputs(self._spec.schema)
         try:
             artifact.save(folder, model, optimizers[0] if len(optimizers) == 1 else optimizers or None, inputs)
         except Exception as error:
@@ -131,11 +132,14 @@ class LightningTrainer:
             )
             artifact.save(folder, model, None, inputs)
 
-    def _build_batch_format(self) -> Any:
-        package = self._package
-        return build_batch_format(
-            package.batch_format, package.model, self._spec.schema, package.input_shapes, package.label_shapes
-        )
+    def _batch_of(self, columns: Columns) -> Any:
+        """Return the batch of some rows in the module's dtype, which the Trainer's precision may have changed."""
+        package, dtype = self._package, model_dtype(self._package.model)
+        if dtype not in self._formats:
+            self._formats[dtype] = build_batch_format(
+                package.batch_format, package.model, self._spec.schema, package.input_shapes, package.label_shapes
+            )
+        return self._formats[dtype](columns)
 
     def _create_trainer(self, feed: Feed, hooks: TrainHooks, folder: Path) -> Any:
         """Return Lightning's Trainer for this run."""
@@ -212,12 +216,17 @@ class LightningTrainer:
 
     def _load_weights(self, state: bytes) -> None:
         content = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
-        self._module.load_state_dict(content["state_dict"])
+        self._load_module(content)
         take_buffers(self._module, content["callbacks"][RUN_KEY].get("buffers", {}))
         optimizers = self._trainer.optimizers
         for optimizer, known in zip(optimizers, content["optimizer_states"], strict=True):
             optimizer.load_state_dict(known)
         scale_lr(optimizers, [], self._trainer.strategy.lr_scale / content["callbacks"][RUN_KEY]["lr_scale"])
+
+    def _load_module(self, content: dict[str, Any]) -> None:
+        """Load the weights of a checkpoint as Lightning does: the module may have changed it, or saved only a part."""
+        self._module.on_load_checkpoint(content)
+        self._module.load_state_dict(content["state_dict"], strict=getattr(self._module, "strict_loading", True))
 
     def _keep_results(self, trainer: Any, folder: Path) -> None:
         """Keep, on rank 0, the best model by the user's ModelCheckpoint and the files of loggers."""
@@ -225,7 +234,8 @@ class LightningTrainer:
             return
         best = best_model.best_file(trainer.checkpoint_callbacks)
         if best is not None:
-            self._module.load_state_dict(weights_of(best))
+            # This process wrote the file, so it may hold any objects.
+            self._load_module(torch.load(best, weights_only=False, map_location="cpu"))
         written = [
             file for run_logger in trainer.loggers if run_logger.log_dir for file in Path(run_logger.log_dir).rglob("*")
         ]
@@ -265,6 +275,7 @@ class RunCallback:
         self._loaded: dict[str, Any] = {}
         self._best: dict[str, Any] | None = None
         self._metrics: dict[str, float] = {}  # metrics at the end of the last epoch
+        self._validation_metrics: dict[str, float] = {}  # metrics at the end of the last validation
         self._needs_own_rows = needs_own_rows
         self._batches = 0  # batches done of the current epoch; 0 at its end
         self._optimizer_steps = 0  # optimizer steps at the end of the last batch
@@ -358,6 +369,10 @@ class RunCallback:
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
         self._feed.validated = not trainer.sanity_checking
 
+    def on_validation_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
+        """Keep the metrics: Lightning has one value per name, and the training may log the same names later."""
+        self._validation_metrics = _numbers(trainer.callback_metrics)
+
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
         """Report the epoch; collective."""
         feed = self._feed
@@ -382,18 +397,25 @@ class RunCallback:
 
     def _logged(self, stage: str, rows: int) -> dict[str, tuple[float, int]]:
         """Return the values logged for the epoch; they are over all ranks, so every rank reports the same mean."""
-        shared, known = self._feed.logged[stage], self._metrics
+        shared = self._feed.logged[stage]
+        known = self._metrics if stage == "train" else self._validation_metrics
         own = {name: known[name] for name in self._feed.rank_zero_logged[stage] - shared if name in known}
         # Other ranks may not even know the names that only rank 0 logs.
         own = objects.broadcast_object(session.current(), own, 0, name=f"values that only rank 0 logs in {stage}")
         values = own | {name: known[name] for name in shared if name in known}
-        short = {name: name.removeprefix("val_") if stage == "validation" else name for name in sorted(values)}
+        short = {name: _short_name(name, values) if stage == "validation" else name for name in sorted(values)}
         return {short[name]: (values[name] * rows, rows) for name in short}
 
     def _times(self) -> StepTimes:
         whole = max(self._ended - self._feed.train.started, 0.0)
         waited, communicated = self._feed.train.waited, self._feed.communicated
         return StepTimes(waited, max(whole - waited - communicated, 0.0), communicated)
+
+
+def _short_name(name: str, names: Mapping[str, float]) -> str:
+    """Return a validation metric's name without its prefix, unless another one has that name."""
+    short = name.removeprefix("val_")
+    return name if short in names and short != "loss" else short
 
 
 def _is_stopped(trainer: Any) -> bool:

@@ -42,6 +42,32 @@ def test_values_that_only_rank_0_logs_are_in_the_history(group):
         assert every == 7
 
 
+def logged_with_positions(sizes):
+    kind = type(module())
+
+    class Positional(kind):
+        def training_step(self, batch, index):
+            self.log("rank", float(session.current().world.rank), False, None, False, True)
+            return super().training_step(batch, index)
+
+        def validation_step(self, batch, index):
+            self.log("twice", 2.0)
+            self.log("val_twice", 4.0)
+            return super().validation_step(batch, index)
+
+    rank = session.current().world.rank
+    trainer, hooks = trainer_of(Positional()), Hooks()
+    trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
+    return average_over_ranks(hooks.reports[-1], session.current())
+
+
+def test_arguments_of_log_may_be_positional_and_no_name_of_a_validation_metric_replaces_another(group):
+    for record in group.run(logged_with_positions, EVEN):
+        assert record.train["rank"] == 0.5
+        assert (record.validation["twice"], record.validation["val_twice"]) == (2.0, 4.0)
+        assert math.isfinite(record.validation["loss"])
+
+
 def losses_by_hand():
     class ByHand(type(module())):
         def training_step(self, batch, index):

@@ -93,6 +93,71 @@ def test_synchronized_batch_normalization_equals_the_big_batch_also_without_rows
         assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
 
 
+def train_in_double_precision(sizes, plain, folder):
+    """Return the parameters, and on rank 0 the predictions of the exported model."""
+    from sparkhvd.estimators.lightning.plugin import PLUGIN  # noqa: PLC0415
+
+    rank, model = session.current().world.rank, network() if plain else module()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    own = {"optimizer": optimizer, "loss": torch.nn.CrossEntropyLoss()} if plain else {}
+    trainer = trainer_of(model, 2, trainer_args={"precision": "64-true"}, **own)
+    trainer.fit(source(sizes, rank), None, Hooks())
+    if rank:
+        return flat(model if plain else trainer._package.model), None
+    trainer.export(Path(folder))
+    return flat(trainer._package.model), PLUGIN.predictor(Path(folder)).predict({"x": rows(5)["x"]})[0]
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["LightningModule", "plain module"])
+def test_the_precision_of_the_trainer_applies_to_the_rows_and_to_predictions(group, plain, tmp_path):
+    model = network().double()
+    wanted, *_ = trained_plainly([sum(step) for step in SOME_EMPTY], epochs=2, model=model)
+    (found, predicted), _ = group.run(train_in_double_precision, SOME_EMPTY, plain, str(tmp_path))
+    assert found.dtype == predicted.dtype == np.float64
+    assert np.allclose(found, wanted, rtol=1e-10, atol=1e-12)
+    with torch.no_grad():
+        assert np.allclose(predicted, model(torch.from_numpy(rows(5)["x"])), rtol=1e-9, atol=1e-11)
+
+
+def keep_the_worst_epoch(sizes, kind):
+    """Return the weights of a module whose checkpoints differ from its own state."""
+    from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415
+
+    simple = type(module())
+
+    class Renamed(simple):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["state_dict"] = {f"saved.{name}": value for name, value in checkpoint["state_dict"].items()}
+
+        def on_load_checkpoint(self, checkpoint):
+            names = {name: name.removeprefix("saved.") for name in checkpoint["state_dict"]}
+            checkpoint["state_dict"] = {names[name]: value for name, value in checkpoint["state_dict"].items()}
+
+    class Partial(simple):
+        strict_loading = False
+
+        def state_dict(self, *arguments, **named):
+            whole = super().state_dict(*arguments, **named)
+            return {name: value for name, value in whole.items() if name != "scale"}
+
+    rank = session.current().world.rank
+    model = {"renamed": Renamed, "partial": Partial}[kind]()
+    trainer = trainer_of(model, 2, callbacks=[ModelCheckpoint(monitor="val_loss", mode="max")])
+    trainer.fit(source(sizes, rank), source(sizes, rank), Hooks())
+    best = flat(trainer._package.model)
+    if rank == 0:
+        trainer.restore(trainer.state())
+    return best, flat(trainer._package.model)
+
+
+@pytest.mark.parametrize("kind", ["renamed", "partial"])
+def test_weights_are_loaded_as_the_module_saves_them(group, kind):
+    wanted, *_ = trained_plainly([8] * 12, epochs=1)
+    (best, restored), _ = group.run(keep_the_worst_epoch, EVEN, kind)
+    assert relative_error(best, wanted) < 1e-5
+    assert np.array_equal(best, restored)
+
+
 def validated_twice_an_epoch(sizes):
     """Return the last validation loss, and the loss of rank 0's model after it."""
     from lightning.pytorch.callbacks import EMAWeightAveraging  # noqa: PLC0415
