@@ -107,6 +107,13 @@ def test_the_same_seed_gives_the_same_run_with_and_without_a_store(fitted, df, t
     assert store.list(layout.model_folder("kept")) != []
 
 
+def test_names_of_columns_with_dots_and_backticks_change_nothing(fitted, df):
+    renamed = df.withColumnsRenamed({"x": "x.`1", "y": "`y"})
+    trained = estimator(validation="held_out", feature_cols=["x.`1"], label_cols=["`y"]).fit(renamed)
+    assert torch.equal(weights(trained), weights(fitted))
+    assert trained.transform(renamed).select("```y__output`").count() == ROWS
+
+
 def test_the_partitions_are_even_complete_and_in_seeded_order(df):
     selection = select(df.schema, feature_cols=["x"], label_cols=["y"], validation=0.2)
     first, again, other = (

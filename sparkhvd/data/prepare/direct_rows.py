@@ -162,8 +162,9 @@ def checked(facts: Sequence[FileFacts], selection: Selection, num_proc: int) -> 
 
 
 def _aliases(schema: DataSchema) -> dict[str, str]:
-    """Return substitutes for column names with a dot, which ``mapInArrow`` would take for the separator of a field."""
-    return {name: f"{RESERVED_PREFIX}dotted_{index}" for index, name in enumerate(schema.names()) if "." in name}
+    """Return substitutes for column names with a dot or a backtick, which ``mapInArrow`` would take for syntax."""
+    names = enumerate(schema.names())
+    return {name: f"{RESERVED_PREFIX}renamed_{index}" for index, name in names if {".", "`"} & set(name)}
 
 
 class _NoBlocks:

@@ -115,7 +115,7 @@ def test_values_become_arrow_arrays_of_the_type(values, column, arrow, expected)
         ([[np.nan], [2.0**63], [-(2.0**63)]], OutputColumn("o", "bigint"), pa.int64(), [None, None, -(2**63)]),
         ([[0.1, 0.9], [np.nan, 0.9]], OutputColumn("o", "int", best=True), pa.int32(), [1, None]),
         ([[0.1, 0.9], [np.nan, 0.9]], OutputColumn("o", "boolean", best=True), pa.bool_(), [True, None]),
-        ([[0.4], [0.6], [np.nan]], OutputColumn("o", "boolean"), pa.bool_(), [False, True, None]),
+        ([[0.4], [0.6], [-3], [np.nan]], OutputColumn("o", "boolean"), pa.bool_(), [False, True, False, None]),
         ([[0.1, 0.9], [np.nan, 0.9]], OutputColumn("o", "array<int>"), pa.list_(pa.int32()), [[0, 1], [None, 1]]),
     ],
 )
