@@ -93,7 +93,7 @@ class Kill:
     def is_fine(self) -> bool:
         """Return whether every other rank failed in time with an error that names the victim."""
         in_time = self.seconds < _START_SECONDS + _GRACE
-        return in_time and all(f"rank {self.victim}" in text or f"rank(s) {self.victim}" in text for text in self.told)
+        return in_time and all(f"rank {self.victim}" in text or f"ranks {self.victim}" in text for text in self.told)
 
 
 def kill_one_of(size: int, *, shared_memory: bool) -> Kill:

@@ -74,8 +74,9 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
                                      PyEngine* recorded_with, const std::string& timeline_label) {
   if (processor_core) Check(CheckProcessorCore(*processor_core));
   if (size < 1 || rank < 0 || rank >= size) {
-    Check(Status(StatusCode::kInvalidArgument, "rank " + std::to_string(rank) + " is not one of " +
-                                                   std::to_string(size) + " ranks"));
+    Check(Status(StatusCode::kInvalidArgument, "rank " + std::to_string(rank) +
+                                                   " is out of range for a job of size " +
+                                                   std::to_string(size)));
   }
   if (size > 1 && rendezvous == nullptr) {
     Check(Status(StatusCode::kInvalidArgument,

@@ -9,7 +9,7 @@
 namespace sparkhvd {
 namespace {
 
-// A slice travels in pieces during the reduction: one is combined, still in the cache, while the
+// A slice is sent in pieces during the reduction: one is combined, still in the cache, while the
 // next arrives.
 constexpr size_t kPieceBytes = size_t{256} << 10;
 

@@ -131,9 +131,9 @@ Result<RowOrder> RowOrder::Make(Span<const int64_t> indices, size_t rows) {
     checked[i] = static_cast<uint32_t>(indices[i]);
   }
   if (outside > 0) {
-    return Status(
-        StatusCode::kInvalidArgument,
-        std::to_string(outside) + " row indices are outside the " + std::to_string(rows) + " rows");
+    return Status(StatusCode::kInvalidArgument, "row indices must be at least 0 and below " +
+                                                    std::to_string(rows) +
+                                                    "; out of range: " + std::to_string(outside));
   }
   std::vector<RowRun> runs = NumberWanted(checked, rows);
   return RowOrder(std::move(checked), std::move(runs), rows);

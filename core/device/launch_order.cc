@@ -7,7 +7,7 @@ namespace sparkhvd {
 namespace {
 
 // The interval at which a collective that waits for its turn checks for failures.
-constexpr std::chrono::milliseconds kLookInterval(20);
+constexpr std::chrono::milliseconds kCheckInterval(20);
 
 }  // namespace
 
@@ -32,7 +32,7 @@ Status LaunchOrder::Turn::Await(uint64_t ticket, const Waiting& waiting) {
                                               (first.empty() ? std::string("all ranks") : first) +
                                               " is ahead on the CUDA device and has not started");
     }
-    order_.changed_.wait_for(lock, kLookInterval);
+    order_.changed_.wait_for(lock, kCheckInterval);
     lock.unlock();
     const Status failure = waiting.check();
     lock.lock();

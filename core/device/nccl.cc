@@ -116,7 +116,7 @@ Result<std::unique_ptr<NcclCommunicator>> NcclCommunicator::Connect(
   NcclConfig config;
   const int result =
       communicator->nccl_->init_rank(&communicator->handle_, size, id, rank, &config);
-  const Status connected = communicator->Settle("ncclCommInitRankConfig", result, waiting);
+  const Status connected = communicator->AwaitResult("ncclCommInitRankConfig", result, waiting);
   if (connected.code() == StatusCode::kInvalidArgument) {  // such as two ranks on one device
     return Status(connected.code(),
                   connected.message() +
@@ -136,7 +136,7 @@ Status NcclCommunicator::Finish(std::unique_ptr<NcclCommunicator> communicator,
                                 const Waiting& waiting) {
   const NcclFunctions& nccl = *communicator->nccl_;
   const int begun = nccl.finalize(communicator->handle_);
-  SHVD_TRY(communicator->Settle("ncclCommFinalize", begun, waiting));
+  SHVD_TRY(communicator->AwaitResult("ncclCommFinalize", begun, waiting));
   // No call is left to wait for, and the handle is invalid whatever the result.
   return nccl.Check("ncclCommDestroy", nccl.destroy(std::exchange(communicator->handle_, nullptr)));
 }
@@ -156,7 +156,7 @@ Status NcclCommunicator::Together(const std::vector<NcclCall>& calls, const Wait
   }
   const int ended = nccl_->group_end();
   SHVD_TRY(status);
-  return Settle("ncclGroupEnd", ended, waiting);
+  return AwaitResult("ncclGroupEnd", ended, waiting);
 }
 
 Status NcclCommunicator::Failure() const {
@@ -166,7 +166,7 @@ Status NcclCommunicator::Failure() const {
 }
 
 // Waits for the result of a call that continues in the background.
-Status NcclCommunicator::Settle(const char* call, int result, const Waiting& waiting) const {
+Status NcclCommunicator::AwaitResult(const char* call, int result, const Waiting& waiting) const {
   const auto start = Deadline::Clock::now();
   while (result == kNcclInProgress) {
     if (waiting.deadline.Expired()) {

@@ -121,7 +121,7 @@ class NcclCommunicator {
 
  private:
   explicit NcclCommunicator(std::shared_ptr<const NcclFunctions> nccl) : nccl_(std::move(nccl)) {}
-  Status Settle(const char* call, int result, const Waiting& waiting) const;
+  Status AwaitResult(const char* call, int result, const Waiting& waiting) const;
 
   const std::shared_ptr<const NcclFunctions> nccl_;
   ncclComm* handle_ = nullptr;

@@ -54,9 +54,9 @@ Status StoreCipher::Seal(ConstBytes plain, std::vector<std::byte>* out) {
   return sealing_->Seal(plain, Bytes(out->data() + begin, plain.size() + overhead()));
 }
 
-Result<Bytes> StoreCipher::Open(Bytes travelled) {
-  const Bytes content = travelled.Sub(0, travelled.size() - overhead());
-  if (opening_) SHVD_TRY(opening_->Open(travelled, content));
+Result<Bytes> StoreCipher::Open(Bytes sealed) {
+  const Bytes content = sealed.Sub(0, sealed.size() - overhead());
+  if (opening_) SHVD_TRY(opening_->Open(sealed, content));
   return content;
 }
 

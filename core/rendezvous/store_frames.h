@@ -55,7 +55,7 @@ class StoreCipher {
   Status Seal(ConstBytes plain, std::vector<std::byte>* out);
   // Opens a record in place; the plain content is at its beginning afterwards. Fails with
   // kAuthentication unless the peer sealed this record.
-  Result<Bytes> Open(Bytes travelled);
+  Result<Bytes> Open(Bytes sealed);
 
  private:
   std::optional<LinkCipher> sealing_;

@@ -267,8 +267,8 @@ Status TcpStoreClient::Explain(const Status& failure, const std::string& key, bo
   if (closed_) return Status(StatusCode::kShutDown, "the rendezvous client was closed");
   const std::string what = (set ? "set key '" : "get key '") + key + "'";
   if (failure.code() == StatusCode::kPeerLost) {
-    return Status(StatusCode::kPeerLost, what + ": the rendezvous server at " + ToText(server_) +
-                                             " is gone: " + failure.message());
+    return Status(StatusCode::kPeerLost, what + ": lost the rendezvous server at " +
+                                             ToText(server_) + ": " + failure.message());
   }
   if (failure.code() == StatusCode::kTimeout && !set) return MissingKey(key);
   return failure.Annotate(what + " at " + ToText(server_));

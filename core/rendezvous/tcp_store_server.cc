@@ -169,7 +169,7 @@ class Session {
 };
 
 constexpr int kPollCapMillis = 1000;
-constexpr std::chrono::seconds kLookInterval(1);  // between checks of the clients' hosts
+constexpr std::chrono::seconds kCheckInterval(1);  // between checks of the clients' hosts
 
 void DrainWake(int fd) {
   uint64_t count = 0;
@@ -246,7 +246,7 @@ void TcpStoreServer::Ring() {
 void TcpStoreServer::Serve(Reception reception) {
   std::list<Session> sessions;
   std::vector<pollfd> fds;
-  Deadline next_look = Deadline::After(kLookInterval);
+  Deadline next_check = Deadline::After(kCheckInterval);
   while (!closing_.load()) {
     fds.clear();
     fds.push_back({wake_.get(), POLLIN, 0});
@@ -254,20 +254,20 @@ void TcpStoreServer::Serve(Reception reception) {
     reception.AppendPollFds(fds);
     (void)::poll(fds.data(), fds.size(), reception.TimeoutMillis(kPollCapMillis));
     DrainWake(wake_.get());
-    const bool look = next_look.Expired();
-    if (look) next_look = Deadline::After(kLookInterval);
+    const bool checks_hosts = next_check.Expired();
+    if (checks_hosts) next_check = Deadline::After(kCheckInterval);
     size_t index = 1;
     bool progressed = false;
     for (auto session = sessions.begin(); session != sessions.end(); ++index) {
       const short events = fds[index].revents;
       progressed = progressed || events != 0;
-      bool goes_on = false;
+      bool is_open = false;
       // A session that runs out of memory ends. The others continue.
       static_cast<void>(Guarded([&] {
-        goes_on = session->Advance(values_, events) && !(look && session->IsHostSilent());
+        is_open = session->Advance(values_, events) && !(checks_hosts && session->IsHostSilent());
         return Status();
       }));
-      if (goes_on) {
+      if (is_open) {
         ++session;
         continue;
       }

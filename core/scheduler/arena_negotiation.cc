@@ -1,8 +1,8 @@
 // Negotiation of ranks that share memory. Every rank writes its message to its slot. After one
 // step, every rank reads all messages and reaches the same decision, because all Readiness tables
 // receive the same messages in the same order. There is no coordinator, and no answer to wait for.
-// The data of a small operation may travel beside the message. If all messages are equal, that data
-// has already arrived, and the operation needs no further step.
+// The data of a small operation may be sent beside the message. If all messages are equal, that
+// data has already arrived, and the operation needs no further step.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -14,7 +14,7 @@
 namespace sparkhvd {
 namespace {
 
-// The room for a message in the first round of a cycle. Data that travels with the message follows
+// The room for a message in the first round of a cycle. Data that is sent with the message follows
 // it. A longer message continues in further rounds, which carry no such data.
 constexpr size_t kFrameBytes = 1024;
 

@@ -204,7 +204,7 @@ class Engine {
   Execution execution_;
   DeviceExecution devices_;  // some functions serve any thread
   std::unique_ptr<Will> will_;
-  Deadline::Clock::time_point next_look_{};                         // when to poll the board next
+  Deadline::Clock::time_point next_check_{};                        // when to poll the board next
   std::unique_ptr<Autotuner> autotuner_;                            // on rank 0 during the search
   std::unordered_map<std::string_view, OperationPointer> pending_;  // by name
   std::optional<Entered> entered_;

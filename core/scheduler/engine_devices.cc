@@ -8,7 +8,7 @@ namespace {
 
 // A rank with a busy device may wait for other ranks outside a cycle, so it must poll for their
 // failures.
-constexpr std::chrono::seconds kLookInterval(1);
+constexpr std::chrono::seconds kCheckInterval(1);
 
 }  // namespace
 
@@ -50,8 +50,8 @@ Status Engine::CheckForFailure() {
     if (end_) return *end_;
   }
   const auto now = Deadline::Clock::now();
-  if (now < next_look_) return Status();
-  next_look_ = now + kLookInterval;
+  if (now < next_check_) return Status();
+  next_check_ = now + kCheckInterval;
   return board_.Look();
 }
 

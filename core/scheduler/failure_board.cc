@@ -57,8 +57,8 @@ void FailureBoard::StopWatching() const {
 
 std::unique_ptr<Will> FailureBoard::LeaveWill(int rank) const {
   if (!store) return nullptr;
-  const Status gone(StatusCode::kPeerLost, "its process has ended");
-  auto will = store->LeaveWill(Key(), NoteOf(gone, rank), Deadline::AfterSeconds(kSeconds));
+  const Status lost(StatusCode::kPeerLost, "its process has ended");
+  auto will = store->LeaveWill(Key(), NoteOf(lost, rank), Deadline::AfterSeconds(kSeconds));
   return will.ok() ? std::move(will).value() : nullptr;
 }
 

@@ -9,7 +9,7 @@
 
 namespace sparkhvd {
 
-// All ranks report the first failure on the board. The links only show that a peer is gone, which
+// All ranks report the first failure on the board. The links only show that a peer is lost, which
 // is rarely the cause.
 struct FailureBoard {
   std::shared_ptr<KeyValueStore> store;  // null: each rank knows only its own failures

@@ -37,7 +37,7 @@ class Negotiation {
   // Separates cached submissions from others.
   RequestMessage Report(const std::vector<const Request*>& submitted) const;
 
-  // Writes this rank's message. Returns room for data that travels with it, possibly empty.
+  // Writes this rank's message. Returns room for data that is sent with it, possibly empty.
   virtual Bytes Announce(const RequestMessage& message) = 0;
 
   // Publishes the message.

@@ -4,6 +4,8 @@
 #include <iterator>
 #include <utility>
 
+#include "transport/failures.h"
+
 namespace sparkhvd {
 
 Status Readiness::Add(int rank, const RequestMessage& message, const ResponseCache& cache,
@@ -171,7 +173,7 @@ ResponseMessage Readiness::TakeComplete(const ResponseCache& cache) {
   for (const Decided& decided : decided_) {
     groups_complete_ = groups_complete_ || !decided.groups.empty();
   }
-  if (std::exchange(groups_complete_, false)) SettleGroups(cache);
+  if (std::exchange(groups_complete_, false)) DecideGroups(cache);
   ResponseMessage response;
   response.cached = std::exchange(complete_hits_, {});
   std::sort(response.cached.begin(), response.cached.end());
@@ -188,7 +190,7 @@ ResponseMessage Readiness::TakeComplete(const ResponseCache& cache) {
   return response;
 }
 
-void Readiness::SettleGroups(const ResponseCache& cache) {
+void Readiness::DecideGroups(const ResponseCache& cache) {
   std::map<std::string, Tally> tallies;
   for (const uint32_t id : complete_hits_) {
     const Request& request = cache.Own(id);
@@ -238,7 +240,7 @@ void Readiness::RefuseGroup(const std::string& group, const Tally& tally,
   if (!tally.problem.empty()) {
     why += tally.problem;
   } else {
-    why += "ranks disagree about which " + std::to_string(tally.size) + " tensors are in it";
+    why += "ranks disagree about its tensors (size " + std::to_string(tally.size) + ")";
     if (!waiting.empty()) why += "; '" + waiting.front() + "' was not submitted by all";
   }
   const auto refuse = [&](const std::string& name) {
@@ -292,13 +294,12 @@ std::vector<Agreement> Readiness::TakeOverdue(const ResponseCache& cache, Time s
 }
 
 std::string Readiness::Missing(const std::vector<bool>& present) const {
-  std::string came;
-  std::string missing;
+  std::vector<int> waiting;
+  std::vector<int> missing;
   for (int rank = 0; rank < size_; ++rank) {
-    std::string& list = present[static_cast<size_t>(rank)] ? came : missing;
-    list += (list.empty() ? "" : ", ") + std::to_string(rank);
+    (present[static_cast<size_t>(rank)] ? waiting : missing).push_back(rank);
   }
-  return "not submitted by rank(s) " + missing + " while rank(s) " + came +
+  return "not submitted by " + RankNames(missing) + " while " + RankNames(waiting) +
          " waited for the whole collective timeout";
 }
 

@@ -70,7 +70,7 @@ class Readiness {
   Decided Decide(const std::string& name, const Waiting& waiting) const;
   static std::optional<std::string> NeededFromJoined(const Waiting& waiting);
   void DecideRows(Agreement& agreement, const Waiting& waiting) const;
-  void SettleGroups(const ResponseCache& cache);
+  void DecideGroups(const ResponseCache& cache);
   std::vector<std::string> TakeWaitingOf(const std::string& group, const ResponseCache& cache);
   void RefuseGroup(const std::string& group, const Tally& tally, const ResponseCache& cache);
   std::string Missing(const std::vector<bool>& present) const;

@@ -37,8 +37,9 @@ bool Ragged(OperationKind kind) {
 // Returns what is wrong with an alltoall's splits, if anything.
 std::optional<std::string> SplitsProblem(const Request& request, int size) {
   if (request.splits.size() != static_cast<size_t>(size)) {
-    return "splits " + Text(request.splits) + " has " + std::to_string(request.splits.size()) +
-           " entries for " + std::to_string(size) + " ranks; pass the number of rows for each rank";
+    return "splits " + Text(request.splits) + " has length " +
+           std::to_string(request.splits.size()) + " for size " + std::to_string(size) +
+           "; pass the number of rows for each rank";
   }
   int64_t left = request.shape[0];
   for (const int64_t rows : request.splits) {
@@ -47,8 +48,8 @@ std::optional<std::string> SplitsProblem(const Request& request, int size) {
     left -= rows;
   }
   if (left == 0) return std::nullopt;
-  return "splits " + Text(request.splits) + " does not add up to the " +
-         std::to_string(request.shape[0]) + " rows of the first dimension";
+  return "splits " + Text(request.splits) + " does not add up to the first dimension (" +
+         std::to_string(request.shape[0]) + ")";
 }
 
 std::string GroupText(const Request& request) {
@@ -164,8 +165,8 @@ std::optional<std::string> Problem(const Request& request, int size) {
     if (auto problem = SplitsProblem(request, size)) return problem;
   }
   if (request.kind == OperationKind::kBroadcast && (request.root < 0 || request.root >= size)) {
-    return "root " + std::to_string(request.root) + " is not a rank of this job of " +
-           std::to_string(size) + " ranks";
+    return "root " + std::to_string(request.root) + " is out of range for a job of size " +
+           std::to_string(size);
   }
   if (!std::isfinite(request.prescale) || !std::isfinite(request.postscale)) {
     return std::string("prescale and postscale must be finite numbers");

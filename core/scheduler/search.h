@@ -26,7 +26,7 @@ class GridSearch {
   static constexpr size_t kRoundSamples = 6;  // approximate samples of a round before the final
   static constexpr size_t kFinalPairs = 7;
   static constexpr size_t kMostLost = 1;
-  static constexpr size_t kLeastPairs = 3;  // if all won, they decide when the samples run out
+  static constexpr size_t kLeastPairs = 3;  // enough to decide, if all won, when samples run out
   static constexpr double kMargin = 0.02;
 
   using Point = std::vector<size_t>;  // indexed by axis: the index of a value

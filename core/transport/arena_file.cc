@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-// One byte of data, because a descriptor cannot travel alone, and room for the descriptor.
+// One byte of data, because a descriptor cannot be sent alone, and room for the descriptor.
 struct FileMessage {
   FileMessage() {
     part.iov_base = &has_file;

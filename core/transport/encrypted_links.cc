@@ -28,7 +28,7 @@ constexpr size_t kLengthBytes = 4;
 constexpr size_t kContentBytes = size_t{128} << 10;
 constexpr size_t kRecordBytes = kLengthBytes + kContentBytes + kCipherTagBytes;
 constexpr std::chrono::milliseconds kFarewellTime(1000);
-constexpr std::chrono::seconds kLookInterval(1);  // between checks of the peers' hosts
+constexpr std::chrono::seconds kCheckInterval(1);  // between checks of the peers' hosts
 
 // Returns the number of bytes that the other host has not acknowledged.
 int BytesOnTheirWay(int fd) {
@@ -210,16 +210,16 @@ class EncryptedLinks::Pump {
     std::vector<pollfd> fds;
     fds.reserve(2 * tunnels.size() + 1);  // so that no allocation can fail later
     bool quiet = false;                   // no data has moved, and none is in transit
-    Deadline next_look = Deadline::After(kLookInterval);
+    Deadline next_check = Deadline::After(kCheckInterval);
     while (!Finished()) {
       fds.clear();
       fds.push_back({leaving_seen_ ? -1 : wake_.get(), POLLIN, 0});
       for (const Tunnel& tunnel : tunnels) tunnel.AppendPollFds(fds);
-      const int patience = quiet ? -1 : next_look.RemainingMillis();
+      const int patience = quiet ? -1 : next_check.RemainingMillis();
       const int timeout = leaving_seen_ ? leave_by_.RemainingMillis() : patience;
       quiet = ::poll(fds.data(), fds.size(), timeout) == 0;
-      if (next_look.Expired()) {  // also while links are busy or full
-        next_look = Deadline::After(kLookInterval);
+      if (next_check.Expired()) {  // also while links are busy or full
+        next_check = Deadline::After(kCheckInterval);
         for (Tunnel& tunnel : tunnels) tunnel.EndIfHostIsSilent(silence_);
       }
       quiet = quiet && std::none_of(tunnels.begin(), tunnels.end(),

@@ -2,6 +2,14 @@
 
 namespace sparkhvd {
 
+std::string RankNames(const std::vector<int>& ranks) {
+  std::string names = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    names += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  return names;
+}
+
 std::string TransferName(Direction direction, int peer) {
   const char* what = direction == Direction::kSend ? "send to rank " : "receive from rank ";
   return what + std::to_string(peer);
@@ -19,8 +27,8 @@ Status LengthMismatch(int peer, size_t sent, size_t expected) {
                                            std::to_string(expected) + " were expected");
 }
 
-Status PeerGone(int peer, const std::string& how) {
-  return Status(StatusCode::kPeerLost, "rank " + std::to_string(peer) + " is gone: " + how);
+Status PeerLost(int peer, const std::string& how) {
+  return Status(StatusCode::kPeerLost, "lost rank " + std::to_string(peer) + ": " + how);
 }
 
 Status PeerAborted(int peer, const Status& why) {

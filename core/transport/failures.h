@@ -3,12 +3,16 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 
 namespace sparkhvd {
 
 enum class Direction { kSend, kReceive };
+
+// Returns "rank 3" or "ranks 3, 4".
+std::string RankNames(const std::vector<int>& ranks);
 
 // Returns "send to rank 3" or "receive from rank 3".
 std::string TransferName(Direction direction, int peer);
@@ -19,8 +23,8 @@ Status LateTransfer(Direction direction, int peer, size_t done, size_t size);
 // Returns kInternal: both sides of a transfer must agree on its length.
 Status LengthMismatch(int peer, size_t sent, size_t expected);
 
-// Returns kPeerLost: "rank 3 is gone: <how>".
-Status PeerGone(int peer, const std::string& how);
+// Returns kPeerLost: "lost rank 3: <how>".
+Status PeerLost(int peer, const std::string& how);
 
 // Returns what a rank reports when `peer` aborted with `why`: the same code and "rank 3 aborted:
 // <why>".

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/failure_note.h"
+#include "transport/failures.h"
 
 namespace sparkhvd {
 namespace {
@@ -15,10 +16,8 @@ constexpr double kBoardSeconds = 2.0;
 }  // namespace
 
 Status Meeting::Join() {
-  const Status gone(StatusCode::kPeerLost,
-                    "rank " + std::to_string(rank_) +
-                        " is gone: its process ended while the ranks were being connected");
-  auto will = store_.LeaveWill(FailureKey(), EncodeFailure(gone), deadline_);
+  const Status lost = PeerLost(rank_, "its process ended while the ranks were being connected");
+  auto will = store_.LeaveWill(FailureKey(), EncodeFailure(lost), deadline_);
   if (!will.ok()) return will.status();
   will_ = std::move(will).value();
   return Status();

@@ -21,6 +21,7 @@
 #include "transport/address_record.h"
 #include "transport/arena_file.h"
 #include "transport/encrypted_links.h"
+#include "transport/failures.h"
 #include "transport/meeting.h"
 #include "transport/memory_groups.h"
 #include "transport/shared_arena.h"
@@ -82,8 +83,8 @@ Status CheckOptions(const MeshOptions& options) {
     return Status(StatusCode::kInvalidArgument, text);
   };
   if (options.size < 1 || options.rank < 0 || options.rank >= options.size) {
-    return invalid("rank " + std::to_string(options.rank) + " is not one of " +
-                   std::to_string(options.size) + " ranks");
+    return invalid("rank " + std::to_string(options.rank) + " is out of range for a job of size " +
+                   std::to_string(options.size));
   }
   if (options.size == 1) return Status();
   // The limit also keeps the arena's size, a sum over all members, from overflowing.
@@ -297,11 +298,11 @@ class MeshBuilder {
     std::vector<pollfd> fds;
     while (true) {
       for (Admitted& admitted : reception_->Serve()) Admit(std::move(admitted));
-      const std::string missing = MissingLinks();
+      const std::vector<int> missing = MissingLinks();
       if (missing.empty()) return Status();
       if (deadline_.Expired()) {
         return Status(StatusCode::kTimeout, RankName(options_.rank) + " at " + OwnAddresses() +
-                                                " was not reached by rank(s) " + missing +
+                                                " was not reached by " + RankNames(missing) +
                                                 " before the deadline");
       }
       fds.clear();
@@ -332,11 +333,10 @@ class MeshBuilder {
     }
   }
 
-  std::string MissingLinks() {
-    std::string missing;
+  std::vector<int> MissingLinks() {
+    std::vector<int> missing;
     for (int peer = options_.rank + 1; peer < options_.size; ++peer) {
-      if (At(links_, peer).stream.valid()) continue;
-      missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
+      if (!At(links_, peer).stream.valid()) missing.push_back(peer);
     }
     return missing;
   }

@@ -218,7 +218,7 @@ class SharedArena final : public Arena {
   Status FindDeparted(int first, int last, uint64_t step) const {
     for (int m = first; m < last; ++m) {
       if (Slot(m).departed.load(std::memory_order_acquire) != 0 && !Reached(m, step)) {
-        return PeerGone(ranks_[static_cast<size_t>(m)], "it left the job");
+        return PeerLost(ranks_[static_cast<size_t>(m)], "it left the job");
       }
     }
     return Status();
@@ -232,7 +232,7 @@ class SharedArena final : public Arena {
       // A member that leaves first sets its mark and then closes its sockets, so this is no crash.
       SHVD_TRY(FindDeparted(m, m + 1, step));
       if (!Reached(m, step) && !Aborted()) {
-        return PeerGone(ranks_[static_cast<size_t>(m)], "its process has ended");
+        return PeerLost(ranks_[static_cast<size_t>(m)], "its process has ended");
       }
     }
     return Status();

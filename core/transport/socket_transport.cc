@@ -37,7 +37,7 @@ constexpr int kCallsPerTurn = 8;
 // For peers that are slow to read. Nearly always, the data has arrived long before.
 constexpr std::chrono::milliseconds kLingerTime(1000);
 constexpr int kLingerSliceMillis = 5;
-constexpr std::chrono::seconds kLookInterval(1);  // between checks of the peers' hosts
+constexpr std::chrono::seconds kCheckInterval(1);  // between checks of the peers' hosts
 constexpr char kClosed[] = "it closed its links";
 
 struct Operation {
@@ -264,7 +264,7 @@ class Link {
         if (header.ok() && header.value().farewell) return ReadFarewell(header.value(), {});
       }
     }
-    failure_ = PeerGone(peer_, how).Annotate(Front());
+    failure_ = PeerLost(peer_, how).Annotate(Front());
   }
 
   // Returns the name of the failing transfer.
@@ -396,14 +396,14 @@ class SocketTransport final : public Transport {
     }
     poll_fds_.push_back({wake_.get(), POLLIN, 0});
     lock.unlock();
-    // Sleeps for kLookInterval at most.
+    // Sleeps for kCheckInterval at most.
     const int ready = ::poll(poll_fds_.data(), poll_fds_.size(), deadline.RemainingMillis(1000));
     const int error = errno;
     lock.lock();
     if (broken_) return *broken_;
     if (ready < 0 && error != EINTR) return Break(IoStatus("poll", error));
-    if (next_look_.Expired()) {
-      next_look_ = Deadline::After(kLookInterval);
+    if (next_check_.Expired()) {
+      next_check_ = Deadline::After(kCheckInterval);
       for (Link* link : polled_links_) link->EndIfHostIsSilent(silence_);
     }
     if (ready <= 0) return Status();
@@ -435,7 +435,7 @@ class SocketTransport final : public Transport {
   std::optional<Status> broken_;
   std::vector<pollfd> poll_fds_;
   std::vector<Link*> polled_links_;
-  Deadline next_look_ = Deadline::After(kLookInterval);
+  Deadline next_check_ = Deadline::After(kCheckInterval);
 };
 
 }  // namespace

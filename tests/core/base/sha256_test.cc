@@ -37,7 +37,7 @@ TEST(Sha256, GivesThePublishedDigests) {
             "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
 }
 
-TEST(Sha256, DoesNotDependOnHowTheMessageIsCut) {
+TEST(Sha256, DoesNotDependOnTheChunksOfTheMessage) {
   std::string message;
   for (int i = 0; i < 200; ++i) message += static_cast<char>(i * 7);
   for (size_t length = 0; length <= message.size(); ++length) {
@@ -66,7 +66,7 @@ TEST(HmacSha256, GivesTheDigestsOfRfc4231) {
             "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2");
 }
 
-TEST(EqualInConstantTime, SeesEveryDifference) {
+TEST(EqualInConstantTime, DetectsEveryDifference) {
   const std::string text = "0123456789abcdef";
   EXPECT_TRUE(EqualInConstantTime(AsBytes(text), AsBytes(std::string(text))));
   EXPECT_TRUE(EqualInConstantTime(AsBytes(""), AsBytes("")));

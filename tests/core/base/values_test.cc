@@ -27,14 +27,14 @@ TEST(Status, HasADistinctNameForEveryCode) {
                                    "peer_lost", "io", "authentication", "shut_down", "internal"}));
 }
 
-TEST(Status, KeepsItsCodeAndPutsTheContextInFront) {
+TEST(Status, KeepsItsCodeAndPrefixesTheContext) {
   const Status failure = Status(StatusCode::kTimeout, "too late").Annotate("ring step 3");
   EXPECT_EQ(failure.code(), StatusCode::kTimeout);
   EXPECT_EQ(failure.message(), "ring step 3: too late");
   EXPECT_TRUE(Status().Annotate("anything").ok());
 }
 
-TEST(IoStatus, SaysWhatTheSystemSays) {
+TEST(IoStatus, ContainsTheSystemsMessage) {
   EXPECT_EQ(IoStatus("open 'x'", ENOENT).message(), "open 'x': No such file or directory");
 }
 
@@ -64,7 +64,7 @@ TEST(Deadline, BoundsThePollTimeout) {
   EXPECT_FALSE(Deadline::AfterSeconds(1e12).Expired());
 }
 
-TEST(FillRandom, GivesOtherBytesEachTime) {
+TEST(FillRandom, ReturnsDifferentBytesEachTime) {
   std::array<std::byte, 32> first{};
   std::array<std::byte, 32> second{};
   ASSERT_TRUE(FillRandom(Bytes(first.data(), first.size())).ok());

@@ -238,7 +238,7 @@ std::vector<Layout> Layouts() {
 INSTANTIATE_TEST_SUITE_P(Layouts, AllreduceTest, ::testing::ValuesIn(Layouts()),
                          [](const auto& chosen) { return chosen.param.name; });
 
-TEST(Collectives, BarrierLetsNobodyThroughBeforeEverybodyHasCome) {
+TEST(Collectives, BarrierWaitsForAllRanks) {
   for (const int size : kSizes) {
     std::vector<Mesh> meshes = InProcessMeshes(std::vector<int>(static_cast<size_t>(size), 0));
     std::atomic<int> came{0};
@@ -253,7 +253,7 @@ TEST(Collectives, BarrierLetsNobodyThroughBeforeEverybodyHasCome) {
   }
 }
 
-TEST(Collectives, MissingRankFailsTheOthersWithItsNumberAndTheStep) {
+TEST(Collectives, MissingRankFailsTheOthersWithItsRankAndTheStep) {
   for (const bool arena : {false, true}) {
     std::vector<Mesh> meshes = InProcessMeshes({0, 0, 0});
     const auto statuses = OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
@@ -327,7 +327,7 @@ TEST(Select, UsesTheArenaOnlyWhenItHoldsTheWholeJob) {
   EXPECT_EQ(Select(Topology{4, 4}), Algorithm::kTransport);
 }
 
-TEST(Select, IsHierarchicalWhereSomeRanksShareMemoryUnlessThatIsTurnedOff) {
+TEST(Select, IsHierarchicalIfSomeRanksShareMemoryUnlessTurnedOff) {
   EXPECT_EQ(Select(Topology{1, 1}, true), Algorithm::kLocal);
   EXPECT_EQ(Select(Topology{4, 1}, true), Algorithm::kArena);
   EXPECT_EQ(Select(Topology{4, 2}, true), Algorithm::kHierarchical);

@@ -103,7 +103,7 @@ TEST_P(ScatterTest, ReducescatterAveragesOverTheNumberOfRanks) {
   });
 }
 
-TEST_P(ScatterTest, AlltoallBringsEveryPartToItsReceiverInTheOrderOfTheSenders) {
+TEST_P(ScatterTest, AlltoallDeliversPartsInTheOrderOfTheSenders) {
   Run([this](int rank, Mesh& mesh, ArenaSteps* steps) {
     const auto parts = static_cast<size_t>(size());
     const auto me = static_cast<size_t>(rank);
@@ -144,7 +144,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, ScatterTest,
                                   (std::get<1>(chosen.param) ? "ranksArena" : "ranksLinks");
                          });
 
-TEST(Identity, LeavesTheOtherSideOfEveryOperatorAsItIs) {
+TEST(Identity, IsNeutralForEveryOperator) {
   for (const DType dtype : testing::kEveryDType) {
     for (const ReduceOp op : testing::kEveryOp) {
       constexpr size_t kCount = 19;

@@ -85,7 +85,7 @@ std::map<HostPair, size_t> BytesOfAllreduce(const std::vector<int>& hosts) {
   });
 }
 
-TEST(Wire, AnAllreduceOfTwoHostsSendsTheDataOnceEachWayHoweverTheRanksArePlaced) {
+TEST(Wire, AnAllreduceOfTwoHostsSendsTheDataOnceEachWayForAnyPlacement) {
   const std::map<HostPair, size_t> minimum = {{{0, 1}, kCount * 4}, {{1, 0}, kCount * 4}};
   for (const std::vector<int>& hosts : std::vector<std::vector<int>>{
            {0, 0, 1, 1}, {0, 1, 0, 1}, {0, 0, 0, 1}, {0, 0, 0, 1, 1}, {0, 1, 1, 0, 0, 0, 1, 1}}) {
@@ -100,7 +100,7 @@ TEST(Wire, AnAllreduceOfManyHostsSendsTheMinimumAroundOneRingOfHosts) {
   EXPECT_EQ(BytesOfAllreduce({0, 1, 2, 2, 1, 0, 2}), minimum);
 }
 
-TEST(Wire, AnAllgatherSendsEveryHostWhatItDoesNotHaveOnce) {
+TEST(Wire, AnAllgatherSendsEveryHostItsMissingDataOnce) {
   const std::vector<int> hosts = {0, 1, 1, 0, 2, 2, 2};
   const std::vector<size_t> lengths = {1000, 0, 333, 70001, 5, 12, 1};
   const auto bytes = BytesBetweenHosts(hosts, [&](int rank, Mesh& mesh, ArenaSteps* steps,

@@ -86,12 +86,12 @@ TEST(RowOrder, PicksRowsOfEverySizeForAnyNumberOfColumns) {
   }
 }
 
-TEST(RowOrder, RefusesPlacesThatAreNotThere) {
+TEST(RowOrder, RefusesIndicesOutOfRange) {
   for (const int64_t wrong : {int64_t{5}, int64_t{-1}, int64_t{1} << 40}) {
     const std::vector<int64_t> places = {0, wrong, 4};
     const Status status = RowOrder::Make({places.data(), places.size()}, 5).status();
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
-    EXPECT_EQ(status.message(), "1 row indices are outside the 5 rows");
+    EXPECT_EQ(status.message(), "row indices must be at least 0 and below 5; out of range: 1");
   }
   EXPECT_FALSE(RowOrder::Make({}, size_t{1} << 32).ok());
 }

@@ -25,7 +25,7 @@ void ExpectFailure(const Status& status, StatusCode code, const std::string& wor
   EXPECT_NE(status.message().find(words), std::string::npos) << words << " in " << status.message();
 }
 
-TEST(DeviceLibraries, SayWhatIsMissing) {
+TEST(DeviceLibraries, NameWhatIsMissing) {
   const std::string simulation = SPARKHVD_SIMULATED_DEVICE;
   ExpectFailure(LoadDeviceLibraries("/nowhere/libcuda.so.1", simulation).status(), StatusCode::kIo,
                 "cannot load /nowhere/libcuda.so.1");
@@ -41,7 +41,7 @@ TEST(DeviceLibraries, SayWhatIsMissing) {
   EXPECT_EQ(SimulatedLibraries().nccl->version, 22907);
 }
 
-TEST(Device, ThatIsNotThereIsNamed) {
+TEST(Device, IsNamedIfMissing) {
   ExpectFailure(Device::Open(SimulatedLibraries().cuda, 99).status(), StatusCode::kIo,
                 "CUDA device 99: cuDeviceGet failed");
 }
@@ -59,7 +59,7 @@ TEST(Device, AnEventIsReachedOnceItsStreamIs) {
   EXPECT_TRUE(event.value()->Reached());
 }
 
-TEST(Device, MemoryIsFilledMovedAndGivenBackInTheOrderOfStreams) {
+TEST(Device, MemoryIsAllocatedCopiedAndFreedInTheOrderOfStreams) {
   {
     const std::shared_ptr<const Device> device = Opened(1);
     const ProgramStream program(1);
@@ -139,7 +139,7 @@ TEST_F(Communicators, CallsOfAGroupRunTogether) {
   });
 }
 
-TEST_F(Communicators, ARankThatNeverComesIsWaitedForUntilTheDeadline) {
+TEST_F(Communicators, WaitForAMissingRankUntilTheDeadline) {
   const DeviceLibraries libraries = SimulatedLibraries();
   const std::shared_ptr<const Device> device = Opened(0);
   const Device::Current current(*device);
@@ -155,7 +155,7 @@ TEST_F(Communicators, ARankThatNeverComesIsWaitedForUntilTheDeadline) {
   ExpectFailure(stopped.status(), StatusCode::kPeerLost, "rank 1 has ended");
 }
 
-TEST_F(Communicators, FailuresAreSaidInTheWordsOfNccl) {
+TEST_F(Communicators, ReportFailuresWithNcclsMessage) {
   std::vector<float> data(3, 1.0f);  // in use until the communicator is destroyed
   OnEveryRank(1, [&](Rank& self) {
     simulated::FailNext("ncclAllReduce", 3);
@@ -169,7 +169,7 @@ TEST_F(Communicators, FailuresAreSaidInTheWordsOfNccl) {
   });
 }
 
-TEST_F(Communicators, FinishOnceAllIsComplete) {
+TEST_F(Communicators, FinishOnceAllOperationsAreComplete) {
   OnEveryRank(2, [](Rank& self) {
     std::vector<float> data(3, 1.0f);
     EXPECT_TRUE(self.communicator->Together({Sum(self, data)}, Soon()).ok());
@@ -182,7 +182,7 @@ TEST_F(Communicators, FinishOnceAllIsComplete) {
   EXPECT_EQ(simulated::TakeMisuses(), std::vector<std::string>());
 }
 
-TEST_F(Communicators, ThatGoEndWhatOthersNeverJoined) {
+TEST_F(Communicators, AbortPendingOperationsWhenDestroyed) {
   OnEveryRank(2, [this](Rank& self) {
     if (self.rank == 1) return;
     std::vector<float> data(3, 1.0f);
@@ -200,7 +200,7 @@ bool Comes(LaunchOrder::Turn& turn, uint64_t ticket) {
   return turn.Await(ticket, no_time).ok();
 }
 
-TEST(Order, ACollectiveWaitsForWhatMayStillComeBeforeIt) {
+TEST(Order, ACollectiveWaitsForPossibleEarlierOnes) {
   LaunchOrder order;
   auto one = order.Propose("one");
   auto other = order.Propose("other");
@@ -215,7 +215,7 @@ TEST(Order, ACollectiveWaitsForWhatMayStillComeBeforeIt) {
       << "later than all that was agreed on";
 }
 
-TEST(Order, EqualTicketsGoByTheNamesOfTheirCommunicators) {
+TEST(Order, EqualTicketsAreOrderedByTheNamesOfTheirCommunicators) {
   LaunchOrder order;
   auto b = order.Propose("b");
   auto a = order.Propose("a");
@@ -223,11 +223,11 @@ TEST(Order, EqualTicketsGoByTheNamesOfTheirCommunicators) {
   EXPECT_TRUE(Comes(*a, 7));
 }
 
-TEST(Order, ATurnThatIsGivenUpHoldsUpNobody) {
+TEST(Order, ACancelledTurnDoesNotBlockOthers) {
   LaunchOrder order;
   auto first = order.Propose("first");
   auto second = order.Propose("second");
-  const Status lost(StatusCode::kPeerLost, "rank 1 is gone");
+  const Status lost(StatusCode::kPeerLost, "lost rank 1");
   const Waiting waiting{Deadline::AfterSeconds(30), [&] { return lost; }};
   EXPECT_EQ(second->Await(2, waiting).code(), StatusCode::kPeerLost);
   first.reset();

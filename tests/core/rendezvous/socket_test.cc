@@ -42,7 +42,7 @@ TEST(Socket, ConnectsWhenASignalInterrupts) {
   }
 }
 
-TEST(Socket, SaysThatTheQueueOfAUnixSocketIsFull) {
+TEST(Socket, ReportsAFullQueueOfAUnixSocket) {
   const std::string name = "sparkhvd-test-" + std::to_string(::getpid());
   auto listener = ListenUnix(name);
   ASSERT_TRUE(listener.ok()) << listener.status().message();

@@ -81,25 +81,25 @@ class RendezvousServer : public testing::Test {
   std::unique_ptr<TcpStoreServer> server_;
 };
 
-TEST_F(RendezvousServer, GoesOnAfterGarbage) {
+TEST_F(RendezvousServer, SurvivesGarbage) {
   Start();
   SendGarbage(dial());
   ExpectServes();
 }
 
-TEST_F(RendezvousServer, GoesOnAfterAStreamWithoutEnd) {
+TEST_F(RendezvousServer, SurvivesAnEndlessStream) {
   Start();
   SendWithoutEnd(dial());
   ExpectServes();
 }
 
-TEST_F(RendezvousServer, GoesOnAfterAWrongToken) {
+TEST_F(RendezvousServer, SurvivesAWrongToken) {
   Start();
   UseWrongToken(dial(), kStorePurpose);
   ExpectServes();
 }
 
-TEST_F(RendezvousServer, GoesOnAfterAWrongPurpose) {
+TEST_F(RendezvousServer, SurvivesAWrongPurpose) {
   Start();
   auto fd = dial()();
   ASSERT_TRUE(fd.ok());
@@ -114,7 +114,7 @@ TEST_F(RendezvousServer, RefusesARecordedHandshake) {
   ExpectServes();
 }
 
-TEST_F(RendezvousServer, DropsThoseWhoSayNothing) {
+TEST_F(RendezvousServer, DropsSilentConnections) {
   ReceptionLimits limits;
   limits.handshake_seconds = 0.05;
   Start(limits);
@@ -126,7 +126,7 @@ TEST_F(RendezvousServer, DropsThoseWhoSayNothing) {
   EXPECT_TRUE(IsDropped(halfway.value(), Late()));
 }
 
-TEST_F(RendezvousServer, MakesRoomWhenManySayNothing) {
+TEST_F(RendezvousServer, DropsTheOldestOfManySilentConnections) {
   ReceptionLimits limits;
   limits.strangers = 4;
   limits.handshake_seconds = 600;
@@ -141,12 +141,12 @@ TEST_F(RendezvousServer, MakesRoomWhenManySayNothing) {
   EXPECT_TRUE(IsDropped(silent.front(), Late()));
 }
 
-TEST_F(RendezvousServer, LetsHundredsInThatDialAtOnce) {
+TEST_F(RendezvousServer, AdmitsHundredsOfMembersAtOnce) {
   Start();
   ExpectAllGetIn(512);
 }
 
-TEST_F(RendezvousServer, LetsMembersPastIdleStrangers) {
+TEST_F(RendezvousServer, AdmitsMembersDespiteIdleStrangers) {
   ReceptionLimits limits;
   limits.handshake_seconds = 600;
   Start(limits);
@@ -161,7 +161,7 @@ TEST_F(RendezvousServer, LetsMembersPastIdleStrangers) {
 }
 
 // These strangers dial again as soon as they are dropped.
-TEST_F(RendezvousServer, LetsMembersPastStrangersThatComeAgainAndAgain) {
+TEST_F(RendezvousServer, AdmitsMembersDespiteReconnectingStrangers) {
   ReceptionLimits limits;
   limits.strangers = 4;
   Start(limits);
@@ -180,7 +180,7 @@ TEST_F(RendezvousServer, LetsMembersPastStrangersThatComeAgainAndAgain) {
   for (std::thread& thread : flood) thread.join();
 }
 
-TEST_F(RendezvousServer, TellsThoseWhoMakeRoomToComeAgain) {
+TEST_F(RendezvousServer, AsksDroppedConnectionsToRetry) {
   ReceptionLimits limits;
   limits.strangers = 1;
   Start(limits);
@@ -211,7 +211,7 @@ TEST_F(RendezvousServer, EndsTheSessionOfAMemberThatBreaksTheProtocol) {
   ExpectServes();
 }
 
-TEST_F(RendezvousServer, ForgetsMembersThatLeaveInTheMiddle) {
+TEST_F(RendezvousServer, ForgetsMembersThatLeaveDuringARequest) {
   Start();
   const Holdings before = HoldingsBefore();
   for (int i = 0; i < 10; ++i) {
@@ -268,7 +268,7 @@ TEST(Handshake, RefusesAnAcceptorThatDoesNotKnowTheToken) {
   EXPECT_EQ(status.message(), "the other side does not know the job's token");
 }
 
-TEST(Handshake, TellsTheAcceptorWhatTheDialerClaims) {
+TEST(Handshake, DeliversTheClaimOfTheDialer) {
   std::array<int, 2> pair;
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair.data()), 0);
   const UniqueFd dialer(pair[0]);

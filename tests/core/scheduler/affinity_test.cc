@@ -15,7 +15,7 @@ cpu_set_t OwnCores() {
   return cores;
 }
 
-TEST(Affinity, PinsOneThreadAndNoOther) {
+TEST(Affinity, PinsOneThreadOnly) {
   const cpu_set_t before = OwnCores();
   const int core = ::sched_getcpu();
   EXPECT_TRUE(CheckProcessorCore(core).ok());
@@ -29,7 +29,7 @@ TEST(Affinity, PinsOneThreadAndNoOther) {
   EXPECT_TRUE(CPU_EQUAL(&before, &after));
 }
 
-TEST(Affinity, NamesTheCoreThatThereIsNot) {
+TEST(Affinity, NamesAMissingCore) {
   for (const int core : {-1, kNowhere, CPU_SETSIZE, 1 << 30}) {
     const Status status = CheckProcessorCore(core);
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
@@ -38,7 +38,7 @@ TEST(Affinity, NamesTheCoreThatThereIsNot) {
   }
 }
 
-TEST(Affinity, AnEngineThatCannotRunWhereItShouldFailsItsOperationsAndItsPeers) {
+TEST(Affinity, AnEngineThatCannotBePinnedFailsItsOperationsAndItsPeers) {
   EngineConfig config = Quick();
   config.processor_core = kNowhere;
   OnEveryRank(InProcessMeshes(OneHost(2)), config, [](int, Rank& self) {

@@ -54,7 +54,7 @@ TEST(Autotuner, KeepsTheFastestAndReportsEverySample) {
   EXPECT_EQ(samples.back().tunables.fusion_threshold, size_t{1} << 20);
 }
 
-TEST(Autotuner, TouchesNothingThatIsOutOfItsScope) {
+TEST(Autotuner, ChangesOnlySettingsInItsScope) {
   std::vector<TuningSample> samples;
   AutotuneOptions options = Brief(&samples);
   Autotuner nothing(options, TuningScope{}, Tunables{});
@@ -80,7 +80,7 @@ TEST(Autotuner, TouchesNothingThatIsOutOfItsScope) {
   }
 }
 
-TEST(Autotuner, EndsAStepAlsoWhereNoTensorEverComesAgain) {
+TEST(Autotuner, EndsAStepEvenIfNoTensorRecurs) {
   std::vector<TuningSample> samples;
   Autotuner tuner(Brief(&samples), TuningScope{true}, Tunables{});
   Autotuner::Time now;
@@ -178,7 +178,7 @@ TEST_P(Autotuning, AgreesOnEveryRankAndChangesNoResult) {
   EXPECT_EQ(hierarchical.size(), std::string(GetParam().name) == "TwoHosts" ? 2u : 1u);
 }
 
-TEST_P(Autotuning, GoesOnBesideRanksThatHaveJoined) {
+TEST_P(Autotuning, ContinuesBesideJoinedRanks) {
   std::vector<TuningSample> samples;
   EngineConfig config = Quick();
   config.autotune = Brief(&samples);
@@ -212,7 +212,7 @@ TEST_P(Autotuning, GoesOnBesideRanksThatHaveJoined) {
 }
 
 // A process set has its own engine, with other threads over the same ranks.
-TEST_P(Autotuning, LeavesProcessSetsAsTheyAre) {
+TEST_P(Autotuning, DoesNotChangeProcessSets) {
   std::vector<TuningSample> samples;
   EngineConfig config = Quick();
   config.autotune = Brief(&samples);

@@ -177,7 +177,7 @@ TEST_P(EngineDevices, AGroupIsOneGroupOfNccl) {
   });
 }
 
-TEST_P(EngineDevices, GoTheirWayBesideTensorsOfTheHost) {
+TEST_P(EngineDevices, RunBesideTensorsOfTheHost) {
   Run([this](int, Rank& self, Program& program) {
     for (int round = 0; round < 20; ++round) {
       std::vector<float> here(5, 1.0f);
@@ -222,7 +222,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, EngineDevices,
                          ::testing::Values(OneHost(1), OneHost(2), OneHost(3),
                                            std::vector<int>{0, 0, 1, 1}, std::vector<int>{0, 1}));
 
-TEST(EngineDevice, WorksBehindWhatTheProgramHasPutOnItsStream) {
+TEST(EngineDevice, WaitsForTheWorkOnTheProgramsStream) {
   OnEveryDevice(OneHost(2), WithDevices(), [](int rank, Rank& self, Program& program) {
     std::vector<float> data(4, 0.0f);
     const std::vector<float> computed(4, static_cast<float>(rank + 1));
@@ -291,7 +291,7 @@ class EngineDeviceSets : public ::testing::Test {
   std::map<std::pair<int, Pair>, std::unique_ptr<Rank>> pairs_;
 };
 
-TEST_F(EngineDeviceSets, ReduceAmongThemselvesBesideTheJob) {
+TEST_F(EngineDeviceSets, ReduceIndependentlyOfTheJob) {
   Run([](int rank, Rank& self, Program& program, const std::vector<Rank*>& pairs) {
     ASSERT_TRUE(self.BarrierAndWait(kShareDeviceName).ok());
     for (int round = 0; round < 10; ++round) {
@@ -311,7 +311,7 @@ TEST_F(EngineDeviceSets, ReduceAmongThemselvesBesideTheJob) {
 
 // Every rank submits to its engines in another order, all at once. A real device deadlocks unless
 // the ranks agree on one order.
-TEST_F(EngineDeviceSets, LaunchInOneOrderWhateverTheOrderOfSubmissions) {
+TEST_F(EngineDeviceSets, LaunchInOneOrderForAnyOrderOfSubmissions) {
   Run([](int rank, Rank& self, Program& program, const std::vector<Rank*>& pairs) {
     ASSERT_TRUE(self.BarrierAndWait(kShareDeviceName).ok());
     constexpr int kSteps = 40;
@@ -352,7 +352,7 @@ TEST(EngineDevice, MemoryOfTheHostOnOneRankIsAMismatch) {
   });
 }
 
-TEST(EngineDevice, WhatCannotBeDoneIsRefusedAtOnce) {
+TEST(EngineDevice, InvalidRequestsAreRefusedAtOnce) {
   const ProgramStream elsewhere(5);
   OnEveryDevice(OneHost(1), WithDevices(), [&](int, Rank& self, Program& program) {
     std::vector<float> data(4);
@@ -380,7 +380,7 @@ TEST(EngineDevice, WhatCannotBeDoneIsRefusedAtOnce) {
   });
 }
 
-TEST(EngineDevice, TwoRanksOnOneDeviceAreRefusedWithTheWayOut) {
+TEST(EngineDevice, TwoRanksOnOneDeviceAreRefusedWithARemedy) {
   const ProgramStream shared(7);
   OnEveryRank(InProcessMeshes(OneHost(2)), WithDevices(), [&](int, Rank& self) {
     std::vector<float> data(4);
@@ -399,7 +399,7 @@ void AwaitFailure(const Engine& engine, StatusCode code, const std::vector<std::
   ExpectFailure(engine.Failure(), code, words);
 }
 
-TEST(EngineDevice, ACallThatFailsOnOneRankEndsAll) {
+TEST(EngineDevice, ACallThatFailsOnOneRankFailsAllRanks) {
   for (const char* call :
        {"ncclAllReduce", "ncclCommInitRankConfig", "ncclGetUniqueId", "cuStreamWaitEvent"}) {
     simulated::FailNext(call, 3);
@@ -415,7 +415,7 @@ TEST(EngineDevice, ACallThatFailsOnOneRankEndsAll) {
   }
 }
 
-TEST(EngineDevice, AnErrorBehindTheHostsBackEndsTheEngine) {
+TEST(EngineDevice, AnAsynchronousErrorEndsTheEngine) {
   Gate held(2);
   OnEveryDevice(OneHost(2), WithDevices(), [&held](int rank, Rank& self, Program& program) {
     simulated::Hold(rank);
@@ -431,7 +431,7 @@ TEST(EngineDevice, AnErrorBehindTheHostsBackEndsTheEngine) {
   });
 }
 
-TEST(EngineDevice, ADeviceThatDoesNotGoOnIsGivenUpAfterTheTimeout) {
+TEST(EngineDevice, AHangingDeviceTimesOut) {
   OnEveryDevice(OneHost(2), WithDevices(0.3), [](int rank, Rank& self, Program& program) {
     if (rank == 1) simulated::Hold(rank);
     std::vector<float> data(4, 1.0f);
@@ -445,7 +445,7 @@ TEST(EngineDevice, ADeviceThatDoesNotGoOnIsGivenUpAfterTheTimeout) {
   });
 }
 
-TEST(EngineDevice, ARankThatIsGoneIsNoticedWhileOthersOnlyWaitForTheirDevices) {
+TEST(EngineDevice, ALostRankIsDetectedWhileOthersWaitForTheirDevices) {
   Gate submitted(3);
   OnEveryDevice(OneHost(3), WithDevices(), [&](int rank, Rank& self, Program& program) {
     if (rank == 2) simulated::Hold(rank);
@@ -463,7 +463,7 @@ TEST(EngineDevice, ARankThatIsGoneIsNoticedWhileOthersOnlyWaitForTheirDevices) {
   });
 }
 
-TEST(EngineDevice, AProcessThatEndsWithoutAWordIsNoticedByDevicesThatWaitForIt) {
+TEST(EngineDevice, AKilledProcessIsDetectedByDevicesThatWaitForIt) {
   const auto server = TcpStoreServer::Start({"127.0.0.1", 0}, "secret");
   ASSERT_TRUE(server.ok());
   std::vector<std::shared_ptr<TcpStoreClient>> clients;
@@ -499,7 +499,7 @@ TEST(EngineDevice, AProcessThatEndsWithoutAWordIsNoticedByDevicesThatWaitForIt) 
   other.join();
 }
 
-TEST(EngineDevice, LeavingWaitsForWhatTheDeviceStillDoes) {
+TEST(EngineDevice, ShutdownWaitsForPendingDeviceWork) {
   for (int round = 0; round < 10; ++round) {
     OnEveryDevice(OneHost(2), WithDevices(), [](int, Rank& self, Program& program) {
       std::vector<float> data(4, 1.0f);
@@ -513,7 +513,7 @@ TEST(EngineDevice, LeavingWaitsForWhatTheDeviceStillDoes) {
 }
 
 // The root of a broadcast is done once NCCL has taken over its data.
-TEST(EngineDevice, ARankThatLeavesFirstDoesNotCutOffWhatOthersStillReceive) {
+TEST(EngineDevice, ARankThatLeavesFirstDoesNotInterruptTransfersToOthers) {
   auto store = std::make_shared<InProcessStore>();
   std::vector<std::unique_ptr<Rank>> ranks;
   for (Mesh& mesh : InProcessMeshes(OneHost(2))) {
@@ -541,7 +541,7 @@ TEST(EngineDevice, ARankThatLeavesFirstDoesNotCutOffWhatOthersStillReceive) {
   ExpectCleanDevices();
 }
 
-TEST(EngineDevice, ARankThatNobodyFollowsLeavesItsCommunicatorAlone) {
+TEST(EngineDevice, ARankThatLeavesAloneKeepsItsCommunicator) {
   const int aborted = simulated::Calls("ncclCommAbort");
   Gate left(2);
   OnEveryDevice(OneHost(2), WithDevices(), [&](int rank, Rank& self, Program& program) {
@@ -564,7 +564,7 @@ TEST(EngineDevice, ARankThatNobodyFollowsLeavesItsCommunicatorAlone) {
 }
 
 // Like an operation behind a long queue of the program's own work.
-TEST(EngineDevice, ADeviceThatIsStillAtWorkWhenItsRankHasLeftBringsTheResult) {
+TEST(EngineDevice, AResultArrivesEvenIfItsRankHasLeft) {
   const int aborted = simulated::Calls("ncclCommAbort");
   Gate left(2);
   OnEveryDevice(OneHost(2), WithDevices(), [&](int rank, Rank& self, Program& program) {
@@ -581,7 +581,7 @@ TEST(EngineDevice, ADeviceThatIsStillAtWorkWhenItsRankHasLeftBringsTheResult) {
   });
 }
 
-TEST(EngineDevice, TensorsThatAreSubmittedTogetherShareAnEventAndEventsAreUsedAgain) {
+TEST(EngineDevice, TensorsSubmittedTogetherShareAnEventAndEventsAreReused) {
   OnEveryDevice(OneHost(1), WithDevices(), [](int, Rank& self, Program& program) {
     const int before = simulated::Calls("cuEventCreate");
     for (int round = 0; round < 20; ++round) {

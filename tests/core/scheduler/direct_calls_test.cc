@@ -19,7 +19,7 @@ Status Now(Rank& self, std::vector<float>& data, ReduceOp op = ReduceOp::kSum,
 
 class DirectCallSizes : public ::testing::TestWithParam<int> {};
 
-TEST_P(DirectCallSizes, MeetInTheOrderInWhichTheyAreMade) {
+TEST_P(DirectCallSizes, AreMatchedByOrder) {
   const int size = GetParam();
   OnEveryRank(InProcessMeshes(OneHost(size)), Quick(), [size](int rank, Rank& self) {
     ASSERT_TRUE(self.engine.has_direct_calls());
@@ -91,7 +91,7 @@ TEST(DirectCalls, ARankThatNeverComesIsNamed) {
   });
 }
 
-TEST(DirectCalls, ShutdownEndsACallThatWaits) {
+TEST(DirectCalls, ShutdownEndsAWaitingCall) {
   OnEveryRank(InProcessMeshes(OneHost(2)), Quick(), [](int rank, Rank& self) {
     if (rank == 1) return;
     std::atomic<bool> waits{false};

@@ -48,7 +48,7 @@ TEST_P(EngineSizes, RunsEveryKindOfOperation) {
   });
 }
 
-TEST_P(EngineSizes, MatchesByNameWhateverTheOrderOfSubmission) {
+TEST_P(EngineSizes, MatchesByNameInAnyOrder) {
   const int size = static_cast<int>(GetParam().size());
   constexpr int kTensors = 40;
   OnEveryRank(GetParam(), Quick(), [size](int rank, Rank& self) {
@@ -74,7 +74,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, EngineSizes,
                                            OneHost(7), OneHost(8), std::vector<int>{0, 0, 1, 1},
                                            std::vector<int>{0, 1, 0}));
 
-TEST_P(EngineSizes, AWaiterRunsItsOperationsItself) {
+TEST_P(EngineSizes, AWaitingCallerRunsItsOwnOperations) {
   const int size = static_cast<int>(GetParam().size());
   OnEveryRank(GetParam(), Quick(), [size](int, Rank& self) {
     for (const size_t count : {size_t{10}, size_t{30000}}) {
@@ -93,7 +93,7 @@ TEST_P(EngineSizes, AWaiterRunsItsOperationsItself) {
   });
 }
 
-TEST(Engine, WhatAWaiterLeavesGoesOnWithoutIt) {
+TEST(Engine, OperationsContinueAfterTheirWaiterLeaves) {
   Gate gate(2);
   OnEveryRank(OneHost(2), Quick(), [&gate](int rank, Rank& self) {
     std::vector<float> data(4, 1.0f);
@@ -149,7 +149,7 @@ TEST(Engine, AWaiterLearnsThatAPeerHasAborted) {
   });
 }
 
-TEST(Engine, AsksByIdAloneOnceANameIsKnown) {
+TEST(Engine, SendsOnlyTheIdOfAKnownName) {
   OnEveryRank(OneHost(2), Quick(), [](int, Rank& self) {
     std::vector<float> data(8, 1.0f);
     for (int round = 0; round < 10; ++round) {
@@ -177,7 +177,7 @@ TEST(Engine, SurvivesACacheThatIsTooSmall) {
   });
 }
 
-TEST(Engine, FusesWhatIsReadyTogether) {
+TEST(Engine, FusesOperationsThatAreReadyTogether) {
   OnEveryRank(OneHost(2), Quick(), [](int, Rank& self) {
     // While the first cycle waits for both ranks, the other operations accumulate.
     std::vector<std::vector<float>> data(100, std::vector<float>(3, 1.0f));
@@ -195,7 +195,7 @@ TEST(Engine, FusesWhatIsReadyTogether) {
 }
 
 // A group is ready as a whole, so it is fused as a whole. In-process arenas have slots of 16 KiB.
-TEST(Engine, WhatIsFusedNeedNotFitIntoOneSlotOfTheArena) {
+TEST(Engine, FusedOperationsMayExceedOneSlotOfTheArena) {
   for (const int ranks : {2, 3, 5}) {
     OnEveryRank(OneHost(ranks), Quick(), [ranks](int rank, Rank& self) {
       std::vector<std::vector<float>> data;
@@ -229,7 +229,7 @@ TEST(Engine, WhatIsFusedNeedNotFitIntoOneSlotOfTheArena) {
   }
 }
 
-TEST(Engine, MismatchFailsThatOperationOnEveryRankAndNothingElse) {
+TEST(Engine, MismatchFailsOnlyThatOperationOnEveryRank) {
   OnEveryRank(OneHost(3), Quick(), [](int rank, Rank& self) {
     std::vector<float> wrong(rank == 2 ? 5 : 4);
     std::vector<float> right(4, 1.0f);
@@ -249,7 +249,7 @@ TEST(Engine, MismatchFailsThatOperationOnEveryRankAndNothingElse) {
   });
 }
 
-TEST(Engine, RefusesANameThatIsInFlightAndAnImpossibleRequest) {
+TEST(Engine, RefusesANameInFlightAndAnInvalidRequest) {
   OnEveryRank(OneHost(2), Quick(), [](int rank, Rank& self) {
     std::vector<float> data(4);
     if (rank == 0) {
@@ -265,7 +265,7 @@ TEST(Engine, RefusesANameThatIsInFlightAndAnImpossibleRequest) {
   });
 }
 
-TEST(Engine, CrossedSubmissionsGoOnWhenTheMissingOneComes) {
+TEST(Engine, CrossedSubmissionsContinueOnceTheMissingOneArrives) {
   Gate gate(2);
   OnEveryRank(OneHost(2), Quick(), [&gate](int rank, Rank& self) {
     std::vector<float> first(4, 1.0f);
@@ -289,7 +289,7 @@ TEST(Engine, AnOperationThatOthersNeverSubmitTimesOutAndNamesThem) {
     const std::string name = "only/" + std::to_string(rank);
     const Status status = self.Allreduce(name, data)->Wait(Soon());
     ExpectFailure(status, StatusCode::kTimeout,
-                  {"allreduce '" + name + "'", "not submitted by rank(s)"});
+                  {"allreduce '" + name + "'", "not submitted by rank"});
     EXPECT_TRUE(self.BarrierAndWait("after").ok()) << "the engine goes on";
   });
 }
@@ -306,7 +306,7 @@ TEST(Engine, ARankThatNeverComesIsNamedWithTheTensorsThatWait) {
   }
 }
 
-TEST(Engine, AbortEndsEverybodysOperationsWithTheReason) {
+TEST(Engine, AbortEndsTheOperationsOfAllRanksWithTheReason) {
   Gate gate(3);
   OnEveryRank(OneHost(3), Quick(), [&gate](int rank, Rank& self) {
     EXPECT_TRUE(self.BarrierAndWait("start").ok());
@@ -320,7 +320,7 @@ TEST(Engine, AbortEndsEverybodysOperationsWithTheReason) {
   });
 }
 
-TEST(Engine, ARankThatLeavesEarlyIsNamedToThoseWhoNeedIt) {
+TEST(Engine, ARankThatLeavesEarlyIsNamedToTheRanksThatNeedIt) {
   for (const int leaver : {0, 1}) {
     Gate gate(3);
     OnEveryRank(OneHost(3), Quick(), [leaver, &gate](int rank, Rank& self) {
@@ -337,7 +337,7 @@ TEST(Engine, ARankThatLeavesEarlyIsNamedToThoseWhoNeedIt) {
   }
 }
 
-TEST(Engine, ShutdownFailsWhatIsPendingHere) {
+TEST(Engine, ShutdownFailsPendingOperationsOfItsRank) {
   OnEveryRank(OneHost(2), Quick(), [](int rank, Rank& self) {
     if (rank == 1) return;
     std::vector<float> data(4);
@@ -350,7 +350,7 @@ TEST(Engine, ShutdownFailsWhatIsPendingHere) {
   });
 }
 
-TEST(Engine, RanksThatLeaveTogetherLeaveInPeace) {
+TEST(Engine, RanksThatLeaveTogetherReportNoFailure) {
   for (int round = 0; round < 30; ++round) {
     OnEveryRank(round % 2 == 0 ? OneHost(3) : std::vector<int>{0, 1, 2}, Quick(),
                 [](int, Rank& self) {

@@ -78,7 +78,7 @@ TEST_P(EngineKinds, ReducescatterGivesTheFirstRanksOneRowMore) {
   });
 }
 
-TEST_P(EngineKinds, AlltoallTellsHowManyRowsCameFromEveryRank) {
+TEST_P(EngineKinds, AlltoallReturnsTheRowsReceivedFromEveryRank) {
   Run([this](int rank, Rank& self) {
     // The second round is requested by id, and the third with other splits.
     for (const int more : {0, 0, 1}) {
@@ -107,7 +107,7 @@ TEST_P(EngineKinds, AlltoallTellsHowManyRowsCameFromEveryRank) {
   });
 }
 
-TEST_P(EngineKinds, ThoseWhoJoinedContributeNothingUntilAllHaveJoined) {
+TEST_P(EngineKinds, JoinedRanksContributeNothingUntilAllHaveJoined) {
   // The last rank joins after rank 0 was rejected, because after the last join no rank is joined
   // any more.
   Gate refused[2]{Gate(2), Gate(2)};
@@ -216,7 +216,7 @@ TEST(EngineGroups, AMismatchInOneTensorFailsTheWholeGroupOnEveryRank) {
   }
 }
 
-TEST(EngineGroups, RanksThatDisagreeAboutTheMembersAreToldSo) {
+TEST(EngineGroups, RanksThatDisagreeAboutTheMembersGetAnError) {
   OnEveryRank(InProcessMeshes(OneHost(2)), Quick(), [](int rank, Rank& self) {
     std::vector<std::vector<float>> data(3, std::vector<float>(4, 1.0f));
     const std::string other = rank == 0 ? "x" : "y";
@@ -224,7 +224,7 @@ TEST(EngineGroups, RanksThatDisagreeAboutTheMembersAreToldSo) {
     ASSERT_TRUE(operations.ok());
     for (const Pointer& operation : operations.value()) {
       ExpectFailure(operation->Wait(Patience()), StatusCode::kMismatch,
-                    {"group 'g'", "which 3 tensors", "'x'"});
+                    {"group 'g'", "its tensors (size 3)", "'x'"});
     }
     std::vector<std::string> names{"a", "b", "c"};
     if (rank == 0) names.pop_back();
@@ -266,7 +266,7 @@ TEST(EngineGroups, AGroupWithANameInFlightIsNotSubmittedAtAll) {
   });
 }
 
-TEST(EngineJoin, WhatNeedsTheirDataIsRefusedBesideRanksThatJoined) {
+TEST(EngineJoin, OperationsThatNeedTheDataOfJoinedRanksAreRefused) {
   OnEveryRank(InProcessMeshes(OneHost(2)), Quick(), [](int rank, Rank& self) {
     if (rank == 1) {
       std::vector<float> data(2, 1.0f);
@@ -291,7 +291,7 @@ TEST(EngineJoin, WhatNeedsTheirDataIsRefusedBesideRanksThatJoined) {
   });
 }
 
-TEST(EngineJoin, BroadcastsOfARootThatHasNotJoinedAndReducescattersGoOn) {
+TEST(EngineJoin, BroadcastsOfARootThatHasNotJoinedAndReducescattersContinue) {
   for (const std::vector<int>& hosts : {OneHost(3), std::vector<int>{0, 1, 2}}) {
     OnEveryRank(InProcessMeshes(hosts), Quick(), [](int rank, Rank& self) {
       constexpr int64_t kCount = 30001;       // several chunks
@@ -341,7 +341,7 @@ TEST(EngineJoin, AnOperationThatWasWaitingIsReleasedByTheJoin) {
   }
 }
 
-TEST(EngineLabel, StandsInFrontOfFailures) {
+TEST(EngineLabel, PrefixesFailures) {
   EngineConfig config = Quick();
   config.label = "process set 3";
   OnEveryRank(InProcessMeshes(OneHost(2)), config, [](int rank, Rank& self) {

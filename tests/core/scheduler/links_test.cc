@@ -80,7 +80,7 @@ TEST_P(EngineLinks, CarriesEveryKindOfOperation) {
   });
 }
 
-TEST_P(EngineLinks, EveryRankScalesItsOwnContributionAlsoWhereTensorsTravelTogether) {
+TEST_P(EngineLinks, EveryRankScalesItsOwnContributionAlsoInFusedOperations) {
   constexpr size_t kTensors = 30;
   constexpr int kRounds = 5;
   OnEveryRank([](int rank, Rank& self) {
@@ -103,7 +103,7 @@ TEST_P(EngineLinks, EveryRankScalesItsOwnContributionAlsoWhereTensorsTravelToget
   });
 }
 
-TEST_P(EngineLinks, AFailureReachesEverybodyWithItsReason) {
+TEST_P(EngineLinks, AFailureReachesAllRanksWithItsReason) {
   OnEveryRank([](int rank, Rank& self) {
     std::vector<float> data(4);
     if (rank == 1) return self.engine.Abort("the user said so");
@@ -112,7 +112,7 @@ TEST_P(EngineLinks, AFailureReachesEverybodyWithItsReason) {
   });
 }
 
-TEST_P(EngineLinks, ARankThatLeavesIsNamedToThoseWhoNeedIt) {
+TEST_P(EngineLinks, ARankThatLeavesIsNamedToTheRanksThatNeedIt) {
   Gate gate(3);
   OnEveryRank([&gate](int rank, Rank& self) {
     EXPECT_TRUE(self.BarrierAndWait("start").ok());

@@ -185,7 +185,7 @@ TEST_P(FailingMemory, LeavesNoOperationWithoutAnOutcome) {
   }
 }
 
-TEST_P(FailingMemory, OfWorkingMemoryIsTheReasonOnEveryRank) {
+TEST_P(FailingMemory, OfAWorkBufferIsTheReasonOnEveryRank) {
   int failures = 0;
   for (long number = 0; number < 6; ++number) {
     failures += RunWithFailureAt(number, 4096, Meshes(), GetParam().size) ? 1 : 0;

@@ -64,7 +64,7 @@ void OnEveryMember(int count, const std::function<void(Member&)>& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
-TEST(ArenaNegotiation, EverybodyComesToTheSameDecisionWithoutACoordinator) {
+TEST(ArenaNegotiation, AllRanksDecideAlikeWithoutACoordinator) {
   OnEveryMember(3, [](Member& self) {
     const std::string own = "only/" + std::to_string(self.rank);
     EXPECT_EQ(self.Names(self.Meet({Named("a"), Named(own)})), std::vector<std::string>{"a"});
@@ -75,7 +75,7 @@ TEST(ArenaNegotiation, EverybodyComesToTheSameDecisionWithoutACoordinator) {
   });
 }
 
-TEST(ArenaNegotiation, WhatLiesBesideEqualMessagesHasTravelledWithThem) {
+TEST(ArenaNegotiation, DataBesideEqualMessagesIsExchangedWithThem) {
   OnEveryMember(4, [](Member& self) {
     EXPECT_FALSE(self.Meet({Named("a")}).beside) << "asked for in full";
     self.negotiation.Remember(Named("a"), {});
@@ -108,7 +108,7 @@ TEST(ArenaNegotiation, MessagesMayBeLongerThanASlot) {
   });
 }
 
-TEST(ArenaNegotiation, AWaitThatWasGivenUpGoesOnWhereItStopped) {
+TEST(ArenaNegotiation, AnInterruptedWaitResumes) {
   Gate gate(2);
   OnEveryMember(2, [&gate](Member& self) {
     if (self.rank == 0) {

@@ -42,7 +42,7 @@ std::string MismatchOf(const Request& first, const Request& second) {
   return Disagreement(first, 0, second, 3).value_or("agreed");
 }
 
-TEST(Request, DisagreementNamesWhatDiffersBothRanksAndBothValues) {
+TEST(Request, DisagreementNamesTheFieldBothRanksAndBothValues) {
   const Request base = Allreduce("x", {2, 3});
   Request other = base;
   EXPECT_EQ(MismatchOf(base, other), "agreed");
@@ -77,20 +77,21 @@ TEST(Request, DisagreementNamesWhatDiffersBothRanksAndBothValues) {
   EXPECT_NE(MismatchOf(Alltoall({1, 2}), Allgather("exchange", 3)), "agreed");
 }
 
-TEST(Request, ProblemRefusesSplitsThatDoNotFit) {
+TEST(Request, ProblemRefusesInvalidSplits) {
   EXPECT_EQ(Problem(Alltoall({1, 2}), 2), std::nullopt);
-  EXPECT_NE(Problem(Alltoall({1, 2}), 3)->find("2 entries for 3 ranks"), std::string::npos);
+  EXPECT_NE(Problem(Alltoall({1, 2}), 3)->find("has length 2 for size 3"), std::string::npos);
   Request request = Alltoall({1, 2});
   for (const std::vector<int64_t>& splits :
        {std::vector<int64_t>{1, 1}, {4, -1}, {std::numeric_limits<int64_t>::max(), 4}}) {
     request.splits = splits;
-    EXPECT_NE(Problem(request, 2)->find("does not add up to the 3 rows"), std::string::npos);
+    EXPECT_NE(Problem(request, 2)->find("does not add up to the first dimension (3)"),
+              std::string::npos);
   }
   request.shape = {};
   EXPECT_NE(Problem(request, 2)->find("no first dimension to divide"), std::string::npos);
 }
 
-TEST(Request, ProblemRefusesWhatCannotWork) {
+TEST(Request, ProblemRefusesInvalidRequests) {
   EXPECT_EQ(Problem(Allreduce("x"), 2), std::nullopt);
   EXPECT_NE(Problem(Allreduce("x", {-1}), 2)->find("(-1,)"), std::string::npos);
   EXPECT_NE(Problem(Allreduce("x", {int64_t{1} << 40, int64_t{1} << 40}), 2), std::nullopt);
@@ -133,7 +134,7 @@ TEST(ResponseCache, RemembersTheRowsThatEveryRankSent) {
   EXPECT_EQ(cache.Find(Alltoall({2, 1})), std::nullopt);
 }
 
-TEST(Readiness, IsCompleteWhenEveryRankHasAskedInTheOrderOfCompletion) {
+TEST(Readiness, ListsCompleteRequestsInTheOrderOfCompletion) {
   const ResponseCache cache(0);
   Readiness readiness(2);
   ASSERT_TRUE(readiness.Add(0, Full({Allreduce("a"), Allreduce("b")}), cache, At(0)).ok());
@@ -167,7 +168,7 @@ TEST(Readiness, MixesIdsAndFullRequestsOfOneName) {
   }
 }
 
-TEST(Readiness, KeepsHitsWhoseIdIsGivenToSomethingElse) {
+TEST(Readiness, KeepsHitsWhoseIdIsReused) {
   ResponseCache cache(1);
   cache.Insert(Allreduce("a"), {});
   Readiness readiness(2);
@@ -179,7 +180,7 @@ TEST(Readiness, KeepsHitsWhoseIdIsGivenToSomethingElse) {
   EXPECT_TRUE(readiness.empty());
 }
 
-TEST(Readiness, OverdueNamesTheRanksThatDidNotCome) {
+TEST(Readiness, OverdueNamesTheMissingRanks) {
   ResponseCache cache(4);
   cache.Insert(Allreduce("hit"), {});
   Readiness readiness(3);
@@ -188,9 +189,8 @@ TEST(Readiness, OverdueNamesTheRanksThatDidNotCome) {
   const std::vector<Agreement> overdue = readiness.TakeOverdue(cache, At(3));
   ASSERT_EQ(overdue.size(), 2u);
   EXPECT_EQ(overdue[0].name, "a");
-  EXPECT_EQ(
-      overdue[0].message,
-      "not submitted by rank(s) 1 while rank(s) 0, 2 waited for the whole collective timeout");
+  EXPECT_EQ(overdue[0].message,
+            "not submitted by rank 1 while ranks 0, 2 waited for the whole collective timeout");
   EXPECT_EQ(overdue[1].name, "hit");
   EXPECT_EQ(overdue[1].code, StatusCode::kTimeout);
   EXPECT_TRUE(readiness.TakeOverdue(cache, At(3)).empty());
@@ -202,7 +202,7 @@ TEST(Readiness, RefusesAnIdThatNobodyAgreedOn) {
   EXPECT_EQ(readiness.Add(1, RequestMessage{{7}, {}}, cache, At(0)).code(), StatusCode::kInternal);
 }
 
-TEST(Fusion, PacksEqualAllreducesUpToTheThresholdAndNothingElse) {
+TEST(Fusion, FusesOnlyEqualAllreducesUpToTheThreshold) {
   Request other = Allreduce("other");
   other.dtype = DType::kFloat64;
   const Request a = Allreduce("a", {100});
@@ -215,7 +215,7 @@ TEST(Fusion, PacksEqualAllreducesUpToTheThresholdAndNothingElse) {
   EXPECT_EQ(PlanFusion({}, 100), Groups{});
 }
 
-TEST(Fusion, OnDevicesAllOperationsOfAKindGoTogether) {
+TEST(Fusion, FusesAllOperationsOfAKindOnDevices) {
   using Groups = std::vector<std::vector<size_t>>;
   Request sum = Allreduce("sum", {100});
   Request highest = Allreduce("highest", {100});
@@ -226,7 +226,7 @@ TEST(Fusion, OnDevicesAllOperationsOfAKindGoTogether) {
   EXPECT_EQ(PlanFusion({&sum, &gather, &host, &highest}, 0), (Groups{{0, 3}, {1}, {2}}));
 }
 
-TEST(Messages, SurviveTheWire) {
+TEST(Messages, SurviveSerialization) {
   Request request = Allgather("tensor/\xc3\xa4", 5);
   request.prescale = 0.25;
   request.root = -3;
@@ -267,7 +267,7 @@ TEST(Messages, EveryTruncationIsRefused) {
   }
 }
 
-TEST(Messages, AnyBytesAreReadOrRefusedWithoutHarm) {
+TEST(Messages, ArbitraryBytesAreReadOrRefused) {
   std::mt19937 random(7);
   Request grouped = Alltoall({4, 5});
   grouped.group = "some";

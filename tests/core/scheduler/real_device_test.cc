@@ -88,7 +88,7 @@ class RealDevices : public ::testing::Test {
   std::vector<std::shared_ptr<const Device>> devices_;
 };
 
-TEST_F(RealDevices, FillMoveAndGiveBackMemory) {
+TEST_F(RealDevices, AllocateCopyAndFreeMemory) {
   for (const auto& device : devices_) {
     const Managed target(*device, 100, 0.0f);
     std::vector<float> content(100);
@@ -105,7 +105,7 @@ TEST_F(RealDevices, FillMoveAndGiveBackMemory) {
   }
 }
 
-TEST_F(RealDevices, ReduceOnAllOfThemAndLeaveInGoodOrder) {
+TEST_F(RealDevices, ReduceOnAllDevicesAndShutDownInOrder) {
   const auto size = static_cast<int>(devices_.size());
   OnEveryRank(InProcessMeshes(OneHost(size)), Config(), [&](int rank, Rank& self) {
     const Device& device = *devices_[static_cast<size_t>(rank)];

@@ -42,7 +42,7 @@ TEST(Median, IsInTheMiddle) {
   EXPECT_EQ(Median({4, 1, 2, 100}), 3);
 }
 
-TEST(GridSearch, FindsTheTopWhereverItIs) {
+TEST(GridSearch, FindsTheMaximumAnywhere) {
   for (size_t a = 0; a < kLengths[0]; ++a) {
     for (size_t c = 0; c < kLengths[2]; ++c) {
       const Point top = {a, 0, c, 4};
@@ -52,7 +52,7 @@ TEST(GridSearch, FindsTheTopWhereverItIs) {
   }
 }
 
-TEST(GridSearch, FindsAPlaceNearTheTopOfANoisyHill) {
+TEST(GridSearch, FindsAPointNearTheMaximumDespiteNoise) {
   const Point top = {1, 0, 2, 4};
   std::mt19937 random(7);  // NOLINT: the same noise every time
   std::normal_distribution<double> noise(0, 0.05);
@@ -82,7 +82,7 @@ TEST(GridSearch, NoiseAloneChangesLittle) {
   EXPECT_LE(changes, 60) << "of 600 choices";
 }
 
-TEST(GridSearch, LeavesWhatIsInForceWhereNothingIsClearlyBetter) {
+TEST(GridSearch, KeepsTheInitialPointUnlessAnotherIsClearlyBetter) {
   const Point start = {5, 0, 1, 2};
   const auto flat = [&start](const Point& point) { return point == start ? 1.0 : 1.015; };
   EXPECT_EQ(BestOf(GridSearch(kLengths, start, kSamples), flat), start);
@@ -102,7 +102,7 @@ TEST(GridSearch, KeepsTheBestSoFarWhenTheSamplesAreUsedUp) {
   }
 }
 
-TEST(GridSearch, HasNothingToDoWithoutAChoice) {
+TEST(GridSearch, EndsAtOnceWithoutAChoice) {
   EXPECT_TRUE(GridSearch({}, {}, 10).done());
   EXPECT_TRUE(GridSearch({1, 1}, {0, 0}, 10).done());
 }

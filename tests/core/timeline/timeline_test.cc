@@ -110,7 +110,7 @@ TEST_F(TimelineTest, ANewRecordingReplacesTheFileAndALateRankDoesNot) {
   EXPECT_EQ(Count(Content(), "\"name\":\"old\""), 0u);
 }
 
-TEST_F(TimelineTest, WhatWasSubmittedBeforeTheStartLeavesNoLooseEnds) {
+TEST_F(TimelineTest, OperationsSubmittedBeforeTheStartLeaveNoUnmatchedEvents) {
   Timeline timeline;
   EXPECT_FALSE(timeline.on());
   ASSERT_TRUE(timeline.Start(Options(0)).ok());
@@ -122,20 +122,20 @@ TEST_F(TimelineTest, WhatWasSubmittedBeforeTheStartLeavesNoLooseEnds) {
   EXPECT_EQ(Count(Content(), "\"ph\":\"i\""), 0u) << "nobody asked for cycles";
 }
 
-TEST_F(TimelineTest, AFailureStandsWithItsOperationAndCyclesWhereTheyAreAskedFor) {
+TEST_F(TimelineTest, FailuresAreRecordedWithTheirOperationAndCyclesOnRequest) {
   Timeline timeline;
   TimelineOptions options = Options(0);
   options.mark_cycles = true;
   ASSERT_TRUE(timeline.Start(options).ok());
   timeline.Begin("x", "broadcast", 0);
   timeline.MarkCycle();
-  timeline.End("x", "rank 1 is gone");
+  timeline.End("x", "lost rank 1");
   ASSERT_TRUE(timeline.Stop().ok());
-  EXPECT_EQ(Count(Content(), R"("failure":"rank 1 is gone")"), 1u);
+  EXPECT_EQ(Count(Content(), R"("failure":"lost rank 1")"), 1u);
   EXPECT_EQ(Count(Content(), "\"ph\":\"i\""), 1u);
 }
 
-TEST_F(TimelineTest, SaysWhatDoesNotWork) {
+TEST_F(TimelineTest, RefusesInvalidCalls) {
   Timeline timeline;
   ASSERT_TRUE(timeline.Start(Options(0)).ok());
   const Status again = timeline.Start(Options(0));

@@ -115,7 +115,7 @@ TEST_P(ArenaContract, KeepsTheStartOfAReasonThatIsVeryLong) {
             "rank 0 aborted: " + std::string(1024, 'w'));
 }
 
-TEST_P(ArenaContract, NoticesAMemberThatLeaves) {
+TEST_P(ArenaContract, DetectsAMemberThatLeaves) {
   auto meshes = Make(3);
   auto waiter =
       std::async(std::launch::async, [&] { return meshes[0].arena->AwaitAll(1, Late()); });
@@ -123,10 +123,10 @@ TEST_P(ArenaContract, NoticesAMemberThatLeaves) {
   (void)meshes[0].arena->Arrive();
   const Status status = waiter.get();
   EXPECT_EQ(status.code(), StatusCode::kPeerLost);
-  EXPECT_EQ(status.message(), "rank 2 is gone: it left the job");
+  EXPECT_EQ(status.message(), "lost rank 2: it left the job");
 }
 
-TEST_P(ArenaContract, OwesNothingToAMemberThatLeftAfterItsLastStep) {
+TEST_P(ArenaContract, IgnoresAMemberThatLeftAfterItsLastStep) {
   auto meshes = Make(2);
   (void)meshes[1].arena->Arrive();
   meshes[1].arena.reset();

@@ -60,7 +60,7 @@ std::string ReadText(int fd, size_t size) {
 const LinkKeys kHere{Key(1), Key(2)};
 const LinkKeys kThere{Key(2), Key(1)};
 
-TEST(LinkCipher, KnowsThePublishedVector) {
+TEST(LinkCipher, MatchesThePublishedVector) {
   // AES-256-GCM with a key, a nonce and a block of zeros (case 14 of the GCM specification).
   auto library = CryptoLibrary::Load();
   ASSERT_TRUE(library.ok()) << library.status().message();
@@ -78,7 +78,7 @@ TEST(LinkCipher, KnowsThePublishedVector) {
   EXPECT_EQ(text, "cea7403d4d606b6e074ec5d3baf39d18d0d1c8a799996bf0265b98b5d48ab919");
 }
 
-TEST(LinkCipher, SaysWhatIsMissingWhereThereIsNoLibrary) {
+TEST(LinkCipher, NamesTheMissingLibrary) {
   const auto none = CryptoLibrary::Load({"libno-such-crypto.so.7"});
   EXPECT_EQ(none.status().code(), StatusCode::kIo);
   EXPECT_EQ(none.status().message(),
@@ -86,7 +86,7 @@ TEST(LinkCipher, SaysWhatIsMissingWhereThereIsNoLibrary) {
             "install OpenSSL on every host or turn encryption off");
 }
 
-TEST(EncryptedLinks, NothingThatIsSentCanBeReadOnTheWay) {
+TEST(EncryptedLinks, HideTheirContent) {
   Side here = MakeSide(kHere);
   Side there = MakeSide(kThere);
   const std::string text = "the gradient of the loss, again and again; ";
@@ -118,7 +118,7 @@ TEST(EncryptedLinks, NothingThatIsSentCanBeReadOnTheWay) {
   EXPECT_EQ(seen.find("gradient"), std::string::npos);
 }
 
-TEST(EncryptedLinks, WhatIsAlteredRepeatedOrMadeUpEndsTheLink) {
+TEST(EncryptedLinks, DetectAlteredRepeatedAndForgedData) {
   const auto record_of = [](const std::string& text) {
     Side here = MakeSide(kHere);
     EXPECT_TRUE(WriteExactly(here.plain.get(), AsBytes(text), Late()).ok());
@@ -144,7 +144,7 @@ TEST(EncryptedLinks, WhatIsAlteredRepeatedOrMadeUpEndsTheLink) {
       << "the same record a second time";
 }
 
-TEST(ConnectMesh, EncryptedRanksExchangeWhatPlainOnesDo) {
+TEST(ConnectMesh, EncryptionDoesNotChangeTheExchangedData) {
   auto meshes = Connect(3, [](MeshOptions* options) {
     options->host_key.clear();
     options->encrypt = true;
@@ -175,7 +175,7 @@ TEST(ConnectMesh, EncryptedRanksExchangeWhatPlainOnesDo) {
   EXPECT_NE(status.message().find("the data ran out"), std::string::npos) << status.message();
 }
 
-TEST(ConnectMesh, RanksThatDisagreeAboutEncryptionAreToldSo) {
+TEST(ConnectMesh, RanksThatDisagreeAboutEncryptionGetAnError) {
   const auto results = TryConnect(2, [](MeshOptions* options) {
     options->host_key.clear();
     options->encrypt = options->rank == 1;

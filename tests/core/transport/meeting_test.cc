@@ -63,11 +63,11 @@ TEST(Meeting, AWaitForOneRankEndsWithTheFailureOfAnother) {
   const Status status = answer.get().status();
   EXPECT_EQ(status.code(), StatusCode::kPeerLost);
   EXPECT_EQ(status.message(),
-            "rank 1 is gone: its process ended while the ranks were being connected");
+            "lost rank 1: its process ended while the ranks were being connected");
   waiting.Leave();
 }
 
-TEST(Meeting, TheFirstFailureIsEverybodys) {
+TEST(Meeting, AllRanksReportTheFirstFailure) {
   auto server = StartServer();
   auto client = ConnectTo(*server);
   Meeting first(*client, "test", 0, Late(), {});
@@ -87,7 +87,7 @@ TEST(Meeting, AnInterruptionEndsAWait) {
   EXPECT_EQ(meeting.Get("never").status().message(), "rank 3: interrupted");
 }
 
-TEST(ConnectMesh, ARankThatDiesAfterItsAddressIsKnownEndsTheWaitOfTheOthersAtOnce) {
+TEST(ConnectMesh, ARankThatDiesAfterPublishingItsAddressEndsTheWaitOfTheOthers) {
   auto server = StartServer();
   auto client = ConnectTo(*server);
   auto dying = ConnectTo(*server);
@@ -106,10 +106,10 @@ TEST(ConnectMesh, ARankThatDiesAfterItsAddressIsKnownEndsTheWaitOfTheOthersAtOnc
     ASSERT_TRUE(Dial(dial, Late()).ok());
   }
   EXPECT_EQ(zero.get().message(),
-            "rank 2 is gone: its process ended while the ranks were being connected");
+            "lost rank 2: its process ended while the ranks were being connected");
 }
 
-TEST(ConnectMesh, TakesTheAddressThatRoutesAmongSeveral) {
+TEST(ConnectMesh, ChoosesTheAddressThatRoutes) {
   // Every address of 127/8 belongs to this host, but nothing listens on the first one.
   const auto meshes = Connect(3, [](MeshOptions* options) {
     options->host_key.clear();
@@ -148,7 +148,7 @@ class Member {
   Reception reception_;
 };
 
-TEST(Dial, PassesByAddressesThatRefuseSwallowOrDoNotKnowTheToken) {
+TEST(Dial, SkipsAddressesThatRefuseHangOrHaveAnotherToken) {
   Member member("127.0.0.1");
   std::promise<void> done;
   std::thread server([&] { member.Serve(done.get_future()); });
@@ -227,7 +227,7 @@ Status Send(Transport& transport, int peer, const std::vector<std::byte>& data) 
   return transport.Wait(Span<const Ticket>(&ticket.value(), 1), Late());
 }
 
-TEST(SocketTransport, WhatWasSentBeforeAnAbortArrivesAlsoAtAPeerThatIsSlow) {
+TEST(SocketTransport, DataSentBeforeAnAbortReachesEvenASlowPeer) {
   auto meshes = Connect(2, [](MeshOptions* options) {
     options->host_key.clear();
     options->socket_buffer_bytes = 2048;

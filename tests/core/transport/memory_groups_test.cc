@@ -28,7 +28,7 @@ TEST(MemoryGroups, AreTheRanksOfEachHost) {
       << "a rank that doesn't say where it is has no neighbours";
 }
 
-TEST(MemoryGroups, HoldNobodyOfAHostOfWhichARankCannotShare) {
+TEST(MemoryGroups, LeaveOutAHostIfOneOfItsRanksCannotShare) {
   std::vector<AddressRecord> records = OnHosts({"a", "b", "a", "b", "a"});
   records[4].shared_memory = false;
   EXPECT_EQ(MemoryGroups(records), (Groups{{0}, {1, 3}, {2}, {4}}));
@@ -36,7 +36,7 @@ TEST(MemoryGroups, HoldNobodyOfAHostOfWhichARankCannotShare) {
   EXPECT_EQ(MemoryGroups(records), (Groups{{0}, {1}, {2}, {3}, {4}}));
 }
 
-TEST(MemoryGroups, AreTheSameOnAllRanksOfAMeshAlsoWhereAHostFailsToShare) {
+TEST(MemoryGroups, AreEqualOnAllRanksEvenIfAHostFailsToShare) {
   const auto place = [](MeshOptions* options) {
     options->host_key = options->rank % 2 == 0 ? "even" : "odd";
     if (options->rank == 4) options->shared_memory = false;

@@ -79,7 +79,7 @@ TEST(ConnectMesh, SharesNoMemoryWhenOneMemberCannot) {
   check([](MeshOptions* options) { options->arena_region_bytes = size_t{1} << 39; });
 }
 
-TEST(ConnectMesh, RefusesOptionsThatCannotWork) {
+TEST(ConnectMesh, RefusesInvalidOptions) {
   InProcessStore store;
   const auto message = [&store](const std::function<void(MeshOptions*)>& change) {
     MeshOptions options = OptionsOf(0, 2);
@@ -87,7 +87,7 @@ TEST(ConnectMesh, RefusesOptionsThatCannotWork) {
     return ConnectMesh(options, store, Soon()).status().message();
   };
   EXPECT_EQ(message([](MeshOptions* options) { options->rank = 2; }),
-            "connect the ranks: rank 2 is not one of 2 ranks");
+            "connect the ranks: rank 2 is out of range for a job of size 2");
   EXPECT_EQ(message([](MeshOptions* options) { options->token.clear(); }),
             "connect the ranks: ranks can only be connected with the job's token");
   EXPECT_EQ(message([](MeshOptions* options) { options->arena_region_bytes = size_t{1} << 55; }),
@@ -113,7 +113,7 @@ TEST(ConnectMesh, NamesTheRankThatNeverDials) {
   const Status status = ConnectMesh(OptionsOf(0, 2), store, Soon()).status();
   EXPECT_EQ(status.code(), StatusCode::kTimeout);
   EXPECT_EQ(status.message(), "rank 0 at " + ToText(RecordOf(store, 0).tcp[0]) +
-                                  " was not reached by rank(s) 1 before the deadline");
+                                  " was not reached by rank 1 before the deadline");
 }
 
 TEST(ConnectMesh, NamesTheRankThatCannotBeReachedAndItsAddress) {
@@ -130,7 +130,7 @@ TEST(ConnectMesh, NamesTheRankThatCannotBeReachedAndItsAddress) {
                                   ": connect: Connection refused");
 }
 
-TEST(ConnectMesh, StopsWaitingForARankThatAcceptsAndSaysNothing) {
+TEST(ConnectMesh, StopsWaitingForASilentRank) {
   InProcessStore store;
   auto listener = ListenTcp({"127.0.0.1", 0});
   AddressRecord silent;
@@ -153,7 +153,7 @@ TEST(ConnectMesh, RefusesARankWithAnotherToken) {
       << "the reason of the one that failed is everybody's";
 }
 
-TEST(ConnectMesh, GoesOnWhenStrangersCallAtItsListeners) {
+TEST(ConnectMesh, ConnectsDespiteForeignConnections) {
   for (const bool unix_socket : {false, true}) {
     InProcessStore store;
     auto zero = std::async(std::launch::async,
@@ -295,30 +295,30 @@ TEST(KilledRank, WakesTheWaitersOfItsArena) {
   ASSERT_EQ(reports.size(), 2u);
   for (const std::string& report : reports) {
     // The first rank to notice leaves, and the second rank may see that first.
-    EXPECT_TRUE(report == "peer_lost: rank 2 is gone: its process has ended" ||
-                report.find("is gone: it left the job") != std::string::npos)
+    EXPECT_TRUE(report == "peer_lost: lost rank 2: its process has ended" ||
+                report.find(": it left the job") != std::string::npos)
         << report;
   }
-  EXPECT_NE((reports[0] + reports[1]).find("rank 2 is gone: its process has ended"),
+  EXPECT_NE((reports[0] + reports[1]).find("lost rank 2: its process has ended"),
             std::string::npos);
 }
 
-TEST(KilledRank, IsNoticedAlsoWhileAChildOfItKeepsItsSockets) {
+TEST(KilledRank, IsDetectedEvenIfAChildKeepsItsSockets) {
   auto children = ForkRanks(2, AwaitInArenaWithAChild);
   const auto reports = KillTheLast(children);
-  EXPECT_EQ(reports.at(0), "peer_lost: rank 1 is gone: its process has ended");
+  EXPECT_EQ(reports.at(0), "peer_lost: lost rank 1: its process has ended");
 }
 
-TEST(KilledRank, WakesThoseWhoReceiveFromIt) {
+TEST(KilledRank, WakesRanksThatReceiveFromIt) {
   auto children = ForkRanks(3, AwaitLastRank);
   for (const std::string& report : KillTheLast(children)) {
-    EXPECT_EQ(report.find("peer_lost: receive from rank 2: rank 2 is gone: "), 0u) << report;
+    EXPECT_EQ(report.find("peer_lost: receive from rank 2: lost rank 2: "), 0u) << report;
   }
 }
 
 // Tests of the decoders and of the transfer of arena files.
 
-TEST(AddressRecord, ComesBackAsItWas) {
+TEST(AddressRecord, SurvivesSerialization) {
   const AddressRecord record =
       MakeRecord("::1", 65535, "name", std::string("a\0b", 3), uint64_t{1} << 40);
   const auto back = DecodeAddressRecord(EncodeAddressRecord(record));
@@ -355,7 +355,7 @@ TEST(TransportDecoders, SurviveRandomBytes) {
   }
 }
 
-TEST(MessageHeader, ComesBackAsItWas) {
+TEST(MessageHeader, SurvivesSerialization) {
   const auto message = EncodeMessageHeader({false, 1234567, StatusCode::kAborted});
   const auto plain = DecodeMessageHeader(ConstBytes(message.data(), message.size()));
   EXPECT_FALSE(plain.value().farewell);
@@ -396,7 +396,7 @@ TEST_F(ArenaFile, IsNotReservedWhenTheHostCannotAffordIt) {
       << status.message();
 }
 
-TEST_F(ArenaFile, IsRefusedWhenItIsNotWhatWasAgreed) {
+TEST_F(ArenaFile, IsRefusedIfItDiffersFromTheAgreement) {
   auto file = CreateArenaFile(8192);
   ASSERT_TRUE(SendArenaFile(sender_.get(), file.value().get(), Late()).ok());
   EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 4096, Late()).status().message(),

@@ -52,7 +52,7 @@ void Silence(int fd) {
   ASSERT_EQ(::setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof(program)), 0);
 }
 
-TEST(SilentHost, EndsTheLinkOfThoseWhoSend) {
+TEST(SilentHost, EndsTheLinksOfSendingRanks) {
   auto [near, far] = Connection();
   Silence(far.get());
   const auto transport = TransportOver(0, std::move(near));
@@ -64,12 +64,12 @@ TEST(SilentHost, EndsTheLinkOfThoseWhoSend) {
   ASSERT_TRUE(received.ok());
   const Status status = transport->Wait(Span<const Ticket>(&received.value(), 1), Late());
   EXPECT_EQ(status.code(), StatusCode::kPeerLost) << status.message();
-  EXPECT_NE(status.message().find("rank 1 is gone: its host has stopped responding"),
+  EXPECT_NE(status.message().find("lost rank 1: its host has stopped responding"),
             std::string::npos)
       << status.message();
 }
 
-TEST(SilentHost, IsNotOneWhoseProcessDoesNotRead) {
+TEST(SilentHost, IsDistinguishedFromAProcessThatDoesNotRead) {
   auto [near, far] = Connection();
   const auto sender = TransportOver(0, std::move(near));
   const auto receiver = TransportOver(1, std::move(far));

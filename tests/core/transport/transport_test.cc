@@ -99,7 +99,7 @@ TEST_P(TransportContract, CarriesEveryLengthBetweenEveryPair) {
   }
 }
 
-TEST_P(TransportContract, DoesNotDeadlockWhenBothSidesSendMuch) {
+TEST_P(TransportContract, DoesNotDeadlockWhenBothSidesSendLargeMessages) {
   auto meshes = Make(3);
   const size_t bytes = GetParam().name[0] == 'T' ? (size_t{1} << 18) + 3 : (size_t{1} << 21) + 3;
   ForEachRank(3,
@@ -173,7 +173,7 @@ TEST_P(TransportContract, NamesThePeerThatNeverReceives) {
             std::string::npos);
 }
 
-TEST_P(TransportContract, WakesAtOnceWhenAPeerGoes) {
+TEST_P(TransportContract, WakesAtOnceWhenAPeerLeaves) {
   for (const bool sending : {false, true}) {
     auto meshes = Make(3);
     Buffer buffer(size_t{1} << 25);
@@ -185,21 +185,21 @@ TEST_P(TransportContract, WakesAtOnceWhenAPeerGoes) {
     meshes[2].transport.reset();
     const Status status = waiter.get();
     EXPECT_EQ(status.code(), StatusCode::kPeerLost) << status.message();
-    EXPECT_NE(status.message().find("rank 2 is gone: "), std::string::npos) << status.message();
+    EXPECT_NE(status.message().find("lost rank 2: "), std::string::npos) << status.message();
   }
 }
 
-TEST_P(TransportContract, ReportsAtTheNextWaitAPeerThatWentWhileNothingWasPosted) {
+TEST_P(TransportContract, ReportsAPeerThatLeftWhileIdleAtTheNextWait) {
   auto meshes = Make(2);
   meshes[1].transport.reset();
   Buffer buffer(8);
   const Ticket ticket = Posted(meshes[0].transport->PostReceive(1, Writable(buffer)));
   const Status status = WaitFor(*meshes[0].transport, {ticket}, Late());
   EXPECT_EQ(status.code(), StatusCode::kPeerLost);
-  EXPECT_EQ(status.message(), "receive from rank 1: rank 1 is gone: it closed its links");
+  EXPECT_EQ(status.message(), "receive from rank 1: lost rank 1: it closed its links");
 }
 
-TEST_P(TransportContract, GoesOnWithTheOthersWhenAPeerHasLeft) {
+TEST_P(TransportContract, ContinuesWithTheOtherPeersWhenOneHasLeft) {
   auto meshes = Make(3);
   meshes[2].transport.reset();
   const Buffer sent = Pattern(0, 1, 100);
@@ -211,7 +211,7 @@ TEST_P(TransportContract, GoesOnWithTheOthersWhenAPeerHasLeft) {
   EXPECT_EQ(received, sent);
 }
 
-TEST_P(TransportContract, AbortWakesTheWaiterAndTellsThePeersWhy) {
+TEST_P(TransportContract, AbortWakesTheWaiterAndSendsPeersTheReason) {
   auto meshes = Make(3);
   std::vector<Status> seen(3);
   std::atomic<int> ready{0};
@@ -238,7 +238,7 @@ TEST_P(TransportContract, AbortWakesTheWaiterAndTellsThePeersWhy) {
   EXPECT_EQ(WaitFor(*meshes[1].transport, {}, Late()).message(), "shapes differ");
 }
 
-TEST_P(TransportContract, AbortGetsInWhileDataFlows) {
+TEST_P(TransportContract, AbortArrivesDuringATransfer) {
   auto meshes = Make(2);
   std::atomic<int> rounds{0};
   std::thread aborter([&] {
@@ -263,7 +263,7 @@ TEST_P(TransportContract, AbortGetsInWhileDataFlows) {
   aborter.join();
 }
 
-TEST_P(TransportContract, NoticesThatTheSidesDisagreeAboutALength) {
+TEST_P(TransportContract, DetectsADisagreementAboutALength) {
   auto meshes = Make(2);
   const Buffer sent(16);
   Buffer received(8);

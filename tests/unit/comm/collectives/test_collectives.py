@@ -82,7 +82,7 @@ def exchange_evenly():
     evenly, rows = me.alltoall(np.arange(6) + 10 * me.world.rank)
     with pytest.raises(ConfigError, match="cannot be divided evenly among 3 ranks; pass splits"):
         me.alltoall(np.arange(4))
-    with pytest.raises(ConfigError, match="does not add up to the 4 rows"):
+    with pytest.raises(ConfigError, match=r"does not add up to the first dimension \(4\)"):
         me.alltoall(np.arange(4), [1, 1, 1])
     return evenly.tolist(), rows
 
