@@ -1,6 +1,6 @@
 # Nothing to install before the first target but Python 3.11 to 3.13 and a C++ compiler; `make` fetches the rest into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-core test-python test-petastorm test-gpu lint lint-python lint-types lint-imports lint-cpp bench soak docs clean
+.PHONY: help quickstart test test-core test-python test-petastorm test-matrix test-gpu lint lint-python lint-types lint-imports lint-cpp bench soak docs clean
 .DELETE_ON_ERROR:
 
 RUN := tools/in-environment
@@ -43,6 +43,9 @@ test-python-rest: .venv/.core-built .venv/.test-java
 test-petastorm: .venv/.core-built ## petastorm's own reader, in an environment of its own (build/petastorm)
 	@tools/petastorm-venv build/petastorm
 	@JAVA_HOME="$$(tools/java-home)" PYTHONPATH=. build/petastorm/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/petastorm
+
+test-matrix: .venv/.core-built ## What depends on Spark, with Spark 3.5 and the lowest versions of all packages, and with Spark 4.0
+	@tools/test-matrix
 
 test-gpu: .venv/.core-built ## Tests on the GPUs of this machine, and NCCL beside torch.distributed's; skipped without a GPU
 	@$(RUN) tools/test-gpu

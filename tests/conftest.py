@@ -71,7 +71,7 @@ _ports_of_data_nodes: set[int] = set()
 _OF_THE_HDFS_CLIENT = frozenset({"anon_inode:[eventfd]", "anon_inode:[eventpoll]"})
 _TEMPORARY_FOLDER = pytest.StashKey[Path]()
 # A Java whose JVMs start in half the processor time; the `make` targets of the tests create it.
-_TEST_JAVA = Path(__file__).parents[1] / ".venv" / "test-java"
+_TEST_JAVA = Path(sys.prefix) / "test-java"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -325,7 +325,8 @@ def _kept_for_reuse() -> set[str]:
 
 
 def _spark_ports() -> set[int]:
-    context = getattr(sys.modules.get("pyspark.core.context"), "SparkContext", None)
+    module = sys.modules.get("pyspark.core.context") or sys.modules.get("pyspark.context")  # since 4.0, and before
+    context = getattr(module, "SparkContext", None)
     gateway = getattr(context, "_gateway", None)
     accumulators = getattr(getattr(context, "_active_spark_context", None), "_accumulatorServer", None)
     ports = {gateway.gateway_parameters.port} if gateway else set()

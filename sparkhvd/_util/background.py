@@ -7,10 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -18,8 +15,8 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.5
 
 
-def in_background(act: Callable[[], T], name: str, spark: SparkSession | None = None) -> Future[T]:
-    """Call ``act`` in a daemon thread; with a session, the caller's Spark properties apply there too.
+def in_background(act: Callable[[], T], name: str) -> Future[T]:
+    """Call ``act`` in a daemon thread; ``sparkhvd.compat.spark.inheriting`` makes the caller's Spark properties apply.
 
     Wait for the future, not for the thread: after Ctrl-C interrupts a ``Thread.join``, the thread counts as ended
     from then on.
@@ -32,17 +29,9 @@ def in_background(act: Callable[[], T], name: str, spark: SparkSession | None = 
         except BaseException as error:  # noqa: BLE001 - raised again where the result is awaited
             future.set_exception(error)
 
-    if spark is None:
-        # Without ``daemon`` here, threading would ask for the current thread, and a thread of Arrow would keep the
-        # name that it gets from that.
-        thread = threading.Thread(target=run, daemon=True)
-    else:
-        from pyspark import InheritableThread  # noqa: PLC0415 - importing this module needs no Spark
-
-        thread = InheritableThread(target=run, session=spark)
-    thread.name = name
-    thread.daemon = True
-    thread.start()
+    # Without ``daemon`` here, threading would ask for the current thread, and a thread of Arrow would keep the name
+    # that it gets from that.
+    threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 

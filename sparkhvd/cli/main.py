@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import sparkhvd
 from sparkhvd._util.background import in_background
 from sparkhvd.cli.flags import Parser, add_interfaces
+from sparkhvd.compat.spark import java_versions
 from sparkhvd.config import java_home
 from sparkhvd.driver.arguments import check_counts, check_seconds
 from sparkhvd.driver.preflight.preflight import preflight
@@ -153,11 +154,11 @@ def _check_java() -> None:
     if home is not None and not os.access(Path(home, "bin", "java"), os.X_OK):
         raise LaunchError(
             f"JAVA_HOME is {home!r}, but there is no program bin/java in that folder, so Spark cannot start. Set "
-            "JAVA_HOME to the folder of a Java 17 or later, or unset it to use the java on PATH."
+            f"JAVA_HOME to the folder of {java_versions()}, or unset it to use the java on PATH."
         )
     if home is None and shutil.which("java") is None:
         raise LaunchError(
-            "java was not found on PATH, so Spark cannot start. Install Java 17 or later, or set JAVA_HOME."
+            f"java was not found on PATH, so Spark cannot start. Install {java_versions()}, or set JAVA_HOME."
         )
 
 

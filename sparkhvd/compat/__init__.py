@@ -1,1 +1,1 @@
-"""Differences from other systems, each described once: Horovod's names, and the paths and GPUs of Databricks."""
+"""Differences of other systems, each described once: Horovod's names, Databricks, and the versions of Spark."""

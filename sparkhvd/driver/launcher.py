@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from sparkhvd._util.registry import Registry
+from sparkhvd.compat.spark import check_spark
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import Host
@@ -64,9 +65,11 @@ class LaunchRequest:
         """Return the session to use.
 
         Raises:
-            LaunchError: there is no active session.
+            LaunchError: there is no active session, or sparkhvd does not support its Spark.
         """
-        return self.spark if self.spark is not None else active_session()
+        session = self.spark if self.spark is not None else active_session()
+        check_spark(session)
+        return session
 
 
 class LaunchHandle(Protocol):

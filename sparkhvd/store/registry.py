@@ -37,8 +37,8 @@ _HDFS = StoreEntry("sparkhvd.store.backends.hdfs:HDFSStore", "Install hdfs-nativ
 
 STORES: Mapping[str, StoreEntry] = MappingProxyType(
     {
-        "file": StoreEntry("sparkhvd.store.backends.local:LocalStore", "Install pyarrow: pip install 'pyarrow>=18'."),
-        "dbfs": StoreEntry("sparkhvd.store.backends.dbfs:DBFSStore", "Install pyarrow: pip install 'pyarrow>=18'."),
+        "file": StoreEntry("sparkhvd.store.backends.local:LocalStore", "Install pyarrow: pip install 'pyarrow>=14'."),
+        "dbfs": StoreEntry("sparkhvd.store.backends.dbfs:DBFSStore", "Install pyarrow: pip install 'pyarrow>=14'."),
         "hdfs": _HDFS,
         "viewfs": _HDFS,
         "s3": _S3,

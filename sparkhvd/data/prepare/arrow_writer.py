@@ -103,7 +103,7 @@ def _by_split(batch: pa.RecordBatch, split: str | None) -> Iterator[tuple[str, p
             yield "", batch
         return
     column = batch.schema.get_field_index(split)
-    rows = batch.remove_column(column)
+    rows = batch.select([name for name in batch.schema.names if name != split])
     for value in compute.unique(batch.column(column)).to_pylist():
         yield value, rows.filter(compute.equal(batch.column(column), value))
 

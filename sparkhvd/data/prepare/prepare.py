@@ -24,6 +24,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 from sparkhvd._util.counts import counted
+from sparkhvd.compat.spark import is_connect
 from sparkhvd.data.prepare import validation_split
 from sparkhvd.data.prepare.footers import Footer, read_footers
 from sparkhvd.data.prepare.stats import (
@@ -41,7 +42,7 @@ from sparkhvd.data.reuse.fingerprint import Fingerprint
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.data.schema.manifest import DataFile, Manifest, Split
 from sparkhvd.data.schema.selection import RESERVED_PREFIX, Selection, expressions, quoted, source
-from sparkhvd.data.spark.job import counting, is_connect, run_job
+from sparkhvd.data.spark.job import counting, run_job
 from sparkhvd.data.spark.settings import spark_can_write, with_own_settings
 from sparkhvd.errors import ConfigError, DataError, SparkHvdError, StoreError
 from sparkhvd.store import layout

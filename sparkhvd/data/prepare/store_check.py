@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from sparkhvd.compat.spark import is_connect
 from sparkhvd.config import from_environment
-from sparkhvd.data.spark.job import is_connect, is_local, run_job
+from sparkhvd.data.spark.job import is_local, run_job
 from sparkhvd.errors import SparkHvdError, StartTimeoutError, StoreError
 from sparkhvd.store.probe import StoreProbe, new_store_probe
 from sparkhvd.store.protocol import Store

@@ -129,9 +129,12 @@ class ArrowBlocks:
 
     def whole(self, block: int) -> pa.RecordBatch:
         """Return one record batch."""
+        import pyarrow as pa  # noqa: PLC0415
+
         with self._lock:
             batch = self._reader.get_batch(block)
-        return batch.rename_columns([self._names.get(name, name) for name in batch.schema.names])
+        names = [self._names.get(name, name) for name in batch.schema.names]
+        return pa.RecordBatch.from_arrays(batch.columns, names)
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
         yield self.whole(piece.block).slice(piece.start, piece.rows)

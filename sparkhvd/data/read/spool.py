@@ -71,7 +71,7 @@ class Spool:
             yield self._otherwise, batch
             return
         values = batch.column(self._by)
-        rows = batch.drop_columns([self._by])
+        rows = batch.select([name for name in batch.schema.names if name != self._by])
         parts = pc.unique(values).to_pylist()
         for part in parts:
             yield str(part), rows if len(parts) == 1 else rows.filter(pc.equal(values, part))

@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd._util.process_identity import machine_id, process_start
-from sparkhvd.data.spark.job import is_connect, run_job
+from sparkhvd.compat.spark import is_connect, session_settings, text_of_plan
+from sparkhvd.data.spark.job import run_job
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -164,16 +165,16 @@ def living_caches(spark: SparkSession) -> Callable[[str], bool]:
 def _application(spark: SparkSession) -> str:
     """Return a unique name of the application, even if several masters number their applications alike."""
     context = spark.sparkContext
-    pid = context._jvm.java.lang.ProcessHandle.current().pid()  # type: ignore[union-attr]  # noqa: SLF001
+    management: Any = context._jvm.java.lang.management.ManagementFactory  # type: ignore[union-attr]  # noqa: SLF001
+    pid = int(str(management.getRuntimeMXBean().getName()).partition("@")[0])  # Java 8 has no ProcessHandle
     return f"{context.applicationId}/{context.startTime}/{pid}@{process_start(pid)}@{machine_id()}"
 
 
 def _session(df: DataFrame) -> list[object]:
     spark = df.sparkSession
-    settings = dict(spark.conf.getAll)
     chosen = {
         name: value
-        for name, value in settings.items()
+        for name, value in session_settings(spark).items()
         if name.startswith("spark.sql.") and not name.startswith(_IGNORED_SETTINGS)
     }
     return [spark.version, sorted(chosen.items())]
@@ -183,7 +184,7 @@ def _plan(df: DataFrame, *, caches: bool) -> tuple[list[object], tuple[str, ...]
     # A new query over the rows, because an earlier one remembers the caches of its time.
     plan = df.select("*")._jdf.queryExecution().withCachedData()  # noqa: SLF001  (no public access to the full plan)
     # One call returns every operator and expression; a call for each would take seconds for wide tables.
-    described, shown = json.loads(plan.toJSON()), str(plan.treeString(True, False, 2**31 - 1, False, False))
+    described, shown = json.loads(plan.toJSON()), text_of_plan(plan)
     nodes = []
     for node in _nodes(described):
         for name in _IGNORED_FIELDS.get(str(node["class"]), ()):

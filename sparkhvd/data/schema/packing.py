@@ -36,11 +36,6 @@ class ColumnPacking:
     arrays: tuple[tuple[int, ...], ...]
     others: tuple[int, ...]
 
-    @property
-    def count(self) -> int:
-        """The number of columns that Spark sends."""
-        return len(self.arrays) + bool(self.others)
-
 
 def plan_packing(spark_schema: StructType, columns: Sequence[ColumnSpec]) -> ColumnPacking:
     """Group the columns of the same type.

@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparkhvd._util.background import in_background, is_done_within
+from sparkhvd.compat.spark import inheriting, is_connect
 from sparkhvd.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.
         add_tag(spark, tag)
         return action()
 
-    done = in_background(tagged, "sparkhvd-spark-job", spark)
+    done = in_background(inheriting(spark, tagged), "sparkhvd-spark-job")
     try:
         if not is_done_within(done, seconds):
             raise TimeoutError(f"The Spark job did not end within {seconds:g} s.")  # noqa: TRY301 - cancelled below
@@ -62,7 +63,7 @@ def counting(rows: DataFrame) -> tuple[DataFrame, Callable[[], int]]:
     observation: Any = Observation()
 
     def count() -> int:
-        counting = in_background(lambda: observation.get["rows"], "sparkhvd-count", spark)
+        counting = in_background(inheriting(spark, lambda: observation.get["rows"]), "sparkhvd-count")
         if not is_done_within(counting, _COUNTED_SECONDS):
             raise TimeoutError(
                 f"Spark did not report the number of rows within {_COUNTED_SECONDS:g} s of writing them."
@@ -70,11 +71,6 @@ def counting(rows: DataFrame) -> tuple[DataFrame, Callable[[], int]]:
         return int(counting.result())
 
     return rows.observe(observation, functions.count(functions.lit(1)).alias("rows")), count
-
-
-def is_connect(spark: SparkSession) -> bool:
-    """Return whether this is a session of Spark Connect, which has no local JVM."""
-    return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
 def is_local(master: str) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.data.spark.job import is_connect
+from sparkhvd.compat.spark import is_connect, rows_of_plan, session_settings
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -89,8 +89,7 @@ def with_own_settings(rows: DataFrame, settings: Mapping[str, str]) -> DataFrame
         copy = spark._jsparkSession.cloneSession()  # noqa: SLF001
         for name, value in settings.items():
             copy.conf().set(name, value)
-        datasets = spark.sparkContext._jvm.org.apache.spark.sql.classic.Dataset  # type: ignore[union-attr]  # noqa: SLF001
-        copied = datasets.ofRows(copy, rows._jdf.queryExecution().analyzed())  # noqa: SLF001
+        copied = rows_of_plan(spark.sparkContext._jvm, copy, rows._jdf.queryExecution().analyzed())  # noqa: SLF001
     except (Py4JError, TypeError, AttributeError) as error:
         logger.debug("This Spark does not copy its session: %s", error)
         return None
@@ -100,7 +99,7 @@ def with_own_settings(rows: DataFrame, settings: Mapping[str, str]) -> DataFrame
 def _hadoop_settings(spark: SparkSession) -> dict[str, str]:
     if is_connect(spark):
         wanted = re.compile(_STORE_SETTINGS)
-        hadoop = {name.removeprefix(_HADOOP): value for name, value in spark.conf.getAll.items()}
+        hadoop = {name.removeprefix(_HADOOP): value for name, value in session_settings(spark).items()}
         return {name: value for name, value in hadoop.items() if wanted.match(name)}
     conf = _hadoop_configuration(spark)
     return {str(name): str(value) for name, value in dict(conf.getValByRegex(_STORE_SETTINGS)).items()}

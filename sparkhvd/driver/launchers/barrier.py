@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 from sparkhvd._util.background import is_set_within
+from sparkhvd.compat.spark import is_connect
 from sparkhvd.data.prepare.stats import no_rows
-from sparkhvd.data.spark.job import is_connect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream

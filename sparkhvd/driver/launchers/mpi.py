@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd._util.background import is_set_within
 from sparkhvd.comm.connect.rendezvous import RendezvousServer
+from sparkhvd.compat.spark import is_connect
 from sparkhvd.config import changed_environment
-from sparkhvd.data.spark.job import is_connect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream

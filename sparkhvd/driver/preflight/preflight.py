@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd._util.counts import counted
+from sparkhvd.compat.spark import check_spark, inheriting
 from sparkhvd.config import from_environment
 from sparkhvd.data.prepare.store_check import judge, needs_check, remove
 from sparkhvd.data.spark.job import run_job
@@ -148,7 +149,8 @@ def preflight(
     # In parallel with the stage: the stage waits for executors, the model for imports and Spark's first query.
     model = None
     if estimator is not None and df is not None:
-        model = in_background(functools.partial(_model, estimator, df, timeout), "sparkhvd-preflight-model", session)
+        attempt = inheriting(session, functools.partial(_model, estimator, df, timeout))
+        model = in_background(attempt, "sparkhvd-preflight-model")
     count, slots = _slots(request)
     tasks, checks = _cluster(request, count)
     if model is not None:
@@ -163,6 +165,7 @@ def _slots(request: _Request) -> tuple[int, Check]:
     began, deadline = time.monotonic(), Deadline.after(request.timeout)
     hidden = setting_that_hides_slots(request.spark)
     try:
+        check_spark(request.spark)
         count = reserve_tasks(request.spark, request.num_proc, request.resources, deadline)
     except SlotsError as error:
         if hidden:

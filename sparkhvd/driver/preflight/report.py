@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from sparkhvd.compat.spark import release
 from sparkhvd.task.host.examination import Examination
 
 _MIB = 1 << 20
@@ -135,18 +136,18 @@ def _devices(tasks: Sequence[Examination]) -> Check:
 
 
 def _versions(tasks: Sequence[Examination], driver: Mapping[str, str]) -> Check:
-    """Compare versions: those of Python and sparkhvd must be equal; others should, because models are pickled."""
+    """Compare versions: of Python, Spark and sparkhvd they must be equal; others should, because models are pickled."""
     everywhere = [driver, *(task.versions for task in tasks)]
     names = sorted({name for versions in everywhere for name in versions})
     by_name = {name: sorted({versions.get(name, "none") for versions in everywhere}) for name in names}
     differing = {name: versions for name, versions in by_name.items() if len(versions) > 1}
-    minor = {versions["python"].rpartition(".")[0] for versions in everywhere}
-    if len(minor) == 1:
-        differing.pop("python", None)
+    for name in ("python", "pyspark"):  # patch releases may differ
+        if len({release(versions.get(name, "none")) for versions in everywhere}) == 1:
+            differing.pop(name, None)
     if not differing:
         return Check("versions", Verdict.OK, "the same on the driver and everywhere")
     shown = ", ".join(f"{name} {' and '.join(versions)}" for name, versions in differing.items())
-    verdict = Verdict.FAIL if {"python", "sparkhvd"} & set(differing) else Verdict.WARN
+    verdict = Verdict.FAIL if {"python", "pyspark", "sparkhvd"} & set(differing) else Verdict.WARN
     return Check(
         "versions", verdict, f"Versions differ: {shown}. Install the same versions on the driver and on every node."
     )

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 from sparkhvd._util.addresses import without_brackets
 from sparkhvd._util.background import in_background, is_done_within, is_set_within
 from sparkhvd._util.counts import counted
-from sparkhvd.data.spark.job import add_tag, cancel, is_connect, new_tag
+from sparkhvd.compat.spark import inheriting, is_connect, map_in_barrier
+from sparkhvd.data.spark.job import add_tag, cancel, new_tag
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StartTimeoutError
 from sparkhvd.task.job import RESULT_SCHEMA
@@ -64,7 +65,7 @@ class BarrierStage:
         self._tag = new_tag()
         self._progress: _Progress | None = None
         # The thread inherits the user's job group, description and scheduler pool.
-        self._job = in_background(self._collect, "sparkhvd-job", spark)
+        self._job = in_background(inheriting(spark, self._collect), "sparkhvd-job")
         self._job.add_done_callback(lambda _: on_end())
 
     def wait(self, seconds: float = math.inf) -> bool:
@@ -158,7 +159,7 @@ class BarrierStage:
         rows = self._input
         if rows is None:
             rows = self._spark.range(self._num_tasks, numPartitions=self._num_tasks)
-        tasks = rows.mapInArrow(self._task, RESULT_SCHEMA, barrier=True, profile=self._profile)
+        tasks = map_in_barrier(rows, self._task, RESULT_SCHEMA, self._profile)
         if self._retry:
             # The exchange makes the barrier stage a map stage, which Spark retries when it loses an executor.
             tasks = tasks.repartition(1)

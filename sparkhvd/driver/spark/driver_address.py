@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from sparkhvd._util.addresses import LOOPBACK, address_to_bind, is_loopback, outgoing_address, without_brackets
-from sparkhvd.data.spark.job import is_connect
+from sparkhvd.compat.spark import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparkhvd.data.spark.job import is_connect
+from sparkhvd.compat.spark import is_connect
 from sparkhvd.errors import LaunchError
 
 if TYPE_CHECKING:

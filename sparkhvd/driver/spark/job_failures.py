@@ -15,7 +15,7 @@ _TASK = re.compile(r"because barrier task \w+\(\d+, (\d+)\)")
 _ATTEMPTS = re.compile(r"maximum allowable number of times: (\d+)")
 # The line after the traceback; the lines behind it are Spark's.
 _RAISED = re.compile(r"Traceback [^\n]*\n(?:[ \t][^\n]*\n)+(\S[^\n]*)")
-_VERSIONS = re.compile(r"The driver has sparkhvd .*")
+_VERSIONS = re.compile(r"The driver has (?:sparkhvd|pyspark) .*")
 # The first is for a job that was cancelled by a tag, a group, a session or in Spark's UI, the second for Spark Connect.
 _CANCELLED = re.compile(r"\[(?:SPARK_JOB_CANCELLED|OPERATION_CANCELED)\] ([^\n]*?)\.?(?: SQLSTATE: \w+)?(?:\n|$)")
 _TOO_FEW_SLOTS = "[SPARK-24819]"

@@ -6,7 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.data.spark.job import is_connect, is_local
+from sparkhvd.compat.spark import is_connect
+from sparkhvd.data.spark.job import is_local
 from sparkhvd.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -16,10 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NO_STAGE_RESOURCES = (
-    "gpus_per_task and cpus_per_task do not work {where}: Spark supports resources per stage only on standalone, YARN, "
-    "Kubernetes and local-cluster. Leave them out, and set spark.task.cpus and spark.task.resource.gpu.amount instead."
-)
+_SUPPORTED = "Spark supports resources per stage only on standalone, YARN, Kubernetes and local-cluster"
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def _make_on_server(spark: SparkSession, profile: ResourceProfile) -> None:
     except PySparkException as error:
         if "ResourceProfiles are only supported" not in str(error):
             raise LaunchError(f"The Spark Connect server rejected the resources of this job: {error}") from error
-        raise LaunchError(_NO_STAGE_RESOURCES.format(where="on this Spark Connect server")) from error
+        raise unsupported_resources("on this Spark Connect server") from error
 
 
 def check_master_supports(master: str, resources: TaskResources) -> None:
@@ -75,4 +73,12 @@ def check_master_supports(master: str, resources: TaskResources) -> None:
         LaunchError: it does not.
     """
     if resources and is_local(master):
-        raise LaunchError(_NO_STAGE_RESOURCES.format(where=f"with master {master}"))
+        raise unsupported_resources(f"with master {master}")
+
+
+def unsupported_resources(where: str, reason: str = _SUPPORTED) -> LaunchError:
+    """Return the error for a cluster that does not support resources per stage."""
+    return LaunchError(
+        f"gpus_per_task and cpus_per_task do not work {where}: {reason.removesuffix('.')}. Leave them out, and set "
+        "spark.task.cpus and spark.task.resource.gpu.amount instead."
+    )

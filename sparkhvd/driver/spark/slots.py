@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparkhvd._util.counts import counted
-from sparkhvd.data.spark.job import is_connect, is_local, run_job
+from sparkhvd.compat.spark import is_connect
+from sparkhvd.data.spark.job import is_local, run_job
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.spark.executor_python import check_executor_python
-from sparkhvd.driver.spark.resources import TaskResources, check_master_supports, profile_of
+from sparkhvd.driver.spark.resources import TaskResources, check_master_supports, profile_of, unsupported_resources
 from sparkhvd.errors import LaunchError, SlotsError, StartTimeoutError
 
 if TYPE_CHECKING:
@@ -209,8 +210,15 @@ def _concurrent_tasks(spark: SparkSession, profile: ResourceProfile | None) -> i
     profiles = scala_context.resourceProfileManager()
     if profile is None:
         return int(scala_context.maxNumConcurrentTasks(profiles.defaultResourceProfile()))
+    from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # noqa: PLC0415 - only with Spark
+
     own = profile._java_resource_profile  # noqa: SLF001
-    profiles.addResourceProfile(own)
+    try:
+        profiles.addResourceProfile(own)
+    except Py4JJavaError as error:  # up to Spark 3.5 on YARN and Kubernetes
+        raise unsupported_resources(
+            f"with master {spark.sparkContext.master}", str(error.java_exception.getMessage())
+        ) from error
     return int(scala_context.maxNumConcurrentTasks(own))
 
 

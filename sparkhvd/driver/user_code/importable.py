@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from sparkhvd.compat.spark import is_connect
 from sparkhvd.config import from_environment
-from sparkhvd.data.spark.job import is_connect, run_job
+from sparkhvd.data.spark.job import run_job
 from sparkhvd.driver.user_code.user_modules import loaded_user_modules
 from sparkhvd.task.user_code.importable import Findings, find_modules
 

@@ -11,6 +11,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from sparkhvd._util.counts import counted
 from sparkhvd._util.short_tracebacks import brief_errors
+from sparkhvd.compat.spark import arrow_column
 from sparkhvd.data.schema.data_schema import Fill
 from sparkhvd.data.schema.packing import packed, plan_packing
 from sparkhvd.data.schema.selection import RESERVED_PREFIX
@@ -27,7 +28,7 @@ from sparkhvd.estimators.models.outputs import (
     spark_type,
 )
 from sparkhvd.estimators.models.persistence import FolderReader, FolderWriter, read_model, write_model
-from sparkhvd.estimators.models.predict import PredictSpec, arrow_function, output_field
+from sparkhvd.estimators.models.predict import PredictSpec, output_field, predict_batches
 from sparkhvd.estimators.models.retained_files import RetainedFiles
 from sparkhvd.estimators.models.trained import ModelArtifacts, wrap_model
 from sparkhvd.estimators.params.named_inputs import columns_of, named_inputs
@@ -173,7 +174,6 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
 
     @brief_errors
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        from pyspark.sql.pandas.functions import arrow_udf  # noqa: PLC0415  (since Spark 4.1; only transform needs it)
         from pyspark.sql.types import StructField, StructType  # noqa: PLC0415
 
         require_spark_dataframe("transform", dataset)
@@ -181,15 +181,13 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         fields = [StructField(output_field(index), spark_type(column)) for index, column in enumerate(columns)]
         spec = self._predict_spec(dataset, columns, fields)
         kind = fields[0].dataType if len(fields) == 1 else StructType(fields)
-        predict = arrow_udf(arrow_function(spec), kind)  # type: ignore[call-overload]  # it takes tuples
         dataset = as_rows(dataset, [column.path[0] for column in spec.features])
         arrays, others = packed(spec.features, spec.packing)
         names = [f"{_unused_prefix(dataset)}{index}" for index in range(len(arrays))]
         if arrays:
             dataset = dataset.select("*", *(array.alias(name) for array, name in zip(arrays, names, strict=True)))
-        # Each argument is passed twice so that Spark computes it beforehand, in compiled code. Otherwise Spark would
-        # work row by row and hold a copy of every feature column meanwhile. The data is sent only once.
-        predicted = predict(*names, *others, *names, *others)  # all outputs share it, so Spark evaluates it once
+        # All outputs share the column, so Spark evaluates it once.
+        predicted = arrow_column(dataset, partial(predict_batches, spec), kind, [*names, *others])
         outputs = [
             _output(predicted if len(columns) == 1 else predicted.getField(output_field(index)), column)
             for index, column in enumerate(columns)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd.compat import spark
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import ModelOutputError, ParamError, SchemaError
 from sparkhvd.estimators.plugin import Predicted
@@ -196,9 +197,7 @@ def spark_type(column: OutputColumn) -> DataType:
 
 @cache  # parsing is a call into Spark
 def _parse_type(ddl: str) -> DataType:
-    from pyspark.sql.types import DataType  # noqa: PLC0415  (executors need none of this)
-
-    return DataType.fromDDL(ddl)
+    return spark.data_type(ddl)
 
 
 def _check_supported(data_type: DataType, column: OutputColumn) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -177,12 +177,3 @@ def _predict(
                 )
             parts[index].append(array)
     return [pieces[1] if len(pieces) == 2 else pa.concat_arrays(pieces) for pieces in parts]
-
-
-def arrow_function(spec: PredictSpec) -> Callable[[Iterator[tuple[pa.Array, ...]]], Iterator[pa.Array]]:
-    """Return ``predict_batches`` with the annotations that Spark needs; it gets all packed columns twice."""
-
-    def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
-        return predict_batches(spec, (batch[: spec.packing.count] for batch in batches))
-
-    return predict

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, runtime_checkable
 
 from sparkhvd.compat.horovod import unknown_argument
+from sparkhvd.compat.spark import check_spark
 from sparkhvd.config import changed_environment, from_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_seconds
@@ -187,6 +188,7 @@ def shows_output(placement: Placement) -> bool:
 
 def reserve_ranks(placement: Placement, spark: SparkSession) -> int:
     """Return the number of ranks, so that too few slots are reported before the data is prepared."""
+    check_spark(spark)  # it prepares the rows, whoever starts the ranks
     backend = _backend(placement)
     return backend.reserve(spark) if isinstance(backend, SparkBackend) else int(backend.num_processes())
 

@@ -16,7 +16,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
-from sparkhvd.data.spark.job import is_connect
+from sparkhvd.compat.spark import is_connect
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store.protocol import Store
 

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sparkhvd.compat.spark import to_arrow
 from sparkhvd.data.prepare.direct_rows import TaskRows, checked, partition_for_ranks
 from sparkhvd.data.prepare.stats import SPLIT
 from sparkhvd.data.read.batches import Arrays
@@ -35,7 +36,7 @@ def read_sample(dataset: DataFrame, selection: Selection, rows: int) -> tuple[Da
         DataError: the DataFrame is empty, or its rows cannot be trained on.
     """
     whole = replace(selection, validation=None)
-    table = partition_for_ranks(dataset.limit(rows), whole, num_proc=1, seed=0).toArrow()
+    table = to_arrow(partition_for_ranks(dataset.limit(rows), whole, num_proc=1, seed=0))
     with closing(Spool((tempfile.gettempdir(),), by=SPLIT, otherwise="train")) as spool:
         for batch in table.to_batches():
             spool.write(batch)

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 import sparkhvd
 from sparkhvd._util.addresses import address_to_bind, is_loopback
+from sparkhvd.compat.spark import pyspark_version
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.client import connect
@@ -106,8 +107,9 @@ class _IgnoreMessages:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, sparkhvd and the installed packages that matter."""
-    return {"python": platform.python_version(), "sparkhvd": sparkhvd.__version__, **installed_versions(_PACKAGES)}
+    """Return the versions of Python, sparkhvd, pyspark and the installed packages that matter."""
+    own = {"python": platform.python_version(), "sparkhvd": sparkhvd.__version__, "pyspark": pyspark_version()}
+    return {**own, **installed_versions(_PACKAGES)}
 
 
 def examine_task(question: ExaminationRequest, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import sparkhvd
+from sparkhvd.compat.spark import pyspark_version
 from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import Host
 from sparkhvd.driver.launcher import LaunchRequest, choose_launcher
@@ -78,7 +80,7 @@ def test_an_added_launcher_is_a_backend_of_the_estimators(install):
         EstimatorParams(backend="nearby")
     install(_NEARBY, "sparkhvd.launchers", "nearby = added_package:NearbyLauncher")
     plan = EstimatorParams(backend="nearby")._plan()
-    assert reserve_ranks(plan, spark=None) == 2
+    assert reserve_ranks(plan, SimpleNamespace(version=pyspark_version())) == 2
     with pytest.raises(ParamError, match="backend='nearby' cannot send the rows of a DataFrame"):
         check_backend(plan, "direct")
     with pytest.raises(ParamError, match="must be one of 'auto', 'barrier', 'mpi', 'local', 'nearby', or an object"):

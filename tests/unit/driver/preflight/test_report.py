@@ -7,7 +7,7 @@ import pytest
 from sparkhvd.driver.preflight.report import Check, PreflightReport, Verdict, cluster_checks
 from sparkhvd.task.host.examination import Examination
 
-VERSIONS = {"python": "3.11.7", "sparkhvd": "0.1.0", "torch": "2.13.0"}
+VERSIONS = {"python": "3.11.7", "sparkhvd": "0.1.0", "pyspark": "4.3.0", "torch": "2.13.0"}
 TASK = Examination(
     task_index=0,
     host="node-a",
@@ -39,7 +39,9 @@ def test_identical_tasks_pass_every_check():
         ({"versions": {**VERSIONS, "python": "3.12.1"}}, "versions", Verdict.FAIL, "python 3.11.7 and 3.12.1"),
         ({"versions": {**VERSIONS, "python": "3.11.9"}}, "versions", Verdict.OK, "the same"),
         ({"versions": {**VERSIONS, "sparkhvd": "0.0.9"}}, "versions", Verdict.FAIL, "sparkhvd 0.0.9 and 0.1.0"),
-        ({"versions": {"python": "3.11.7", "sparkhvd": "0.1.0"}}, "versions", Verdict.WARN, "torch 2.13.0 and none"),
+        ({"versions": {**VERSIONS, "pyspark": "4.1.2"}}, "versions", Verdict.FAIL, "pyspark 4.1.2 and 4.3.0"),
+        ({"versions": {**VERSIONS, "pyspark": "4.3.1"}}, "versions", Verdict.OK, "the same"),
+        ({"versions": {**VERSIONS, "torch": "2.12.0"}}, "versions", Verdict.WARN, "torch 2.12.0 and 2.13.0"),
         ({"shared_memory": 64 << 20}, "shared memory", Verdict.WARN, "64 MiB in /dev/shm on host node-b"),
     ],
 )

@@ -1,0 +1,101 @@
+"""Which Spark is accepted, and what to do about others; tests/spark and tools/test-matrix run real ones."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sparkhvd.compat import spark as versions
+from sparkhvd.driver.spark.job_failures import spark_failure
+from sparkhvd.errors import LaunchError
+from sparkhvd.task.entry import entry_of
+
+
+class _Connect(SimpleNamespace):
+    """A session as far as the check looks at it."""
+
+
+_Connect.__module__ = "pyspark.sql.connect.session"
+
+
+def no_rows(batches: Any) -> Any:
+    yield from batches
+
+
+@pytest.fixture
+def pyspark_of(monkeypatch):
+    return lambda version: monkeypatch.setattr(versions, "pyspark_version", lambda: version)
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [("3.5.0", (3, 5)), ("3.5.5-amzn-1", (3, 5)), ("4.10.0.dev0", (4, 10)), ("4.1", (4, 1)), ("unknown", (0, 0))],
+)
+def test_a_release_is_the_first_two_numbers_of_a_version(version, numbers):
+    assert versions.release(version) == numbers
+
+
+@pytest.mark.parametrize(
+    ("own", "session"),
+    [
+        ("3.5.0", SimpleNamespace(version="3.5.5-amzn-1")),
+        ("4.3.0", SimpleNamespace(version="4.3.2")),
+        ("4.0.0", _Connect(version="4.0.2")),
+    ],
+)
+def test_patch_releases_and_suffixes_may_differ(pyspark_of, own, session):
+    pyspark_of(own)
+    versions.check_spark(session)
+
+
+@pytest.mark.parametrize(
+    ("own", "session", "message"),
+    [
+        (
+            "3.4.4",
+            SimpleNamespace(version="3.4.4"),
+            r"^This session runs Spark 3\.4\.4, but sparkhvd needs Spark 3\.5 or",
+        ),
+        ("3.5.0", SimpleNamespace(version="3.4.1"), r"^This session runs Spark 3\.4\.1, but"),
+        (
+            "3.5.6",
+            _Connect(version="3.5.6"),
+            r"^This is a Spark Connect session with Spark 3\.5\.6, but .* from Spark 4\.0",
+        ),
+        (
+            "4.0.1",
+            SimpleNamespace(version="4.1.0"),
+            r"^The driver's Python has pyspark 4\.0\.1, but the session runs Spark 4",
+        ),
+        (
+            "4.1.0",
+            _Connect(version="4.0.1"),
+            r"^The client has pyspark 4\.1\.0, but the Spark Connect server runs Spark 4\.0",
+        ),
+    ],
+)
+def test_a_spark_that_cannot_work_is_refused_by_name(pyspark_of, own, session, message):
+    pyspark_of(own)
+    with pytest.raises(LaunchError, match=message):
+        versions.check_spark(session)
+
+
+def test_a_task_with_another_spark_than_the_driver_says_so_in_one_sentence():
+    entry = entry_of(no_rows)
+    assert list(entry(iter([1]))) == [1]
+    with pytest.raises(
+        LaunchError, match=rf"^The driver has pyspark 3\.4\.1, but {re.escape(sys.executable)} "
+    ) as failed:
+        list(replace(entry, spark="3.4.1")(iter([])))
+    assert spark_failure(RuntimeError(f"Job aborted.\n{failed.value}\n\tat java")) == str(failed.value)
+
+
+@pytest.mark.parametrize(("own", "java"), [("3.5.0", "Java 8, 11 or 17"), ("4.0.0", "Java 17 or later")])
+def test_the_java_that_is_asked_for_is_that_of_the_installed_spark(pyspark_of, own, java):
+    pyspark_of(own)
+    assert versions.java_versions() == java
