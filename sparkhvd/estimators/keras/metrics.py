@@ -32,6 +32,18 @@ def sum_over_ranks(model: Any, name: str) -> None:
         variable.assign(summed.reshape(value.shape).astype(value.dtype))
 
 
+def summed_results(model: Any) -> dict[str, float]:
+    """Return the results of the metrics in a model's attributes, after ``sum_over_ranks``.
+
+    A user-defined step may report them beside other values, and Keras then logs what the step returned on this rank.
+    """
+    own = [m for m in model.metrics if m is not getattr(model, "_loss_tracker", None) and not hasattr(m, "metrics")]
+    results = {
+        metric.name: np.asarray(keras.ops.convert_to_numpy(metric.result())) for metric in own if _is_sum(metric)
+    }
+    return {name: float(result) for name, result in results.items() if result.shape == ()}
+
+
 def _metrics(model: Any) -> list[Any]:
     """Return the metrics of a model, with those of containers."""
     return [inner for metric in model.metrics for inner in getattr(metric, "metrics", [metric])]

@@ -39,10 +39,11 @@ _CONFIGURED = (
 
 @dataclass(frozen=True)
 class Configured:
-    """The configuration of a Keras object, and the values of its variables."""
+    """The configuration of a Keras object, the values of its variables, and the dtype of a loss."""
 
     config: dict[str, Any]
     variables: tuple[npt.NDArray[np.generic], ...] = ()
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ def custom_objects_of(model: Any, custom_objects: Mapping[str, Any] | None, used
     layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to list nested layers)
     used_objects = _with_schedules(used)
     classes: list[Any] = [*map(type, layers), *(type(obj) for obj in used_objects if isinstance(obj, _CONFIGURED))]
-    functions = [f for obj in used_objects if isinstance(f := getattr(obj, "_fn", obj), FunctionType)]
+    functions = [obj for obj in used_objects if isinstance(obj, FunctionType)]
     in_layers = [value for layer in layers for value in vars(layer).values() if isinstance(value, FunctionType)]
     # Most functions of a layer are not part of its configuration; the user must pass those that are.
     functions += [function for function in in_layers if keras.saving.get_registered_name(function) in objects]
@@ -337,7 +338,8 @@ def to_configs(value: Any) -> Any:
     variables: tuple[npt.NDArray[np.generic], ...] = ()
     if isinstance(value, keras.optimizers.Optimizer) and value.built:
         variables = tuple(keras.ops.convert_to_numpy(variable) for variable in value.variables)
-    return Configured(keras.saving.serialize_keras_object(value), variables)
+    dtype = value.dtype if isinstance(value, keras.losses.Loss) else None  # which its configuration omits
+    return Configured(keras.saving.serialize_keras_object(value), variables, dtype)
 
 
 def from_configs(value: Any) -> Any:
@@ -347,7 +349,11 @@ def from_configs(value: Any) -> Any:
     if isinstance(value, list):
         return [from_configs(item) for item in value]
     if isinstance(value, Configured):
-        return keras.saving.deserialize_keras_object(value.config, safe_mode=False)
+        rebuilt = keras.saving.deserialize_keras_object(value.config, safe_mode=False)
+        if value.dtype is not None:
+            rebuilt._dtype_policy = keras.dtype_policies.get(value.dtype)  # noqa: SLF001
+            rebuilt._dtype = value.dtype  # noqa: SLF001
+        return rebuilt
     return value
 
 

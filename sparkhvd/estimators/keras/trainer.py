@@ -19,7 +19,7 @@ from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
-from sparkhvd.estimators.keras.metrics import sum_over_ranks
+from sparkhvd.estimators.keras.metrics import sum_over_ranks, summed_results
 from sparkhvd.estimators.keras.package import (
     Package,
     arrays_from_bytes,
@@ -216,6 +216,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._data = data
         self._validation = validation
         self._saved: list[tuple[Any, Any]] = []
+        self._summed: dict[str, float] = {}
         self._started = self._data_wait = 0.0
         self._waits = session.current().channel().waits
         self._communicated = 0.0  # seconds of communication before the epoch
@@ -242,6 +243,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         if last:
             self.metrics.times = self._times()
             sum_over_ranks(self.model, f"epoch {self._data.epoch} metrics")  # Keras then computes the logs from them
+            self._summed = summed_results(self.model)
 
     def equalize(self, batch: int) -> None:
         """Synchronize the statistics of the model's layers over the ranks after a batch; collective."""
@@ -260,6 +262,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
             self._restore_variables(batch, self._validation)
             if batch == len(self._validation) - 1:
                 sum_over_ranks(self.model, f"epoch {self._data.epoch} validation metrics")
+                self._summed |= {f"val_{name}": value for name, value in summed_results(self.model).items()}
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace the logs, which callbacks read, with the means over the rows of all ranks; collective.
@@ -267,6 +270,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         Logs of summed metrics are equal on all ranks and keep their values.
         """
         logs = {} if logs is None else logs
+        logs.update({name: value for name, value in self._summed.items() if name in logs})
         rows = {"train": self._data.rows, "val": self._validation.rows if self._validation is not None else 0}
         names = sorted(logs)
         counts = [rows["val" if name.startswith("val_") else "train"] for name in names]

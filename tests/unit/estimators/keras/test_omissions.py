@@ -9,6 +9,7 @@ import pytest
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.inputs import Ports
+from sparkhvd.estimators.keras.package import from_configs, to_configs
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.settings import KerasSettings
 from sparkhvd.estimators.runs.canonical import canonical_form
@@ -164,6 +165,12 @@ def test_a_class_that_would_be_rebuilt_with_another_argument_is_refused():
     PLUGIN.pack(parameters(optimizer=keras.optimizers.SGD(Slowing(0.1))))
     with pytest.raises(ParamError, match=r"Slowing has power=0\.5"):
         PLUGIN.pack(parameters(optimizer=keras.optimizers.SGD(Slowing(0.1, 0.5))))
+
+
+def test_a_loss_keeps_its_dtype():
+    loss = keras.losses.MeanSquaredError(dtype="float64")
+    assert from_configs(to_configs([loss]))[0].dtype == "float64"
+    assert from_configs(to_configs([keras.losses.MeanSquaredError()]))[0].dtype == "float32"
 
 
 @pytest.mark.parametrize("weights", [{"end": 0.5}, [0.5], 0.5])

@@ -341,6 +341,46 @@ class TwoPlainOptimizers(TwoOptimizers):
         return keras.optimizers.SGD(0.05)
 
 
+class Ranking(keras.Model):
+    """Reports a metric beside a value of its own."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.outer, self.auc = keras.layers.Dense(1, activation="sigmoid"), keras.metrics.AUC(name="auc")
+
+    def call(self, values):
+        return self.outer(values)
+
+    def report(self, data):
+        features, labels = data
+        self.auc.update_state(keras.ops.minimum(labels, 1)[:, None], self(features))
+        return {"auc": self.auc.result(), "rows": keras.ops.shape(features)[0]}
+
+    def train_step(self, data):
+        return self.report(data)
+
+    def test_step(self, data):
+        return self.report(data)
+
+
+def report_ranking(sizes):
+    world, hooks = session.current().world, Hooks()
+    given = parameters(model=built(Ranking), metrics=None, loss="mse", optimizer=keras.optimizers.SGD(0.1))
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA), world)
+    trainer.fit(source(sizes, world.rank), source(sizes, world.rank), hooks)
+    record = average_over_ranks(hooks.reports[-1], session.current())
+    return record.train["auc"], record.validation["auc"]
+
+
+@pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_END], ids=["fewer rows at the end", "a rank without rows"])
+def test_metrics_cover_all_rows_also_beside_other_values_of_a_user_defined_step(group, sizes):
+    model, data = built(Ranking), rows(sum(map(sum, sizes)))
+    wanted = keras.metrics.AUC()
+    wanted.update_state(np.minimum(data["y"], 1)[:, None], model(data["x"].astype(np.float32)))
+    for found in group.run(report_ranking, sizes):
+        assert found == pytest.approx([float(wanted.result())] * 2, rel=1e-5)
+
+
 def built(kind):
     model = kind()
     model(np.zeros((2, 6), np.float32))
