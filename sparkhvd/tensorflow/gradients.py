@@ -11,6 +11,7 @@ import tensorflow as tf
 from sparkhvd._util.keras_layers import variables_of_layers
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.collectives.options import Reduction
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow.compression import Compression, Compressor
@@ -68,7 +69,7 @@ class GradientExchange:
             reduced[index] = result
         slices = [index for index, gradient in enumerate(gradients) if _is_sparse(gradient)]
         reduced_slices = reduce_slices(
-            [gradients[index] for index in slices], self.op, 1.0, f"{self.name}.sparse", self.process_set
+            [gradients[index] for index in slices], Reduction(self.op), f"{self.name}.sparse", self.process_set
         )
         for index, result in zip(slices, reduced_slices, strict=True):
             reduced[index] = result

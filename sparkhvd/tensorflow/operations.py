@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import Array, ReduceOp
+from sparkhvd.comm.collectives.options import Reduction
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow import gpu
@@ -67,7 +68,7 @@ def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     """
     op = reduction(average, op)
     if isinstance(tensor, tf.IndexedSlices):
-        return reduce_slices([tensor], op, prescale_factor * postscale_factor, name, process_set)[0]
+        return reduce_slices([tensor], Reduction(op, prescale_factor, postscale_factor), name, process_set)[0]
     return grouped_allreduce(
         [tensor],
         compression=compression,
@@ -95,23 +96,25 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
         return []
     op = reduction(average, op)
     packed, contexts = zip(*(compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors), strict=True)
-    names = [
-        graph_name("allreduce", f"{name}.{i}" if name and len(packed) > 1 else name, t) for i, t in enumerate(packed)
-    ]
+    full_name = graph_name("allreduce", name, packed[0])
+    # A tensor may be in the group twice, so its own name does not identify its place.
+    names = [f"{full_name}.{i}" if full_name and len(packed) > 1 else full_name for i in range(len(packed))]
 
-    def reduce(values: Sequence[tf.Tensor], suffix: str) -> list[tf.Tensor]:
+    def reduce(
+        values: Sequence[tf.Tensor], suffix: str = "", prescale: float = 1.0, postscale: float = 1.0
+    ) -> list[tf.Tensor]:
         def run(*eager: tf.Tensor) -> Sequence[Array | tf.Tensor]:
             communicator = session.current()
             full_names = [name and name + suffix for name in names]
             if gpu.by_nccl(eager, op, process_set):
-                return gpu.allreduce(eager, op, prescale_factor, postscale_factor, full_names, process_set)
+                return gpu.allreduce(eager, op, prescale, postscale, full_names, process_set)
             handles = [
                 communicator.allreduce_async(
                     array_of(value, f"Tensor {full_name or ''}".rstrip()),
                     op,
                     name=full_name,
-                    prescale=prescale_factor,
-                    postscale=postscale_factor,
+                    prescale=prescale,
+                    postscale=postscale,
                     process_set=process_set,
                 )
                 for value, full_name in zip(eager, full_names, strict=True)
@@ -125,9 +128,9 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
                 raise ConfigError(f"An allreduce with op={op} has no gradient; use Average or Sum.")
-            return reduce(upstream, ".gradient")
+            return _with_own_scales(reduce(upstream, ".gradient"), prescale_factor * postscale_factor)
 
-        return reduce(values, ""), gradient
+        return reduce(values, prescale=prescale_factor, postscale=postscale_factor), gradient
 
     results = differentiable(*packed)
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
@@ -267,9 +270,8 @@ def grouped_reducescatter(  # noqa: PLR0917  the order of the arguments is Horov
             if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
                 raise ConfigError(f"A reducescatter with op={op} has no gradient; use Average or Sum.")
             ranks = session.current().channel(process_set).size if op is ReduceOp.SUM else 1
-            scale = ranks * prescale_factor * postscale_factor
-            scaled = [grad * tf.cast(scale, grad.dtype) for grad in upstream]
-            return grouped_allgather(scaled, full_name and f"{full_name}.gradient", process_set)
+            gathered = grouped_allgather(upstream, full_name and f"{full_name}.gradient", process_set)
+            return _with_own_scales(gathered, ranks * prescale_factor * postscale_factor)
 
         return outside_graph(run, values, [(value.dtype, _with_any_rows(value)) for value in values]), gradient
 
@@ -346,20 +348,35 @@ def join(process_set: ProcessSet | None = None) -> tf.Tensor:
 
 
 def reduce_slices(
-    slices: Sequence[tf.IndexedSlices], op: ReduceOp, scale: float, name: str | None, process_set: ProcessSet | None
+    slices: Sequence[tf.IndexedSlices], reduction: Reduction, name: str | None, process_set: ProcessSet | None
 ) -> list[tf.IndexedSlices]:
     """Concatenate the rows of all ranks, which adds them up once they are applied; one call for all slices."""
+    op, prescale, postscale = reduction
     if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
         raise ConfigError(
             f"tf.IndexedSlices can be averaged or summed, not combined with op={op}; convert them to dense first."
         )
-    factor = scale / session.current().channel(process_set).size if op is ReduceOp.AVERAGE else scale
-    parts = [part for item in slices for part in (item.values, item.indices)]
+    ranks = session.current().channel(process_set).size if op is ReduceOp.AVERAGE else 1
+    parts = [part for item in slices for part in (_scaled(item.values, prescale), item.indices)]
     gathered = grouped_allgather(parts, name, process_set)
     return [
-        tf.IndexedSlices(values * tf.cast(factor, values.dtype), indices, dense_shape=item.dense_shape)
+        tf.IndexedSlices(_scaled(values, postscale, ranks), indices, dense_shape=item.dense_shape)
         for item, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True)
     ]
+
+
+def _scaled(values: tf.Tensor, factor: float, divisor: int = 1) -> tf.Tensor:
+    if factor == divisor == 1:
+        return values
+    if values.dtype.is_floating:
+        return values * tf.cast(factor / divisor, values.dtype)
+    # Integers are scaled like those of dense tensors: in double, then truncated.
+    return tf.cast(tf.cast(values, tf.float64) * factor / divisor, values.dtype)
+
+
+def _with_own_scales(gradients: Sequence[tf.Tensor], scale: float) -> list[tf.Tensor]:
+    """Scale gradients after their exchange, because the prescale may differ between ranks."""
+    return list(gradients) if scale == 1.0 else [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients]
 
 
 def _with_any_rows(tensor: tf.Tensor) -> tf.TensorShape:

@@ -28,6 +28,15 @@ def require_gradient(reduction: Reduction, what: str) -> None:
         raise ConfigError(f"{what} with op={reduction.op} has no gradient; use Average or Sum, or detach its input.")
 
 
+def with_own_scales(gradients: Tensors, reduction: Reduction, factor: float = 1.0) -> Tensors:
+    """Return the gradients times ``factor`` and the scales of the reduction.
+
+    A rank's values have its own prescale, which may differ from the others', so this follows the exchange.
+    """
+    factor *= reduction.prescale * reduction.postscale
+    return gradients if factor == 1.0 else tuple(gradient * factor for gradient in gradients)
+
+
 class Part(NamedTuple):
     """One tensor of a reduction: the buffer to send, the buffer for the result, and the function that unpacks it."""
 
@@ -69,10 +78,14 @@ class Allreduce(NamedTuple):
         return in_stream_order(result, self.tensors[0].device) if on_device else result
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
-        """Return the sums or means of the ranks' gradients."""
+        """Return the sums or means of the ranks' gradients, with this rank's scales."""
         del rows
         require_gradient(self.reduction, "An allreduce")
-        return Call(self._replace(tensors=gradients, options=for_gradient(self.options)), every).run()
+        unscaled = Reduction(self.reduction.op)
+        combined = Call(
+            self._replace(tensors=gradients, reduction=unscaled, options=for_gradient(self.options)), every
+        ).run()
+        return with_own_scales(combined, self.reduction)
 
     def _part(self, tensor: torch.Tensor, *, in_place: bool, on_device: bool) -> Part:
         what, compression = label_of("Tensor", self.options.name), self.compression

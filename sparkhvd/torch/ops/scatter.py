@@ -16,7 +16,7 @@ from sparkhvd.torch.compression import Compressor, NoneCompressor
 from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, for_gradient
 from sparkhvd.torch.ops.devices import in_stream_order, reduced_by_nccl, scale, scaled
 from sparkhvd.torch.ops.movements import Allgather
-from sparkhvd.torch.ops.reductions import Part, require_gradient
+from sparkhvd.torch.ops.reductions import Part, require_gradient, with_own_scales
 from sparkhvd.torch.ops.tensors import buffer_of, label_of, stage
 
 T = TypeVar("T")
@@ -52,9 +52,8 @@ class Reducescatter(NamedTuple):
         reduction, options = self.reduction, self.options
         require_gradient(reduction, "A reducescatter")
         ranks = session.current().channel(options.process_set).size if reduction.op is ReduceOp.SUM else 1
-        scale = ranks * reduction.prescale * reduction.postscale
-        scaled = gradients if scale == 1.0 else tuple(gradient * scale for gradient in gradients)
-        return Call(Allgather(scaled, for_gradient(options), self.grouped), every).run()
+        gathered = Call(Allgather(gradients, for_gradient(options), self.grouped), every).run()
+        return with_own_scales(gathered, reduction, ranks)
 
     def _part(self, tensor: torch.Tensor, *, on_device: bool) -> Part:
         what, compression = label_of("Tensor", self.options.name), self.compression

@@ -71,9 +71,13 @@ class SparseSum:
             raise MismatchError(f"{self.what} has different numbers of sparse dimensions on the ranks: {dimensions}.")
         indices = torch.cat([indices for indices, _ in parts], 1)
         values = torch.cat([values for _, values in parts])
-        scale = 1.0 / len(self.ranks) if self.op is ReduceOp.AVERAGE else 1.0
-        joined = torch.sparse_coo_tensor(indices, values * scale, self.like.shape, check_invariants=True)
-        return joined.coalesce().to(self.like.device)
+        if self.op is ReduceOp.AVERAGE and values.is_floating_point():
+            values = values * (1.0 / len(self.ranks))
+        joined = torch.sparse_coo_tensor(indices, values, self.like.shape, check_invariants=True).coalesce()
+        if self.op is ReduceOp.AVERAGE and not values.is_floating_point():  # truncated, like dense means of integers
+            means = torch.div(joined.values(), len(self.ranks), rounding_mode="trunc")
+            joined = torch.sparse_coo_tensor(joined.indices(), means, joined.shape, is_coalesced=True)
+        return joined.to(self.like.device)
 
     def _entries(self, content: memoryview, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         received = torch.frombuffer(content, dtype=torch.uint8)

@@ -48,6 +48,8 @@ def reduce_in_every_mode():
     assert agree(lambda t: hvd.allreduce(t, compression=hvd.Compression.fp16), mine) == [0.5] * 3
     both = graph(lambda t: hvd.grouped_allreduce([t, 2 * t], op=hvd.Sum))(mine)
     assert [value.numpy().tolist() for value in both] == [[1.0] * 3, [2.0] * 3]
+    twice = graph(lambda t: hvd.grouped_allreduce([t, t], op=hvd.Sum))(mine)
+    assert [value.numpy().tolist() for value in twice] == [[1.0] * 3] * 2
 
 
 def reduce_where_the_tensors_are():
@@ -141,6 +143,11 @@ def differentiate(in_graph):
     assert run(lambda t: hvd.reducescatter(t, op=hvd.Sum)).numpy().tolist() == [2.0, 4.0, 4.0]
     exchanged = run(lambda t: hvd.alltoall(t, [1, 2])[0]).numpy().tolist()
     assert exchanged == ([1.0, 2.0, 4.0] if hvd.rank() == 0 else [2.0, 6.0, 8.0])
+    own = {"prescale_factor": factor, "postscale_factor": 3.0}  # each rank's rows have a weight of their own
+    weighted = run(lambda t: hvd.allreduce(t, op=hvd.Sum, **own)).numpy()
+    assert (weighted / factor).tolist() == [9.0, 18.0, 27.0]
+    weighted = run(lambda t: hvd.reducescatter(t, **own)).numpy()
+    assert (weighted / factor).tolist() == [3.0, 6.0, 6.0]
 
 
 def reduce_slices():
@@ -148,6 +155,12 @@ def reduce_slices():
     slices = tf.IndexedSlices(tf.fill([2, 3], float(rank + 1)), tf.constant([rank, 2]), tf.constant([4, 3]))
     mean = tf.convert_to_tensor(hvd.allreduce(slices)).numpy()
     assert mean[:, 0].tolist() == [0.5, 1.0, 1.5, 0.0]
+    weighted = hvd.allreduce(slices, op=hvd.Sum, prescale_factor=rank + 1.0, postscale_factor=2.0)
+    assert tf.convert_to_tensor(weighted).numpy()[:, 0].tolist() == [2.0, 8.0, 10.0, 0.0]
+    counts = tf.IndexedSlices(tf.constant([[7], [-7]]), tf.constant([rank, 2]), tf.constant([4, 1]))
+    assert hvd.allreduce(counts).values[:, 0].numpy().tolist() == [3, -3, 3, -3]
+    large = tf.IndexedSlices(tf.constant([[2**53 + 1]], tf.int64), tf.constant([rank]), tf.constant([4, 1]))
+    assert hvd.allreduce(large, op=hvd.Sum).values[:, 0].numpy().tolist() == [2**53 + 1] * 2
 
 
 def train_with_tape(in_graph, sparse_as_dense):

@@ -195,6 +195,33 @@ def add_sparse():
         assert " the sum of torch.float32 [4, 3]" in str(raised.value)
 
 
+def add_sparse_integers():
+    values = torch.tensor([2**53 + 1, -7, 7])
+    mine = torch.sparse_coo_tensor([[0, 1, 1 + (hvd.rank() > 0)]], values, (3,))
+    for op in (hvd.Sum, hvd.Average):
+        got = hvd.sparse_allreduce(mine, op=op).to_dense()
+        want = torch.stack(everywhere(lambda r: torch.tensor([2**53 + 1, -7 + 7 * (r == 0), 7 * (r > 0)]))).sum(0)
+        if op is hvd.Average:
+            want = torch.div(want, RANKS, rounding_mode="trunc")
+        assert got.dtype == torch.int64
+        assert torch.equal(got, want), (op, got, want)
+
+
+def differentiate_with_own_scales():
+    """Every rank has a weight of its own, like a mean over ranks with different numbers of rows."""
+    scales = {"prescale_factor": hvd.rank() + 1.0, "postscale_factor": 0.5}
+    for op in (hvd.Sum, hvd.Average):
+        ranks = RANKS if op is hvd.Sum else 1
+        for reduce in (hvd.allreduce, lambda x, **more: hvd.grouped_allreduce([x, x], **more)[1]):
+            x = torch.ones(4, requires_grad=True)
+            reduce(x, op=op, **scales).sum().backward()
+            assert x.grad.tolist() == [ranks * (hvd.rank() + 1) * 0.5] * 4
+        for scatter in (hvd.reducescatter, lambda x, **more: hvd.grouped_reducescatter([x, x], **more)[1]):
+            x = torch.ones(4, requires_grad=True)
+            scatter(x, op=op, **scales).sum().backward()
+            assert x.grad.tolist() == [ranks * (hvd.rank() + 1) * 0.5] * 4
+
+
 def train_until_data_ends():
     """Rank r has r + 1 batches; a joined rank adds zeros."""
     batches = range(hvd.rank() + 1)
@@ -280,6 +307,14 @@ def test_alltoall_sends_a_part_to_every_rank_and_returns_the_received_splits(gro
 
 def test_gradients_are_those_of_one_process_with_all_inputs(group):
     group.run(differentiate_everything)
+
+
+def test_gradients_have_the_scales_of_their_own_rank(group):
+    group.run(differentiate_with_own_scales)
+
+
+def test_sparse_sums_and_means_of_integers_are_those_of_dense_tensors(group):
+    group.run(add_sparse_integers)
 
 
 def test_gradients_have_gradients(group):
