@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+
+from tools.notebooks import execute
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -107,11 +106,7 @@ def test_the_notebook_runs_with_a_progress_bar_and_a_figure(tmp_path: Path, monk
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(_EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]))
     for folder in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR"):
         monkeypatch.setenv(folder, str(tmp_path / folder))
-    notebook = nbformat.read(_EXAMPLES / "digits.ipynb", as_version=4)
-    client = NotebookClient(
-        notebook, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    )
-    asyncio.run(client.async_execute())  # which also closes the loop that it runs in
+    notebook = execute(_EXAMPLES / "digits.ipynb", tmp_path)
     cells = {cell.source.partition("\n")[0]: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
     training = "".join(output.get("text", "") for output in cells["model = estimator.fit(train)"])
     assert "epoch 6/6" in training

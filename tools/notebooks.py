@@ -1,0 +1,56 @@
+"""Runs the notebooks of the documentation and stores what their cells show, for readers who do not run them.
+
+    python -m tools.notebooks docs/tutorials/*.ipynb
+
+Spark needs Java: see tools/java-home.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+_NOT_SHOWN = re.compile(r"\d+%\||\[\d+\]<stderr>:")  # tqdm's bars, and what libraries of the ranks log
+
+
+def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
+    """Run the notebook in the folder, and return it with its new outputs.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell raised an error.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    asyncio.run(client.async_execute())  # which also closes the loop that it runs in
+    return notebook
+
+
+def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Join the printed lines of every cell, and remove progress bars, logs and the times of execution."""
+    for cell in notebook.cells:
+        cell.metadata = {}
+        if cell.cell_type != "code":
+            continue
+        printed = "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+        shown = [output for output in cell.outputs if output.output_type != "stream"]
+        lines = [line.rpartition("\r")[2].rstrip() for line in printed.replace("\r\n", "\n").split("\n")]
+        text = "".join(f"{line}\n" for line in lines if line and not _NOT_SHOWN.search(line))
+        cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)] if text else []
+        cell.outputs += shown
+    return notebook
+
+
+def main(paths: list[str]) -> None:
+    for path in map(Path, paths):
+        with tempfile.TemporaryDirectory() as folder:
+            nbformat.write(tidy(execute(path, Path(folder))), path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
