@@ -1,0 +1,98 @@
+"""The manifests for Kubernetes are valid and belong together, and their training runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.scripts import run_script
+
+_FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
+_MANIFESTS = [
+    (path.name, manifest)
+    for path in sorted(_FOLDER.glob("*.yaml"))
+    for manifest in yaml.safe_load_all(path.read_text())
+]
+
+
+def _of_kind(kind: str) -> dict[str, Any]:
+    (manifest,) = [manifest for _, manifest in _MANIFESTS if manifest["kind"] == kind]
+    return manifest
+
+
+def _driver() -> dict[str, Any]:
+    return _of_kind("Job")["spec"]["template"]
+
+
+def _settings() -> dict[str, str]:
+    arguments = _driver()["spec"]["containers"][0]["args"]
+    return dict(argument[len("--conf=") :].split("=", 1) for argument in arguments if argument.startswith("--conf="))
+
+
+@pytest.mark.parametrize(
+    ("file", "manifest"), _MANIFESTS, ids=[f"{file}-{found['kind']}" for file, found in _MANIFESTS]
+)
+@pytest.mark.parametrize("version", ["1.30", "1.37"])
+def test_a_manifest_follows_the_schema_of_kubernetes(file: str, manifest: dict[str, Any], version: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="tools/make-venv renews an older environment")
+    if manifest["kind"] == "Pod":  # the template: Spark sets the image
+        manifest = {**manifest, "spec": {**manifest["spec"]}}
+        manifest["spec"]["containers"] = [{**each, "image": "any"} for each in manifest["spec"]["containers"]]
+    validate.validate(manifest, version, strict=True)
+    with pytest.raises(validate.ValidationError):
+        validate.validate({**manifest, "metadata": {"name": 1}}, version, strict=True)
+
+
+def test_the_service_selects_the_driver_and_has_the_ports_that_spark_uses() -> None:
+    service, settings = _of_kind("Service"), _settings()
+    assert service["spec"]["selector"].items() <= _driver()["metadata"]["labels"].items()
+    assert settings["spark.driver.host"] == service["metadata"]["name"]
+    ports = {str(port["port"]) for port in service["spec"]["ports"]}
+    assert ports == {settings["spark.driver.port"], settings["spark.driver.blockManager.port"]}
+    assert not service["spec"]["selector"].items() <= _of_kind("Pod")["metadata"]["labels"].items(), "executors"
+
+
+def test_accounts_claims_volumes_and_images_are_those_of_the_other_manifests() -> None:
+    pod, settings = _driver()["spec"], _settings()
+    account = _of_kind("ServiceAccount")["metadata"]["name"]
+    assert pod["serviceAccountName"] == account == _of_kind("RoleBinding")["subjects"][0]["name"]
+    assert _of_kind("RoleBinding")["roleRef"]["name"] == _of_kind("Role")["metadata"]["name"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    claim = _of_kind("PersistentVolumeClaim")["metadata"]["name"]
+    store = "spark.kubernetes.executor.volumes.persistentVolumeClaim.store"
+    assert claim == volumes["store"]["persistentVolumeClaim"]["claimName"] == settings[f"{store}.options.claimName"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts.keys() == volumes.keys()
+    assert mounts["store"] == settings[f"{store}.mount.path"]
+    template = Path(settings["spark.kubernetes.executor.podTemplateFile"])
+    assert (str(template.parent), (_FOLDER / template.name).is_file()) == (mounts["job"], True)
+    assert pod["containers"][0]["image"] == settings["spark.kubernetes.container.image"]
+
+
+def test_the_local_folders_of_executors_have_the_name_by_which_spark_finds_them() -> None:
+    template = _of_kind("Pod")["spec"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in template["containers"][0]["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in template["volumes"]}
+    assert [name for name in mounts if name.startswith("spark-local-dir-")]
+
+
+def test_variables_of_the_arguments_are_in_the_environment() -> None:
+    container = _driver()["spec"]["containers"][0]
+    used = set(re.findall(r"\$\((\w+)\)", " ".join(container["args"])))
+    assert used == {variable["name"] for variable in container["env"]}
+
+
+@pytest.mark.spark
+@pytest.mark.cluster
+def test_the_training_resumes_its_run_when_the_driver_starts_again(tmp_path: Path) -> None:
+    command = [sys.executable, _FOLDER / "train.py", "--store", "store"]
+    settings = {"PYSPARK_SUBMIT_ARGS": "--master local[2] --conf spark.ui.enabled=false pyspark-shell"}
+    for _ in range(2):
+        done = run_script(command, tmp_path, 200, **settings)
+        assert re.search(r"^loss 0\.\d+ after 5 epochs$", done.stdout, re.MULTILINE), done.stderr
+    assert len(list((tmp_path / "store" / "runs").iterdir())) == 1
