@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from typing import Any
 
@@ -30,6 +29,8 @@ class Registry:
 
     def added(self) -> dict[str, str]:
         """Return the implementations that other packages add."""
+        from importlib.metadata import entry_points  # noqa: PLC0415  (slow to import, and many processes never need it)
+
         return {entry.name: entry.value for entry in entry_points(group=self.group) if entry.name not in self.own}
 
     def target(self, name: str) -> str | None:
