@@ -149,6 +149,10 @@ def open_data(
     Raises:
         SparkHvdError: see ``open_existing``.
     """
+    if isinstance(names, str):
+        raise SchemaError(f"columns is the string {names!r}; pass a list of column names: [{names!r}].")
+    if names is not None and len(names) == 0:
+        raise SchemaError("columns is empty; name at least one column, or leave columns out to read all.")
     store = None if store is None else store_at("store", store)
     wanted = ColumnRequest(names, fill=fill, transformed=True)
     if isinstance(data, Manifest):

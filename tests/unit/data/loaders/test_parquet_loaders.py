@@ -45,6 +45,12 @@ def test_a_loader_gives_tensors_by_column_of_a_folder_of_files(folder):
     assert batches[0]["flags"].dtype is torch.bool
 
 
+@pytest.mark.parametrize(("columns", "message"), [("id", r"list of column names: \['id'\]"), ([], "at least one")])
+def test_columns_must_be_a_list_of_names(folder, columns, message):
+    with pytest.raises(SchemaError, match=message):
+        torch_loader(str(folder), 64, columns=columns)
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_the_ranks_share_the_rows_and_have_as_many_batches(folder, shuffle):
     options = {"shuffle": shuffle, "columns": ["id"], "seed": 2}
