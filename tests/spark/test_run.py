@@ -30,6 +30,8 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.spark
 
+RANKS_ARE_CHILDREN = True  # tests find tasks and executors as ancestors of a rank
+
 
 def place() -> dict[str, str]:
     return {

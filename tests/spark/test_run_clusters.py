@@ -16,6 +16,7 @@ from tests.scripts import found_by, run_script
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
 
+RANKS_ARE_CHILDREN = True  # tests find tasks and executors as ancestors of a rank
 SPARK_HOME = Path(pyspark.__file__).parent
 SCRIPT = Path(__file__).with_name("cluster_script.py")
 

@@ -71,7 +71,10 @@ class ForkedProcess:
         return Exited(-signal.SIGKILL if returncode is None else returncode)  # None: the parent was killed
 
     def release(self) -> None:
-        self._parent.close()
+        with self._parent, contextlib.suppress(OSError):
+            self._parent.settimeout(_FORK_SECONDS)
+            self._parent.shutdown(socket.SHUT_WR)
+            self._parent.recv(1)  # returns when the worker's parent has released the id
 
 
 class Templates:
@@ -221,6 +224,8 @@ def _report_end(pid: int, report: socket.socket, of_worker: Sequence[int]) -> No
         report.sendall(_NUMBER.pack(pid))
         report.sendall(_NUMBER.pack(wait_for_child(pid)))
         report.recv(1)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
     os._exit(0)
 
 

@@ -214,6 +214,14 @@ def test_a_forked_worker_that_is_killed_takes_its_children_along(tmp_path):
     assert psutil.wait_procs([child], timeout=20.0)[1] == []
 
 
+def test_the_process_of_a_forked_worker_is_gone_when_the_worker_is_closed():
+    result(spawn(), os.getpid)
+    for _ in range(5):
+        worker = spawn()
+        worker.close()
+        assert not psutil.pid_exists(worker.pid)
+
+
 def test_closing_a_forked_worker_ends_its_process_group(tmp_path):
     result(spawn(), os.getpid)
     worker = spawn()
