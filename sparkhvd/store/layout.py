@@ -13,6 +13,7 @@
     runs/<run id>/logs/train/..., validation    the same for TensorBoard
     runs/<run id>/holders/...                   which fit trains the run: numbered claims, see estimators.run_lease
     runs/<run id>/checkpoints/ended             the final state of a run that a callback ended
+    runs/<run id>/checkpoints/final-<epoch>     the final state after an epoch's checkpoint, if callbacks changed it
     runs/<run id>/saved/...                     files of the user's checkpoint callback, under their own names
     runs/<run id>/model/...                     the trained model's files
     runs/<run id>/result.json                   the result of a finished run, for a fit with resume="auto"
@@ -32,6 +33,7 @@ from sparkhvd.errors import StoreError
 _AUTO = "auto-"
 _CHECKPOINT = re.compile(r"epoch-(\d+)(?:-step-(\d+))?(?:-by-\d+)?")
 _ENDED = re.compile(r"ended(?:-by-\d+)?")
+_FINAL = re.compile(r"final-(\d{5})(?:-by-\d+)?")
 _TOKEN = re.compile(r"(?:-by-|/claims/)(\d+)(?:-inherits)?$")
 
 
@@ -142,6 +144,17 @@ def ended_path(run_id: str, token: int = 0) -> str:
 def is_ended_path(path: str) -> bool:
     """Return whether ``ended_path`` made the path."""
     return _ENDED.fullmatch(path.rpartition("/")[2]) is not None
+
+
+def final_path(run_id: str, epoch: int, token: int = 0) -> str:
+    """Return the path of the state that callbacks left behind after a training with this last epoch."""
+    return f"{checkpoints_folder(run_id)}/final-{epoch:05d}{_by(token)}"
+
+
+def final_epoch(path: str) -> int | None:
+    """Return the epoch in a path that ``final_path`` made; None for any other path."""
+    match = _FINAL.fullmatch(path.rpartition("/")[2])
+    return int(match[1]) if match else None
 
 
 def token_of(path: str) -> int:

@@ -108,7 +108,8 @@ def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, also: Collection[i
     kept = {*also, *range(last_end - keep + 1, last_end + 1)}
     existing = store.list(layout.checkpoints_folder(run_id))
     ours = set(owned_checkpoints(store, run_id, existing))
-    for other in _checkpoints(existing):
+    finals = [path for path in existing if layout.final_epoch(path) is not None]
+    for other in [*_checkpoints(existing), *finals]:
         position = layout.checkpoint_position(other)
         is_kept = other in ours and position is not None and position[1] == float("inf") and position[0] in kept
         if other != path and not is_kept and layout.token_of(other) <= fence.token:
@@ -116,9 +117,12 @@ def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, also: Collection[i
 
 
 def save_final(fence: Fence, checkpoint: Checkpoint) -> None:
-    """Publish the final state of a run that a callback has ended; no fit resumes training from it."""
+    """Publish the state that callbacks left behind at the end of a training; no fit resumes training from it."""
     fence.check()
-    fence.store.publish(layout.ended_path(fence.run_id, fence.token), _content(checkpoint))
+    run_id, token = fence.run_id, fence.token
+    ended = layout.ended_path(run_id, token)
+    path = ended if checkpoint.ended else layout.final_path(run_id, checkpoint.epoch, token)
+    fence.store.publish(path, _content(checkpoint))
 
 
 def epoch_end_path(store: Store, run_id: str, epoch: int) -> str:
@@ -141,6 +145,11 @@ def kept_epochs(store: Store, run_id: str) -> frozenset[int]:
     """Return the epochs of a run with a checkpoint at their end."""
     positions = map(layout.checkpoint_position, _checkpoints(_paths(store, run_id)))
     return frozenset(position[0] for position in positions if position is not None and position[1] == float("inf"))
+
+
+def final(store: Store, run_id: str) -> str | None:
+    """Return the path of the final state after the run's last checkpoint, or None if callbacks left that unchanged."""
+    return next((path for path in _paths(store, run_id) if layout.final_epoch(path) is not None), None)
 
 
 def latest(store: Store, run_id: str) -> str | None:

@@ -61,7 +61,9 @@ class RunHooks:
         self.resume = load_resume_state(store, run_id, communicator)
         self.history: list[EpochRecord] = list(self.resume.history)
         self._ended = self.resume.ended
-        self._end_digest: bytes | None = None  # of the last checkpoint's state if a callback has ended this fit
+        if store is not None and self.resume.final is not None and self.first_epoch >= spec.epochs:
+            self.resume = replace(self.resume, checkpoint=checkpoint.load(store, self.resume.final))
+        self._end_digest: bytes | None = None  # of the last checkpoint's state if no epoch is left after it
         # The last step of the current epoch that was reported, and the last one that allowed a checkpoint.
         self._last_step = self._last_whole = self.resume.first_step
         self._best: tuple[int, bytes] | None = None  # epoch and state, without a Store, on rank 0
@@ -99,6 +101,9 @@ class RunHooks:
     def stopped(self) -> bool:
         """Return whether a callback or early stopping has ended the training."""
         return self._ended or self._stopped_by_rule()
+
+    def _is_last(self, epoch: int) -> bool:
+        return self.stopped() or epoch + 1 == self._spec.epochs
 
     def _stopped_by_rule(self) -> bool:
         rule = self._spec.early_stopping
@@ -216,7 +221,7 @@ class RunHooks:
             run_log.write(self._fence.store, self._run_id, self.history)
             content, also = self._checkpoint(epoch, trainer), () if best is None else (best,)
             checkpoint.save(self._fence, content, policy.keep, also)
-            self._end_digest = _digest(content.state) if self._ended else None
+            self._end_digest = _digest(content.state) if self._is_last(epoch) else None
         elif best == epoch and policy.best is not None:
             self._best = (epoch, trainer.state())
 

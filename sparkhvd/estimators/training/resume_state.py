@@ -24,12 +24,14 @@ class ResumeState:
     Attributes:
         checkpoint: the run's last checkpoint.
         kept_epochs: the epochs with a checkpoint at their end.
+        final: the path of the state that callbacks left behind after the last checkpoint, if they changed it.
         repartitioned_batches: the number of batches of the first epoch if it is the rest of an epoch that other ranks
             began; else None.
     """
 
     checkpoint: Checkpoint | None = None
     kept_epochs: frozenset[int] = frozenset()
+    final: str | None = None
     repartitioned_batches: int | None = None
 
     @property
@@ -81,11 +83,15 @@ def load_resume_state(store: Store | None, run_id: str, communicator: Communicat
     """Return where all ranks resume the run, as rank 0 finds it in the Store; collective."""
     if store is None:
         return ResumeState()
-    latest: tuple[str | None, frozenset[int]] = (None, frozenset())
+    existing: tuple[str | None, frozenset[int], str | None] = (None, frozenset(), None)
     if communicator.world.rank == 0:
-        latest = (checkpoint.latest(store, run_id), checkpoint.kept_epochs(store, run_id))
-    path, kept = objects.broadcast_object(communicator, latest, 0, name="checkpoint to resume")
-    return ResumeState(None if path is None else checkpoint.load(store, path), kept)
+        existing = (
+            checkpoint.latest(store, run_id),
+            checkpoint.kept_epochs(store, run_id),
+            checkpoint.final(store, run_id),
+        )
+    path, kept, final = objects.broadcast_object(communicator, existing, 0, name="checkpoint to resume")
+    return ResumeState(None if path is None else checkpoint.load(store, path), kept, final)
 
 
 def log_resumption(run_id: str, state: ResumeState, epochs: int) -> None:

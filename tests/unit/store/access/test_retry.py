@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import errno
+from types import SimpleNamespace
 
 import pytest
 
+from sparkhvd import deadline
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
 from sparkhvd.store.access.retry import is_transient, with_retries
@@ -52,7 +54,9 @@ def test_permanent_errors_are_not_retried(error):
     assert pauses == []
 
 
-def test_at_the_deadline_the_last_error_is_raised_with_the_number_of_attempts():
+def test_at_the_deadline_the_last_error_is_raised_with_the_number_of_attempts(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: sum(pauses)))
     with pytest.raises(ConnectionError, match="second") as caught:
-        attempt([ConnectionError("first"), ConnectionError("second")], seconds=0.101)
+        attempt([ConnectionError("first"), ConnectionError("second")], seconds=0.11, pauses=pauses)
     assert caught.value.__notes__ == ["gave up after 2 attempts"]
