@@ -31,7 +31,7 @@ def main() -> int:
     options = parse_options()
     print(machine.describe())
     with tempfile.TemporaryDirectory(prefix="bench-startup-") as folder:
-        spark = start_spark(Path(folder), max(options.ranks))
+        spark = start_spark(Path(folder), max(options.ranks, default=2))
         try:
             for ranks in options.ranks:
                 compare(spark, ranks, options.rounds)
