@@ -97,9 +97,10 @@ def spawn_worker(
     variables = {IMPORT_PATH: import_path(executable), **env, SCRATCH: scratch}
     environment = changed_environment(variables, env_defaults)
     command = (executable or sys.executable, "-m", "sparkhvd.task.worker.main", *preload)
-    origin = Origin.of(command, environment)
+    # Only a warm start asks for the current folder, which may have been removed.
+    origin = Origin.of(command, environment) if warm_seconds > 0 else None
     try:
-        if warm_seconds > 0:
+        if origin is not None:
             with _channels() as channels:
                 if (forked := TEMPLATES.fork(origin, channels.of_worker, scratch)) is not None:
                     return channels.spawned(forked, scratch)
@@ -107,7 +108,7 @@ def spawn_worker(
             control, stdout, stderr = channels.of_worker
             arguments = ["--control-fd", str(control)]
             passed = [control]
-            if warm_seconds > 0 and (link := TEMPLATES.offer(origin)) is not None:
+            if origin is not None and (link := TEMPLATES.offer(origin)) is not None:
                 stack.enter_context(link)
                 arguments += ["--template-fd", str(link.fileno()), "--warm-seconds", str(warm_seconds)]
                 passed.append(link.fileno())
