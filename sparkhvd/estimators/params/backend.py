@@ -188,7 +188,7 @@ def shows_output(placement: Placement) -> bool:
 
 def reserve_ranks(placement: Placement, spark: SparkSession) -> int:
     """Return the number of ranks, so that too few slots are reported before the data is prepared."""
-    check_spark(spark)  # it prepares the rows, whoever starts the ranks
+    check_spark(spark)  # Spark prepares the rows for every launcher
     backend = _backend(placement)
     return backend.reserve(spark) if isinstance(backend, SparkBackend) else int(backend.num_processes())
 

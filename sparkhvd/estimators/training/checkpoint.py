@@ -147,9 +147,9 @@ def kept_epochs(store: Store, run_id: str) -> frozenset[int]:
     return frozenset(position[0] for position in positions if position is not None and position[1] == float("inf"))
 
 
-def final(store: Store, run_id: str) -> str | None:
-    """Return the path of the final state after the run's last checkpoint, or None if callbacks left that unchanged."""
-    return next((path for path in _paths(store, run_id) if layout.final_epoch(path) is not None), None)
+def final(store: Store, run_id: str, epoch: int) -> str | None:
+    """Return the path of the state that callbacks left behind after this last epoch, or None if it is unchanged."""
+    return next((path for path in _paths(store, run_id) if layout.final_epoch(path) == epoch), None)
 
 
 def latest(store: Store, run_id: str) -> str | None:

@@ -22,7 +22,7 @@ from sparkhvd.estimators.runs.run_lease import Fence
 from sparkhvd.estimators.training import checkpoint, job_files, run_log
 from sparkhvd.estimators.training.checkpoint import Checkpoint, EpochPosition
 from sparkhvd.estimators.training.history import average_over_ranks
-from sparkhvd.estimators.training.resume_state import load_resume_state, log_resumption
+from sparkhvd.estimators.training.resume_state import load_resume_state, log_resumption, with_final_state
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
@@ -61,8 +61,8 @@ class RunHooks:
         self.resume = load_resume_state(store, run_id, communicator)
         self.history: list[EpochRecord] = list(self.resume.history)
         self._ended = self.resume.ended
-        if store is not None and self.resume.final is not None and self.first_epoch >= spec.epochs:
-            self.resume = replace(self.resume, checkpoint=checkpoint.load(store, self.resume.final))
+        if store is not None and self.first_epoch >= spec.epochs:
+            self.resume = with_final_state(self.resume, store, run_id, communicator)
         self._end_digest: bytes | None = None  # of the last checkpoint's state if no epoch is left after it
         # The last step of the current epoch that was reported, and the last one that allowed a checkpoint.
         self._last_step = self._last_whole = self.resume.first_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparkhvd._util.counts import counted
 from sparkhvd.comm import objects
@@ -24,14 +24,12 @@ class ResumeState:
     Attributes:
         checkpoint: the run's last checkpoint.
         kept_epochs: the epochs with a checkpoint at their end.
-        final: the path of the state that callbacks left behind after the last checkpoint, if they changed it.
         repartitioned_batches: the number of batches of the first epoch if it is the rest of an epoch that other ranks
             began; else None.
     """
 
     checkpoint: Checkpoint | None = None
     kept_epochs: frozenset[int] = frozenset()
-    final: str | None = None
     repartitioned_batches: int | None = None
 
     @property
@@ -83,15 +81,20 @@ def load_resume_state(store: Store | None, run_id: str, communicator: Communicat
     """Return where all ranks resume the run, as rank 0 finds it in the Store; collective."""
     if store is None:
         return ResumeState()
-    existing: tuple[str | None, frozenset[int], str | None] = (None, frozenset(), None)
+    latest: tuple[str | None, frozenset[int]] = (None, frozenset())
     if communicator.world.rank == 0:
-        existing = (
-            checkpoint.latest(store, run_id),
-            checkpoint.kept_epochs(store, run_id),
-            checkpoint.final(store, run_id),
-        )
-    path, kept, final = objects.broadcast_object(communicator, existing, 0, name="checkpoint to resume")
-    return ResumeState(None if path is None else checkpoint.load(store, path), kept, final)
+        latest = (checkpoint.latest(store, run_id), checkpoint.kept_epochs(store, run_id))
+    path, kept = objects.broadcast_object(communicator, latest, 0, name="checkpoint to resume")
+    return ResumeState(None if path is None else checkpoint.load(store, path), kept)
+
+
+def with_final_state(state: ResumeState, store: Store, run_id: str, communicator: Communicator) -> ResumeState:
+    """Return the state of a run without epochs to train, with what callbacks changed at its end; collective."""
+    path = None
+    if communicator.world.rank == 0 and state.checkpoint is not None:
+        path = checkpoint.final(store, run_id, state.checkpoint.epoch)
+    path = objects.broadcast_object(communicator, path, 0, name="final state")
+    return state if path is None else replace(state, checkpoint=checkpoint.load(store, path))
 
 
 def log_resumption(run_id: str, state: ResumeState, epochs: int) -> None:

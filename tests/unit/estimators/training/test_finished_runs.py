@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
@@ -13,55 +15,9 @@ from sparkhvd.estimators.params.policies import EarlyStopping
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
 from sparkhvd.estimators.training.hooks import RunHooks
-from sparkhvd.store import Store
+from sparkhvd.store import Store, layout
 from tests.unit.estimators.arrays import spec
 from tests.unit.estimators.keras.networks import DATA, parameters, source
-
-
-class StopSecond(TorchCallback):
-    """Ends the training after the second epoch, and then adds one to all weights."""
-
-    def on_epoch_end(self, run, epoch, logs):
-        run.stop = epoch == 1
-
-    def on_train_end(self, run):
-        with torch.no_grad():
-            for weight in run.model.parameters():
-                weight.add_(1.0)
-
-
-def torch_trainer(how):
-    torch.manual_seed(1)
-    model = torch.nn.Linear(6, 3)
-    params = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "label_cols": ("y",), "schema": DATA}
-    params = {**params, "loss": torch.nn.functional.cross_entropy, "callbacks": [StopSecond()]}
-    return TORCH.trainer(TORCH.pack(params), how, session.current().world)
-
-
-def keras_trainer(how):
-    # The loss falls, so mode="max" ends the training after the second epoch and the first epoch is the best.
-    callback = keras.callbacks.EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
-    return KERAS.trainer(KERAS.pack(parameters(callbacks=[callback])), how, session.current().world)
-
-
-def weights(trainer):
-    model = trainer._model
-    arrays = model.get_weights() if hasattr(model, "get_weights") else [w.detach().numpy() for w in model.parameters()]
-    return np.concatenate([array.flatten() for array in arrays])
-
-
-@pytest.mark.parametrize("made", [keras_trainer, torch_trainer])
-def test_a_run_that_a_callback_ended_is_not_trained_again(alone, tmp_path, made):
-    fitted = []
-    for epochs in (5, 9):
-        how = spec(DATA, epochs=epochs)
-        trainer, hooks = made(how), RunHooks(Store.create(str(tmp_path)), "run", how, alone)
-        if hooks.resume.checkpoint is not None:
-            trainer.restore(hooks.resume.checkpoint.state)
-        trainer.fit(source([(4,)] * 5, 0), None, hooks)
-        assert len(hooks.history) == 2
-        fitted.append(weights(trainer))
-    assert np.array_equal(*fitted)
 
 
 class AddAtEnd(TorchCallback):
@@ -73,9 +29,34 @@ class AddAtEnd(TorchCallback):
                 weight.add_(1.0)
 
 
+class StopSecond(AddAtEnd):
+    """Also ends the training after the second epoch."""
+
+    def on_epoch_end(self, run, epoch, logs):
+        run.stop = epoch == 1
+
+
 class AddAtEndInKeras(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         self.model.set_weights([weight + 1.0 for weight in self.model.get_weights()])
+
+
+def torch_trainer(callback, how):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(6, 3)
+    params = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "label_cols": ("y",), "schema": DATA}
+    params = {**params, "loss": torch.nn.functional.cross_entropy, "callbacks": [callback]}
+    return TORCH.trainer(TORCH.pack(params), how, session.current().world)
+
+
+def keras_trainer(callback, how):
+    return KERAS.trainer(KERAS.pack(parameters(callbacks=[callback])), how, session.current().world)
+
+
+def weights(trainer):
+    model = trainer._model
+    arrays = model.get_weights() if hasattr(model, "get_weights") else [w.detach().numpy() for w in model.parameters()]
+    return np.concatenate([array.flatten() for array in arrays])
 
 
 def fit(make, folder, alone, epochs, early_stopping=None):
@@ -87,22 +68,33 @@ def fit(make, folder, alone, epochs, early_stopping=None):
     return weights(trainer), len(hooks.history)
 
 
-def torch_trainer_with_end(how):
-    torch.manual_seed(1)
-    model = torch.nn.Linear(6, 3)
-    params = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "label_cols": ("y",), "schema": DATA}
-    params = {**params, "loss": torch.nn.functional.cross_entropy, "callbacks": [AddAtEnd()]}
-    return TORCH.trainer(TORCH.pack(params), how, session.current().world)
+def best_of_falling_loss():
+    # The loss falls, so mode="max" ends the training after the second epoch and the first epoch is the best.
+    return keras.callbacks.EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
 
 
-def keras_trainer_with_end(how):
-    return KERAS.trainer(KERAS.pack(parameters(callbacks=[AddAtEndInKeras()])), how, session.current().world)
+@pytest.mark.parametrize(
+    "make",
+    [lambda how: keras_trainer(best_of_falling_loss(), how), partial(torch_trainer, StopSecond())],
+    ids=["keras", "torch"],
+)
+def test_a_run_that_a_callback_ended_is_not_trained_again(alone, tmp_path, make):
+    fitted = []
+    for epochs in (5, 9):
+        trained, completed = fit(make, tmp_path, alone, epochs)
+        assert completed == 2
+        fitted.append(trained)
+    assert np.array_equal(*fitted)
 
 
-ENDS = [keras_trainer_with_end, torch_trainer_with_end]
+ENDS = pytest.mark.parametrize(
+    "make",
+    [lambda how: keras_trainer(AddAtEndInKeras(), how), partial(torch_trainer, AddAtEnd())],
+    ids=["keras", "torch"],
+)
 
 
-@pytest.mark.parametrize("make", ENDS)
+@ENDS
 def test_a_finished_run_keeps_what_a_callback_changed_at_its_end(alone, tmp_path, make):
     trained, _ = fit(make, tmp_path, alone, 2)
     for _ in range(2):
@@ -111,7 +103,7 @@ def test_a_finished_run_keeps_what_a_callback_changed_at_its_end(alone, tmp_path
         assert epochs == 2
 
 
-@pytest.mark.parametrize("make", ENDS)
+@ENDS
 def test_a_finished_run_with_more_epochs_resumes_from_before_that_change(alone, tmp_path, make):
     fit(make, tmp_path / "extended", alone, 2)
     extended, _ = fit(make, tmp_path / "extended", alone, 3)
@@ -124,7 +116,22 @@ def test_a_finished_run_with_more_epochs_resumes_from_before_that_change(alone, 
 
 def test_a_run_that_stopped_early_keeps_what_a_callback_changed_at_its_end(alone, tmp_path):
     rule = EarlyStopping(monitor="loss", patience=1, mode="max")
-    trained, epochs = fit(torch_trainer_with_end, tmp_path, alone, 6, rule)
+    trained, epochs = fit(partial(torch_trainer, AddAtEnd()), tmp_path, alone, 6, rule)
     assert epochs < 6
-    again, _ = fit(torch_trainer_with_end, tmp_path, alone, 6, rule)
+    again, _ = fit(partial(torch_trainer, AddAtEnd()), tmp_path, alone, 6, rule)
     assert np.array_equal(again, trained)
+
+
+def test_a_final_state_of_an_earlier_epoch_is_ignored(alone, tmp_path):
+    make = partial(torch_trainer, AddAtEnd())
+    fit(make, tmp_path, alone, 2)
+    store = Store.create(str(tmp_path))
+    with store.open(layout.final_path("run", 1), "rb") as file:
+        stale = file.read()
+    trained, _ = fit(make, tmp_path, alone, 3)
+    store.delete(layout.final_path("run", 2))
+    before, _ = fit(make, tmp_path, alone, 3)
+    store.publish(layout.final_path("run", 1), stale)  # as if the fit had been killed before it deleted this
+    again, _ = fit(make, tmp_path, alone, 3)
+    assert np.array_equal(again, before)
+    assert not np.array_equal(again, trained)
