@@ -18,7 +18,7 @@ CudaAddress AddressOf(const std::byte* data) { return reinterpret_cast<CudaAddre
 
 // Destructors ignore failures: by then the process, and with it the driver, may be ending.
 
-DeviceEvent::~DeviceEvent() { device_->GiveBack(handle_); }
+DeviceEvent::~DeviceEvent() { device_->RecycleEvent(handle_); }
 
 bool DeviceEvent::Reached() const {
   const Device::Current current(*device_);
@@ -141,7 +141,7 @@ Result<CudaEvent> Device::TakeEvent() const {
   return event;
 }
 
-void Device::GiveBack(CudaEvent event) const {
+void Device::RecycleEvent(CudaEvent event) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   free_events_.push_back(event);
 }

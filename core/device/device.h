@@ -107,7 +107,7 @@ class Device : public std::enable_shared_from_this<Device> {
       : cuda_(std::move(cuda)), ordinal_(ordinal) {}
   Status Initialize();
   Result<CudaEvent> TakeEvent() const;  // requires the device's context
-  void GiveBack(CudaEvent event) const;
+  void RecycleEvent(CudaEvent event) const;
 
   const std::shared_ptr<const CudaFunctions> cuda_;
   const int ordinal_;

@@ -141,13 +141,13 @@ class Attempt {
 
   void ReadWelcome() {
     if (!Read(Bytes(welcome_.data(), welcome_.size()))) return;
-    if (IsComeAgain(ConstBytes(welcome_.data(), welcome_.size()))) return TryAgain();
+    if (IsBusyNotice(ConstBytes(welcome_.data(), welcome_.size()))) return TryAgain();
     state_ = State::kReady;
   }
 
   void ReadAnswer() {
     if (!Read(Bytes(answer_.data(), answer_.size()))) return;
-    if (IsComeAgain(ConstBytes(answer_.data(), answer_.size()))) return TryAgain();
+    if (IsBusyNotice(ConstBytes(answer_.data(), answer_.size()))) return TryAgain();
     const Status status = handshake_->Check(answer_);
     if (!status.ok()) return Fail(status);
     if (options_.require_encryption && !keys().encrypt) {

@@ -15,7 +15,7 @@ constexpr uint64_t kMagic = 0x3253482064766873;  // "shvd HS2"
 constexpr size_t kClaimOffset = kHelloBytes - sizeof(uint64_t);
 constexpr size_t kTermsOffset = kWelcomeBytes - sizeof(uint64_t);
 constexpr uint64_t kEncrypt = 1;
-constexpr char kComeAgain[kWelcomeBytes + 1] = "sparkhvd: no room now; please dial again";
+constexpr char kBusyNotice[kWelcomeBytes + 1] = "sparkhvd: no room now; please dial again";
 
 Digest Proof(const std::string& token, const char* label, const Hello& hello,
              const Welcome& welcome, const std::string& purpose) {
@@ -46,10 +46,10 @@ Status CheckToken(const std::string& token) {
 
 }  // namespace
 
-ConstBytes ComeAgain() { return AsBytes(std::string_view(kComeAgain, kWelcomeBytes)); }
+ConstBytes BusyNotice() { return AsBytes(std::string_view(kBusyNotice, kWelcomeBytes)); }
 
-bool IsComeAgain(ConstBytes message) {
-  const ConstBytes expected = ComeAgain();
+bool IsBusyNotice(ConstBytes message) {
+  const ConstBytes expected = BusyNotice();
   return message.size() <= expected.size() &&
          std::equal(message.begin(), message.end(), expected.begin());
 }
@@ -113,24 +113,6 @@ Status HandshakeRefused() {
       StatusCode::kAuthentication,
       "the other side closed the connection instead of proving that it knows the job's token; "
       "both sides need the same token");
-}
-
-Status DialHandshake(int fd, const std::string& token, const std::string& purpose, uint64_t claim,
-                     Deadline deadline) {
-  DialerHandshake handshake(token, purpose, claim);
-  const auto hello = handshake.Start();
-  SHVD_TRY(hello.status());
-  SHVD_TRY(WriteExactly(fd, ConstBytes(hello.value().data(), hello.value().size()), deadline)
-               .Annotate("handshake"));
-  Welcome welcome{};
-  SHVD_TRY(ReadExactly(fd, Bytes(welcome.data(), welcome.size()), deadline).Annotate("handshake"));
-  const Digest proof = handshake.Prove(welcome);
-  Digest answer{};
-  Status status = WriteExactly(fd, ConstBytes(proof.data(), proof.size()), deadline);
-  if (status.ok()) status = ReadExactly(fd, Bytes(answer.data(), answer.size()), deadline);
-  if (status.code() == StatusCode::kPeerLost) return HandshakeRefused();
-  SHVD_TRY(status.Annotate("handshake"));
-  return handshake.Check(answer);
 }
 
 }  // namespace sparkhvd

@@ -6,8 +6,8 @@
 //   dialer   -> acceptor  HMAC("dial", all of this, purpose)    (32 bytes)
 //   acceptor -> dialer    HMAC("acpt", all of this, purpose)    (32 bytes)
 //
-// Instead of a welcome or a proof, the acceptor may send the beginning of ComeAgain and hang up: it
-// is full, or the dialer was too slow. The dialer then dials again. Nothing authenticates this
+// Instead of a welcome or a proof, the acceptor may send the beginning of BusyNotice and hang up:
+// it is full, or the dialer was too slow. The dialer then dials again. Nothing authenticates this
 // message: an attacker who could forge it could also cut the connection.
 //
 // Both nonces are fresh, so a recording is worthless later. The label prevents a proof from being
@@ -42,9 +42,9 @@ struct SessionKeys {
 };
 
 // Has the length of the longest message that it replaces.
-ConstBytes ComeAgain();
-// Returns whether this message of the acceptor is the beginning of ComeAgain().
-bool IsComeAgain(ConstBytes message);
+ConstBytes BusyNotice();
+// Returns whether this message of the acceptor is the beginning of BusyNotice().
+bool IsBusyNotice(ConstBytes message);
 
 using Hello = std::array<std::byte, kHelloBytes>;
 using Welcome = std::array<std::byte, kWelcomeBytes>;
@@ -62,7 +62,7 @@ class AcceptorHandshake {
   Result<std::vector<std::byte>> Consume(ConstBytes message);
   // Returns the reply to send before hanging up, which makes a member dial again.
   ConstBytes farewell() const {
-    return ComeAgain().Sub(0, hello_seen_ ? kProofBytes : kWelcomeBytes);
+    return BusyNotice().Sub(0, hello_seen_ ? kProofBytes : kWelcomeBytes);
   }
   bool done() const { return done_; }
   // Returns the dialer's claim. Valid once done().
@@ -102,10 +102,5 @@ class DialerHandshake {
 
 // Returns kAuthentication: the other side closed the connection during the handshake.
 Status HandshakeRefused();
-
-// Runs the whole handshake over a connected socket. Fails with kAuthentication if the acceptor does
-// not know the token or refuses the dialer's proof.
-Status DialHandshake(int fd, const std::string& token, const std::string& purpose, uint64_t claim,
-                     Deadline deadline);
 
 }  // namespace sparkhvd

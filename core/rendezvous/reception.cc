@@ -71,12 +71,12 @@ void Reception::AdvanceAll(std::vector<Admitted>& admitted) {
 bool Reception::MakeRoom() {
   if (!HasRoom()) return false;
   if (strangers_.size() < limits_.strangers) return true;
-  TurnAway(strangers_.front());
+  Reject(strangers_.front());
   strangers_.pop_front();
   return true;
 }
 
-void Reception::TurnAway(const Stranger& stranger) {
+void Reception::Reject(const Stranger& stranger) {
   // A flood must not delay the owner, so bytes that cannot be sent at once are dropped.
   (void)WriteSome(stranger.fd.get(), stranger.handshake.farewell());
 }
@@ -101,7 +101,7 @@ void Reception::Accept(int listener) {
 
 Reception::Verdict Reception::Advance(Stranger& stranger) {
   if (stranger.deadline.Expired()) {
-    TurnAway(stranger);  // may be a member on a slow host
+    Reject(stranger);  // may be a member on a slow host
     return Verdict::kDropped;
   }
   while (true) {

@@ -65,7 +65,7 @@ class Reception {
   void Accept(int listener);
   void AdvanceAll(std::vector<Admitted>& admitted);
   static Verdict Advance(Stranger& stranger);
-  static void TurnAway(const Stranger& stranger);
+  static void Reject(const Stranger& stranger);
 
   std::vector<UniqueFd> listeners_;
   std::string token_;

@@ -119,31 +119,6 @@ Result<socklen_t> AbstractAddress(const std::string& name, sockaddr_un* address)
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
 
-Status FinishConnect(int fd, const sockaddr* address, socklen_t length, Deadline deadline) {
-  while (::connect(fd, address, length) != 0) {
-    // Over TCP the connection proceeds in the background, and the next call reports its result.
-    if (errno == EINTR) continue;
-    if (errno == EISCONN) return Status();
-    // The Unix socket's backlog is full. It has room once the listener accepts, but poll cannot
-    // report that.
-    if (errno == EAGAIN) {
-      if (deadline.Expired()) {
-        return Status(StatusCode::kTimeout, "connect: the listener's queue is full");
-      }
-      pollfd none{-1, 0, 0};
-      (void)::poll(&none, 1, deadline.RemainingMillis(5));
-      continue;
-    }
-    if (errno != EINPROGRESS && errno != EALREADY) return IoStatus("connect", errno);
-    SHVD_TRY(AwaitEvents(fd, POLLOUT, deadline).Annotate("connect"));
-    int error = 0;
-    socklen_t size = sizeof(error);
-    if (::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
-    return error == 0 ? Status() : IoStatus("connect", error);
-  }
-  return Status();
-}
-
 // Returns the number of bytes moved. EAGAIN is not a failure; the peer's end is.
 Result<size_t> Moved(ssize_t count, const char* what) {
   if (count > 0) return static_cast<size_t>(count);
@@ -218,23 +193,6 @@ Result<UniqueFd> BeginConnectTcp(const HostPort& address, int buffer_bytes) {
   return fd;
 }
 
-Result<UniqueFd> ConnectTcp(const HostPort& address, Deadline deadline, int buffer_bytes) {
-  auto found = Resolve(address, 0, deadline);
-  if (!found.ok()) return found.status();
-  Status failure(StatusCode::kIo, "connect: no address");
-  for (const addrinfo* entry = found.value().get(); entry != nullptr; entry = entry->ai_next) {
-    UniqueFd fd(::socket(entry->ai_family, kSocketType, 0));
-    if (!fd.valid()) return IoStatus("open a socket", errno);
-    SetBuffers(fd.get(), buffer_bytes);
-    failure = FinishConnect(fd.get(), entry->ai_addr, entry->ai_addrlen, deadline);
-    if (failure.ok()) {
-      TuneStream(fd.get());
-      return fd;
-    }
-  }
-  return failure;
-}
-
 Result<UniqueFd> ConnectUnix(const std::string& name, Deadline deadline, int buffer_bytes) {
   sockaddr_un address;
   auto length = AbstractAddress(name, &address);
@@ -242,8 +200,19 @@ Result<UniqueFd> ConnectUnix(const std::string& name, Deadline deadline, int buf
   UniqueFd fd(::socket(AF_UNIX, kSocketType, 0));
   if (!fd.valid()) return IoStatus("open a Unix socket", errno);
   SetBuffers(fd.get(), buffer_bytes);
-  SHVD_TRY(
-      FinishConnect(fd.get(), reinterpret_cast<sockaddr*>(&address), length.value(), deadline));
+  while (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), length.value()) != 0) {
+    // A signal may interrupt a call that has connected the socket. The next call reports that.
+    if (errno == EINTR) continue;
+    if (errno == EISCONN) break;
+    if (errno != EAGAIN) return IoStatus("connect", errno);
+    // The socket's backlog is full. It has room once the listener accepts, but poll cannot report
+    // that.
+    if (deadline.Expired()) {
+      return Status(StatusCode::kTimeout, "connect: the listener's queue is full");
+    }
+    pollfd none{-1, 0, 0};
+    (void)::poll(&none, 1, deadline.RemainingMillis(5));
+  }
   return fd;
 }
 

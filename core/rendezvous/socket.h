@@ -36,7 +36,6 @@ Result<std::vector<HostPort>> ResolveAll(const HostPort& address, Deadline deadl
 // Returns a socket that is connecting to a numeric address. The socket becomes writable or fails
 // when the connection is decided.
 Result<UniqueFd> BeginConnectTcp(const HostPort& address, int buffer_bytes = 0);
-Result<UniqueFd> ConnectTcp(const HostPort& address, Deadline deadline, int buffer_bytes = 0);
 Result<UniqueFd> ConnectUnix(const std::string& name, Deadline deadline, int buffer_bytes = 0);
 
 // Doubles this process's limit of descriptors, up to the hard limit. Returns false if that is

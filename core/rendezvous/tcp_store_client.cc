@@ -86,7 +86,7 @@ class TcpStoreClient::ConnectedWill final : public Will {
   ConnectedWill(TcpStoreClient& client, Connection connection)
       : client_(client), connection_(std::move(connection)) {}
   ~ConnectedWill() override {
-    if (connection_.fd.valid()) client_.GiveBack(std::move(connection_), false);
+    if (connection_.fd.valid()) client_.ReleaseConnection(std::move(connection_), false);
   }
 
   void Withdraw() override {
@@ -94,7 +94,7 @@ class TcpStoreClient::ConnectedWill final : public Will {
     const Deadline deadline = Deadline::AfterSeconds(kAnswerSeconds);
     Status status = connection_.Ask(StoreRequest::kWill, "", "", deadline);
     if (status.ok()) status = connection_.Answer(deadline).status();
-    client_.GiveBack(std::move(connection_), status.ok());
+    client_.ReleaseConnection(std::move(connection_), status.ok());
   }
 
  private:
@@ -139,7 +139,7 @@ Status TcpStoreClient::Set(const std::string& key, const std::string& value, Dea
   if (!taken.ok()) return Explain(taken.status(), key, true);
   Status status = taken.value().Ask(StoreRequest::kSet, key, value, deadline);
   if (status.ok()) status = taken.value().Answer(deadline).status();
-  GiveBack(std::move(taken).value(), status.ok());
+  ReleaseConnection(std::move(taken).value(), status.ok());
   return status.ok() ? status : Explain(status, key, true);
 }
 
@@ -155,7 +155,7 @@ Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadlin
     const Status sent =
         connection->Ask(StoreRequest::kGet, key, "", Deadline::AfterSeconds(kAnswerSeconds));
     if (!sent.ok()) {
-      GiveBack(*std::move(connection), false);
+      ReleaseConnection(*std::move(connection), false);
       return Explain(sent, key, false);
     }
   }
@@ -165,7 +165,7 @@ Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadlin
     return Explain(answered, key, false);
   }
   auto answer = connection->Answer(Deadline::AfterSeconds(kAnswerSeconds));
-  GiveBack(*std::move(connection), answer.ok());
+  ReleaseConnection(*std::move(connection), answer.ok());
   if (!answer.ok()) return Explain(answer.status(), key, false);
   return answer;
 }
@@ -182,7 +182,7 @@ Result<std::unique_ptr<Will>> TcpStoreClient::LeaveWill(const std::string& key,
   if (status.ok()) {
     return std::unique_ptr<Will>(std::make_unique<ConnectedWill>(*this, std::move(taken).value()));
   }
-  GiveBack(std::move(taken).value(), false);
+  ReleaseConnection(std::move(taken).value(), false);
   return Explain(status, key, true);
 }
 
@@ -254,7 +254,7 @@ Result<TcpStoreClient::Connection> TcpStoreClient::Take(Deadline deadline) {
   return connection;
 }
 
-void TcpStoreClient::GiveBack(Connection connection, bool reusable) {
+void TcpStoreClient::ReleaseConnection(Connection connection, bool reusable) {
   const std::lock_guard<std::mutex> lock(mutex_);
   busy_.erase(connection.fd.get());
   if (reusable && !closed_ && idle_.size() < kIdleConnections) {

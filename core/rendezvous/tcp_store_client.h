@@ -66,7 +66,7 @@ class TcpStoreClient final : public KeyValueStore {
 
   Result<Connection> Take(Deadline deadline);
   std::optional<Connection> TakeAsked(const std::string& key);
-  void GiveBack(Connection connection, bool reusable);
+  void ReleaseConnection(Connection connection, bool reusable);
   void LeaveAsked(const std::string& key, Connection connection);
   Status Explain(const Status& failure, const std::string& key, bool set);
 

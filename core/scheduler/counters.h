@@ -42,7 +42,14 @@ struct Counters {
   std::atomic<uint64_t> fusion_copy_us{0};
   std::array<KindCounters, kMostOperationKinds> by_kind;
 
-  KindCounters& OfKind(OperationKind kind) { return by_kind[static_cast<size_t>(kind)]; }
+  // Counts operations that have succeeded.
+  void Add(OperationKind kind, size_t number, size_t total_bytes) {
+    operations += number;
+    bytes += total_bytes;
+    KindCounters& of_kind = by_kind[static_cast<size_t>(kind)];
+    of_kind.operations += number;
+    of_kind.bytes += total_bytes;
+  }
 };
 
 }  // namespace sparkhvd

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/leak_check.h"
+#include "rendezvous/blocking_dial.h"
 #include "rendezvous/handshake.h"
 #include "rendezvous/in_process_store.h"
 #include "rendezvous/socket.h"

@@ -8,6 +8,8 @@
 #include <atomic>
 #include <cerrno>
 
+#include "rendezvous/blocking_dial.h"
+
 namespace {
 
 // The number of calls of connect that a signal interrupts after they have begun.
@@ -29,16 +31,26 @@ extern "C" __attribute__((visibility("default"))) int connect(int fd, const sock
 namespace sparkhvd {
 namespace {
 
-TEST(Socket, ConnectsWhenASignalInterrupts) {
+TEST(Socket, ConnectsOverTcpWhenASignalInterrupts) {
   auto listener = ListenTcp({"127.0.0.1", 0});
   ASSERT_TRUE(listener.ok()) << listener.status().message();
   const HostPort address = LocalAddress(listener.value().get()).value();
+  interruptions.store(1);
+  auto fd = ConnectTcp(address, Deadline::AfterSeconds(30));
+  ASSERT_TRUE(fd.ok()) << fd.status().message();
+  EXPECT_EQ(interruptions.load(), 0) << "nobody was interrupted";
+  EXPECT_EQ(ToText(PeerAddress(fd.value().get()).value()), ToText(address));
+}
+
+TEST(Socket, ConnectsToAUnixSocketWhenSignalsInterrupt) {
+  const std::string name = "sparkhvd-test-" + std::to_string(::getpid());
+  auto listener = ListenUnix(name);
+  ASSERT_TRUE(listener.ok()) << listener.status().message();
   for (const int times : {1, 2, 3}) {
     interruptions.store(times);
-    auto fd = ConnectTcp(address, Deadline::AfterSeconds(30));
+    auto fd = ConnectUnix(name, Deadline::AfterSeconds(30));
     EXPECT_TRUE(fd.ok()) << fd.status().message();
     EXPECT_EQ(interruptions.load(), 0) << "nobody was interrupted";
-    EXPECT_EQ(ToText(PeerAddress(fd.value().get()).value()), ToText(address));
   }
 }
 

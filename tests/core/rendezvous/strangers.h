@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/sha256.h"
+#include "rendezvous/blocking_dial.h"
 #include "rendezvous/handshake.h"
 #include "rendezvous/socket.h"
 

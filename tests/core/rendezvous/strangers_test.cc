@@ -189,7 +189,7 @@ TEST_F(RendezvousServer, AsksDroppedConnectionsToRetry) {
   ExpectServes();
   std::array<std::byte, kWelcomeBytes> said;
   ASSERT_TRUE(ReadExactly(first.value().get(), Bytes(said.data(), said.size()), Late()).ok());
-  EXPECT_TRUE(IsComeAgain(ConstBytes(said.data(), said.size())));
+  EXPECT_TRUE(IsBusyNotice(ConstBytes(said.data(), said.size())));
 }
 
 TEST_F(RendezvousServer, EndsTheSessionOfAMemberThatBreaksTheProtocol) {

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "base/failure_note.h"
+#include "rendezvous/blocking_dial.h"
 #include "rendezvous/handshake.h"
 #include "rendezvous/reception.h"
 #include "rendezvous/socket.h"

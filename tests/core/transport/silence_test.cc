@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "rendezvous/blocking_dial.h"
 #include "rendezvous/socket.h"
 #include "transport/encrypted_links.h"
 #include "transport/meshes.h"

@@ -1,0 +1,49 @@
+// Decides which thread of a rank runs its cycles, and when.
+#pragma once
+
+#include <optional>
+
+#include "base/deadline.h"
+#include "base/status.h"
+#include "scheduler/cycle.h"
+#include "scheduler/dispatcher.h"
+#include "scheduler/lifecycle.h"
+#include "scheduler/operation.h"
+#include "scheduler/submission_queue.h"
+
+namespace sparkhvd {
+
+// One thread at a time has the turn to drive the cycles. A thread that waits for an operation
+// drives while it waits, because handing a small operation to another thread and back takes longer
+// than the operation. The engine's own thread drives when there is work and no other thread does.
+class CycleDriver {
+ public:
+  struct Parts {
+    SubmissionQueue& queue;
+    Lifecycle& lifecycle;
+    Cycle& cycle;
+    Dispatcher& dispatcher;
+  };
+
+  explicit CycleDriver(const Parts& parts) : parts_(parts) {}
+
+  // The work of the engine's thread. Returns once the queue is closed and every operation has its
+  // outcome.
+  void RunUntilEnd();
+
+  // Drives cycles until the operation is done or other ranks have to act first. Returns at once if
+  // another thread drives.
+  void DriveUntilDone(const Operation& operation, Deadline deadline);
+
+ private:
+  // The following functions need the turn.
+  void RunCycle(Deadline patience) noexcept;
+  bool WatchDevice() noexcept;
+  SubmissionQueue::Due NextDue() const;
+  bool CycleIsDue() const;
+
+  const Parts parts_;
+  Deadline::Clock::time_point next_watch_ = SubmissionQueue::kAtOnce;  // of a busy device
+};
+
+}  // namespace sparkhvd
