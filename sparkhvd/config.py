@@ -367,6 +367,12 @@ def java_home(environment: Mapping[str, str] | None = None) -> str | None:
     return env.get("JAVA_HOME") or None
 
 
+def batch_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables in which Slurm and LSF describe the job that this process belongs to."""
+    env = os.environ if environment is None else environment
+    return {name: value for name, value in env.items() if name.startswith(("SLURM_", "LSB_"))}
+
+
 def warn_ignored_variables(environment: Mapping[str, str] | None = None) -> None:
     """Log one line that lists Horovod's variables that are set but have no effect."""
     env = os.environ if environment is None else environment

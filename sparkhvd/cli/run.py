@@ -18,9 +18,10 @@ from sparkhvd._util.addresses import is_ipv6
 from sparkhvd.cli.check_build import check_build
 from sparkhvd.cli.flags import MPI_ARGS, parser
 from sparkhvd.cli.settings import notices, read_file, variables
-from sparkhvd.config import environment_for_hosts, export, from_environment, variable_of
+from sparkhvd.config import batch_variables, environment_for_hosts, export, from_environment, variable_of
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, split_arguments
-from sparkhvd.driver.host_process import SshOptions
+from sparkhvd.driver.batch_systems import find_allocation
+from sparkhvd.driver.host_process import SrunOptions, SshOptions, is_this_machine
 from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.mpi.command import find_mpirun, interface_parameters, is_root, parameters_of
@@ -94,7 +95,7 @@ def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
     file = read_file(flags.config_file)
     settings = variables(flags, file)
     flags.mpi_args = flags.mpi_args or str(file.get(MPI_ARGS[0], {}).get(MPI_ARGS[1]) or "")
-    hosts = _hosts(flags)
+    hosts, access = _hosts(flags)
     if not hosts and flags.timeline_filename and not Path(flags.timeline_filename).absolute().parent.is_dir():
         raise ConfigError(f"--timeline-filename {flags.timeline_filename}: its folder does not exist. Create it first.")
     by_mpi = flags.mpi or (file.get("controller", {}).get("name") == "mpi" and not flags.gloo)
@@ -121,20 +122,31 @@ def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
     for flag in ("mpi_args", "binding_args"):
         if getattr(flags, flag):
             raise ConfigError(f"--{flag.replace('_', '-')} is for mpirun. Pass --mpi, too.")
-    request = LaunchRequest(
-        num_proc=flags.num_proc, hosts=hosts, ssh=SshOptions(flags.ssh_port, flags.ssh_identity_file)
-    )
+    request = LaunchRequest(num_proc=flags.num_proc, hosts=hosts, access=access)
     run_with(request, launcher, options, run_command, (tuple(command),))
     return 0
 
 
-def _hosts(flags: argparse.Namespace) -> tuple[Host, ...]:
+def _hosts(flags: argparse.Namespace) -> tuple[tuple[Host, ...], SshOptions | SrunOptions]:
+    """Return the hosts to use, and how to reach them; none is this machine alone."""
+    ssh = SshOptions(flags.ssh_port, flags.ssh_identity_file)
     if flags.hostfile is not None:
         try:
-            return parse_hostfile(Path(flags.hostfile).read_text())
+            return parse_hostfile(Path(flags.hostfile).read_text()), ssh
         except OSError as error:
             raise ConfigError(f"--hostfile {flags.hostfile} cannot be read: {error.strerror}.") from error
-    return parse_hosts(flags.hosts) if flags.hosts is not None else ()
+    if flags.hosts is not None:
+        return parse_hosts(flags.hosts), ssh
+    variables = batch_variables()
+    allocation = find_allocation(variables)
+    own_name = variables.get("SLURMD_NODENAME")  # may be shorter than the host name
+    if allocation is None or all(host.name == own_name or is_this_machine(host.name) for host in allocation.hosts):
+        return (), ssh
+    shown = ",".join(host.text for host in allocation.hosts)
+    sys.stderr.write(f"sparkhvdrun: {allocation.job} has the hosts {shown}\n")
+    if allocation.slurm_id is None or ssh != SshOptions():
+        return allocation.hosts, ssh
+    return allocation.hosts, SrunOptions(allocation.slurm_id)
 
 
 def _run_by_mpi(flags: argparse.Namespace, hosts: tuple[Host, ...], command: Sequence[str]) -> int:

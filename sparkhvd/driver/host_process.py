@@ -1,4 +1,4 @@
-"""The launcher's handle on the process that it starts on a host, through ssh or directly on this machine."""
+"""The launcher's handle on the process that it starts on a host, through ssh, Slurm or directly on this machine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import ClassVar
 
 from sparkhvd._util.addresses import is_loopback
 from sparkhvd.deadline import Deadline
@@ -33,8 +34,19 @@ _END_SECONDS = 8.0
 class SshOptions:
     """How to reach the hosts; None uses ssh's own configuration."""
 
+    check: ClassVar[str] = "ssh HOST true"  # shows whether a host can be reached
+
     port: int | None = None
     identity_file: str | None = None
+
+
+@dataclass(frozen=True)
+class SrunOptions:
+    """Reach the hosts through ``srun`` in a Slurm job, which needs no ssh and counts as the job's own work."""
+
+    check: ClassVar[str] = "srun --nodelist=HOST true"
+
+    job_id: str
 
 
 @dataclass(frozen=True)
@@ -44,16 +56,25 @@ class HostEnded:
     why: str
 
 
-def host_command(host: str, executable: str, options: SshOptions) -> list[str]:
+def host_command(host: str, executable: str, options: SshOptions | SrunOptions) -> list[str]:
     """Return the command that starts our process on a host. It contains no secret and no user's variable."""
     own = ["env", f"{IMPORT_PATH}={import_path(executable)}", executable or sys.executable, "-m", _MODULE]
-    if is_loopback(host) or host == socket.gethostname():
+    if is_this_machine(host):
         return own
+    if isinstance(options, SrunOptions):
+        # One task that has all processors and the memory of the job on the host; the ranks share them.
+        step = ["--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--mem=0", "--quiet", "--unbuffered"]
+        return ["srun", f"--jobid={options.job_id}", f"--nodelist={host}", *step, *own]
     port = [] if options.port is None else ["-p", str(options.port)]
     identity = [] if options.identity_file is None else ["-i", options.identity_file]
     # No password can be typed (BatchMode), and a host that is cut off must be detected (ServerAlive).
     alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
     return ["ssh", "-T", "-o", "BatchMode=yes", *alive, *port, *identity, host, shlex.join(own)]
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether a host's name or address is one by which this machine knows itself."""
+    return is_loopback(host) or host == socket.gethostname()
 
 
 class HostProcess:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from sparkhvd._util.registry import Registry
 from sparkhvd.compat.spark import check_spark
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.host_process import SshOptions
+from sparkhvd.driver.host_process import SrunOptions, SshOptions
 from sparkhvd.driver.hosts import Host
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark.resources import TaskResources
@@ -49,7 +49,7 @@ class LaunchRequest:
         resources: cores and GPUs of a Spark task of this job.
         extra_mpi_args: additional arguments of ``mpirun``.
         hosts: machines to use without Spark.
-        ssh: how to reach them.
+        access: how to reach them.
         rows: a DataFrame with one partition per rank; None passes no rows.
     """
 
@@ -58,7 +58,7 @@ class LaunchRequest:
     resources: TaskResources = field(default_factory=TaskResources)
     extra_mpi_args: tuple[str, ...] = ()
     hosts: tuple[Host, ...] = ()
-    ssh: SshOptions = field(default_factory=SshOptions)
+    access: SshOptions | SrunOptions = field(default_factory=SshOptions)
     rows: DataFrame | None = None
 
     def session(self) -> SparkSession:
@@ -143,7 +143,7 @@ def choose_launcher(launcher: str, use_mpi: bool | None, use_gloo: bool | None, 
         arguments = " and ".join(f"{argument} ({name})" for argument, name in selected.items())
         raise ConfigError(f"{arguments} contradict each other: they select different launchers. Pass only one of them.")
     name = next(iter(selected.values()), "barrier")
-    if name != "ssh" and request.ssh != SshOptions():
+    if name != "ssh" and request.access != SshOptions():
         raise ConfigError(f"ssh_port and ssh_identity_file require launcher='ssh', got {name!r}. Pass hosts, too.")
     kind = launcher_class(name)
     if request.resources and not kind.on_spark:

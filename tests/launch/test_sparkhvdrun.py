@@ -172,6 +172,20 @@ def test_hosts_of_this_machine_need_no_ssh_and_count_as_hosts():
     assert [said(done)[rank]["place"] for rank in range(3)] == [[0, 3, 0, 0], [1, 3, 1, 0], [2, 3, 0, 1]]
 
 
+def test_in_a_batch_job_the_hosts_of_the_job_are_used_unless_flags_name_others():
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": f"localhost,{socket.gethostname()}"}
+    alone = environment() | job | {"SLURM_TASKS_PER_NODE": "1(x2)"}
+    done = sparkhvdrun("-np", "3", sys.executable, TRAIN, env=alone)  # all hosts are this machine
+    assert [said(done)[rank]["place"] for rank in range(3)] == [[0, 3, 0, 0], [1, 3, 1, 0], [2, 3, 2, 0]], done.stderr
+    cluster = environment() | job | {"SLURM_JOB_NODELIST": "no-such[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}
+    done = sparkhvdrun("-np", "4", sys.executable, TRAIN, env=cluster)
+    assert done.returncode == 1
+    assert "Slurm job 17 has the hosts no-such1:2,no-such2:1" in done.stderr
+    assert "num_proc=4 is more than the 3 slots of the hosts (no-such1:2,no-such2:1)" in done.stderr
+    done = sparkhvdrun("-H", "localhost:2", sys.executable, TRAIN, env=cluster)
+    assert [said(done)[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]], done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

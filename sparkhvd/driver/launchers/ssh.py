@@ -1,4 +1,4 @@
-"""A launcher that starts the ranks on several machines through ssh, without Spark."""
+"""A launcher that starts the ranks on several machines through ssh, or through srun in a Slurm job, without Spark."""
 
 from __future__ import annotations
 
@@ -58,13 +58,14 @@ class SshHandle:
         self._hosts = hosts
         self._stream = stream
         self._deadline = Deadline.after(job.start_timeout)
+        self._access = request.access
         self._token = secrets.token_bytes(32)
         self._ranks: dict[int, int] = {}  # by task index, once they are assigned
         self._inbox: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
         with ExitStack() as stack:
             self._processes = []
             for number, host in enumerate(hosts):
-                process = HostProcess(number, host_command(host.name, job.executable, request.ssh), self._inbox)
+                process = HostProcess(number, host_command(host.name, job.executable, request.access), self._inbox)
                 stack.callback(process.close)
                 self._processes.append(process)
             self._stack = stack.pop_all()
@@ -127,7 +128,7 @@ class SshHandle:
                 late = ", ".join(host.name for number, host in enumerate(self._hosts) if number not in ready)
                 raise StartTimeoutError(
                     f"Not all hosts were ready within start_timeout={self._job.start_timeout:g} s: {late} did not "
-                    "report. Check that `ssh HOST true` succeeds and that imports do not hang there, or raise "
+                    f"report. Check that `{self._access.check}` succeeds and that imports do not hang there, or raise "
                     "start_timeout."
                 ) from None
             if isinstance(message, HostReady):

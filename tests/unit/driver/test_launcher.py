@@ -29,7 +29,7 @@ HOSTS = (Host("node1", 2),)
         ("auto", None, None, {"hosts": HOSTS}, "ssh"),
         ("mpi", True, None, {"extra_mpi_args": ("-x", "A")}, "mpi"),
         ("local", None, None, {}, "local"),
-        ("ssh", None, None, {"hosts": HOSTS, "ssh": SshOptions(port=2222)}, "ssh"),
+        ("ssh", None, None, {"hosts": HOSTS, "access": SshOptions(port=2222)}, "ssh"),
         ("barrier", None, None, {"resources": TaskResources(cpus=2)}, "barrier"),
     ],
 )
@@ -44,7 +44,7 @@ def test_the_arguments_select_the_launcher(launcher, use_mpi, use_gloo, request_
         ("barrier", True, None, {}, r"launcher \(barrier\) and use_mpi=True \(mpi\) contradict"),
         ("local", None, None, {"hosts": HOSTS}, r"launcher \(local\) and hosts \(ssh\) contradict"),
         ("barrier", None, None, {"extra_mpi_args": ("-x",)}, r"extra_mpi_args \(mpi\) contradict"),
-        ("auto", None, None, {"ssh": SshOptions(port=22)}, "require launcher='ssh', got 'barrier'"),
+        ("auto", None, None, {"access": SshOptions(port=22)}, "require launcher='ssh', got 'barrier'"),
         ("ssh", None, None, {"hosts": HOSTS, "resources": TaskResources(gpus=1)}, "launcher='ssh' starts none"),
         ("horovod", None, None, {}, "Unknown launcher='horovod'; expected 'auto' or one of"),
     ],

@@ -1,0 +1,111 @@
+"""The hosts that Slurm and LSF assign to a batch job."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkhvd.driver.hosts import Host
+from sparkhvd.errors import ConfigError
+
+# "name", or "name[01-03,7]"; a comma outside of brackets ends an entry.
+_SLURM_ENTRY = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
+_SLURM_PART = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
+_SLURM_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The hosts of a batch job.
+
+    Attributes:
+        job: names the job in messages, like ``Slurm job 17``.
+        hosts: the hosts, with as many slots as the job has tasks there.
+        slurm_id: the number of a Slurm job, whose hosts ``srun`` reaches; None in LSF.
+    """
+
+    job: str
+    hosts: tuple[Host, ...]
+    slurm_id: str | None = None
+
+
+def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
+    """Return the hosts of the batch job in which a process with this environment runs; None if it runs in none.
+
+    Slurm describes them in ``SLURM_JOB_NODELIST`` and ``SLURM_TASKS_PER_NODE``, LSF in the file ``LSB_DJOB_RANKFILE``,
+    in ``LSB_MCPU_HOSTS`` or in ``LSB_HOSTS``.
+
+    Raises:
+        ConfigError: a variable has an unknown form, or the file cannot be read.
+    """
+    if nodes := environment.get("SLURM_JOB_NODELIST"):
+        job_id = environment.get("SLURM_JOB_ID")
+        return Allocation(f"Slurm job {job_id}", _slurm_hosts(nodes, environment.get("SLURM_TASKS_PER_NODE")), job_id)
+    if environment.get("LSB_JOBID"):
+        hosts = _lsf_hosts(environment)
+        return Allocation(f"LSF job {environment['LSB_JOBID']}", hosts) if hosts else None
+    return None
+
+
+def _slurm_hosts(nodes: str, tasks: str | None) -> tuple[Host, ...]:
+    names = [name for entry in _SLURM_ENTRY.findall(nodes) for name in _slurm_names(entry, nodes)]
+    counts = [1] * len(names) if tasks is None else list(_slurm_counts(tasks))
+    if len(counts) != len(names):
+        raise _malformed("SLURM_TASKS_PER_NODE", str(tasks), f"it has {len(counts)} entries for {len(names)} nodes")
+    return tuple(Host(name, count) for name, count in zip(names, counts, strict=True) if count)
+
+
+def _slurm_names(entry: str, nodes: str) -> Iterator[str]:
+    parts = [
+        [text] if ranges is None else list(_slurm_numbers(ranges, nodes))
+        for ranges, text in ((part[1], part[2]) for part in _SLURM_PART.finditer(entry))
+    ]
+    for combination in itertools.product(*parts):
+        yield "".join(combination)
+
+
+def _slurm_numbers(ranges: str, nodes: str) -> Iterator[str]:
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()):
+            raise _malformed("SLURM_JOB_NODELIST", nodes, f"{item!r} is not a range of numbers")
+        for number in range(int(first), int(last or first) + 1):
+            yield str(number).zfill(len(first))
+
+
+def _slurm_counts(tasks: str) -> Iterator[int]:
+    for item in tasks.split(","):
+        found = _SLURM_COUNT.fullmatch(item.strip())
+        if found is None:
+            raise _malformed("SLURM_TASKS_PER_NODE", tasks, f"{item!r} is not a number of tasks")
+        yield from [int(found[1])] * int(found[2] or 1)
+
+
+def _lsf_hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
+    if path := environment.get("LSB_DJOB_RANKFILE"):
+        try:
+            lines = Path(path).read_text().splitlines()
+        except OSError as error:
+            raise ConfigError(
+                f"LSB_DJOB_RANKFILE={path} cannot be read: {error.strerror}. Name the hosts with -H host1:2,host2:2."
+            ) from error
+        return _counted([line.split()[0] for line in lines if line.split()])
+    if both := environment.get("LSB_MCPU_HOSTS", "").split():
+        names, counts = both[::2], both[1::2]
+        if len(names) != len(counts) or not all(count.isdecimal() for count in counts):
+            raise _malformed("LSB_MCPU_HOSTS", " ".join(both), "it must be pairs of a host and its slots")
+        return _counted([name for name, count in zip(names, counts, strict=True) for _ in range(int(count))])
+    return _counted(environment.get("LSB_HOSTS", "").split())
+
+
+def _counted(names: Sequence[str]) -> tuple[Host, ...]:
+    """Return the hosts in the order in which they first appear; each name is one slot."""
+    return tuple(Host(name, count) for name, count in Counter(names).items())
+
+
+def _malformed(name: str, value: str, why: str) -> ConfigError:
+    return ConfigError(f"{name}={value!r} has an unknown form: {why}. Name the hosts with -H host1:2,host2:2.")
