@@ -21,7 +21,11 @@ class NotInitializedError(SparkHvdError, ValueError):
     """A collective or a rank was asked for before ``init()`` or after ``shutdown()``."""
 
 
-class DeadlineExceededError(SparkHvdError, TimeoutError):
+class HorovodInternalError(SparkHvdError, RuntimeError):
+    """Horovod's name for a failed collective, for programs that catch it; never raised itself."""
+
+
+class DeadlineExceededError(HorovodInternalError, TimeoutError):
     """A wait ended at its deadline; the message names what was waited for."""
 
 
@@ -29,7 +33,7 @@ class AuthenticationError(SparkHvdError, ConnectionError):
     """A peer could not prove that it knows the job's secret."""
 
 
-class CollectiveError(SparkHvdError, RuntimeError):
+class CollectiveError(HorovodInternalError):
     """A collective operation failed; raised on every rank that takes part."""
 
 

@@ -197,12 +197,25 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
         monitor: the metric that selects the best epoch.
         verbose: 1 reports when a model is saved.
         mode: ``min``, ``max`` or ``auto``.
+        save_freq: ``epoch``, or the number of batches after which it looks for a better model.
     """
 
     def __init__(
-        self, filepath: str | None = None, monitor: str = "val_loss", verbose: int = 0, mode: str = "auto"
+        self,
+        filepath: str | None = None,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
     ) -> None:
-        super().__init__(filepath or "best.keras", monitor=monitor, verbose=verbose, save_best_only=True, mode=mode)
+        super().__init__(
+            filepath or "best.keras",
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            mode=mode,
+            save_freq=save_freq,
+        )
         self.has_filepath = filepath is not None
 
     def _save_model(self, *args: Any, **kwargs: Any) -> None:

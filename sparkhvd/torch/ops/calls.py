@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -119,6 +120,22 @@ def blocking(describe: Callable[P, Call[R]]) -> Callable[P, R]:
         return describe(*args, **kwargs).run()
 
     return _documented(run, describe, describe.__name__, "{}", "")
+
+
+def compression_at(position: int, describe: Callable[P, Call[R]]) -> Callable[P, Call[R]]:
+    """Move ``compression``, the last parameter, to its position in the blocking forms of Horovod."""
+
+    @wraps(describe)
+    def described(*args: Any, **kwargs: Any) -> Call[R]:
+        if len(args) > position:
+            return describe(*args[:position], *args[position + 1 :], compression=args[position], **kwargs)
+        return describe(*args, **kwargs)
+
+    signature = inspect.signature(describe)
+    parameters = list(signature.parameters.values())
+    parameters.insert(position, parameters.pop())
+    cast("Any", described).__signature__ = signature.replace(parameters=parameters)
+    return cast("Callable[P, Call[R]]", described)
 
 
 def asynchronous(describe: Callable[P, Call[R]]) -> Callable[P, Handle[R]]:

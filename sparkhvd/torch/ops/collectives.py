@@ -18,16 +18,15 @@ from sparkhvd.torch.ops.reductions import Allreduce
 from sparkhvd.torch.ops.scatter import Reducescatter
 
 
-def allreduce(
+def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    *,
-    compression: Compressor = NoneCompressor,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    compression: Compressor = NoneCompressor,
 ) -> Call[torch.Tensor]:
     """Combine the tensors of all ranks element by element.
 
@@ -37,26 +36,25 @@ def allreduce(
         tensor: the same shape and dtype on all ranks.
         average: deprecated, use ``op``.
         name: the operation's name, equal on all ranks; numbered automatically when None.
-        compression: compresses the tensor for transfer.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the result; equal on all ranks.
         process_set: the ranks that take part, all by default.
+        compression: compresses the tensor for transfer.
     """
     reduction = Reduction(reduction_op(average, op), prescale_factor, postscale_factor)
     return Call(Allreduce((tensor,), reduction, SubmitOptions(name, process_set), compression), first)
 
 
-def grouped_allreduce(
+def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
     name: str | None = None,
-    *,
-    compression: Compressor = NoneCompressor,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    compression: Compressor = NoneCompressor,
 ) -> Call[list[torch.Tensor]]:
     """Combine several tensors of all ranks in one operation, which runs once all ranks have submitted all tensors.
 
@@ -64,11 +62,11 @@ def grouped_allreduce(
         tensors: the same number of tensors, with the same shapes and dtypes, on all ranks.
         average: deprecated, use ``op``.
         name: the group's name, equal on all ranks; numbered automatically when None.
-        compression: compresses the tensors for transfer.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the results; equal on all ranks.
         process_set: the ranks that take part, all by default.
+        compression: compresses the tensors for transfer.
     """
     reduction = Reduction(reduction_op(average, op), prescale_factor, postscale_factor)
     return Call(
@@ -77,15 +75,14 @@ def grouped_allreduce(
     )
 
 
-def reducescatter(
+def reducescatter(  # noqa: PLR0917  the order of the arguments is Horovod's
     tensor: torch.Tensor,
     name: str | None = None,
-    *,
-    compression: Compressor = NoneCompressor,
     op: ReduceOp | None = None,
+    process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
+    compression: Compressor = NoneCompressor,
 ) -> Call[torch.Tensor]:
     """Combine the tensors of all ranks element by element, and return this rank's part of the rows.
 
@@ -96,36 +93,35 @@ def reducescatter(
     Args:
         tensor: the same shape and dtype on all ranks, of at least one dimension.
         name: the operation's name, equal on all ranks; numbered automatically when None.
-        compression: compresses the tensor for transfer.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``.
+        process_set: the ranks that take part, all by default.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the result; equal on all ranks.
-        process_set: the ranks that take part, all by default.
+        compression: compresses the tensor for transfer.
     """
     reduction = Reduction(reduction_op(None, op), prescale_factor, postscale_factor)
     return Call(Reducescatter((tensor,), reduction, SubmitOptions(name, process_set), compression), first)
 
 
-def grouped_reducescatter(
+def grouped_reducescatter(  # noqa: PLR0917  the order of the arguments is Horovod's
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
-    *,
-    compression: Compressor = NoneCompressor,
     op: ReduceOp | None = None,
+    process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
+    compression: Compressor = NoneCompressor,
 ) -> Call[list[torch.Tensor]]:
     """Reduce and scatter several tensors in one operation; see ``reducescatter``.
 
     Args:
         tensors: the same number of tensors, with the same shapes and dtypes, on all ranks.
         name: the group's name, equal on all ranks; numbered automatically when None.
-        compression: compresses the tensors for transfer.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``.
+        process_set: the ranks that take part, all by default.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the results; equal on all ranks.
-        process_set: the ranks that take part, all by default.
+        compression: compresses the tensors for transfer.
     """
     reduction = Reduction(reduction_op(None, op), prescale_factor, postscale_factor)
     return Call(
@@ -135,7 +131,7 @@ def grouped_reducescatter(
 
 
 def allgather(
-    tensor: torch.Tensor, name: str | None = None, *, process_set: ProcessSet | None = None
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Call[torch.Tensor]:
     """Concatenate the tensors of all ranks along the first dimension, in rank order.
 
@@ -150,7 +146,7 @@ def allgather(
 
 
 def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, *, process_set: ProcessSet | None = None
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> Call[list[torch.Tensor]]:
     """Gather several tensors in one operation; see ``allgather``.
 
@@ -163,7 +159,7 @@ def grouped_allgather(
 
 
 def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, *, process_set: ProcessSet | None = None
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Call[torch.Tensor]:
     """Return the tensor of ``root_rank`` on every rank.
 
@@ -182,7 +178,6 @@ def alltoall(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    *,
     process_set: ProcessSet | None = None,
 ) -> Call[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
     """Send a part of the tensor to every rank, and concatenate the parts received from all ranks, in rank order.

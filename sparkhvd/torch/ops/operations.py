@@ -13,26 +13,26 @@ from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.ops import collectives, plain
-from sparkhvd.torch.ops.calls import asynchronous, asynchronous_in_place, blocking, in_place
+from sparkhvd.torch.ops.calls import asynchronous, asynchronous_in_place, blocking, compression_at, in_place
 from sparkhvd.torch.ops.devices import join_device
 from sparkhvd.torch.ops.sparse import SparseSum
 from sparkhvd.torch.ops.tensors import buffer_of, label_of
 
 T = TypeVar("T")
 
-allreduce = blocking(collectives.allreduce)
+allreduce = blocking(compression_at(3, collectives.allreduce))
 allreduce_async = asynchronous(collectives.allreduce)
 allreduce_ = in_place(collectives.allreduce, plain.run_allreduce)
 allreduce_async_ = asynchronous_in_place(collectives.allreduce, plain.start_allreduce)
 
-grouped_allreduce = blocking(collectives.grouped_allreduce)
+grouped_allreduce = blocking(compression_at(3, collectives.grouped_allreduce))
 grouped_allreduce_async = asynchronous(collectives.grouped_allreduce)
 grouped_allreduce_ = in_place(collectives.grouped_allreduce)
 grouped_allreduce_async_ = asynchronous_in_place(collectives.grouped_allreduce)
 
-reducescatter = blocking(collectives.reducescatter)
+reducescatter = blocking(compression_at(2, collectives.reducescatter))
 reducescatter_async = asynchronous(collectives.reducescatter)
-grouped_reducescatter = blocking(collectives.grouped_reducescatter)
+grouped_reducescatter = blocking(compression_at(2, collectives.grouped_reducescatter))
 grouped_reducescatter_async = asynchronous(collectives.grouped_reducescatter)
 
 allgather = blocking(collectives.allgather)
@@ -53,18 +53,16 @@ def sparse_allreduce(
     tensor: torch.Tensor,
     name: str | None = None,
     op: ReduceOp = ReduceOp.AVERAGE,
-    *,
     process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
     """Return the coalesced sum or mean of the ranks' sparse (COO) tensors; see ``sparse_allreduce_async``."""
-    return sparse_allreduce_async(tensor, name, op, process_set=process_set).wait()
+    return sparse_allreduce_async(tensor, name, op, process_set).wait()
 
 
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None = None,
     op: ReduceOp = ReduceOp.AVERAGE,
-    *,
     process_set: ProcessSet | None = None,
 ) -> Handle[torch.Tensor]:
     """Start to add up the ranks' sparse (COO) tensors; ``synchronize(handle)`` returns the result.

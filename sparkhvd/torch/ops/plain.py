@@ -21,16 +21,16 @@ from sparkhvd.torch.ops import collectives
 from sparkhvd.torch.ops.tensors import plain_dtype
 
 
-def start_allreduce(
+def start_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    *,
-    compression: Compressor = NoneCompressor,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    compression: Compressor = NoneCompressor,
+    *,
     waits: bool = False,
 ) -> Handle[torch.Tensor]:
     """Start ``collectives.allreduce`` in place; set ``waits`` if the caller waits for the result at once."""
@@ -51,19 +51,10 @@ def start_allreduce(
             waits,
         )
     return collectives.allreduce(
-        tensor,
-        average,
-        name,
-        compression=compression,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
+        tensor, average, name, op, prescale_factor, postscale_factor, process_set, compression
     ).start(in_place=True, waits=waits)
 
 
-def run_allreduce(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, **options: Any
-) -> torch.Tensor:
+def run_allreduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run ``collectives.allreduce`` in place."""
-    return start_allreduce(tensor, average, name, waits=True, **options).wait()
+    return start_allreduce(tensor, *args, waits=True, **kwargs).wait()

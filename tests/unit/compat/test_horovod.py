@@ -83,3 +83,16 @@ def test_an_unknown_name_is_answered_with_the_nearest_name_or_its_module(module,
 def test_an_object_that_is_not_callable_is_refused(called):
     with pytest.raises(TypeError, match=r"^fn must be a function, got (None|3)\. Pass it without calling it"):
         sparkhvd.run(called, num_proc=2, launcher="local")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"args": 5}, r"args=5 must be a tuple of arguments for fn, like args=\(5,\)"),
+        ({"args": "ab"}, r"like args=\('ab',\)"),
+        ({"kwargs": [1]}, r"kwargs=\[1\] must be a dict"),
+    ],
+)
+def test_arguments_of_another_form_are_refused_with_the_right_one(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        sparkhvd.run(print, num_proc=1, launcher="local", **arguments)

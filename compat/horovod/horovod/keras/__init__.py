@@ -1,0 +1,70 @@
+"""``import horovod.keras as hvd`` on top of ``sparkhvd.keras``."""
+
+from __future__ import annotations
+
+from typing import Any, Never
+
+import sparkhvd.keras as _hvd
+from horovod._signatures import with_parameters
+from horovod.keras import callbacks
+from sparkhvd.comm import interface
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
+from sparkhvd.keras import load_model
+
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "callbacks",
+    "load_model",
+    "reducescatter",
+]
+__all__ += interface.__all__
+
+Compression: Any = _hvd.Compression
+
+_OF_OPTIMIZERS = (
+    "optimizer name device_dense device_sparse compression sparse_as_dense gradient_predivide_factor op "
+    "backward_passes_per_step average_aggregated_gradients num_groups groups process_set"
+)
+
+
+DistributedOptimizer = with_parameters(f"{_OF_OPTIMIZERS} scale_local_gradients", _hvd.DistributedOptimizer)
+PartialDistributedOptimizer = with_parameters(
+    f"{_OF_OPTIMIZERS} local_layers scale_local_gradients".replace("num_groups ", ""), _hvd.PartialDistributedOptimizer
+)
+
+
+def _allreduce(value: Any, **options: Any) -> Any:
+    return _hvd.allreduce(value, **options)
+
+
+allreduce = with_parameters("value name average prescale_factor postscale_factor op compression", _allreduce)
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """Concatenate the values of all ranks along the first dimension."""
+    return _hvd.allgather(value, name=name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """Return the value of ``root_rank``."""
+    return _hvd.broadcast(value, root_rank, name=name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: ReduceOp = interface.Average) -> Any:
+    """Combine the values of all ranks, and return this rank's part of the rows."""
+    return _hvd.reducescatter(value, name=name, op=op)
+
+
+def broadcast_global_variables(root_rank: int) -> Never:  # noqa: ARG001
+    """Raise ``RuntimeError``, as Horovod does outside the graphs of TensorFlow 1."""
+    raise RuntimeError(
+        "sparkhvd has no graph sessions of TensorFlow 1. Use callbacks.BroadcastGlobalVariablesCallback(0) with "
+        "model.fit, or hvd.broadcast_variables(model.variables, root_rank=0) of horovod.tensorflow."
+    )

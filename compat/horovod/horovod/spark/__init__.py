@@ -1,0 +1,15 @@
+"""``horovod.spark``: runs functions on the executors of a Spark cluster."""
+
+from __future__ import annotations
+
+from typing import Any, Never
+
+from sparkhvd import run
+from sparkhvd.compat.horovod import ELASTIC
+
+__all__ = ["run", "run_elastic"]
+
+
+def run_elastic(*_: Any, **__: Any) -> Never:
+    """Raise ``NotImplementedError``: sparkhvd has no elastic training yet."""
+    raise NotImplementedError(ELASTIC)

@@ -1,0 +1,66 @@
+"""What Horovod's estimators mean otherwise than sparkhvd's, added to the latter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from sparkhvd.config import environment_for_hosts
+from sparkhvd.estimators.api.estimator import DistributedEstimator
+from sparkhvd.estimators.models.model import TrainedModel
+from sparkhvd.estimators.params.params import EstimatorParams
+
+__all__ = ["HorovodEstimator", "HorovodModel"]
+
+logger = logging.getLogger("horovod")
+
+Row = Mapping[str, Any]
+HorovodEstimator = DistributedEstimator
+HorovodModel = TrainedModel
+
+
+class RowByRow:
+    """A function of a row as one of a batch, the form of sparkhvd's ``transformation_fn``."""
+
+    def __init__(self, function: Callable[[Row], Row]) -> None:
+        self.function = function
+
+    def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Transform the rows of a batch one by one."""
+        count = len(next(iter(batch.values())))
+        rows = [self.function({name: values[number] for name, values in batch.items()}) for number in range(count)]
+        return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
+
+
+class HorovodsMeaning(EstimatorParams):
+    """Parameters with Horovod's defaults and meaning, before a class of sparkhvd's in the bases."""
+
+    def __init__(self, *unnamed: Any, **values: Any) -> None:
+        super().__init__(*unnamed)
+        self._setDefault(scale_lr=True, backend_env=environment_for_hosts())
+        logger.warning(
+            "As with Horovod, %s multiplies the learning rate by the number of ranks (scale_lr=False does not), and "
+            "the ranks get the driver's environment variables.",
+            type(self).__name__,
+        )
+        self.setParams(**values)
+
+    def setParams(self, **values: Any) -> Any:  # noqa: N802  (pyspark's name)
+        """Set several parameters by keyword; those without a meaning in sparkhvd are ignored with a warning."""
+        retired = type(self).retired.keys() - type(self).declarations.keys()
+        ignored = sorted(name for name in values.keys() & retired if values[name] is not None)
+        if ignored:
+            logger.warning("%s ignores %s, which has no effect here.", type(self).__name__, ", ".join(ignored))
+        return super().setParams(**{name: value for name, value in values.items() if name not in retired})
+
+    def _set(self, **values: Any) -> Any:
+        function = values.get("transformation_fn")
+        if function is not None and not isinstance(function, RowByRow):
+            values["transformation_fn"] = RowByRow(function)
+        return super()._set(**values)
+
+    def _setter_of_retired(self, name: str) -> Callable[[object], Any]:
+        return lambda value: self.setParams(**{name: value})

@@ -1,0 +1,7 @@
+"""Stores."""
+
+from __future__ import annotations
+
+from sparkhvd.store import DBFSLocalStore, FilesystemStore, HDFSStore, LocalStore, Store
+
+__all__ = ["DBFSLocalStore", "FilesystemStore", "HDFSStore", "LocalStore", "Store"]

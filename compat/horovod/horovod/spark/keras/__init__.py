@@ -1,0 +1,27 @@
+"""``KerasEstimator`` with Horovod's meaning, and its model."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from horovod.spark.common.estimator import HorovodsMeaning
+from sparkhvd.estimators import keras as _ours
+from sparkhvd.estimators.models.model import TrainedModel
+
+__all__ = ["KerasEstimator", "KerasModel"]
+
+
+class KerasModel(_ours.KerasModel):
+    """See ``sparkhvd.KerasModel``."""
+
+    def getHistory(self) -> dict[str, list[float]]:  # type: ignore[override]  # noqa: N802  (Horovod's name)
+        """Return the value of each metric by epoch, as Keras' ``History.history``."""
+        table = super().getHistory().to_pandas()
+        measured = [name for name in table if name not in {"rows_per_second", "step_seconds"}]
+        return {str(name): table[name].tolist() for name in measured}
+
+
+class KerasEstimator(HorovodsMeaning, _ours.KerasEstimator):
+    """See ``sparkhvd.KerasEstimator``."""
+
+    model_class: ClassVar[type[TrainedModel]] = KerasModel

@@ -1,0 +1,79 @@
+"""``import horovod.tensorflow as hvd`` on top of ``sparkhvd.tensorflow``."""
+
+from __future__ import annotations
+
+from typing import Any, Never
+
+import tensorflow as tf
+
+import sparkhvd.tensorflow as _hvd
+from horovod._signatures import with_parameters
+from horovod.tensorflow import functions, mpi_ops
+from horovod.tensorflow.compression import Compression
+from horovod.tensorflow.functions import *  # noqa: F403  its __all__ lists the names
+from horovod.tensorflow.mpi_ops import *  # noqa: F403
+from sparkhvd.tensorflow import SyncBatchNormalization
+
+_NO_SESSIONS = (
+    "sparkhvd has no graph sessions of TensorFlow 1. Run eagerly or in a tf.function, and call "
+    "hvd.broadcast_variables(model.variables, root_rank=0)."
+)
+
+__all__ = [
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "PartialDistributedGradientTape",
+    "SyncBatchNormalization",
+    "broadcast_global_variables",
+]
+__all__ += functions.__all__
+__all__ += mpi_ops.__all__
+
+_OF_TAPES = (
+    "gradtape device_dense device_sparse compression sparse_as_dense op gradient_predivide_factor num_groups groups "
+    "process_set scale_local_gradients"
+)
+
+
+DistributedGradientTape = with_parameters(_OF_TAPES, _hvd.DistributedGradientTape)
+PartialDistributedGradientTape = with_parameters(
+    f"{_OF_TAPES} local_layers".replace("num_groups ", ""), _hvd.PartialDistributedGradientTape
+)
+
+
+def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802  the name is Horovod's
+    """Make a Keras optimizer apply the gradients of all ranks, and return it.
+
+    Raises:
+        NotImplementedError: the optimizer is one of TensorFlow 1.
+    """
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        raise NotImplementedError(_NO_SESSIONS)
+    return _keras_optimizer(optimizer, *args, **kwargs)
+
+
+def _of_keras(**kwargs: Any) -> Any:
+    from horovod import keras  # noqa: PLC0415  heavy
+
+    return keras.DistributedOptimizer(**kwargs)
+
+
+_keras_optimizer = with_parameters(
+    "optimizer name use_locking device_dense device_sparse compression sparse_as_dense backward_passes_per_step op "
+    "gradient_predivide_factor average_aggregated_gradients num_groups groups process_set scale_local_gradients",
+    _of_keras,
+)
+
+
+def broadcast_global_variables(root_rank: int) -> Never:  # noqa: ARG001
+    """Raise ``RuntimeError``, as Horovod does outside the graphs of TensorFlow 1."""
+    raise RuntimeError(_NO_SESSIONS)
+
+
+class BroadcastGlobalVariablesHook:
+    """Raises ``NotImplementedError``: a hook of TensorFlow 1's sessions."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError(_NO_SESSIONS)

@@ -1,0 +1,97 @@
+"""The collectives on TensorFlow's tensors, and the functions of every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+import sparkhvd.tensorflow as _hvd
+from horovod._signatures import with_parameters
+from sparkhvd.comm import interface
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
+from sparkhvd.tensorflow import barrier, join
+
+__all__ = [
+    "Adasum",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "join",
+    "local_rank_op",
+    "local_size_op",
+    "process_set_included_op",
+    "rank_op",
+    "reducescatter",
+    "size_op",
+]
+__all__ += interface.__all__
+
+Adasum = ReduceOp.ADASUM
+
+_REDUCTION = "average device_dense device_sparse compression op prescale_factor postscale_factor"
+_SCALES = "prescale_factor postscale_factor"
+
+allreduce = with_parameters(f"tensor {_REDUCTION} name process_set ignore_name_scope", _hvd.allreduce)
+grouped_allreduce = with_parameters(f"tensors {_REDUCTION} process_set ignore_name_scope name", _hvd.grouped_allreduce)
+reducescatter = with_parameters(
+    f"tensor device_dense compression op name process_set ignore_name_scope {_SCALES}", _hvd.reducescatter
+)
+grouped_reducescatter = with_parameters(
+    f"tensors device_dense compression op process_set {_SCALES}", _hvd.grouped_reducescatter
+)
+allgather = with_parameters("tensor name ignore_name_scope process_set", _hvd.allgather)
+grouped_allgather = with_parameters("tensors name ignore_name_scope process_set", _hvd.grouped_allgather)
+broadcast = with_parameters("tensor root_rank name ignore_name_scope process_set", _hvd.broadcast)
+alltoall = with_parameters("tensor splits name ignore_name_scope process_set", _hvd.alltoall)
+
+
+def broadcast_(
+    variables: Iterable[tf.Variable],
+    root_rank: int,
+    name: str | None = None,  # noqa: ARG001  the variables have names
+    process_set: interface.ProcessSet = interface.global_process_set,
+) -> list[tf.Variable]:
+    """Overwrite the variables with those of ``root_rank``, and return them."""
+    changed = list(variables)
+    _hvd.broadcast_variables(changed, root_rank, process_set)
+    return changed
+
+
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """Return the rank as a tensor."""
+    return tf.constant(interface.rank(), tf.int32, name=name or "rank")
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """Return the number of the rank on its host as a tensor."""
+    return tf.constant(interface.local_rank(), tf.int32, name=name or "local_rank")
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return the number of ranks, of the job or of a process set, as a tensor."""
+    return tf.constant(len(_ranks_of(process_set_id)), tf.int32, name=name or "size")
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """Return the number of ranks on this host as a tensor."""
+    return tf.constant(interface.local_size(), tf.int32, name=name or "local_size")
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return 1 on the ranks of a process set and 0 on others, as a tensor."""
+    included = interface.rank() in _ranks_of(process_set_id)
+    return tf.constant(int(included), tf.int32, name=name or "included")
+
+
+def _ranks_of(process_set_id: int) -> list[int]:
+    from sparkhvd.comm import session  # noqa: PLC0415
+
+    return list(session.current().process_sets()[process_set_id]) if process_set_id else [*range(interface.size())]

@@ -1,0 +1,14 @@
+"""``import horovod.torch as hvd`` on top of ``sparkhvd.torch``."""
+
+from __future__ import annotations
+
+from horovod.torch import functions, mpi_ops
+from horovod.torch.compression import Compression
+from horovod.torch.functions import *  # noqa: F403  its __all__ lists the names
+from horovod.torch.mpi_ops import *  # noqa: F403
+from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.sync_batch_norm import SyncBatchNorm
+
+__all__ = ["Compression", "DistributedOptimizer", "SyncBatchNorm"]
+__all__ += functions.__all__
+__all__ += mpi_ops.__all__

@@ -1,0 +1,87 @@
+"""The collectives on PyTorch tensors, and the functions of every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import sparkhvd.torch as _hvd
+from sparkhvd.comm import interface
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
+from sparkhvd.torch import (
+    Adasum,
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    poll,
+    reducescatter,
+    reducescatter_async,
+    synchronize,
+)
+
+__all__ = [
+    "Adasum",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+__all__ += interface.__all__
+
+
+def join(device: int = -1) -> int:
+    """Announce that this rank has no more data; return the rank that joined last. -1 is the CPU."""
+    return _hvd.join(None if device < 0 else device)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp = interface.Average,
+    process_set: interface.ProcessSet = interface.global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Start to add up the ranks' sparse tensors; return a function that waits for the sum, as Horovod does."""
+    return _hvd.sparse_allreduce_async(tensor, name, op, process_set).wait

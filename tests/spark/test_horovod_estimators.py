@@ -1,0 +1,39 @@
+"""Horovod's estimators of the distribution ``compat/horovod``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.scripts import ROOT, found_by, run_script
+
+pytestmark = pytest.mark.spark
+
+_ROWS = [float(number) for number in range(16)]
+
+
+def run(folder: Path, framework: str) -> CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.spark.horovod_script", folder, framework]
+    return run_script(command, folder, 240, PYTHONPATH=f"{ROOT}:{ROOT / 'compat' / 'horovod'}")
+
+
+def test_a_program_for_pytorch_keeps_its_meaning(tmp_path):
+    program = run(tmp_path, "torch")
+    found = found_by(program)
+    assert found["ranks"] == ["0", "1"]
+    assert found["columns"] == ["x", "y", "y__output"]
+    # One step over all 16 rows from a weight of 0, with x doubled and the rate of 0.0005 times 2 ranks.
+    assert found["scale_lr"]
+    assert found["weight"] == pytest.approx(0.001 * sum(2 * y * 2 * y for y in _ROWS) / len(_ROWS))
+    assert "TorchEstimator multiplies the learning rate by the number of ranks" in program.stderr
+    assert "TorchEstimator ignores reader_pool_type, shuffle_buffer_size, which" in program.stderr
+
+
+def test_a_program_for_keras_keeps_its_meaning(tmp_path):
+    found = found_by(run(tmp_path, "keras"))
+    assert found["scale_lr"]
+    assert found["history"]["loss"] == found["history"]["val_loss"] == 1
+    assert found["loaded"]

@@ -1,0 +1,90 @@
+"""A program written for Horovod; its imports and calls are what matters.
+
+python -m tests.unit.compat.horovod_program
+"""
+
+from __future__ import annotations
+
+import horovod
+import horovod.torch as hvd
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from horovod.runner import run
+from horovod.torch.mpi_ops import rank, size
+from sparkdl import HorovodRunner
+
+from tests.scripts import tell
+
+
+def train_torch() -> dict[str, object]:
+    hvd.init()
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size())
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), hvd.Compression.none, 1)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    before = model.weight.detach().clone()
+    model(torch.full((3, 2), 1.0 + rank())).mean().backward()
+    optimizer.step()
+    sparse = torch.sparse_coo_tensor([[rank()]], [1.0], (2,))
+    return {
+        "step": (before - model.weight.detach()).tolist(),
+        "sum": hvd.allreduce_(torch.ones(1), None, "a", hvd.Sum).item(),
+        "half": hvd.allreduce(torch.ones(1), None, "b", hvd.Compression.fp16, hvd.Sum, 0.5).item(),
+        "sparse": hvd.sparse_allreduce_async(sparse, "s", hvd.Sum)().to_dense().tolist(),
+        "joined": hvd.join(-1) in range(size()),
+        "built": hvd.nccl_built() in {0, 1} or hvd.nccl_built() > 1,
+    }
+
+
+def disagree() -> str:
+    hvd.init()
+    try:
+        hvd.allreduce(torch.ones(1 + rank()), name="x")
+    except HorovodInternalError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def train_tensorflow() -> dict[str, object]:
+    import horovod.tensorflow as hvd  # noqa: PLC0415
+    import horovod.tensorflow.keras as hvd_keras  # noqa: PLC0415
+    import keras  # noqa: PLC0415
+    import numpy as np  # noqa: PLC0415
+    import tensorflow as tf  # noqa: PLC0415
+
+    hvd.init()
+    weight = tf.Variable(2.0)
+    with tf.GradientTape() as tape:
+        loss = weight * (1.0 + hvd.rank())
+    tape = hvd.DistributedGradientTape(tape, "", "", hvd.Compression.none, False, hvd.Sum)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), None, "", "", hvd_keras.Compression.fp16)
+    model.compile(optimizer, "mse")
+    callbacks = [
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd_keras.callbacks.MetricAverageCallback(),
+        hvd_keras.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1),
+    ]
+    model.fit(np.ones((4, 2)), np.full((4, 1), 1.0 + hvd.rank()), verbose=0, callbacks=callbacks)
+    weights = hvd_keras.allgather(model.layers[0].kernel[None], name="weights").numpy()
+    return {
+        "gradient": float(tape.gradient(loss, weight)),
+        "sum": hvd.allreduce(tf.ones(1), None, "", "", hvd.Compression.none, hvd.Sum).numpy().tolist(),
+        "scattered": hvd.reducescatter(tf.ones(2), "", hvd.Compression.none, hvd.Sum).numpy().tolist(),
+        "ops": [int(hvd.size_op()), int(hvd.rank_op()), int(hvd.local_size_op()), int(hvd.local_rank_op())],
+        "broadcast": [variable.numpy().tolist() for variable in hvd.broadcast_([tf.Variable([hvd.rank()])], 1)],
+        "equal": bool((weights[0] == weights[1]).all()),
+    }
+
+
+if __name__ == "__main__":
+    tell(
+        {
+            "version": horovod.__version__,
+            "torch": horovod.run(train_torch, np=2, hosts="localhost:2", use_gloo=True),
+            "errors": run(disagree, num_proc=2),
+            "tensorflow": run(train_tensorflow, num_proc=2),
+            "runner": HorovodRunner(np=-2).run(disagree),
+        }
+    )

@@ -1,0 +1,109 @@
+"""The distribution ``compat/horovod``: programs that import Horovod run unchanged."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkhvd.errors import SlotsError
+from tests.scripts import found_by, run_script
+
+_ROOT = Path(__file__).parents[3]
+_PACKAGE = _ROOT / "compat" / "horovod"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """What ``horovod_program`` found."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.unit.compat.horovod_program"]
+    done = run_script(command, tmp_path_factory.mktemp("horovod"), 240, PYTHONPATH=f"{_ROOT}:{_PACKAGE}")
+    return found_by(done)
+
+
+def test_the_version_is_the_one_whose_interface_it_has(program):
+    assert program["version"] == "0.28.1"
+
+
+def test_a_pytorch_program_runs_unchanged(program):
+    for rank in program["torch"]:
+        assert rank == {
+            "step": [[pytest.approx(0.2 * 1.5)] * 2],
+            "sum": 2.0,
+            "half": 1.0,
+            "sparse": [1.0, 1.0],
+            "joined": True,
+            "built": True,
+        }
+
+
+def test_a_tensorflow_and_keras_program_runs_unchanged(program):
+    for number, rank in enumerate(program["tensorflow"]):
+        assert rank == {
+            "gradient": 3.0,
+            "sum": [2.0],
+            "scattered": [2.0],
+            "ops": [2, number, 2, number],
+            "broadcast": [[1]],
+            "equal": True,
+        }
+
+
+def test_a_failed_collective_is_horovods_internal_error(program):
+    assert program["errors"] == ["MismatchError"] * 2
+    assert program["runner"] == "MismatchError"
+
+
+@pytest.fixture
+def horovod(monkeypatch):
+    """Put the package on the path; forget its modules afterwards."""
+    monkeypatch.syspath_prepend(str(_PACKAGE))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in {"horovod", "sparkdl"}]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("horovod.torch.elastic", "Elastic training is not available"),
+        ("horovod.tensorflow.keras.elastic", "Elastic training is not available"),
+        ("horovod.mxnet", "no MXNet interface"),
+        ("horovod.ray", "does not start ranks on Ray yet"),
+    ],
+)
+def test_what_is_missing_says_so_in_a_sentence(horovod, module, message):
+    with pytest.raises(ImportError, match=message):
+        __import__(module)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"min_num_proc": 1}, NotImplementedError, "Elastic training is not available"),
+        ({"use_mpi": True}, NotImplementedError, "horovodrun --mpi"),
+        ({"hosts": "a:1", "hostfile": "hosts"}, ValueError, "Pass one of them"),
+        ({"hosts": "localhost:1", "num_proc": 2}, SlotsError, "more than the 1 slot"),
+    ],
+)
+def test_run_refuses_what_it_cannot_do(horovod, arguments, kind, message):
+    from horovod.runner import run  # noqa: PLC0415
+
+    with pytest.raises(kind, match=message):
+        run(print, **arguments)
+
+
+def test_sessions_of_tensorflow_1_are_refused(horovod):
+    import horovod.tensorflow as hvd  # noqa: PLC0415
+
+    with pytest.raises(RuntimeError, match="no graph sessions"):
+        hvd.broadcast_global_variables(0)
+    with pytest.raises(NotImplementedError, match="no graph sessions"):
+        hvd.BroadcastGlobalVariablesHook(0)
+
+
+def test_a_sequence_is_split_into_almost_equal_parts(horovod):
+    from horovod.common.util import split_list  # noqa: PLC0415
+
+    assert split_list([1, 2, 3, 4, 5], 2) == [[1, 2, 3], [4, 5]]
