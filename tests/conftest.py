@@ -132,6 +132,19 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     session.stop()
 
 
+@pytest.fixture(scope="module")
+def warm_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork the ranks of a module from one warm process; importing the frameworks would take most of the time.
+
+    A module whose tests need each rank to be a child of its task sets ``RANKS_ARE_CHILDREN``.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARKHVD_WARM_SECONDS", "0" if hasattr(request.module, "RANKS_ARE_CHILDREN") else "60")
+        # torch makes the folder as soon as an optimizer is used, and keeps it for the life of the process.
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("torchinductor")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
     """Provide a real HDFS with one data node."""

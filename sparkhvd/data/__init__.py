@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from sparkhvd._util.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from sparkhvd.data.loaders.parquet_loaders import tf_dataset as tf_dataset
@@ -31,31 +32,6 @@ if TYPE_CHECKING:
     from sparkhvd.data.schema.selection import expressions as expressions
     from sparkhvd.data.schema.selection import schema_of as schema_of
     from sparkhvd.data.schema.selection import select as select
-
-_HOME_OF = {
-    "AsyncDataLoaderMixin": "sparkhvd.data.loaders.user_loaders",
-    "BaseDataLoader": "sparkhvd.data.loaders.user_loaders",
-    "DataContext": "sparkhvd.data.loaders.user_loaders",
-    "DataModule": "sparkhvd.data.loaders.user_loaders",
-    "Batch": "sparkhvd.data.read.batches",
-    "BatchSource": "sparkhvd.data.read.batches",
-    "ColumnSpec": "sparkhvd.data.schema.data_schema",
-    "DataSchema": "sparkhvd.data.schema.data_schema",
-    "Manifest": "sparkhvd.data.schema.manifest",
-    "ParquetSource": "sparkhvd.data.read.readers",
-    "PreparedData": "sparkhvd.data.prepare.prepared_data",
-    "clean": "sparkhvd.data.prepare.prepared_data",
-    "prepare_data": "sparkhvd.data.prepare.prepared_data",
-    "Plan": "sparkhvd.data.read.plan",
-    "Selection": "sparkhvd.data.schema.selection",
-    "expressions": "sparkhvd.data.schema.selection",
-    "head": "sparkhvd.data.read.readers",
-    "load": "sparkhvd.data.schema.manifest",
-    "schema_of": "sparkhvd.data.schema.selection",
-    "select": "sparkhvd.data.schema.selection",
-    "tf_dataset": "sparkhvd.data.loaders.parquet_loaders",
-    "torch_loader": "sparkhvd.data.loaders.parquet_loaders",
-}
 
 __all__ = [
     "AsyncDataLoaderMixin",
@@ -82,12 +58,30 @@ __all__ = [
     "torch_loader",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'sparkhvd.data' has no attribute {name!r}")
-    return getattr(import_module(_HOME_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME_OF])
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "AsyncDataLoaderMixin": "sparkhvd.data.loaders.user_loaders",
+        "BaseDataLoader": "sparkhvd.data.loaders.user_loaders",
+        "DataContext": "sparkhvd.data.loaders.user_loaders",
+        "DataModule": "sparkhvd.data.loaders.user_loaders",
+        "Batch": "sparkhvd.data.read.batches",
+        "BatchSource": "sparkhvd.data.read.batches",
+        "ColumnSpec": "sparkhvd.data.schema.data_schema",
+        "DataSchema": "sparkhvd.data.schema.data_schema",
+        "Manifest": "sparkhvd.data.schema.manifest",
+        "ParquetSource": "sparkhvd.data.read.readers",
+        "PreparedData": "sparkhvd.data.prepare.prepared_data",
+        "clean": "sparkhvd.data.prepare.prepared_data",
+        "prepare_data": "sparkhvd.data.prepare.prepared_data",
+        "Plan": "sparkhvd.data.read.plan",
+        "Selection": "sparkhvd.data.schema.selection",
+        "expressions": "sparkhvd.data.schema.selection",
+        "head": "sparkhvd.data.read.readers",
+        "load": "sparkhvd.data.schema.manifest",
+        "schema_of": "sparkhvd.data.schema.selection",
+        "select": "sparkhvd.data.schema.selection",
+        "tf_dataset": "sparkhvd.data.loaders.parquet_loaders",
+        "torch_loader": "sparkhvd.data.loaders.parquet_loaders",
+    },
+)

@@ -137,6 +137,10 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         raise TypeError(unknown_argument(name, inspect.signature(run).parameters))
     if not callable(fn):
         raise TypeError(f"fn must be a function, got {fn!r}. Pass it without calling it, like run(train, args=(...,)).")
+    if isinstance(args, str | bytes) or not isinstance(args, Iterable):
+        raise TypeError(f"args={args!r} must be a tuple of arguments for fn, like args=({args!r},).")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs={kwargs!r} must be a dict of arguments for fn, like kwargs={{'epochs': 3}}.")
     name, request = launch_request(
         num_proc=num_proc,
         spark=spark,
@@ -194,7 +198,7 @@ def launch_request(
         resources=TaskResources(cpus_per_task, gpus_per_task),
         extra_mpi_args=split_arguments("extra_mpi_args", extra_mpi_args),
         hosts=parse_hosts(hosts) if hosts is not None else (),
-        ssh=SshOptions(ssh_port, ssh_identity_file),
+        access=SshOptions(ssh_port, ssh_identity_file),
         rows=rows,
     )
     return choose_launcher(launcher, use_mpi, use_gloo, request), request

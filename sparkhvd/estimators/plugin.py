@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,16 @@ from sparkhvd.data.read.batches import Arrays, BatchSource
 from sparkhvd.data.read.readers import ReadOptions
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.data.schema.manifest import LabelRanges
-from sparkhvd.estimators.normalization import Normalization
+from sparkhvd.estimators.batch_dependence import BatchDependence
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport
 from sparkhvd.estimators.runs.resume_check import ModelFacts
 from sparkhvd.world import World
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class TrainSpec:
     terminate_on_nan: bool = False
     log_every_n_steps: int | None = None
     use_gpu: bool = True
-    normalization: Normalization = field(default_factory=Normalization)
+    batch_dependence: BatchDependence = field(default_factory=BatchDependence)
     model: ModelFacts | None = None
     labels: LabelRanges = ()
     sample: Arrays | None = field(default=None, compare=False, repr=False)
@@ -55,6 +60,14 @@ class TrainSpec:
     def seed_of(self, epoch: int, rank: int) -> int:
         """Return the seed of a rank's random numbers in an epoch, so that a resumed run draws the same numbers."""
         return ((self.seed * 100_003 + epoch) * 10_007 + rank) % 2**63
+
+
+def typed_params(kind: type[T], params: Mapping[str, Any]) -> T:
+    """Return the parameters that the fields of a dataclass name, with the types that their converters have checked.
+
+    Parameters that are missing are None.
+    """
+    return kind(**{field.name: params.get(field.name) for field in fields(kind)})
 
 
 class TrainHooks(Protocol):
@@ -128,7 +141,7 @@ class Inference:
     """
 
     gpu: int | None = None
-    function: Callable[..., Any] | None = None
+    function: Callable[..., object] | None = None
 
 
 ON_CPU = Inference()
@@ -181,11 +194,14 @@ class FrameworkPlugin(Protocol):
         ``params`` are the estimator's parameters and, as ``"schema"``, the columns with all shapes.
         """
 
+    def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
+        """Return the metrics that the run monitors, by parameter: ``monitored_metrics(params)``, and its own."""
+
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """Return what a checkpoint must have in common with the model and optimizer to be resumed with them."""
 
-    def normalization(self, params: Mapping[str, object]) -> Normalization:
-        """Return the layers of the model that normalize by their batch."""
+    def batch_dependence(self, params: Mapping[str, object]) -> BatchDependence:
+        """Return the layers and losses that relate the rows of a batch."""
 
     def packages(self) -> tuple[str, ...]:
         """Return the packages that ``predictor`` needs, as far as they are installed."""

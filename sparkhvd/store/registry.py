@@ -91,6 +91,10 @@ def _added(scheme: str) -> StoreEntry | None:
 def create(url: str, **options: object) -> object:
     """Return the object that serves ``url``; see ``Store.create``."""
     refuse_credentials(url)
+    if scheme_of(url) in {"http", "https"}:
+        raise StoreError(
+            f"There cannot be a Store at {url!r}: HTTP servers take no files. Use s3://, hdfs:// or a path."
+        )
     backend = backend_of(scheme_of(url))
     try:
         return backend(url, **options)

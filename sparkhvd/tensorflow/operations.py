@@ -356,13 +356,28 @@ def reduce_slices(
         raise ConfigError(
             f"tf.IndexedSlices can be averaged or summed, not combined with op={op}; convert them to dense first."
         )
-    ranks = session.current().channel(process_set).size if op is ReduceOp.AVERAGE else 1
+    size = session.current().channel(process_set).size
+    ranks = size if op is ReduceOp.AVERAGE else 1
     parts = [part for item in slices for part in (_scaled(item.values, prescale), item.indices)]
     gathered = grouped_allgather(parts, name, process_set)
     return [
-        tf.IndexedSlices(_scaled(values, postscale, ranks), indices, dense_shape=item.dense_shape)
+        tf.IndexedSlices(
+            _scaled(_with_gradient_of_sum(values, size), postscale, ranks), indices, dense_shape=item.dense_shape
+        )
         for item, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True)
     ]
+
+
+def _with_gradient_of_sum(gathered: tf.Tensor, ranks: int) -> tf.Tensor:
+    """Return the rows with the gradient of an allreduced sum; an allgather's is the mean over the ranks."""
+    if not gathered.dtype.is_floating:
+        return gathered
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def differentiable(values: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        return tf.identity(values), lambda upstream: upstream * tf.cast(ranks, upstream.dtype)
+
+    return differentiable(gathered)
 
 
 def _scaled(values: tf.Tensor, factor: float, divisor: int = 1) -> tf.Tensor:

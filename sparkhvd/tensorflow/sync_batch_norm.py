@@ -48,11 +48,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
             )
         self.supports_jit = False  # XLA cannot compile the exchange
         self._process_set = process_set
-        self._counts: Callable[[], bool] | None = None
+        self._has_rows: Callable[[], bool] | None = None
 
-    def count_rows_if(self, counts: Callable[[], bool]) -> None:
-        """Exclude this rank's rows from the statistics when ``counts()``, called once per training step, is false."""
-        self._counts = counts
+    def count_rows_if(self, has_rows: Callable[[], bool]) -> None:
+        """Exclude this rank's rows from the statistics when ``has_rows()``, called once per training step, is false."""
+        self._has_rows = has_rows
 
     @without_autograph
     def _moments(self, inputs: Any, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -60,7 +60,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         x = tf.convert_to_tensor(inputs)
         included = None if mask is None else tf.cast(tf.expand_dims(mask, -1), tf.bool)
         moments: tuple[tf.Tensor, tf.Tensor] = _global_moments(
-            x, included, self._reduction_axes, self._counts, self._process_set
+            x, included, self._reduction_axes, self._has_rows, self._process_set
         )
         return moments
 
@@ -69,7 +69,7 @@ def _global_moments(
     x: tf.Tensor,
     included: tf.Tensor | None,
     axes: Sequence[int],
-    counts: Callable[[], bool] | None,
+    has_rows: Callable[[], bool] | None,
     process_set: ProcessSet | None,
 ) -> Any:
     """Return mean and variance per channel over all ranks.
@@ -80,12 +80,12 @@ def _global_moments(
     name = graph_name("sync_batch_normalization", None, x)
 
     def combine(*own: tf.Tensor) -> Sequence[Array]:
-        has_rows = counts is None or counts()
+        takes_part = has_rows is None or has_rows()
         local = np.stack([tensor.numpy().astype(np.float64) for tensor in own])
-        local = (local if has_rows else np.zeros_like(local))[None]
+        local = (local if takes_part else np.zeros_like(local))[None]
         parts = session.current().allgather(local, name=name, process_set=process_set)
         mean, variance, total = _combined(parts.astype(np.float64, copy=False))
-        share = has_rows / np.maximum(total, 1)
+        share = takes_part / np.maximum(total, 1)
         return [array.astype(own[1].numpy().dtype) for array in (mean, variance, share)]
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]

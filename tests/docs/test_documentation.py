@@ -15,7 +15,8 @@ import pytest
 from bench.plots import plots
 from sparkhvd import KerasEstimator, LightningEstimator, TorchEstimator
 from sparkhvd.config import WITHOUT_EFFECT, Config, declarations, variable_of
-from sparkhvd.estimators.params.params import RETIRED, RETIRED_OF_LIGHTNING
+from sparkhvd.estimators.lightning.retired import RETIRED_OF_LIGHTNING
+from sparkhvd.estimators.params.params import RETIRED
 from tools.parameter_tables import on_page_markdown
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def test_readme_and_guide_contain_code() -> None:
 
 
 @pytest.mark.spark
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.filterwarnings("ignore:.*only affects:UserWarning")
 @pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")  # pyspark's CrossValidator
 @pytest.mark.parametrize("page", _PAGES)

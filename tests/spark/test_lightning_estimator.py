@@ -143,9 +143,16 @@ def test_a_plain_module_gets_columns_by_the_names_of_its_inputs(spark):
     assert np.allclose([row["y__output"] for row in found], wanted, rtol=1e-6)
 
 
-def test_trainer_args_that_the_estimator_sets_are_refused(frame):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": 4}, "trainer_args has 'devices', which the estimator sets"),
+        ({"barebones": True}, "trainer_args has barebones=True, which takes away the callbacks"),
+    ],
+)
+def test_trainer_args_that_the_estimator_cannot_do_with_are_refused(frame, arguments, message):
     estimator = LightningEstimator(
-        num_proc=2, model=module(), feature_cols=["x"], label_cols=["y"], trainer_args={"devices": 4}
+        num_proc=2, model=module(), feature_cols=["x"], label_cols=["y"], trainer_args=arguments
     )
-    with pytest.raises(ParamError, match="trainer_args has 'devices', which the estimator sets"):
+    with pytest.raises(ParamError, match=message):
         estimator.fit(frame)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkhvd._util.frameworks import frameworks
 from sparkhvd.comm import session
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.connect.launch_context import LaunchContext
@@ -30,7 +31,7 @@ def alone() -> Iterator[Communicator]:
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str, str], None]]:
     """Install a package ``added_package`` for the test: its code, and one entry point of it (group, name)."""
 
     def install_package(code: str, group: str, entry_point: str) -> None:
@@ -42,5 +43,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
         (metadata / "entry_points.txt").write_text(f"[{group}]\n{entry_point}\n")
         monkeypatch.syspath_prepend(str(site))
         monkeypatch.delitem(sys.modules, "added_package", raising=False)
+        frameworks.cache_clear()
 
-    return install_package
+    yield install_package
+    frameworks.cache_clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def _shape(output: Predicted) -> str:
     return f": {values.dtype}{list(values.shape[1:]) if values.ndim > 1 else ''}"
 
 
-def _table(columns: Sequence[tuple[str, Sequence[Any]]]) -> list[str]:
+def _table(columns: Sequence[tuple[str, Sequence[object]]]) -> list[str]:
     cells = [[title, *(_short(value) for value in values)] for title, values in columns]
     widths = [max(map(len, column)) for column in cells]
     lines = zip(*cells, strict=True)
@@ -66,7 +66,7 @@ def _table(columns: Sequence[tuple[str, Sequence[Any]]]) -> list[str]:
     ]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """Return the first values of a row; for a sparse row, its stored entries."""
     flat = np.asarray(value).reshape(-1)
     if flat.dtype.names:

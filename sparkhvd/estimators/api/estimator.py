@@ -64,7 +64,6 @@ from sparkhvd.estimators.runs.run_lease import hold_run
 from sparkhvd.estimators.runs.run_plan import RunPlan
 from sparkhvd.estimators.training import checkpoint, finished_runs, job_files
 from sparkhvd.estimators.training.checkpoint import Checkpoint
-from sparkhvd.estimators.training.job_files import FileSource
 from sparkhvd.estimators.training.progress import ProgressOutput, is_interactive
 from sparkhvd.estimators.training.sample_rows import read_sample, require_spark_dataframe
 from sparkhvd.estimators.training.user_errors import with_full_stop
@@ -143,7 +142,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     def _fit(self, dataset: DataFrame) -> TrainedModel:
         plan = self._checked_plan_for(dataset)
         check_single_fit(plan.run_id)
-        check_monitored_metrics(plan, held_out=bool(plan.validation))
+        self._check_monitored(plan, held_out=bool(plan.validation))
         selection = self._selection(dataset, plan)
         self._check_schema(plan, selection.schema)
         spark = dataset.sparkSession
@@ -185,7 +184,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             DataError: the rows cannot be trained on.
         """
         plan, plugin = self._checked_plan_for(dataset), find_plugin(self.plugin)
-        check_monitored_metrics(plan, held_out=bool(plan.validation))
+        self._check_monitored(plan, held_out=bool(plan.validation))
         selection = self._selection(dataset, plan)
         self._check_schema(plan, selection.schema)
         schema, arrays = read_sample(dataset, selection, rows)
@@ -215,7 +214,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return FolderWriter(partial(write_estimator, self))
 
     @classmethod
-    def read(cls) -> FolderReader:
+    def read(cls) -> FolderReader[Self]:
         """Return a reader of estimators that ``write`` wrote: ``read().load(path)``."""
         return FolderReader(partial(read_estimator, cls))
 
@@ -267,7 +266,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                 schema = files.manifest.schema
                 run = replace(planned, label_cols=tuple(column.name for column in schema.of("label")))
                 check_outputs(run)
-                check_monitored_metrics(run, held_out=files.manifest.validation is not None)
+                self._check_monitored(run, held_out=files.manifest.validation is not None)
                 self._check_schema(run, schema)
                 return self._fit_rows(spark, run, files.store, files.manifest)
 
@@ -326,7 +325,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             return self._checked_plan()
         return self._checked_plan(label_cols=with_fields(dataset.schema, labels))
 
-    def _checked_plan(self, **overrides: Any) -> FitPlan:
+    def _checked_plan(self, **overrides: object) -> FitPlan:
         plan = self._plan(**overrides)
         if plan.inputs is not None and self.values()["feature_cols"] is None:
             plan = replace(plan, feature_cols=columns_of(plan.inputs))
@@ -344,7 +343,11 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """Return the id of the run that all fits with the same content share."""
         plan = self._checked_plan_for(dataset)
         selection = self._selection(dataset, plan)
-        return run_id_by_content(type(self).__name__, dataset, selection, plan.params, self._mapped)
+        counting = {name: value for name, value in plan.params.items() if self.is_identity(name, self._mapped)}
+        return run_id_by_content(type(self).__name__, dataset, selection, counting)
+
+    def _check_monitored(self, plan: FitPlan, *, held_out: bool) -> None:
+        check_monitored_metrics(find_plugin(self.plugin).monitors(plan.params), held_out=held_out)
 
     def _check_schema(self, plan: FitPlan, schema: DataSchema) -> None:
         """Check the model against the columns, unless a transformation makes columns that are not known yet."""
@@ -376,7 +379,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """Return the environment variables that the framework needs on the ranks."""
         return {}
 
-    def _pickled(self, objects: dict[str, Any]) -> bytes:
+    def _pickled(self, objects: dict[str, object]) -> bytes:
         """Serialize the parameters that JSON cannot hold; ``cloudpickle.loads`` restores them."""
         return dumps(objects)
 
@@ -399,8 +402,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         sample: Arrays | None = None,
     ) -> TrainResult:
         plugin = find_plugin(self.plugin)
-        normalization = plugin.normalization(run.params)
-        if remark := normalization.remark(run.num_proc, run.batch_size):
+        dependence = plugin.batch_dependence(run.params)
+        for remark in dependence.remarks(run.num_proc, run.batch_size):
             logger.warning("run %s: %s", run.run_id, remark)
         packed = plugin.pack({**run.params, "schema": schema})
         path = f"{layout.run_folder(run.run_id)}/payload-{uuid.uuid4().hex[:16]}"
@@ -410,7 +413,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             rows=rows,
             run_id=run.run_id,
             payload=job_files.to_payload(run.store, path, packed),
-            spec=replace(_train_spec(run, schema), normalization=normalization, sample=sample and first_row(sample)),
+            spec=replace(_train_spec(run, schema), batch_dependence=dependence, sample=sample and first_row(sample)),
             start_method=run.mp_start_method,
             transformation=_pickled(run.transformation_fn, "transformation_fn"),
             data_module=_pickled(_row_loader(run), "data_module"),
@@ -451,7 +454,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     def _model(self, plan: FitPlan, result: TrainResult) -> TrainedModel:
         outputs = output_specs(result.shapes, result.schema.of("label"))
         schema = with_sources(result.schema, plan.feature_cols)
-        source = cast("FileSource", result.kept or plan.store)  # without a Store, the result holds the files
+        source = result.kept or plan.store
+        if source is None:
+            raise AssertionError("without a Store, the result must hold the files")
         model = self.model_class(
             ModelArtifacts(source, result.files, schema, outputs, result.history),
             feature_columns=plan.feature_cols,
@@ -482,7 +487,7 @@ def _row_loader(plan: FitPlan) -> type[DataModule] | None:
     return plan.data_module if loads_rows(plan.data_module) else None
 
 
-def _pickled(value: Any, name: str) -> bytes:
+def _pickled(value: object, name: str) -> bytes:
     if value is None:
         return b""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 
 from pyspark.ml import base
 
@@ -12,7 +13,6 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.backend import check_backend
 from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.params import EstimatorParams
-from sparkhvd.estimators.params.policies import monitored_metrics
 
 _PREPARATION_PARAMS = {
     "compress_sparse_cols": "compress_sparse",
@@ -64,15 +64,19 @@ def check_outputs(plan: FitPlan) -> None:
             )
 
 
-def check_monitored_metrics(plan: FitPlan, *, held_out: bool) -> None:
+def check_monitored_metrics(monitors: Mapping[str, str], *, held_out: bool) -> None:
     """Refuse to monitor a validation metric without validation rows.
+
+    Args:
+        monitors: the monitored metrics by parameter.
+        held_out: whether there are validation rows.
 
     Raises:
         ParamError: the message names the parameter and the metric.
     """
     if held_out:
         return
-    for name, monitor in monitored_metrics(plan.params).items():
+    for name, monitor in monitors.items():
         if monitor.startswith("val_"):
             raise ParamError(
                 f"{name} monitors {monitor!r}, but this fit has no validation rows. Set validation=, or train on files "
@@ -147,7 +151,7 @@ def _refuse_prepared_row_params(plan: FitPlan) -> None:
 
 def _refuse_native_reader_params(plan: FitPlan, replacement: str, itself: str) -> None:
     defaults = {"reader": "native"}
-    # A factory of LightningDataModules leaves the readers in place.
+    # A factory of another kind of data modules leaves the readers in place.
     values = {**plan.params, **({} if loads_rows(plan.data_module) else {"data_module": None})}
     for name in (
         "train_steps_per_epoch",

@@ -6,36 +6,32 @@ and Keras is imported only after its backend is known.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sparkhvd.estimators.params.frameworks import Framework
+from sparkhvd._util.frameworks import Framework
+from sparkhvd._util.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from sparkhvd.estimators.keras.estimator import KerasEstimator as KerasEstimator
     from sparkhvd.estimators.keras.estimator import KerasModel as KerasModel
-
-_MODULE_OF = {
-    "KerasEstimator": "sparkhvd.estimators.keras.estimator",
-    "KerasModel": "sparkhvd.estimators.keras.estimator",
-}
 
 FRAMEWORK = Framework(
     title="Keras",
     estimator="KerasEstimator",
     packages=("keras",),
     libraries=("tensorflow",),
+    versions={"tensorflow": ("tensorflow-cpu",), "keras": ()},
     describe="sparkhvd.estimators.keras.canonical:describe",
+    seeding="keras.utils.set_random_seed",
+    tensor_errors=("tensorflow",),
 )
 
 __all__ = ["KerasEstimator", "KerasModel"]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'sparkhvd.estimators.keras' has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULE_OF])
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "KerasEstimator": "sparkhvd.estimators.keras.estimator",
+        "KerasModel": "sparkhvd.estimators.keras.estimator",
+    },
+)

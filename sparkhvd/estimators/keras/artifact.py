@@ -22,12 +22,15 @@ from sparkhvd.estimators.keras.inputs import Port, Ports
 from sparkhvd.estimators.keras.omissions import Omissions
 
 if TYPE_CHECKING:
+    import keras
+
+    from sparkhvd.estimators.keras.package import Named
     from sparkhvd.estimators.keras.settings import KerasSettings
 
 MODEL, OBJECTS, PORTS = "model.keras", "objects.pkl", "ports.json"
 
 
-def save(folder: Path, model: Any, objects: Mapping[str, Any], inputs: Ports, outputs: Ports) -> None:
+def save(folder: Path, model: keras.Model, objects: Mapping[str, Named], inputs: Ports, outputs: Ports) -> None:
     """Write a model, the objects that it refers to by name, and its mapping of columns into ``folder``."""
     import keras  # noqa: PLC0415  (readers import Keras only after its backend is known)
 
@@ -41,7 +44,7 @@ def save(folder: Path, model: Any, objects: Mapping[str, Any], inputs: Ports, ou
     (folder / PORTS).write_text(json.dumps(content))
 
 
-def load_model(folder: Path, *, compiled: bool) -> Any:
+def load_model(folder: Path, *, compiled: bool) -> keras.Model:
     """Load the model that ``save`` wrote. This runs code from ``objects.pkl``: load trusted files only."""
     from sparkhvd.estimators.keras.package import load, register_names  # noqa: PLC0415  (imports Keras)
 

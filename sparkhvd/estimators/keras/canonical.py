@@ -7,17 +7,20 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.runs.canonical import CanonicalForm, is_plain, names_of_installed_bases, qualified_name
 from sparkhvd.estimators.runs.function_globals import module_is_installed
 
+if TYPE_CHECKING:
+    import keras
+
 # The number that Keras appends to a name, or to a name in the path of a variable.
 AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
-def describe(value: Any, form: CanonicalForm) -> list[Any] | None:
+def describe(value: object, form: CanonicalForm) -> list[object] | None:
     """Return the form of a model, layer, optimizer, loss, metric or callback; None for any other object.
 
     Raises:
@@ -26,7 +29,7 @@ def describe(value: Any, form: CanonicalForm) -> list[Any] | None:
     return _described(form, value) if callable(getattr(value, "get_config", None)) else None
 
 
-def _described(form: CanonicalForm, value: Any) -> list[Any]:
+def _described(form: CanonicalForm, value: keras.Layer) -> list[object]:
     """Return the configuration and what it leaves out: the function of a loss or a layer and its arguments."""
     try:
         config = value.get_config()
@@ -54,7 +57,7 @@ def _described(form: CanonicalForm, value: Any) -> list[Any]:
     ]
 
 
-def _of_user_code(form: CanonicalForm, value: Any) -> list[Any]:
+def _of_user_code(form: CanonicalForm, value: keras.Layer) -> list[object]:
     """Return the user's code in a Keras object, which a configuration names at most."""
     attributes = {name: item for name, item in sorted(vars(value).items()) if _is_user_code(item)}
     if not module_is_installed(type(value).__module__):
@@ -67,7 +70,7 @@ def _of_user_code(form: CanonicalForm, value: Any) -> list[Any]:
     return [(name, form.if_describable(item)) for name, item in sorted(attributes.items())]
 
 
-def _of_state(form: CanonicalForm, value: Any) -> list[Any]:
+def _of_state(form: CanonicalForm, value: keras.Layer) -> list[object]:
     """Return the variables of a Keras optimizer after its first step, and what it excludes from weight decay."""
     if not callable(getattr(value, "apply_gradients", None)):
         return []
@@ -79,7 +82,7 @@ def _of_state(form: CanonicalForm, value: Any) -> list[Any]:
     return [part for part in (state, excluded) if part]
 
 
-def _renumbered(config: Any) -> Any:
+def _renumbered(config: object) -> object:
     """Return a Keras configuration whose automatic names begin at 0, because Keras counts per process."""
     names: dict[str, str] = {}
     counts: Counter[str] = Counter()
@@ -88,7 +91,7 @@ def _renumbered(config: Any) -> Any:
             names[name] = f"{base}#{counts[base]}"
             counts[base] += 1
 
-    def put(part: Any) -> Any:
+    def put(part: object) -> object:
         if isinstance(part, Mapping):
             if part.get("class_name") == "__lambda__":
                 return "lambda"  # its bytes name the file and the line; the function itself is part of the form as well
@@ -100,7 +103,7 @@ def _renumbered(config: Any) -> Any:
     return put(config)
 
 
-def _automatic_names(part: Any) -> Iterator[tuple[str, str]]:
+def _automatic_names(part: object) -> Iterator[tuple[str, str]]:
     """Yield the names that Keras derived from class names, in order, with and without their number."""
     if isinstance(part, Mapping):
         own = part.get("config")
@@ -113,7 +116,7 @@ def _automatic_names(part: Any) -> Iterator[tuple[str, str]]:
         yield from _automatic_names(item)
 
 
-def _is_user_code(value: Any) -> bool:
+def _is_user_code(value: object) -> bool:
     """Return whether the user wrote the code of a value; Keras layers have forms of their own."""
     if isinstance(value, functools.partial):
         return _is_user_code(value.func)
@@ -126,6 +129,6 @@ def _is_user_code(value: Any) -> bool:
     return not module_is_installed(type(value).__module__) and not hasattr(value, "_flatten_layers")
 
 
-def _layers(value: Any) -> list[Any]:
+def _layers(value: keras.Layer) -> list[keras.Layer]:
     flatten = getattr(value, "_flatten_layers", None)  # Keras has no public iterator over nested layers
     return list(flatten()) if callable(flatten) else []

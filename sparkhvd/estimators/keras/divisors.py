@@ -7,7 +7,6 @@ divisors of all ranks, instead of its share of the rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
@@ -46,7 +45,7 @@ class CurrentBatch:
         """Return whether the batch is the last one of its step."""
         return self._batch is None or self._batch[0].is_end_of_step(self._batch[1])
 
-    def counts(self) -> bool:
+    def has_rows(self) -> bool:
         """Return whether this rank has rows in the batch."""
         return self.share() > 0
 
@@ -61,14 +60,14 @@ class CurrentBatch:
         return own / total * global_rows / rows if rows and total else 0.0
 
 
-def divide_over_ranks(model: Any, current: CurrentBatch) -> None:
+def divide_over_ranks(model: keras.Model, current: CurrentBatch) -> None:
     """Make the losses of a compiled model divide by the unmasked values of all ranks."""
     compiled = model._compile_loss  # noqa: SLF001  (compile resolves losses when it sees the first outputs)
     if compiled is None:
         return
     build = compiled.build
 
-    def build_and_wrap(*args: Any) -> None:
+    def build_and_wrap(*args: keras.KerasTensor) -> None:
         build(*args)
         compiled._flat_losses = [  # noqa: SLF001
             entry._replace(loss=_over_ranks(entry.loss, current, f"loss divisor {index}"))
@@ -78,20 +77,23 @@ def divide_over_ranks(model: Any, current: CurrentBatch) -> None:
     compiled.build = build_and_wrap
 
 
-def _over_ranks(loss: Any, current: CurrentBatch, name: str) -> Callable[..., Any]:
+def _over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: str) -> Callable[..., keras.KerasTensor]:
     if type(loss).__call__ is not keras.losses.Loss.__call__:
-        return loss  # type: ignore[no-any-return]  # it has a reduction of its own
+        unchanged: Callable[..., keras.KerasTensor] = loss  # it has a reduction of its own
+        return unchanged
     wrapped = object.__new__(type(loss))  # Keras copies by serialization, which must find the class by its name
     vars(wrapped).update(vars(loss))
-    computed: list[Any] = []
+    computed: list[keras.KerasTensor] = []
 
-    def call(*args: Any) -> Any:
+    def call(*args: keras.KerasTensor) -> keras.KerasTensor:
         computed.append(loss.call(*args))
         return computed[-1]
 
     wrapped.call = call
 
-    def compute(labels: Any, outputs: Any, weights: Any = None) -> Any:
+    def compute(
+        labels: keras.KerasTensor, outputs: keras.KerasTensor, weights: keras.KerasTensor | None = None
+    ) -> keras.KerasTensor:
         value = wrapped(labels, outputs, weights)
         divisor = _divisor([_mask(outputs), _mask(computed.pop())])
         if divisor is None or getattr(getattr(divisor, "device", None), "type", None) == "meta":
@@ -101,24 +103,24 @@ def _over_ranks(loss: Any, current: CurrentBatch, name: str) -> Callable[..., An
     return compute
 
 
-def _mask(values: Any) -> Any:
+def _mask(values: keras.KerasTensor) -> keras.KerasTensor | None:
     return getattr(values, "_keras_mask", None)
 
 
-def _divisor(masks: list[Any]) -> Any:
+def _divisor(masks: list[keras.KerasTensor | None]) -> keras.KerasTensor | None:
     """Return the number of unmasked values, or None without masks."""
-    masks = [keras.ops.cast(mask, "float32") for mask in masks if mask is not None]
-    if not masks:
+    weights = [keras.ops.cast(mask, "float32") for mask in masks if mask is not None]
+    if not weights:
         return None
-    return keras.ops.sum(masks[0] if len(masks) == 1 else masks[0] * masks[1])
+    return keras.ops.sum(weights[0] if len(weights) == 1 else weights[0] * weights[1])
 
 
-def _constant(number: Any, function: Callable[[float], float]) -> Any:
+def _constant(number: keras.KerasTensor, function: Callable[[float], float]) -> keras.KerasTensor | float:
     """Call a function with a number, at every run of the graph, and return its result as a constant."""
     if keras.config.backend() == "tensorflow":
         import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
-        result: Any = tf.py_function(lambda value: function(float(value)), [tf.stop_gradient(number)], tf.float32)
+        result = tf.py_function(lambda value: function(float(value)), [tf.stop_gradient(number)], tf.float32)
         result.set_shape([])
         return tf.stop_gradient(result)
     return function(float(number.detach()))

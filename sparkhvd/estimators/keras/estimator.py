@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PLUGIN = "sparkhvd.estimators.keras.plugin:PLUGIN"
 
 
-def _mapping(name: str, value: Any) -> dict[str, Any]:
+def _mapping(name: str, value: object) -> dict[str, object]:
     if not isinstance(value, Mapping):
         raise ParamError(f"{name} must be a dict of objects by name, got {value!r}.")
     return dict(value)
@@ -75,19 +75,19 @@ class KerasEstimator(DistributedEstimator):
     optimizer: Declared[keras.optimizers.Optimizer | str | None] = declared(
         "The optimizer or its name; by default the one that the model was compiled with.", default=None
     )
-    loss: Declared[Any] = declared(
+    loss: Declared[object] = declared(
         "What model.compile takes: a name, a function, a Loss, or one per output.", default=None
     )
     loss_weights: Declared[Sequence[float] | None] = declared("What model.compile takes.", default=None)
-    metrics: Declared[Sequence[Any] | Mapping[str, Any] | None] = declared(
+    metrics: Declared[Sequence[object] | Mapping[str, object] | None] = declared(
         "What model.compile takes: a list, or a dict by output.", objects_or_named, default=None
     )
-    callbacks: Declared[Sequence[Any] | None] = declared(
+    callbacks: Declared[Sequence[keras.callbacks.Callback] | None] = declared(
         "Keras callbacks, run on every rank; the logs that they see are averaged over the ranks.",
         objects,
         default=None,
     )
-    custom_objects: Declared[Mapping[str, Any] | None] = declared(
+    custom_objects: Declared[Mapping[str, object] | None] = declared(
         "Classes and functions that the model uses, by name; those of its own layers are found automatically.",
         _mapping,
         default=None,
@@ -112,7 +112,7 @@ class KerasEstimator(DistributedEstimator):
         default=1,
     )
 
-    def _checked_plan(self, **overrides: Any) -> FitPlan:
+    def _checked_plan(self, **overrides: object) -> FitPlan:
         plan = super()._checked_plan(**overrides)
         if plan.own["checkpoint_callback"] is None:
             return plan

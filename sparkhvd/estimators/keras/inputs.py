@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from sparkhvd.data.schema.spark_types import numbers_only
 from sparkhvd.errors import ModelOutputError, ParamError
 from sparkhvd.estimators.params.named_inputs import NamedInput, ordered_inputs, refuse_input_shapes
 from sparkhvd.estimators.params.shapes import check_input_shapes, row_shape
+
+if TYPE_CHECKING:
+    import keras
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 T = TypeVar("T")
@@ -140,7 +143,7 @@ class Ports:
 
 
 def plan_inputs(
-    model: Any,
+    model: keras.Model,
     columns: Sequence[ColumnSpec],
     shapes: Sequence[Sequence[int]] | None,
     named: Mapping[str, NamedInput] | None = None,
@@ -216,7 +219,7 @@ def _with_sparse(port: Port, sparse: Mapping[str, ColumnSpec]) -> Port:
 
 
 def _plan_dense(
-    model: Any,
+    model: keras.Model,
     columns: Sequence[ColumnSpec],
     shapes: Sequence[Sequence[int]] | None,
     named: Mapping[str, NamedInput] | None,
@@ -255,7 +258,10 @@ def _plan_dense(
 
 
 def _by_name(
-    model: Any, known: Mapping[str, Any] | None, columns: Sequence[ColumnSpec], named: Mapping[str, NamedInput]
+    model: keras.Model,
+    known: Mapping[str, keras.KerasTensor] | None,
+    columns: Sequence[ColumnSpec],
+    named: Mapping[str, NamedInput],
 ) -> Ports:
     if known is None:  # a subclassed model without declared inputs
         entries = ordered_inputs(named, list(named), len(named), columns)
@@ -269,7 +275,7 @@ def _by_name(
     return Ports(tuple(ports), _structure(getattr(model, "_inputs_struct", None), len(known)))
 
 
-def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequence[int]] | None) -> Ports:
+def plan_outputs(model: keras.Model, labels: Sequence[ColumnSpec], shapes: Sequence[Sequence[int]] | None) -> Ports:
     """Return the targets of ``model``, one per label column.
 
     Raises:
@@ -306,7 +312,7 @@ def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequ
     return Ports(tuple(ports), _structure(getattr(model, "_outputs_struct", None), len(known)), order)
 
 
-def own_outputs(model: Any) -> Ports:
+def own_outputs(model: keras.Model) -> Ports:
     """Return the outputs of a model without labels; a single output if the model does not declare them."""
     known = _declared_tensors(model, "outputs")
     if known is None:
@@ -315,7 +321,7 @@ def own_outputs(model: Any) -> Ports:
     return Ports(tuple(Port(name, (), None, None) for name in known), structure)
 
 
-def _declared_tensors(model: Any, which: Literal["inputs", "outputs"]) -> dict[str, Any] | None:
+def _declared_tensors(model: keras.Model, which: Literal["inputs", "outputs"]) -> dict[str, keras.KerasTensor] | None:
     """Return the input or output tensors of a model by their names, in Keras' order; None if it declares none.
 
     The name is the key for a model that takes or returns a dict, in the order of the keys, and otherwise the name that
@@ -331,13 +337,13 @@ def _declared_tensors(model: Any, which: Literal["inputs", "outputs"]) -> dict[s
     return dict(zip(names or [tensor.name for tensor in tensors], tensors, strict=True))
 
 
-def _structure(container: Any, count: int) -> Literal["single", "list", "dict"]:
+def _structure(container: object, count: int) -> Literal["single", "list", "dict"]:
     if isinstance(container, dict):
         return "dict"
     return "list" if count > 1 or isinstance(container, list | tuple) else "single"
 
 
-def _static_shape(tensor: Any) -> tuple[int, ...] | None:
+def _static_shape(tensor: keras.KerasTensor) -> tuple[int, ...] | None:
     """Return the shape of one row if the model fixes all its dimensions, else None."""
     sizes = tuple(tensor.shape[1:])
     return None if any(size is None for size in sizes) else sizes
@@ -350,7 +356,7 @@ def _concatenated_shape(columns: Sequence[ColumnSpec]) -> tuple[int, ...] | None
     return (sum(widths) if min(widths) > 0 else -1,)
 
 
-def _output_shape(column: ColumnSpec, tensor: Any) -> tuple[int, ...] | None:
+def _output_shape(column: ColumnSpec, tensor: keras.KerasTensor) -> tuple[int, ...] | None:
     """Return the shape of one row of the output if the label has as many elements, else None."""
     shape = _static_shape(tensor)
     fits = shape is not None and column.shape is not None and np.prod(shape) == np.prod(column.shape)

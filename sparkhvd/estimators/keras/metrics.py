@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import numpy as np
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 
+Logs = dict[str, float] | None  # the values that callbacks get, by metric
 
-def sum_over_ranks(model: Any, name: str) -> None:
+
+def sum_over_ranks(model: keras.Model, name: str) -> None:
     """Sum the variables of the model's metrics over all ranks; collective.
 
     Their results are then exact, also for metrics that are not means (``AUC``, ``F1Score``). A metric with a variable
@@ -32,7 +32,7 @@ def sum_over_ranks(model: Any, name: str) -> None:
         variable.assign(summed.reshape(value.shape).astype(value.dtype))
 
 
-def summed_results(model: Any) -> dict[str, float]:
+def summed_results(model: keras.Model) -> dict[str, float]:
     """Return the results of the metrics in a model's attributes, after ``sum_over_ranks``.
 
     A user-defined step may report them beside other values, and Keras then logs what the step returned on this rank.
@@ -44,11 +44,11 @@ def summed_results(model: Any) -> dict[str, float]:
     return {name: float(result) for name, result in results.items() if result.shape == ()}
 
 
-def _metrics(model: Any) -> list[Any]:
+def _metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     """Return the metrics of a model, with those of containers."""
     return [inner for metric in model.metrics for inner in getattr(metric, "metrics", [metric])]
 
 
-def _is_sum(metric: Any) -> bool:
+def _is_sum(metric: keras.metrics.Metric) -> bool:
     # Keras before 3.7 has sums only.
     return all(getattr(variable, "aggregation", "sum") == "sum" for variable in metric.variables)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any
 
 import keras
 
@@ -17,7 +16,7 @@ _COMPILE_METRICS = frozenset({"accuracy", "acc"})
 _FUNCTIONS = frozenset({"get", "serialize", "deserialize", "legacy", "schedules"})
 
 
-def check_names(optimizer: Any, loss: Any, metrics: Any) -> None:
+def check_names(optimizer: keras.optimizers.Optimizer, loss: object, metrics: object) -> None:
     """Reject names that Keras does not know, which Keras itself would look up only in the training.
 
     Raises:
@@ -45,7 +44,7 @@ def _known(module: ModuleType) -> list[str]:
     return [name for name in dir(module) if not name.startswith("_") and name not in _FUNCTIONS]
 
 
-def _names(value: Any) -> Iterator[str]:
+def _names(value: object) -> Iterator[str]:
     """Yield the strings in a value, including lists and the values of dicts, but not configurations of objects."""
     if isinstance(value, str):
         yield value

@@ -24,8 +24,9 @@ from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.driver.user_code.pickling import dumps
 from sparkhvd.errors import ParamError, SparkHvdError
 from sparkhvd.estimators.keras.inputs import Ports, plan_inputs, plan_outputs
-from sparkhvd.estimators.keras.omissions import Omissions, is_written_by_user, lora_weights
+from sparkhvd.estimators.keras.omissions import Omissions, function_arguments, is_written_by_user, leaves, lora_weights
 from sparkhvd.estimators.keras.settings import KerasSettings
+from sparkhvd.estimators.params.named_inputs import NamedInput
 from sparkhvd.estimators.training.user_errors import with_full_stop
 from sparkhvd.keras.optimizer import ExchangingOptimizer
 
@@ -37,13 +38,24 @@ _CONFIGURED = (
 )
 
 
+Named = type | FunctionType  # a class or a function that a file refers to by its name
+
+
 @dataclass(frozen=True)
 class Configured:
-    """The configuration of a Keras object, the values of its variables, and the dtype of a loss."""
+    """The configuration of a Keras object, the values of its variables, and what configurations of losses omit.
 
-    config: dict[str, Any]
+    Attributes:
+        config: what Keras serializes.
+        variables: the values of an optimizer's variables.
+        dtype: the dtype of a loss.
+        arguments: the arguments of a loss's or a metric's function.
+    """
+
+    config: dict[str, object]
     variables: tuple[npt.NDArray[np.generic], ...] = ()
     dtype: str | None = None
+    arguments: dict[str, object] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,19 +83,19 @@ class Package:
     """
 
     model: bytes
-    objects: dict[str, Any]
+    objects: dict[str, Named]
     optimizer: Configured
-    loss: Any
-    loss_weights: Any
-    metrics: Any
+    loss: object
+    loss_weights: object
+    metrics: object
     inputs: Ports
     outputs: Ports
-    callbacks: tuple[Any, ...] = ()
-    checkpoint_callback: Any = None
-    compression: Any = None
-    input_shapes: Any = None
-    named_inputs: Any = None
-    label_shapes: Any = None
+    callbacks: tuple[keras.callbacks.Callback, ...] = ()
+    checkpoint_callback: keras.callbacks.ModelCheckpoint | None = None
+    compression: object = None
+    input_shapes: Sequence[Sequence[int]] | None = None
+    named_inputs: Mapping[str, NamedInput] | None = None
+    label_shapes: Sequence[Sequence[int]] | None = None
     omissions: Omissions = field(default_factory=Omissions)
     settings: KerasSettings = field(default_factory=KerasSettings.current)
     lora: tuple[npt.NDArray[np.generic], ...] = ()
@@ -104,7 +116,7 @@ class Package:
                 f"{with_full_stop(error)}"
             ) from error
 
-    def with_ports_for(self, model: Any, schema: DataSchema) -> Package:
+    def with_ports_for(self, model: keras.Model, schema: DataSchema) -> Package:
         """Return the package with inputs and outputs for the columns of ``schema``."""
         return replace(
             self,
@@ -112,13 +124,13 @@ class Package:
             outputs=plan_outputs(model, schema.of("label"), self.label_shapes),
         )
 
-    def gradient_compression(self) -> Any:
+    def gradient_compression(self) -> object:
         """Return the ``compression`` argument of ``DistributedOptimizer``."""
         if not isinstance(self.compression, str):
             return self.compression
         return None if self.compression == "none" else getattr(hvd.Compression, self.compression)
 
-    def build(self) -> Any:
+    def build(self) -> keras.Model:
         """Return the model with its optimizer, compiled; applies the settings to this process."""
         self.settings.apply()
         register_names(self.objects)
@@ -141,7 +153,7 @@ class Package:
         return model
 
 
-def reject_own_optimizers(model: Any) -> None:
+def reject_own_optimizers(model: keras.Model) -> None:
     """Reject optimizers of a user-defined ``train_step`` that would apply the gradients of one rank only.
 
     Raises:
@@ -159,18 +171,18 @@ def reject_own_optimizers(model: Any) -> None:
         )
 
 
-def optimizers_beside(model: Any) -> dict[str, list[Any]]:
+def optimizers_beside(model: keras.Model) -> dict[str, list[keras.optimizers.Optimizer]]:
     """Return the optimizers in a model's attributes, by attribute, without the one that it is compiled with."""
     # TensorFlow stores every attribute a second time, under a name with this prefix.
     attributes = {name: value for name, value in vars(model).items() if not name.startswith("_self_")}
     found = {
-        name: [x for x in _leaves(value) if isinstance(x, keras.optimizers.Optimizer) and x is not model.optimizer]
+        name: [x for x in leaves(value) if isinstance(x, keras.optimizers.Optimizer) and x is not model.optimizer]
         for name, value in attributes.items()
     }
     return {name: optimizers for name, optimizers in found.items() if optimizers}
 
 
-def model_to_bytes(model: Any) -> bytes:
+def model_to_bytes(model: keras.Model) -> bytes:
     """Return a model as the content of a ``.keras`` file, without its compile settings."""
     with tempfile.TemporaryDirectory(prefix="sparkhvd-keras-", dir=scratch_folder()) as folder:
         path = Path(folder, "model.keras")
@@ -178,7 +190,7 @@ def model_to_bytes(model: Any) -> bytes:
         return path.read_bytes()
 
 
-def model_from_bytes(content: bytes, objects: Mapping[str, Any]) -> Any:
+def model_from_bytes(content: bytes, objects: Mapping[str, Named]) -> keras.Model:
     """Load a model of ``model_to_bytes`` uncompiled. This runs code from Lambda layers: load trusted content only."""
     with tempfile.TemporaryDirectory(prefix="sparkhvd-keras-", dir=scratch_folder()) as folder:
         path = Path(folder, "model.keras")
@@ -186,7 +198,9 @@ def model_from_bytes(content: bytes, objects: Mapping[str, Any]) -> Any:
         return load(path, objects, compiled=False)
 
 
-def load(path: Path, objects: Mapping[str, Any], omissions: Omissions | None = None, *, compiled: bool) -> Any:
+def load(
+    path: Path, objects: Mapping[str, Named], omissions: Omissions | None = None, *, compiled: bool
+) -> keras.Model:
     """Load the model of a ``.keras`` file; ``objects`` take precedence over objects registered in this process.
 
     This runs code from Lambda layers: load trusted files only.
@@ -200,6 +214,8 @@ def load(path: Path, objects: Mapping[str, Any], omissions: Omissions | None = N
         trained = len(model.trainable_variables)
         omissions.restore(model)
         optimizer = getattr(model, "optimizer", None) if compiled else None
+        if compiled:
+            omissions.restore_functions(model)
         if optimizer is None:
             return model
         if len(model.trainable_variables) != trained:
@@ -210,7 +226,9 @@ def load(path: Path, objects: Mapping[str, Any], omissions: Omissions | None = N
         return model
 
 
-def custom_objects_of(model: Any, custom_objects: Mapping[str, Any] | None, used: Sequence[Any] = ()) -> dict[str, Any]:
+def custom_objects_of(
+    model: keras.Model, custom_objects: Mapping[str, Named] | None, used: Sequence[object] = ()
+) -> dict[str, Named]:
     """Return the classes and functions that a saved model refers to by name and that Keras does not know.
 
     Args:
@@ -224,7 +242,7 @@ def custom_objects_of(model: Any, custom_objects: Mapping[str, Any] | None, used
     objects = dict(custom_objects or {})
     layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to list nested layers)
     used_objects = _with_schedules(used)
-    classes: list[Any] = [*map(type, layers), *(type(obj) for obj in used_objects if isinstance(obj, _CONFIGURED))]
+    classes: list[Named] = [*map(type, layers), *(type(obj) for obj in used_objects if isinstance(obj, _CONFIGURED))]
     functions = [obj for obj in used_objects if isinstance(obj, FunctionType)]
     in_layers = [value for layer in layers for value in vars(layer).values() if isinstance(value, FunctionType)]
     # Most functions of a layer are not part of its configuration; the user must pass those that are.
@@ -234,7 +252,7 @@ def custom_objects_of(model: Any, custom_objects: Mapping[str, Any] | None, used
     return objects
 
 
-def _add(objects: dict[str, Any], obj: Any) -> None:
+def _add(objects: dict[str, Named], obj: Named) -> None:
     if obj.__module__.startswith(("keras.", "keras_hub.")) or obj.__name__ == "<lambda>":
         return
     name = keras.saving.get_registered_name(obj)
@@ -248,14 +266,23 @@ def _add(objects: dict[str, Any], obj: Any) -> None:
         )
 
 
-def check_configs(used: Sequence[Any], objects: Mapping[str, Any]) -> None:
+def check_configs(used: Sequence[object], objects: Mapping[str, Named]) -> None:
     """Check that losses, metrics, optimizers and schedules keep all arguments of their constructors when rebuilt.
 
     Raises:
-        ParamError: a user-written class has a ``get_config`` that omits one, so the ranks would train with its default.
+        ParamError: a user-written class has a ``get_config`` that omits one, so the ranks would train with its default;
+            or Keras cannot rebuild one of its own objects.
     """
     for obj in _with_schedules(used):
-        if not isinstance(obj, _CONFIGURED) or not is_written_by_user(obj):
+        if not isinstance(obj, _CONFIGURED):
+            continue
+        if _holds_tensor(keras.saving.serialize_keras_object(obj)):
+            raise ParamError(
+                f"{_full_name(type(obj))} cannot be rebuilt on the ranks: its get_config() contains a tensor, which "
+                "Keras does not convert back (for AUC, label_weights). Leave the argument out, or define a subclass "
+                "whose get_config() returns a list."
+            )
+        if not is_written_by_user(obj):
             continue
         config = obj.get_config()
         omitted = [name for name in inspect.signature(type(obj)).parameters if name in vars(obj) and name not in config]
@@ -275,24 +302,30 @@ def check_configs(used: Sequence[Any], objects: Mapping[str, Any]) -> None:
                 )
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _holds_tensor(config: object) -> bool:
+    if isinstance(config, Mapping):
+        return config.get("class_name") == "__tensor__" or any(map(_holds_tensor, config.values()))
+    return isinstance(config, list | tuple) and any(map(_holds_tensor, config))
+
+
+def _are_equal(one: object, other: object) -> bool:
     try:
         return np.array_equal(np.asarray(one), np.asarray(other))
     except Exception:  # noqa: BLE001  (such values cannot be compared)
         return False
 
 
-def _with_schedules(used: Sequence[Any]) -> list[Any]:
+def _with_schedules(used: Sequence[object]) -> list[Any]:
     """Return the objects in nested lists and dicts, and the learning rate schedules of optimizers."""
-    found = _leaves(list(used))
+    found = leaves(list(used))
     return [*found, *(s for obj in found if isinstance(s := getattr(obj, "_learning_rate", None), _CONFIGURED))]
 
 
-def _full_name(obj: Any) -> str:
+def _full_name(obj: object) -> str:
     return f"{getattr(obj, '__module__', '?')}.{getattr(obj, '__qualname__', repr(obj))}"
 
 
-def register_names(objects: Mapping[str, Any]) -> None:
+def register_names(objects: Mapping[str, Named]) -> None:
     """Register unpickled classes and functions under the names that they had in the process that pickled them.
 
     A class that is pickled by value loses its registration, so a model that is saved again would refer to it by its
@@ -306,7 +339,7 @@ def register_names(objects: Mapping[str, Any]) -> None:
             keras.saving.register_keras_serializable(package, name)(obj)
 
 
-def dumps_params(custom: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
+def dumps_params(custom: Mapping[str, Named], params: Mapping[str, object]) -> bytes:
     """Pickle an estimator's parameters together with the ``custom`` classes, which ``cloudpickle.loads`` then finds."""
     return dumps(_PickledWithObjects(dict(custom), dumps(params)))
 
@@ -315,19 +348,19 @@ def dumps_params(custom: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
 class _PickledWithObjects:
     """A pickle that is loaded after its classes: the file of a model refers to classes by name."""
 
-    custom: dict[str, Any]
+    custom: dict[str, Named]
     content: bytes
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[dict[str, Named], bytes]]:
         return _unpickled, (self.custom, self.content)
 
 
-def _unpickled(custom: dict[str, Any], content: bytes) -> Any:
+def _unpickled(custom: dict[str, Named], content: bytes) -> object:
     with keras.saving.custom_object_scope(custom):
         return cloudpickle.loads(content)
 
 
-def to_configs(value: Any) -> Any:
+def to_configs(value: object) -> Any:
     """Replace the Keras objects in ``value`` with ``Configured``, including lists, tuples and dicts."""
     if isinstance(value, dict):
         return {key: to_configs(item) for key, item in value.items()}
@@ -339,10 +372,10 @@ def to_configs(value: Any) -> Any:
     if isinstance(value, keras.optimizers.Optimizer) and value.built:
         variables = tuple(keras.ops.convert_to_numpy(variable) for variable in value.variables)
     dtype = value.dtype if isinstance(value, keras.losses.Loss) else None  # which its configuration omits
-    return Configured(keras.saving.serialize_keras_object(value), variables, dtype)
+    return Configured(keras.saving.serialize_keras_object(value), variables, dtype, function_arguments(value))
 
 
-def from_configs(value: Any) -> Any:
+def from_configs(value: object) -> Any:
     """Invert ``to_configs``, without restoring the values of variables."""
     if isinstance(value, dict):
         return {key: from_configs(item) for key, item in value.items()}
@@ -353,6 +386,8 @@ def from_configs(value: Any) -> Any:
         if value.dtype is not None:
             rebuilt._dtype_policy = keras.dtype_policies.get(value.dtype)  # noqa: SLF001
             rebuilt._dtype = value.dtype  # noqa: SLF001
+        if value.arguments is not None:
+            rebuilt._fn_kwargs = value.arguments  # noqa: SLF001
         return rebuilt
     return value
 
@@ -368,11 +403,3 @@ def arrays_from_bytes(content: bytes) -> dict[str, npt.NDArray[np.generic]]:
     """Invert ``arrays_to_bytes``."""
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         return dict(arrays)
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in _leaves(item)]
-    if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in _leaves(item)]
-    return [] if value is None or isinstance(value, str | Configured) else [value]

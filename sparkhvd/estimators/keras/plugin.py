@@ -13,36 +13,50 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
 from sparkhvd._util.counts import counted
+from sparkhvd._util.frameworks import estimator_hint
 from sparkhvd.config import export
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
+from sparkhvd.estimators.batch_dependence import BatchDependence
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.canonical import AUTOMATIC_NUMBER
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
 from sparkhvd.estimators.keras.omissions import Omissions, lora_weights
-from sparkhvd.estimators.normalization import Normalization
-from sparkhvd.estimators.params.frameworks import estimator_hint
 from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.params.policies import check_monitored
-from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
+from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
+from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec, typed_params
 from sparkhvd.estimators.runs.resume_check import ModelFacts
 from sparkhvd.estimators.training.synthetic_rows import try_synthetic_rows
 from sparkhvd.estimators.training.user_errors import describe_error, is_tensor_error, with_full_stop
 from sparkhvd.world import World
 
 if TYPE_CHECKING:
-    from sparkhvd.estimators.keras.package import Package
+    import keras
+
+    from sparkhvd.estimators.keras.package import Named, Package
     from sparkhvd.estimators.keras.trainer import KerasTrainer
 
 _MEANS = ("sum_over_batch_size", "mean")  # both divide by the rows; mean_with_sample_weight by their weights
+
+
+@dataclass(frozen=True)
+class KerasParams:
+    """The parameters of ``KerasEstimator`` that the plug-in needs with their types."""
+
+    model: keras.Model
+    input_shapes: Sequence[Sequence[int]] | None
+    label_shapes: Sequence[Sequence[int]] | None
+    inputs: Mapping[str, NamedInput] | None
+    custom_objects: Mapping[str, Named] | None
+    schema: DataSchema
 
 
 class KerasPlugin:
@@ -85,14 +99,20 @@ class KerasPlugin:
         optimizer = _optimizer(params, model)
         return ModelFacts("Keras", type(optimizer).__name__, dict(zip(numbered, shapes, strict=True)))
 
-    def normalization(self, params: Mapping[str, object]) -> Normalization:
-        """See ``FrameworkPlugin.normalization``; Keras' layers can train on single rows."""
+    def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
+        """See ``FrameworkPlugin.monitors``; ``checkpoint_callback`` has set ``checkpoints``."""
+        own = {} if params.get("checkpoint_callback") is None else {"checkpoints": "checkpoint_callback"}
+        return {own.get(name, name): monitor for name, monitor in monitored_metrics(params).items()}
+
+    def batch_dependence(self, params: Mapping[str, object]) -> BatchDependence:
+        """See ``FrameworkPlugin.batch_dependence``; Keras' layers can train on single rows."""
         import keras  # noqa: PLC0415
 
         layers = _built(params["model"])._flatten_layers(include_self=False)  # noqa: SLF001  (no public way to list nested layers)
         normalizing = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
         local = tuple(layer.name for layer in normalizing if type(layer).__name__ != "SyncBatchNormalization")
-        return Normalization(local, "sparkhvd.tensorflow.SyncBatchNormalization (TensorFlow backend)")
+        losses = tuple(loss.name for loss in keras.tree.flatten(params["loss"]) if _is_of_whole_batch(loss))
+        return BatchDependence(local, "sparkhvd.tensorflow.SyncBatchNormalization (TensorFlow backend)", losses=losses)
 
     def packages(self) -> tuple[str, ...]:
         """See ``FrameworkPlugin.packages``."""
@@ -117,7 +137,7 @@ class KerasPlugin:
         model = _built(params["model"])
         inputs = _inputs(params, schema)
         outputs = _outputs(params, schema)
-        objects = custom_objects_of(model, cast("Mapping[str, Any] | None", params.get("custom_objects")))
+        objects = custom_objects_of(model, typed_params(KerasParams, params).custom_objects)
         artifact.save(folder, model, objects, inputs, outputs)
 
     def predictor(self, folder: Path, inference: Inference = ON_CPU) -> KerasPredictor:
@@ -141,11 +161,11 @@ class KerasPlugin:
 class KerasPredictor:
     """A trained model, ready for batches."""
 
-    model: Any
+    model: keras.Model
     inputs: Ports
     outputs: Ports
     device_scope: Callable[[], AbstractContextManager[object]] = nullcontext
-    function: Callable[..., Any] | None = None
+    function: Callable[..., object] | None = None
     settings: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def predict(self, columns: Arrays) -> list[Predicted]:
@@ -168,7 +188,7 @@ class KerasPredictor:
             ]
 
 
-def _array(value: Any) -> npt.NDArray[np.generic]:
+def _array(value: keras.KerasTensor) -> npt.NDArray[np.generic]:
     if isinstance(value, np.ndarray):
         return value
     import keras  # noqa: PLC0415
@@ -263,7 +283,8 @@ def _package(params: Mapping[str, Any]) -> Package:
             f"backward_passes_per_step={passes} and the optimizer's gradient_accumulation_steps={accumulated} both "
             "accumulate gradients; set only one of them."
         )
-    schema = cast("DataSchema", params["schema"])
+    own = typed_params(KerasParams, params)
+    schema = own.schema
     # If a transformation_fn turns text into numbers, the ranks plan the inputs after they have called it.
     is_deferred = params.get("transformation_fn") is not None and not all(column.is_number for column in schema.columns)
     unknown = Ports((), "single")
@@ -278,24 +299,24 @@ def _package(params: Mapping[str, Any]) -> Package:
         loss_weights=_loss_weights(params["loss_weights"]),
         metrics=to_configs(params["metrics"]) or None,
         inputs=unknown if is_deferred else _inputs(params, schema),
-        outputs=unknown if is_deferred else plan_outputs(model, schema.of("label"), _shapes(params, "label_shapes")),
+        outputs=unknown if is_deferred else plan_outputs(model, schema.of("label"), own.label_shapes),
         callbacks=tuple(params["callbacks"] or ()),
         checkpoint_callback=params.get("checkpoint_callback"),
-        input_shapes=_shapes(params, "input_shapes"),
-        named_inputs=params.get("inputs"),
-        label_shapes=_shapes(params, "label_shapes"),
+        input_shapes=own.input_shapes,
+        named_inputs=own.inputs,
+        label_shapes=own.label_shapes,
         compression=params.get("gradient_compression"),
         omissions=Omissions.of(model, optimizer),
         lora=tuple(keras.ops.convert_to_numpy(weight) for weight in chain(*lora_weights(model))),
     )
 
 
-def _loss_weights(weights: Any) -> Any:
+def _loss_weights(weights: object) -> object:
     """Return the weights as ``model.compile`` takes them: a number, a list, or a dict by output."""
     return list(weights) if isinstance(weights, Sequence) else weights
 
 
-def _optimizer(params: Mapping[str, Any], model: Any) -> Any:
+def _optimizer(params: Mapping[str, Any], model: keras.Model) -> keras.optimizers.Optimizer:
     import keras  # noqa: PLC0415
 
     optimizer = params["optimizer"] or getattr(model, "optimizer", None)
@@ -309,7 +330,7 @@ def _optimizer(params: Mapping[str, Any], model: Any) -> Any:
     return optimizer
 
 
-def _reject_foreign_losses(losses: Any) -> None:
+def _reject_foreign_losses(losses: object) -> None:
     import keras  # noqa: PLC0415
 
     backend = keras.config.backend()
@@ -319,7 +340,16 @@ def _reject_foreign_losses(losses: Any) -> None:
             raise ParamError(f"The loss {name} does not compute with the tensors of Keras on {backend}.{hint}")
 
 
-def _reject_other_reductions(losses: Any, *, weighted: bool) -> None:
+def _is_of_whole_batch(loss: object) -> bool:
+    """Return whether a loss of Keras relates the rows of a batch to each other."""
+    import keras  # noqa: PLC0415
+
+    if isinstance(loss, keras.losses.Dice | keras.losses.Tversky):
+        return loss.axis is None
+    return isinstance(loss, keras.losses.Circle)
+
+
+def _reject_other_reductions(losses: object, *, weighted: bool) -> None:
     import keras  # noqa: PLC0415
 
     means = _MEANS if weighted else (*_MEANS, "mean_with_sample_weight")
@@ -331,7 +361,7 @@ def _reject_other_reductions(losses: Any, *, weighted: bool) -> None:
             )
 
 
-def _built(model: Any) -> Any:
+def _built(model: object) -> keras.Model:
     import keras  # noqa: PLC0415
 
     if not isinstance(model, keras.Model):
@@ -346,23 +376,20 @@ def _built(model: Any) -> Any:
 
 
 def _unpack(payload: bytes) -> Package:
-    return cast("Package", cloudpickle.loads(payload))
+    package: Package = cloudpickle.loads(payload)
+    return package
 
 
 def _inputs(params: Mapping[str, object], schema: DataSchema) -> Ports:
-    named = cast("Mapping[str, NamedInput] | None", params.get("inputs"))
-    return plan_inputs(params["model"], schema.of("feature"), _shapes(params, "input_shapes"), named)
+    own = typed_params(KerasParams, params)
+    return plan_inputs(own.model, schema.of("feature"), own.input_shapes, own.inputs)
 
 
 def _outputs(params: Mapping[str, object], schema: DataSchema) -> Ports:
     labels = schema.of("label")
     if not labels:
         return own_outputs(params["model"])
-    return plan_outputs(params["model"], labels, _shapes(params, "label_shapes"))
-
-
-def _shapes(params: Mapping[str, object], name: str) -> Sequence[Sequence[int]] | None:
-    return cast("Sequence[Sequence[int]] | None", params.get(name))
+    return plan_outputs(params["model"], labels, typed_params(KerasParams, params).label_shapes)
 
 
 def _try_out(
@@ -412,17 +439,17 @@ def _try_out(
         ) from error
     _check_scalar(metrics)
     if params is not None and not _has_own_steps(model):
-        check_monitored(params, metrics)
+        check_monitored(PLUGIN.monitors(params), metrics)
     return [tuple(output.shape[1:]) for output in package.outputs.by_label(outputs)]
 
 
-def _tensors(arrays: Any) -> Any:
+def _tensors(arrays: object) -> Any:
     import keras  # noqa: PLC0415
 
     return keras.tree.map_structure(keras.ops.convert_to_tensor, arrays)
 
 
-def _remedy(outputs: Sequence[Any], targets: Sequence[Any]) -> str:
+def _remedy(outputs: Sequence[keras.KerasTensor], targets: Sequence[keras.KerasTensor]) -> str:
     """Return the advice for outputs that do not match their labels."""
     for output, target in zip(outputs, targets, strict=True):
         numbers = np.asarray(target)
@@ -440,7 +467,7 @@ def _remedy(outputs: Sequence[Any], targets: Sequence[Any]) -> str:
     return "Change the model's last layer, label_cols or label_shapes so that they match."
 
 
-def _rebuilt_model(package: Package) -> Any:
+def _rebuilt_model(package: Package) -> keras.Model:
     """Build the model in the same way as the ranks."""
     try:
         return package.build()
@@ -452,7 +479,7 @@ def _rebuilt_model(package: Package) -> Any:
         ) from error
 
 
-def _check_scalar(metrics: Mapping[str, Any]) -> None:
+def _check_scalar(metrics: Mapping[str, npt.ArrayLike]) -> None:
     for name, value in metrics.items():
         if np.shape(value) != ():
             raise ParamError(
@@ -462,7 +489,7 @@ def _check_scalar(metrics: Mapping[str, Any]) -> None:
             )
 
 
-def _has_own_steps(model: Any) -> bool:
+def _has_own_steps(model: keras.Model) -> bool:
     """Return whether the user wrote the training or test step, which may then report any metrics."""
     import keras  # noqa: PLC0415
 
@@ -470,5 +497,5 @@ def _has_own_steps(model: Any) -> bool:
     return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in ("train_step", "test_step"))
 
 
-def _dtypes_and_shapes(values: Iterable[Any]) -> str:
+def _dtypes_and_shapes(values: Iterable[keras.KerasTensor]) -> str:
     return ", ".join(f"{value.dtype}{list(value.shape)}" for value in values)

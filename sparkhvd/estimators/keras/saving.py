@@ -6,12 +6,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import keras
 
 from sparkhvd.config import scratch_folder
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.keras.metrics import Logs
 from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.policies import Checkpoints, Mode, metric_value
 from sparkhvd.estimators.plugin import TrainHooks
@@ -33,12 +33,12 @@ class UnscaledRateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # k
         self._within_epoch = within_epoch
         self._scaled: float | None = None
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Set the user's learning rate if the model may be saved now; ``close`` sets the scaled rate again."""
         if self._within_epoch:
             self.on_epoch_end(batch, logs)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
         """See ``on_train_batch_end``."""
         if self._scale != 1.0:
             optimizer = self.model.optimizer
@@ -66,7 +66,9 @@ class CheckpointFilesCallback(keras.callbacks.Callback):  # type: ignore[misc]  
         callbacks: the callbacks for Keras, in the order of their calls.
     """
 
-    def __init__(self, callback: Any, hooks: TrainHooks, policy: Checkpoints, lr_scale: float = 1.0) -> None:
+    def __init__(
+        self, callback: keras.callbacks.ModelCheckpoint, hooks: TrainHooks, policy: Checkpoints, lr_scale: float = 1.0
+    ) -> None:
         super().__init__()
         self._within_epoch = callback.save_freq != "epoch"
         self._rate = UnscaledRateCallback(lr_scale, within_epoch=self._within_epoch)
@@ -79,13 +81,13 @@ class CheckpointFilesCallback(keras.callbacks.Callback):  # type: ignore[misc]  
         if callback.save_best_only and best is not None and policy.best is not None:
             callback.best = metric_value(hooks.history[best], policy.best)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
         """Keep the files that were saved within the epoch."""
         if self._within_epoch:
             self._rate.close()
             self._keep()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
         """Keep the files that were saved at the end of the epoch."""
         self._rate.close()
         self._keep()
@@ -138,7 +140,7 @@ def with_callback(plan: FitPlan) -> FitPlan:
     return replace(plan, checkpoints=monitored)
 
 
-def _mode(callback: Any, metrics: Sequence[Any] | Mapping[str, Any]) -> Mode:
+def _mode(callback: keras.callbacks.ModelCheckpoint, metrics: Sequence[object] | Mapping[str, object]) -> Mode:
     """Return whether lower or higher values are better, by the rules of Keras."""
     name = callback.monitor.removeprefix("val_")
     if callback.mode in {"min", "max"}:

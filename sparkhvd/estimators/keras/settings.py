@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import keras
 
@@ -24,7 +24,7 @@ class KerasSettings:
     floatx: str
     epsilon: float
     image_data_format: str
-    dtype_policy: Any
+    dtype_policy: keras.DTypePolicy
 
     @classmethod
     def current(cls) -> Self:

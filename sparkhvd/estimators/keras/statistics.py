@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 import numpy as np
@@ -21,7 +20,7 @@ class LayerStatistics:
         own: variables that differ between ranks on purpose, such as the states of random generators.
     """
 
-    def __init__(self, model: Any, own: Iterable[Any]) -> None:
+    def __init__(self, model: keras.Model, own: Iterable[keras.Variable]) -> None:
         layers = model._flatten_layers()  # noqa: SLF001  (no public way to list nested layers)
         # The weights of a frozen layer are non-trainable, too, but equal on all ranks.
         weights = [weight for layer in layers for weight in layer._trainable_variables]  # noqa: SLF001

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import keras
 import numpy as np
+import numpy.typing as npt
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
@@ -19,7 +19,7 @@ from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
-from sparkhvd.estimators.keras.metrics import sum_over_ranks, summed_results
+from sparkhvd.estimators.keras.metrics import Logs, sum_over_ranks, summed_results
 from sparkhvd.estimators.keras.package import (
     Package,
     arrays_from_bytes,
@@ -77,7 +77,8 @@ class KerasTrainer:
         """Return a CPU scope if the backend would use a GPU by default although ``use_gpu`` is false."""
         if self._spec.use_gpu or keras.config.backend() != "torch":
             return nullcontext()
-        return cast("AbstractContextManager[None]", keras.device("cpu"))
+        on_cpu: AbstractContextManager[None] = keras.device("cpu")
+        return on_cpu
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or a callback stops it; collective."""
@@ -138,7 +139,9 @@ class KerasTrainer:
                 validation.close()
         hooks.on_train_end(self)
 
-    def _weight_by_rows(self, optimizer: Any, sync_layers: Sequence[Any], current: CurrentBatch) -> None:
+    def _weight_by_rows(
+        self, optimizer: keras.optimizers.Optimizer, sync_layers: Sequence[keras.Layer], current: CurrentBatch
+    ) -> None:
         """Weight gradients, and the rows of synchronized layers, by the rows that the ranks have in the batch."""
         passes = self._spec.backward_passes_per_step
         with self._device():
@@ -148,7 +151,7 @@ class KerasTrainer:
                 if isinstance(other, ExchangingOptimizer):
                     other.weight_by(current.share_of_batch)
         for layer in sync_layers:
-            layer.count_rows_if(current.counts)
+            layer.count_rows_if(current.has_rows)
 
     def _begin_within(self, data: BatchDataset, first_step: int, left: int | None, steps: int | None) -> None:
         """Begin epochs at ``first_step``; learning rate schedules continue from there as in an uninterrupted epoch."""
@@ -198,7 +201,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self,
         data: BatchDataset,
         validation: BatchDataset | None,
-        sync_layers: list[Any],
+        sync_layers: list[keras.Layer],
         seed: Callable[[int], None],
         statistics: LayerStatistics,
         current: CurrentBatch,
@@ -215,25 +218,25 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._shared = {id(variable) for layer in sync_layers for variable in layer.non_trainable_variables}
         self._data = data
         self._validation = validation
-        self._saved: list[tuple[Any, Any]] = []
+        self._saved: list[tuple[keras.Variable, npt.NDArray[np.generic]]] = []
         self._summed: dict[str, float] = {}
         self._started = self._data_wait = 0.0
         self._waits = session.current().channel().waits
         self._communicated = 0.0  # seconds of communication before the epoch
         self.step_ended = 0.0
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
         self._data.epoch = epoch
         self._seed(epoch)
         self._equal_rows = 0
         self._started = self.step_ended = time.monotonic()
         self._data_wait, self._communicated = 0.0, self._waits.seconds
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
         self._save_variables(batch, self._data)
         self._current.begin(self._data, batch)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
         self._current.end()
         self._restore_variables(batch, self._data)
         self._data_wait += self._data.waited(batch, self.step_ended)
@@ -251,12 +254,12 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._statistics.equalize(rows - self._equal_rows, f"epoch {self._data.epoch} statistics after {batch}")
         self._equal_rows = rows
 
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+    def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
         if self._validation is not None:
             self._save_variables(batch, self._validation)
             self._current.begin(self._validation, batch)
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+    def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
         self._current.end()
         if self._validation is not None:
             self._restore_variables(batch, self._validation)
@@ -264,7 +267,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
                 sum_over_ranks(self.model, f"epoch {self._data.epoch} validation metrics")
                 self._summed |= {f"val_{name}": value for name, value in summed_results(self.model).items()}
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Replace the logs, which callbacks read, with the means over the rows of all ranks; collective.
 
         Logs of summed metrics are equal on all ranks and keep their values.
@@ -319,7 +322,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         self._hooks = hooks
         self._trainer = trainer
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Report the end of a step to the hooks; the logs are means over this rank's rows in the epoch so far."""
         if self._data.is_end_of_step(batch):
             self._report(batch, logs)
@@ -328,7 +331,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         self.model.stop_training = False
         self._begin.step_ended = time.monotonic()
 
-    def _report(self, batch: int, logs: dict[str, Any] | None) -> None:
+    def _report(self, batch: int, logs: Logs) -> None:
         data = self._data
         values, rows = dict(logs or {}), data.rows_until(batch)
 
@@ -345,7 +348,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         report = StepReport(data.epoch, step, data.first_step + len(data), loss, sums, rank_state)
         self._hooks.on_step_end(report, self._trainer)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
         metrics = self._begin.metrics
         wants_end = self._wants_end or bool(self.model.stop_training)
         report = EpochReport(
@@ -364,7 +367,7 @@ class _RandomStates:
         rank: the rank.
     """
 
-    def __init__(self, model: Any, spec: TrainSpec, rank: int) -> None:
+    def __init__(self, model: keras.Model, spec: TrainSpec, rank: int) -> None:
         layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to list nested layers)
         states = {id(g.state): g.state for layer in layers for g in layer._seed_generators}  # noqa: SLF001
         self.variables = list(states.values())
@@ -408,7 +411,7 @@ def prepare_devices(world: World, *, use_gpu: bool = True) -> None:
         tf.config.experimental.set_memory_growth(own, True)
 
 
-def _sync_layers(model: Any) -> list[Any]:
+def _sync_layers(model: keras.Model) -> list[keras.Layer]:
     """Return the layers of a model that normalize over the rows of all ranks."""
     if keras.config.backend() != "tensorflow":
         return []
@@ -419,7 +422,7 @@ def _sync_layers(model: Any) -> list[Any]:
 
 
 @contextmanager
-def _averaged_weights(model: Any) -> Iterator[None]:
+def _averaged_weights(model: keras.Model) -> Iterator[None]:
     """Replace the weights in this block with their moving averages, if the optimizer keeps them (``use_ema``)."""
     optimizer, weights = model.optimizer, model.trainable_variables
     if not (optimizer.use_ema and optimizer.built):
@@ -434,5 +437,5 @@ def _averaged_weights(model: Any) -> Iterator[None]:
             variable.assign(value)
 
 
-def _value(variable: Any) -> Any:
+def _value(variable: keras.Variable) -> npt.NDArray[np.generic]:
     return np.array(keras.ops.convert_to_numpy(variable))

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,8 @@ from sparkhvd.estimators.torch.divisors import Divisor, LossFactors, loss_factor
 from sparkhvd.estimators.torch.inputs import ModelInput, model_dtype, plan_inputs
 
 Columns = Mapping[str, npt.NDArray[np.generic]]
+Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+LightningBatch = Columns | dict[str, torch.Tensor] | tuple[Tensors, ...]
 
 _SYNTHETIC_ROWS = 2  # batch normalization refuses a single row
 
@@ -42,7 +43,7 @@ class BatchFormat:
     labels: tuple[str, ...]
     weights: tuple[str, ...]
 
-    def __call__(self, columns: Columns) -> Any:
+    def __call__(self, columns: Columns) -> LightningBatch:
         """Return the batch of some rows."""
         rows = len(next(iter(columns.values())))
         tensors = {part.columns[0]: part.tensor(columns, rows) for part in self.columns}
@@ -116,14 +117,14 @@ class RankLoader:
     """
 
     def __init__(
-        self, source: BatchSource, form: Callable[[Columns], Any], size: int, sample: Columns | None = None
+        self, source: BatchSource, form: Callable[[Columns], LightningBatch], size: int, sample: Columns | None = None
     ) -> None:
         self.divisors: Sequence[Divisor | None] = ()  # of a plain module's losses
         self._source = source
         self._form = form
         self._size = size
         self._sample = sample
-        self._batches: Iterator[Any] | None = None
+        self._batches: Iterator[LightningBatch] | None = None
         self.epoch: Callable[[], int] = lambda: 0
         self.passes: Callable[[], int] = lambda: 1
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
@@ -135,7 +136,7 @@ class RankLoader:
         """Return the number of steps per epoch, the same on every rank."""
         return self._source.steps()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[LightningBatch]:
         self.close()
         self._batches = self._epoch_batches()
         return self._batches
@@ -150,11 +151,11 @@ class RankLoader:
         """
         self._within = (epoch, first_step, done)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """Return an empty state: the run's checkpoint holds the position, but Lightning requires both methods."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         """See ``state_dict``."""
 
     def close(self) -> None:
@@ -163,7 +164,7 @@ class RankLoader:
             close()
         self._batches = None
 
-    def _epoch_batches(self) -> Iterator[Any]:
+    def _epoch_batches(self) -> Iterator[LightningBatch]:
         epoch = self.epoch()
         self.on_epoch(epoch)
         self.used, self.rows, self.waited, self.started = True, 0, 0.0, time.monotonic()

@@ -7,18 +7,35 @@ run therefore contains the weights of the best model, and the state of ``ModelCh
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
 import torch
 
 from sparkhvd.estimators.torch.safe_state import weights_of
 
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
 logger = logging.getLogger(__name__)
 
+State = dict[str, Any]  # a state in a checkpoint, which only its owner can read
 
-def best_file(callbacks: Sequence[Any]) -> Path | None:
+
+class BestModel(TypedDict):
+    """The best model so far.
+
+    Attributes:
+        callback: the key of the ``ModelCheckpoint`` that chose it.
+        weights: its weights.
+    """
+
+    callback: str
+    weights: Mapping[str, torch.Tensor]
+
+
+def best_file(callbacks: Sequence[object]) -> Path | None:
     """Return the file of the best model; None to return the last model."""
     monitoring = _callbacks_with_best(callbacks)
     best = next(
@@ -32,7 +49,7 @@ def best_file(callbacks: Sequence[Any]) -> Path | None:
     return best
 
 
-def pack_best_model(callbacks: Sequence[Any]) -> dict[str, Any] | None:
+def pack_best_model(callbacks: Sequence[object]) -> BestModel | None:
     """Return the best model so far for ``unpack_best_model``; None if there is none."""
     for callback in _callbacks_with_best(callbacks):
         if Path(callback.best_model_path).is_file():
@@ -40,9 +57,7 @@ def pack_best_model(callbacks: Sequence[Any]) -> dict[str, Any] | None:
     return None
 
 
-def unpack_best_model(
-    best: dict[str, Any] | None, callbacks: Sequence[Any], states: dict[str, Any], writes: bool
-) -> None:
+def unpack_best_model(best: BestModel | None, callbacks: Sequence[Any], states: dict[str, State], writes: bool) -> None:
     """Move the ``states`` of callbacks to the folders of this process before Lightning loads them.
 
     Without the best model or its callback nothing changes: a score without its model would only keep worse models out.
@@ -65,18 +80,21 @@ def unpack_best_model(
         torch.save({"state_dict": best["weights"]}, path)
 
 
-def choosing_callbacks(callbacks: Sequence[Any]) -> list[Any]:
+def choosing_callbacks(callbacks: Sequence[object]) -> list[ModelCheckpoint]:
     """Return the callbacks that choose the best model by a metric."""
-    monitoring = [callback for callback in callbacks if getattr(callback, "monitor", None) is not None]
-    return [callback for callback in monitoring if hasattr(callback, "best_model_path")]
+    return [callback for callback in callbacks if _chooses(callback)]
 
 
-def _callbacks_with_best(callbacks: Sequence[Any]) -> list[Any]:
+def _chooses(callback: object) -> TypeGuard[ModelCheckpoint]:
+    return getattr(callback, "monitor", None) is not None and hasattr(callback, "best_model_path")
+
+
+def _callbacks_with_best(callbacks: Sequence[object]) -> list[ModelCheckpoint]:
     """Return the callbacks that have chosen a best model by a metric."""
     return [callback for callback in choosing_callbacks(callbacks) if callback.best_model_path]
 
 
-def _move_files(state: dict[str, Any], folder: str) -> dict[str, Any]:
+def _move_files(state: State, folder: str) -> State:
     """Return the state of a ``ModelCheckpoint`` with its files in ``folder``."""
 
     def moved_path(path: str) -> str:

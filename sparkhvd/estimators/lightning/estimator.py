@@ -5,16 +5,17 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS
+from sparkhvd.estimators.lightning.retired import RETIRED_OF_LIGHTNING
 from sparkhvd.estimators.models.model import TrainedModel
-from sparkhvd.estimators.params.declarations import Declared, declared
-from sparkhvd.estimators.params.params import RETIRED, RETIRED_OF_LIGHTNING, numbers, objects, objects_or_named, shapes
+from sparkhvd.estimators.params.declarations import Declared, Identity, declared
+from sparkhvd.estimators.params.params import RETIRED, numbers, objects, objects_or_named, shapes
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.package import dumps_params
 from sparkhvd.estimators.training.job_files import local_copies
@@ -25,28 +26,28 @@ _BATCH_FORMATS = ("dict", "tuple")
 Measure = Callable[..., torch.Tensor]
 
 
-def batch_format(name: str, value: Any) -> str:
+def batch_format(name: str, value: object) -> str:
     """Return a checked ``batch_format``."""
     if value not in _BATCH_FORMATS:
         raise ParamError(f"{name}={value!r} must be one of {', '.join(map(repr, _BATCH_FORMATS))}.")
     return str(value)
 
 
-def trainer_arguments(name: str, value: Any) -> dict[str, Any]:
+def trainer_arguments(name: str, value: object) -> dict[str, object]:
     """Return checked arguments of the Trainer."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ParamError(f"{name}={value!r} must be a dict of Trainer arguments, such as {{'gradient_clip_val': 1.0}}.")
     return dict(value)
 
 
-def lightning_data(name: str, value: Any) -> Callable[..., Any]:
+def lightning_data(name: str, value: object) -> Callable[..., object]:
     """Return a checked ``sparkhvd.data.DataModule`` class, or a function that creates a LightningDataModule."""
     if not callable(value):
         raise ParamError(
             f"{name}={value!r} must be a class or function that creates a LightningDataModule, or a subclass of "
             "sparkhvd.data.DataModule; the ranks create the instances."
         )
-    factory: Callable[..., Any] = value
+    factory: Callable[..., object] = value
     return factory
 
 
@@ -135,17 +136,18 @@ class LightningEstimator(DistributedEstimator):
         batch_format,
         default="dict",
     )
-    trainer_args: Declared[Mapping[str, Any] | None] = declared(
+    trainer_args: Declared[Mapping[str, object] | None] = declared(
         "Further arguments of Lightning's Trainer, by name.", trainer_arguments, default=None
     )
-    callbacks: Declared[Sequence[Any] | None] = declared(
+    callbacks: Declared[Sequence[object] | None] = declared(
         "Callbacks of the Trainer, copied to every rank.", objects, default=None
     )
-    logger: Declared[Any] = declared(
+    logger: Declared[object] = declared(
         "Lightning's logger, or a list of them; files in a relative folder come back with the model (save_logs).",
         default=None,
+        identity=Identity.NEVER,
     )
-    data_module: Declared[Callable[..., Any] | None] = declared(
+    data_module: Declared[Callable[..., object] | None] = declared(
         "Class or function that creates a LightningDataModule on every rank; it is called with the rank's loaders of "
         "training and validation batches (None without validation). Or a subclass of sparkhvd.data.DataModule that "
         "loads the prepared rows instead of the readers.",
@@ -170,11 +172,11 @@ class LightningEstimator(DistributedEstimator):
     loss_weights: Declared[Sequence[float] | None] = declared(
         "For a plain module: weights of the losses in their sum; by default equal.", numbers, default=None
     )
-    metrics: Declared[Sequence[Any] | Mapping[str, Measure] | None] = declared(
+    metrics: Declared[Sequence[object] | Mapping[str, Measure] | None] = declared(
         "For a plain module: functions of (output, label) that are means over the rows.", objects_or_named, default=None
     )
 
-    def _pickled(self, objects: dict[str, Any]) -> bytes:
+    def _pickled(self, objects: dict[str, object]) -> bytes:
         return dumps_params(objects)
 
     def _imports(self) -> tuple[str, ...]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from sparkhvd.estimators.training.user_errors import describe_error
 
 _OF_UNPACKING = ("not str", "'str' object", "values to unpack")
 
 
-def _is_key(value: object, batch: Mapping[Any, Any]) -> bool:
+def _is_key(value: object, batch: Mapping[object, object]) -> bool:
     return any(value == key for key in batch)
 
 
-def batch_hint(step: str, error: Exception, batch: Any) -> str | None:
+def batch_hint(step: str, error: Exception, batch: object) -> str | None:
     """Return a hint if a step seems to have expected a batch of the other format, else None.
 
     Args:

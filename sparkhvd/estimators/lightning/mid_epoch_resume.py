@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from sparkhvd.estimators.lightning.best_model import State
 
 
-def validates_after(trainer: Any, batches: int) -> bool:
+def validates_after(trainer: Trainer, batches: int) -> bool:
     """Whether Lightning validates after this number of batches of the epoch.
 
     A checkpoint is made before such a validation, and a run that resumes from it would skip the validation.
@@ -20,7 +25,7 @@ def validates_after(trainer: Any, batches: int) -> bool:
     return (int(trainer.current_epoch) + 1) % int(epochs) == 0 and batches % int(every) == 0
 
 
-def repeat_epoch_start_hooks(trainer: Any, call: ModuleType) -> None:
+def repeat_epoch_start_hooks(trainer: Trainer, call: ModuleType) -> None:
     """Call the hooks of the epoch's start, which Lightning skips when a run resumes within an epoch.
 
     Values that they set in callbacks and the module are lost with the interrupted process.
@@ -34,7 +39,7 @@ def repeat_epoch_start_hooks(trainer: Any, call: ModuleType) -> None:
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")  # noqa: SLF001
 
 
-def resume_after_batch(checkpoint: dict[str, Any], done: int) -> None:
+def resume_after_batch(checkpoint: State, done: int) -> None:
     """Change a checkpoint from a batch's last hook so that Lightning resumes with the next batch.
 
     Lightning counts a batch as completed only after its hooks, and its versions treat an incomplete batch differently.

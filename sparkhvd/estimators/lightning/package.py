@@ -5,17 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparkhvd.data.schema.data_schema import DataSchema
+from sparkhvd.estimators.lightning.batches import Columns
+from sparkhvd.estimators.lightning.steps import strategy_of
 from sparkhvd.estimators.params.named_inputs import NamedInput
 from sparkhvd.estimators.torch.divisors import batch_divisors
 from sparkhvd.estimators.torch.epoch_metrics import weighted_mean_loss
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.lightning.flavour import FlavourName, default_flavour, flavour_of, import_lightning
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _STAGES = ("train", "val")
 _HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -47,11 +52,11 @@ class LightningPackage:
     input_shapes: Sequence[Sequence[int]] | None
     label_shapes: Sequence[Sequence[int]] | None
     batch_format: str
-    callbacks: tuple[Any, ...]
-    logger: Any
-    trainer_args: Mapping[str, Any]
-    data_module: Callable[..., Any] | None
-    compression: Any = None
+    callbacks: tuple[object, ...]
+    logger: object
+    trainer_args: Mapping[str, object]
+    data_module: Callable[..., object] | None
+    compression: object = None
     named_inputs: Mapping[str, NamedInput] | None = None
 
     @property
@@ -93,12 +98,12 @@ class PlainSteps:
     model: torch.nn.Module
     package: LightningPackage
     schema: DataSchema
-    inputs: tuple[Any, ...]
+    inputs: tuple[ModelInput, ...]
     measures: dict[str, dict[str, Any]]
     val_loss: Any
     device: torch.device
     log: Callable[..., None]
-    trainer: Any
+    trainer: Trainer
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self.model(*inputs)
@@ -107,16 +112,16 @@ class PlainSteps:
         """Plan the inputs for the module's dtype, which the Trainer's precision may have changed."""
         self.inputs = self.package.inputs(self.schema)
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # noqa: ARG002  (Lightning's signature)
+    def training_step(self, batch: Columns, batch_idx: int) -> torch.Tensor:  # noqa: ARG002  (Lightning's signature)
         return self._loss(batch, "train")
 
-    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # noqa: ARG002
+    def validation_step(self, batch: Columns, batch_idx: int) -> torch.Tensor:  # noqa: ARG002
         return self._loss(batch, "val")
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.package.optimizers[0]
 
-    def _loss(self, columns: Any, stage: str) -> torch.Tensor:
+    def _loss(self, columns: Columns, stage: str) -> torch.Tensor:
         from sparkhvd.estimators.torch.steps import outputs_of  # noqa: PLC0415
 
         objective = self.package.objective
@@ -127,7 +132,7 @@ class PlainSteps:
         # Labels are created from arrays on the CPU in the outputs' dtype; 16 bits cannot hold every label.
         outputs = [output.cpu().float() if output.dtype in _HALF_TYPES else output.cpu() for output in outputs]
         labels = objective.labels(outputs, columns)
-        factors = self.trainer.strategy.feed.share("train").factors if stage == "train" else None
+        factors = strategy_of(self.trainer).feed.share("train").factors if stage == "train" else None
         parts = objective.parts(outputs, labels, columns)
         loss = objective.combined(parts, outputs, labels, factors)
         measured: dict[str, Any] = objective.measure(loss, outputs, labels)

@@ -6,26 +6,25 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 import cloudpickle
 import numpy as np
 import torch
 
 from sparkhvd._util.counts import counted
+from sparkhvd._util.frameworks import estimator_hint
 from sparkhvd.data.loaders.user_loaders import loads_rows
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
+from sparkhvd.estimators.batch_dependence import BatchDependence
 from sparkhvd.estimators.lightning import best_model
 from sparkhvd.estimators.lightning.package import LightningPackage
+from sparkhvd.estimators.lightning.params import LightningParams
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
-from sparkhvd.estimators.normalization import Normalization
-from sparkhvd.estimators.params.frameworks import estimator_hint
-from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.params.policies import Checkpoints, check_monitored
-from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec
+from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
+from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec, typed_params
 from sparkhvd.estimators.runs.resume_check import ModelFacts
 from sparkhvd.estimators.torch.divisors import inexact_losses
 from sparkhvd.estimators.torch.objective import objective_of
@@ -77,7 +76,7 @@ class LightningPlugin:
         payload = self.pack({**params, "schema": schema})
         if flavour_of(params["model"]) is None:  # a LightningModule's metrics are known only when it logs them
             objective = objective_of(params)
-            check_monitored(params, objective.names())
+            check_monitored(self.monitors(params), objective.names())
             warn_of_inexact_losses(inexact_losses(objective, schema))
         known = all(column.shape is not None for column in schema.columns)
         if rows is None and not known:
@@ -99,21 +98,22 @@ class LightningPlugin:
 
     def pack(self, params: Mapping[str, object]) -> bytes:
         """Return the model and everything that the Trainer needs in one pickle."""
-        model: Any = params["model"]
+        own = typed_params(LightningParams, params)
+        model = own.model
         plain = flavour_of(model) is None
         package = LightningPackage(
             model=model,
             optimizers=_optimizers(params),
             objective=objective_of(params) if plain else None,
-            input_shapes=cast("Sequence[Sequence[int]] | None", params["input_shapes"]),
-            label_shapes=cast("Sequence[Sequence[int]] | None", params["label_shapes"]),
+            input_shapes=own.input_shapes,
+            label_shapes=own.label_shapes,
             batch_format=str(params["batch_format"]),
-            callbacks=tuple(cast("Sequence[Any]", params["callbacks"] or ())),
+            callbacks=tuple(own.callbacks or ()),
             logger=params["logger"],
-            trainer_args=dict(cast("Mapping[str, Any]", params["trainer_args"] or {})),
+            trainer_args=dict(own.trainer_args or {}),
             data_module=_data_module_factory(params),
             compression=compressor(params.get("gradient_compression")),
-            named_inputs=cast("Mapping[str, NamedInput] | None", params.get("inputs")),
+            named_inputs=own.inputs,
         )
         try:
             return dumps(package)
@@ -126,10 +126,14 @@ class LightningPlugin:
                 "in a hook such as setup()."
             ) from error
 
-    def normalization(self, params: Mapping[str, object]) -> Normalization:
-        """See ``FrameworkPlugin.normalization``; the Trainer may synchronize the layers itself."""
-        layers = TORCH.normalization(params)
-        trainer_args = cast("Mapping[str, Any]", params["trainer_args"] or {})
+    def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
+        """See ``FrameworkPlugin.monitors``."""
+        return monitored_metrics(params)
+
+    def batch_dependence(self, params: Mapping[str, object]) -> BatchDependence:
+        """See ``FrameworkPlugin.batch_dependence``; the Trainer may synchronize the layers itself."""
+        layers = TORCH.batch_dependence(params)
+        trainer_args = typed_params(LightningParams, params).trainer_args or {}
         return replace(layers, local=()) if trainer_args.get("sync_batchnorm") else layers
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
@@ -137,7 +141,7 @@ class LightningPlugin:
         _check_kinds(params)
         plain = flavour_of(params["model"]) is None
         optimizer = type(params["optimizer"]).__name__ if plain else ""
-        return ModelFacts("Lightning", optimizer, parameter_shapes(params["model"]))
+        return ModelFacts("Lightning", optimizer, parameter_shapes(typed_params(LightningParams, params).model))
 
     def packages(self) -> tuple[str, ...]:
         """See ``FrameworkPlugin.packages``; a module may subclass the classes of either Lightning."""
@@ -160,7 +164,8 @@ PLUGIN = LightningPlugin()
 
 
 def _unpack(payload: bytes) -> LightningPackage:
-    return cast("LightningPackage", cloudpickle.loads(payload))
+    package: LightningPackage = cloudpickle.loads(payload)
+    return package
 
 
 def _optimizers(params: Mapping[str, object]) -> tuple[torch.optim.Optimizer, ...]:
@@ -168,10 +173,10 @@ def _optimizers(params: Mapping[str, object]) -> tuple[torch.optim.Optimizer, ..
     return tuple(optimizer) if isinstance(optimizer, list | tuple) else () if optimizer is None else (optimizer,)  # type: ignore[return-value]
 
 
-def _data_module_factory(params: Mapping[str, object]) -> Callable[..., Any] | None:
+def _data_module_factory(params: Mapping[str, object]) -> Callable[..., object] | None:
     """Return the function that creates the LightningDataModule; None for a module that replaces the readers."""
-    data_module = params["data_module"]
-    return None if loads_rows(data_module) else cast("Callable[..., Any] | None", data_module)
+    data_module = typed_params(LightningParams, params).data_module
+    return None if loads_rows(data_module) else data_module
 
 
 def _check_kinds(params: Mapping[str, object]) -> None:
@@ -210,16 +215,17 @@ def _check_kinds(params: Mapping[str, object]) -> None:
             )
     for optimizer in _optimizers(params):
         check_optimizer(optimizer, model)
-    _check_flavour("callbacks", "callback", cast("Sequence[object]", params["callbacks"] or ()), flavour)
+    own = typed_params(LightningParams, params)
+    _check_flavour("callbacks", "callback", own.callbacks or (), flavour)
     _check_flavour("logger", "logger", _loggers(params["logger"]), flavour)
     _check_one_best(params)
-    _check_trainer_args(cast("Mapping[str, Any]", params["trainer_args"] or {}), params)
+    _check_trainer_args(own.trainer_args or {}, params)
 
 
 def _check_one_best(params: Mapping[str, object]) -> None:
     """Refuse two settings that choose the epoch whose model is returned."""
-    best = cast("Checkpoints", params["checkpoints"]).best
-    choosing = best_model.choosing_callbacks(cast("Sequence[Any]", params["callbacks"] or ()))
+    own = typed_params(LightningParams, params)
+    best, choosing = own.checkpoints.best, best_model.choosing_callbacks(own.callbacks or ())
     if best is not None and choosing:
         raise ParamError(
             f"Both checkpoints=Checkpoints(best={best!r}) and ModelCheckpoint(monitor={choosing[0].monitor!r}) in "
@@ -250,12 +256,17 @@ def _check_hooks(model: torch.nn.Module, flavour: FlavourName) -> None:
             raise ParamError(f"{type(model).__name__} has no {name}, which Lightning needs for training; define it.")
 
 
-def _check_trainer_args(trainer_args: Mapping[str, Any], params: Mapping[str, object]) -> None:
+def _check_trainer_args(trainer_args: Mapping[str, object], params: Mapping[str, object]) -> None:
     if not trainer_args:
         return
     for name, instead in _ESTIMATOR_ARGUMENTS.items():
         if name in trainer_args:
             raise ParamError(f"trainer_args has {name!r}, which the estimator sets; use its parameter {instead}.")
+    if trainer_args.get("barebones"):
+        raise ParamError(
+            "trainer_args has barebones=True, which takes away the callbacks, logs and checkpoints that the estimator "
+            "needs; leave it out."
+        )
     flavour = flavour_of(params["model"]) or default_flavour()
     known = set(inspect.signature(import_lightning(flavour).Trainer.__init__).parameters) - {"self"}
     for name in trainer_args:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -25,6 +25,10 @@ from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, scale_schedule
 from sparkhvd.torch.buffers import buffers_unchanged
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 # Neutral elements by Lightning's names of reductions other than the mean.
 _NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
@@ -76,14 +80,15 @@ class EstimatorSteps:
     feed: Feed
     lr_scale: float
     earlier: Sequence[torch.optim.Optimizer] = ()
-    lightning_module: Any
-    optimizers: Any
-    lr_scheduler_configs: Any
+    lightning_module: LightningModule
+    optimizers: list[torch.optim.Optimizer]
+    lr_scheduler_configs: list[LRSchedulerConfig]
     call: ModuleType
+    root_device: torch.device
     saves_alone = False
     ended = False
     resumable = False
-    _validates_every: Any = None
+    _validates_every: float | None = None
 
     def weight_of_pass(self) -> float:
         """See ``RankStrategy``."""
@@ -111,20 +116,20 @@ class EstimatorSteps:
             repeat_epoch_start_hooks(trainer, self.call)
             self._validates_every, trainer.val_check_batch = trainer.val_check_batch, math.inf
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """See ``on_train_start``."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
         if self.feed.within_epoch:
             self.feed.within_epoch = False
             self.lightning_module.trainer.val_check_batch = self._validates_every
 
-    def training_step(self, *batch: Any, **named: Any) -> Any:
+    def training_step(self, *batch: object, **named: object) -> object:
         return self._step("train", super().training_step, batch, named)  # type: ignore[misc]
 
-    def validation_step(self, *batch: Any, **named: Any) -> Any:
+    def validation_step(self, *batch: object, **named: object) -> object:
         return self._step("validation", super().validation_step, batch, named)  # type: ignore[misc]
 
-    def setup_optimizers(self, trainer: Any) -> None:
+    def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         if self.earlier:
@@ -137,26 +142,29 @@ class EstimatorSteps:
         if not self.saves_alone:
             super().barrier(name)  # type: ignore[misc]
 
-    def save_checkpoint(self, checkpoint: Mapping[str, Any], *rest: Any, **named: Any) -> None:
+    def save_checkpoint(self, checkpoint: Mapping[str, object], *rest: object, **named: object) -> None:
         """Omit hyperparameters from a checkpoint to resume from: they may be any objects, and the module has them."""
         if self.resumable:
             kept = {name: part for name, part in checkpoint.items() if not _OF_HYPERPARAMETERS.search(name)}
-            checkpoint = cast("Mapping[str, Any]", plain_numbers(kept))
+            checkpoint = {name: plain_numbers(part) for name, part in kept.items()}
         super().save_checkpoint(checkpoint, *rest, **named)  # type: ignore[misc]
 
-    def backward(self, closure_loss: Any, *rest: Any, **named: Any) -> Any:
+    def backward(self, closure_loss: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
         """See ``Feed.loss``."""
         by_hand = not self.lightning_module.automatic_optimization and not self.feed.share("train").is_substitute
         if by_hand and closure_loss.numel() == 1 and not math.isfinite(value := float(closure_loss.detach())):
             self.feed.loss = value
-        return super().backward(closure_loss, *rest, **named)  # type: ignore[misc]
+        result: torch.Tensor = super().backward(closure_loss, *rest, **named)  # type: ignore[misc]
+        return result
 
-    def _synchronize(self, exchange: Any) -> None:
+    def _synchronize(self, exchange: object) -> None:
         before = time.monotonic()
         super()._synchronize(exchange)  # type: ignore[misc]
         self.feed.communicated += time.monotonic() - before
 
-    def _step(self, stage: str, step: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _step(
+        self, stage: str, step: Callable[..., object], batch: tuple[object, ...], named: dict[str, object]
+    ) -> object:
         share = self.feed.share(stage)
         self.feed.loss = None
         if share.is_substitute:
@@ -203,16 +211,24 @@ def preserved_state(module: torch.nn.Module) -> Iterator[None]:
             metric.__dict__.update({name: state[name] for name in (*metric._defaults, "_update_count", "_computed")})  # noqa: SLF001
 
 
+def strategy_of(trainer: Trainer) -> EstimatorSteps:
+    """Return the strategy of an estimator's Trainer."""
+    strategy: object = trainer.strategy
+    if not isinstance(strategy, EstimatorSteps):
+        raise TypeError("the Trainer of an estimator must have the estimator's strategy")
+    return strategy
+
+
 class DistributedLog:
     """Replaces ``LightningModule.log``, so that values for a whole epoch are over the rows of all ranks."""
 
-    def __init__(self, module: Any, feed: Feed) -> None:
+    def __init__(self, module: LightningModule, feed: Feed) -> None:
         self._module = module
         self._log = module.log
         self._feed = feed
-        module.log = self
+        vars(module)["log"] = self
 
-    def __call__(self, name: str, value: Any, *rest: Any, **options: Any) -> None:
+    def __call__(self, name: str, value: Any, *rest: object, **options: Any) -> None:
         if rest:
             names = list(inspect.signature(self._log).parameters)[2:]
             options = {**dict(zip(names, rest, strict=False)), **options}
@@ -235,7 +251,7 @@ class DistributedLog:
             value = _finite(value)  # a mean over no rows is NaN, and so is 0 times NaN
         self._log(name, value, **options)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return the same object, because callbacks copy the module to average its weights."""
         return self
 
@@ -252,17 +268,17 @@ class BatchEndHook:
         after_hook: called with the batch number after the hook, so that a checkpoint has the changes of all hooks.
     """
 
-    def __init__(self, module: Any, after_hook: Callable[[int], None]) -> None:
+    def __init__(self, module: LightningModule, after_hook: Callable[[int], None]) -> None:
         self._module = module
         self._own = module.on_train_batch_end
         self._after_hook = after_hook
-        module.on_train_batch_end = self
+        vars(module)["on_train_batch_end"] = self
 
-    def __call__(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def __call__(self, outputs: torch.Tensor | Mapping[str, object] | None, batch: object, batch_idx: int) -> None:
         self._own(outputs, batch, batch_idx)
         self._after_hook(batch_idx)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return the same object, because callbacks copy the module to average its weights."""
         return self
 
@@ -278,7 +294,7 @@ def _finite(value: Any) -> Any:
     return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _neutral(value: Any, reduction: Any) -> Any:
+def _neutral(value: Any, reduction: object) -> Any:
     """Return the neutral element of a reduction over batches and ranks, in the type of ``value``."""
     name = str(getattr(reduction, "__name__", reduction)).lower()
     if name not in _NEUTRAL or not isinstance(value, torch.Tensor | int | float):
@@ -294,7 +310,7 @@ def _within_step(hook: str) -> bool:
     return not hook.startswith("on_") or any(part in hook for part in ("batch", "backward", "zero_grad", "step"))
 
 
-def scale_lr(optimizers: Any, schedulers: Any, factor: float) -> None:
+def scale_lr(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], factor: float) -> None:
     """Multiply the learning rates of optimizers and the base rates of schedulers."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -9,10 +9,10 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,10 +22,17 @@ from sparkhvd.config import scratch_folder
 from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.errors import DataError, ParamError
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, best_model
-from sparkhvd.estimators.lightning.batches import BatchFormat, Columns, RankLoader, build_batch_format
+from sparkhvd.estimators.lightning.batches import BatchFormat, Columns, LightningBatch, RankLoader, build_batch_format
 from sparkhvd.estimators.lightning.mid_epoch_resume import resume_after_batch, validates_after
 from sparkhvd.estimators.lightning.package import LightningPackage, lightning_module
-from sparkhvd.estimators.lightning.steps import BatchEndHook, DistributedLog, EstimatorSteps, Feed, scale_lr
+from sparkhvd.estimators.lightning.steps import (
+    BatchEndHook,
+    DistributedLog,
+    EstimatorSteps,
+    Feed,
+    scale_lr,
+    strategy_of,
+)
 from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
 from sparkhvd.estimators.torch import artifact
@@ -38,6 +45,11 @@ from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import import_lightning
 from sparkhvd.torch.buffers import buffers_beside, take_buffers
 from sparkhvd.world import World
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from sparkhvd.estimators.lightning.best_model import BestModel, State
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +68,7 @@ class LightningTrainer:
         self._module = lightning_module(package, spec.schema)
         self._lightning = import_lightning(package.flavour)
         self._formats: dict[torch.dtype, BatchFormat] = {}
-        self._trainer: Any = None
+        self._trainer: Any = None  # Lightning's
         self._ends: Any = None  # the last callback
         self._resumed: bytes | None = None
         self._logs: bytes | None = None
@@ -78,7 +90,7 @@ class LightningTrainer:
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or callback stops it; collective."""
-        form = dict if self._package.plain else self._batch_of
+        form: Callable[[Columns], LightningBatch] = dict if self._package.plain else self._batch_of
         size = self._world.size
         validation = None if val is None else RankLoader(val, form, size, self._spec.sample)
         feed = Feed(RankLoader(train, form, size, self._spec.sample), validation)
@@ -132,7 +144,7 @@ class LightningTrainer:
             )
             artifact.save(folder, model, None, inputs)
 
-    def _batch_of(self, columns: Columns) -> Any:
+    def _batch_of(self, columns: Columns) -> LightningBatch:
         """Return the batch of some rows in the module's dtype, which the Trainer's precision may have changed."""
         package, dtype = self._package, model_dtype(self._package.model)
         if dtype not in self._formats:
@@ -141,7 +153,7 @@ class LightningTrainer:
             )
         return self._formats[dtype](columns)
 
-    def _create_trainer(self, feed: Feed, hooks: TrainHooks, folder: Path) -> Any:
+    def _create_trainer(self, feed: Feed, hooks: TrainHooks, folder: Path) -> Trainer:
         """Return Lightning's Trainer for this run."""
         kind = type("EstimatorStrategy", (EstimatorSteps, strategy_class(self._package.flavour)), {})
         strategy = kind(**({} if self._package.compression is None else {"compression": self._package.compression}))
@@ -169,13 +181,14 @@ class LightningTrainer:
             "default_root_dir": str(folder),
             **({} if self._spec.log_every_n_steps is None else {"log_every_n_steps": self._spec.log_every_n_steps}),
         }
-        return self._lightning.Trainer(**{**arguments, **self._package.trainer_args, **own})
+        trainer: Trainer = self._lightning.Trainer(**{**arguments, **self._package.trainer_args, **own})
+        return trainer
 
     def _uses_gpu(self) -> bool:
         return self._spec.use_gpu and torch.cuda.is_available()
 
-    def _run(self, trainer: Any, feed: Feed, hooks: TrainHooks, folder: Path) -> None:
-        source: dict[str, Any] = {"train_dataloaders": feed.train, "val_dataloaders": feed.validation}
+    def _run(self, trainer: Trainer, feed: Feed, hooks: TrainHooks, folder: Path) -> None:
+        source: State = {"train_dataloaders": feed.train, "val_dataloaders": feed.validation}
         if self._package.data_module is not None:
             source = {"datamodule": self._package.data_module(feed.train, feed.validation)}
         if self._resumed is not None:
@@ -223,12 +236,12 @@ class LightningTrainer:
             optimizer.load_state_dict(known)
         scale_lr(optimizers, [], self._trainer.strategy.lr_scale / content["callbacks"][RUN_KEY]["lr_scale"])
 
-    def _load_module(self, content: dict[str, Any]) -> None:
+    def _load_module(self, content: State) -> None:
         """Load the weights of a checkpoint as Lightning does: the module may have changed it, or saved only a part."""
         self._module.on_load_checkpoint(content)
         self._module.load_state_dict(content["state_dict"], strict=getattr(self._module, "strict_loading", True))
 
-    def _keep_results(self, trainer: Any, folder: Path) -> None:
+    def _keep_results(self, trainer: Trainer, folder: Path) -> None:
         """Keep, on rank 0, the best model by the user's ModelCheckpoint and the files of loggers."""
         if self._world.rank != 0:
             return
@@ -251,7 +264,7 @@ class LightningTrainer:
 
 
 @contextlib.contextmanager
-def _saving_alone(strategy: Any, resumable: bool) -> Iterator[None]:
+def _saving_alone(strategy: EstimatorSteps, resumable: bool) -> Iterator[None]:
     """Mark that only this rank saves a checkpoint within the block; ``resumable`` if runs may resume from it."""
     strategy.saves_alone, strategy.resumable = True, resumable
     try:
@@ -272,8 +285,8 @@ class RunCallback:
         self._hooks = hooks
         self._lr_scale = lr_scale
         self.batches_done: int | None = None  # of the epoch in which the run resumes
-        self._loaded: dict[str, Any] = {}
-        self._best: dict[str, Any] | None = None
+        self._loaded: State = {}
+        self._best: BestModel | None = None
         self._metrics: dict[str, float] = {}  # metrics at the end of the last epoch
         self._validation_metrics: dict[str, float] = {}  # metrics at the end of the last validation
         self._needs_own_rows = needs_own_rows
@@ -286,7 +299,7 @@ class RunCallback:
         return RUN_KEY
 
     @contextlib.contextmanager
-    def including_best_model(self, best: dict[str, Any] | None) -> Iterator[None]:
+    def including_best_model(self, best: BestModel | None) -> Iterator[None]:
         """Include the best model in checkpoints within this block."""
         self._best = best
         try:
@@ -294,7 +307,7 @@ class RunCallback:
         finally:
             self._best = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         metrics = _numbers(self._trainer.callback_metrics) if self._batches else self._metrics
         return {
             "lr_scale": self._lr_scale,
@@ -304,17 +317,17 @@ class RunCallback:
             "buffers": buffers_beside(self._trainer.lightning_module),
         }
 
-    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+    def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: State) -> None:  # noqa: ARG002
         states = checkpoint["callbacks"]
         best = states[self.state_key].pop("best", None)
         best_model.unpack_best_model(best, trainer.checkpoint_callbacks, states, trainer.is_global_zero)
         if self.batches_done is not None:
             resume_after_batch(checkpoint, self.batches_done)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self._loaded = state
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Complete a resumed epoch: schedulers that read a metric step only after the checkpoint is made."""
         self._optimizer_steps = int(trainer.global_step)
         if not self._loaded:
@@ -334,7 +347,7 @@ class RunCallback:
             scale_lr(trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs], factor)
         self._loaded = {}
 
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:  # noqa: ARG002
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:  # noqa: ARG002
         self._trainer = trainer
 
     def on_batch_end(self, batch: int) -> None:
@@ -357,27 +370,27 @@ class RunCallback:
             lambda: {"loss": feed.sums.get("train", (0.0, 0))},
             lambda: random_state(trainer.strategy.root_device),
             whole=stepped and not validates_after(trainer, self._batches),
-            synchronize=trainer.strategy.synchronize_buffers,
+            synchronize=strategy_of(trainer).synchronize_buffers,
         )
         self._hooks.on_step_end(report, self._owner)
 
-    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
+    def on_validation_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
         """Synchronize buffers: earlier callbacks may have set other weights, such as averages over time."""
-        trainer.strategy.synchronize_buffers()
+        strategy_of(trainer).synchronize_buffers()
         self._feed.sums.pop("validation", None)  # from an earlier validation in the epoch, with other weights
 
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
+    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
         self._feed.validated = not trainer.sanity_checking
 
-    def on_validation_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
         """Keep the metrics: Lightning has one value per name, and the training may log the same names later."""
         self._validation_metrics = _numbers(trainer.callback_metrics)
 
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
         """Report the epoch; collective."""
         feed = self._feed
         feed.train.close()
-        trainer.strategy.synchronize_buffers()  # only rank 0 makes the checkpoint
+        strategy_of(trainer).synchronize_buffers()  # only rank 0 makes the checkpoint
         self._batches, self._metrics = 0, _numbers(trainer.callback_metrics)
         rows = max(1, feed.train.rows)
         train = {"loss": feed.sums.get("train", (0.0, 0)), **self._logged("train", rows)}
@@ -392,8 +405,8 @@ class RunCallback:
         if not self._hooks.on_epoch_end(report, self._owner):
             trainer.should_stop = True
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
-        trainer.strategy.ended = True
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
+        strategy_of(trainer).ended = True
 
     def _logged(self, stage: str, rows: int) -> dict[str, tuple[float, int]]:
         """Return the values logged for the epoch; they are over all ranks, so every rank reports the same mean."""
@@ -418,11 +431,11 @@ def _short_name(name: str, names: Mapping[str, float]) -> str:
     return name if short in names and short != "loss" else short
 
 
-def _is_stopped(trainer: Any) -> bool:
+def _is_stopped(trainer: Trainer) -> bool:
     """Whether a callback has stopped the training, after an epoch that Lightning does not count yet."""
     epochs, steps = trainer.min_epochs or 0, trainer.min_steps or 0
     return bool(trainer.should_stop and trainer.current_epoch + 1 >= epochs and trainer.global_step >= steps)
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}

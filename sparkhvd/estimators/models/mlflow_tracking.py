@@ -13,13 +13,16 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from sparkhvd.estimators.training.worker import find_plugin
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from mlflow.models import ModelSignature
+    from mlflow.types import DataType, TensorSpec
+    from mlflow.types.schema import Array
 
     from sparkhvd.data.schema.data_schema import ColumnSpec
     from sparkhvd.estimators.models import pyfunc
@@ -57,7 +60,9 @@ def cross_validation_part() -> str | None:
     return "all rows" if "bestIndex" in frame.f_locals else f"fold {fold + 1} of {frame.f_locals.get('nFolds')}"
 
 
-def track(model: TrainedModel, params: Mapping[str, Any], parent: str | None = None, name: str | None = None) -> None:
+def track(
+    model: TrainedModel, params: Mapping[str, object], parent: str | None = None, name: str | None = None
+) -> None:
     """Log a training to the active MLflow run, if there is one.
 
     Every further training in one run, such as the fits of a CrossValidator, gets a nested run of its own. If the server
@@ -91,12 +96,15 @@ def track(model: TrainedModel, params: Mapping[str, Any], parent: str | None = N
                 write()
 
 
-def _active_or_nested_run(mlflow: Any, texts: Mapping[str, str], name: str | None) -> AbstractContextManager[object]:
+def _active_or_nested_run(
+    mlflow: ModuleType, texts: Mapping[str, str], name: str | None
+) -> AbstractContextManager[object]:
     """Return the active run, or a nested run if it already holds a training or other values of the parameters."""
     logged = mlflow.get_run(mlflow.active_run().info.run_id).data
     differs = any(logged.params.get(name, value) != value for name, value in texts.items())
     if _TAG in logged.tags or differs:
-        return cast("AbstractContextManager[object]", mlflow.start_run(nested=True, run_name=name))
+        nested: AbstractContextManager[object] = mlflow.start_run(nested=True, run_name=name)
+        return nested
     return nullcontext()
 
 
@@ -108,7 +116,7 @@ def _failures_logged() -> Iterator[None]:
         logger.warning("The training could not be written to MLflow: %s: %s", type(error).__name__, error)
 
 
-def _log_history(mlflow: Any, history: Iterable[EpochRecord]) -> None:
+def _log_history(mlflow: ModuleType, history: Iterable[EpochRecord]) -> None:
     for record in history:
         values = {
             f"{prefix}{name}": v for prefix, part in _METRIC_PREFIXES for name, v in getattr(record, part).items()
@@ -150,11 +158,13 @@ def _signature(model: pyfunc.PandasModel) -> ModelSignature:
 
     from sparkhvd.estimators.models.pyfunc import table_columns  # noqa: PLC0415
 
-    def kind(column: ColumnSpec) -> Any:
+    def kind(column: ColumnSpec) -> DataType | AnyType:
         return DataType.string if column.dtype == "str" and column.kind == "scalar" else AnyType()  # type: ignore[no-untyped-call]
 
-    inputs: list[Any] = [ColSpec(kind(column), name, required="." not in name) for name, column in model.features]
-    outputs: list[Any] = [
+    inputs: list[ColSpec | TensorSpec] = [
+        ColSpec(kind(column), name, required="." not in name) for name, column in model.features
+    ]
+    outputs: list[ColSpec | TensorSpec] = [
         ColSpec(_output_type(title_type), name)
         for column, arrow in zip(model.outputs, model.types, strict=True)
         for name, title_type in table_columns(column, arrow)
@@ -162,7 +172,7 @@ def _signature(model: pyfunc.PandasModel) -> ModelSignature:
     return ModelSignature(Schema(inputs), Schema(outputs))
 
 
-def _output_type(arrow: pa.DataType) -> Any:
+def _output_type(arrow: pa.DataType) -> DataType | Array:
     """Return the MLflow type of an output column."""
     import pyarrow as pa  # noqa: PLC0415  (heavy)
     from mlflow.types import DataType  # noqa: PLC0415
@@ -182,15 +192,15 @@ def requirements(plugin: str) -> list[str]:
     return [f"{module.__name__}=={module.__version__.partition('+')[0]}" for module in installed]
 
 
-def _param_text(name: str, value: Any) -> str:
+def _param_text(name: str, value: object) -> str:
     """Return a parameter as text: the class name of a network, and only the names of environment variables."""
-    if name == "backend_env":
+    if name == "backend_env" and isinstance(value, Mapping):
         return ", ".join(sorted(value))
     text = _text_without_addresses(value)
     return text if len(text) <= _TEXT_LIMIT else f"{text[: _TEXT_LIMIT - 3]}..."
 
 
-def _text_without_addresses(value: Any) -> str:
+def _text_without_addresses(value: object) -> str:
     """Return a value as text, with names in place of memory addresses."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text_without_addresses, value))}]"

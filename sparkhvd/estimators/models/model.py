@@ -69,7 +69,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         return FolderWriter(partial(write_model, self))
 
     @classmethod
-    def read(cls) -> FolderReader:
+    def read(cls) -> FolderReader[Self]:
         """Return a reader for what ``write`` wrote: ``read().load(path)``."""
         return FolderReader(partial(read_model, cls))
 
@@ -100,18 +100,18 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
     @brief_errors
     def from_model(
         cls,
-        model: Any,
+        model: object,
         df: DataFrame | StructType,
         *,
         feature_cols: Sequence[str] | None = None,
         label_cols: Sequence[str] = (),
-        inputs: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, object] | None = None,
         input_shapes: Sequence[Sequence[int]] | None = None,
         sparse_cols: Sequence[str] = (),
         fill: Mapping[str, Fill] | None = None,
-        custom_objects: Mapping[str, Any] | None = None,
+        custom_objects: Mapping[str, object] | None = None,
         store: Store | str | None = None,
-        **params: Any,
+        **params: object,
     ) -> Self:
         """Return a Transformer for a model that was trained elsewhere.
 
@@ -250,7 +250,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         )
 
 
-def pickle_function(function: Callable[..., Any] | None) -> bytes:
+def pickle_function(function: Callable[..., object] | None) -> bytes:
     """Return a pickled prediction function for the executors, or no bytes for None.
 
     Raises:

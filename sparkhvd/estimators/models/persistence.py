@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import cloudpickle
-from pyspark.ml.util import MLReader, MLWriter
+from pyspark.ml.util import MLReadable, MLReader, MLWriter
 
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.data.spark.settings import in_default_file_system, with_spark_credentials
@@ -33,6 +33,7 @@ from sparkhvd.errors import ParamError, SparkHvdError, StoreError
 from sparkhvd.estimators.models import saved_folder
 from sparkhvd.estimators.models.outputs import OutputSpec
 from sparkhvd.estimators.models.retained_files import RetainedFiles, is_pipeline_part
+from sparkhvd.estimators.models.saved_folder import Metadata
 from sparkhvd.estimators.models.trained import ModelArtifacts
 from sparkhvd.estimators.params.backend import SparkBackend
 from sparkhvd.estimators.training.history import record_from_json
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R", bound=MLReadable[Any])
+E = TypeVar("E", bound="PersistableEstimator")
+M = TypeVar("M", bound="PersistableModel")
 
 _OBJECTS, _TRAINED, _MODEL = "objects.pkl", "trained.json", "model"
 
@@ -56,15 +60,15 @@ class Persistable(Protocol):
     uid: str
     _paramMap: ParamMap  # noqa: N815  (pyspark's name)
 
-    def __init__(self, **values: Any) -> None: ...
-    def setParams(self, **values: Any) -> Any: ...  # noqa: N802  (pyspark's name)
-    def _resetUid(self, newUid: Any) -> Any: ...  # noqa: N802, N803
+    def __init__(self, **values: object) -> None: ...
+    def setParams(self, **values: object) -> object: ...  # noqa: N802  (pyspark's name)
+    def _resetUid(self, newUid: str) -> object: ...  # noqa: N802, N803
 
 
 class PersistableEstimator(Persistable, Protocol):
     """An estimator as this module sees it."""
 
-    def _pickled(self, objects: dict[str, Any]) -> bytes: ...
+    def _pickled(self, objects: dict[str, object]) -> bytes: ...
 
 
 class PersistableModel(Persistable, Protocol):
@@ -72,7 +76,7 @@ class PersistableModel(Persistable, Protocol):
 
     retained_files: RetainedFiles | None
 
-    def __init__(self, trained: ModelArtifacts, **values: Any) -> None: ...
+    def __init__(self, trained: ModelArtifacts, **values: object) -> None: ...
     @property
     def trained(self) -> ModelArtifacts: ...
 
@@ -85,7 +89,7 @@ class FolderWriter(MLWriter):
             returns the metadata.
     """
 
-    def __init__(self, write: Callable[[Store, str, str], saved_folder.Metadata]) -> None:
+    def __init__(self, write: Callable[[Store, str, str], Metadata]) -> None:
         super().__init__()
         self._write = write
         self._store: Store | None = None
@@ -104,7 +108,7 @@ class FolderWriter(MLWriter):
         store, name = _locate(path, self.sparkSession, self._store)
         version = self.sparkSession.version
 
-        def write(store: Store, folder: str) -> saved_folder.Metadata:
+        def write(store: Store, folder: str) -> Metadata:
             return self._write(store, folder, version)
 
         if not store.list(name):
@@ -115,14 +119,14 @@ class FolderWriter(MLWriter):
         saved_folder.overwrite(store, name, write)
 
 
-class FolderReader(MLReader[Any]):
+class FolderReader(MLReader[R]):
     """Reads what ``FolderWriter`` wrote.
 
     Args:
         read: takes the Store of the folder's parent and the folder's name, and returns the object.
     """
 
-    def __init__(self, read: Callable[[Store, str], Any]) -> None:
+    def __init__(self, read: Callable[[Store, str], R]) -> None:
         super().__init__()
         self._read = read
         self._store: Store | None = None
@@ -132,7 +136,7 @@ class FolderReader(MLReader[Any]):
         self._store = store_at("store", store)
         return self
 
-    def load(self, path: str) -> Any:
+    def load(self, path: str) -> R:
         """Return the object at ``path``.
 
         Raises:
@@ -142,9 +146,7 @@ class FolderReader(MLReader[Any]):
         return self._read(*_locate(path, self.sparkSession, self._store))
 
 
-def write_estimator(
-    estimator: PersistableEstimator, store: Store, folder: str, spark_version: str
-) -> saved_folder.Metadata:
+def write_estimator(estimator: PersistableEstimator, store: Store, folder: str, spark_version: str) -> Metadata:
     """Write an estimator with all its parameters except secrets (see above) and return the metadata."""
     params = {param.name: value for param, value in estimator._paramMap.items()}  # noqa: SLF001  (pyspark's own way)
     own_store = params.pop("store", None)
@@ -161,7 +163,7 @@ def write_estimator(
     return _metadata(estimator, spark_version, plain, extra)
 
 
-def read_estimator(kind: type[PersistableEstimator], store: Store, folder: str) -> Any:
+def read_estimator(kind: type[E], store: Store, folder: str) -> E:
     """Return the estimator that ``write_estimator`` wrote.
 
     Its Store is created again from its URL. A Store that needs options has to be set again.
@@ -184,14 +186,14 @@ def read_estimator(kind: type[PersistableEstimator], store: Store, folder: str) 
     return estimator
 
 
-def _settings_of(store: Store) -> dict[str, Any]:
+def _settings_of(store: Store) -> dict[str, object]:
     """Return the arguments of ``Store.create`` besides the URL that hold no secret."""
     paths = {name: getattr(store, name, None) for name in ("train_path", "val_path", "test_path", "runs_path")}
-    kept: dict[str, Any] = {name: path for name, path in paths.items() if path is not None}
+    kept: dict[str, object] = {name: path for name, path in paths.items() if path is not None}
     return kept if store.save_runs else {**kept, "save_runs": False}
 
 
-def write_model(model: PersistableModel, store: Store, folder: str, spark_version: str) -> saved_folder.Metadata:
+def write_model(model: PersistableModel, store: Store, folder: str, spark_version: str) -> Metadata:
     """Write a model and return the metadata; its files are copied in chunks, so they may exceed the memory."""
     trained = model.trained
     digests = {}
@@ -212,12 +214,12 @@ def write_model(model: PersistableModel, store: Store, folder: str, spark_versio
     return _metadata(model, spark_version, plain, {})
 
 
-def read_model(kind: type[PersistableModel], store: Store, folder: str) -> Any:
+def read_model(kind: type[M], store: Store, folder: str) -> M:
     """Return the model that ``write_model`` wrote; its files stay where they are and are read when it is used."""
     return saved_folder.read(store, folder, kind.__name__, partial(_read_model, kind, store))
 
 
-def _read_model(kind: type[PersistableModel], store: Store, metadata: dict[str, Any], folder: str) -> Any:
+def _read_model(kind: type[M], store: Store, metadata: Metadata, folder: str) -> M:
     with store.open(f"{folder}/{_TRAINED}", "rb") as file:
         content = json.loads(file.read())
     trained = ModelArtifacts(
@@ -235,8 +237,8 @@ def _read_model(kind: type[PersistableModel], store: Store, metadata: dict[str, 
 
 
 def _write_objects(
-    params: Mapping[str, Any], store: Store, folder: str, pickle: Callable[[dict[str, Any]], bytes] = dumps
-) -> dict[str, Any]:
+    params: Mapping[str, object], store: Store, folder: str, pickle: Callable[[dict[str, object]], bytes] = dumps
+) -> dict[str, object]:
     """Pickle the parameters that JSON cannot represent into the folder, and return the others."""
     plain = {name: value for name, value in params.items() if _is_json(value)}
     objects = {name: value for name, value in params.items() if name not in plain}
@@ -252,9 +254,9 @@ def _write_objects(
     return plain
 
 
-def _read_objects(store: Store, folder: str) -> dict[str, Any]:
+def _read_objects(store: Store, folder: str) -> dict[str, object]:
     with store.open(f"{folder}/{_OBJECTS}", "rb") as file:
-        objects: dict[str, Any] = cloudpickle.loads(file.read())
+        objects: dict[str, object] = cloudpickle.loads(file.read())
     return objects
 
 
@@ -272,8 +274,8 @@ def _locate(path: str, spark: SparkSession, within: Store | None) -> tuple[Store
 
 
 def _metadata(
-    instance: Persistable, spark_version: str, plain: Mapping[str, Any], extra: Mapping[str, Any]
-) -> dict[str, Any]:
+    instance: Persistable, spark_version: str, plain: Mapping[str, object], extra: Mapping[str, object]
+) -> Metadata:
     return {
         "class": f"{type(instance).__module__}.{type(instance).__name__}",
         "timestamp": time.time_ns() // 1_000_000,
@@ -285,7 +287,7 @@ def _metadata(
     }
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_json, value))
     if isinstance(value, dict):

@@ -94,7 +94,7 @@ class PandasModel:
     types: tuple[pa.DataType, ...]
     batch_size: int
 
-    def predict(self, model_input: pd.DataFrame, params: Mapping[str, Any] | None = None) -> pd.DataFrame:  # noqa: ARG002
+    def predict(self, model_input: pd.DataFrame, params: Mapping[str, object] | None = None) -> pd.DataFrame:  # noqa: ARG002
         """Return what ``transform`` returns: a column per output, or per field of a struct; vectors are numpy arrays.
 
         Named values of a prediction function become columns, even if no ``output_types`` name them.
@@ -106,7 +106,7 @@ class PandasModel:
         import pandas as pd  # noqa: PLC0415
 
         arrays = {column.name: feature_array(_column(model_input, name), column) for name, column in self.features}
-        parts_by_title: dict[str, list[Any]] = {}
+        parts_by_title: dict[str, list[npt.NDArray[np.generic]]] = {}
         for start in range(0, max(1, len(model_input)), self.batch_size):
             piece = {name: array[start : start + self.batch_size] for name, array in arrays.items()}
             for output, column, kind in zip(self.predictor.predict(piece), self.outputs, self.types, strict=True):
@@ -130,7 +130,7 @@ def _column(table: pd.DataFrame, name: str) -> pd.Series[Any]:
     raise SchemaError(f"There is no column {name!r}; the table has {list(table.columns)}.")
 
 
-def _field(value: Any, field: str, top: str) -> Any:
+def _field(value: Any, field: str, top: str) -> object:
     """Return the value of a field, which may be in a nested struct; None if the struct is NULL."""
     if not hasattr(value, "keys") and not hasattr(value, "asDict"):
         return None
@@ -143,7 +143,7 @@ def _field(value: Any, field: str, top: str) -> Any:
     raise SchemaError(f"Column {top!r} has no field {field!r}; it has {list(fields)}.")
 
 
-def _tuples(content: dict[str, Any]) -> dict[str, Any]:
+def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
 
 
@@ -157,7 +157,7 @@ def _arrow_type(column: OutputColumn) -> pa.DataType:
     return to_arrow_type(spark_type(column))
 
 
-def _output_arrays(output: Predicted, column: OutputColumn, kind: pa.DataType) -> dict[str, npt.NDArray[Any]]:
+def _output_arrays(output: Predicted, column: OutputColumn, kind: pa.DataType) -> dict[str, npt.NDArray[np.generic]]:
     """Return an output as arrays by column title; a struct has several."""
     if isinstance(output, Mapping) and not pa.types.is_struct(kind):
         arrays = {f"{column.name}.{field}": np.asarray(values) for field, values in output.items()}
@@ -177,15 +177,15 @@ def table_columns(column: OutputColumn, kind: pa.DataType) -> list[tuple[str, pa
     return [(column.name, kind)]
 
 
-def _to_numpy(array: pa.Array) -> npt.NDArray[Any]:
+def _to_numpy(array: pa.Array) -> npt.NDArray[np.generic]:
     """Return nested lists of numbers as one array."""
     sizes, element = [len(array)], array
     while pa.types.is_list(element.type):
         element = element.flatten()
         sizes.append(len(element) // max(1, math.prod(sizes)))
-    values: npt.NDArray[Any] = element.to_numpy(zero_copy_only=False)
+    values: npt.NDArray[np.generic] = element.to_numpy(zero_copy_only=False)
     return values.reshape(sizes)
 
 
-def _series(array: npt.NDArray[Any]) -> Any:
+def _series(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic] | list[npt.NDArray[np.generic]]:
     return array if array.ndim == 1 else list(array)

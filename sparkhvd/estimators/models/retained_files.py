@@ -56,7 +56,7 @@ class RetainedFiles:
             )
         return cast("BinaryIO", io.BufferedReader(_MapReader(content)))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave the contents out, because memory maps cannot leave the process."""
         return {**self.__dict__, "_contents": {}}
 

@@ -68,7 +68,7 @@ def overwrite(store: Store, folder: str, write: Write) -> None:
         logger.warning("%s/%s is saved, but its files stay in the folder %s: %s", store.url, folder, name, str(error))
 
 
-def read(store: Store, folder: str, kind: str, load: Callable[[dict[str, Any], str], T]) -> T:
+def read(store: Store, folder: str, kind: str, load: Callable[[Metadata, str], T]) -> T:
     """Return a whole saved object; if a writer replaces it meanwhile, read it again from the start.
 
     Args:
@@ -114,11 +114,11 @@ def is_transient(folder: str) -> bool:
     return folder.rpartition("/")[2].startswith(_CONTENT)
 
 
-def _metadata(store: Store, folder: str) -> dict[str, Any] | None:
+def _metadata(store: Store, folder: str) -> Metadata | None:
     path = f"{folder}/{METADATA}"
     try:
         with store.open(path, "rb") as file:
-            metadata: dict[str, Any] = json.loads(file.read())
+            metadata: Metadata = json.loads(file.read())
     except StoreError:
         if store.exists(path):
             raise
@@ -127,7 +127,7 @@ def _metadata(store: Store, folder: str) -> dict[str, Any] | None:
 
 
 def _to_json(metadata: Metadata, content: str | None) -> bytes:
-    own: dict[str, Any] = {**metadata["sparkhvd"], "format": FORMAT}
+    own: dict[str, object] = {**metadata["sparkhvd"], "format": FORMAT}
     if content is not None:
         own |= {"format": _FORMAT_ELSEWHERE, "content": content}
     return json.dumps({**metadata, "sparkhvd": own}).encode() + b"\n"

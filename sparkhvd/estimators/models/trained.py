@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
-    from sparkhvd.estimators.plugin import Predictor
+    from sparkhvd.estimators.plugin import Predicted, Predictor
 
 _SAMPLE_ROWS = 2
 
@@ -70,7 +70,7 @@ def output_specs(shapes: Sequence[tuple[int, ...]], labels: Sequence[ColumnSpec 
 
 def wrap_model(  # noqa: PLR0917
     plugin_name: str,
-    params: Mapping[str, Any],
+    params: Mapping[str, object],
     rows: DataFrame | StructType,
     feature_cols: Sequence[str],
     label_cols: Sequence[str],
@@ -119,7 +119,7 @@ def wrap_model(  # noqa: PLR0917
     return ModelArtifacts(source, files, with_sources(schema, feature_cols), specs, ())
 
 
-def _first_outputs(predictor: Callable[[], Predictor], samples: Sequence[Arrays]) -> Sequence[Any]:
+def _first_outputs(predictor: Callable[[], Predictor], samples: Sequence[Arrays]) -> Sequence[Predicted]:
     """Return the outputs for the first sample that the model accepts, or raise the error about the first sample."""
     errors: list[Exception] = []
     for sample in samples:

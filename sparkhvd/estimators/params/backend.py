@@ -41,8 +41,8 @@ class Backend(Protocol):
     def run(
         self,
         fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         env: Mapping[str, str | None] | None = None,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank, where ``hvd.init()`` works, with ``env`` in the environment.
@@ -141,8 +141,8 @@ class SparkBackend:
     def run(
         self,
         fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         env: Mapping[str, str | None] | None = None,
     ) -> list[Any]:
         """See ``Backend.run``."""
@@ -193,7 +193,7 @@ def reserve_ranks(placement: Placement, spark: SparkSession) -> int:
     return backend.reserve(spark) if isinstance(backend, SparkBackend) else int(backend.num_processes())
 
 
-def backend_or_launcher(name: str, value: Any) -> Backend | str:
+def backend_or_launcher(name: str, value: object) -> Backend | str:
     """Accept the name of a launcher, or an object with ``run`` and ``num_processes``."""
     launchers = ["auto", "barrier", "mpi", "local"]  # those of this package that need no arguments of their own
     if isinstance(value, str) and value not in launchers:
@@ -228,7 +228,7 @@ def check_backend(placement: Placement, data: str) -> None:
 def run_ranks(
     placement: Placement,
     fn: Callable[..., Any],
-    args: Sequence[Any],
+    args: Sequence[object],
     *,
     spark: SparkSession,
     env: Mapping[str, str | None],

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import copy
 import reprlib
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast, dataclass_transform, overload
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, dataclass_transform, overload
 
 from pyspark.ml.param import Param, Params
 
@@ -23,32 +24,48 @@ from sparkhvd.estimators.params.plain_values import plain
 
 T = TypeVar("T")
 _SHOWN_ITEMS = 6
-Converter = Callable[[str, Any], Any]  # (parameter's name, user's value) -> stored value, or ParamError
+Converter = Callable[[str, Any], object]  # (parameter's name, user's value) -> stored value, or ParamError
+
+
+class Identity(Enum):
+    """Whether a parameter is part of a run's identity, by which ``resume="auto"`` finds an earlier run."""
+
+    ALWAYS = "it changes the model that comes back"
+    IN_A_MAP = "a run may be continued with another value, but maps of one fit that differ in it are different runs"
+    NEVER = "it changes what is shown, kept or used, not the model"
 
 
 class Declared(Param[T], Generic[T]):
     """The declaration of a parameter; on an instance, the pyspark ``Param`` that keys a parameter map."""
 
     def __init__(
-        self, default: T, doc: str, convert: Converter | None, accessor: str, aliases: tuple[str, ...] = ()
+        self,
+        default: T,
+        doc: str,
+        convert: Converter | None,
+        *,
+        accessor: str,
+        aliases: tuple[str, ...],
+        identity: Identity,
     ) -> None:
         super().__init__(Params._dummy(), "", doc, self._converted)  # noqa: SLF001  (pyspark's way to declare)
         self.default = default
         self.accessor = accessor
         self.aliases = aliases
+        self.identity = identity
         self.convert = convert
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
         self.accessor = self.accessor or "".join(word[:1].upper() + word[1:] for word in name.split("_"))
 
-    def _copy_new_parent(self, parent: Any) -> Declared[T]:
+    def _copy_new_parent(self, parent: Params) -> Declared[T]:
         own = copy.copy(self)
         own.parent = parent.uid
         own.typeConverter = own._converted  # noqa: SLF001  (the copied method is still bound to the declaration)
         return own
 
-    def _converted(self, value: Any) -> Any:
+    def _converted(self, value: object) -> Any:
         if value is None:
             return self.default
         value = plain(value)
@@ -65,7 +82,13 @@ class Declared(Param[T], Generic[T]):
 
 
 def declared(
-    doc: str, convert: Converter | None = None, *, default: Any, accessor: str = "", aliases: tuple[str, ...] = ()
+    doc: str,
+    convert: Converter | None = None,
+    *,
+    default: object,
+    accessor: str = "",
+    aliases: tuple[str, ...] = (),
+    identity: Identity = Identity.ALWAYS,
 ) -> Any:
     """Declare a parameter.
 
@@ -75,8 +98,9 @@ def declared(
         default: the value of an unset parameter, and of one that is set to None.
         accessor: the suffix of ``set`` and ``get``, if it is not the name in camel case.
         aliases: more suffixes: Horovod's spellings.
+        identity: whether two fits that differ in the parameter are different runs.
     """
-    return Declared(default, doc, convert, accessor, aliases)
+    return Declared(default, doc, convert, accessor=accessor, aliases=aliases, identity=identity)
 
 
 def _setter(name: str) -> Callable[[Params, object], Params]:
@@ -88,12 +112,13 @@ def _setter(name: str) -> Callable[[Params, object], Params]:
 
 def _getter(name: str) -> Callable[[Params], object]:
     def get_value(self: Params) -> object:
-        return cast("object", self.getOrDefault(name))
+        value: object = self.getOrDefault(name)
+        return value
 
     return get_value
 
 
-def _add_accessor(cls: type, method: str, function: Callable[..., object], declaration: Declared[Any]) -> None:
+def _add_accessor(cls: type, method: str, function: Callable[..., object], declaration: Declared[object]) -> None:
     if not hasattr(cls, method):
         function.__name__ = method
         function.__qualname__ = f"{cls.__qualname__}.{method}"
@@ -118,7 +143,7 @@ class Declarations(Params):
     declarations: ClassVar[dict[str, Declared[Any]]] = {}
     retired: ClassVar[Mapping[str, str]] = {}  # Horovod's names without a meaning here, with the reason
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         attributes = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
         cls.declarations = {name: value for name, value in attributes.items() if isinstance(value, Declared)}
@@ -127,7 +152,7 @@ class Declarations(Params):
                 _add_accessor(cls, f"set{accessor}", _setter(name), declaration)
                 _add_accessor(cls, f"get{accessor}", _getter(name), declaration)
 
-    def __init__(self, *unnamed: Any, **values: Any) -> None:
+    def __init__(self, *unnamed: object, **values: object) -> None:
         if unnamed:
             kind, first = type(self).__name__, next(iter(type(self).declarations))
             raise TypeError(
@@ -138,7 +163,7 @@ class Declarations(Params):
         self._setDefault(**{name: item.default for name, item in type(self).declarations.items()})
         self.setParams(**values)
 
-    def setParams(self, **values: Any) -> Declarations:  # noqa: N802  (pyspark's name)
+    def setParams(self, **values: object) -> Declarations:  # noqa: N802  (pyspark's name)
         """Set several parameters by keyword; None restores a default.
 
         Raises:
@@ -157,7 +182,7 @@ class Declarations(Params):
         self._set(**values)
         return self
 
-    def _set(self, **values: Any) -> Any:
+    def _set(self, **values: object) -> Self:
         for name, value in values.items():
             if value is None:
                 self._paramMap.pop(self.getParam(name), None)
@@ -184,6 +209,11 @@ class Declarations(Params):
         """Return the value of every parameter by name."""
         return {name: self.getOrDefault(name) for name in type(self).declarations}
 
+    def is_identity(self, name: str, mapped: Collection[str]) -> bool:
+        """Return whether a parameter is part of a run's identity; ``mapped`` are those that a parameter map sets."""
+        identity = type(self).declarations[name].identity
+        return identity is Identity.ALWAYS or (identity is Identity.IN_A_MAP and name in mapped)
+
     def _retired(self, name: str) -> str:
         return f"{name} has no meaning in {type(self).__name__}: {type(self).retired[name]}"
 
@@ -197,7 +227,7 @@ class Declarations(Params):
 
         return set_default
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Callable[..., object]:
         """Explain in the error for a setter or getter of a retired name what to do instead."""
         accessor = name[3:].lower() if name.startswith(("set", "get")) else ""
         for retired in type(self).retired:

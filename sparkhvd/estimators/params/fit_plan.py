@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
+from sparkhvd.data.read.batches import Arrays
+from sparkhvd.data.schema.data_schema import Fill
 from sparkhvd.estimators.params.backend import Placement
 from sparkhvd.estimators.params.named_inputs import NamedInput
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
@@ -32,12 +34,12 @@ class FitPlan(Placement):
     validation: float | str | None
     sparse_cols: Sequence[str] | None
     compress_sparse_cols: bool
-    transformation_fn: Callable[..., Any] | None
-    data_module: Callable[..., Any] | None
+    transformation_fn: Callable[[Arrays], Arrays] | None
+    data_module: Callable[..., object] | None
     reader: Literal["native", "petastorm"]
     train_reader_num_workers: int
     val_reader_num_workers: int
-    fill: Mapping[str, Any] | None
+    fill: Mapping[str, Fill] | None
     partitions_per_process: int
     keep_data: float
     inmemory_cache_all: bool
@@ -76,7 +78,7 @@ class FitPlan(Placement):
         return cls(**{name: values[name] for name in _SHARED} | columns, own=own)
 
     @property
-    def params(self) -> dict[str, Any]:
+    def params(self) -> dict[str, object]:
         """All parameters by name, as plug-ins receive them."""
         return {**{name: getattr(self, name) for name in _SHARED}, **self.own}
 

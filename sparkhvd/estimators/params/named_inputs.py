@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sparkhvd._util.suggestions import did_you_mean
 from sparkhvd.data.schema.data_schema import ColumnSpec
@@ -39,7 +40,7 @@ class NamedInput:
     dtype: str | None = None
 
 
-def named_inputs(name: str, value: Any) -> dict[str, NamedInput]:
+def named_inputs(name: str, value: object) -> dict[str, NamedInput]:
     """Convert a value of the parameter ``inputs``."""
     if not isinstance(value, Mapping) or not value:
         raise ParamError(
@@ -128,6 +129,6 @@ def _parsed_input(key: str, value: Any) -> NamedInput:
     return NamedInput(tuple(columns), shape, dtype)
 
 
-def _dtype_name(dtype: Any) -> str:
+def _dtype_name(dtype: npt.DTypeLike) -> str:
     """Return the name that frameworks use; that of strings is ``"string"``."""
     return "string" if dtype in {"string", "str", str} else str(np.dtype(dtype).name)

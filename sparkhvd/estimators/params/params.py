@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from sparkhvd.data.loaders.user_loaders import DataModule, loads_rows
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.backend import Backend, backend_or_launcher
-from sparkhvd.estimators.params.declarations import Declarations, Declared, declared
+from sparkhvd.estimators.params.declarations import Declarations, Declared, Identity, declared
 from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.named_inputs import named_inputs
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
 from sparkhvd.store import Store, store_at
+
+T = TypeVar("T")
 
 DATA_PATHS = ("auto", "direct", "store")
 READERS = ("native", "petastorm")
@@ -35,41 +37,30 @@ RETIRED = {
     "categorical_cols": "it was for NVTabular's loaders; list the columns in feature_cols; integers stay integers.",
     "tensorflow_dataset_prefetch_buffer_size": "every rank prefetches up to 256 MB of decoded rows.",
 }
-RETIRED_OF_LIGHTNING = {
-    "num_gpus": "a rank trains on one GPU if it sees any; use_gpu=False trains on the CPU.",
-    "profiler": "set it on the Trainer: trainer_args={'profiler': ...}.",
-    "loader_num_epochs": "every epoch reads each row once; epochs sets the number of epochs.",
-    "debug_data_loader": "getHistory() reports how long the ranks waited for rows.",
-    "train_async_data_loader_queue_size": "every rank prefetches up to 256 MB of decoded rows.",
-    "val_async_data_loader_queue_size": "every rank prefetches up to 256 MB of decoded rows.",
-    "backward_passes_per_step": "set it on the Trainer: trainer_args={'accumulate_grad_batches': ...}.",
-    "loss_constructors": "a LightningModule computes its own loss; for a plain module, pass loss.",
-    "train_minibatch_fn": "a LightningModule defines its steps in training_step.",
-}
 
 
-def positive_integer(name: str, value: Any) -> int:
+def positive_integer(name: str, value: object) -> int:
     """Convert to a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
         raise ParamError(f"{name}={value!r} must be a whole number of at least 1.")
     return int(value)
 
 
-def integer(name: str, value: Any) -> int:
+def integer(name: str, value: object) -> int:
     """Convert to a whole number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 0:
         raise ParamError(f"{name}={value!r} must be a whole number of at least 0.")
     return int(value)
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
     """Accept True or False."""
     if not isinstance(value, bool):
         raise ParamError(f"{name}={value!r} must be True or False.")
     return value
 
 
-def flag_or_arguments(name: str, value: Any) -> bool | dict[str, Any]:
+def flag_or_arguments(name: str, value: object) -> bool | dict[str, object]:
     """Accept True, False, or a dict of arguments by name."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return dict(value)
@@ -78,10 +69,10 @@ def flag_or_arguments(name: str, value: Any) -> bool | dict[str, Any]:
     return value
 
 
-def one_of(*choices: str) -> Callable[[str, Any], str]:
+def one_of(*choices: str) -> Callable[[str, object], str]:
     """Return a converter that accepts one of these words."""
 
-    def convert(name: str, value: Any) -> str:
+    def convert(name: str, value: object) -> str:
         if value not in choices:
             raise ParamError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
         return str(value)
@@ -89,10 +80,10 @@ def one_of(*choices: str) -> Callable[[str, Any], str]:
     return convert
 
 
-def instance_of(kind: type, example: str) -> Callable[[str, Any], Any]:
+def instance_of(kind: type[T], example: str) -> Callable[[str, object], T]:
     """Return a converter that accepts instances of one class."""
 
-    def convert(name: str, value: Any) -> Any:
+    def convert(name: str, value: object) -> T:
         if not isinstance(value, kind):
             article = "an" if kind.__name__[0] in "AEIOU" else "a"
             raise ParamError(f"{name}={value!r} must be {article} {kind.__name__}, such as {example}.")
@@ -101,21 +92,21 @@ def instance_of(kind: type, example: str) -> Callable[[str, Any], Any]:
     return convert
 
 
-def callable_object(name: str, value: Any) -> Any:
+def callable_object(name: str, value: object) -> Callable[..., object]:
     """Accept a callable."""
     if not callable(value):
         raise ParamError(f"{name}={value!r} must be a function.")
     return value
 
 
-def data_module_class(name: str, value: Any) -> type[DataModule]:
+def data_module_class(name: str, value: object) -> type[DataModule]:
     """Accept a subclass of ``DataModule``."""
     if loads_rows(value):
         return value
     raise ParamError(f"{name}={value!r} must be a subclass of sparkhvd.data.DataModule: the class, not an instance.")
 
 
-def positive_number(name: str, value: Any) -> float:
+def positive_number(name: str, value: object) -> float:
     """Convert to a float above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise ParamError(f"{name}={value!r} must be a number above 0.")
@@ -134,14 +125,14 @@ def environment(name: str, value: Any) -> dict[str, str | None]:
     return dict(value)
 
 
-def text(name: str, value: Any) -> str:
+def text(name: str, value: object) -> str:
     """Accept a non-empty string."""
     if not isinstance(value, str) or not value:
         raise ParamError(f"{name}={value!r} must be a non-empty string.")
     return value
 
 
-def names(name: str, value: Any) -> tuple[str, ...]:
+def names(name: str, value: object) -> tuple[str, ...]:
     """Convert to a tuple of distinct column names."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
         example = [value] if isinstance(value, str) else ["age", "price"]
@@ -152,21 +143,21 @@ def names(name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def numbers(name: str, value: Any) -> tuple[float, ...]:
+def numbers(name: str, value: object) -> tuple[float, ...]:
     """Convert to a tuple of floats."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, Real) for item in value):
         raise ParamError(f"{name}={value!r} must be a list of numbers, such as [0.5, 1.0].")
     return tuple(float(item) for item in value)
 
 
-def hours(name: str, value: Any) -> float:
+def hours(name: str, value: object) -> float:
     """Convert to a number of hours of at least 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
         raise ParamError(f"{name}={value!r} must be a number of hours, at least 0.")
     return float(value)
 
 
-def fills(name: str, value: Any) -> dict[str, Any]:
+def fills(name: str, value: object) -> dict[str, object]:
     """Accept a dict of values by column name."""
     if not isinstance(value, Mapping) or not all(isinstance(column, str) for column in value):
         raise ParamError(f"{name}={value!r} must be a dict from column names to values, such as {{'age': 0.0}}.")
@@ -188,7 +179,7 @@ def shapes(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     return converted
 
 
-def validation_choice(name: str, value: Any) -> float | str:
+def validation_choice(name: str, value: object) -> float | str:
     """Accept a fraction of the rows (0 <= x < 1), or the name of the column that marks the validation rows."""
     if isinstance(value, str) and value:
         return value
@@ -200,14 +191,14 @@ def validation_choice(name: str, value: Any) -> float | str:
     )
 
 
-def objects(name: str, value: Any) -> list[Any]:
+def objects(name: str, value: object) -> list[object]:
     """Accept a list of objects."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ParamError(f"{name}={value!r} must be a list.")
     return list(value)
 
 
-def objects_or_named(name: str, value: Any) -> list[Any] | dict[Any, Any]:
+def objects_or_named(name: str, value: object) -> list[object] | dict[object, object]:
     """Accept a list of objects, or a dict of objects by name."""
     if isinstance(value, Mapping):
         return dict(value)
@@ -216,7 +207,7 @@ def objects_or_named(name: str, value: Any) -> list[Any] | dict[Any, Any]:
     return list(value)
 
 
-def compression_or_name(name: str, value: Any) -> Any:
+def compression_or_name(name: str, value: object) -> object:
     """Accept the name of a compression, or a compressor."""
     if isinstance(value, str):
         return one_of(*COMPRESSIONS)(name, value)
@@ -228,7 +219,7 @@ def compression_or_name(name: str, value: Any) -> Any:
     return value
 
 
-def output_kinds(name: str, value: Any) -> tuple[str, ...]:
+def output_kinds(name: str, value: object) -> tuple[str, ...]:
     """Convert to one type per output: a word of ``sparkhvd.estimators.models.outputs``, or a Spark data type's name."""
     kinds = [value] if isinstance(value, str) or hasattr(value, "simpleString") else value
     if not isinstance(kinds, Sequence) or not kinds:
@@ -257,17 +248,22 @@ class EstimatorParams(Declarations):
         "Environment variables of the ranks; the value None removes a variable.", environment, default=None
     )
     use_gpu: Declared[bool] = declared(
-        "Whether a rank trains on its GPU if it has one; False trains on the CPU.", flag, default=True
+        "Whether a rank trains on its GPU if it has one; False trains on the CPU.",
+        flag,
+        default=True,
+        identity=Identity.NEVER,
     )
     mp_start_method: Declared[str | None] = declared(
         "How Python's multiprocessing starts processes on the ranks; None keeps Python's default.",
         one_of(*START_METHODS),
         default=None,
+        identity=Identity.NEVER,
     )
     store: Declared[Store | None] = declared(
         "Where prepared data, checkpoints and the trained model are kept; None trains without a Store.",
         store_at,
         default=None,
+        identity=Identity.NEVER,
     )
     data: Declared[str] = declared(
         "How rows reach the ranks: through the Store ('store'), straight from Spark ('direct'), or through the Store "
@@ -278,7 +274,7 @@ class EstimatorParams(Declarations):
     feature_cols: Declared[Sequence[str] | None] = declared(
         "Columns that the model reads, in the order of its inputs.", names, default=None
     )
-    inputs: Declared[Mapping[str, Any] | None] = declared(
+    inputs: Declared[Mapping[str, object] | None] = declared(
         "The columns of every input, by the model's own names, optionally with shape and dtype; feature_cols may then "
         "be left out.",
         named_inputs,
@@ -307,13 +303,13 @@ class EstimatorParams(Declarations):
         flag,
         default=False,
     )
-    transformation_fn: Declared[Callable[..., Any] | None] = declared(
+    transformation_fn: Declared[Callable[..., object] | None] = declared(
         "Function that transforms a batch before training: it gets a dict of numpy arrays by column and returns "
         "another one with as many rows. Reader threads of the ranks call it.",
         callable_object,
         default=None,
     )
-    data_module: Declared[Callable[..., Any] | None] = declared(
+    data_module: Declared[Callable[..., object] | None] = declared(
         "A subclass of sparkhvd.data.DataModule that loads the prepared rows on every rank, instead of the readers.",
         data_module_class,
         default=None,
@@ -324,12 +320,20 @@ class EstimatorParams(Declarations):
         default="native",
     )
     train_reader_num_workers: Declared[int] = declared(
-        "Threads of a rank that decode training rows.", positive_integer, default=2, aliases=("TrainReaderNumWorker",)
+        "Threads of a rank that decode training rows.",
+        positive_integer,
+        default=2,
+        aliases=("TrainReaderNumWorker",),
+        identity=Identity.NEVER,
     )
     val_reader_num_workers: Declared[int] = declared(
-        "Threads of a rank that decode validation rows.", positive_integer, default=2, aliases=("ValReaderNumWorker",)
+        "Threads of a rank that decode validation rows.",
+        positive_integer,
+        default=2,
+        aliases=("ValReaderNumWorker",),
+        identity=Identity.NEVER,
     )
-    fill: Declared[Mapping[str, Any] | None] = declared(
+    fill: Declared[Mapping[str, object] | None] = declared(
         "Values that replace NULL, by column; NULL in any other column is refused.", fills, default=None
     )
     partitions_per_process: Declared[int] = declared(
@@ -339,6 +343,7 @@ class EstimatorParams(Declarations):
         "Hours that prepared rows stay in the Store after their last use, for fits on the same rows; 0 keeps none.",
         hours,
         default=24.0,
+        identity=Identity.NEVER,
     )
     batch_size: Declared[int] = declared(
         "Rows per rank and step; the global batch is this times the number of ranks.", positive_integer, default=32
@@ -346,7 +351,9 @@ class EstimatorParams(Declarations):
     val_batch_size: Declared[int | None] = declared(
         "Rows per rank and validation step; None means batch_size.", positive_integer, default=None
     )
-    epochs: Declared[int] = declared("Number of passes over all training rows.", positive_integer, default=1)
+    epochs: Declared[int] = declared(
+        "Number of passes over all training rows.", positive_integer, default=1, identity=Identity.IN_A_MAP
+    )
     train_steps_per_epoch: Declared[int | None] = declared(
         "Training steps per epoch; None means as many as use every row once.",
         positive_integer,
@@ -379,7 +386,7 @@ class EstimatorParams(Declarations):
         flag,
         default=False,
     )
-    gradient_compression: Declared[Any] = declared(
+    gradient_compression: Declared[object] = declared(
         "Compression of the gradients between ranks: 'fp16', 'bf16', or a Compressor of hvd.Compression.",
         compression_or_name,
         default=None,
@@ -392,6 +399,7 @@ class EstimatorParams(Declarations):
         "epochs only (and Lightning's loggers every 50 steps).",
         positive_integer,
         default=None,
+        identity=Identity.NEVER,
     )
     early_stopping: Declared[EarlyStopping | None] = declared(
         "The rule that ends the training before its last epoch; all ranks decide alike.",
@@ -404,25 +412,35 @@ class EstimatorParams(Declarations):
         default=Checkpoints(),
     )
     run_id: Declared[str | None] = declared(
-        "Name of the run; a run with checkpoints in the Store is resumed. None starts a new run.", text, default=None
+        "Name of the run; a run with checkpoints in the Store is resumed. None starts a new run.",
+        text,
+        default=None,
+        identity=Identity.NEVER,
     )
     resume: Declared[str | None] = declared(
         "'auto' resumes the run that an earlier fit with the same rows, parameters and model left in the Store, even a "
         "finished one.",
         one_of("auto"),
         default=None,
+        identity=Identity.NEVER,
     )
     output_cols: Declared[Sequence[str] | None] = declared(
-        "output_cols of the trained model: columns that its transform adds, one per label.", names, default=None
+        "output_cols of the trained model: columns that its transform adds, one per label.",
+        names,
+        default=None,
+        identity=Identity.NEVER,
     )
     output_types: Declared[Sequence[str] | None] = declared(
         "output_types of the trained model: the type of every output, such as 'label' or 'vector'; one per label.",
         output_kinds,
         default=None,
+        identity=Identity.NEVER,
     )
-    verbose: Declared[int] = declared("1 shows a line per epoch, 0 is silent.", integer, default=1)
+    verbose: Declared[int] = declared(
+        "1 shows a line per epoch, 0 is silent.", integer, default=1, identity=Identity.NEVER
+    )
 
-    def _plan(self, **overrides: Any) -> FitPlan:
+    def _plan(self, **overrides: object) -> FitPlan:
         """Return the parameters as a value, not checked against each other; ``overrides`` replace some by name."""
         return FitPlan.of({**self.values(), **overrides})
 
@@ -445,7 +463,7 @@ class ModelParams(Declarations):
         output_kinds,
         default=None,
     )
-    prediction_fn: Declared[Callable[..., Any] | None] = declared(
+    prediction_fn: Declared[Callable[..., object] | None] = declared(
         "Function of (model, *inputs), or of (model, inputs) for Keras, that replaces the call of the model and "
         "returns the outputs.",
         callable_object,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from sparkhvd._util.suggestions import did_you_mean
 from sparkhvd.errors import ParamError
@@ -112,29 +112,28 @@ def metric_value(record: EpochRecord, monitor: str) -> float:
     return values[monitor]
 
 
-def monitored_metrics(params: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metrics that the run monitors, by parameter."""
-    by_callback = params.get("checkpoint_callback") is not None
+def monitored_metrics(params: Mapping[str, object]) -> dict[str, str]:
+    """Return the metrics that the parameters of every estimator monitor, by parameter."""
+    stopping, checkpoints = params.get("early_stopping"), params.get("checkpoints")
     monitors = {
-        "early_stopping": getattr(params.get("early_stopping"), "monitor", None),
-        "checkpoint_callback" if by_callback else "checkpoints": getattr(params.get("checkpoints"), "best", None),
-        "lr_scheduler": getattr(params.get("lr_scheduler"), "monitor", None),
+        "early_stopping": stopping.monitor if isinstance(stopping, EarlyStopping) else None,
+        "checkpoints": checkpoints.best if isinstance(checkpoints, Checkpoints) else None,
     }
     return {name: monitor for name, monitor in monitors.items() if monitor is not None}
 
 
-def check_monitored(params: Mapping[str, Any], names: Collection[str]) -> None:
+def check_monitored(monitors: Mapping[str, str], names: Collection[str]) -> None:
     """Refuse to monitor a metric that no epoch will report.
 
     Args:
-        params: of the estimator.
+        monitors: the monitored metrics by parameter.
         names: the metrics of the training; with the prefix ``val_``, also those of the validation.
 
     Raises:
         ParamError: the message names the nearest metric.
     """
     known = [*names, *(f"val_{name}" for name in names)]
-    for parameter, monitor in monitored_metrics(params).items():
+    for parameter, monitor in monitors.items():
         if monitor not in known:
             hint = f" {did_you_mean(monitor, known)}".rstrip()
             raise ParamError(f"{parameter} monitors {monitor!r}, but an epoch reports {', '.join(known)}.{hint}")

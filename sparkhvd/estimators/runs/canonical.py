@@ -6,20 +6,20 @@ import copyreg
 import functools
 import hashlib
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from sparkhvd._util.frameworks import frameworks
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.params.frameworks import frameworks
 from sparkhvd.estimators.runs.function_globals import code_names, globals_of, imports_of, module_is_installed
 
 
-def canonical_form(value: Any, name: str = "a parameter", *, weights: bool = False) -> Any:
+def canonical_form(value: object, name: str = "a parameter", *, weights: bool = False) -> object:
     """Return the JSON form of a value, equal in every process.
 
     A model is represented by its structure, code, plain attributes and the shapes of its weights; an optimizer also by
@@ -36,6 +36,34 @@ def canonical_form(value: Any, name: str = "a parameter", *, weights: bool = Fal
     return CanonicalForm(name, weights=weights).of(value)
 
 
+class Tensor(Protocol):
+    """A tensor of any framework."""
+
+    @property
+    def dtype(self) -> object: ...
+    @property
+    def shape(self) -> Iterable[int]: ...
+
+
+@dataclass(frozen=True)
+class TensorContent:
+    """The content of a tensor.
+
+    Attributes:
+        dtype: the type of its elements.
+        shape: its shape.
+        elements: the bytes of its elements.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    elements: bytes
+
+
+def _of_content(content: TensorContent) -> list[object]:
+    return [content.dtype, list(content.shape), hashlib.sha256(content.elements).hexdigest()]
+
+
 class CanonicalForm:
     """The form of one value; an object that occurs again is represented by its index.
 
@@ -50,10 +78,10 @@ class CanonicalForm:
         self.parameter = name
         self.weights = weights
         self._seen: dict[int, int] = {}
-        self._kept_alive: list[Any] = []  # an id is unique only while its object lives
+        self._kept_alive: list[object] = []  # an id is unique only while its object lives
         self._seen_attributes: set[tuple[int, str]] = set()  # names in the user's modules, by the module's id
 
-    def of(self, value: Any) -> Any:
+    def of(self, value: object) -> object:
         """Return the form of a value."""
         if value is None or isinstance(value, bool | int | float | str):
             return value if type(value).__module__ == "builtins" else [qualified_name(type(value)), str(value)]
@@ -68,62 +96,61 @@ class CanonicalForm:
                 return describe(self, value)
         return self._of_object(value)
 
-    def _of_mapping(self, value: Mapping[Any, Any]) -> Any:
+    def _of_mapping(self, value: Mapping[object, object]) -> object:
         pairs = [(key if isinstance(key, str) else json.dumps(self.of(key)), item) for key, item in value.items()]
         content = [(key, self.of(item)) for key, item in sorted(pairs, key=lambda pair: pair[0])]
         factory = getattr(value, "default_factory", None)
         return ["mapping", content, *([] if factory is None else [self.of(factory)]), *self._of_own_kind(value)]
 
-    def _of_set(self, value: set[Any]) -> Any:
+    def _of_set(self, value: set[object]) -> object:
         # Each item gets a form of its own, because the iteration order of a set differs between processes.
         return [
             "set",
             sorted(json.dumps(canonical_form(item, self.parameter, weights=self.weights)) for item in value),
         ]
 
-    def _of_sequence(self, value: Sequence[Any]) -> Any:
+    def _of_sequence(self, value: Sequence[object]) -> object:
         return [*(self.of(item) for item in value), *self._of_own_kind(value)]
 
-    def _of_own_kind(self, value: Any) -> list[Any]:
+    def _of_own_kind(self, value: object) -> list[object]:
         """Return the code and attributes of a collection whose class the user wrote."""
         kind = type(value)
         return [] if module_is_installed(kind.__module__) else [["kind", self.of(kind), self.of(_attributes(value))]]
 
-    def _of_array(self, value: Any) -> Any:
+    def _of_array(self, value: object) -> object:
         """Return the digest of an array's numbers; a scalar unchanged."""
-        if callable(dense := getattr(value, "to_dense", None)):
-            value = dense()
-        if callable(detach := getattr(value, "detach", None)):
-            torch = sys.modules["torch"]
-            kind, value = str(value.dtype), detach().cpu().contiguous()
-            shape, array = tuple(value.shape), value.flatten().view(torch.uint8).numpy()
-        else:
-            array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
-            kind, shape = str(array.dtype), array.shape
-            if array.dtype.hasobject:
-                return [kind, shape, self.of(array.tolist())]
-            if not shape and array.dtype.kind in "biuf":
-                return array.item()
-        return [kind, list(shape), hashlib.sha256(array.tobytes()).hexdigest()]
+        for contents in self._contents:
+            if (content := contents(value)) is not None:
+                return _of_content(content)
+        array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+        if array.dtype.hasobject:
+            return [str(array.dtype), array.shape, self.of(array.tolist())]
+        if not array.shape and array.dtype.kind in "biuf":
+            return array.item()
+        return _of_content(TensorContent(str(array.dtype), array.shape, array.tobytes()))
 
-    def _of_method(self, value: MethodType) -> Any:
+    def _of_method(self, value: MethodType) -> object:
         return ["method", self.of(value.__func__), self.of(value.__self__)]
 
-    def _of_builtin(self, value: BuiltinFunctionType) -> Any:
+    def _of_builtin(self, value: BuiltinFunctionType) -> object:
         owner = value.__self__
         return [value.__module__, value.__qualname__, None if isinstance(owner, ModuleType) else self.of(owner)]
 
     @functools.cached_property
-    def _describers(self) -> list[Callable[[Any, CanonicalForm], Any]]:
+    def _describers(self) -> list[Callable[[object, CanonicalForm], object]]:
         return [resolve_name(framework.describe) for framework in frameworks() if framework.describe]
 
-    def _of_object(self, value: Any) -> Any:
+    @functools.cached_property
+    def _contents(self) -> list[Callable[[object], TensorContent | None]]:
+        return [resolve_name(framework.contents) for framework in frameworks() if framework.contents]
+
+    def _of_object(self, value: object) -> object:
         for describe in self._describers:
             if (form := describe(value, self)) is not None:
                 return form
         return self._of_parts(value)
 
-    def _of_parts(self, value: Any) -> Any:
+    def _of_parts(self, value: object) -> object:
         """Return the form of any other object, by the parts from which pickle would rebuild it."""
         try:
             by_table = copyreg.dispatch_table.get(type(value))
@@ -140,9 +167,9 @@ class CanonicalForm:
         items = [list(part) if isinstance(part, Iterator) else part for part in parts]
         return [self.of(type(value)), self.of(items)]
 
-    def _of_function(self, value: FunctionType) -> Any:
+    def _of_function(self, value: FunctionType) -> object:
         """Return the name of an installed function; for a user's function also its code and all that this refers to."""
-        code: list[Any] = []
+        code: list[object] = []
         if not module_is_installed(value.__module__):
             taken = {name: self._of_global(item, value.__code__) for name, item in globals_of(value).items()}
             code = [code_form(value.__code__), sorted(taken.items()), imports_of(value)]
@@ -155,7 +182,7 @@ class CanonicalForm:
             [self._of_cell(cell) for cell in value.__closure__ or ()],
         ]
 
-    def _of_global(self, value: Any, code: CodeType) -> Any:
+    def _of_global(self, value: object, code: CodeType) -> object:
         """Return the form of a global that code reads; for a user's module also its attributes that the code names."""
         if not isinstance(value, ModuleType) or module_is_installed(value.__name__):
             return self.of(value)
@@ -165,18 +192,18 @@ class CanonicalForm:
         self._seen_attributes |= {(id(value), name) for name in attributes}
         return [module_form, [(name, self._of_global(item, code)) for name, item in sorted(attributes.items())]]
 
-    def _of_cell(self, cell: CellType) -> Any:
+    def _of_cell(self, cell: CellType) -> object:
         try:
             content = cell.cell_contents
         except ValueError:  # an empty cell: its variable is assigned later, or never
             return []
         return [self.of(content)]
 
-    def _of_class(self, value: type) -> Any:
+    def _of_class(self, value: type) -> object:
         """Return the name of an installed class, and the code of a class that the user wrote."""
         if module_is_installed(value.__module__):
             return qualified_name(value)
-        parts: list[Any] = []
+        parts: list[object] = []
         for name, item in sorted(vars(value).items()):
             functions = [part for accessor in _ACCESSORS if (part := getattr(item, accessor, None)) is not None]
             for part in functions if functions and isinstance(item, _HOLDERS) else [item]:
@@ -185,14 +212,14 @@ class CanonicalForm:
         kind = [] if module_is_installed(type(value).__module__) else [self.of(type(value))]
         return [qualified_name(value), parts, [self.of(base) for base in value.__bases__], *kind]
 
-    def if_describable(self, value: Any) -> list[Any]:
+    def if_describable(self, value: object) -> list[object]:
         """Return the form of an attribute in a list; empty for a lock or a cache, whose content does not count."""
         try:
             return [self.of(value)]
         except ParamError:
             return []
 
-    def of_tensor(self, value: Any, *, exact: bool) -> Any:
+    def of_tensor(self, value: Tensor, *, exact: bool) -> object:
         """Return the form of a tensor: its values, or only its type and shape."""
         return self._of_array(value) if exact else [str(value.dtype), list(value.shape)]
 
@@ -226,22 +253,22 @@ def names_of_installed_bases(kind: type) -> frozenset[str]:
     return frozenset(name for code in codes for name in (*code_names(code), *code.co_consts) if isinstance(name, str))
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _attributes(value: object) -> dict[str, object]:
     return dict(getattr(value, "__dict__", {}))
 
 
-def code_form(code: CodeType) -> list[Any]:
+def code_form(code: CodeType) -> list[object]:
     """Return the form of compiled code."""
     constants = [code_form(item) if isinstance(item, CodeType) else _constant(item) for item in code.co_consts]
     return [code.co_code.hex(), constants, code.co_names, code.co_argcount, code.co_kwonlyargcount]
 
 
-def _constant(value: Any) -> Any:
+def _constant(value: object) -> object:
     # The order of a set of strings differs between processes.
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Return whether a value is a number, a string, or a collection of these."""
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
@@ -250,8 +277,8 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor of PyTorch or TensorFlow, or a Keras variable."""
+def is_tensor(value: object) -> bool:
+    """Return whether a value is a tensor or a variable of a framework."""
     return not isinstance(value, type) and all(hasattr(value, name) for name in ("numpy", "dtype", "shape"))
 
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparkhvd.estimators.params.frameworks import framework_of
-from sparkhvd.estimators.runs.canonical import CanonicalForm, code_form, is_plain, is_tensor, names_of_installed_bases
+from sparkhvd._util.frameworks import framework_of
+from sparkhvd.estimators.runs.canonical import (
+    CanonicalForm,
+    TensorContent,
+    code_form,
+    is_plain,
+    is_tensor,
+    names_of_installed_bases,
+)
 from sparkhvd.estimators.runs.function_globals import module_is_installed
+
+if TYPE_CHECKING:
+    import torch
 
 # The attributes of every optimizer of PyTorch that are described otherwise; a scheduler replaces ``step``.
 _OF_OPTIMIZERS = frozenset({"defaults", "param_groups", "state", "step"})
 
 
-def describe(value: Any, form: CanonicalForm) -> list[Any] | None:
+def describe(value: Any, form: CanonicalForm) -> list[object] | None:
     """Return the form of a module or an optimizer; None for any other object.
 
     A Keras object is a module, too, if PyTorch is the backend of Keras.
@@ -28,13 +39,23 @@ def describe(value: Any, form: CanonicalForm) -> list[Any] | None:
     return None
 
 
-def _of_state(form: CanonicalForm, value: Any, groups: list[dict[str, Any]]) -> list[Any]:
+def contents(value: object) -> TensorContent | None:
+    """Return the content of a tensor of PyTorch; None for any other object."""
+    torch = sys.modules.get("torch")  # a program that uses another framework need not import it
+    if torch is None or not isinstance(value, torch.Tensor):
+        return None
+    dense = value.to_dense().detach().cpu().contiguous()
+    elements = dense.flatten().view(torch.uint8).numpy().tobytes()  # NumPy lacks some types, such as bfloat16
+    return TensorContent(str(value.dtype), tuple(dense.shape), elements)
+
+
+def _of_state(form: CanonicalForm, value: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[object]:
     """Return an optimizer's state of each parameter; empty before its first step."""
     state = getattr(value, "state", None) or {}
     return [[form.of(state.get(weight)) for group in groups for weight in group["params"]]] if state else []
 
 
-def _of_optimizer_attributes(form: CanonicalForm, value: Any) -> list[Any]:
+def _of_optimizer_attributes(form: CanonicalForm, value: object) -> list[object]:
     """Return the attributes and hooks of an optimizer in a list; empty if it has only those of PyTorch's class."""
     installed = module_is_installed(type(value).__module__)
     attributes = {
@@ -46,13 +67,13 @@ def _of_optimizer_attributes(form: CanonicalForm, value: Any) -> list[Any]:
     return [sorted({**attributes, **hooks}.items())] if attributes or hooks else []
 
 
-def _of_hooks(form: CanonicalForm, value: Any, *names: str) -> dict[str, Any]:
+def _of_hooks(form: CanonicalForm, value: object, *names: str) -> dict[str, object]:
     """Return the form of the registered hooks by the names of the attributes that hold them."""
     registered = {name: list((getattr(value, name, None) or {}).values()) for name in names}
     return {name: [form.if_describable(hook) for hook in hooks] for name, hooks in registered.items() if hooks}
 
 
-def _of_module(form: CanonicalForm, value: Any) -> list[Any]:
+def _of_module(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
     weights = [
         (
             name,
@@ -69,8 +90,8 @@ def _of_module(form: CanonicalForm, value: Any) -> list[Any]:
     return [modules, weights, buffers]
 
 
-def _of_one_module(form: CanonicalForm, module: Any, *, exact: bool) -> list[Any]:
-    forms: dict[str, Any] = {}
+def _of_one_module(form: CanonicalForm, module: torch.nn.Module, *, exact: bool) -> list[object]:
+    forms: dict[str, object] = {}
     inner = names_of_installed_bases(type(module))
     for name, item in sorted(vars(module).items()):
         if name == "training" or (name in inner and name != "_hparams" and not is_plain(item)):

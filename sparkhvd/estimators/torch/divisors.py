@@ -21,7 +21,7 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.data.read.batches import Batch
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.data.schema.manifest import LabelRanges
-from sparkhvd.estimators.torch.objective import Objective, is_class_loss, is_unmodified_torch_loss, name_of
+from sparkhvd.estimators.torch.objective import Measure, Objective, is_class_loss, is_unmodified_torch_loss, name_of
 
 _DEFAULT_IGNORE_INDEX = -100  # torch's default, which is not a class index
 # One per loss: 0 if all labels of this rank are ignored, None if all labels of the whole step are.
@@ -135,7 +135,7 @@ def counted_rows(rows: int, factors: LossFactors) -> int:
     return 0 if factors is not None and all(factor is None for factor in factors) else rows
 
 
-def _has_own_divisor(objective: Objective, loss: Any) -> bool:
+def _has_own_divisor(objective: Objective, loss: Measure) -> bool:
     """Whether a class loss has weights or ignores labels, so that it does not divide by the rows."""
     if objective.weight_col is not None or not is_class_loss(loss):
         return False
@@ -143,7 +143,7 @@ def _has_own_divisor(objective: Objective, loss: Any) -> bool:
     return weights is not None or ignored != _DEFAULT_IGNORE_INDEX
 
 
-def _may_contain_ignored(objective: Objective, loss: Any, label: str, ranges: LabelRanges) -> bool:
+def _may_contain_ignored(objective: Objective, loss: Measure, label: str, ranges: LabelRanges) -> bool:
     """Whether a label column may hold the ``ignore_index`` of its loss."""
     if objective.weight_col is not None or not is_class_loss(loss):
         return False
@@ -152,12 +152,12 @@ def _may_contain_ignored(objective: Objective, loss: Any, label: str, ranges: La
     return label not in known or known[label][0] <= ignored <= known[label][1]
 
 
-def _divisor(loss: Any, label: str) -> Divisor:
+def _divisor(loss: object, label: str) -> Divisor:
     weights, ignored = _settings(loss)
     return Divisor(label, None if weights is None else weights.detach().cpu().double().numpy(), ignored)
 
 
-def _settings(loss: Any) -> tuple[torch.Tensor | None, int]:
+def _settings(loss: object) -> tuple[torch.Tensor | None, int]:
     settings = dict(loss.keywords) if isinstance(loss, partial) else {}
     if isinstance(loss, torch.nn.Module):
         settings = {**vars(loss), **dict(loss.named_buffers())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 
@@ -100,7 +100,7 @@ class TorchEstimator(DistributedEstimator):
     loss_weights: Declared[Sequence[float] | None] = declared(
         "Weights of the losses in their sum; by default equal, with a sum of 1.", numbers, default=None
     )
-    metrics: Declared[Sequence[Any] | Mapping[str, Measure] | None] = declared(
+    metrics: Declared[Sequence[object] | Mapping[str, Measure] | None] = declared(
         "Functions of (output, label) that are means over the rows: a list, a dict by name, or a list of groups with "
         "one function per label.",
         objects_or_named,
@@ -119,7 +119,7 @@ class TorchEstimator(DistributedEstimator):
         "and label_cols, which are passed by name.",
         default=None,
     )
-    train_minibatch_fn: Declared[Callable[..., Any] | None] = declared(
+    train_minibatch_fn: Declared[Callable[..., object] | None] = declared(
         "Takes a training step instead of the estimator: a function of (model, optimizer, transform_outputs, loss_fn, "
         "inputs, labels, sample_weights, backward_passes_per_step, batch_idx) that returns (outputs, loss).",
         callable_object,
@@ -128,7 +128,7 @@ class TorchEstimator(DistributedEstimator):
     callbacks: Declared[Sequence[TorchCallback] | None] = declared(
         "TorchCallback objects, run on every rank.", objects, default=None
     )
-    lr_scheduler: Declared[Any] = declared(
+    lr_scheduler: Declared[object] = declared(
         "The learning rate schedule: an LRSchedule; or a scheduler, or a function that creates one from the "
         "optimizer, which then steps after every epoch.",
         lr_schedule,
@@ -145,7 +145,7 @@ class TorchEstimator(DistributedEstimator):
         one_of("bf16", "fp16"),
         default=None,
     )
-    torch_compile: Declared[bool | Mapping[str, Any]] = declared(
+    torch_compile: Declared[bool | Mapping[str, object]] = declared(
         "Whether the ranks compile the model with torch.compile; a dict passes arguments to it.",
         flag_or_arguments,
         default=False,
@@ -156,10 +156,10 @@ class TorchEstimator(DistributedEstimator):
         default=1,
     )
 
-    def _pickled(self, objects: dict[str, Any]) -> bytes:
+    def _pickled(self, objects: dict[str, object]) -> bytes:
         return dumps_params(objects)
 
-    def _checked_plan(self, **overrides: Any) -> FitPlan:
+    def _checked_plan(self, **overrides: object) -> FitPlan:
         plan = super()._checked_plan(**overrides)
         losses = [name for name in ("loss", "loss_constructors") if plan.own[name] is not None]
         if not losses:

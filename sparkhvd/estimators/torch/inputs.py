@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -199,7 +199,8 @@ def _parameters(model: torch.nn.Module) -> list[inspect.Parameter]:
     model = getattr(model, "_orig_mod", model)  # of torch.compile, whose own forward takes any arguments
     if not isinstance(model, torch.jit.ScriptModule):
         return list(inspect.signature(model.forward).parameters.values())
-    arguments = cast("Any", model.forward).schema.arguments[1:]  # the first is the module itself
+    forward: Any = model.forward
+    arguments = forward.schema.arguments[1:]  # the first is the module itself
     kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     return [
         inspect.Parameter(a.name, kind, default=a.default_value if a.has_default_value() else required)

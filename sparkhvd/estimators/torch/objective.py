@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,10 @@ import torch
 from torch.nn import functional
 
 from sparkhvd._util.counts import counted
+from sparkhvd._util.frameworks import estimator_hint
 from sparkhvd.errors import DataError, ModelOutputError, ParamError
-from sparkhvd.estimators.params.frameworks import estimator_hint
 from sparkhvd.estimators.params.shapes import row_shape
+from sparkhvd.estimators.plugin import typed_params
 from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
 from sparkhvd.estimators.training.user_errors import describe_error, is_tensor_error, with_full_stop
 
@@ -203,21 +204,37 @@ def _scaled(part: torch.Tensor, factor: float | None, output: torch.Tensor) -> t
     return (torch.nan_to_num(output, 0.0, 0.0, 0.0) * 0).sum()  # masked outputs may be infinite
 
 
+@dataclass(frozen=True)
+class ObjectiveParams:
+    """The parameters that describe losses and metrics; see ``TorchEstimator``."""
+
+    label_cols: Sequence[str]
+    sample_weight_col: str | None
+    loss_weights: Sequence[float] | None
+    label_shapes: Sequence[Sequence[int]] | None
+
+
 def objective_of(params: Mapping[str, object]) -> Objective:
     """Return the objective that an estimator's parameters describe.
 
     Raises:
         ParamError: a list and ``label_cols`` differ in length, or a loss is not a mean.
     """
-    label_cols = tuple(cast("Sequence[str]", params["label_cols"]))
+    own = typed_params(ObjectiveParams, params)
+    label_cols = tuple(own.label_cols)
     count = len(label_cols)
     losses, constructors = _repeated(params["loss"], count), _repeated(params.get("loss_constructors"), count)
-    weights = params.get("loss_weights") or (1.0 / count,) * count
-    shapes = params.get("label_shapes")
-    lists = {"loss": losses, "loss_constructors": constructors, "loss_weights": weights, "label_shapes": shapes}
+    weights = own.loss_weights or (1.0 / count,) * count
+    shapes = own.label_shapes
+    lists: dict[str, Sequence[object] | None] = {
+        "loss": losses,
+        "loss_constructors": constructors,
+        "loss_weights": weights,
+        "label_shapes": shapes,
+    }
     for name, values in lists.items():
-        if values and len(values) != count:  # type: ignore[arg-type]
-            entries = counted(len(values), "entry", "entries")  # type: ignore[arg-type]
+        if values and len(values) != count:
+            entries = counted(len(values), "entry", "entries")
             raise ParamError(f"{name} has {entries}, but label_cols has {count}: {list(label_cols)}.")
     for loss in (*losses, *constructors):
         if not callable(loss):
@@ -236,10 +253,10 @@ def objective_of(params: Mapping[str, object]) -> Objective:
     return Objective(
         label_cols=label_cols,
         losses=losses,
-        weights=tuple(weights),  # type: ignore[arg-type]
-        label_shapes=None if shapes is None else tuple(row_shape(shape) for shape in shapes),  # type: ignore[attr-defined]
+        weights=tuple(weights),
+        label_shapes=None if shapes is None else tuple(row_shape(shape) for shape in shapes),
         metrics=_metrics(params.get("metrics"), label_cols),
-        weight_col=cast("str | None", params.get("sample_weight_col")),
+        weight_col=own.sample_weight_col,
         constructors=constructors,
     )
 

@@ -7,7 +7,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
@@ -78,7 +78,8 @@ def dumps(package: HasModel) -> bytes:
 
 def loads(payload: bytes) -> Package:
     """Return the package from the result of ``dumps``, with its losses created."""
-    return cast("Package", cloudpickle.loads(payload)).with_losses()
+    package: Package = cloudpickle.loads(payload)
+    return package.with_losses()
 
 
 def dumps_params(params: Mapping[str, Any]) -> bytes:
@@ -134,8 +135,8 @@ def script_of(content: bytes) -> torch.jit.ScriptModule:
     """Return the module from the result of ``script_bytes``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        module = torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]
-        return cast("torch.jit.ScriptModule", module)
+        module: torch.jit.ScriptModule = torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]
+        return module
 
 
 def _parameter_of(module: torch.jit.ScriptModule, name: str) -> torch.nn.Parameter:

@@ -7,30 +7,30 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sparkhvd._util.counts import counted
+from sparkhvd._util.frameworks import estimator_hint
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
-from sparkhvd.estimators.normalization import Normalization
-from sparkhvd.estimators.params.frameworks import estimator_hint
-from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.params.policies import check_monitored
-from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
+from sparkhvd.estimators.batch_dependence import BatchDependence
+from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
+from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec, typed_params
 from sparkhvd.estimators.runs.resume_check import ModelFacts, Shape
 from sparkhvd.estimators.torch import artifact
+from sparkhvd.estimators.torch.batch_normalization import batch_dependence_of
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.divisors import inexact_losses
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
-from sparkhvd.estimators.torch.normalization import normalization_of
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.package import Package, Stepping, dumps, loads
+from sparkhvd.estimators.torch.params import InputParams, TorchParams
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.schedule import LRSchedule, check_schedule
 from sparkhvd.estimators.torch.steps import MINIBATCH_ARGUMENTS, outputs_of
@@ -60,7 +60,7 @@ class TorchPlugin:
         """
         _check_kinds(params)
         package = loads(self.pack({**params, "schema": schema}))
-        check_monitored(params, package.objective.names())
+        check_monitored(self.monitors(params), package.objective.names())
         own_steps = package.stepping.minibatch_fn is not None
         warn_of_inexact_losses(inexact_losses(package.objective, schema, own_steps=own_steps))
         check_schedule(package.schedule, package.optimizer, scaled=bool(params.get("scale_lr")))
@@ -80,19 +80,19 @@ class TorchPlugin:
 
     def pack(self, params: Mapping[str, object]) -> bytes:
         """Return the model, its optimizer, the inputs and the objective in one pickle."""
-        model = cast("torch.nn.Module", params["model"])
+        own = typed_params(TorchParams, params)
         package = Package(
-            model=model,
-            optimizer=cast("torch.optim.Optimizer", params["optimizer"]),
+            model=own.model,
+            optimizer=own.optimizer,
             objective=objective_of(params),
-            input_shapes=_shapes(params),
-            named_inputs=_named(params),
-            schedule=cast("LRSchedule | None", params.get("lr_scheduler")),
+            input_shapes=own.input_shapes,
+            named_inputs=own.inputs,
+            schedule=own.lr_scheduler,
             stepping=_stepping(params),
-            callbacks=tuple(cast("Sequence[TorchCallback]", params.get("callbacks") or ())),
+            callbacks=tuple(own.callbacks or ()),
         )
         if params.get("transformation_fn") is None:  # else the schema still has the columns before the transformation
-            _inputs(params, cast("DataSchema", params["schema"]))
+            _inputs(params, own.schema)
         try:
             return dumps(package)
         except SparkHvdError:
@@ -107,11 +107,19 @@ class TorchPlugin:
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """See ``FrameworkPlugin.facts``."""
         _check_kinds(params)
-        return ModelFacts("PyTorch", type(params["optimizer"]).__name__, parameter_shapes(params["model"]))
+        return ModelFacts(
+            "PyTorch", type(params["optimizer"]).__name__, parameter_shapes(typed_params(InputParams, params).model)
+        )
 
-    def normalization(self, params: Mapping[str, object]) -> Normalization:
-        """See ``FrameworkPlugin.normalization``."""
-        return normalization_of(params["model"])
+    def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
+        """See ``FrameworkPlugin.monitors``."""
+        schedule = params.get("lr_scheduler")
+        monitor = schedule.monitor if isinstance(schedule, LRSchedule) else None
+        return {**monitored_metrics(params), **({} if monitor is None else {"lr_scheduler": monitor})}
+
+    def batch_dependence(self, params: Mapping[str, object]) -> BatchDependence:
+        """See ``FrameworkPlugin.batch_dependence``."""
+        return batch_dependence_of(params["model"])
 
     def packages(self) -> tuple[str, ...]:
         """See ``FrameworkPlugin.packages``."""
@@ -160,7 +168,7 @@ class TorchPredictor:
     model: torch.nn.Module
     inputs: tuple[ModelInput, ...]
     device: torch.device
-    function: Callable[..., Any] | None = None
+    function: Callable[..., object] | None = None
 
     @torch.no_grad()
     def predict(self, columns: Arrays) -> list[Predicted]:
@@ -188,19 +196,11 @@ PLUGIN = TorchPlugin()
 
 
 def _inputs(params: Mapping[str, object], schema: DataSchema) -> tuple[ModelInput, ...]:
-    model = cast("torch.nn.Module", params["model"])
-    return plan_inputs(model, schema.of("feature"), _shapes(params), _named(params))
+    own = typed_params(InputParams, params)
+    return plan_inputs(own.model, schema.of("feature"), own.input_shapes, own.inputs)
 
 
-def _shapes(params: Mapping[str, object]) -> Sequence[Sequence[int]] | None:
-    return cast("Sequence[Sequence[int]] | None", params.get("input_shapes"))
-
-
-def _named(params: Mapping[str, object]) -> Mapping[str, NamedInput] | None:
-    return cast("Mapping[str, NamedInput] | None", params.get("inputs"))
-
-
-def parameter_shapes(model: Any) -> dict[str, Shape]:
+def parameter_shapes(model: torch.nn.Module) -> dict[str, Shape]:
     """Return the shapes of a module's parameters by name; None for lazy ones."""
     lazy = torch.nn.parameter.is_lazy
     return {name: None if lazy(parameter) else tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -214,7 +214,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
     _refuse_lazy_parameters(model)
     refuse_shared_memory(model)
     check_optimizer(params["optimizer"], model)
-    for callback in cast("Sequence[object]", params.get("callbacks") or ()):
+    for callback in typed_params(TorchParams, params).callbacks or ():
         if not isinstance(callback, TorchCallback):
             raise ParamError(
                 f"callbacks holds a {type(callback).__name__}; TorchEstimator's callbacks are TorchCallback objects."
@@ -315,7 +315,7 @@ def _stepping(params: Mapping[str, Any]) -> Stepping:
                 )
         if stepping.mixed_precision == "fp16":
             raise ParamError("train_minibatch_fn cannot scale losses for mixed_precision='fp16'; use 'bf16'.")
-        if synchronized_layers(cast("torch.nn.Module", params["model"])):
+        if synchronized_layers(typed_params(InputParams, params).model):
             raise ParamError(
                 "train_minibatch_fn cannot be combined with SyncBatchNorm: the function does not run on a rank without "
                 "rows, and SyncBatchNorm would wait for that rank. Use only one of the two."
@@ -328,7 +328,7 @@ def compressor(compression: Any) -> Any:
     return getattr(Compression, compression) if isinstance(compression, str) else compression
 
 
-def _check_signature(minibatch_fn: Callable[..., Any]) -> None:
+def _check_signature(minibatch_fn: Callable[..., object]) -> None:
     try:
         inspect.signature(minibatch_fn).bind(*MINIBATCH_ARGUMENTS)
     except ValueError:  # a built-in function without a signature

@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -53,7 +53,7 @@ class LRSchedule:
             )
 
 
-def lr_schedule(name: str, value: Any) -> LRSchedule:
+def lr_schedule(name: str, value: object) -> LRSchedule:
     """Return an ``LRSchedule``; a scheduler, or a function that creates one, steps every epoch."""
     if isinstance(value, LRSchedule):
         return value
@@ -107,7 +107,8 @@ class RunningSchedule:
         with warnings.catch_warnings():
             # It counts the steps of its own optimizer, but the distributed form of that optimizer takes them.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
-            cast("Any", self._scheduler).step(*arguments)  # ReduceLROnPlateau takes the metric
+            step: Callable[..., object] = self._scheduler.step
+            step(*arguments)  # ReduceLROnPlateau takes the metric
 
 
 def check_schedule(schedule: LRSchedule | None, optimizer: torch.optim.Optimizer, *, scaled: bool) -> None:
@@ -126,7 +127,7 @@ def check_schedule(schedule: LRSchedule | None, optimizer: torch.optim.Optimizer
 
 def _create_scheduler(schedule: LRSchedule, optimizer: torch.optim.Optimizer, lr_scale: float) -> Scheduler:
     is_scheduler = isinstance(schedule.scheduler, Scheduler)
-    scheduler = schedule.scheduler if is_scheduler else cast("Any", schedule.scheduler)(optimizer)
+    scheduler = schedule.scheduler if isinstance(schedule.scheduler, Scheduler) else schedule.scheduler(optimizer)
     if not isinstance(scheduler, Scheduler):
         raise ParamError(
             f"lr_scheduler returned a {type(scheduler).__name__}; it must return a scheduler from "
@@ -186,7 +187,7 @@ def scale_schedule(scheduler: Any, factor: float) -> None:
                 setattr(part, name, [rate * factor for rate in getattr(part, name)])
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether ``torch.load(..., weights_only=True)`` can load a value."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))

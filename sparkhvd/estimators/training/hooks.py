@@ -136,7 +136,7 @@ class RunHooks:
         record = average_over_ranks(report, self._communicator, self.resume.earlier_sums(report.epoch))
         self.history.append(record)
         self._last_step = self._last_whole = 0
-        # rows_per_second is 0 if no step returned a loss, as in Lightning's manual optimization.
+        # rows_per_second is 0 if no step returned a loss, as in a user's own steps.
         loss = record.train.get("loss") if record.rows_per_second else None
         self._check_loss(loss, f"epoch {record.epoch + 1} of {self._spec.epochs}")
         wants_end = report.on_record is not None and report.on_record(record)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from sparkhvd.estimators.params.frameworks import frameworks
+from sparkhvd._util.frameworks import frameworks
 
 _TENSOR_ERRORS = (RuntimeError, ValueError, IndexError)
 _CODE_ERRORS = (NotImplementedError, RecursionError)  # subclasses of RuntimeError that are not about tensors
@@ -26,7 +26,8 @@ def is_tensor_error(error: BaseException) -> bool:
     """Return whether a framework rejected the shapes, types or values of tensors; False if user code raised."""
     if isinstance(error, _CODE_ERRORS):
         return False
-    if not isinstance(error, _TENSOR_ERRORS) and not type(error).__module__.startswith("tensorflow"):
+    others = {package for framework in frameworks() for package in framework.tensor_errors}
+    if not isinstance(error, _TENSOR_ERRORS) and type(error).__module__.partition(".")[0] not in others:
         return False
     innermost, installed = list(_steps(error))[-1:], _installed_packages()
     return not any(_package(step.tb_frame) not in installed and _raises(step) for step in innermost)

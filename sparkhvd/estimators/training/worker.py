@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Literal, cast
+from typing import Literal
 
 import cloudpickle
 
@@ -163,8 +163,8 @@ def train_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
         if isinstance(job.rows, StoredRows):
             raise
         return RejectedRows(error)  # the same error on all ranks
-    if job.spec.normalization.pairs and isinstance(rows.train, RowSource) and rows.train.plan.has_single_row():
-        return RejectedRows(job.spec.normalization.refuse_single_rows(job.spec.batch_size, communicator.world.size))
+    if job.spec.batch_dependence.pairs and isinstance(rows.train, RowSource) and rows.train.plan.has_single_row():
+        return RejectedRows(job.spec.batch_dependence.refuse_single_rows(job.spec.batch_size, communicator.world.size))
     labels = () if job.transformation else rows.labels
     spec = replace(job.spec, schema=rows.schema, labels=labels, sample=rows.sample or job.spec.sample)
     trainer = find_plugin(job.plugin).trainer(payload, spec, communicator.world)
@@ -228,7 +228,12 @@ def _split_readings(spec: TrainSpec) -> tuple[_SplitReading, _SplitReading]:
     reading, val_reading = replace(spec.reading, made=spec.schema), replace(spec.val_reading, made=spec.schema)
     return (
         _SplitReading(
-            "train", spec.batch_size, spec.shuffle, spec.train_steps_per_epoch, reading, bool(spec.normalization.pairs)
+            "train",
+            spec.batch_size,
+            spec.shuffle,
+            spec.train_steps_per_epoch,
+            reading,
+            bool(spec.batch_dependence.pairs),
         ),
         _SplitReading("validation", spec.val_batch_size, False, spec.validation_steps_per_epoch, val_reading),
     )
@@ -294,9 +299,13 @@ def _stored_source(stored: StoredRows, part: _SplitReading, seed: int, world: Wo
     store, manifest = stored.store, stored.manifest
     if stored.reader == "petastorm":
         return PetastormSource(store, manifest, part.split, world, part.batch_size, seed=seed, shuffle=part.shuffle)
+    return _parquet_source(stored, part, seed, world)
+
+
+def _parquet_source(stored: StoredRows, part: _SplitReading, seed: int, world: World) -> ParquetSource:
     return ParquetSource(
-        store,
-        manifest,
+        stored.store,
+        stored.manifest,
         part.split,
         world,
         part.batch_size,
@@ -337,7 +346,7 @@ def _resume_source(job: TrainJob, rows: RankRows, hooks: RunHooks, world: World)
     stored, seed, part = job.rows, job.spec.seed, replace(_split_readings(job.spec)[0], batch_size=within.batch_size)
 
     def earlier_source(rank: int) -> ParquetSource:
-        return cast("ParquetSource", _stored_source(stored, part, seed, World(rank=rank, size=within.num_proc)))
+        return _parquet_source(stored, part, seed, World(rank=rank, size=within.num_proc))
 
     rest = EpochRemainder(train, epoch, within.step, earlier_source, earlier_source(0).plan, world)
     hooks.repartition_first_epoch(rest.steps_left())
@@ -356,7 +365,9 @@ def _direct_rows(job: TrainJob, selection: Selection, payload: bytes, communicat
     trial = objects.broadcast_object(communicator, local_trial, first, name="shapes of the outputs")
     if isinstance(trial, SparkHvdError):
         raise trial
-    trained_on, shapes, sample = cast("tuple[DataSchema, list[tuple[int, ...]], Arrays]", trial)
+    if trial is None:
+        raise AssertionError("the rank with the first row must have tried the model")
+    trained_on, shapes, sample = trial
 
     def source(part: _SplitReading) -> BatchSource:
         return local_rows.source(

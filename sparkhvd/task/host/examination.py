@@ -28,12 +28,12 @@ from sparkhvd.rpc.messages import Message
 from sparkhvd.rpc.protection import encryption_problem
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.host.host_hash import host_hash
-from sparkhvd.task.host.versions import FRAMEWORKS, installed_versions
+from sparkhvd.task.host.versions import installed_versions, packages_of_frameworks
 from sparkhvd.task.result_rows import row
 from sparkhvd.task.task_info import TaskInfo, current_task_info
 
 EXAMINATION = "examination"
-_PACKAGES = ("numpy", "pyarrow", *FRAMEWORKS)
+_PACKAGES = ("numpy", "pyarrow")
 _REACH_SECONDS = 3.0
 _AT_ONCE = 16
 
@@ -109,7 +109,7 @@ class _IgnoreMessages:
 def versions() -> dict[str, str]:
     """Return the versions of Python, sparkhvd, pyspark and the installed packages that matter."""
     own = {"python": platform.python_version(), "sparkhvd": sparkhvd.__version__, "pyspark": pyspark_version()}
-    return {**own, **installed_versions(_PACKAGES)}
+    return {**own, **installed_versions((*_PACKAGES, *packages_of_frameworks()))}
 
 
 def examine_task(question: ExaminationRequest, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

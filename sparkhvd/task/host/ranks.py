@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, SparkHvdError
+from sparkhvd.task.failure_report import FailureReport
 from sparkhvd.task.rank import JobPlan, supervise_rank
-from sparkhvd.task.supervision import Outcome
+from sparkhvd.task.supervision import NOTE_SECONDS, OUTCOME, Outcome, ServerLost, finished_key, left_key
 from sparkhvd.task.worker.process import WorkerProcess
 
 
@@ -36,7 +37,7 @@ def run_ranks(
         LaunchError: infrastructure was lost.
     """
     contents: dict[int, bytes | Outcome] = {}  # each thread writes its own rank's entry, and is joined before a read
-    losses: dict[int, Exception] = {}
+    losses: list[LaunchError] = []  # the first one caused the others
 
     def watch(rank: int) -> None:
         try:
@@ -49,15 +50,30 @@ def run_ranks(
                 report_phase=functools.partial(report_phase, rank),
             )
         except (SparkHvdError, OSError) as error:
-            losses[rank] = error
+            losses.append(LaunchError(f"Rank {rank} on host {plan.slots[rank].offer.host} was lost: {error}"))
+            losses[-1].__cause__ = error
+            workers[rank].close()
+            _end_job(plan, rank, error, workers)
 
     threads = [threading.Thread(target=watch, args=(rank,), name=f"sparkhvd-rank-{rank}") for rank in workers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for rank in sorted(losses):
-        raise LaunchError(f"Rank {rank} on host {plan.slots[rank].offer.host} was lost: {losses[rank]}") from losses[
-            rank
-        ]
+    if losses:
+        raise losses[0]
     return contents
+
+
+def _end_job(plan: JobPlan, rank: int, error: Exception, workers: Mapping[int, WorkerProcess]) -> None:
+    """End the supervision of the other ranks after that of one was lost; nobody else would."""
+    deadline = Deadline.after(NOTE_SECONDS)
+    report = FailureReport(rank, plan.slots[rank].offer.host, f"was lost: {error}")
+    try:
+        with plan.connect(deadline) as client:
+            client.set(OUTCOME, report.to_json(), deadline)
+            client.set(finished_key(rank), b"0", deadline)
+            client.set(left_key(rank), b"", deadline)
+    except (SparkHvdError, OSError) as unreachable:
+        for worker in workers.values():
+            worker.events.put(ServerLost(str(unreachable)))

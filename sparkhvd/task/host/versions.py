@@ -4,38 +4,43 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from sparkhvd._util.counts import counted
+from sparkhvd._util.frameworks import frameworks
 
 if TYPE_CHECKING:
     from sparkhvd.rpc.registration import TaskOffer
 
-FRAMEWORKS = ("torch", "tensorflow", "keras", "lightning")
-# Other names of the packages with these modules.
-_OTHER_NAMES = {"tensorflow": ("tensorflow-cpu",), "lightning": ("pytorch-lightning",)}
 _SHOWN_HOSTS = 5
+
+
+def packages_of_frameworks() -> dict[str, tuple[str, ...]]:
+    """Return the packages of all frameworks, and the other names of each as a module or distribution."""
+    return {name: others for framework in frameworks() for name, others in framework.versions.items()}
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of those packages that are installed, without importing them."""
-    versions = {}
-    for name in packages:
-        for package in (name, *_OTHER_NAMES.get(name, ())):
-            try:
-                versions[name] = version(package)
-            except PackageNotFoundError:
-                continue
-            break
-    return versions
+    versions = {name: _installed_version(name) for name in packages}
+    return {name: number for name, number in versions.items() if number is not None}
+
+
+def _installed_version(name: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(name)
+    for other in packages_of_frameworks().get(name, ()):
+        with suppress(PackageNotFoundError):
+            return version(other)
+    return None
 
 
 def frameworks_in_use(preload: Sequence[str]) -> tuple[str, ...]:
     """Return the frameworks that this process has loaded or its job will load, with versions, like ``torch 2.8.0``."""
-    modules = {"lightning": ("lightning", "pytorch_lightning")}
     loaded = {*sys.modules, *preload}
-    names = [name for name in FRAMEWORKS if loaded & {name, *modules.get(name, ())}]
+    names = [name for name, others in packages_of_frameworks().items() if loaded & {name, *others}]
     return _joined(installed_versions(names))
 
 

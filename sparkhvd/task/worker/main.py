@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import queue
+import re
 import signal
 import socket
 import sys
@@ -37,6 +38,8 @@ _LEAVE_SECONDS = 10.0
 # Of the time that the task gives: so that it has read it all when it gives up.
 _SHOWN_AFTER = 0.8
 _STDERR = 2
+# How the messages of the core name a rank.
+_RANKS = re.compile(r"\branks? (\d+)")
 
 
 def main(arguments: list[str]) -> int:
@@ -148,7 +151,14 @@ def _ended(error: BaseException) -> Raised:
         return Raised(str(error), traceback="", secondary=False, phase="")  # what the program wrote to stderr says it
     if isinstance(error, SystemExit):
         return _raised(error, f"called sys.exit({error.code!r})")
-    return _raised(error, f"raised {type(error).__name__}: {str(error).strip() or _raising_line(error)}")
+    return _raised(error, f"raised {type(error).__name__}: {_message(error) or _raising_line(error)}")
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception as own:  # noqa: BLE001 - the user's code may raise anything
+        return f"(its message cannot be shown, as str() of it raises {type(own).__name__})"
 
 
 def _raising_line(error: BaseException) -> str:
@@ -172,9 +182,13 @@ def _not_importable(module: str | None) -> str:
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:
+    """Return whether another rank's failure caused this error, as far as the error tells."""
+    own = session.launch_context().world.rank
     while error is not None:
         if isinstance(error, CollectiveError | DeadlineExceededError) and not isinstance(error, MismatchError):
-            return True
+            # The core begins a failure of this rank itself with "rank {own}: ", or names no rank at all.
+            others = {int(rank) for rank in _RANKS.findall(str(error))} - {own}
+            return type(error) is not CollectiveError or (bool(others) and not str(error).startswith(f"rank {own}: "))
         error = error.__cause__ or error.__context__
     return False
 

@@ -41,8 +41,8 @@ class LineBuffer:
         self._returned = False  # whether what was passed on last ended with a carriage return
         self._max_line_bytes = max_line_bytes
 
-    def add(self, piece: bytes) -> bytes:
-        """The whole lines that there are now, without the last newline; empty while there is none."""
+    def add(self, piece: bytes) -> bytes | None:
+        """The whole lines that there are now, without the last newline; None while there is none."""
         self._rest += piece
         if self._returned and self._rest[:1] == b"\n":  # the carriage return counted as the end of that line
             self._rest = self._rest[1:]
@@ -52,11 +52,11 @@ class LineBuffer:
         if end:
             lines, self._rest = self._rest[:end], self._rest[end:]
         elif newline >= 0:
-            lines, self._rest = self._rest[:newline] or b"\n", self._rest[newline + 1 :]
+            lines, self._rest = self._rest[:newline], self._rest[newline + 1 :]
         elif len(self._rest) >= self._max_line_bytes:
             lines, self._rest = self._rest, b""
         else:
-            return b""
+            return None
         self._returned = end > 0 and lines.endswith(b"\r")
         return lines
 
@@ -68,10 +68,10 @@ class LineBuffer:
         end = len(shown) if shown.endswith(b"\r") else shown.rfind(b"\r")
         return start + end if shown[: max(end, 0)].strip(b"\r") else 0
 
-    def flush(self) -> bytes:
-        """What is left without a newline."""
+    def flush(self) -> bytes | None:
+        """What is left without a newline; None if nothing is."""
         rest, self._rest = self._rest, b""
-        return rest
+        return rest or None
 
 
 class RankLog(Protocol):
@@ -240,8 +240,8 @@ class OutputPump:
         self._write(descriptor, self._buffers[descriptor].add(piece))
         return bool(piece)
 
-    def _write(self, descriptor: int, lines: bytes) -> None:
-        if not lines:
+    def _write(self, descriptor: int, lines: bytes | None) -> None:
+        if lines is None:
             return
         stream = self._streams[descriptor]
         if stream == "stderr":
@@ -251,7 +251,7 @@ class OutputPump:
                     self._tail.pop()  # a progress bar wrote over itself
                 self._tail.append(line[:500])
         try:
-            self._log.write(stream, b"" if lines == b"\n" else lines)
+            self._log.write(stream, lines)
         except Exception as error:
             if not self._lost:
                 logger.warning("Output of rank %d is lost: %s", self._log.rank, error, exc_info=True)

@@ -6,7 +6,9 @@ import atexit
 import gc
 import multiprocessing
 import os
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +32,10 @@ def in_child(body: Callable[[], None]) -> None:
         try:
             body()
             code = 0
+        except BaseException:  # noqa: BLE001  a forked child must not go on as its parent
+            traceback.print_exc()
         finally:
+            sys.stderr.flush()
             os._exit(code)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0, "the child failed; its stderr says why"
@@ -70,6 +75,7 @@ def leave_in_children():
     process.start()
     process.join()
     assert process.exitcode == 0
+    me.barrier()  # so that the operation stays pending while the children of rank 0 live
     handle = me.allreduce_async(np.ones(5), name="pending") if pending is None else pending
     return handle.wait().tolist(), me.allreduce(np.full(100_000, 1.0 + rank)).mean()
 

@@ -119,3 +119,9 @@ def test_an_added_store_whose_package_is_missing_says_who_names_it(install):
     install("import nothing_of_this_name", "sparkhvd.stores", "lake = added_package:LakeStore")
     with pytest.raises(StoreError, match=r"nothing_of_this_name.*The entry point 'lake' of sparkhvd\.stores names it"):
         Store.create("lake://a/b")
+
+
+@pytest.mark.parametrize("url", ["http://host/folder", "https://host/folder"])
+def test_http_is_refused_at_once(url):
+    with pytest.raises(StoreError, match="HTTP servers take no files"):
+        Store.create(url)

@@ -157,6 +157,16 @@ def reduce_slices():
     assert mean[:, 0].tolist() == [0.5, 1.0, 1.5, 0.0]
     weighted = hvd.allreduce(slices, op=hvd.Sum, prescale_factor=rank + 1.0, postscale_factor=2.0)
     assert tf.convert_to_tensor(weighted).numpy()[:, 0].tolist() == [2.0, 8.0, 10.0, 0.0]
+    gradients = []
+    for op in (hvd.Sum, hvd.Average):
+        dense, sparse = tf.Variable(tf.ones([4, 3])), tf.Variable(tf.ones([2, 3]))
+        with tf.GradientTape(persistent=True) as tape:
+            rows = tf.IndexedSlices(sparse * 1.0, tf.constant([0, 2]), tf.constant([4, 3]))
+            reduced = tf.convert_to_tensor(hvd.allreduce(rows, op=op)) * float(rank + 1)
+            wanted = hvd.allreduce(dense, op=op) * float(rank + 1)
+        ours, theirs = tape.gradient(reduced, sparse), tape.gradient(wanted, dense)
+        gradients.append(bool(tf.reduce_all(tf.equal(ours, tf.gather(theirs, [0, 2])))))
+    assert gradients == [True, True], gradients
     counts = tf.IndexedSlices(tf.constant([[7], [-7]]), tf.constant([rank, 2]), tf.constant([4, 1]))
     assert hvd.allreduce(counts).values[:, 0].numpy().tolist() == [3, -3, 3, -3]
     large = tf.IndexedSlices(tf.constant([[2**53 + 1]], tf.int64), tf.constant([rank]), tf.constant([4, 1]))

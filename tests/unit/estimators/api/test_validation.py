@@ -15,6 +15,7 @@ from sparkhvd.estimators.params.params import EstimatorParams
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
 from sparkhvd.estimators.runs.run_plan import RunPlan
 from sparkhvd.estimators.torch import TorchEstimator
+from sparkhvd.estimators.torch.plugin import PLUGIN
 from sparkhvd.store import LocalStore
 from tests.unit.estimators.arrays import schema
 
@@ -219,9 +220,10 @@ def test_validation_metrics_may_be_monitored_if_the_files_have_validation_rows(g
     fixed = {"model": torch.nn.Linear(1, 1), "loss": len, "feature_cols": ["x"], "label_cols": ["y"]}
     optimizer = torch.optim.SGD(fixed["model"].parameters(), lr=0.1)
     plan = TorchEstimator(**fixed, optimizer=optimizer, **given)._checked_plan()
-    check_monitored_metrics(plan, held_out=True)
+    monitors = PLUGIN.monitors(plan.params)
+    check_monitored_metrics(monitors, held_out=True)
     with pytest.raises(ParamError, match=message):
-        check_monitored_metrics(plan, held_out=False)
+        check_monitored_metrics(monitors, held_out=False)
 
 
 def test_the_spec_of_the_ranks_holds_the_parameters():

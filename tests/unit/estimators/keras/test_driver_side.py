@@ -44,9 +44,9 @@ def test_the_checkpoint_callback_selects_the_trained_model():
 
 def test_a_checkpoint_callback_may_monitor_the_validation_rows_of_files():
     plan = plan_with(BestModelCheckpoint())
-    check_monitored_metrics(plan, held_out=True)
+    check_monitored_metrics(PLUGIN.monitors(plan.params), held_out=True)
     with pytest.raises(ParamError, match="checkpoint_callback monitors 'val_loss', but this fit has no valid"):
-        check_monitored_metrics(plan, held_out=False)
+        check_monitored_metrics(PLUGIN.monitors(plan.params), held_out=False)
 
 
 @pytest.mark.parametrize(
@@ -482,9 +482,32 @@ def test_a_model_with_a_user_defined_loss_and_metric_is_returned_compiled(tmp_pa
 def test_the_layers_that_normalize_by_the_batch_of_a_rank_are_found_also_within_models():
     inner = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(name="inner")])
     model = keras.Sequential([keras.Input((4,)), inner, keras.layers.LayerNormalization()])
-    found = PLUGIN.normalization({"model": model})
-    assert (found.local, found.pairs) == (("inner",), ())
-    assert "SyncBatchNormalization" in (found.remark(2, 8) or "")
+    found = PLUGIN.batch_dependence({"model": model, "loss": "mse"})
+    assert (found.local, found.pairs, found.losses) == (("inner",), (), ())
+    (remark,) = found.remarks(2, 8)
+    assert "SyncBatchNormalization" in remark
+
+
+def test_the_losses_that_relate_the_rows_of_a_rank_are_found():
+    losses = {
+        "one": keras.losses.Circle(),
+        "two": [keras.losses.Dice(), keras.losses.Dice(axis=-1), keras.losses.Tversky(), keras.losses.Huber()],
+    }
+    found = PLUGIN.batch_dependence({"model": network(), "loss": losses})
+    assert found.losses == ("circle", "dice", "tversky")
+    assert found.remarks(1, 8) == []
+    (remark,) = found.remarks(2, 8)
+    assert remark == (
+        "the loss circle, dice, tversky is a number of the whole batch and sees the 8 rows of its own rank, not the 16 "
+        "rows of all 2 ranks. The training is therefore not that of one big batch; use a larger batch_size to come "
+        "closer."
+    )
+
+
+def test_metrics_that_keras_cannot_rebuild_are_rejected_before_the_start():
+    metric = keras.metrics.AUC(multi_label=True, label_weights=[1.0, 2.0, 3.0])
+    with pytest.raises(ParamError, match=r"AUC .*get_config\(\) contains a tensor"):
+        PLUGIN.pack(parameters(metrics=[metric]))
 
 
 class Checked(keras.Model):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -171,6 +174,51 @@ def test_a_loss_keeps_its_dtype():
     loss = keras.losses.MeanSquaredError(dtype="float64")
     assert from_configs(to_configs([loss]))[0].dtype == "float64"
     assert from_configs(to_configs([keras.losses.MeanSquaredError()]))[0].dtype == "float32"
+
+
+def another_value(parameter):
+    """Return a value other than the default of a parameter of a loss or a metric, or None if it has none to try."""
+    if isinstance(parameter.default, bool):
+        return not parameter.default
+    return parameter.default * 0.5 if isinstance(parameter.default, float) else None
+
+
+@pytest.mark.parametrize("module", [keras.losses, keras.metrics])
+def test_the_functions_of_losses_and_metrics_keep_their_arguments(module):
+    base = keras.losses.Loss if module is keras.losses else keras.metrics.Metric
+    tried = []
+    for kind in vars(module).values():
+        if not inspect.isclass(kind) or not issubclass(kind, base):
+            continue
+        for name, parameter in inspect.signature(kind).parameters.items():
+            value = -2 if name == "axis" else another_value(parameter)
+            required = [p for p in inspect.signature(kind).parameters.values() if p.default is inspect.Parameter.empty]
+            if value is None or required:
+                continue
+            given = kind(**{name: value})
+            if not (arguments := getattr(given, "_fn_kwargs", None)):
+                continue
+            again = from_configs(pickle.loads(pickle.dumps(to_configs({"one": [given]}))))["one"][0]
+            assert again._fn_kwargs == arguments, (kind, name)
+            tried.append((kind.__name__, name))
+    assert ("Huber", "delta") in tried or ("CosineSimilarity", "axis") in tried
+    assert len(set(tried)) > 5
+
+
+def test_a_model_is_returned_compiled_with_the_arguments_of_its_losses_and_metrics(tmp_path):
+    given = parameters(
+        loss=keras.losses.Huber(delta=0.1), metrics=[keras.metrics.CosineSimilarity(axis=0)], label_shapes=[[1]]
+    )
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA), World(0, 1, 0, 1, 0, 1))
+    again = loaded(trainer, tmp_path)
+    inputs, targets = rows(8)["x"].astype(np.float32), np.random.default_rng(6).normal(size=(8, 3)).astype(np.float32)
+    outputs = again(inputs)
+    evaluated = again.evaluate(inputs, targets, return_dict=True, verbose=0)
+    loss = float(keras.losses.Huber(delta=0.1)(targets, outputs)) + sum(map(float, again.losses))
+    assert evaluated["loss"] == pytest.approx(loss, rel=1e-3)
+    expected = keras.metrics.CosineSimilarity(axis=0)
+    expected.update_state(targets, outputs)
+    assert evaluated["cosine_similarity"] == pytest.approx(float(expected.result()), rel=1e-5)
 
 
 @pytest.mark.parametrize("weights", [{"end": 0.5}, [0.5], 0.5])

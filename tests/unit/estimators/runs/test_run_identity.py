@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import logging
 
-import pytest
-
 from sparkhvd import Checkpoints, KerasEstimator, LightningEstimator, SparkBackend, Store, TorchEstimator
+from sparkhvd.estimators.params.declarations import Identity
 from sparkhvd.estimators.runs import run_identity
-from sparkhvd.estimators.runs.run_identity import DECISIONS, Counts, note_run
+from sparkhvd.estimators.runs.run_identity import note_run
 from sparkhvd.store import layout
 
 
-def test_every_parameter_has_a_decision():
-    declared = {name for kind in (TorchEstimator, KerasEstimator, LightningEstimator) for name in kind.declarations}
-    undecided = sorted(declared - DECISIONS.keys())
-    assert not undecided, (
-        f"Decide in sparkhvd.estimators.runs.run_identity whether these change the trained model: {undecided}"
-    )
-    assert sorted(DECISIONS.keys() - declared) == []
+def test_only_these_parameters_do_not_change_the_trained_model():
+    estimators = (TorchEstimator, KerasEstimator, LightningEstimator)
+    items = [item for kind in estimators for item in kind.declarations.items()]
+    of_kind = {kind: sorted({name for name, item in items if item.identity is kind}) for kind in Identity}
+    assert of_kind[Identity.IN_A_MAP] == ["epochs"]
+    assert of_kind[Identity.NEVER] == [
+        "keep_data", "log_every_n_steps", "logger", "mp_start_method", "output_cols", "output_types", "resume",
+        "run_id", "store", "train_reader_num_workers", "use_gpu", "val_reader_num_workers", "verbose",
+    ]  # fmt: skip
 
 
-def test_a_parameter_without_a_decision_counts():
-    assert run_identity._counts("of_a_subclass", ())
-    assert run_identity._counts("epochs", ("epochs",))
-    assert not run_identity._counts("epochs", ())
-    assert not run_identity._counts("verbose", ("verbose",))
+def test_the_epochs_are_part_of_the_identity_only_if_a_parameter_map_sets_them():
+    estimator = TorchEstimator()
+    assert estimator.is_identity("batch_size", ())
+    assert estimator.is_identity("epochs", ("epochs",))
+    assert not estimator.is_identity("epochs", ())
+    assert not estimator.is_identity("verbose", ("verbose",))
 
 
 def test_ranks_and_environment_of_a_backend_count():
@@ -57,10 +59,6 @@ def test_a_warning_names_a_run_that_differs_only_in_its_initial_weights(tmp_path
     note_run(store, second)
     assert len(caplog.messages) == 1
     assert f"pass run_id={first!r}" in caplog.text
+    assert "(torch.manual_seed, keras.utils.set_random_seed)" in caplog.text
     note_run(store, second)
     assert len(caplog.messages) == 1
-
-
-@pytest.mark.parametrize("decision", Counts)
-def test_every_kind_of_decision_is_used(decision):
-    assert decision in DECISIONS.values()

@@ -7,10 +7,10 @@ import lightning.pytorch as lightning
 import pytest
 import torch
 
+from sparkhvd._util.frameworks import estimator_hint
 from sparkhvd.comm import session
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.lightning import plugin as lightning_plugin
-from sparkhvd.estimators.params.frameworks import estimator_hint
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
 from sparkhvd.estimators.torch import LRSchedule, TorchEstimator
 from sparkhvd.estimators.torch.plugin import PLUGIN

@@ -14,7 +14,7 @@ import pytest
 
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.config import Config
-from sparkhvd.errors import DeadlineExceededError, MismatchError, PeerLostError
+from sparkhvd.errors import CollectiveError, DeadlineExceededError, MismatchError, PeerLostError
 from sparkhvd.task.job import Job
 from sparkhvd.task.worker.exit import Exited
 from sparkhvd.task.worker.main import run_payload
@@ -66,6 +66,17 @@ def test_an_error_without_a_message_is_reported_with_its_line():
     assert re.fullmatch(r"raised AssertionError: line \d+ of test_main\.py: raise AssertionError", cause)
 
 
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def test_an_error_whose_text_raises_is_reported_by_its_type():
+    report = run_payload(call(throw, UnprintableError()))
+    assert report.cause == "raised UnprintableError: (its message cannot be shown, as str() of it raises KeyError)"
+    assert "UnprintableError" in report.traceback
+
+
 def test_exit_codes_are_described_by_their_cause():
     assert isinstance(run_payload(call(leave_with, 0)), Returned)
     assert isinstance(run_payload(call(leave_with, None)), Returned)
@@ -78,6 +89,11 @@ def test_exit_codes_are_described_by_their_cause():
     [
         (PeerLostError("gone"), True),
         (DeadlineExceededError("late"), True),
+        (CollectiveError("rank 1: listen on 127.0.0.1:0: Address already in use"), True),
+        (CollectiveError("receive from rank 1: rank 1 aborted: shapes differ"), True),
+        (CollectiveError("rank 0: listen on 127.0.0.1:0: Address already in use"), False),
+        (CollectiveError("rank 0: connect to rank 1: Cannot assign requested address"), False),
+        (CollectiveError("no rendezvous server answered at 127.0.0.1:40005: connect: Cannot assign it"), False),
         (MismatchError("shapes"), False),
         (KeyboardInterrupt(), False),
     ],

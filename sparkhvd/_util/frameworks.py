@@ -1,9 +1,10 @@
-"""The frameworks, as far as modules that all of them share know them; nothing here imports one."""
+"""The frameworks, as far as modules that all of them share know them; nothing here imports one, or its estimator."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 
 from sparkhvd._util.registry import Registry
@@ -18,15 +19,25 @@ class Framework:
         estimator: the name of its estimator.
         packages: the packages of its models, optimizers and losses.
         libraries: other packages that are part of it.
+        versions: the packages whose versions should be equal on the driver and in all tasks, and the other names of
+            each as a module or distribution.
         describe: ``module:function`` of (object, form) that returns the canonical form of the framework's objects for
             the identity of a run, and None for others, see ``runs.canonical``; empty if another framework's does.
+        contents: ``module:function`` of (object) that returns the ``TensorContent`` of the framework's tensors, and
+            None for others, see ``runs.canonical``; empty if ``numpy.asarray(tensor.numpy())`` has it.
+        seeding: the function that seeds the framework's random numbers; empty for NumPy's.
+        tensor_errors: packages whose errors report unsuitable tensors although they are not Python's own types.
     """
 
     title: str
     estimator: str
     packages: tuple[str, ...]
     libraries: tuple[str, ...] = ()
+    versions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     describe: str = ""
+    contents: str = ""
+    seeding: str = ""
+    tensor_errors: tuple[str, ...] = ()
 
 
 # A framework is one folder and one row here, or an entry point of another package; each names a ``Framework``.
@@ -42,9 +53,13 @@ FRAMEWORKS = Registry(
 )
 
 
-def frameworks() -> list[Framework]:
-    """Return all frameworks, those of other packages last."""
-    return [FRAMEWORKS.load(name) for name in (*FRAMEWORKS.own, *FRAMEWORKS.added())]
+@cache
+def frameworks() -> tuple[Framework, ...]:
+    """Return all frameworks, those of other packages last.
+
+    A package that is installed later counts after a restart: to look for entry points takes milliseconds per call.
+    """
+    return tuple(FRAMEWORKS.load(name) for name in (*FRAMEWORKS.own, *FRAMEWORKS.added()))
 
 
 def framework_of(value: object) -> str | None:

@@ -5,12 +5,12 @@ import types
 
 import pytest
 
-from sparkhvd.estimators.params.frameworks import estimator_hint, frameworks
+from sparkhvd._util.frameworks import estimator_hint, frameworks
 from sparkhvd.estimators.runs.canonical import canonical_form
 from sparkhvd.estimators.training.user_errors import describe_error
 
 _CODE = """
-from sparkhvd.estimators.params.frameworks import Framework
+from sparkhvd._util.frameworks import Framework
 
 FRAMEWORK = Framework(
     title="Trees",

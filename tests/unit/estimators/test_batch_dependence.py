@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sparkhvd.estimators.batch_dependence import BatchDependence
 from sparkhvd.estimators.lightning.plugin import PLUGIN as LIGHTNING
-from sparkhvd.estimators.normalization import Normalization
-from sparkhvd.estimators.torch.normalization import normalization_of
+from sparkhvd.estimators.torch.batch_normalization import batch_dependence_of
 from sparkhvd.torch import SyncBatchNorm
 
 
@@ -26,21 +26,22 @@ def network(*layers):
     ids=lambda value: type(value).__name__,
 )
 def test_the_layers_that_normalize_by_their_batch_are_found(layer, local, pairs):
-    found = normalization_of(network(layer))
+    found = batch_dependence_of(network(layer))
     assert (found.local, found.pairs) == (local, pairs)
 
 
 def test_a_trainer_that_synchronizes_the_layers_needs_no_advice():
     params = {"model": network(torch.nn.BatchNorm1d(4)), "trainer_args": None}
-    assert LIGHTNING.normalization(params).local == ("1",)
-    assert LIGHTNING.normalization({**params, "trainer_args": {"sync_batchnorm": True}}).local == ()
+    assert LIGHTNING.batch_dependence(params).local == ("1",)
+    assert LIGHTNING.batch_dependence({**params, "trainer_args": {"sync_batchnorm": True}}).local == ()
 
 
 def test_one_line_names_the_layers_and_what_to_use_instead_with_several_ranks():
-    found = normalization_of(network(*(torch.nn.BatchNorm1d(4) for _ in range(5))))
-    assert found.remark(1, 32) is None
-    assert Normalization().remark(4, 32) is None
-    assert found.remark(4, 32) == (
+    found = batch_dependence_of(network(*(torch.nn.BatchNorm1d(4) for _ in range(5))))
+    assert found.remarks(1, 32) == []
+    assert BatchDependence().remarks(4, 32) == []
+    (remark,) = found.remarks(4, 32)
+    assert remark == (
         "the model's batch normalization (1, 2, 3 and 2 more) sees the 32 rows of its own rank, not the 128 rows of "
         "all 4 ranks. To normalize over all of them, use sparkhvd.torch.SyncBatchNorm.convert_sync_batchnorm(model)."
     )

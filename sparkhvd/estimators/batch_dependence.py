@@ -1,0 +1,58 @@
+"""Layers and losses that relate the rows of a batch, which is one rank's share, and the warnings before training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkhvd.errors import ParamError
+
+
+@dataclass(frozen=True)
+class BatchDependence:
+    """What in a model and its losses makes the result of a row depend on the other rows of its batch.
+
+    Attributes:
+        local: names of the normalizing layers that see this rank's rows only.
+        synchronized: what to use instead to normalize over the rows of all ranks.
+        pairs: names of the normalizing layers that cannot train on a single row.
+        losses: names of the losses that are not a mean over rows but a number of the whole batch.
+    """
+
+    local: tuple[str, ...] = ()
+    synchronized: str = ""
+    pairs: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
+
+    def remarks(self, num_proc: int, batch_size: int) -> list[str]:
+        """Return warnings of one line each for the log; none if all ranks together equal one big batch."""
+        if num_proc == 1:
+            return []
+        seen = f"the {batch_size} rows of its own rank, not the {num_proc * batch_size} rows of all {num_proc} ranks"
+        remarks = []
+        if self.local:
+            remarks.append(
+                f"the model's batch normalization ({_listed(self.local)}) sees {seen}. To normalize over all of them, "
+                f"use {self.synchronized}."
+            )
+        if self.losses:
+            remarks.append(
+                f"the loss {_listed(self.losses)} is a number of the whole batch and sees {seen}. The training is "
+                "therefore not that of one big batch; use a larger batch_size to come closer."
+            )
+        return remarks
+
+    def refuse_single_rows(self, batch_size: int, num_proc: int) -> ParamError:
+        """Return the error for a batch with a single row."""
+        return ParamError(
+            f"With batch_size={batch_size} and {num_proc} ranks, a batch has a single row, and the model's batch "
+            f"normalization ({_listed(self.pairs)}) cannot train on one row. Set batch_size to at least 3, and train "
+            "on at least two rows per rank."
+        )
+
+
+_SHOWN = 3
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
