@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from pyspark.sql import SparkSession
 
 import sparkhvd
@@ -102,11 +103,17 @@ def learned(spark: SparkSession, store: Store) -> list[float]:
     return lines.errors(spark, store, num_proc=HOSTS, batch_size=4)
 
 
-def learned_remotely(spark: SparkSession, address: str, folder: Path) -> dict[str, list[float]]:
-    """The same on servers that the hosts reach by their network."""
+def learned_everywhere(spark: SparkSession, shared: Store, address: str, folder: Path) -> dict[str, list[float]]:
+    """The same with a shared folder, and with servers that the hosts reach by their network."""
     folder.mkdir()
-    with running_hdfs(folder, address=address) as hdfs, running_s3(address=address) as s3:
+    with (
+        running_hdfs(folder, address=address) as hdfs,
+        running_s3(address=address) as s3,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("SPARKHVD_WARM_SECONDS", "60")  # the first fit imports PyTorch for all
         stores = {
+            "a folder": shared,
             "hdfs": Store.create(f"{hdfs.url}/store"),
             "s3": Store.create(f"s3a://{BUCKET}/store", storage_options=s3.options),
         }
@@ -170,10 +177,7 @@ def main(folder: Path, thoroughly: bool) -> None:
                     for launcher in ("barrier", "mpi")
                     for encrypt in ("0", "1")
                 },
-                "errors": {
-                    "a folder": learned(session, shared),
-                    **learned_remotely(session, cluster.address, folder / "hdfs"),
-                },
+                "errors": learned_everywhere(session, shared, cluster.address, folder / "hdfs"),
                 "cut off": {
                     fault.name: cut_off(fault, folder / f"cut {number}", session, cluster)
                     for number, fault in enumerate(CUT_OFF_FAULTS)
