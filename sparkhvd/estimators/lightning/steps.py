@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import re
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from sparkhvd.errors import DataError
+from sparkhvd.estimators.lightning.attributes import attributes_unchanged
 from sparkhvd.estimators.lightning.batches import BatchShare, RankLoader
 from sparkhvd.estimators.lightning.hints import batch_hint
 from sparkhvd.estimators.lightning.hot_start import load_earlier_states
@@ -168,7 +168,7 @@ class EstimatorSteps:
         share = self.feed.share(stage)
         self.feed.loss = None
         if share.is_substitute:
-            with preserved_state(self.lightning_module):
+            with preserved_state(self.lightning_module, stage):
                 return step(*batch, **named)
         if stage == "train":
             self.feed.rows_of_buffers += share.rows
@@ -189,26 +189,25 @@ class EstimatorSteps:
 
 
 @contextmanager
-def preserved_state(module: torch.nn.Module) -> Iterator[None]:
-    """Restore all that a step changes besides gradients: buffers, torchmetrics and random generators.
+def preserved_state(module: torch.nn.Module, stage: str) -> Iterator[None]:
+    """Restore all that a step changes besides gradients: buffers, attributes, torchmetrics and random generators.
 
     Only synchronized statistics change, as on the other ranks; the rows of this rank do not count in them.
     """
-    from torchmetrics import Metric  # noqa: PLC0415  (Lightning brings it)
-
     synchronized = synchronized_layers(module)
-    metrics = [(part, copy.deepcopy(part.__dict__)) for part in module.modules() if isinstance(part, Metric)]
     for layer in synchronized:
         layer.counts_rows = False
     devices = {part.device for part in module.parameters() if part.is_cuda}
     try:
-        with torch.random.fork_rng(devices), buffers_unchanged(module, synchronized):
+        with (
+            torch.random.fork_rng(devices),
+            buffers_unchanged(module, synchronized),
+            attributes_unchanged(module, counters=stage == "validation"),
+        ):
             yield
     finally:
         for layer in synchronized:
             layer.counts_rows = True
-        for metric, state in metrics:
-            metric.__dict__.update({name: state[name] for name in (*metric._defaults, "_update_count", "_computed")})  # noqa: SLF001
 
 
 def strategy_of(trainer: Trainer) -> EstimatorSteps:

@@ -129,6 +129,69 @@ def test_the_batch_of_a_rank_without_rows_does_not_count_in_logged_sums_and_extr
         assert found == pytest.approx((column.min(), column.max()))
 
 
+def collected_by_hand(sizes):
+    """Return what steps collected in attributes of the module, and the number of steps that they counted."""
+
+    class Collecting(type(module())):
+        def __init__(self):
+            super().__init__()
+            self.seen, self.by_kind, self.steps, self.total = {"train": [], "val": []}, {}, 0, torch.zeros(())
+
+        def training_step(self, batch, index):
+            self.steps += 1
+            self.seen["train"].append(len(batch["y"]))
+            self.total = self.total + len(batch["y"])
+            return super().training_step(batch, index)
+
+        def validation_step(self, batch, index):
+            self.seen["val"].append(len(batch["y"]))
+            for kind in batch["y"].tolist():
+                self.by_kind.setdefault(kind, set()).add(index)
+                self.by_kind["rows"] = self.by_kind.get("rows", 0) + 1
+            return super().validation_step(batch, index)
+
+        def on_fit_end(self):
+            found.update(self.seen, rows=self.by_kind["rows"], steps=self.steps, total=float(self.total))
+
+    rank, found = session.current().world.rank, {}
+    trainer = trainer_of(Collecting(), how={}, trainer_args={"num_sanity_val_steps": 0})
+    trainer.fit(source(sizes, rank), source(sizes, rank), Hooks())
+    return found
+
+
+def test_what_steps_collect_by_hand_has_each_row_once(group):
+    for rank, found in enumerate(group.run(collected_by_hand, SOME_EMPTY)):
+        own = [step[rank] for step in SOME_EMPTY if step[rank]]
+        assert (found["train"], found["val"]) == (own, own)
+        assert (found["rows"], found["total"]) == (sum(own), sum(own))
+        assert found["steps"] == len(SOME_EMPTY), "ranks that count steps differently would diverge"
+
+
+def metric_with_a_graph(sizes):
+    from torchmetrics import MaxMetric  # noqa: PLC0415
+
+    class Largest(type(module())):
+        def __init__(self):
+            super().__init__()
+            self.largest = MaxMetric()
+
+        def training_step(self, batch, index):
+            self.largest(self(batch["x"]).max())
+            self.log("largest", self.largest, on_step=False, on_epoch=True)
+            return super().training_step(batch, index)
+
+    rank = session.current().world.rank
+    trainer, hooks = trainer_of(Largest()), Hooks()
+    trainer.fit(source(sizes, rank), None, hooks)
+    return average_over_ranks(hooks.reports[-1], session.current()).train["largest"]
+
+
+def test_a_metric_whose_state_has_a_graph_trains_on_ranks_without_rows(group):
+    first, second = group.run(metric_with_a_graph, SOME_EMPTY)
+    assert first == second
+    assert math.isfinite(first)
+
+
 def validated_twice(sizes, more):
     """Return the validation loss in the epoch's report, and the mean loss that the last validation returned."""
     returned = []
