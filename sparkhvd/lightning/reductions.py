@@ -63,9 +63,17 @@ def reduce_tensor(tensor: torch.Tensor, wanted: object, group: object = None) ->
 
 
 def stack_over_ranks(tensor: torch.Tensor, group: object = None, *, sync_grads: bool = False) -> torch.Tensor:
-    """Return the tensors of all ranks, which have the same shape, along a new first dimension."""
-    mine = tensor if sync_grads else tensor.detach()
-    return hvd.allgather(mine.unsqueeze(0), process_set=process_set_of(group))
+    """Return the tensors of all ranks, which have the same shape, along a new first dimension.
+
+    With ``sync_grads`` the gradient of ``tensor`` is the sum over the ranks, as in Lightning; ``hvd.allgather`` follows
+    Horovod and returns the mean.
+    """
+    process_set = process_set_of(group)
+    mine = (tensor if sync_grads else tensor.detach()).unsqueeze(0)
+    if mine.requires_grad:
+        size = session.current().channel(process_set).size
+        mine.register_hook(lambda gradient: gradient * size)  # type: ignore[no-untyped-call]
+    return hvd.allgather(mine, process_set=process_set)
 
 
 def gather_over_ranks(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:

@@ -72,6 +72,7 @@ class RankStrategy:
         self._normalizations: ReplacedNormalizations | None = None
         self._blocked = False
         self._fitting = False
+        self._gathers_gradients = False  # then all ranks take part in every backward pass
 
     # Ranks and devices.
 
@@ -189,7 +190,7 @@ class RankStrategy:
         weight = self.weight_of_pass()
         loss = closure_loss if weight == 1.0 else closure_loss * weight
         loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
-        if weight != 0.0 or synchronized_layers(self.lightning_module):
+        if weight != 0.0 or self._gathers_gradients or synchronized_layers(self.lightning_module):
             self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
         if self._exchange is not None and not self._blocked:
             self._synchronize(self._exchange)
@@ -277,6 +278,7 @@ class RankStrategy:
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return the tensors of all ranks along a new first dimension."""
+        self._gathers_gradients = self._gathers_gradients or (sync_grads and torch.is_grad_enabled())
         return stack_over_ranks(tensor, group, sync_grads=sync_grads)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -269,6 +269,23 @@ def test_collectives_of_the_strategy(group):
     assert group.run(collected) == [wanted] * SIZE
 
 
+def gradient_of_gathered():
+    import lightning.pytorch as lightning  # noqa: PLC0415
+
+    rank = session.current().world.rank
+    strategy = lightning.Trainer(
+        strategy="sparkhvd", accelerator="cpu", logger=False, plugins=plugins(FLAVOURS[0])
+    ).strategy
+    value = torch.tensor([1.0, 2.0], requires_grad=True)
+    factors = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    ((rank + 1) * factors * strategy.all_gather(value, sync_grads=True)).sum().backward()
+    return value.grad.tolist(), strategy.all_gather(value).requires_grad
+
+
+def test_the_gradient_of_gathered_tensors_is_the_sum_over_the_ranks(group):
+    assert group.run(gradient_of_gathered) == [([3.0, 6.0], False), ([9.0, 12.0], False)]
+
+
 def rows_seen():
     import sparkhvd.lightning  # noqa: PLC0415
     import sparkhvd.torch as hvd  # noqa: PLC0415

@@ -514,3 +514,23 @@ def misread(batch_format, kind):
 )
 def test_an_error_from_the_wrong_batch_format_comes_with_a_hint(group, batch_format, kind, said):
     assert re.search(said, group.run(misread, batch_format, kind)[0])
+
+
+def gathering(sizes):
+    """Train a module whose loss depends on the outputs of all ranks; return its weights."""
+
+    class Gathering(type(module())):
+        def training_step(self, batch, index):
+            centers = self.all_gather(self(batch["x"]).mean(dim=0), sync_grads=True)
+            return super().training_step(batch, index) + centers.square().mean()
+
+    rank = session.current().world.rank
+    model = Gathering()
+    trainer = trainer_of(model)
+    trainer.fit(source(sizes, rank), None, Hooks())
+    return flat(trainer._module)
+
+
+def test_a_rank_without_rows_takes_part_in_the_gradients_of_gathered_tensors(group):
+    first, second = group.run(gathering, SOME_EMPTY)
+    assert np.array_equal(first, second)
