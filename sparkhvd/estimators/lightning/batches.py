@@ -128,6 +128,7 @@ class RankLoader:
         self.epoch: Callable[[], int] = lambda: 0
         self.passes: Callable[[], int] = lambda: 1
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
+        self.repeats_first_epoch = False  # as Lightning's overfit_batches wants it
         self.used = False
         self._within = (-1, 0, 0)
         self.share, self.rows, self.waited, self.started = BatchShare(), 0, 0.0, time.monotonic()
@@ -170,7 +171,7 @@ class RankLoader:
         self.used, self.rows, self.waited, self.started = True, 0, 0.0, time.monotonic()
         begun, first_step, done = self._within
         first_step, done = (first_step, done) if epoch == begun else (0, 0)
-        batches = self._source.epoch(epoch, first_step)
+        batches = self._source.epoch(0 if self.repeats_first_epoch else epoch, first_step)
         last: Columns | None = None
         try:
             while group := self._next(batches, done):

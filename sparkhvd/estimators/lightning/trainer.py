@@ -104,6 +104,7 @@ class LightningTrainer:
             feed.train.epoch = lambda: int(trainer.current_epoch)
             feed.train.passes = lambda: int(trainer.accumulate_grad_batches)
             feed.train.on_epoch = partial(self._seed, hooks)
+            feed.train.repeats_first_epoch = bool(self._package.trainer_args.get("overfit_batches"))
             if validation is not None:
                 validation.epoch = feed.train.epoch
             log, ending = DistributedLog(self._module, feed), BatchEndHook(self._module, self._ends.on_batch_end)

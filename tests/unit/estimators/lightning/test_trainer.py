@@ -534,3 +534,22 @@ def gathering(sizes):
 def test_a_rank_without_rows_takes_part_in_the_gradients_of_gathered_tensors(group):
     first, second = group.run(gathering, SOME_EMPTY)
     assert np.array_equal(first, second)
+
+
+def orders_read(trainer_args):
+    """Return the epochs whose order of rows is read."""
+    rows = source(EVEN, session.current().world.rank)
+    read, epoch = [], rows.epoch
+
+    def recorded(number, first_step=0):
+        read.append(number)
+        return epoch(number, first_step)
+
+    rows.epoch = recorded
+    trainer_of(module(), 3, trainer_args=trainer_args).fit(rows, None, Hooks())
+    return read
+
+
+def test_overfit_batches_trains_on_the_same_batches_in_every_epoch(group):
+    assert group.run(orders_read, {}) == [[0, 1, 2]] * SIZE
+    assert group.run(orders_read, {"overfit_batches": 2}) == [[0, 0, 0]] * SIZE
