@@ -70,6 +70,12 @@ class LightningPackage:
         """Whether the model is not a LightningModule."""
         return flavour_of(self.model) is None
 
+    @property
+    def losses(self) -> torch.nn.ModuleList:
+        """The losses of a plain module that are modules, as their buffers are state of the training."""
+        losses = () if self.objective is None else self.objective.losses
+        return torch.nn.ModuleList(loss for loss in losses if isinstance(loss, torch.nn.Module))
+
     def inputs(self, schema: DataSchema) -> tuple[ModelInput, ...]:
         """Return the inputs of ``forward``."""
         return plan_inputs(self.model, schema.of("feature"), self.input_shapes, self.named_inputs)

@@ -78,6 +78,7 @@ class EstimatorSteps:
     """Mixin that precedes the strategy's class in the bases."""
 
     feed: Feed
+    losses: torch.nn.ModuleList
     lr_scale: float
     earlier: Sequence[torch.optim.Optimizer] = ()
     lightning_module: LightningModule
@@ -168,7 +169,7 @@ class EstimatorSteps:
         share = self.feed.share(stage)
         self.feed.loss = None
         if share.is_substitute:
-            with preserved_state(self.lightning_module, stage):
+            with preserved_state(self.lightning_module, stage), buffers_unchanged(self.losses):
                 return step(*batch, **named)
         if stage == "train":
             self.feed.rows_of_buffers += share.rows

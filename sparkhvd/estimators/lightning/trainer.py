@@ -158,13 +158,15 @@ class LightningTrainer:
         """Return Lightning's Trainer for this run."""
         kind = type("EstimatorStrategy", (EstimatorSteps, strategy_class(self._package.flavour)), {})
         strategy = kind(**({} if self._package.compression is None else {"compression": self._package.compression}))
-        strategy.feed = feed
+        strategy.feed, strategy.losses = feed, self._package.losses
         strategy.call = self._lightning.trainer.call
         strategy.earlier = () if self._package.plain else self._package.optimizers
         strategy.lr_scale = float(self._world.size) if self._spec.scale_lr else 1.0
         callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
         needs_own_rows = self._spec.checkpoints.every_steps is not None
-        ends = self._ends = callback(self, feed, hooks, strategy.lr_scale, needs_own_rows=needs_own_rows)
+        ends = self._ends = callback(
+            self, strategy.losses, feed, hooks, strategy.lr_scale, needs_own_rows=needs_own_rows
+        )
         is_finished = hooks.first_epoch >= self._spec.epochs  # perhaps early: Lightning counts epochs itself
         own = {
             "strategy": strategy,
@@ -278,10 +280,18 @@ class RunCallback:
     """The last callback, so that its checkpoint has the changes of all others; precedes ``Checkpoint`` in the bases."""
 
     def __init__(
-        self, owner: LightningTrainer, feed: Feed, hooks: TrainHooks, lr_scale: float, *, needs_own_rows: bool = False
+        self,
+        owner: LightningTrainer,
+        losses: torch.nn.ModuleList,
+        feed: Feed,
+        hooks: TrainHooks,
+        lr_scale: float,
+        *,
+        needs_own_rows: bool = False,
     ) -> None:
         super().__init__()
         self._owner = owner
+        self._losses = losses
         self._feed = feed
         self._hooks = hooks
         self._lr_scale = lr_scale
@@ -316,6 +326,7 @@ class RunCallback:
             "best": self._best,
             "batches": self._batches,
             "buffers": buffers_beside(self._trainer.lightning_module),
+            "losses": dict(self._losses.state_dict()),
         }
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: State) -> None:  # noqa: ARG002
@@ -334,6 +345,7 @@ class RunCallback:
         if not self._loaded:
             return
         take_buffers(module, self._loaded.get("buffers", {}))
+        self._losses.load_state_dict(self._loaded.get("losses", {}), strict=False)
         # Schedulers and callbacks may read metrics of an earlier epoch.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._loaded["metrics"].items()})
         batches = self._loaded.get("batches", 0)

@@ -15,7 +15,16 @@ from sparkhvd.estimators.training.history import average_over_ranks
 from sparkhvd.estimators.training.hooks import RunHooks
 from sparkhvd.store import Store
 from tests.unit.estimators.arrays import ArraySource, Hooks
-from tests.unit.estimators.lightning.networks import EVEN, SIZE, SOME_EMPTY, flat, module, source, trainer_of
+from tests.unit.estimators.lightning.networks import (
+    EVEN,
+    SIZE,
+    SOME_EMPTY,
+    flat,
+    module,
+    network,
+    source,
+    trainer_of,
+)
 
 
 class Keeping(Hooks):
@@ -304,3 +313,44 @@ def test_a_run_that_stopped_early_does_not_resume(group, tmp_path, rule):
         assert [epochs for epochs, _ in found] == [2, 2, 2]
         assert np.array_equal(found[1][1], found[2][1])
         assert rule or np.array_equal(found[0][1], found[1][1])
+
+
+class Fading(torch.nn.Module):
+    """A loss whose weight falls with every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.ones(()))
+
+    def forward(self, output, label):
+        if torch.is_grad_enabled():
+            self.weight *= 0.9
+        return self.weight * torch.nn.functional.cross_entropy(output, label)
+
+
+def resumed_with_a_fading_loss(sizes):
+    """Return the weight of the loss and the parameters of an undisturbed and of a resumed run."""
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    rank, found = session.current().world.rank, []
+    for stops in ((2,), (1, 2)):
+        state, first = None, 0
+        for epochs in stops:
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            trainer, hooks = trainer_of(model, epochs, optimizer=optimizer, loss=Fading()), Keeping(first_epoch=first)
+            if state is not None:
+                trainer.restore(state)
+            trainer.fit(source(sizes, rank), None, hooks)
+            state, first = hvd.broadcast_object(hooks.state, 0), epochs
+        found.append((trainer._package.losses[0].weight.item(), flat(model)))
+    return found
+
+
+def test_the_buffers_of_a_plain_modules_loss_resume_and_ignore_steps_without_rows(group):
+    for undisturbed, resumed in group.run(resumed_with_a_fading_loss, EVEN):
+        assert undisturbed[0] == pytest.approx(0.9 ** (2 * len(EVEN)))
+        assert resumed[0] == undisturbed[0]
+        assert np.array_equal(resumed[1], undisturbed[1])
+    for rank, ((weight, _), _) in enumerate(group.run(resumed_with_a_fading_loss, SOME_EMPTY)):
+        assert weight == pytest.approx(0.9 ** (2 * sum(step[rank] > 0 for step in SOME_EMPTY)))
