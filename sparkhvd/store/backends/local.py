@@ -260,11 +260,11 @@ def absolute_path(path_or_url: str) -> str:
 
 
 def files_below(top: Path) -> Iterator[Path]:
-    """Yield all files below a folder, also through links; a link to a folder above it is skipped."""
+    """Yield all regular files below a folder, also through links; a link to a folder above it is skipped."""
     for folder, folders, names in os.walk(top, onerror=_raise_unless_missing, followlinks=True):
         here = Path(folder)
         folders[:] = [name for name in folders if not _is_loop(here / name)]
-        yield from (file for name in names if not (file := here / name).is_symlink() or file.exists())
+        yield from (file for name in names if (file := here / name).is_file())
 
 
 def _is_loop(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from sparkhvd.data import ParquetSource, torch_loader
 from sparkhvd.data.external.parquet_files import ColumnRequest, open_existing, selected
 from sparkhvd.data.schema import columns
 from sparkhvd.errors import DataError, SchemaError, StoreError
+from sparkhvd.store import LocalStore
 from sparkhvd.world import World
 
 
@@ -93,6 +95,12 @@ def test_a_table_format_with_a_transaction_log_is_refused(folder, log, kind):
 
 
 def test_a_folder_named_metadata_is_not_a_table(folder):
+def test_a_pipe_in_the_folder_is_not_read(folder):
+    os.mkfifo(folder / "pipe")
+    assert "pipe" not in LocalStore(str(folder)).list("")
+    assert opened(folder).manifest.train.rows == 8
+
+
     (folder / "part-0.parquet").rename(folder / "_keep")
     (folder / "metadata" / "n=1").mkdir(parents=True)
     (folder / "_keep").rename(folder / "metadata" / "n=1" / "part-0.parquet")
