@@ -40,11 +40,12 @@ logger = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
 _PATTERN = re.compile(r"[*?{\[]")
 _SOME_ROWS = 16  # read at once in the search for a row that is not NULL
-# Logs in the folders of table formats; only the log says which Parquet files belong to the table.
-_TABLES = (
-    ("delta", re.compile(r"(^|/)_delta_log/")),
-    ("hudi", re.compile(r"(^|/)\.hoodie/")),
-    ("iceberg", re.compile(r"(^|/)metadata/[^/]+\.metadata\.json$")),
+# Formats whose folders have a log, by Spark's names for them; only the log says which Parquet files count.
+_LOGS = (
+    ("delta", "a Delta table", re.compile(r"(^|/)_delta_log/")),
+    ("hudi", "a Hudi table", re.compile(r"(^|/)\.hoodie/")),
+    ("iceberg", "an Iceberg table", re.compile(r"(^|/)metadata/[^/]+\.metadata\.json$")),
+    ("parquet", "the output of a streaming query", re.compile(r"(^|/)_spark_metadata/")),
 )
 
 
@@ -252,7 +253,7 @@ def _visible_files(store: Store, location: str) -> list[str]:
     listed = store.list(location)
     inside = {path.removeprefix(location).lstrip("/"): path for path in listed}
     for name in inside:
-        _refuse_table(name, f"{store.url}/{location}")
+        _refuse_log(name, f"{store.url}/{location}")
     shown = [inside[name] for name in shown_files(list(inside))]
     if not shown:
         pattern = " Patterns are not expanded; pass a folder." if _PATTERN.search(location) else ""
@@ -270,13 +271,13 @@ def _visible_files(store: Store, location: str) -> list[str]:
     return shown
 
 
-def _refuse_table(inside: str, url: str) -> None:
-    for kind, log in _TABLES:
+def _refuse_log(inside: str, url: str) -> None:
+    for format_, description, log in _LOGS:
         if log.search(inside):
             raise DataError(
-                f"{url} is a {kind.capitalize()} table. Only its log ({inside.lstrip('/')}) says which files hold its "
-                "current rows, so its files may contain rows that were deleted or replaced. Read it with Spark: "
-                f'fit(spark.read.format("{kind}").load(...)), or prepare_data of that.'
+                f"{url} is {description}. Only its log ({inside.lstrip('/')}) says which files hold its current rows, "
+                "so its files may contain rows that were deleted, replaced or never committed. Read it with Spark: "
+                f'fit(spark.read.format("{format_}").load(...)), or prepare_data of that.'
             )
 
 

@@ -78,29 +78,30 @@ def test_files_of_pyarrow_are_read_in_the_order_of_their_names(folder):
 
 
 @pytest.mark.parametrize(
-    ("log", "kind"),
+    ("log", "description", "format_"),
     [
-        ("_delta_log/00000000000000000000.json", "delta"),
-        (".hoodie/hoodie.properties", "hudi"),
-        ("metadata/v1.metadata.json", "iceberg"),
-        ("metadata/00001-5c1e.metadata.json", "iceberg"),
+        ("_delta_log/00000000000000000000.json", "a Delta table", "delta"),
+        (".hoodie/hoodie.properties", "a Hudi table", "hudi"),
+        ("metadata/v1.metadata.json", "an Iceberg table", "iceberg"),
+        ("metadata/00001-5c1e.metadata.json", "an Iceberg table", "iceberg"),
+        ("_spark_metadata/0", "the output of a streaming query", "parquet"),
     ],
 )
-def test_a_table_format_with_a_transaction_log_is_refused(folder, log, kind):
+def test_a_folder_with_a_transaction_log_is_refused(folder, log, description, format_):
     (folder / log).parent.mkdir()
     (folder / log).touch()
     for open_it in (lambda: opened(folder), lambda: torch_loader(str(folder), 4)):
-        with pytest.raises(DataError, match=rf"is a {kind.capitalize()} table\. .*read\.format\(\"{kind}\"\)"):
+        with pytest.raises(DataError, match=rf"is {description}\. .*read\.format\(\"{format_}\"\)"):
             open_it()
 
 
-def test_a_folder_named_metadata_is_not_a_table(folder):
 def test_a_pipe_in_the_folder_is_not_read(folder):
     os.mkfifo(folder / "pipe")
     assert "pipe" not in LocalStore(str(folder)).list("")
     assert opened(folder).manifest.train.rows == 8
 
 
+def test_a_folder_named_metadata_is_not_a_table(folder):
     (folder / "part-0.parquet").rename(folder / "_keep")
     (folder / "metadata" / "n=1").mkdir(parents=True)
     (folder / "_keep").rename(folder / "metadata" / "n=1" / "part-0.parquet")
