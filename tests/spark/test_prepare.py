@@ -13,7 +13,7 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import Row, functions
 from pyspark.sql import types as t
 
-from sparkhvd.data import ParquetSource, head, load, select
+from sparkhvd.data import ParquetSource, head, load, select, torch_loader
 from sparkhvd.data.prepare import prepare as prepare_module
 from sparkhvd.data.prepare.direct_rows import TaskRows, checked, partition_for_ranks
 from sparkhvd.data.prepare.prepare import WriteOptions, prepare
@@ -229,6 +229,37 @@ def test_decimals_times_texts_nested_arrays_and_structs_arrive_with_null_filled(
     }
     for found in (rows_of(store, manifest), directly(df, selection, tmp_path)):
         assert {name: (str(array.dtype), array.tolist()) for name, array in found.items()} == wanted
+
+
+def test_old_dates_and_timestamps_stay_the_same_in_a_session_that_writes_the_julian_calendar(spark, store, settings):
+    settings("spark.sql.parquet.datetimeRebaseModeInWrite", "LEGACY")
+    settings("spark.sql.session.timeZone", "UTC")
+    settings("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
+    df = spark.sql("SELECT date'1500-01-01' day, timestamp'1500-01-01 00:00:00' at, 1 y")
+    selection = select(df.schema, feature_cols=None, label_cols=["y"], transformed=True)
+    read = rows_of(store, prepare(df, selection, store, writing=WriteOptions(1, 0)))
+    assert read["day"].tolist() == [date(1500, 1, 1)]
+    assert read["at"].tolist() == [datetime(1500, 1, 1)]  # noqa: DTZ001
+
+
+def only_y(batch):
+    return {"y": batch["y"]}
+
+
+@pytest.mark.parametrize(("column", "first"), [("day", "1582-10-15"), ("at", "1900-1-1"), ("days", "1582-10-15")])
+def test_existing_files_with_old_times_in_the_julian_calendar_are_refused(spark, tmp_path, settings, column, first):
+    settings("spark.sql.parquet.datetimeRebaseModeInWrite", "LEGACY")
+    settings("spark.sql.session.timeZone", "UTC")
+    settings("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
+    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    for url, day in ((old, "1500-01-01"), (new, "2024-05-06")):
+        sql = f"SELECT date'{day}' day, timestamp'{day} 00:00:00' at, array(date'{day}') days, 1 y"
+        spark.sql(sql).write.parquet(url)
+    for url, names in ((new, [column, "y"]), (old, ["y"])):
+        with closing(torch_loader(url, 1, columns=names, transformation_fn=only_y)) as rows:
+            assert [batch["y"].tolist() for batch in rows] == [[1]]
+    with pytest.raises(DataError, match=rf"Column '{column}' \(feature\) has times before {first} in .*LEGACY"):
+        torch_loader(old, 1, columns=[column, "y"])
 
 
 def test_vectors_stay_sparse_on_disk_and_are_delivered_as_requested(spark, store):

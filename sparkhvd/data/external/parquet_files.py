@@ -39,6 +39,12 @@ logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _PATTERN = re.compile(r"[*?{\[]")
+# By type, the first day from which Spark's two calendars agree, in any time zone for timestamps.
+_SAME_IN_BOTH_CALENDARS = {
+    "datetime64[D]": (1582, 10, 15),
+    "datetime64[us]": (1900, 1, 1),
+    "datetime64[ms]": (1900, 1, 1),
+}
 _SOME_ROWS = 16  # read at once in the search for a row that is not NULL
 # Formats whose folders have a log, by Spark's names for them; only the log says which Parquet files count.
 _LOGS = (
@@ -400,8 +406,22 @@ def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> N
                 f"{url}; all files must have the same columns."
             )
         within = leaves.get(".".join(column.path), [])
+        if footer.is_julian:
+            _check_calendar(column, within, url)
         if column.kind != "vector" and len(within) == 1:
             _check_leaf(column, within[0], footer.row_groups, url)
+
+
+def _check_calendar(column: ColumnSpec, within: Iterable[LeafFacts], url: str) -> None:
+    """Refuse old times of the Julian calendar, which only Spark converts."""
+    first_same = _SAME_IN_BOTH_CALENDARS.get(column.dtype)
+    for leaf in within:
+        if first_same is not None and leaf.low is not None and leaf.low.timetuple()[:3] < first_same:
+            raise DataError(
+                f"Column {column.name!r} ({column.role}) has times before {'-'.join(map(str, first_same))} in {url}, "
+                "which Spark wrote in the Julian calendar (spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY). Write "
+                "the files again with CORRECTED, or fit the DataFrame that Spark reads from them."
+            )
 
 
 def _types(footer: Footer) -> dict[str, pa.DataType]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pyarrow import parquet
 
 _THREADS = 16
+_JULIAN = b"org.apache.spark.legacyDateTime"
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,22 @@ class LeafFacts:
 
 @dataclass(frozen=True)
 class Footer:
-    """The contents of one file's footer."""
+    """The contents of one file's footer.
+
+    Attributes:
+        path: the file.
+        row_groups: the number of rows in each row group.
+        columns: the leaves of the schema.
+        schema: the columns and their types.
+        is_julian: whether Spark wrote old dates and timestamps in the Julian calendar, as
+            ``spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY`` asks for.
+    """
 
     path: str
     row_groups: tuple[int, ...]
     columns: tuple[LeafFacts, ...]
     schema: pa.Schema
+    is_julian: bool = False
 
 
 def read_footers(store: Store, paths: Sequence[str]) -> list[Footer]:
@@ -80,6 +91,7 @@ def _footer(path: str, metadata: parquet.FileMetaData, schema: pa.Schema) -> Foo
         row_groups=tuple(group.num_rows for group in groups),
         columns=tuple(_leaf(index, groups) for index in range(metadata.num_columns)) if groups else (),
         schema=schema,
+        is_julian=_JULIAN in (metadata.metadata or {}),
     )
 
 

@@ -254,11 +254,14 @@ def _write(df: DataFrame, selection: Selection, store: Store, folder: str, writi
 
 
 def _changes_times(df: DataFrame, schema: DataSchema) -> bool:
-    """Return whether Spark's writer changes timestamps: it cuts them to milliseconds, or omits statistics."""
-    if not any(column.dtype == "datetime64[us]" for column in schema.columns):
-        return False
-    name = "spark.sql.parquet.outputTimestampType"
-    return df.sparkSession.conf.get(name, _MICROSECONDS) != _MICROSECONDS
+    """Return whether Spark's writer changes times: it cuts timestamps to milliseconds, omits statistics, or rebases."""
+    conf = df.sparkSession.conf
+    dtypes = {column.dtype for column in schema.columns}
+    if "datetime64[us]" in dtypes and conf.get("spark.sql.parquet.outputTimestampType", _MICROSECONDS) != _MICROSECONDS:
+        return True
+    # LEGACY moves dates before 1582 and timestamps before 1900 to the Julian calendar, which only Spark moves back.
+    calendar = str(conf.get("spark.sql.parquet.datetimeRebaseModeInWrite", "CORRECTED"))
+    return calendar.upper() == "LEGACY" and not dtypes.isdisjoint({"datetime64[D]", "datetime64[us]"})
 
 
 def _write_by_spark(rows: DataFrame, url: str, more_options: dict[str, str], *, divided: bool) -> int:
