@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkhvd.compat.databricks import mounted_path
-from sparkhvd.errors import DataError
+from sparkhvd.errors import ConfigError, DataError
 from sparkhvd.store.backends.local import absolute_path
 from sparkhvd.store.backends.read_only import ReadOnlyFolder
 from sparkhvd.store.options import refuse_credentials
@@ -38,10 +38,16 @@ def locate(urls: Sequence[str], access: Access) -> tuple[Store, list[str]]:
     """Return a Store above all of these files and folders, and their paths in it.
 
     Raises:
+        ConfigError: one of them is not a string.
         DataError: they are on different file systems, or one of them is a whole file system.
         StoreError: no Store serves them.
     """
     for url in urls:
+        if not isinstance(url, str):
+            raise ConfigError(
+                f"The path of Parquet files must be a string, got {type(url).__name__}: {url!r}. "
+                "Pass one folder or file, such as '/data/rows' or 's3://bucket/rows'; str() converts a pathlib.Path."
+            )
         refuse_credentials(url)
     parsed = [_parsed(url) for url in urls]
     if len({where for where, _ in parsed}) > 1:

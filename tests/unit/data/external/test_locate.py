@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from sparkhvd.data.external.locate import Access, locate
-from sparkhvd.errors import DataError
+from sparkhvd.errors import ConfigError, DataError
 from sparkhvd.store import HDFSStore, S3Store
 
 
@@ -51,3 +53,9 @@ def test_files_on_two_file_systems_and_whole_file_systems_are_refused():
         locate(["s3://b/train", "/val"], Access())
     with pytest.raises(DataError, match="There is no folder above s3://b/; put"):
         locate(["s3://b/"], Access())
+
+
+@pytest.mark.parametrize("path", [Path("/data/rows"), ["/data/a", "/data/b"], None, b"/data"])
+def test_a_path_that_is_not_a_string_is_refused(path):
+    with pytest.raises(ConfigError, match=rf"must be a string, got {type(path).__name__}: .*Pass one folder or file"):
+        locate([path], Access())
