@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sparkhvd.data.schema.columns import VECTOR_FIELDS, decimal_dtype
+from sparkhvd.data.schema.columns import VECTOR_FIELDS, decimal_dtype, plain_type
 from sparkhvd.data.schema.data_schema import NUMBERS
 from sparkhvd.data.schema.spark_types import SUPPORTED, Leaf
 from sparkhvd.errors import SchemaError
@@ -22,6 +22,7 @@ def leaves(path: tuple[str, ...], arrow: pa.DataType) -> list[Leaf]:
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
     types = pa.types
+    arrow = plain_type(arrow)
     if types.is_struct(arrow):
         names = tuple(arrow.field(index).name for index in range(arrow.num_fields))
         if names == VECTOR_FIELDS:  # Spark's layout of ML vectors

@@ -64,10 +64,33 @@ def stored(batch: pa.RecordBatch, column: ColumnSpec) -> pa.Array:
     import pyarrow.compute as pc  # noqa: PLC0415  (heavy)
 
     first, *fields = column.path
-    array = batch.column(first)
+    array = _plain(batch.column(first))
     for field in fields:
-        array = pc.struct_field(array, [field])
+        array = _plain(pc.struct_field(array, [field]))
     return array
+
+
+def plain_type(arrow: pa.DataType) -> pa.DataType:
+    """Return the type of Parquet's own that stores an extension type or views, which Spark reads in its place."""
+    import pyarrow as pa  # noqa: PLC0415
+
+    types = pa.types
+    while isinstance(arrow, pa.BaseExtensionType):
+        arrow = arrow.storage_type
+    if types.is_string_view(arrow):
+        return pa.large_string()
+    if types.is_binary_view(arrow):
+        return pa.large_binary()
+    return pa.large_list(arrow.value_field) if types.is_list_view(arrow) or types.is_large_list_view(arrow) else arrow
+
+
+def _plain(array: pa.Array) -> pa.Array:
+    import pyarrow as pa  # noqa: PLC0415
+
+    while isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    plain = plain_type(array.type)
+    return array if array.type == plain else array.cast(plain)
 
 
 def array_type(column: ColumnSpec) -> np.dtype[np.generic]:

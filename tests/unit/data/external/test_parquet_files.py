@@ -95,6 +95,34 @@ def test_a_folder_with_a_transaction_log_is_refused(folder, log, description, fo
             open_it()
 
 
+def test_extension_types_and_views_are_read_as_the_types_that_store_them(tmp_path):
+    tensors = pa.FixedSizeListArray.from_arrays(pa.array(range(8), pa.float32()), 4)
+    stored = {
+        "tensor": pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.float32(), (2, 2)), tensors),
+        "flag": pa.ExtensionArray.from_storage(pa.bool8(), pa.array([0, 1], pa.int8())),
+        "id": pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"a" * 16, b"b" * 16], pa.binary(16))),
+        "text": pa.array(["a", "text that does not fit into a view"], pa.string_view()),
+        "bytes": pa.array([b"a", b"b"], pa.binary_view()),
+        "pair": pa.array([[1, 2], [3, 4]], pa.list_view(pa.int64())),
+        "pairs": pa.array([[[1, 2]], [[3, 4]]], pa.large_list_view(pa.list_(pa.int64()))),
+        "s": pa.StructArray.from_arrays([pa.array(["u", "v"], pa.string_view())], ["view"]),
+        "y": pa.array([0.5, 1.5]),
+    }
+    parquet.write_table(pa.table(stored), tmp_path / "rows.parquet")
+    rows = rows_of(opened(tmp_path, None, transformed=True))
+    assert {name: array.tolist() for name, array in rows.items()} == {
+        "tensor": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        "flag": [0, 1],
+        "id": [b"a" * 16, b"b" * 16],
+        "text": ["a", "text that does not fit into a view"],
+        "bytes": [b"a", b"b"],
+        "pair": [[1, 2], [3, 4]],
+        "pairs": [[[1, 2]], [[3, 4]]],
+        "s.view": ["u", "v"],
+        "y": [0.5, 1.5],
+    }
+
+
 def test_a_pipe_in_the_folder_is_not_read(folder):
     os.mkfifo(folder / "pipe")
     assert "pipe" not in LocalStore(str(folder)).list("")
