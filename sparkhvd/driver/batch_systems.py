@@ -52,6 +52,8 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
 
 
 def _slurm_hosts(nodes: str, tasks: str | None) -> tuple[Host, ...]:
+    if _SLURM_ENTRY.sub("", nodes).strip(","):
+        raise _malformed("SLURM_JOB_NODELIST", nodes, "a bracket is not closed or not opened")
     names = [name for entry in _SLURM_ENTRY.findall(nodes) for name in _slurm_names(entry, nodes)]
     counts = [1] * len(names) if tasks is None else list(_slurm_counts(tasks))
     if len(counts) != len(names):
@@ -73,6 +75,8 @@ def _slurm_numbers(ranges: str, nodes: str) -> Iterator[str]:
         first, _, last = item.partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()):
             raise _malformed("SLURM_JOB_NODELIST", nodes, f"{item!r} is not a range of numbers")
+        if int(first) > int(last or first):
+            raise _malformed("SLURM_JOB_NODELIST", nodes, f"{item!r} ends before it begins")
         for number in range(int(first), int(last or first) + 1):
             yield str(number).zfill(len(first))
 
