@@ -10,6 +10,7 @@ import logging
 import math
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -211,6 +212,7 @@ def _manifest(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> 
     first = next((footer for footer in footers[0] if any(footer.row_groups)), None)
     if first is None:
         raise DataError(f"There are no rows to train on in {store.url}/{locations[0]}: its files are empty.")
+    _refuse_repeated(first.schema.names, f"{store.url}/{first.path}")
     in_folders = partition_columns([path.removeprefix(locations[0]) for path in listed[0]])
     _refuse_in_folders(in_folders, first.schema.names, wanted, f"{store.url}/{locations[0]}")
     schema = _schema(store, locations[0], [footer for footer in footers[0] if any(footer.row_groups)], wanted)
@@ -285,6 +287,12 @@ def _refuse_log(inside: str, url: str) -> None:
                 "so its files may contain rows that were deleted, replaced or never committed. Read it with Spark: "
                 f'fit(spark.read.format("{format_}").load(...)), or prepare_data of that.'
             )
+
+
+def _refuse_repeated(names: Sequence[str], url: str) -> None:
+    repeated = next((name for name, count in Counter(names).items() if count > 1), None)
+    if repeated is not None:
+        raise SchemaError(f"{url} has several columns named {repeated!r}. Write it again with one name per column.")
 
 
 def _refuse_in_folders(names: Iterable[str], in_files: Sequence[str], wanted: ColumnRequest, url: str) -> None:

@@ -123,6 +123,12 @@ def test_extension_types_and_views_are_read_as_the_types_that_store_them(tmp_pat
     }
 
 
+def test_a_file_with_two_columns_of_one_name_is_refused(tmp_path):
+    parquet.write_table(pa.table([[1, 2], [3, 4], [5, 6]], names=["x", "x", "y"]), tmp_path / "rows.parquet")
+    with pytest.raises(SchemaError, match=r"rows\.parquet has several columns named 'x'\. Write it again"):
+        torch_loader(str(tmp_path), 2, columns=["x"])
+
+
 def test_a_pipe_in_the_folder_is_not_read(folder):
     os.mkfifo(folder / "pipe")
     assert "pipe" not in LocalStore(str(folder)).list("")
