@@ -85,13 +85,13 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients.
+        """Reset the gradients. The share of a ``weight_next()`` just before still holds for the next backward pass.
 
         Raises:
             AssertionError: between ``backward()`` and ``step()``, while the gradients are being exchanged.
         """
         self._exchange.require_idle("optimizer.zero_grad() was called")
-        self._exchange.reset()
+        self._exchange.restart()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

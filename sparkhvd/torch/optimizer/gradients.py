@@ -54,6 +54,7 @@ class GradientExchange:
         self._settings = settings
         self._tracked: dict[torch.Tensor, _TrackedParameter] = {}
         self._share: float | None = None  # of the next backward pass; None in an unweighted step
+        self._share_waits = False  # whether no backward pass has used the share yet
         self._lock = threading.Lock()  # guards the state of a step: backward runs hooks in one thread per device
         self._unsent = 0  # parameters not sent yet, counted at the beginning of the step
         self._presence: Handle[None] | None = None
@@ -101,7 +102,7 @@ class GradientExchange:
                 f"weight_next() and contribute_nothing() need op=Average, but the optimizer was created with "
                 f"op={self._settings.op}."
             )
-        self._share = share
+        self._share, self._share_waits = share, True
         self.synchronized = False
         self._attach()
 
@@ -133,12 +134,18 @@ class GradientExchange:
             self.reset()
         self.synchronized = True
 
+    def restart(self) -> None:
+        """Reset the state of the step, except for a share that the next backward pass will use."""
+        share = self._share if self._share_waits else None
+        self.reset()
+        self._share, self._share_waits = share, share is not None
+
     def reset(self) -> None:
         """Reset the state of the step."""
         for tracked in self._tracked.values():
             tracked.passes, tracked.transfer = -self._settings.passes, None
         self._presence = None
-        self._share = None
+        self._share, self._share_waits = None, False
         self.synchronized = False
         self._attach()
 
@@ -157,7 +164,7 @@ class GradientExchange:
                 f"The gradient of {tracked.name!r} was computed more than backward_passes_per_step="
                 f"{self._settings.passes} times before step(); raise backward_passes_per_step to accumulate locally."
             )
-        self.synchronized = False
+        self.synchronized = self._share_waits = False
         if self._share is None or self._settings.passes == 1:
             return None
         return gradient * self._share  # passes differ in their shares, so they are scaled before they are summed

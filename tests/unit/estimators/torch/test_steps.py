@@ -224,6 +224,22 @@ def test_a_train_minibatch_fn_takes_the_same_steps(group, passes):
         assert mine[2]["loss"] == pytest.approx(plain[2]["loss"])
 
 
+def clearing_step(model, optimizer, *others):
+    if others[-1] % others[-2] == 0:  # the first pass of a step
+        optimizer.zero_grad()
+    return own_step(model, optimizer, *others)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_step_function_may_clear_the_gradients_as_those_of_horovod_do(group, passes):
+    how = {"backward_passes_per_step": passes}
+    for mine, plain in zip(
+        group.run(train, {"train_minibatch_fn": clearing_step}, how), group.run(train, {}, how), strict=True
+    ):
+        assert np.array_equal(mine[0], plain[0])
+        assert mine[2]["loss"] == pytest.approx(plain[2]["loss"])
+
+
 def weighing_step(model, optimizer, transform_outputs, loss_fn, inputs, labels, *others):  # noqa: PLR0917
     assert model._orig_mod is not model  # as torch.compile makes them
     outputs, labels = transform_outputs(model(*inputs), labels)
