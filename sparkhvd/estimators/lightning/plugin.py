@@ -28,7 +28,7 @@ from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec, typed_param
 from sparkhvd.estimators.runs.resume_check import ModelFacts
 from sparkhvd.estimators.torch.divisors import inexact_losses
 from sparkhvd.estimators.torch.objective import objective_of
-from sparkhvd.estimators.torch.package import dumps
+from sparkhvd.estimators.torch.package import dumps, refuse_separated
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
 from sparkhvd.estimators.torch.plugin import (
     TorchPredictor,
@@ -165,6 +165,7 @@ PLUGIN = LightningPlugin()
 
 def _unpack(payload: bytes) -> LightningPackage:
     package: LightningPackage = cloudpickle.loads(payload)
+    refuse_separated(package.model, package.optimizers)
     return package
 
 

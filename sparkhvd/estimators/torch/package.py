@@ -77,9 +77,39 @@ def dumps(package: HasModel) -> bytes:
 
 
 def loads(payload: bytes) -> Package:
-    """Return the package from the result of ``dumps``, with its losses created."""
+    """Return the package from the result of ``dumps``, with its losses created.
+
+    Raises:
+        ParamError: the model's own way of pickling gave it parameters that the optimizer does not hold.
+    """
     package: Package = cloudpickle.loads(payload)
+    refuse_separated(package.model, (package.optimizer,))
     return package.with_losses()
+
+
+def refuse_separated(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that do not hold the parameters of an unpickled model, and so would not train it.
+
+    Raises:
+        ParamError: an optimizer holds other parameters; the message names the classes that may be the reason.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    if held <= own:
+        return
+    kinds = {type(module) for module in model.modules()}
+    names = sorted(kind.__name__ for kind in kinds if _has_own_pickle(kind))
+    reason = f" Look at {', '.join(names)}." if names else ""
+    raise ParamError(
+        "Pickling the model creates new parameters, which the optimizer does not hold, so training would not change "
+        "the model. A __reduce__, __getstate__ or __setstate__ of a module must keep the parameter objects themselves, "
+        f"not copies of their values.{reason}"
+    )
+
+
+def _has_own_pickle(kind: type[torch.nn.Module]) -> bool:
+    names = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+    return any(getattr(kind, name, None) is not getattr(torch.nn.Module, name, None) for name in names)
 
 
 def dumps_params(params: Mapping[str, Any]) -> bytes:

@@ -29,6 +29,29 @@ def refused(match, *, optimizer=None, **params):
         PLUGIN.check(given, DATA, None)
 
 
+class Rebuilt(torch.nn.Linear):
+    """A layer that is pickled as the values of its parameters."""
+
+    def __reduce__(self):
+        return _rebuild, (self.in_features, self.out_features, self.state_dict())
+
+
+def _rebuild(inputs, outputs, state):
+    layer = Rebuilt(inputs, outputs)
+    layer.load_state_dict(state)
+    return layer
+
+
+@pytest.mark.parametrize("plugin", [PLUGIN, lightning_plugin.PLUGIN])
+def test_a_model_that_loses_its_parameters_in_a_pickle_is_refused(plugin):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), Rebuilt(6, 3))
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "label_cols": ("y",)}
+    given |= {"loss": torch.nn.CrossEntropyLoss(), "batch_format": "numpy", "logger": None}
+    given["checkpoints"] = Checkpoints()
+    with pytest.raises(ParamError, match=r"Pickling the model creates new parameters.* Look at Rebuilt"):
+        plugin.check(given, DATA, None)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("function", [False, True])
 def test_a_schedule_with_rates_of_its_own_cannot_be_scaled(inside, function):
