@@ -26,6 +26,7 @@ from sparkhvd.estimators.torch.epoch_metrics import EpochMetrics
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.package import Package
 from sparkhvd.estimators.torch.randomness import random_state, restore_random, seed_generators
+from sparkhvd.estimators.torch.renormalization import Renormalization
 from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, RunningSchedule
 from sparkhvd.estimators.torch.steps import Forward, Stepper
@@ -74,6 +75,7 @@ class TorchTrainer:
         self._schedule = RunningSchedule(package.schedule, package.optimizer, self._lr_scale)
         self._device = _device(spec.use_gpu, world)
         self._forward = Forward(self._model, self._inputs, package.objective, package.stepping, self._device)
+        self._renormalization = Renormalization(package.model)
         self._rows_of_buffers = 0  # rows that changed this rank's buffers since their last synchronization
         divisors = loss_divisors(package.objective, spec.schema, spec.labels)
         self._stepper = Stepper(self._forward, package.stepping, divisors, spec.sample)
@@ -116,6 +118,7 @@ class TorchTrainer:
         optimizer = hvd.DistributedOptimizer(self._plain_optimizer, compression=self._package.stepping.compression)
         run = TorchRun(self._model, optimizer, self._world.rank, self._world.size, self._spec.epochs)
         callbacks = self._package.callbacks if hooks.first_epoch < self._spec.epochs else ()  # no epoch is left
+        self._renormalization.attach(optimizer)
         try:
             for callback in callbacks:
                 callback.on_train_begin(run)
@@ -125,6 +128,7 @@ class TorchTrainer:
             for callback in callbacks:
                 callback.on_train_end(run)
         finally:
+            self._renormalization.detach()
             optimizer.close()
             # Some optimizers replace their state instead of changing it; the plain optimizer is the one that is saved.
             self._adopt(optimizer)
@@ -150,6 +154,7 @@ class TorchTrainer:
         self._synchronize_buffers()
         watch.lap("communication")
         validation = {} if val is None else self._validate(val, epoch).report(session.current())
+        self._renormalization.synchronize()  # the forward passes of a validation shorten rows, too
 
         def on_record(record: EpochRecord) -> bool:
             self._schedule.after_epoch(record)

@@ -256,6 +256,49 @@ def test_a_step_function_gets_the_compiled_model_and_may_weigh_rows_itself(group
     assert differs(own[0][0], plain[0][0]) < 1e-6
 
 
+class Shortening(torch.nn.Module):
+    """A model whose forward pass changes the rows of its weights that it looks up."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.words = torch.nn.Embedding(12, 4, max_norm=0.3)
+        self.bag = torch.nn.EmbeddingBag(12, 4, max_norm=0.2, norm_type=1.0)
+        self.last = torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        words = (x.abs() * 4).long().clamp(max=11)
+        return self.last(torch.cat([self.words(words).mean(dim=1), self.bag(input=words)], dim=1))
+
+
+def train_shortening(how, own_steps=None):
+    world = session.current().world
+    trainer = make(world, Shortening(), how, train_minibatch_fn=own_steps)
+    trainer.fit(source(world.rank), source(world.rank), Hooks())
+    assert not any(part._forward_pre_hooks for part in trainer._model.modules())
+    return flat(trainer._model)
+
+
+@pytest.mark.parametrize("own_steps", [None, own_step])
+def test_embeddings_with_a_largest_norm_shorten_the_rows_of_all_ranks(group, own_steps):
+    ours = group.run(train_shortening, {"epochs": 2}, own_steps)
+    assert differs(ours[0], ours[1]) < 1e-6
+    model, data = Shortening(), rows(sum(map(sum, SIZES)))
+    optimizer = sgd(model)
+    for _ in range(2):
+        start = 0
+        for size in map(sum, SIZES):
+            part = slice(start, start + size)
+            start += size
+            optimizer.zero_grad()
+            output = model(torch.from_numpy(data["x"][part]).float())
+            functional.cross_entropy(output, torch.from_numpy(data["y"][part])).backward()
+            optimizer.step()
+        with torch.no_grad():
+            model(torch.from_numpy(data["x"]).float())  # the validation
+    assert differs(ours[0], flat(model)) < 1e-5
+
+
 def normalizing(layer=torch.nn.BatchNorm1d):
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(6, 16), layer(16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).double()
