@@ -164,6 +164,9 @@ def _signature(model: pyfunc.PandasModel) -> ModelSignature:
     inputs: list[ColSpec | TensorSpec] = [
         ColSpec(kind(column), name, required="." not in name) for name, column in model.features
     ]
+    # MLflow drops columns that the signature lacks. AnyType columns are optional.
+    structs = dict.fromkeys(name.partition(".")[0] for name, _ in model.features if "." in name)
+    inputs += [ColSpec(AnyType(), name, required=False) for name in structs]  # type: ignore[no-untyped-call]
     outputs: list[ColSpec | TensorSpec] = [
         ColSpec(_output_type(title_type), name)
         for column, arrow in zip(model.outputs, model.types, strict=True)

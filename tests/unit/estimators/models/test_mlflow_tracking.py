@@ -305,6 +305,21 @@ def test_the_signature_of_a_logged_model_accepts_the_columns_that_transform_acce
         opened.predict(table[["w"]])
 
 
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
+def test_a_logged_model_takes_the_fields_of_a_struct_from_a_column_of_dicts(mlflow, tmp_path):
+    schema = DataSchema((ColumnSpec("s.n", "float64", (), "feature", "scalar"), *SCHEMA.columns))
+    PLUGIN.export({"model": TwoInputs()}, schema, tmp_path)
+    files, kept = read_folder(tmp_path)
+    trained = ModelArtifacts(kept, files, schema, (OutputSpec((), "float64", vector=False),), HISTORY)
+    with mlflow.start_run():
+        mlflow_tracking.log_model(TorchModel(trained, feature_columns=["s.n", "w"], output_cols=["found"]))
+    (logged,) = mlflow.search_logged_models(output_format="list")
+    opened = mlflow.pyfunc.load_model(logged.model_uri)
+    vectors = [np.array([0.5, 0.25])] * 2
+    for table in ({"s": [{"n": 1.75}, {"n": 3.0}], "w": vectors}, {"s.n": [1.75, 3.0], "w": vectors}):
+        assert opened.predict(pd.DataFrame(table))["found"].tolist() == [1.75, 3.0]
+
+
 class TwoInputs(torch.nn.Module):
     """Returns the first input."""
 
