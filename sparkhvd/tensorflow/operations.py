@@ -94,43 +94,54 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     """Combine several dense tensors in one operation; see ``allreduce`` for the arguments."""
     if not tensors:
         return []
-    op = reduction(average, op)
-    packed, contexts = zip(*(compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors), strict=True)
-    full_name = graph_name("allreduce", name, packed[0])
+    values = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    full_name = graph_name("allreduce", name, values[0])
     # A tensor may be in the group twice, so its own name does not identify its place.
-    names = [f"{full_name}.{i}" if full_name and len(packed) > 1 else full_name for i in range(len(packed))]
+    names = [f"{full_name}.{i}" if full_name and len(values) > 1 else full_name for i in range(len(values))]
+    scaled = Reduction(reduction(average, op), prescale_factor, postscale_factor)
+    return reduce_dense(values, scaled, names, compression, process_set)
 
-    def reduce(
-        values: Sequence[tf.Tensor], suffix: str = "", prescale: float = 1.0, postscale: float = 1.0
-    ) -> list[tf.Tensor]:
-        def run(*eager: tf.Tensor) -> Sequence[Array | tf.Tensor]:
-            communicator = session.current()
-            full_names = [name and name + suffix for name in names]
-            if gpu.by_nccl(eager, op, process_set):
-                return gpu.allreduce(eager, op, prescale, postscale, full_names, process_set)
-            handles = [
-                communicator.allreduce_async(
-                    array_of(value, f"Tensor {full_name or ''}".rstrip()),
-                    op,
-                    name=full_name,
-                    prescale=prescale,
-                    postscale=postscale,
-                    process_set=process_set,
-                )
-                for value, full_name in zip(eager, full_names, strict=True)
-            ]
-            return [handle.wait() for handle in handles]
 
-        return outside_graph(run, values, [(value.dtype, value.shape) for value in values])
+def reduce_dense(
+    tensors: Sequence[tf.Tensor],
+    reduction: Reduction,
+    names: Sequence[str | None],
+    compression: Compressor = Compression.none,
+    process_set: ProcessSet | None = None,
+) -> list[tf.Tensor]:
+    """Combine dense tensors under names of their own; None numbers a tensor."""
+    if not tensors:
+        return []
+    op, prescale, postscale = reduction
+    packed, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
+
+    def run(*eager: tf.Tensor) -> Sequence[Array | tf.Tensor]:
+        if gpu.by_nccl(eager, op, process_set):
+            return gpu.allreduce(eager, op, prescale, postscale, names, process_set)
+        communicator = session.current()
+        handles = [
+            communicator.allreduce_async(
+                array_of(value, f"Tensor {name or ''}".rstrip()),
+                op,
+                name=name,
+                prescale=prescale,
+                postscale=postscale,
+                process_set=process_set,
+            )
+            for value, name in zip(eager, names, strict=True)
+        ]
+        return [handle.wait() for handle in handles]
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
                 raise ConfigError(f"An allreduce with op={op} has no gradient; use Average or Sum.")
-            return _with_own_scales(reduce(upstream, ".gradient"), prescale_factor * postscale_factor)
+            gradient_names = [name and f"{name}.gradient" for name in names]
+            combined = reduce_dense(upstream, Reduction(op), gradient_names, process_set=process_set)
+            return _with_own_scales(combined, prescale * postscale)
 
-        return reduce(values, prescale=prescale_factor, postscale=postscale_factor), gradient
+        return outside_graph(run, values, [(value.dtype, value.shape) for value in values]), gradient
 
     results = differentiable(*packed)
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]

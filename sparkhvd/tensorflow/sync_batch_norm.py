@@ -91,13 +91,26 @@ def _global_moments(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def moments(values: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor], Any]:
         own = _own_sums(values, included, axes)
-        mean, variance, share = outside_graph(combine, own, [(tensor.dtype, tensor.shape) for tensor in own])
+        like = [(tensor.dtype, tensor.shape) for tensor in own]
+        # The derivatives are those below: in a graph, TensorFlow would look for others in the Python function.
+        mean, variance, share = map(tf.stop_gradient, outside_graph(combine, own, like))
+
+        # For second derivatives: the mean is a constant here, although it depends on the values.
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def centered(values: tf.Tensor) -> tuple[tf.Tensor, Any]:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                summed = allreduce(
+                    tf.reduce_sum(_masked(included, upstream), axes), op=ReduceOp.SUM, process_set=process_set
+                )
+                return upstream - _masked(included, _expanded(summed * share, values, axes))
+
+            return values - _expanded(mean, values, axes), gradient
 
         def gradient(mean_gradient: tf.Tensor, variance_gradient: tf.Tensor) -> tf.Tensor:
             upstream = tf.stack([mean_gradient, variance_gradient])
             summed = allreduce(upstream, op=ReduceOp.SUM, process_set=process_set)
             by_mean, by_variance = tf.unstack(summed * share)
-            deviations = values - _expanded(mean, values, axes)
+            deviations = centered(values)
             result = _expanded(by_mean, values, axes) + 2.0 * deviations * _expanded(by_variance, values, axes)
             return _masked(included, result)
 

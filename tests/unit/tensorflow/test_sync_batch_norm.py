@@ -112,6 +112,35 @@ def normalize_in_half_precision():
     assert np.isfinite(tape.gradient(loss, values).numpy()).all()
 
 
+def penalize_gradients(in_graph, masked):
+    """The ranks train with a penalty on the gradients by the inputs, whose gradient is a second derivative."""
+    random = np.random.default_rng(3)
+    values = random.normal(size=(7, 2))
+    mask = tf.constant(random.uniform(size=7) < 0.8) if masked else tf.constant([True] * 7)
+    factors = tf.constant(random.normal(size=(7, 2)))
+    part = slice(0, 3) if hvd.rank() == 0 else slice(3, 7)
+
+    def second(layer, rows):
+        own = tf.constant(values[rows])
+        with tf.GradientTape() as outer:
+            outer.watch(own)
+            with tf.GradientTape() as inner:
+                inner.watch(own)
+                found = layer(own, training=True, mask=mask[rows] if masked else None)
+                loss = tf.reduce_sum(found**2 * factors[rows])
+            penalty = tf.reduce_sum(tf.square(inner.gradient(loss, own)))
+        return outer.gradient(penalty, own)
+
+    def run(layer, rows):
+        layer.build([None, 2])
+        step = lambda: second(layer, rows)  # noqa: E731
+        return (tf.function(step, autograph=False) if in_graph else step)().numpy()
+
+    alone = run(keras.layers.BatchNormalization(dtype="float64"), slice(None))
+    together = run(hvd.SyncBatchNormalization(dtype="float64"), part)
+    np.testing.assert_allclose(together, alone[part], rtol=1e-6, atol=1e-9)
+
+
 def work_alone_where_nothing_is_trained():
     """Only rank 0 calls the layer."""
     layer = hvd.SyncBatchNormalization()
@@ -163,6 +192,11 @@ def test_two_ranks_are_one_big_batch(group, kind, uneven, in_graph):
 @pytest.mark.parametrize("uneven", [True, False], ids=["uneven rows", "a rank without rows"])
 def test_three_ranks_are_one_big_batch(three_ranks, uneven):
     three_ranks.run(compare, uneven, "plain", False)
+
+
+@pytest.mark.parametrize(("in_graph", "masked"), [(False, False), (True, True)])
+def test_second_derivatives_are_those_of_one_big_batch(group, in_graph, masked):
+    group.run(penalize_gradients, in_graph, masked)
 
 
 def test_half_precision_keeps_large_values(group):
