@@ -15,7 +15,7 @@ from sparkhvd.comm.collectives.options import Reduction
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow.compression import Compression, Compressor
-from sparkhvd.tensorflow.operations import grouped_allreduce, reduce_slices
+from sparkhvd.tensorflow.operations import reduce_dense, reduce_slices
 from sparkhvd.tensorflow.tensors import without_autograph
 
 
@@ -56,14 +56,13 @@ class GradientExchange:
         dense = [
             index for index, gradient in enumerate(gradients) if tf.is_tensor(gradient) and not _is_sparse(gradient)
         ]
-        results = grouped_allreduce(
+        # A name has the gradient's index: on a rank that lacks other gradients, it still means the same variable.
+        results = reduce_dense(
             [gradients[index] for index in dense],
-            compression=self.compression,
-            op=self.op,
-            prescale_factor=1.0 / self.predivide,
-            postscale_factor=self.predivide,
-            name=self.name,
-            process_set=self.process_set,
+            Reduction(self.op, 1.0 / self.predivide, self.predivide),
+            [f"{self.name}.{index}" for index in dense],
+            self.compression,
+            self.process_set,
         )
         for index, result in zip(dense, results, strict=True):
             reduced[index] = result

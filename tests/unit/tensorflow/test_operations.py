@@ -150,6 +150,38 @@ def differentiate(in_graph):
     assert (weighted / factor).tolist() == [3.0, 6.0, 6.0]
 
 
+def differentiate_twice(in_graph):
+    """The gradient of a gradient passes through the collectives of both."""
+    own = tf.constant([1.0 + hvd.rank(), 2.0])
+    total = np.array([3.0, 4.0])
+
+    def second(operation):
+        with tf.GradientTape() as outer:
+            outer.watch(own)
+            with tf.GradientTape() as inner:
+                inner.watch(own)
+                loss = tf.reduce_sum(operation(own) ** 3)
+            penalty = tf.reduce_sum(inner.gradient(loss, own))
+        return outer.gradient(penalty, own)
+
+    run = graph(second) if in_graph else second
+    np.testing.assert_allclose(run(lambda t: hvd.allreduce(t, op=hvd.Sum)), 4 * 6 * total)
+    np.testing.assert_allclose(run(hvd.allreduce), 6 * total / 2)
+    np.testing.assert_allclose(run(lambda t: hvd.allreduce(t, op=hvd.Sum, postscale_factor=0.5)), 3 * total)
+    np.testing.assert_allclose(run(lambda t: hvd.allgather(t, name="rows")), 3 * own)
+
+
+def combine_what_all_ranks_have():
+    """Rank 0 has no gradient for the first variable, and joins, so that its zeros take part there."""
+    variables = [tf.Variable([1.0]) for _ in range(3)]
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([(i + 1.0) * variables[i] for i in range(hvd.rank() == 0, 3)])
+    gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+    hvd.join()
+    assert [g is None for g in gradients] == [hvd.rank() == 0, False, False]
+    assert [float(g[0]) for g in gradients if g is not None] == [0.5, 2.0, 3.0][hvd.rank() == 0 :]
+
+
 def reduce_slices():
     rank = hvd.rank()
     slices = tf.IndexedSlices(tf.fill([2, 3], float(rank + 1)), tf.constant([rank, 2]), tf.constant([4, 3]))
@@ -277,6 +309,15 @@ def test_every_collective_takes_a_process_set_and_ranks_may_join_early(group):
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 def test_collectives_have_gradients(group, in_graph):
     group.run(differentiate, in_graph)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_collectives_have_second_gradients(group, in_graph):
+    group.run(differentiate_twice, in_graph)
+
+
+def test_a_rank_without_a_gradient_does_not_shift_the_others(group):
+    group.run(combine_what_all_ranks_have)
 
 
 def test_slices_are_gathered_and_add_up(group):
