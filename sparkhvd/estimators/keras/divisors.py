@@ -94,6 +94,8 @@ def _over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: str) -> Ca
     def compute(
         labels: keras.KerasTensor, outputs: keras.KerasTensor, weights: keras.KerasTensor | None = None
     ) -> keras.KerasTensor:
+        if weights is not None and len(outputs.shape) > 2:
+            weights = _per_row(weights, loss.call(labels, outputs))
         value = wrapped(labels, outputs, weights)
         divisor = _divisor([_mask(outputs), _mask(computed.pop())])
         if divisor is None or getattr(getattr(divisor, "device", None), "type", None) == "meta":
@@ -101,6 +103,12 @@ def _over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: str) -> Ca
         return value * keras.ops.cast(_constant(divisor, lambda number: current.factor(number, name)), value.dtype)
 
     return compute
+
+
+def _per_row(weights: keras.KerasTensor, losses: keras.KerasTensor) -> keras.KerasTensor:
+    """Make the rows' weights apply to all values of a row; Keras would align them with the losses' last dimension."""
+    missing = len(losses.shape) - len(weights.shape)
+    return keras.ops.reshape(weights, (-1, *[1] * missing)) if missing > 0 else weights
 
 
 def _mask(values: keras.KerasTensor) -> keras.KerasTensor | None:

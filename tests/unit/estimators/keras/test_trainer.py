@@ -93,7 +93,9 @@ def ignoring():
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
 
 
-SEQUENCES = schema(x=("feature", "int64", (5,), "array"), y=("label", "float64", (5, 1), "array"))
+SEQUENCE_COLUMNS = {"x": ("feature", "int64", (5,), "array"), "y": ("label", "float64", (5, 1), "array")}
+SEQUENCES = schema(**SEQUENCE_COLUMNS)
+WEIGHTED_SEQUENCES = schema(**SEQUENCE_COLUMNS, w=("weight", "float64", (), "scalar"))
 
 
 def masking():
@@ -106,13 +108,16 @@ def masking():
 
 def sequences(count):
     random = np.random.default_rng(2)
-    return {"x": random.integers(0, 4, (count, 5)), "y": random.normal(size=(count, 5, 1))}
+    made = {"x": random.integers(0, 4, (count, 5)), "y": random.normal(size=(count, 5, 1))}
+    return {**made, "w": random.uniform(size=count)}
 
 
 def parts_of(kind, count):
     """Return the model, its loss, the columns and the rows."""
     if kind == "masked":
         return masking(), "mse", SEQUENCES, sequences(count)
+    if kind == "masked and weighted":
+        return masking(), "mse", WEIGHTED_SEQUENCES, sequences(count)
     return network(), ignoring(), WEIGHTED if kind == "weighted" else DATA, rows(count)
 
 
@@ -126,7 +131,7 @@ def train_on_what_counts(kind, sizes):
     return trainer._model.get_weights(), record.train["loss"], record.validation["loss"]
 
 
-@pytest.mark.parametrize("kind", ["ignored", "weighted", "masked"])
+@pytest.mark.parametrize("kind", ["ignored", "weighted", "masked", "masked and weighted"])
 def test_losses_with_masks_divide_by_the_unmasked_values_of_all_ranks(group, kind):
     """Check training and validation; one rank has no row in a step, and no unmasked row in another."""
     sizes = [*PARTIAL_END[:3], (4, 4), (3, 1), (2, 0)]
@@ -135,7 +140,9 @@ def test_losses_with_masks_divide_by_the_unmasked_values_of_all_ranks(group, kin
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss=plain_loss)
 
     def weighted(part):
-        return made["w"][part] if kind == "weighted" else None
+        """Return one weight per row; for sequences in the shape that makes plain Keras use it for all time steps."""
+        weights = {"weighted": made.get("w"), "masked and weighted": made["w"][:, None]}.get(kind)
+        return None if weights is None else weights[part]
 
     def mean(step):
         """Return the mean of the batches' losses, weighted by their rows."""
