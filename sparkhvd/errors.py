@@ -17,6 +17,10 @@ class ConfigError(SparkHvdError, ValueError):
     """A setting (argument or environment variable) has a value that cannot work."""
 
 
+class UnsupportedError(ConfigError, NotImplementedError):
+    """Each setting is valid, but sparkhvd does not support the combination."""
+
+
 class NotInitializedError(SparkHvdError, ValueError):
     """A collective or a rank was asked for before ``init()`` or after ``shutdown()``."""
 

@@ -12,12 +12,12 @@ from typing import Literal, TypeVar
 from sparkhvd._core import CoreError, Operation
 from sparkhvd._util.counts import counted
 from sparkhvd.comm.channel import Channel, HasChannels
-from sparkhvd.comm.collectives.buffers import Buffer
+from sparkhvd.comm.collectives.buffers import Buffer, ReduceOp
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.failures import translate, translated
 from sparkhvd.comm.handle import Handle, PendingGroup
 from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, UnsupportedError
 
 T = TypeVar("T")
 Pairs = Sequence[tuple[Buffer, Buffer]]
@@ -105,6 +105,7 @@ def reducescatter_buffer(
 
     ``target`` receives this rank's rows and must not overlap the source.
     """
+    _require_elementwise(reduction)
     channel = me.channel(options.process_set)
     _require_own_rows(channel, source, target)
     return channel.handle(*_submitted("reducescatter", channel, source, target, reduction, options))
@@ -114,6 +115,7 @@ def reducescatter_buffers(
     me: HasChannels, pairs: Pairs, reduction: Reduction = _MEAN, options: SubmitOptions = _ANY
 ) -> Handle[None]:
     """Start a reducescatter of every source into its target; all run together, or none if the ranks disagree."""
+    _require_elementwise(reduction)
     channel = me.channel(options.process_set)
     for source, target in pairs:
         _require_own_rows(channel, source, target)
@@ -286,6 +288,11 @@ def _require_same_form(source: Buffer, target: Buffer) -> None:
 def _require_rows(source: Buffer, what: str, verb: str) -> None:
     if not source.shape:
         raise ConfigError(f"{what} needs at least one dimension to {verb} along; reshape the scalar to (1,).")
+
+
+def _require_elementwise(reduction: Reduction) -> None:
+    if reduction.op is ReduceOp.ADASUM:
+        raise UnsupportedError("A reducescatter cannot use op=Adasum, which needs whole tensors; use an allreduce.")
 
 
 def _require_own_rows(channel: Channel, source: Buffer, target: Buffer) -> None:

@@ -11,7 +11,7 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.collectives.options import SubmitOptions
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, UnsupportedError
 from sparkhvd.torch.ops import collectives, plain
 from sparkhvd.torch.ops.calls import asynchronous, asynchronous_in_place, blocking, compression_at, in_place
 from sparkhvd.torch.ops.devices import join_device
@@ -79,7 +79,7 @@ def sparse_allreduce_async(
     if tensor.layout is not torch.sparse_coo:
         raise ConfigError(f"{what} has layout {tensor.layout}, but must have torch.sparse_coo; use allreduce().")
     if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
-        raise ConfigError(f"{what} is sparse and cannot be combined with op={op}; use Average or Sum.")
+        raise UnsupportedError(f"{what} is sparse and cannot be combined with op={op}; use Average or Sum.")
     communicator = session.current()
     total = SparseSum(tensor.detach(), op, communicator.channel(process_set).ranks, what)
     content = buffer_of(total.pack(tensor), what)

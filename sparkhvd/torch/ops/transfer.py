@@ -11,7 +11,7 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import UnsupportedError
 from sparkhvd.torch.compression import CastCompressor, Compressor, NoneCompressor
 from sparkhvd.torch.ops import sparse
 from sparkhvd.torch.ops.devices import in_stream_order, reduced_by_nccl, scale
@@ -79,8 +79,14 @@ def send(parameter: torch.Tensor, name: str, weight: Weight, settings: ExchangeS
     if gradient.layout is torch.sparse_coo:
         if not settings.sparse_as_dense:
             return _send_sparse(gradient, parameter, name, weight, settings)
-        gradient = parameter.grad = gradient.to_dense()
+        gradient = parameter.grad = _dense(gradient)
     return _send_dense(gradient, name, weight, settings)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    # PyTorch's to_dense() returns zeros for one entry whose values are an expanded view, such as the gradient of a sum.
+    # A product has memory of its own.
+    return (gradient * 1.0).to_dense()
 
 
 def send_zeros(
@@ -127,7 +133,7 @@ def _send_sparse(
     gradient: torch.Tensor | None, parameter: torch.Tensor, name: str, weight: Weight, settings: ExchangeSettings
 ) -> Transfer:
     if settings.op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
-        raise ConfigError(
+        raise UnsupportedError(
             f"The gradient {name!r} is sparse and cannot be combined with op={settings.op}; pass sparse_as_dense=True, "
             "or use Average or Sum."
         )
