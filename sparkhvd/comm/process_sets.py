@@ -121,6 +121,11 @@ class ProcessSet:
         return f"ProcessSet(id={self.process_set_id}, ranks={self.ranks})"
 
 
+def exchanges_with(process_set: ProcessSet | None) -> bool:
+    """Return whether this process exchanges gradients in the set; outside a registered set they stay local."""
+    return process_set is None or process_set.process_set_id is None or process_set.included()
+
+
 def agreed_sets(
     proposals: Sequence[Proposal], known: Mapping[int, tuple[int, ...]], size: int
 ) -> list[tuple[int, ...]]:

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.errors import ConfigError
+from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
+from sparkhvd.errors import ConfigError, UnsupportedError
 
 Exchange = Callable[[Sequence[Any]], list[Any]]
 
@@ -29,7 +29,7 @@ def gradient_exchange(  # noqa: PLR0917
     """
     backend = keras.config.backend()
     if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:  # Adasum combines steps; only sparkhvd.torch supports it
-        raise ConfigError(f"Gradients can be combined with op=Average or op=Sum, not {op}.")
+        raise UnsupportedError(f"Gradients can be combined with op=Average or op=Sum, not {op}.")
     if backend == "tensorflow":
         from sparkhvd.tensorflow.compression import Compression  # noqa: PLC0415  (only the backend in use is imported)
         from sparkhvd.tensorflow.gradients import GradientExchange  # noqa: PLC0415
@@ -62,6 +62,8 @@ def _torch_exchange(
     import sparkhvd.torch as hvd  # noqa: PLC0415  (only the backend in use is imported)
 
     def reduce(gradients: Sequence[Any]) -> list[Any]:
+        if not exchanges_with(process_set):
+            return list(gradients)
         handles = [
             None
             if gradient is None

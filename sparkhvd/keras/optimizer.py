@@ -11,7 +11,7 @@ import keras
 from sparkhvd._util.keras_layers import variables_of_layers
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras.batches import GradientAccumulation, weighted
 from sparkhvd.keras.exchange import Exchange, gradient_exchange, scaled
@@ -35,6 +35,8 @@ class _LocalVariables:
 
     def factor(self) -> float:
         """Return the factor of their gradients."""
+        if not exchanges_with(self.process_set):
+            return self.passes
         return self.passes / (session.current().channel(self.process_set).engine.size if self.scale else 1)
 
 

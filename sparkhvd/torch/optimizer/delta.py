@@ -11,7 +11,7 @@ import torch
 
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
-from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import Compressor, NoneCompressor
 from sparkhvd.torch.ops.calls import Call, first
@@ -50,6 +50,8 @@ class DeltaOptimizer(ExchangingOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take this rank's step from its own gradients, and replace it with the Adasum of all ranks' steps."""
+        if not exchanges_with(self._settings.process_set):
+            return super(ExchangingOptimizer, self).step(closure)
         trained = [(p, self._names[p]) for group in self.param_groups for p in group["params"] if p.requires_grad]
         starts = [parameter.detach().clone() for parameter, _ in trained]
         result = super(ExchangingOptimizer, self).step(closure)

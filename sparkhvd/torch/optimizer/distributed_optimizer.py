@@ -9,7 +9,7 @@ import torch
 
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, UnsupportedError
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.ops.transfer import ExchangeSettings
 from sparkhvd.torch.optimizer.delta import DeltaOptimizer, DeltaSettings
@@ -58,7 +58,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917  the name and the order of the 
             parameters, or lists of parameters. A parameter in no list is sent alone.
         sparse_as_dense: convert sparse gradients to dense tensors before they are sent. Otherwise all ranks receive the
             entries of all ranks and add them up.
-        process_set: the ranks whose gradients are combined, all by default.
+        process_set: the ranks whose gradients are combined, all by default. Other ranks train on their own gradients.
 
     Raises:
         ConfigError: duplicate or missing names, or settings that contradict each other.
@@ -76,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917  the name and the order of the 
     passes = checked_passes(backward_passes_per_step)
     if op is ReduceOp.ADASUM:
         if groups:
-            raise ConfigError(
+            raise UnsupportedError(
                 "groups= sends gradients together, but op=Adasum sends the step of each parameter alone; remove groups."
             )
         adasum_optimizer = _wrap(optimizer, DeltaOptimizer)

@@ -17,6 +17,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.process_sets import exchanges_with
 from sparkhvd.errors import ConfigError, DeadlineExceededError, SparkHvdError
 from sparkhvd.torch.ops.tensors import buffer_of
 from sparkhvd.torch.ops.transfer import ExchangeSettings, Transfer, Weight, send, send_zeros
@@ -117,8 +118,13 @@ class GradientExchange:
         """Wait until every parameter's ``grad`` is the combined gradient of all ranks.
 
         Gradients that were not submitted yet are submitted now. Where only other ranks have a gradient, this rank adds
-        zeros. A parameter for which no rank has a gradient ends without one, as in a single process.
+        zeros. A parameter for which no rank has a gradient ends without one, as in a single process. A rank outside the
+        process set keeps its own gradients.
         """
+        if not exchanges_with(self._settings.process_set):
+            self.reset()
+            self.synchronized = True
+            return
         try:
             with self._lock:
                 for tracked in self._tracked.values():
@@ -165,7 +171,7 @@ class GradientExchange:
                 f"{self._settings.passes} times before step(); raise backward_passes_per_step to accumulate locally."
             )
         self.synchronized = self._share_waits = False
-        if self._share is None or self._settings.passes == 1:
+        if self._share is None or self._settings.passes == 1 or not exchanges_with(self._settings.process_set):
             return None
         return gradient * self._share  # passes differ in their shares, so they are scaled before they are summed
 
@@ -173,6 +179,8 @@ class GradientExchange:
         """Count a pass; after the last one, submit the gradients of the group once all of them are computed."""
         with self._lock:
             tracked.passes += 1
+            if not exchanges_with(self._settings.process_set):
+                return
             if tracked.passes == 0 and all(member.ready for member in tracked.group):
                 for member in tracked.group:
                     if member.transfer is None and member.parameter.grad is not None:
