@@ -12,7 +12,7 @@ from sparkhvd._util.keras_layers import variables_of_layers
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.collectives.options import Reduction
-from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow.compression import Compression, Compressor
 from sparkhvd.tensorflow.operations import reduce_dense, reduce_slices
@@ -27,7 +27,7 @@ class GradientExchange:
         name: distinguishes several exchanges of one program; equal on all ranks.
         compression: compresses dense gradients for transfer.
         sparse_as_dense: whether ``tf.IndexedSlices`` are converted to dense tensors; otherwise their rows are gathered.
-        op: ``Average`` or ``Sum``.
+        op: ``Average``, ``Sum`` or ``Adasum``.
         predivide: with ``Average``, divides before the sum and multiplies after it.
         process_set: the ranks that take part, all by default.
     """
@@ -40,8 +40,8 @@ class GradientExchange:
     process_set: ProcessSet | None = None
 
     def __post_init__(self) -> None:
-        if self.op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
-            raise ConfigError(f"Gradients can be combined with op=Average or op=Sum, not {self.op}.")
+        if self.op not in {ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM}:
+            raise ConfigError(f"Gradients can be combined with op=Average, op=Sum or op=Adasum, not {self.op}.")
         if not self.predivide > 0:
             raise ConfigError(f"gradient_predivide_factor must be positive, got {self.predivide}.")
         if self.predivide != 1.0 and self.op is not ReduceOp.AVERAGE:
@@ -49,7 +49,9 @@ class GradientExchange:
 
     @without_autograph
     def reduce(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return the combined gradients in the same order; None stays None."""
+        """Return the combined gradients in the same order; None stays None. Outside the process set they stay local."""
+        if not exchanges_with(self.process_set):
+            return list(gradients)
         if self.sparse_as_dense:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         reduced = list(gradients)
@@ -93,7 +95,7 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
         gradtape: the tape to wrap; use only the result afterwards.
         compression: compresses dense gradients for transfer.
         sparse_as_dense: whether the gradients of embeddings are converted to dense tensors first.
-        op: ``Average`` or ``Sum``.
+        op: ``Average``, ``Sum``, or ``Adasum`` for dense gradients.
         gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
         process_set: the ranks that take part, all by default.
         scale_local_gradients: whether gradients of local variables are divided by the number of ranks, which makes them
@@ -114,6 +116,8 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
     @without_autograph
     def gradient(self: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         gradients = tape_class.gradient(self, target, sources, *args, **kwargs)
+        if not exchanges_with(process_set):
+            return gradients
         flat = tf.nest.flatten(gradients, expand_composites=False)
         is_local = [_key(source) in local_sources for source in tf.nest.flatten(sources)]
         reduced = exchange.reduce([None if local else grad for grad, local in zip(flat, is_local, strict=True)])

@@ -16,7 +16,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import Array, ReduceOp
 from sparkhvd.comm.collectives.options import Reduction
 from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, UnsupportedError
 from sparkhvd.tensorflow import gpu
 from sparkhvd.tensorflow.compression import Compression, Compressor
 from sparkhvd.tensorflow.tensors import array_of, graph_name, outside_graph, without_autograph
@@ -362,9 +362,11 @@ def reduce_slices(
     slices: Sequence[tf.IndexedSlices], reduction: Reduction, name: str | None, process_set: ProcessSet | None
 ) -> list[tf.IndexedSlices]:
     """Concatenate the rows of all ranks, which adds them up once they are applied; one call for all slices."""
+    if not slices:
+        return []
     op, prescale, postscale = reduction
     if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
-        raise ConfigError(
+        raise UnsupportedError(
             f"tf.IndexedSlices can be averaged or summed, not combined with op={op}; convert them to dense first."
         )
     size = session.current().channel(process_set).size

@@ -9,10 +9,24 @@ import numpy as np
 import tensorflow as tf
 
 from sparkhvd.comm.collectives.buffers import DTYPES, Array
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, MismatchError, UnsupportedError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 EagerFunction = Callable[..., Sequence[Any]]  # eager tensors in, arrays or tensors out
+
+
+class TensorMismatchError(MismatchError, tf.errors.FailedPreconditionError):  # type: ignore[misc]  # tf has no types
+    """A ``MismatchError`` in eager mode, for programs that catch TensorFlow's errors."""
+
+    def __init__(self, message: str) -> None:
+        tf.errors.FailedPreconditionError.__init__(self, None, None, message)
+
+
+class TensorConfigError(ConfigError, tf.errors.InvalidArgumentError):  # type: ignore[misc]  # tf has no types
+    """A ``ConfigError`` in eager mode, for programs that catch TensorFlow's errors."""
+
+    def __init__(self, message: str) -> None:
+        tf.errors.InvalidArgumentError.__init__(self, None, None, message)
 
 
 def without_autograph(function: Function) -> Function:
@@ -51,7 +65,14 @@ def outside_graph(
             ranks.
     """
     if tf.executing_eagerly():
-        return [tf.convert_to_tensor(result) for result in function(*tensors)]
+        try:
+            return [tf.convert_to_tensor(result) for result in function(*tensors)]
+        except MismatchError as error:
+            raise TensorMismatchError(str(error)) from error.__cause__
+        except ConfigError as error:
+            if isinstance(error, UnsupportedError):
+                raise
+            raise TensorConfigError(str(error)) from error.__cause__
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise ConfigError(
             "Collectives work in eager mode and inside tf.function, not in the graphs and sessions of TensorFlow 1 "
