@@ -5,6 +5,8 @@ python -m tests.unit.compat.horovod_program
 
 from __future__ import annotations
 
+import warnings
+
 import horovod
 import horovod.torch as hvd
 import torch
@@ -34,6 +36,61 @@ def train_torch() -> dict[str, object]:
         "sparse": hvd.sparse_allreduce_async(sparse, "s", hvd.Sum)().to_dense().tolist(),
         "joined": hvd.join(-1) in range(size()),
         "built": hvd.nccl_built() in {0, 1} or hvd.nccl_built() > 1,
+    }
+
+
+def train_some_ranks() -> dict[str, object]:
+    """What Horovod does beside the collectives: process sets, warnings, states, refusals."""
+    hvd.init()
+    only_first = hvd.add_process_set([0])
+    weight = torch.nn.Parameter(torch.zeros(1))
+    local = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), process_set=only_first)
+    (weight.sum() * (1.0 + rank())).backward()
+    local.step()
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    before = model.weight.item()
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    created = [len(optimizer.state), model.weight.grad.item(), model.weight.item() == before]
+
+    optimizer.zero_grad()
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+
+    rows = torch.nn.Embedding(4, 1, sparse=True)
+    lazy = torch.optim.SparseAdam(list(rows.parameters()), lr=0.1)
+    lazy = hvd.DistributedOptimizer(lazy, sparse_as_dense=True)
+    rows(torch.tensor([rank()])).sum().backward()
+    lazy.step()
+    changed = rows.weight.grad.coalesce().indices().tolist()
+
+    try:
+        hvd.reducescatter(torch.ones(2), op=hvd.Adasum)
+    except NotImplementedError as error:
+        refused = str(error)
+    if rank() == 1:
+        hvd.barrier()  # so that the tensor of rank 0 is in flight when it submits another
+    handle = hvd.allreduce_async(torch.ones(1), name="twice")
+    try:
+        refused_twice = rank() == 0 and not hvd.allreduce_async(torch.ones(1), name="twice")
+    except ValueError:
+        refused_twice = True
+    if rank() == 0:
+        hvd.barrier()
+    return {
+        "local": weight.item(),
+        "created": created,
+        "warned": [str(warning.message).split(".")[1] for warning in caught],
+        "names": sorted(optimizer._parameter_names.values()),
+        "changed": changed,
+        "refused": refused,
+        "refused twice": refused_twice,
+        "in flight": hvd.synchronize(handle).item(),
     }
 
 
@@ -68,7 +125,29 @@ def train_tensorflow() -> dict[str, object]:
     ]
     model.fit(np.ones((4, 2)), np.full((4, 1), 1.0 + hvd.rank()), verbose=0, callbacks=callbacks)
     weights = hvd_keras.allgather(model.layers[0].kernel[None], name="weights").numpy()
+    errors = []
+    for call in (
+        lambda: hvd.allreduce(tf.ones(1 + hvd.rank()), name="shapes"),
+        lambda: hvd.alltoall(tf.ones(3)),
+        lambda: hvd.allreduce(tf.IndexedSlices(tf.ones([1, 1]), tf.constant([0])), op=hvd.Max),
+    ):
+        try:
+            call()
+        except (HorovodInternalError, ValueError) as error:
+            kinds = (tf.errors.FailedPreconditionError, tf.errors.InvalidArgumentError, NotImplementedError)
+            errors.append([kind.__name__ for kind in kinds if isinstance(error, kind)])
+    axes = tf.Variable([0.0, 0.0])
+    with tf.GradientTape() as orthogonal:
+        total = tf.reduce_sum(axes * tf.one_hot(hvd.rank(), 2))
+    orthogonal = hvd.DistributedGradientTape(orthogonal, op=hvd.Adasum)
+    only_first = hvd.add_process_set([0])
+    with tf.GradientTape() as local:
+        own = weight * (1.0 + hvd.rank())
+    local = hvd.DistributedGradientTape(local, process_set=only_first)
     return {
+        "errors": errors,
+        "adasum": orthogonal.gradient(total, axes).numpy().tolist(),
+        "local": float(local.gradient(own, weight)),
         "gradient": float(tape.gradient(loss, weight)),
         "sum": hvd.allreduce(tf.ones(1), None, "", "", hvd.Compression.none, hvd.Sum).numpy().tolist(),
         "scattered": hvd.reducescatter(tf.ones(2), "", hvd.Compression.none, hvd.Sum).numpy().tolist(),
@@ -83,6 +162,7 @@ if __name__ == "__main__":
         {
             "version": horovod.__version__,
             "torch": horovod.run(train_torch, np=2, hosts="localhost:2", use_gloo=True),
+            "some": run(train_some_ranks, num_proc=2),
             "errors": run(disagree, num_proc=2),
             "tensorflow": run(train_tensorflow, num_proc=2),
             "runner": HorovodRunner(np=-2).run(disagree),

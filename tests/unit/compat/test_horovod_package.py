@@ -38,9 +38,26 @@ def test_a_pytorch_program_runs_unchanged(program):
         }
 
 
+def test_what_programs_use_beside_the_collectives_of_pytorch(program):
+    for number, rank in enumerate(program["some"]):
+        assert rank == {
+            "local": -1.0 - number,  # the process set has only rank 0; rank 1 trains on its own gradients
+            "created": [2, 0.0, True],
+            "warned": ["step() called without optimizer"],
+            "names": ["bias", "weight"],
+            "changed": [[0, 1]],
+            "refused": "A reducescatter cannot use op=Adasum, which needs whole tensors; use an allreduce.",
+            "refused twice": number == 0,
+            "in flight": 1.0,
+        }
+
+
 def test_a_tensorflow_and_keras_program_runs_unchanged(program):
     for number, rank in enumerate(program["tensorflow"]):
         assert rank == {
+            "errors": [["FailedPreconditionError"], ["InvalidArgumentError"], ["NotImplementedError"]],
+            "adasum": [1.0, 1.0],
+            "local": 1.0 + number,
             "gradient": 3.0,
             "sum": [2.0],
             "scattered": [2.0],

@@ -11,10 +11,12 @@ from horovod._signatures import with_parameters
 from sparkhvd.comm import interface
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
+from sparkhvd.errors import HorovodInternalError
 from sparkhvd.tensorflow import barrier, join
 
 __all__ = [
     "Adasum",
+    "HorovodInternalError",
     "allgather",
     "allreduce",
     "alltoall",

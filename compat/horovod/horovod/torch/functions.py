@@ -2,6 +2,47 @@
 
 from __future__ import annotations
 
-from sparkhvd.torch.states import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from typing import Any
+
+import torch
+
+import sparkhvd.torch as _hvd
+from sparkhvd.comm.interface import ProcessSet
+from sparkhvd.torch import allgather_object, broadcast_object, broadcast_parameters
+from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    process_set: ProcessSet | None = None,
+    model: Any = None,  # noqa: ARG001  of versions after 0.28.1
+) -> None:
+    """Overwrite the state and the options of an optimizer with those of ``root_rank``.
+
+    A state that does not exist yet is created first, by a step with gradients of zero that leaves the parameters as
+    they are. The gradients of zero remain.
+
+    Raises:
+        NotImplementedError: the optimizer is LBFGS.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise NotImplementedError("broadcast_optimizer_state() does not support torch.optim.LBFGS.")
+    if not optimizer.state_dict()["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
+        _create_state(optimizer)
+    _hvd.broadcast_optimizer_state(optimizer, root_rank, process_set)
+
+
+@torch.no_grad()
+def _create_state(optimizer: torch.optim.Optimizer) -> None:
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    values = [parameter.clone() for parameter in trained]
+    # The step of the optimizer's own class does not exchange gradients: other ranks may have a state.
+    own: Any = next(kind for kind in type(optimizer).__mro__ if not issubclass(kind, ExchangingOptimizer))
+    own.step(optimizer)
+    for parameter, value in zip(trained, values, strict=True):
+        parameter.copy_(value)

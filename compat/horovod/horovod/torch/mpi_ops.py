@@ -10,6 +10,7 @@ import sparkhvd.torch as _hvd
 from sparkhvd.comm import interface
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
+from sparkhvd.errors import HorovodInternalError
 from sparkhvd.torch import (
     Adasum,
     allgather,
@@ -41,6 +42,7 @@ from sparkhvd.torch import (
 
 __all__ = [
     "Adasum",
+    "HorovodInternalError",
     "allgather",
     "allgather_async",
     "allreduce",
