@@ -120,6 +120,28 @@ def test_sessions_of_tensorflow_1_are_refused(horovod):
         hvd.BroadcastGlobalVariablesHook(0)
 
 
+def test_elastic_names_say_why_they_are_missing(horovod):
+    import horovod.torch as hvd  # noqa: PLC0415
+
+    with pytest.raises(AttributeError, match="Elastic training is not available"):
+        _ = hvd.elastic.TorchState
+    with pytest.raises(AttributeError, match="Did you mean"):
+        _ = hvd.allreduse
+
+
+def test_the_estimators_are_also_in_horovods_modules(horovod):
+    from horovod.spark.keras.estimator import KerasEstimator  # noqa: PLC0415
+    from horovod.spark.lightning.estimator import MIN_PL_VERSION, TorchEstimator  # noqa: PLC0415
+    from horovod.spark.torch.estimator import TorchModel  # noqa: PLC0415
+
+    assert MIN_PL_VERSION
+    assert {KerasEstimator.__name__, TorchEstimator.__name__, TorchModel.__name__} == {
+        "KerasEstimator",
+        "TorchEstimator",
+        "TorchModel",
+    }
+
+
 def test_a_sequence_is_split_into_almost_equal_parts(horovod):
     from horovod.common.util import split_list  # noqa: PLC0415
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import sparkhvd.keras as _hvd
 from horovod._signatures import with_parameters
@@ -10,6 +10,7 @@ from horovod.keras import callbacks
 from sparkhvd.comm import interface
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
+from sparkhvd.compat.horovod import missing
 from sparkhvd.keras import load_model
 
 __all__ = [
@@ -68,3 +69,9 @@ def broadcast_global_variables(root_rank: int) -> Never:  # noqa: ARG001
         "sparkhvd has no graph sessions of TensorFlow 1. Use callbacks.BroadcastGlobalVariablesCallback(0) with "
         "model.fit, or hvd.broadcast_variables(model.variables, root_rank=0) of horovod.tensorflow."
     )
+
+
+if not TYPE_CHECKING:  # with it, every name would exist for a type checker
+
+    def __getattr__(name: str) -> object:
+        raise AttributeError(missing("horovod.keras", name, __all__))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import tensorflow as tf
 
@@ -12,6 +12,7 @@ from horovod.tensorflow import functions, mpi_ops
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.functions import *  # noqa: F403  its __all__ lists the names
 from horovod.tensorflow.mpi_ops import *  # noqa: F403
+from sparkhvd.compat.horovod import missing
 from sparkhvd.tensorflow import SyncBatchNormalization
 
 _NO_SESSIONS = (
@@ -77,3 +78,9 @@ class BroadcastGlobalVariablesHook:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError(_NO_SESSIONS)
+
+
+if not TYPE_CHECKING:  # with it, every name would exist for a type checker
+
+    def __getattr__(name: str) -> object:
+        raise AttributeError(missing("horovod.tensorflow", name, __all__))
