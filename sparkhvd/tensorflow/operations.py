@@ -90,16 +90,22 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     postscale_factor: float = 1.0,
     name: str | None = None,
     process_set: ProcessSet | None = None,
-) -> list[tf.Tensor]:
-    """Combine several dense tensors in one operation; see ``allreduce`` for the arguments."""
+) -> list[Any]:
+    """Combine several dense tensors in one operation; see ``allreduce`` for the arguments.
+
+    ``tf.IndexedSlices`` among them are gathered in a second operation.
+    """
     if not tensors:
         return []
-    values = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    full_name = graph_name("allreduce", name, values[0])
+    scaled = Reduction(reduction(average, op), prescale_factor, postscale_factor)
+    slices = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
+    gathered = iter(reduce_slices(slices, scaled, name and f"{name}.sparse", process_set) if slices else ())
+    values = [tf.convert_to_tensor(tensor) for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
+    full_name = graph_name("allreduce", name, values[0]) if values else None
     # A tensor may be in the group twice, so its own name does not identify its place.
     names = [f"{full_name}.{i}" if full_name and len(values) > 1 else full_name for i in range(len(values))]
-    scaled = Reduction(reduction(average, op), prescale_factor, postscale_factor)
-    return reduce_dense(values, scaled, names, compression, process_set)
+    dense = iter(reduce_dense(values, scaled, names, compression, process_set))
+    return [next(gathered) if isinstance(tensor, tf.IndexedSlices) else next(dense) for tensor in tensors]
 
 
 def reduce_dense(

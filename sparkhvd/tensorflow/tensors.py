@@ -95,4 +95,6 @@ def graph_name(kind: str, name: str | None, tensor: tf.Tensor) -> str | None:
     """
     if name is not None or tf.executing_eagerly():
         return name
-    return f"{kind}.{tensor.name}"
+    # The name of a captured eager tensor is a number of this process.
+    in_graph = tensor if tf.is_symbolic_tensor(tensor) else tf.identity(tensor)
+    return f"{kind}.{in_graph.name}"

@@ -136,6 +136,8 @@ def train_tensorflow() -> dict[str, object]:
         except (HorovodInternalError, ValueError) as error:
             kinds = (tf.errors.FailedPreconditionError, tf.errors.InvalidArgumentError, NotImplementedError)
             errors.append([kind.__name__ for kind in kinds if isinstance(error, kind)])
+    rows = tf.IndexedSlices(tf.ones([1, 1], tf.int32), tf.constant([hvd.rank()]))  # without a dense_shape
+    mixed = hvd.grouped_allreduce([rows, tf.ones(1)], op=hvd.Sum)
     axes = tf.Variable([0.0, 0.0])
     with tf.GradientTape() as orthogonal:
         total = tf.reduce_sum(axes * tf.one_hot(hvd.rank(), 2))
@@ -146,6 +148,7 @@ def train_tensorflow() -> dict[str, object]:
     local = hvd.DistributedGradientTape(local, process_set=only_first)
     return {
         "errors": errors,
+        "mixed": [mixed[0].values.numpy().tolist(), mixed[0].indices.numpy().tolist(), mixed[1].numpy().tolist()],
         "adasum": orthogonal.gradient(total, axes).numpy().tolist(),
         "local": float(local.gradient(own, weight)),
         "gradient": float(tape.gradient(loss, weight)),
