@@ -95,6 +95,6 @@ def graph_name(kind: str, name: str | None, tensor: tf.Tensor) -> str | None:
     """
     if name is not None or tf.executing_eagerly():
         return name
-    # The name of a captured eager tensor is a number of this process.
-    in_graph = tensor if tf.is_symbolic_tensor(tensor) else tf.identity(tensor)
-    return f"{kind}.{in_graph.name}"
+    # The name of a captured eager tensor is a number, which differs between processes.
+    named = tf.identity(tensor) if tensor.name.partition(":")[0].isdecimal() else tensor
+    return f"{kind}.{named.name}"

@@ -171,6 +171,15 @@ def differentiate_twice(in_graph):
     np.testing.assert_allclose(run(lambda t: hvd.allgather(t, name="rows")), 3 * own)
 
 
+def combine_captured_tensors():
+    """An eager tensor that a graph captures is numbered by its process, and ranks may have made different numbers."""
+    for _ in range(5 * hvd.rank()):
+        tf.constant(1.0)
+    own = tf.constant([1.0 + hvd.rank()])
+    combined = graph(lambda: [hvd.allreduce(own, op=hvd.Sum), hvd.allgather(own), hvd.broadcast(own, 1)])()
+    assert [tensor.numpy().tolist() for tensor in combined] == [[3.0], [1.0, 2.0], [2.0]]
+
+
 def combine_what_all_ranks_have():
     """Rank 0 has no gradient for the first variable, and joins, so that its zeros take part there."""
     variables = [tf.Variable([1.0]) for _ in range(3)]
@@ -314,6 +323,10 @@ def test_collectives_have_gradients(group, in_graph):
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 def test_collectives_have_second_gradients(group, in_graph):
     group.run(differentiate_twice, in_graph)
+
+
+def test_a_graph_combines_eager_tensors_that_it_captures(group):
+    group.run(combine_captured_tensors)
 
 
 def test_a_rank_without_a_gradient_does_not_shift_the_others(group):
