@@ -15,6 +15,7 @@ from sparkhvd.errors import LaunchError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyspark import BarrierTaskContext
     from pyspark.resource import ResourceProfile
     from pyspark.sql import Column, DataFrame, SparkSession
     from pyspark.sql.types import DataType
@@ -98,6 +99,19 @@ def map_in_barrier(
     spark: Any = rows.sparkSession
     made = frame._jdf.queryExecution().toRdd().withResources(profile._java_resource_profile)  # noqa: SLF001
     return DataFrame(spark._jsparkSession.internalCreateDataFrame(made, frame._jdf.schema(), False), spark)  # noqa: SLF001
+
+
+def task_number(context: BarrierTaskContext) -> int:
+    """Return a number for an attempt of a barrier task: the smallest of its stage's attempt, plus the task's index.
+
+    Spark starts the tasks of a barrier stage in one step, so their attempt ids are consecutive. From 4.0 on, they are
+    in the order of the indices. Spark 3.5 with Scala 2.12 assigns them in the order of a hash table. Therefore its
+    tasks ask each other, which takes them a second. The driver limits that time, as the job has not started yet.
+    """
+    own = context.taskAttemptId()
+    if _has_release(4, 0):
+        return own
+    return min(int(text) for text in context.allGather(str(own))) + context.partitionId()
 
 
 def arrow_column(df: DataFrame, function: ArrowFunction, kind: DataType, columns: Sequence[Column | str]) -> Column:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from sparkhvd._util.addresses import without_brackets
+from sparkhvd.compat.spark import task_number
 from sparkhvd.config import visible_devices
 from sparkhvd.task.devices import cuda_names, device_kind
 
@@ -21,7 +22,8 @@ class TaskInfo:
         devices: the CUDA names of its GPUs.
         device_kind: the kind of GPU that its rank computes on; empty without one.
         parent: the process that it must not outlive.
-        attempt: the id of this attempt, unique in the application.
+        attempt: the number of this attempt, unique in the application; those of a stage's tasks are consecutive, in the
+            order of the indices.
     """
 
     index: int
@@ -51,7 +53,7 @@ def current_task_info() -> TaskInfo:
         devices=devices,
         device_kind=device_kind(devices, visible_devices()),
         parent=os.getppid(),
-        attempt=context.taskAttemptId(),
+        attempt=task_number(context),
     )
 
 

@@ -72,10 +72,10 @@ class TaskExchange:
     Spark's own ``BarrierTaskContext.allGather`` does the same on any network, but polls for the answer only once a
     second. It is the fallback for an attempt of the stage in which not every task has a connection to the driver.
 
-    Spark launches the tasks of a barrier stage in one step, in the order of their indices, so their task attempt
-    numbers are consecutive: number minus index is the same for all tasks of an attempt of the stage, and larger in the
-    next attempt. With a scheduler that numbers tasks in another way, every task would look like a separate attempt,
-    and all tasks would use the fallback.
+    The numbers of the tasks of an attempt of the stage are consecutive, in the order of their indices
+    (``sparkhvd.compat.spark.task_number``): number minus index is the same for all of them, and larger in the next
+    attempt. With a scheduler that numbers tasks in another way, every task would look like a separate attempt, and all
+    tasks would use the fallback.
 
     Args:
         num_tasks: number of tasks.

@@ -99,3 +99,16 @@ def test_a_task_with_another_spark_than_the_driver_says_so_in_one_sentence():
 def test_the_java_that_is_asked_for_is_that_of_the_installed_spark(pyspark_of, own, java):
     pyspark_of(own)
     assert versions.java_versions() == java
+
+
+@pytest.mark.parametrize(("own", "ids"), [("3.5.0", [23, 22, 20, 21]), ("4.0.0", [20, 21, 22, 23])])
+def test_the_numbers_of_a_stages_tasks_are_in_the_order_of_their_indices(pyspark_of, own, ids):
+    pyspark_of(own)
+    gathered = [] if own == "4.0.0" else [str(one) for one in ids]  # 4.0 needs no all-gather
+
+    def task(index: int) -> Any:
+        return SimpleNamespace(
+            partitionId=lambda: index, taskAttemptId=lambda: ids[index], allGather=lambda message: gathered
+        )
+
+    assert [versions.task_number(task(index)) for index in range(4)] == [20, 21, 22, 23]
