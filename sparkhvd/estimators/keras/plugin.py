@@ -345,8 +345,9 @@ def _is_of_whole_batch(loss: object) -> bool:
     import keras  # noqa: PLC0415
 
     if isinstance(loss, keras.losses.Dice | keras.losses.Tversky):
-        return loss.axis is None
-    return isinstance(loss, keras.losses.Circle)
+        return getattr(loss, "axis", None) is None  # Tversky has no axis before Keras 3.6
+    circle = getattr(keras.losses, "Circle", None)  # since Keras 3.7
+    return circle is not None and isinstance(loss, circle)
 
 
 def _reject_other_reductions(losses: object, *, weighted: bool) -> None:

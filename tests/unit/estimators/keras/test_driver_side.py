@@ -504,6 +504,12 @@ def test_the_losses_that_relate_the_rows_of_a_rank_are_found():
     )
 
 
+def test_a_keras_without_the_newest_losses_trains(monkeypatch):
+    monkeypatch.delattr(keras.losses, "Circle")  # which Keras 3.5 does not have
+    found = PLUGIN.batch_dependence({"model": network(), "loss": [keras.losses.Huber(), keras.losses.Dice()]})
+    assert found.losses == ("dice",)
+
+
 def test_metrics_that_keras_cannot_rebuild_are_rejected_before_the_start():
     metric = keras.metrics.AUC(multi_label=True, label_weights=[1.0, 2.0, 3.0])
     with pytest.raises(ParamError, match=r"AUC .*get_config\(\) contains a tensor"):
