@@ -1,6 +1,6 @@
 # Nothing to install before the first target but Python 3.11 to 3.13 and a C++ compiler; `make` fetches the rest into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-core test-python test-petastorm test-matrix test-gpu lint lint-python lint-types lint-imports lint-cpp bench soak docs clean
+.PHONY: help quickstart test test-core test-python test-petastorm test-matrix test-oldest wheels test-gpu lint lint-python lint-types lint-imports lint-cpp bench soak docs clean
 .DELETE_ON_ERROR:
 
 RUN := tools/in-environment
@@ -46,6 +46,12 @@ test-petastorm: .venv/.core-built ## petastorm's own reader, in an environment o
 
 test-matrix: .venv/.core-built ## What depends on Spark, with Spark 3.5 and the lowest versions of all packages, and with Spark 4.0
 	@tools/test-matrix
+
+test-oldest: .venv/.core-built ## One test of each part with Spark 3.5 and the lowest versions of all packages
+	@tools/test-matrix --smoke oldest
+
+wheels: .venv/.build-tools ## Build an sdist and manylinux wheels into dist/
+	@tools/wheels
 
 test-gpu: .venv/.core-built ## Tests on the GPUs of this machine, and NCCL beside torch.distributed's; skipped without a GPU
 	@$(RUN) tools/test-gpu
