@@ -1,10 +1,11 @@
 """The compiled core (``core/``), as seen from Python.
 
-Only ``sparkhvd.comm``, ``sparkhvd.rpc.protection`` and ``sparkhvd.data.read.shuffle`` import it.
+Only ``sparkhvd.comm``, ``sparkhvd.rpc`` and ``sparkhvd.data.read.shuffle`` import it.
 
 All waits release the GIL. Every failure is a ``CoreError`` whose ``args`` are ``(code, message)`` with ``code`` one of
 ``invalid_argument``, ``mismatch``, ``timeout``, ``aborted``, ``peer_lost``, ``io``, ``authentication``, ``shut_down``,
-``internal``; its importers translate these into the types of ``sparkhvd.errors``.
+``internal``; its importers translate these into the types of ``sparkhvd.errors``. ``errno`` is that of the failed
+system call, or 0.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ OnDevice = tuple[int, int] | None
 # One tensor of a group: name, address of the source, of the target (unused by an allgather), shape, dtype, keep_alive.
 Tensor = tuple[str, int, int, Sequence[int], str, object]
 
-class CoreError(Exception): ...
+class CoreError(Exception):
+    errno: int
 
 def local_addresses() -> list[tuple[str, str, bool]]:
     """Return interface, numeric address and whether it is a loopback, of every address of this host that is up."""
@@ -36,24 +38,67 @@ class RowOrder:
         columns of up to 8 bytes take less time together than one by one. Several threads may pick at once.
         """
 
-CIPHER_TAG_BYTES: int
+MAX_MESSAGE_BYTES: int
 
-class Sealer:
-    """AES-256-GCM by OpenSSL, for one direction of one connection, with a ``key`` of 32 bytes.
+def check_encryption() -> None:
+    """Raise ``io`` where OpenSSL is missing."""
 
-    ``io`` where OpenSSL is missing.
+class FrameConnection:
+    """One authenticated connection for frames; made by a static method. Any thread may wake or close it.
+
+    Every frame is authenticated, and also encrypted if the acceptor decides so. ``invalid_argument``: the acceptor
+    encrypts, but OpenSSL is missing here.
     """
 
-    def __init__(self, key: bytes) -> None: ...
-    def seal(self, plain: bytes) -> bytes:
-        """Return the next record, longer by ``CIPHER_TAG_BYTES``."""
+    @staticmethod
+    def connect(
+        addresses: Sequence[tuple[str, int]], token: bytes, timeout_s: float, encrypt: bool = False
+    ) -> FrameConnection:
+        """Connect to the first of ``addresses`` that answers and knows ``token``.
 
-class Opener:
-    """The other end of a ``Sealer``."""
+        With ``encrypt`` a server that does not encrypt is refused with ``authentication``.
+        """
 
-    def __init__(self, key: bytes) -> None: ...
-    def open(self, sealed: bytes) -> bytes:
-        """Return the plain content; ``authentication`` unless the ``Sealer`` made it as this record."""
+    @staticmethod
+    def connect_unix(name: str, token: bytes, timeout_s: float) -> FrameConnection:
+        """Connect to a socket in the abstract namespace."""
+
+    @staticmethod
+    def accept(socket: int, token: bytes, timeout_s: float) -> FrameConnection:
+        """Run the acceptor's side of the handshake over a duplicate of a connected socket."""
+
+    def fileno(self) -> int: ...
+    def send(self, payload: bytes, timeout_s: float) -> None: ...
+    def receive(self, timeout_s: float) -> bytes:
+        """Return the next frame; ``peer_lost`` when the connection has ended."""
+
+    def set_ack_timeout(self, seconds: float) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+class MessageServer:
+    """Server of connections for frames, on one thread; serves from construction until ``close()``.
+
+    ``io`` where the address cannot be bound, or is to be encrypted and OpenSSL is missing.
+    """
+
+    def __init__(self, token: bytes, host: str, port: int, encrypt: bool, name: str) -> None: ...
+    @property
+    def port(self) -> int: ...
+    def next(self, timeout_s: float) -> tuple[int, bytes | None, str, str, int] | None:
+        """Return the next event, or None; ``shut_down`` once the server is closed.
+
+        An event is a connection and its message, or None and the code, the text and the errno of the connection's end.
+        Connection 0 stands for the whole process, which has no descriptor left; this is reported once.
+        """
+
+    def send(self, connection: int, message: bytes) -> None: ...
+    def resume(self, connection: int, idle_seconds: float) -> None:
+        """Read the next message of a connection, which ends with ``timeout`` if none begins in time."""
+
+    def drop(self, connection: int) -> None: ...
+    def close(self, seconds: float) -> None:
+        """End all connections. Messages that have arrived are handled and answered for up to ``seconds``."""
 
 class RendezvousServer:
     """Key-value server that speaks only to holders of ``token``; serves from construction until ``close()``.

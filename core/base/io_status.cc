@@ -7,7 +7,7 @@ namespace sparkhvd {
 std::string ErrorText(int error) { return std::system_category().message(error); }
 
 Status IoStatus(const std::string& what, int error) {
-  return Status(StatusCode::kIo, what + ": " + ErrorText(error));
+  return Status(StatusCode::kIo, what + ": " + ErrorText(error), error);
 }
 
 }  // namespace sparkhvd

@@ -29,19 +29,23 @@ const char* StatusCodeName(StatusCode code);
 class [[nodiscard]] Status {
  public:
   Status() = default;
-  Status(StatusCode code, std::string message) : code_(code), message_(std::move(message)) {}
+  Status(StatusCode code, std::string message, int error_number = 0)
+      : code_(code), error_number_(error_number), message_(std::move(message)) {}
 
   bool ok() const { return code_ == StatusCode::kOk; }
   StatusCode code() const { return code_; }
   const std::string& message() const { return message_; }
+  // Returns the errno value of the failed system call, or 0.
+  int error_number() const { return error_number_; }
 
   // Returns the same failure with "context: " before its message. OK stays OK.
   Status Annotate(std::string_view context) const {
-    return ok() ? *this : Status(code_, std::string(context) + ": " + message_);
+    return ok() ? *this : Status(code_, std::string(context) + ": " + message_, error_number_);
   }
 
  private:
   StatusCode code_ = StatusCode::kOk;
+  int error_number_ = 0;
   std::string message_;
 };
 

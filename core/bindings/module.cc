@@ -1,10 +1,10 @@
 // The extension module sparkhvd._core.
 #include <pybind11/pybind11.h>
 
-#include "bindings/cipher_binding.h"
 #include "bindings/data_binding.h"
 #include "bindings/engine_binding.h"
 #include "bindings/errors.h"
+#include "bindings/message_binding.h"
 #include "bindings/rendezvous_binding.h"
 
 namespace py = pybind11;
@@ -22,9 +22,9 @@ void RegisterErrors(py::module_& module) {
       // Looked up on every use, because a module-level reference would outlive the interpreter.
       const py::object error = py::module_::import("sparkhvd._core").attr("CoreError");
       const Status& status = failure.status();
-      const py::tuple arguments =
-          py::make_tuple(StatusCodeName(status.code()), py::str(status.message()));
-      PyErr_SetObject(error.ptr(), arguments.ptr());
+      const py::object raised = error(StatusCodeName(status.code()), status.message());
+      raised.attr("errno") = status.error_number();
+      PyErr_SetObject(error.ptr(), raised.ptr());
     }
   });
 }
@@ -34,8 +34,8 @@ void RegisterErrors(py::module_& module) {
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The compiled core.";
   sparkhvd::bindings::RegisterErrors(module);
-  sparkhvd::bindings::RegisterCiphers(module);
   sparkhvd::bindings::RegisterRendezvous(module);
+  sparkhvd::bindings::RegisterMessages(module);
   sparkhvd::bindings::RegisterEngine(module);
   sparkhvd::bindings::RegisterData(module);
 }

@@ -89,7 +89,10 @@ void Reception::Accept(int listener) {
       const bool exhausted =
           errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
       // The listener stays readable meanwhile, so without a pause the owner's loop would spin.
-      if (exhausted) resume_accepting_ = Deadline::AfterSeconds(kPauseWithoutDescriptors);
+      if (exhausted) {
+        out_of_descriptors_ = true;
+        resume_accepting_ = Deadline::AfterSeconds(kPauseWithoutDescriptors);
+      }
       if (errno == EAGAIN || exhausted) return;
       continue;  // this connection ended before it was accepted
     }

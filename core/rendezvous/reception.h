@@ -48,6 +48,8 @@ class Reception {
   int TimeoutMillis(int cap) const;
   // Accepts, reads, answers and drops connections without waiting. Returns the newly admitted ones.
   std::vector<Admitted> Serve();
+  // Returns whether a connection was ever not accepted because no descriptor was free.
+  bool out_of_descriptors() const { return out_of_descriptors_; }
 
  private:
   struct Stranger {
@@ -73,7 +75,8 @@ class Reception {
   ReceptionLimits limits_;
   bool encrypt_;
   std::deque<Stranger> strangers_;  // oldest first
-  Deadline resume_accepting_;       // in the future while the process has no free descriptors
+  bool out_of_descriptors_ = false;
+  Deadline resume_accepting_;  // in the future while the process has no free descriptors
 };
 
 }  // namespace sparkhvd

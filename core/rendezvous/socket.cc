@@ -125,7 +125,7 @@ Result<size_t> Moved(ssize_t count, const char* what) {
   if (count == 0) return Status(StatusCode::kPeerLost, "the other side closed the connection");
   if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return size_t{0};
   if (errno == ECONNRESET || errno == EPIPE || errno == ETIMEDOUT) {
-    return Status(StatusCode::kPeerLost, std::string(what) + ": " + ErrorText(errno));
+    return Status(StatusCode::kPeerLost, std::string(what) + ": " + ErrorText(errno), errno);
   }
   return IoStatus(what, errno);
 }
@@ -282,7 +282,7 @@ Status AwaitEvents(int fd, short events, Deadline deadline) {
     if (ready < 0 && errno != EINTR) return IoStatus("poll", errno);
     if (deadline.Expired()) return Status(StatusCode::kTimeout, "no answer before the deadline");
     if (ready == 0 && host.IsSilent(fd, kSilentRendezvous)) {
-      return Status(StatusCode::kPeerLost, "the other host has stopped responding");
+      return Status(StatusCode::kPeerLost, kSilentHost, ETIMEDOUT);
     }
   }
 }

@@ -64,6 +64,8 @@ void TuneStream(int fd);
 // Makes keepalive end the link after kSilentRendezvous. Call it after TuneStream.
 void NoticeLostHost(int fd);
 
+inline constexpr char kSilentHost[] = "the other host has stopped responding";
+
 // Watches the host at the other end of a socket while data is unacknowledged. Keepalive covers idle
 // links.
 class HostWatch {

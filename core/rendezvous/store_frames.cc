@@ -1,63 +1,37 @@
 #include "rendezvous/store_frames.h"
 
-#include <utility>
+#include <array>
 
 #include "base/wire.h"
 
 namespace sparkhvd {
 
-std::array<std::byte, kStoreRequestBytes> EncodeStoreRequest(const StoreRequestHeader& header) {
-  std::array<std::byte, kStoreRequestBytes> bytes;
-  StoreLittleEndian(static_cast<uint32_t>(header.request), bytes.data());
-  StoreLittleEndian(header.key_bytes, bytes.data() + 4);
-  StoreLittleEndian(header.value_bytes, bytes.data() + 8);
-  return bytes;
+std::string EncodeStoreRequest(const StoreRequest& request) {
+  std::array<std::byte, kStoreHeadBytes> head;
+  StoreLittleEndian(static_cast<uint32_t>(request.kind), head.data());
+  StoreLittleEndian(static_cast<uint32_t>(request.key.size()), head.data() + 4);
+  std::string bytes(reinterpret_cast<const char*>(head.data()), head.size());
+  return bytes.append(request.key).append(request.value);
 }
 
-Result<StoreRequestHeader> DecodeStoreRequest(ConstBytes bytes) {
-  if (bytes.size() != kStoreRequestBytes) {
-    return Status(StatusCode::kInvalidArgument, "a rendezvous request has the wrong length");
+Result<StoreRequest> DecodeStoreRequest(ConstBytes bytes) {
+  const Status malformed(StatusCode::kInvalidArgument, "malformed rendezvous request");
+  if (bytes.size() < kStoreHeadBytes) return malformed;
+  StoreRequest request;
+  request.kind = static_cast<StoreRequestKind>(LoadLittleEndian<uint32_t>(bytes.data()));
+  const size_t key_bytes = LoadLittleEndian<uint32_t>(bytes.data() + 4);
+  const size_t rest = bytes.size() - kStoreHeadBytes;
+  if (key_bytes > kMaxKeyBytes || key_bytes > rest || rest - key_bytes > kMaxValueBytes) {
+    return malformed;
   }
-  StoreRequestHeader header;
-  header.request = static_cast<StoreRequest>(LoadLittleEndian<uint32_t>(bytes.data()));
-  header.key_bytes = LoadLittleEndian<uint32_t>(bytes.data() + 4);
-  header.value_bytes = LoadLittleEndian<uint32_t>(bytes.data() + 8);
-  const bool known = header.request == StoreRequest::kSet ||
-                     header.request == StoreRequest::kWill ||
-                     (header.request == StoreRequest::kGet && header.value_bytes == 0);
-  if (!known || header.key_bytes > kMaxKeyBytes || header.value_bytes > kMaxValueBytes) {
-    return Status(StatusCode::kInvalidArgument, "malformed rendezvous request");
-  }
-  return header;
-}
-
-Result<StoreCipher> StoreCipher::Make(const Digest& sending, const Digest& receiving) {
-  auto library = CryptoLibrary::Load();
-  if (!library.ok()) return library.status();
-  auto sealing = LinkCipher::Make(library.value(), sending, LinkCipher::Use::kSeal);
-  if (!sealing.ok()) return sealing.status();
-  auto opening = LinkCipher::Make(library.value(), receiving, LinkCipher::Use::kOpen);
-  if (!opening.ok()) return opening.status();
-  StoreCipher cipher;
-  cipher.sealing_.emplace(std::move(sealing).value());
-  cipher.opening_.emplace(std::move(opening).value());
-  return cipher;
-}
-
-Status StoreCipher::Seal(ConstBytes plain, std::vector<std::byte>* out) {
-  if (!sealing_) {
-    out->insert(out->end(), plain.begin(), plain.end());
-    return Status();
-  }
-  const size_t begin = out->size();
-  out->resize(begin + plain.size() + overhead());
-  return sealing_->Seal(plain, Bytes(out->data() + begin, plain.size() + overhead()));
-}
-
-Result<Bytes> StoreCipher::Open(Bytes sealed) {
-  const Bytes content = sealed.Sub(0, sealed.size() - overhead());
-  if (opening_) SHVD_TRY(opening_->Open(sealed, content));
-  return content;
+  const auto* text = reinterpret_cast<const char*>(bytes.data() + kStoreHeadBytes);
+  request.key.assign(text, key_bytes);
+  request.value.assign(text + key_bytes, rest - key_bytes);
+  const bool known = request.kind == StoreRequestKind::kSet ||
+                     request.kind == StoreRequestKind::kWill ||
+                     (request.kind == StoreRequestKind::kGet && request.value.empty());
+  if (!known) return malformed;
+  return request;
 }
 
 Status CheckStoreSizes(const std::string& key, size_t value_bytes) {

@@ -11,8 +11,7 @@
 #include <vector>
 
 #include "base/fork_guard.h"
-#include "base/unique_fd.h"
-#include "rendezvous/handshake.h"
+#include "rendezvous/frames.h"
 #include "rendezvous/key_value_store.h"
 #include "rendezvous/socket.h"
 #include "rendezvous/store_frames.h"
@@ -47,27 +46,20 @@ class TcpStoreClient final : public KeyValueStore {
  private:
   class ConnectedWill;
 
-  struct Connection {
-    UniqueFd fd;
-    StoreCipher cipher;
-
-    // Fails if the server encrypts and OpenSSL is missing.
-    static Result<Connection> Make(UniqueFd fd, const SessionKeys& keys);
-    Status Ask(StoreRequest request, const std::string& key, const std::string& value,
-               Deadline deadline);
-    Result<std::string> Answer(Deadline deadline);
-  };
   struct Asked {
     std::string key;
-    Connection connection;
+    FrameConnection connection;
   };
 
-  TcpStoreClient(HostPort server, std::string token, bool require_encryption, Connection first);
+  TcpStoreClient(HostPort server, std::string token, bool require_encryption,
+                 FrameConnection first);
 
-  Result<Connection> Take(Deadline deadline);
-  std::optional<Connection> TakeAsked(const std::string& key);
-  void ReleaseConnection(Connection connection, bool reusable);
-  void LeaveAsked(const std::string& key, Connection connection);
+  static Result<std::string> Ask(FrameConnection& connection, const StoreRequest& request,
+                                 Deadline deadline);
+  Result<FrameConnection> Take(Deadline deadline);
+  std::optional<FrameConnection> TakeAsked(const std::string& key);
+  void ReleaseConnection(FrameConnection connection, bool reusable);
+  void LeaveAsked(const std::string& key, FrameConnection connection);
   Status Explain(const Status& failure, const std::string& key, bool set);
 
   const HostPort server_;
@@ -76,7 +68,7 @@ class TcpStoreClient final : public KeyValueStore {
   const ForkGuard guard_;
   std::mutex mutex_;  // guards the fields below; innermost in the lock order
   bool closed_ = false;
-  std::vector<Connection> idle_;
+  std::vector<FrameConnection> idle_;
   std::list<Asked> asked_;  // connections on which an answer may arrive, oldest first
   std::unordered_set<int> busy_;
 };

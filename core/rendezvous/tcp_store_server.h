@@ -2,15 +2,10 @@
 // port.
 #pragma once
 
-#include <atomic>
-#include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <thread>
 
-#include "base/fork_guard.h"
-#include "base/unique_fd.h"
+#include "rendezvous/frame_server.h"
 #include "rendezvous/in_process_store.h"
 #include "rendezvous/key_value_store.h"
 #include "rendezvous/reception.h"
@@ -32,7 +27,7 @@ class TcpStoreServer final : public KeyValueStore {
   ~TcpStoreServer() override;
 
   // Returns the bound address with the actual port.
-  const HostPort& address() const { return address_; }
+  const HostPort& address() const { return server_->address(); }
 
   Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
   Result<std::string> Get(const std::string& key, Deadline deadline) override;
@@ -43,17 +38,12 @@ class TcpStoreServer final : public KeyValueStore {
   void Close();
 
  private:
-  TcpStoreServer(HostPort address, UniqueFd wake, Reception reception);
-  void Serve(Reception reception);
-  void Ring();
+  class Handler;
+  TcpStoreServer();
 
-  const HostPort address_;
-  const ForkGuard guard_;
-  UniqueFd wake_;          // eventfd that a local Set or Close writes to wake the thread
-  std::mutex wake_mutex_;  // keeps wake_ open during a write; innermost in the lock order
   InProcessStore values_;
-  std::atomic<bool> closing_{false};
-  std::thread thread_;
+  std::unique_ptr<Handler> handler_;  // outlives server_
+  std::unique_ptr<FrameServer> server_;
 };
 
 }  // namespace sparkhvd

@@ -32,13 +32,3 @@ def allow_files(least: int, most: int, purpose: str) -> None:
         )
     wanted = there + most if hard == resource.RLIM_INFINITY else min(there + most, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def allow_more_files() -> bool:
-    """Double the soft limit as far as the hard limit permits; return False if it is already reached."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft in {resource.RLIM_INFINITY, hard}:
-        return False
-    raised = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-    return True

@@ -1,53 +1,37 @@
-"""A server of authenticated connections: one thread accepts, and each connection has a thread."""
+"""A server of authenticated connections: one thread of the core serves all of them, and a few call the handler."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import resource
-import socket
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import Protocol
 
+from sparkhvd import _core
 from sparkhvd._util.closable import Closable
-from sparkhvd._util.file_descriptors import allow_more_files
-from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 from sparkhvd.rpc.fields import MessageError
-from sparkhvd.rpc.frames import (
-    FrameSocket,
-    accept_handshake,
-    enable_keepalive,
-    is_host_unreachable,
-    reply_busy,
-    shut_down,
-    stop_receiving,
-)
+from sparkhvd.rpc.frames import error_of, is_host_unreachable, translated
 from sparkhvd.rpc.messages import Message, TaskStatus, decode, encode
 
 logger = logging.getLogger(__name__)
 
-# Unauthenticated peers hold at most this many threads, each for at most the time of a handshake. A handshake may be
-# rejected to make room once its undisturbed time is over, oldest first; other peers wait in the kernel's queue.
-_MAX_UNPROVEN = 32
-_HANDSHAKE_SECONDS = 5.0
-_UNDISTURBED_SECONDS = 0.25
-_QUEUE = 4096  # the kernel limits it to net.core.somaxconn
-_REPLY_SECONDS = 30.0
+# Threads that call the handler start when all others are busy.
+_MAX_THREADS = 16
+_WAIT_SECONDS = 60.0
 _LAST_ANSWER_SECONDS = 2.0
-_SHORT_OF_FILES_SECONDS = 0.1
 # The longest silence of a task. An overloaded host, or one that is being migrated, may be late.
 SILENT_SECONDS = 60.0
-# The time for the kernel of a task's host to acknowledge data sent to the task.
+# The time for the kernel of a task's host to acknowledge data sent to the task; the core's ``kSilentRendezvous``.
 UNANSWERED_SECONDS = 9.0
 
 
 class Handler(Protocol):
-    """A handler of messages, called from the threads of several connections at once."""
+    """A handler of messages, called from several threads at once, but in order for each connection."""
 
     def handle(self, message: Message) -> Message | Future[Message] | None:
         """Handle ``message`` and return the reply to its sender, a future of it, or None."""
@@ -55,6 +39,9 @@ class Handler(Protocol):
 
 class Server(Closable):
     """A server from construction until ``close()``, for holders of ``secret`` only.
+
+    A connection costs no thread. While a message is handled, the next one of its connection is not read, so a slow
+    handler makes its senders wait.
 
     Args:
         secret: the shared secret.
@@ -65,6 +52,10 @@ class Server(Closable):
         encrypt: whether connections are encrypted; clients follow. See ``require_encryption``.
         on_lost: called with the last ``TaskStatus`` of a connection and its error, if the peer's host became
             unreachable, or its task sent nothing for ``SILENT_SECONDS`` while it awaited no response.
+
+    Raises:
+        OSError: the address cannot be bound.
+        ConfigError: this host cannot encrypt.
     """
 
     def __init__(  # noqa: PLR0917
@@ -78,136 +69,96 @@ class Server(Closable):
         *,
         encrypt: bool = False,
     ) -> None:
-        self._secret = secret
-        self._encrypt = encrypt
         self._on_lost = on_lost
         self._handler = handler
         self._name = name
-        self._lock = threading.Lock()
-        self._proven = threading.Condition(self._lock)  # notified when a peer leaves _unproven
-        self._unproven: dict[socket.socket, float] = {}  # start of each handshake, oldest first; guarded by _lock
-        self._rejected: set[socket.socket] = set()  # guarded by _lock
-        self._connections: dict[socket.socket, threading.Thread] = {}  # guarded by _lock
-        self._closing = threading.Event()  # set while _lock is held
-        self._short_of_files = False  # used by the acceptor alone
+        self._attending: dict[int, TaskStatus] = {}  # by connection, whose messages only one thread handles at a time
+        self._late: dict[int, Future[Message]] = {}  # the same
         self._last_encoded: tuple[Message, bytes] | None = None  # shared by all threads: it is replaced atomically
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=_QUEUE)
-        self.port: int = self._listener.getsockname()[1]
-        self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
-        self._acceptor.start()
+        self._lock = threading.Lock()  # guards the two below
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        with translated():
+            self._core = _core.MessageServer(secret, host, port, encrypt, name)
+        self.port: int = self._core.port
+        with self._lock:
+            self._add_thread()
 
     def close(self) -> None:
         """Stop serving, end all connections and join the threads. Calling it again does nothing."""
+        self._core.close(_LAST_ANSWER_SECONDS)  # responses in progress are still sent
         with self._lock:
-            self._closing.set()
-            self._proven.notify_all()
-            open_connections = dict(self._connections)
-        shut_down(self._listener)
-        for connection in open_connections:
-            stop_receiving(connection)  # responses in progress are still sent
-        self._acceptor.join()
-        self._listener.close()
-        deadline = Deadline.after(_LAST_ANSWER_SECONDS)
-        for connection, thread in open_connections.items():
-            thread.join(deadline.remaining())
-            shut_down(connection)
+            threads, self._threads = self._threads, []
+        for thread in threads:
             thread.join()
 
-    def _accept(self) -> None:
+    def _add_thread(self) -> None:
+        self._idle += 1
+        name = f"{self._name}-{len(self._threads)}"
+        self._threads.append(threading.Thread(target=self._dispatch, name=name, daemon=True))
+        self._threads[-1].start()
+
+    def _dispatch(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if self._closing.is_set():
-                    return
-                if error.errno == errno.EMFILE and allow_more_files():
-                    continue
-                if error.errno in {errno.EMFILE, errno.ENFILE}:
-                    self._warn_out_of_files()
-                    self._closing.wait(_SHORT_OF_FILES_SECONDS)
-                continue  # otherwise the client disconnected before it was accepted
-            thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-peer", daemon=True)
+                event = self._core.next(_WAIT_SECONDS)
+            except _core.CoreError:
+                return  # the server is closed
+            if event is None:
+                continue
             with self._lock:
-                self._make_room()
-                if self._closing.is_set():
-                    connection.close()
-                    return
-                self._unproven[connection] = time.monotonic()
-                self._connections[connection] = thread
-                thread.start()
+                self._idle -= 1
+                if self._idle == 0 and 0 < len(self._threads) < _MAX_THREADS:
+                    self._add_thread()
+            try:
+                self._handle_event(*event)
+            finally:
+                with self._lock:
+                    self._idle += 1
 
-    def _make_room(self) -> None:
-        while len(self._unproven) >= _MAX_UNPROVEN and not self._closing.is_set():
-            oldest, since = next(iter(self._unproven.items()))
-            seconds = since + _UNDISTURBED_SECONDS - time.monotonic()
-            if seconds <= 0 and oldest not in self._rejected:
-                self._rejected.add(oldest)
-                stop_receiving(oldest)  # its thread ends the handshake
-            self._proven.wait(max(seconds, _UNDISTURBED_SECONDS))
+    def _handle_event(self, connection: int, payload: bytes | None, code: str, why: str, number: int) -> None:
+        if connection == 0:
+            self._warn_out_of_files()
+        elif payload is None:
+            self._end(connection, error_of(code, why, number))
+        else:
+            try:
+                self._handle(connection, decode(payload))
+            except MessageError as error:
+                logger.warning(
+                    "%s closed the connection to a peer that knows the job's secret but sent an invalid message: %s "
+                    "Install the same version of sparkhvd on the driver and all executors.",
+                    self._name,
+                    error,
+                )
+                self._core.drop(connection)
+            except (OSError, SparkHvdError) as error:
+                logger.debug("%s closed a connection: %s", self._name, error)
+                self._core.drop(connection)
+            except Exception:
+                logger.exception("%s closed a connection, because its message could not be handled.", self._name)
+                self._core.drop(connection)
 
-    def _warn_out_of_files(self) -> None:
-        if not self._short_of_files:
-            self._short_of_files = True
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            logger.warning(
-                "%s cannot accept more connections: this process has reached its limit of %d open files (ulimit -n; "
-                "hard limit %d). Each rank needs two connections. Raise the limit; ranks that cannot connect "
-                "leave their output in the executors' logs.",
-                self._name,
-                soft,
-                hard,
-            )
+    def _handle(self, connection: int, message: Message) -> None:
+        if isinstance(message, TaskStatus) and self._on_lost is not None:
+            self._attending[connection] = message
+        reply = self._handler.handle(message)
+        if isinstance(reply, Future):
+            self._late[connection] = reply
+            reply.add_done_callback(partial(self._send_late, connection))
+        elif reply is not None:
+            self._core.send(connection, self._encoded(reply))
+        # A rank may be silent for hours, but its task may not. A peer that awaits a response sends nothing meanwhile.
+        late = self._late.get(connection)
+        silent = connection in self._attending and (late is None or late.done())
+        self._core.resume(connection, SILENT_SECONDS if silent else math.inf)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _send_late(self, connection: int, reply: Future[Message]) -> None:
         try:
-            frames = self._authenticated(connection)
-            enable_keepalive(connection)
-            self._serve_member(frames)
-        except MessageError as error:
-            logger.warning(
-                "%s closed the connection to a peer that knows the job's secret but sent an invalid message: %s "
-                "Install the same version of sparkhvd on the driver and all executors.",
-                self._name,
-                error,
-            )
-        except (OSError, SparkHvdError) as error:
-            logger.debug("A connection ended: %s", error)
-        finally:
-            with self._lock:
-                del self._connections[connection]
-            connection.close()
-
-    def _authenticated(self, connection: socket.socket) -> FrameSocket:
-        deadline = Deadline.after(_HANDSHAKE_SECONDS)
-
-        def admit() -> None:
-            with self._lock:  # after this, the connection cannot be rejected
-                if connection in self._rejected:
-                    raise ConnectionResetError("The server ended this handshake to make room for another one.")
-                del self._unproven[connection]
-                self._proven.notify_all()
-
-        try:
-            return accept_handshake(connection, self._secret, deadline, encrypt=self._encrypt, admit=admit)
-        except (OSError, SparkHvdError):
-            # A slow but legitimate peer retries.
-            if connection in self._rejected or deadline.expired():
-                reply_busy(connection)
-            raise
-        finally:
-            with self._lock:
-                self._unproven.pop(connection, None)
-                self._rejected.discard(connection)
-                self._proven.notify_all()
-
-    def _send_late(self, frames: FrameSocket, reply: Message) -> None:
-        """Send a response from the thread of its future, at a time when the connection's own thread does not send."""
-        try:
-            frames.send(self._encoded(reply), Deadline.after(_REPLY_SECONDS))
-        except (OSError, ValueError) as error:
-            logger.debug("%s could not answer: %s", self._name, error)
-            frames.wake()  # the peer must not wait for a response that never comes
+            self._core.send(connection, self._encoded(reply.result()))
+        except (Exception, CancelledError) as error:  # noqa: BLE001 - the peer must not wait for a response forever
+            logger.warning("%s could not answer: %s", self._name, error)
+            self._core.drop(connection)
 
     def _encoded(self, reply: Message) -> bytes:
         """Return the bytes of a reply, cached because the same reply often goes to many peers in a row."""
@@ -216,30 +167,22 @@ class Server(Closable):
             self._last_encoded = last = (reply, encode(reply))
         return last[1]
 
-    def _serve_member(self, frames: FrameSocket) -> None:
-        attending: TaskStatus | None = None
-        late: Future[Message] | None = None
-        try:
-            # A rank may be silent for hours, but its task may not. close() interrupts this wait.
-            while (payload := frames.receive(idle=_idle(attending, late))) is not None:
-                message = decode(payload)
-                if isinstance(message, TaskStatus) and self._on_lost is not None:
-                    attending = message
-                    frames.set_ack_timeout(UNANSWERED_SECONDS)
-                reply = self._handler.handle(message)
-                if isinstance(reply, Future):
-                    late = reply
-                    reply.add_done_callback(lambda done: self._send_late(frames, done.result()))
-                elif reply is not None:
-                    frames.send(encode(reply), Deadline.after(_REPLY_SECONDS))
-        except OSError as error:
-            lost = is_host_unreachable(error) or isinstance(error, DeadlineExceededError)
-            if attending is not None and self._on_lost is not None and lost:
-                self._on_lost(attending, error)
-            raise
+    def _end(self, connection: int, error: OSError | ValueError) -> None:
+        # A peer's end is no problem of ours; an answer that is too large is one.
+        logger.log(logging.WARNING if isinstance(error, ValueError) else logging.DEBUG, "A connection ended: %s", error)
+        self._late.pop(connection, None)
+        attending = self._attending.pop(connection, None)
+        lost = is_host_unreachable(error) or isinstance(error, DeadlineExceededError)
+        if attending is not None and self._on_lost is not None and lost and isinstance(error, OSError):
+            self._on_lost(attending, error)
 
-
-def _idle(attending: TaskStatus | None, late: Future[Message] | None) -> Deadline:
-    """Return the deadline of the next message; a peer that awaits a response sends nothing meanwhile."""
-    awaits_answer = late is not None and not late.done()
-    return Deadline(math.inf) if attending is None or awaits_answer else Deadline.after(SILENT_SECONDS)
+    def _warn_out_of_files(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        logger.warning(
+            "%s cannot accept more connections: this process has reached its limit of %d open files (ulimit -n; "
+            "hard limit %d). Each rank needs two connections. Raise the limit; ranks that cannot connect "
+            "leave their output in the executors' logs.",
+            self._name,
+            soft,
+            hard,
+        )

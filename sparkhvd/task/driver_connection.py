@@ -21,7 +21,7 @@ from sparkhvd.task.task_info import TaskInfo
 _CONNECT_SECONDS = 10.0
 _SEND_SECONDS = 30.0
 # The period of heartbeats, and the time for the driver's host to acknowledge one. Together they are as long as the
-# kernel takes to declare an idle host unreachable (``frames.enable_keepalive``).
+# kernel takes to declare an idle host unreachable (``kSilentRendezvous`` of the core).
 _BEAT_SECONDS = 3.0
 _SILENT_SECONDS = 6.0
 

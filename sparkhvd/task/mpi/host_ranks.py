@@ -6,14 +6,14 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from typing import TypeVar
 
 from sparkhvd.comm.connect.inherited_world import memory_file
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, SparkHvdError
 from sparkhvd.rpc.fields import MessageError
-from sparkhvd.rpc.frames import FrameSocket, accept_handshake
+from sparkhvd.rpc.frames import FrameSocket, accept
 from sparkhvd.rpc.messages import Message, Preload, RankConnected, WorkerEnded, WorkerForked, decode, encode
 from sparkhvd.task.failure_report import describe_exit
 from sparkhvd.task.worker.exit import Exited
@@ -40,7 +40,6 @@ class RankEnd:
         return Exited(ended.returncode, by_launcher=ended.by_launcher)
 
     def release(self) -> None:
-        self._link.wake()
         self._link.close()
 
 
@@ -77,32 +76,31 @@ class RankListener:
                 if given_up() or deadline.expired():
                     raise LaunchError("no rank connected") from None
                 continue
-            try:
+            with connection, suppress(OSError, SparkHvdError, ValueError):
+                # Otherwise it is not one of our ranks, or one that has already ended: orted reports that.
                 return self._accept_rank(connection, preload)
-            except (OSError, SparkHvdError, ValueError):
-                connection.close()  # not one of our ranks, or one that has already ended: orted reports that
 
     def _accept_rank(self, connection: socket.socket, preload: Sequence[str]) -> tuple[RankConnected, Spawned]:
         deadline = Deadline.after(_HELLO_SECONDS)
-        link = accept_handshake(connection, self._secret, deadline)
-        started = _receive(RankConnected, link, deadline)
-        link.send(encode(Preload(tuple(preload))), deadline)
-        own, other = socket.socketpair()
-        read_out, write_out = os.pipe()
-        read_err, write_err = os.pipe()
-        try:
-            connection.settimeout(_HELLO_SECONDS)
-            socket.send_fds(connection, [b"x"], [other.fileno(), write_out, write_err])
+        with ExitStack() as failing:
+            link = failing.enter_context(closing(accept(connection, self._secret, deadline)))
+            started = _receive(RankConnected, link, deadline)
+            link.send(encode(Preload(tuple(preload))), deadline)
+            own, other = socket.socketpair()
+            failing.callback(own.close)
+            read_out, write_out = os.pipe()
+            failing.callback(os.close, read_out)
+            read_err, write_err = os.pipe()
+            failing.callback(os.close, read_err)
+            try:
+                connection.settimeout(_HELLO_SECONDS)
+                socket.send_fds(connection, [b"x"], [other.fileno(), write_out, write_err])
+            finally:
+                other.close()
+                os.close(write_out)
+                os.close(write_err)
             pid = _receive(WorkerForked, link, deadline).pid
-        except BaseException:
-            own.close()
-            os.close(read_out)
-            os.close(read_err)
-            raise
-        finally:
-            other.close()
-            os.close(write_out)
-            os.close(write_err)
+            failing.pop_all()
         return started, Spawned(RankEnd(pid, link), own, read_out, read_err)
 
     def close(self) -> None:
@@ -111,10 +109,7 @@ class RankListener:
 
 
 def _receive(kind: type[T], link: FrameSocket, deadline: Deadline) -> T:
-    content = link.receive(idle=deadline)
-    if content is None:
-        raise ConnectionResetError("The rank closed its link.")
-    message = decode(content)
+    message = decode(link.receive(deadline))
     if not isinstance(message, kind):
         raise MessageError(f"A rank sent {type(message).__name__} instead of {kind.__name__}.")
     return message

@@ -13,13 +13,14 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 
 from sparkhvd.config import SCRATCH, export, scratch_folder, take_variables
 from sparkhvd.deadline import Deadline
 from sparkhvd.rpc.fields import MessageError
-from sparkhvd.rpc.frames import FrameSocket, connect_handshake
+from sparkhvd.rpc.frames import FrameSocket, connect_unix
 from sparkhvd.rpc.messages import Preload, RankConnected, WorkerEnded, WorkerForked, decode, encode
 from sparkhvd.task.mpi.job import EXECUTABLE, FOLDER, RANK_SECRET, RANK_SOCKET
 from sparkhvd.task.worker.exit import wait_for_child
@@ -36,22 +37,21 @@ def main() -> int:
     """Run the worker; return its exit code, or 128 plus the number of the signal that ended it."""
     variables = take_variables((EXECUTABLE, FOLDER, RANK_SOCKET, RANK_SECRET))
     deadline = Deadline.after(_CONNECT_SECONDS)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_CONNECT_SECONDS)
-        connection.connect(f"\0{variables[RANK_SOCKET]}")
-        link = connect_handshake(connection, Path(variables[RANK_SECRET]).read_bytes(), deadline)
+    with closing(connect_unix(variables[RANK_SOCKET], Path(variables[RANK_SECRET]).read_bytes(), deadline)) as link:
         link.send(encode(RankConnected(*(int(os.environ[name]) for name in _PLACE))), deadline)
-        preload = decode(link.receive(idle=deadline) or b"")
+        preload = decode(link.receive(deadline))
         if not isinstance(preload, Preload):
             raise MessageError(f"The task of this host sent {type(preload).__name__} instead of Preload.")
-        connection.settimeout(_CONNECT_SECONDS)
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+        with socket.socket(fileno=os.dup(link.fileno())) as connection:
+            connection.settimeout(_CONNECT_SECONDS)
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
         control, stdout, stderr = descriptors
         scratch = make_scratch(scratch_folder())  # orted's folder, which is removed with it
         pid = os.fork()
         if pid == 0:
             export({SCRATCH: scratch})
-            return _become_worker(connection, control, stdout, stderr, preload.modules)
+            link.close()
+            return _become_worker(control, stdout, stderr, preload.modules)
         for descriptor in descriptors:
             os.close(descriptor)
         try:
@@ -60,8 +60,7 @@ def main() -> int:
             remove_scratch(scratch)
 
 
-def _become_worker(connection: socket.socket, control: int, stdout: int, stderr: int, preload: Sequence[str]) -> int:
-    connection.close()
+def _become_worker(control: int, stdout: int, stderr: int, preload: Sequence[str]) -> int:
     os.setsid()
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
@@ -85,7 +84,7 @@ def _report_end(link: FrameSocket, pid: int) -> int:
     with contextlib.suppress(OSError):  # the task has ended
         ended = WorkerEnded(returncode, ended_by_orted)
         link.send(encode(ended), Deadline.after(_NOTE_SECONDS))
-        link.receive(idle=Deadline.after(_NOTE_SECONDS))  # returns when the task closes the link
+        link.receive(Deadline.after(_NOTE_SECONDS))  # returns when the task closes the link
     os.waitpid(pid, 0)
     return returncode if returncode >= 0 else 128 - returncode
 

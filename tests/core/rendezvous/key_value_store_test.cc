@@ -308,7 +308,7 @@ TEST(TcpStore, RefusesAlteredMessages) {
   auto server = StartServer(true);
   ASSERT_TRUE(server->Set("key", "value", Late()).ok());
   constexpr size_t kHandshake = kWelcomeBytes + kProofBytes;
-  for (const size_t flip : {kHandshake, kHandshake + kStoreAnswerBytes + kCipherTagBytes + 2}) {
+  for (const size_t flip : {kHandshake, kHandshake + kFrameHeadBytes + 2}) {
     Wire wire(server->address(), flip);
     auto client = TcpStoreClient::Connect({wire.address()}, "secret", Late());
     ASSERT_TRUE(client.ok()) << client.status().message();

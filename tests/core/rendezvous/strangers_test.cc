@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "base/leak_check.h"
-#include "base/wire.h"
 #include "rendezvous/dial.h"
 #include "rendezvous/store_frames.h"
 #include "rendezvous/tcp_store_client.h"
@@ -32,10 +31,18 @@ class RendezvousServer : public testing::Test {
   Dialer dial() const {
     return [this] { return ConnectTcp(server_->address(), Late()); };
   }
-  UniqueFd Member() const {
-    auto fd = dial()();
-    EXPECT_TRUE(DialHandshake(fd.value().get(), "secret", kStorePurpose, 0, Late()).ok());
-    return std::move(fd).value();
+  FrameConnection Member() const {
+    DialOptions options;
+    options.addresses = {server_->address()};
+    options.token = "secret";
+    options.purpose = kStorePurpose;
+    SessionKeys keys;
+    auto fd = Dial(options, Late(), &keys);
+    EXPECT_TRUE(fd.ok()) << fd.status().message();
+    // One byte more than the server permits.
+    const FrameLimits limits = {kStoreLimits.max_bytes + 1};
+    return std::move(FrameConnection::Make(std::move(fd).value(), keys, Side::kDialer, limits))
+        .value();
   }
   void ExpectServes() {
     auto client = TcpStoreClient::Connect({server_->address()}, "secret", Late());
@@ -194,20 +201,33 @@ TEST_F(RendezvousServer, AsksDroppedConnectionsToRetry) {
 
 TEST_F(RendezvousServer, EndsTheSessionOfAMemberThatBreaksTheProtocol) {
   Start();
-  const std::vector<StoreRequestHeader> malformed = {
-      {static_cast<StoreRequest>(0), 1, 1},
-      {static_cast<StoreRequest>(77), 1, 1},
-      {StoreRequest::kGet, 1, 1},
-      {StoreRequest::kSet, kMaxKeyBytes + 1, 1},
-      {StoreRequest::kSet, 1, kMaxValueBytes + 1},
-      {StoreRequest::kSet, 0xffffffff, 0xffffffff},
+  std::string key_is_longer = EncodeStoreRequest({StoreRequestKind::kSet, "k", "v"});
+  key_is_longer.pop_back();
+  key_is_longer.pop_back();
+  const std::vector<std::string> malformed = {
+      "",
+      "short",
+      EncodeStoreRequest({static_cast<StoreRequestKind>(0), "k", "v"}),
+      EncodeStoreRequest({static_cast<StoreRequestKind>(77), "k", "v"}),
+      EncodeStoreRequest({StoreRequestKind::kGet, "k", "v"}),
+      EncodeStoreRequest({StoreRequestKind::kSet, std::string(kMaxKeyBytes + 1, 'k'), "v"}),
+      EncodeStoreRequest({StoreRequestKind::kSet, "k", std::string(kMaxValueBytes + 1, 'v')}),
+      key_is_longer,
   };
-  for (const StoreRequestHeader& header : malformed) {
-    const UniqueFd member = Member();
-    const auto bytes = EncodeStoreRequest(header);
-    ASSERT_TRUE(WriteExactly(member.get(), ConstBytes(bytes.data(), bytes.size()), Late()).ok());
-    EXPECT_TRUE(IsDropped(member, Late())) << header.key_bytes << " " << header.value_bytes;
+  for (const std::string& request : malformed) {
+    FrameConnection member = Member();
+    ASSERT_TRUE(member.Send(AsBytes(request), Late()).ok());
+    EXPECT_EQ(member.Receive(Late()).status().code(), StatusCode::kPeerLost) << request.size();
   }
+  ExpectServes();
+}
+
+TEST_F(RendezvousServer, EndsTheSessionOfAMemberThatAsksTwiceAtOnce) {
+  Start();
+  FrameConnection member = Member();
+  const std::string get = EncodeStoreRequest({StoreRequestKind::kGet, "never", ""});
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(member.Send(AsBytes(get), Late()).ok());
+  EXPECT_EQ(member.Receive(Late()).status().code(), StatusCode::kPeerLost);
   ExpectServes();
 }
 
@@ -215,12 +235,11 @@ TEST_F(RendezvousServer, ForgetsMembersThatLeaveDuringARequest) {
   Start();
   const Holdings before = HoldingsBefore();
   for (int i = 0; i < 10; ++i) {
-    const UniqueFd waiting = Member();
-    const auto get = EncodeStoreRequest({StoreRequest::kGet, 0, 0});
-    ASSERT_TRUE(WriteExactly(waiting.get(), ConstBytes(get.data(), get.size()), Late()).ok());
-    const UniqueFd half = Member();
-    const auto set = EncodeStoreRequest({StoreRequest::kSet, 5, 1000});
-    ASSERT_TRUE(WriteExactly(half.get(), ConstBytes(set.data(), set.size()), Late()).ok());
+    FrameConnection waiting = Member();
+    const std::string get = EncodeStoreRequest({StoreRequestKind::kGet, "", ""});
+    ASSERT_TRUE(waiting.Send(AsBytes(get), Late()).ok());
+    FrameConnection half = Member();
+    ASSERT_TRUE(WriteExactly(half.fd(), AsBytes(std::string("\5\0\0\0half", 8)), Late()).ok());
   }
   ExpectServes();
   // The server closes its ends a moment after the members have closed theirs.
@@ -237,10 +256,10 @@ TEST(RendezvousDecoders, SurviveRandomBytes) {
     std::vector<std::byte> bytes(random() % 80);
     for (std::byte& value : bytes) value = static_cast<std::byte>(random() % (round % 2 ? 256 : 3));
     const ConstBytes view(bytes.data(), bytes.size());
-    const auto header = DecodeStoreRequest(view);
-    if (header.ok()) {
-      EXPECT_LE(header.value().key_bytes, kMaxKeyBytes);
-      EXPECT_LE(header.value().value_bytes, kMaxValueBytes);
+    const auto request = DecodeStoreRequest(view);
+    if (request.ok()) {
+      const std::string again = EncodeStoreRequest(request.value());
+      EXPECT_EQ(again, std::string(reinterpret_cast<const char*>(view.data()), view.size()));
     }
     AcceptorHandshake handshake("secret", "test");
     EXPECT_FALSE(handshake.Consume(view).ok());

@@ -19,7 +19,7 @@ def test_a_host_is_reachable_if_one_of_its_addresses_is():
         own = {"index": 0, "host": "here", "key": "a", "addresses": []}
         there = {"index": 1, "host": "there", "key": "b", "addresses": [["127.0.0.1", closed]]}
         (said,) = _unreachable(own, [own, there], SECRET)
-        assert said.startswith(f"here cannot reach there: No server answered; tried 127.0.0.1:{closed} (")
+        assert said.startswith(f"here cannot reach there: No server answered; tried 127.0.0.1:{closed}: ")
         there["addresses"].append(["127.0.0.1", server.port])
         assert _unreachable(own, [own, there], SECRET) == ()
         own["key"], there["key"], there["index"] = "b", "a", 2
