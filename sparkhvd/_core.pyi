@@ -41,7 +41,7 @@ class RowOrder:
 MAX_MESSAGE_BYTES: int
 
 def check_encryption() -> None:
-    """Raise ``io`` where OpenSSL is missing."""
+    """Raise ``invalid_argument`` where OpenSSL is missing."""
 
 class FrameConnection:
     """One authenticated connection for frames; made by a static method. Any thread may wake or close it.
@@ -79,7 +79,7 @@ class FrameConnection:
 class MessageServer:
     """Server of connections for frames, on one thread; serves from construction until ``close()``.
 
-    ``io`` where the address cannot be bound, or is to be encrypted and OpenSSL is missing.
+    ``io`` where the address cannot be bound; ``invalid_argument`` if it is to encrypt and OpenSSL is missing.
     """
 
     def __init__(self, token: bytes, host: str, port: int, encrypt: bool, name: str) -> None: ...

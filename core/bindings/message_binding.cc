@@ -111,11 +111,16 @@ class Connection {
   bool closed_ = false;
 };
 
+// Unlike the failure of a connection, a missing OpenSSL is a mistake in this host's setup.
+void CheckEncryption() {
+  const Status status = FrameProtection::Make(Digest(), true, LinkCipher::Use::kSeal).status();
+  if (!status.ok()) Check(Status(StatusCode::kInvalidArgument, status.message()));
+}
+
 std::unique_ptr<Connection> Framed(UniqueFd fd, const SessionKeys& keys, Side side) {
-  auto framed = FrameConnection::Make(std::move(fd), keys, side, kMessageLimits);
-  // Only a missing OpenSSL is a problem of this host alone.
-  if (!framed.ok()) throw CoreFailure({StatusCode::kInvalidArgument, framed.status().message()});
-  return std::make_unique<Connection>(std::move(framed).value());
+  if (keys.encrypt) CheckEncryption();
+  return std::make_unique<Connection>(
+      Take(FrameConnection::Make(std::move(fd), keys, side, kMessageLimits)));
 }
 
 std::unique_ptr<Connection> Connect(DialOptions options, double timeout_s) {
@@ -179,6 +184,7 @@ struct Server {
 
 std::unique_ptr<Server> Start(const std::string& token, const std::string& host, uint16_t port,
                               bool encrypt, const std::string& name) {
+  if (encrypt) CheckEncryption();
   auto started = [&] {
     const GilRelease release;
     return MessageServer::Start({host, port}, token, encrypt, name);
@@ -200,10 +206,6 @@ std::optional<Event> Next(Server& server, double timeout_s) {
   if (taken.message) message = py::bytes(*taken.message);
   return Event(taken.connection, std::move(message), StatusCodeName(taken.end.code()),
                taken.end.message(), taken.end.error_number());
-}
-
-void CheckEncryption() {
-  Check(FrameProtection::Make(Digest(), true, LinkCipher::Use::kSeal).status());
 }
 
 }  // namespace

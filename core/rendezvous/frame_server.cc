@@ -193,7 +193,10 @@ void FrameServer::Serve(Reception owned) {
         return watched ? client.CheckPeer() : Status();
       });
     }
-    handler_.OnTurn(*this);
+    static_cast<void>(Guarded([&] {
+      handler_.OnTurn(*this);
+      return Status();
+    }));
     if (reception) {
       for (Admitted& admitted : reception->Serve()) {
         NoticeLostHost(admitted.fd.get());

@@ -11,7 +11,7 @@
 namespace sparkhvd {
 namespace {
 
-constexpr uint64_t kMagic = 0x3253482064766873;  // "shvd HS2"
+constexpr uint64_t kMagic = 0x3353482064766873;  // "shvd HS3", changes with the frames
 constexpr size_t kClaimOffset = kHelloBytes - sizeof(uint64_t);
 constexpr size_t kTermsOffset = kWelcomeBytes - sizeof(uint64_t);
 constexpr uint64_t kEncrypt = 1;

@@ -47,7 +47,8 @@ class FrameSocket:
         The kernel sends no keep-alive probes while data is unacknowledged. Use it for small messages only: a peer that
         reads too slowly for long would also break it.
         """
-        self._core.set_ack_timeout(seconds)
+        with translated():
+            self._core.set_ack_timeout(seconds)
 
     def fileno(self) -> int:
         """Return the descriptor, for options of the socket and to pass other descriptors."""

@@ -133,6 +133,21 @@ TEST_F(RendezvousServer, DropsSilentConnections) {
   EXPECT_TRUE(IsDropped(halfway.value(), Late()));
 }
 
+TEST_F(RendezvousServer, DropsAConnectionThatSendsByteByByte) {
+  ReceptionLimits limits;
+  limits.handshake_seconds = 0.2;
+  Start(limits);
+  auto slow = dial()();
+  ASSERT_TRUE(slow.ok());
+  bool dropped = false;
+  for (int sent = 0; sent < static_cast<int>(kHelloBytes) - 1 && !dropped; ++sent) {
+    const char letter = "shvd HS3"[sent % 8];
+    (void)WriteSome(slow.value().get(), AsBytes(std::string(1, letter)));
+    dropped = IsDropped(slow.value(), Deadline::AfterSeconds(0.02));
+  }
+  EXPECT_TRUE(dropped) << "the server waited for the whole hello";
+}
+
 TEST_F(RendezvousServer, DropsTheOldestOfManySilentConnections) {
   ReceptionLimits limits;
   limits.strangers = 4;
@@ -285,6 +300,29 @@ TEST(Handshake, RefusesAnAcceptorThatDoesNotKnowTheToken) {
   thread.join();
   EXPECT_EQ(status.code(), StatusCode::kAuthentication);
   EXPECT_EQ(status.message(), "the other side does not know the job's token");
+}
+
+// Neither side accepts random bytes in place of a proof. The seed is fixed.
+TEST(Handshake, RefusesRandomProofs) {
+  std::mt19937 random(20261125);
+  const auto fill = [&random](auto& message) {
+    for (std::byte& value : message) value = static_cast<std::byte>(random());
+  };
+  for (int round = 0; round < 1000; ++round) {
+    DialerHandshake dialer("secret", "test", 0);
+    const Hello hello = dialer.Start().value();
+    Welcome welcome;
+    fill(welcome);
+    (void)dialer.Prove(welcome);
+    Digest proof;
+    fill(proof);
+    EXPECT_EQ(dialer.Check(proof).code(), StatusCode::kAuthentication);
+    AcceptorHandshake acceptor("secret", "test");
+    ASSERT_TRUE(acceptor.Consume(ConstBytes(hello.data(), hello.size())).ok());
+    EXPECT_EQ(acceptor.Consume(ConstBytes(proof.data(), proof.size())).status().code(),
+              StatusCode::kAuthentication);
+    EXPECT_FALSE(acceptor.done());
+  }
 }
 
 TEST(Handshake, DeliversTheClaimOfTheDialer) {

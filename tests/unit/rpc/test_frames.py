@@ -107,7 +107,13 @@ def test_a_wait_ends_at_its_deadline_and_when_it_is_interrupted():
 def test_a_closed_connection_raises():
     with link() as (server, client):
         client.close()
-        for act in (lambda: client.send(b"", soon()), lambda: client.receive(soon()), lambda: server.receive(soon())):
+        acts = (
+            lambda: client.send(b"", soon()),
+            lambda: client.receive(soon()),
+            lambda: client.set_ack_timeout(1.0),
+            lambda: server.receive(soon()),
+        )
+        for act in acts:
             with pytest.raises(ConnectionResetError):
                 act()
 
@@ -144,6 +150,10 @@ try:
 except LaunchError as error:
     print(error)
 try:
+    Server(b"s" * 32, None, encrypt=True)
+except ConfigError as error:
+    print(error)
+try:
     connect([("127.0.0.1", int(sys.argv[1]))], b"s" * 32, Deadline.after(20.0))
 except ConfigError as error:
     print(error)
@@ -164,9 +174,9 @@ def test_a_host_without_openssl_says_so_to_the_user_of_an_encrypted_job(tmp_path
             timeout=60,
             check=False,
         )
-    problem, error = done.stdout.splitlines()
+    problem, *errors = done.stdout.splitlines()
     assert problem.startswith("Host here cannot encrypt the job's traffic (SPARKHVD_ENCRYPT): encryption needs OpenSSL")
-    assert error.startswith("Encryption needs OpenSSL")
+    assert [error.startswith("Encryption needs OpenSSL") for error in errors] == [True, True], errors
 
 
 @pytest.mark.parametrize(
