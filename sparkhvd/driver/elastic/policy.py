@@ -1,0 +1,313 @@
+"""The decisions of an elastic job: a pure function of its members, the offered slots, its limits and the time.
+
+A *generation* is one constant group of ranks. It is idle once a member has left it or was lost. The survivors then
+form the next generation as soon as all of them have arrived; workers that start later join a generation of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+# The time that a worker which is ready to join waits for others that are still starting: one reset instead of several.
+JOIN_SECONDS = 5.0
+# The time after which a job starts with fewer than num_proc ranks, if no further worker is starting.
+SETTLE_SECONDS = 10.0
+# Generations in a row that end with an error although no member was lost, without a new commit in between.
+MAX_FRUITLESS = 3
+
+
+class Phase(Enum):
+    """The phase of a worker."""
+
+    STARTING = "starting"
+    WAITING = "waiting"  # in hvd.init(), for a generation
+    RUNNING = "running"  # a member of the current generation
+    FINISHED = "finished"  # the training function has returned on all ranks
+    RETURNED = "returned"  # its result has arrived
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker.
+
+    Attributes:
+        worker: its number, which no other worker of the job ever has.
+        host: the host that it runs on.
+        phase: its phase.
+        since: the time at which the phase began.
+        generation: the last generation that it was a member of; 0 if none.
+        rank: its rank there.
+        commit: the number of its newest commit; -1 as long as it has no state of the job.
+    """
+
+    worker: int
+    host: str
+    phase: Phase
+    since: float
+    generation: int = 0
+    rank: int = -1
+    commit: int = -1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The user's limits.
+
+    Attributes:
+        num_proc: the number of ranks that a job waits for at its start.
+        min_size: the smallest number of ranks.
+        max_size: the largest number of ranks; None uses all slots.
+        start_timeout: seconds for the first generation to form, and for each worker to reach ``hvd.init()``.
+        elastic_timeout: seconds for the next generation to form, and for a survivor to leave a broken one.
+        reset_limit: the largest number of generations after the first; None sets no limit.
+    """
+
+    num_proc: int
+    min_size: int
+    max_size: int | None
+    start_timeout: float
+    elastic_timeout: float
+    reset_limit: int | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """The state of a job.
+
+    Attributes:
+        generation: the number of the current generation; 0 before the first.
+        members: all workers that are not lost.
+        capacity: the number of offered slots by host.
+        cooling: hosts on which no worker is started now.
+        idle: whether no generation is intact.
+        gathered_since: the time since which an idle job waits only for new workers; None while survivors are on their
+            way, or while the generation is intact.
+        notified: whether the members of the current generation were asked to leave it.
+        stateful: whether a generation has had a state.
+        fruitless: see ``MAX_FRUITLESS``.
+        failed_end: why a rank failed after others had finished; empty if none has.
+        reasons: the latest failures, oldest first.
+    """
+
+    generation: int
+    members: tuple[Member, ...]
+    capacity: Mapping[str, int]
+    cooling: frozenset[str] = frozenset()
+    idle: bool = True
+    gathered_since: float | None = 0.0
+    notified: bool = False
+    stateful: bool = False
+    fruitless: int = 0
+    failed_end: str = ""
+    reasons: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a worker on a host."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End a worker; ``failed`` counts as a failure of its host."""
+
+    worker: int
+    why: str
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Notify:
+    """Ask the members of the current generation to leave it at their next commit."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form the next generation of these workers, in rank order."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Done:
+    """All ranks have returned; their workers in rank order."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fail:
+    """End the job with this error; ``started`` tells whether any generation has formed."""
+
+    why: str
+    started: bool
+
+
+Decision = Start | Stop | Notify | Form | Done | Fail
+
+
+def decide(view: View, limits: Limits, now: float) -> list[Decision]:
+    """Return what to do now; after carrying it out, decide again with the new view."""
+    current = [member for member in view.members if member.generation == view.generation > 0]
+    if any(member.phase in {Phase.FINISHED, Phase.RETURNED} for member in view.members):
+        if view.failed_end:
+            return [Fail("A rank failed after the training had ended on all ranks, so its result is missing.", True)]
+        if all(member.phase is Phase.RETURNED for member in current):
+            return [Done(tuple(member.worker for member in sorted(current, key=lambda one: one.rank)))]
+        return []
+    leaving = _beyond_capacity(view)
+    decisions: list[Decision] = []
+    if view.idle:
+        formed = _next_generation(view, limits, leaving, now)
+        if isinstance(formed, Fail | Form):
+            return [formed]
+    elif not view.notified and _should_regroup(view, limits, leaving, now):
+        decisions.append(Notify())
+    decisions += _to_stop(view, limits, leaving, now)
+    stopped = {decision.worker for decision in decisions if isinstance(decision, Stop)}
+    return decisions + _to_start(view, limits, leaving, stopped)
+
+
+def _beyond_capacity(view: View) -> frozenset[int]:
+    """Return the workers whose slots are no longer offered: on each host the newest, and those without state first."""
+    leaving: set[int] = set()
+    for host in {member.host for member in view.members}:
+        here = sorted(
+            (member for member in view.members if member.host == host),
+            key=lambda member: (member.commit < 0, member.generation < view.generation, member.worker),
+        )
+        leaving.update(member.worker for member in here[view.capacity.get(host, 0) :])
+    return frozenset(leaving)
+
+
+def _should_regroup(view: View, limits: Limits, leaving: frozenset[int], now: float) -> bool:
+    """Return whether the members of an intact generation should meet again: to admit joiners, or to release slots."""
+    current = [member for member in view.members if member.phase is Phase.RUNNING]
+    staying = [member for member in current if member.worker not in leaving]
+    if len(staying) < len(current) and (any(member.commit >= 0 for member in staying) or not view.stateful):
+        return True
+    joining = [m for m in view.members if m.phase is Phase.WAITING and m.worker not in leaving]
+    if not joining or not any(member.commit >= 0 for member in current):
+        return False  # a generation that has just formed first agrees on its state
+    if (limits.max_size is not None and len(staying) >= limits.max_size) or _is_limit_reached(view, limits):
+        return False
+    starting = [m for m in view.members if m.phase is Phase.STARTING and m.worker not in leaving]
+    return not starting or min(member.since for member in joining) + JOIN_SECONDS <= now
+
+
+def _next_generation(view: View, limits: Limits, leaving: frozenset[int], now: float) -> Form | Fail | None:
+    """Return the next generation, or the failure of the job; None while it must wait."""
+    if any(member.phase is Phase.RUNNING for member in view.members):
+        return None  # survivors are on their way
+    waiting = sorted(
+        (member for member in view.members if member.phase is Phase.WAITING),
+        key=lambda member: (-member.commit, member.rank if member.generation else 0, member.worker),
+    )
+    holders = [member for member in waiting if member.commit >= 0]
+    if hopeless := _hopeless(view, limits, holders):
+        return Fail(_with_reasons(hopeless, view), True)
+    candidates = [member for member in waiting if member.worker not in leaving]
+    if candidates and holders and candidates[0].commit < 0:
+        candidates.insert(0, holders[0])  # it hands over the state, and leaves in the following generation
+    chosen = candidates[: limits.max_size]
+    starting = [m for m in view.members if m.phase is Phase.STARTING and m.worker not in leaving]
+    is_first = view.generation == 0
+    timeout = limits.start_timeout if is_first else limits.elastic_timeout
+    is_late = view.gathered_since is not None and now >= view.gathered_since + timeout
+    if len(chosen) >= limits.min_size:
+        if is_first and not is_late and not _first_is_complete(chosen, starting, limits, now):
+            return None
+        return Form(tuple(member.worker for member in chosen))
+    if not is_late:
+        return None
+    name = "start_timeout" if is_first else "elastic_timeout"
+    return Fail(
+        _with_reasons(_too_few(view, limits, len(chosen), starting, f"{name}={timeout:g} s"), view), not is_first
+    )
+
+
+def _too_few(view: View, limits: Limits, ready: int, starting: Sequence[Member], timeout: str) -> str:
+    slots = ", ".join(f"{host}:{count}" for host, count in sorted(view.capacity.items())) or "none"
+    text = f"Only {ready} of at least {limits.min_size} ranks were ready within {timeout}. Offered slots: {slots}."
+    if starting:
+        listed = ", ".join(f"{member.worker} on host {member.host}" for member in starting)
+        text += f" Workers that have not reached hvd.init(): {listed}."
+    return text
+
+
+def _hopeless(view: View, limits: Limits, holders: Sequence[Member]) -> str:
+    """Return why no generation may form any more; empty if one may."""
+    if view.stateful and not holders:
+        return (
+            "All ranks that held the state of the training were lost, so it cannot continue. Start the job again from "
+            "a checkpoint of your own."
+        )
+    if view.fruitless >= MAX_FRUITLESS:
+        return (
+            f"The ranks were reset {view.fruitless} times in a row without progress, although none of them was lost. "
+            "The same error probably returns every time."
+        )
+    if _is_limit_reached(view, limits):
+        return f"The job has reached reset_limit={limits.reset_limit}."
+    return ""
+
+
+def _is_limit_reached(view: View, limits: Limits) -> bool:
+    return limits.reset_limit is not None and view.generation > limits.reset_limit
+
+
+def _first_is_complete(chosen: Sequence[Member], starting: Sequence[Member], limits: Limits, now: float) -> bool:
+    """Return whether the first generation need not wait for more workers."""
+    if limits.max_size is not None and len(chosen) >= limits.max_size:
+        return True
+    newest = max(member.since for member in chosen)
+    if len(chosen) >= limits.num_proc:
+        return not starting or newest + JOIN_SECONDS <= now
+    return not starting and newest + SETTLE_SECONDS <= now
+
+
+def _to_stop(view: View, limits: Limits, leaving: frozenset[int], now: float) -> list[Decision]:
+    stops: list[Decision] = []
+    needed = _last_holder(view, leaving)
+    for member in view.members:
+        if member.phase is Phase.STARTING and member.since + limits.start_timeout <= now:
+            why = f"did not reach hvd.init() within start_timeout={limits.start_timeout:g} s"
+            stops.append(Stop(member.worker, why, True))
+        elif view.idle and member.phase is Phase.RUNNING and member.since + limits.elastic_timeout <= now:
+            why = f"did not leave the broken generation within elastic_timeout={limits.elastic_timeout:g} s"
+            stops.append(Stop(member.worker, why, True))
+        elif member.worker in leaving and member.phase is not Phase.RUNNING and member.worker != needed:
+            stops.append(Stop(member.worker, "its slot is no longer offered", False))
+    return stops
+
+
+def _last_holder(view: View, leaving: frozenset[int]) -> int | None:
+    """Return the worker that must stay although its slot is withdrawn, because nobody else has the newest state."""
+    holders = [member for member in view.members if member.commit >= 0]
+    if not holders or any(member.worker not in leaving for member in holders):
+        return None
+    return max(holders, key=lambda member: (member.commit, -member.rank)).worker
+
+
+def _to_start(view: View, limits: Limits, leaving: frozenset[int], stopped: set[int]) -> list[Decision]:
+    """Return the workers to start on free slots, on the hosts with the most free slots first."""
+    alive = [member for member in view.members if member.worker not in stopped]
+    wanted = sum(view.capacity.values()) if limits.max_size is None else limits.max_size
+    missing = wanted - sum(member.worker not in leaving for member in alive)
+    used = {host: sum(member.host == host for member in alive) for host in view.capacity}
+    free = {host: count - used[host] for host, count in view.capacity.items() if host not in view.cooling}
+    starts: list[Decision] = []
+    for host in sorted(free, key=lambda host: (-free[host], host)):
+        starts += [Start(host)] * max(0, min(free[host], missing - len(starts)))
+    return starts
+
+
+def _with_reasons(text: str, view: View) -> str:
+    if not view.reasons:
+        return text
+    listed = "\n".join(f"- {reason}" for reason in view.reasons)
+    return f"{text} What happened before:\n{listed}"

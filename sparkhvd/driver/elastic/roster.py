@@ -1,0 +1,194 @@
+"""The workers of an elastic job: turns reports, which may be late or doubled, into the view for ``policy.decide``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from sparkhvd.driver.elastic.policy import Member, Phase, View
+
+_MAX_REASONS = 8
+# Failures of a host are forgotten after this many of the longest cooldowns.
+_MEMORY_OF_COOLDOWNS = 10
+
+
+@dataclass(frozen=True)
+class Cooldown:
+    """How long no worker is started on a host after a failure.
+
+    The first failure costs ``shortest`` seconds, and every further one twice as many, up to ``longest``.
+    """
+
+    shortest: float = 1.0
+    longest: float = 60.0
+
+    def seconds(self, failures: int) -> float:
+        return min(self.longest, self.shortest * 2.0 ** min(failures - 1, 60))
+
+
+class Roster:
+    """All workers of a job.
+
+    Methods return whether a report counts. They do no I/O, and take the time as an argument; times must not decrease.
+    """
+
+    def __init__(self, cooldown: Cooldown, now: float) -> None:
+        self._cooldown = cooldown
+        self._members: dict[int, Member] = {}
+        self._capacity: dict[str, int] = {}
+        self._failures: dict[str, deque[float]] = {}
+        self._cooling: dict[str, float] = {}
+        self._generation = 0
+        self._idle = True
+        self._gathered_since: float | None = now
+        self._notified = False
+        self._stateful = False
+        self._fruitless = 0
+        self._newest = 0  # the newest commit at the end of the previous generation
+        self._undisturbed = True  # whether the current generation has lost no member and was not asked to regroup
+        self._failed_end = ""
+        self._reasons: deque[str] = deque(maxlen=_MAX_REASONS)
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    def member(self, worker: int) -> Member | None:
+        """Return a worker that is not lost."""
+        return self._members.get(worker)
+
+    def view(self, now: float) -> View:
+        cooling = frozenset(host for host, until in self._cooling.items() if until > now)
+        return View(
+            generation=self._generation,
+            members=tuple(self._members.values()),
+            capacity=dict(self._capacity),
+            cooling=cooling,
+            idle=self._idle,
+            gathered_since=self._gathered_since,
+            notified=self._notified,
+            stateful=self._stateful,
+            fruitless=self._fruitless,
+            failed_end=self._failed_end,
+            reasons=tuple(self._reasons),
+        )
+
+    def offer(self, capacity: Mapping[str, int]) -> None:
+        """Set the offered slots by host."""
+        self._capacity = {host: count for host, count in capacity.items() if count > 0}
+
+    def note(self, reason: str) -> None:
+        """Add a reason to those that an error of the job lists, unless it is the latest."""
+        if not self._reasons or self._reasons[-1] != reason:
+            self._reasons.append(reason)
+
+    def started(self, worker: int, host: str, now: float) -> None:
+        self._members[worker] = Member(worker, host, Phase.STARTING, now)
+
+    def waiting(self, worker: int, generation: int, commit: int, reason: str, now: float) -> bool:
+        """Note that a worker waits in ``hvd.init()`` for the generation after ``generation``."""
+        member = self._members.get(worker)
+        if member is None or generation != member.generation or member.phase not in {Phase.STARTING, Phase.RUNNING}:
+            return False
+        was_member = member.phase is Phase.RUNNING
+        self._members[worker] = replace(member, phase=Phase.WAITING, since=now, commit=commit)
+        if was_member:
+            if reason:
+                self.note(f"Rank {member.rank} on host {member.host} left generation {generation}: {reason}")
+            self._break(now)
+        self._gather(now)
+        return True
+
+    def synced(self, worker: int, generation: int, commit: int) -> bool:
+        """Note that a member has the state of the job."""
+        member = self._members.get(worker)
+        if member is None or member.phase is not Phase.RUNNING or generation != member.generation:
+            return False
+        self._members[worker] = replace(member, commit=max(commit, 0))
+        self._stateful = True
+        return True
+
+    def finished(self, worker: int, generation: int, now: float) -> bool:
+        """Note that the training function has returned on all ranks of a generation."""
+        member = self._members.get(worker)
+        if member is None or member.phase is not Phase.RUNNING or generation != self._generation:
+            return False
+        self._members[worker] = replace(member, phase=Phase.FINISHED, since=now)
+        return True
+
+    def returned(self, worker: int, now: float) -> bool:
+        """Note that the result of a worker has arrived."""
+        member = self._members.get(worker)
+        if member is None or member.phase is Phase.RETURNED:
+            return False
+        if member.generation != self._generation or self._generation == 0:
+            why = "returned without being a member of the current generation"
+            return self.lost(worker, f"Worker {worker} on host {member.host} {why}", now)
+        self._members[worker] = replace(member, phase=Phase.RETURNED, since=now)
+        return True
+
+    def lost(self, worker: int, reason: str, now: float, *, failed: bool = True) -> bool:
+        """Note the end of a worker; ``failed`` counts as a failure of its host."""
+        member = self._members.get(worker)
+        if member is None or member.phase is Phase.RETURNED:
+            return False
+        del self._members[worker]
+        self.note(reason)
+        if failed:
+            self._cool(member.host, now)
+        ending = any(one.phase in {Phase.FINISHED, Phase.RETURNED} for one in self._members.values())
+        if member.phase is Phase.FINISHED or (ending and member.phase is Phase.RUNNING):
+            self._failed_end = self._failed_end or reason
+        if member.phase is Phase.RUNNING or member.generation == self._generation > 0:
+            self._undisturbed = False
+        if member.phase is Phase.RUNNING:
+            self._break(now)
+        self._gather(now)
+        return True
+
+    def notified(self) -> None:
+        """Note that the members of the current generation were asked to leave it."""
+        self._notified = True
+        self._undisturbed = False
+
+    def formed(self, workers: Sequence[int], now: float) -> int:
+        """Begin the next generation and return its number."""
+        newest = max(0, *(self._members[worker].commit for worker in workers))
+        if self._generation > 0:
+            fruitless = self._undisturbed and newest <= self._newest
+            self._fruitless = self._fruitless + 1 if fruitless else 0
+        self._newest = newest
+        self._generation += 1
+        for rank, worker in enumerate(workers):
+            self._members[worker] = replace(
+                self._members[worker], phase=Phase.RUNNING, since=now, generation=self._generation, rank=rank
+            )
+        self._idle, self._notified, self._undisturbed = False, False, True
+        self._gathered_since = None
+        return self._generation
+
+    def renumber(self, ranks: Mapping[int, int]) -> None:
+        """Set the ranks of the members of the current generation, where hosts require another order."""
+        for worker, rank in ranks.items():
+            self._members[worker] = replace(self._members[worker], rank=rank)
+
+    def _break(self, now: float) -> None:
+        if not self._idle:
+            self._idle = True
+            for worker, member in self._members.items():
+                if member.phase is Phase.RUNNING:
+                    self._members[worker] = replace(member, since=now)  # from now on it should arrive
+
+    def _gather(self, now: float) -> None:
+        outstanding = any(member.phase is Phase.RUNNING for member in self._members.values())
+        if self._idle and not outstanding and self._gathered_since is None:
+            self._gathered_since = now
+
+    def _cool(self, host: str, now: float) -> None:
+        failures = self._failures.setdefault(host, deque(maxlen=64))
+        memory = _MEMORY_OF_COOLDOWNS * self._cooldown.longest
+        while failures and failures[0] < now - memory:
+            failures.popleft()
+        failures.append(now)
+        self._cooling[host] = now + self._cooldown.seconds(len(failures))

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sparkhvd.driver.elastic.policy import (
+    JOIN_SECONDS,
+    MAX_FRUITLESS,
+    SETTLE_SECONDS,
+    Done,
+    Fail,
+    Form,
+    Limits,
+    Member,
+    Notify,
+    Phase,
+    Start,
+    Stop,
+    View,
+    decide,
+)
+
+LIMITS = Limits(num_proc=2, min_size=1, max_size=3, start_timeout=60.0, elastic_timeout=30.0)
+
+
+def member(worker: int, phase: Phase, **fields) -> Member:
+    return Member(**{"worker": worker, "host": "a", "phase": phase, "since": 0.0} | fields)
+
+
+def waiting(worker: int, commit: int = -1, **fields) -> Member:
+    return member(worker, Phase.WAITING, commit=commit, **fields)
+
+
+def running(worker: int, rank: int, commit: int = 1, **fields) -> Member:
+    return member(worker, Phase.RUNNING, **{"generation": 1, "rank": rank, "commit": commit} | fields)
+
+
+def first(*members: Member, slots: int = 3, **fields) -> View:
+    return View(**{"generation": 0, "members": members, "capacity": {"a": slots}} | fields)
+
+
+def intact(*members: Member, slots: int = 3, **fields) -> View:
+    defaults = {"generation": 1, "idle": False, "gathered_since": None, "stateful": True}
+    return View(**defaults | {"members": members, "capacity": {"a": slots}} | fields)
+
+
+def broken(*members: Member, slots: int = 3, **fields) -> View:
+    return intact(*members, slots=slots, **{"idle": True, "gathered_since": 0.0} | fields)
+
+
+def test_workers_start_on_free_slots_up_to_the_largest_size():
+    assert decide(first(slots=2), LIMITS, 0.0) == [Start("a")] * 2
+    assert decide(first(slots=9), LIMITS, 0.0) == [Start("a")] * 3
+    assert decide(first(member(0, Phase.STARTING), slots=2), LIMITS, 0.0) == [Start("a")]
+
+
+def test_workers_start_on_the_hosts_with_the_most_free_slots_first():
+    view = first(capacity={"a": 1, "b": 4})
+    assert decide(view, dataclasses.replace(LIMITS, max_size=2), 0.0) == [Start("b"), Start("b")]
+
+
+def test_no_worker_starts_on_a_host_that_cools_down():
+    assert decide(first(cooling=frozenset({"a"})), LIMITS, 0.0) == []
+
+
+def test_the_first_generation_waits_for_workers_that_are_starting_but_not_for_long():
+    view = first(waiting(0), waiting(1, since=1.0), member(2, Phase.STARTING))
+    assert decide(view, LIMITS, 1.0 + JOIN_SECONDS / 2) == []
+    assert decide(view, LIMITS, 1.0 + JOIN_SECONDS) == [Form((0, 1))]
+
+
+def test_the_first_generation_forms_at_once_when_all_workers_wait():
+    assert decide(first(waiting(1), waiting(0), waiting(2)), LIMITS, 0.0) == [Form((0, 1, 2))]
+
+
+def test_a_job_starts_with_fewer_ranks_than_num_proc_when_no_more_are_coming():
+    assert decide(first(waiting(0), slots=1), LIMITS, SETTLE_SECONDS - 1) == []
+    assert decide(first(waiting(0), slots=1), LIMITS, SETTLE_SECONDS) == [Form((0,))]
+
+
+def test_a_job_below_its_smallest_size_fails_after_start_timeout_with_the_reasons():
+    limits = dataclasses.replace(LIMITS, min_size=2)
+    view = first(waiting(0), slots=1, reasons=("Rank 1 was killed",))
+    assert decide(view, limits, 59.9) == []
+    (failure,) = decide(view, limits, 60.0)
+    assert isinstance(failure, Fail)
+    assert not failure.started
+    assert failure.why == (
+        "Only 1 of at least 2 ranks were ready within start_timeout=60 s. Offered slots: a:1. What happened before:\n"
+        "- Rank 1 was killed"
+    )
+
+
+def test_survivors_form_a_generation_at_once_and_the_newest_commit_is_rank_0():
+    arrived = (waiting(4, 7, generation=1, rank=0), waiting(5, 8, generation=1, rank=1), waiting(9))
+    assert decide(broken(*arrived), LIMITS, 0.0) == [Form((5, 4, 9))]
+
+
+def test_survivors_keep_their_order_among_equal_commits():
+    arrived = (waiting(4, 7, generation=1, rank=2), waiting(5, 7, generation=1, rank=1))
+    assert decide(broken(*arrived), LIMITS, 0.0) == [Form((5, 4))]
+
+
+def test_no_generation_forms_while_a_survivor_is_on_its_way():
+    view = broken(waiting(0, 1, generation=1, rank=0), running(1, 1), slots=2, gathered_since=None)
+    assert decide(view, LIMITS, 29.9) == []
+
+
+def test_a_survivor_that_does_not_leave_is_ended():
+    view = broken(waiting(0, 1, generation=1, rank=0), running(1, 1), slots=2, gathered_since=None)
+    stop = Stop(1, "did not leave the broken generation within elastic_timeout=30 s", True)
+    assert decide(view, LIMITS, 30.0) == [stop, Start("a")]
+
+
+def test_a_worker_that_does_not_reach_init_is_ended():
+    late = member(1, Phase.STARTING)
+    stop = Stop(1, "did not reach hvd.init() within start_timeout=60 s", True)
+    assert decide(intact(running(0, 0), late, slots=2), LIMITS, 59.9) == []
+    assert decide(intact(running(0, 0), late, slots=2), LIMITS, 60.0) == [stop, Start("a")]
+
+
+def test_too_few_survivors_wait_for_elastic_timeout():
+    limits = dataclasses.replace(LIMITS, min_size=2)
+    view = broken(waiting(0, 1, generation=1, rank=0), slots=1)
+    assert decide(view, limits, 29.9) == []
+    (failure,) = decide(view, limits, 30.0)
+    assert failure == Fail(
+        "Only 1 of at least 2 ranks were ready within elastic_timeout=30 s. Offered slots: a:1.", True
+    )
+
+
+def test_a_job_fails_at_once_when_the_state_is_lost():
+    (failure,) = decide(broken(waiting(3)), LIMITS, 0.0)
+    assert isinstance(failure, Fail)
+    assert "All ranks that held the state of the training were lost" in failure.why
+
+
+def test_without_a_state_new_workers_begin_anew():
+    assert decide(broken(waiting(3), stateful=False), LIMITS, 0.0) == [Form((3,))]
+
+
+def test_reset_limit_counts_the_generations_after_the_first():
+    survivor = waiting(0, 1, generation=2, rank=0)
+    assert decide(broken(survivor, generation=2), dataclasses.replace(LIMITS, reset_limit=2), 0.0) == [Form((0,))]
+    (failure,) = decide(broken(survivor, generation=2), dataclasses.replace(LIMITS, reset_limit=1), 0.0)
+    assert failure == Fail("The job has reached reset_limit=1.", True)
+
+
+def test_a_job_at_its_reset_limit_admits_nobody_but_continues():
+    limits = dataclasses.replace(LIMITS, reset_limit=0)
+    assert decide(intact(running(0, 0), waiting(1), slots=2), limits, 9.0) == []
+
+
+def test_an_error_that_returns_without_progress_ends_the_job():
+    (failure,) = decide(broken(waiting(0, 1, generation=1, rank=0), fruitless=MAX_FRUITLESS), LIMITS, 0.0)
+    assert isinstance(failure, Fail)
+    assert "reset 3 times in a row without progress" in failure.why
+
+
+def test_joiners_make_an_intact_generation_regroup_once():
+    view = intact(running(0, 0), waiting(1, since=1.0), slots=2)
+    assert decide(view, LIMITS, 1.0) == [Notify()]
+    assert decide(dataclasses.replace(view, notified=True), LIMITS, 1.0) == []
+
+
+def test_a_joiner_waits_for_others_that_are_starting_but_not_for_long():
+    view = intact(running(0, 0), waiting(1, since=1.0), member(2, Phase.STARTING))
+    assert decide(view, LIMITS, 1.0 + JOIN_SECONDS / 2) == []
+    assert decide(view, LIMITS, 1.0 + JOIN_SECONDS) == [Notify()]
+
+
+def test_a_generation_that_has_not_agreed_on_its_state_is_not_disturbed():
+    assert decide(intact(running(0, 0, commit=-1), waiting(1), slots=2, stateful=False), LIMITS, 0.0) == []
+
+
+def test_a_generation_of_the_largest_size_admits_nobody():
+    members = (running(0, 0), running(1, 1), running(2, 2), waiting(3))
+    assert decide(intact(*members, slots=4), LIMITS, 9.0) == []
+
+
+def test_members_regroup_when_a_slot_is_withdrawn_and_the_newest_worker_of_the_host_leaves():
+    view = intact(running(0, 0), running(1, 1), slots=1)
+    assert decide(view, LIMITS, 0.0) == [Notify()]
+    arrived = (waiting(0, 2, generation=1, rank=0), waiting(1, 2, generation=1, rank=1))
+    assert decide(broken(*arrived, slots=1), LIMITS, 0.0) == [Form((0,))]
+    left = intact(running(0, 0, generation=2), arrived[1], generation=2, slots=1)
+    assert decide(left, LIMITS, 0.0) == [Stop(1, "its slot is no longer offered", False)]
+
+
+def test_the_state_moves_to_other_hosts_before_the_last_holder_leaves():
+    old = waiting(0, 5, generation=1, rank=0)
+    new = [waiting(worker, host="b") for worker in (1, 2)]
+    limits = dataclasses.replace(LIMITS, max_size=2)
+    assert decide(intact(running(0, 0), capacity={"b": 2}), limits, 0.0) == [Start("b")] * 2
+    assert decide(intact(running(0, 0), *new, capacity={"b": 2}), limits, 0.0) == [Notify()]
+    assert decide(broken(old, *new, capacity={"b": 2}), limits, 0.0) == [Form((0, 1))]
+    moved = [running(0, 0, generation=2), running(1, 1, generation=2, host="b"), new[1]]
+    view = intact(*moved, generation=2, capacity={"b": 2})
+    assert decide(view, limits, 0.0) == [Notify()]
+
+
+def test_results_are_those_of_the_last_generation_in_rank_order():
+    ended = [member(7, Phase.RETURNED, generation=1, rank=1), member(8, Phase.RETURNED, generation=1, rank=0)]
+    assert decide(intact(*ended, waiting(9)), LIMITS, 0.0) == [Done((8, 7))]
+
+
+@pytest.mark.parametrize("phase", [Phase.FINISHED, Phase.RETURNED])
+def test_nothing_changes_once_the_training_has_finished(phase):
+    ended = member(7, phase, generation=1, rank=0)
+    assert decide(intact(ended, running(8, 1), waiting(9)), LIMITS, 99.0) == []
+    (failure,) = decide(intact(ended, waiting(9), failed_end="Rank 1 was killed"), LIMITS, 99.0)
+    assert isinstance(failure, Fail)

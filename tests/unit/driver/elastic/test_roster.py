@@ -1,0 +1,233 @@
+"""The roster alone, and random histories of roster and policy together."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkhvd.driver.elastic.policy import Done, Fail, Form, Limits, Notify, Phase, Start, Stop, decide
+from sparkhvd.driver.elastic.roster import Cooldown, Roster
+
+
+def roster_of(size: int) -> Roster:
+    """A roster whose first generation runs and has a state."""
+    roster = Roster(Cooldown(), 0.0)
+    roster.offer({"a": size})
+    for worker in range(size):
+        roster.started(worker, "a", 0.0)
+        assert roster.waiting(worker, 0, -1, "", 0.0)
+    roster.formed(tuple(range(size)), 0.0)
+    for worker in range(size):
+        assert roster.synced(worker, 1, 0)
+    return roster
+
+
+def test_a_doubled_or_late_report_does_not_count():
+    roster = roster_of(2)
+    assert not roster.waiting(0, 0, -1, "late", 1.0), "it has become a member of generation 1 since"
+    assert roster.waiting(0, 1, 3, "an error", 1.0)
+    assert not roster.waiting(0, 1, 4, "doubled", 1.0)
+    assert not roster.synced(0, 1, 9)
+    assert not roster.finished(0, 1, 1.0)
+    assert roster.member(0).commit == 3
+    assert not roster.waiting(77, 0, -1, "unknown", 1.0)
+
+
+def test_a_lost_worker_stays_lost():
+    roster = roster_of(2)
+    assert roster.lost(1, "was killed", 1.0)
+    assert not roster.lost(1, "was killed", 1.0)
+    assert not roster.waiting(1, 1, 5, "", 1.0)
+    assert not roster.returned(1, 1.0)
+    assert roster.view(1.0).reasons == ("was killed",)
+
+
+def test_a_broken_generation_is_gathered_when_no_survivor_is_on_its_way():
+    roster = roster_of(3)
+    roster.lost(2, "was killed", 1.0)
+    assert roster.view(1.0).idle
+    assert roster.view(1.0).gathered_since is None
+    roster.waiting(0, 1, 1, "", 2.0)
+    assert roster.view(2.0).gathered_since is None
+    roster.waiting(1, 1, 1, "", 3.0)
+    assert roster.view(3.0).gathered_since == 3.0
+
+
+def test_the_loss_of_a_worker_that_is_not_a_member_breaks_nothing():
+    roster = roster_of(1)
+    roster.started(5, "a", 1.0)
+    roster.lost(5, "did not start", 2.0)
+    assert not roster.view(2.0).idle
+
+
+def test_a_failing_host_cools_down_longer_each_time_and_recovers():
+    roster = Roster(Cooldown(2.0, 6.0), 0.0)
+    for worker, (at, seconds) in enumerate([(0.0, 2.0), (10.0, 4.0), (20.0, 6.0), (30.0, 6.0), (200.0, 2.0)]):
+        roster.started(worker, "a", at)
+        roster.lost(worker, "failed", at)
+        assert roster.view(at + seconds - 0.1).cooling == {"a"}
+        assert roster.view(at + seconds).cooling == frozenset()
+
+
+def test_a_worker_that_is_ended_on_purpose_does_not_cool_its_host():
+    roster = roster_of(2)
+    roster.lost(1, "its slot is no longer offered", 1.0, failed=False)
+    assert roster.view(1.0).cooling == frozenset()
+
+
+def test_a_loss_after_others_have_finished_is_kept():
+    roster = roster_of(2)
+    assert roster.finished(0, 1, 1.0)
+    roster.lost(1, "Rank 1 was killed", 2.0)
+    assert roster.view(2.0).failed_end == "Rank 1 was killed"
+
+
+def test_a_result_of_a_worker_without_a_generation_does_not_count():
+    roster = Roster(Cooldown(), 0.0)
+    roster.started(0, "a", 0.0)
+    assert roster.returned(0, 1.0)
+    assert roster.member(0) is None
+    assert "returned without being a member" in roster.view(1.0).reasons[0]
+
+
+def test_resets_without_progress_are_counted_until_a_commit_or_a_loss():
+    roster = roster_of(2)
+    counts = []
+    for generation, commit in [(1, 5), (2, 5), (3, 5), (4, 6)]:
+        for worker in range(2):
+            roster.waiting(worker, generation, commit, "an error", float(generation))
+        roster.formed((0, 1), float(generation))
+        counts.append(roster.view(9.0).fruitless)
+    assert counts == [0, 1, 2, 0]
+
+
+class Simulation:
+    """Random workers against roster and policy; checks what must hold for every generation."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.roster = Roster(Cooldown(1.0, 8.0), 0.0)
+        self.now = 0.0
+        self.workers = 0
+        self.commits: dict[int, int] = {}  # the newest commit of every worker, as the worker itself knows it
+        self.sent: list[tuple[str, int, int, int]] = []  # reports that may come again
+        self.end: Fail | Done | None = None
+        self.has_run = False
+
+    def settle(self) -> None:
+        for _ in range(200):
+            decisions = decide(self.roster.view(self.now), self.limits, self.now)
+            if not decisions:
+                return
+            for decision in decisions:
+                self.carry_out(decision)
+                if self.end is not None:
+                    return
+        raise AssertionError(f"decisions without end: {decisions}")
+
+    def carry_out(self, decision) -> None:
+        if isinstance(decision, Start):
+            self.roster.started(self.workers, decision.host, self.now)
+            self.commits[self.workers] = -1
+            self.workers += 1
+        elif isinstance(decision, Stop):
+            self.roster.lost(decision.worker, decision.why, self.now, failed=decision.failed)
+        elif isinstance(decision, Notify):
+            self.roster.notified()
+        elif isinstance(decision, Form):
+            self.form(decision.workers)
+        else:
+            self.end = decision
+
+    def form(self, workers: tuple[int, ...]) -> None:
+        view = self.roster.view(self.now)
+        waiting = [member.worker for member in view.members if member.phase is Phase.WAITING]
+        assert len(set(workers)) == len(workers)
+        assert set(workers) <= set(waiting)
+        assert self.limits.min_size <= len(workers) <= (self.limits.max_size or 99)
+        assert not any(member.phase is Phase.RUNNING for member in view.members)
+        assert self.commits[workers[0]] == max(self.commits[worker] for worker in waiting)
+        if view.stateful:
+            assert self.commits[workers[0]] >= 0, "rank 0 is a survivor with a state"
+            assert self.roster.member(workers[0]).generation > 0
+        number = self.roster.formed(workers, self.now)
+        assert number == view.generation + 1
+        assert self.limits.reset_limit is None or number - 1 <= self.limits.reset_limit
+        members = [m for m in self.roster.view(self.now).members if m.phase is Phase.RUNNING]
+        assert sorted(member.rank for member in members) == list(range(len(workers)))
+        self.has_run = True
+
+    def members(self, *phases: Phase) -> list[int]:
+        return [member.worker for member in self.roster.view(self.now).members if member.phase in phases]
+
+    def report(self, kind: str, worker: int, generation: int, commit: int) -> None:
+        self.sent.append((kind, worker, generation, commit))
+        self.deliver(*self.sent[-1])
+
+    def deliver(self, kind: str, worker: int, generation: int, commit: int) -> None:
+        if kind == "waiting":
+            self.roster.waiting(worker, generation, commit, "a reason", self.now)
+        elif kind == "synced":
+            self.roster.synced(worker, generation, commit)
+        else:
+            self.roster.finished(worker, generation, self.now)
+
+    def step(self, act: str, pick: int, seconds: float) -> None:
+        self.now += seconds
+        everyone = self.members(*Phase)
+        chosen = everyone[pick % len(everyone)] if everyone else -1
+        member = self.roster.member(chosen)
+        if act == "capacity":
+            self.roster.offer({"a": pick % 4, "b": pick // 4 % 3})
+        elif act == "again" and self.sent:
+            self.deliver(*self.sent[pick % len(self.sent)])
+        elif member is None:
+            pass
+        elif act == "lose":
+            self.roster.lost(chosen, f"worker {chosen} was killed", self.now)
+        elif act == "arrive" and member.phase in {Phase.STARTING, Phase.RUNNING}:
+            self.report("waiting", chosen, member.generation, self.commits[chosen])
+        elif act == "sync" and member.phase is Phase.RUNNING:
+            newest = max(self.commits[worker] for worker in self.members(Phase.RUNNING))
+            self.commits[chosen] = max(newest, 0)
+            self.report("synced", chosen, member.generation, self.commits[chosen])
+        elif act == "commit" and self.commits[chosen] >= 0 and member.phase is Phase.RUNNING:
+            self.commits[chosen] += 1
+
+
+ACTS = ("capacity", "again", "lose", "arrive", "arrive", "arrive", "sync", "sync", "commit")
+HISTORIES = st.lists(
+    st.tuples(st.sampled_from(ACTS), st.integers(0, 40), st.sampled_from([0.0, 0.1, 1.0, 7.0])), max_size=60
+)
+
+
+@given(
+    history=HISTORIES,
+    smallest=st.integers(1, 3),
+    more=st.integers(0, 2),
+    largest=st.none() | st.integers(0, 2),
+    reset_limit=st.none() | st.integers(0, 4),
+)
+def test_every_history_leads_to_valid_generations_and_to_an_end(history, smallest, more, largest, reset_limit):
+    num_proc = smallest + more
+    limits = Limits(num_proc, smallest, None if largest is None else num_proc + largest, 20.0, 10.0, reset_limit)
+    run = Simulation(limits)
+    run.roster.offer({"a": 3, "b": 1})
+    run.settle()
+    for act, pick, seconds in history:
+        if run.end is not None:
+            break
+        run.step(act, pick, seconds)
+        run.settle()
+    for _ in range(40):  # from now on nobody reports anything: no wait may be without a limit
+        if run.end is not None:
+            break
+        run.now += 5.0
+        run.settle()
+    if run.end is None:
+        view = run.roster.view(run.now)
+        assert not view.idle, "an idle job must end"
+        assert all(member.phase is Phase.RUNNING for member in view.members if member.generation == view.generation)
+    elif isinstance(run.end, Fail):
+        assert run.end.why
+        assert run.end.started == run.has_run
