@@ -29,6 +29,18 @@ class HorovodInternalError(SparkHvdError, RuntimeError):
     """Horovod's name for a failed collective, for programs that catch it; never raised itself."""
 
 
+class HostsUpdatedInterrupt(SparkHvdError, RuntimeError):  # noqa: N818  the name is Horovod's
+    """The slots of an elastic job have changed; ``hvd.elastic.run`` handles it.
+
+    Attributes:
+        skip_sync: always False: the ranks always synchronize their states after a reset.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("The slots of this job have changed, so its ranks form a new generation.")
+        self.skip_sync = skip_sync
+
+
 class DeadlineExceededError(HorovodInternalError, TimeoutError):
     """A wait ended at its deadline; the message names what was waited for."""
 

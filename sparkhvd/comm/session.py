@@ -9,7 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -17,13 +17,20 @@ from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.connect import mpi
 from sparkhvd.comm.connect.inherited_world import inherited_context
 from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.membership import Membership
 from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet
 from sparkhvd.comm.stall.report import StallReport
 from sparkhvd.comm.subset import subset
 from sparkhvd.config import Config, from_environment, started_by_mpi, warn_if_horovod_rank, warn_ignored_variables
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import ConfigError, DeadlineExceededError, NotInitializedError, SparkHvdError
+from sparkhvd.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    HorovodInternalError,
+    NotInitializedError,
+    SparkHvdError,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,6 +45,7 @@ class _Session:
     everybody: ProcessSet = field(default_factory=lambda: ProcessSet([0]))  # registered while initialized
     server: RendezvousServer | None = None  # on rank 0 of a job that MPI has started
     from_mpi: bool = False
+    membership: Membership | None = None  # in an elastic job, from the first ``init()`` on
     # The number of connections of each selection of ranks. It agrees among the ranks, so it can name the next scope.
     inits: Counter[tuple[int, ...]] = field(default_factory=Counter)
     watches_forks: bool = False
@@ -71,6 +79,9 @@ def set_launch_context(context: LaunchContext, joined: Callable[[], None] | None
         _session.joined = joined
         _session.inits.clear()
         _session.forked = False
+        if _session.membership is not None:
+            _session.membership.close()
+            _session.membership = None
 
 
 def launch_context() -> LaunchContext:
@@ -118,7 +129,10 @@ def init(
                 "This process was forked from a rank and cannot join the job in its stead. Call hvd.init() in the "
                 "rank's own process only."
             )
-        communicator, server = _connect_with_retries(comm, ranks, sets)
+        if _session.context is not None and _session.context.membership is not None:
+            communicator, server = _join_generation(_session.context, comm, sets), None
+        else:
+            communicator, server = _connect_with_retries(comm, ranks, sets)
         _session.communicator = communicator
         _session.everybody.register(communicator.everybody)
         _session.server = server
@@ -127,6 +141,37 @@ def init(
             os.register_at_fork(after_in_child=_leave_to_parent)
         if _session.joined is not None:
             _session.joined()
+
+
+def _join_generation(
+    context: LaunchContext,
+    comm: Sequence[int] | MPI.Intracomm | None,
+    sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator],
+) -> Communicator:
+    """Connect this worker in the next generation of its elastic job that all members reach."""
+    if comm is not None:
+        raise ConfigError("hvd.init(comm=...) cannot select ranks of an elastic job, whose ranks change. Leave it out.")
+    if _session.membership is None:
+        _session.membership = Membership(context)
+    membership = _session.membership
+    while True:
+        current = membership.next_generation()
+        _session.context = replace(context, world=current.world)  # for messages; ``init()`` never connects by it
+        scope = f"generation-{membership.generation}"
+        try:
+            if current.config.log_level is not None:
+                logging.getLogger("sparkhvd").setLevel(current.config.log_level)
+            communicator = _open_communicator(current, scope, sets)
+        except HorovodInternalError as error:  # a member was lost meanwhile: the driver forms another generation
+            membership.reason = f"could not connect: {error}"
+        else:
+            _session.inits[()] += 1
+            return communicator
+
+
+def membership() -> Membership | None:
+    """Return this worker's membership in its elastic job; None in other jobs and before ``init()``."""
+    return _session.membership
 
 
 def _leave_to_parent() -> None:

@@ -13,6 +13,7 @@ from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.compat.horovod import missing
 from sparkhvd.errors import MismatchError, PeerLostError
+from sparkhvd.torch import elastic
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.ops.operations import (
     allgather,
@@ -76,6 +77,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "elastic",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",

@@ -1,7 +1,163 @@
-"""Raises ``ImportError``: sparkhvd has no elastic training yet."""
+"""Elastic training for PyTorch: ``hvd.elastic.run``, ``hvd.elastic.TorchState``, ``hvd.elastic.ElasticSampler``."""
 
 from __future__ import annotations
 
-from sparkhvd.compat.horovod import ELASTIC
+import copy
+from typing import Any, Protocol
 
-raise ImportError(ELASTIC)
+import torch
+
+from sparkhvd.comm import objects, session
+from sparkhvd.comm.elastic.loop import run
+from sparkhvd.comm.elastic.sampler import ElasticSampler
+from sparkhvd.comm.elastic.state import ObjectState, State
+from sparkhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
+from sparkhvd.torch.states import broadcast_optimizer_state, broadcast_parameters
+
+__all__ = [
+    "ElasticSampler",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TorchState",
+    "run",
+]
+
+
+class _Part(Protocol):
+    """A part of a state with a state of its own."""
+
+    def save(self) -> None: ...
+
+    def restore(self) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class TorchState(ObjectState):
+    """The state of an elastic PyTorch training.
+
+    Args:
+        model: the model; None if there is none.
+        optimizer: the optimizer, usually a ``DistributedOptimizer``; None if there is none.
+        **kwargs: further models and optimizers, ``ElasticSampler``, other objects with ``state_dict`` and
+            ``load_state_dict`` (such as learning rate schedulers), and plain values. All become attributes.
+
+    Examples:
+        >>> state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        named = {"model": model, "optimizer": optimizer}
+        everything = {name: value for name, value in named.items() if value is not None} | kwargs
+        self._parts: dict[str, _Part] = {}
+        for name, value in everything.items():
+            part = _part_of(value)
+            if part is not None:
+                self._parts[name] = part
+                setattr(self, name, value)
+        super().__init__(**{name: value for name, value in everything.items() if name not in self._parts})
+
+    def save(self) -> None:
+        """Keep a copy of all parts in memory."""
+        for part in self._parts.values():
+            part.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Return to the last commit or ``sync``."""
+        for part in self._parts.values():
+            part.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Overwrite all parts on all ranks with those of rank 0, and save them; collective."""
+        for part in self._parts.values():
+            part.sync()
+        super().sync()
+
+    def reset(self) -> None:
+        """Adapt samplers to the new ranks, and drop unfinished exchanges of gradients."""
+        for part in self._parts.values():
+            part.reset()
+
+
+class _ModelPart:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._saved: dict[str, Any] = {}
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self._model.state_dict())
+
+    def restore(self) -> None:
+        self._model.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        state = self._model.state_dict()
+        broadcast_parameters({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
+        others = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+        if others:  # of get_extra_state()
+            state.update(objects.broadcast_object(session.current(), others, name="elastic.extra_state"))
+            self._model.load_state_dict(state)
+
+    def reset(self) -> None:
+        return
+
+
+class _OptimizerPart:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._saved: dict[str, Any] = {}
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self._optimizer.state_dict())
+
+    def restore(self) -> None:
+        self._optimizer.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self._optimizer)
+
+    def reset(self) -> None:
+        if isinstance(self._optimizer, ExchangingOptimizer):
+            self._optimizer.abandon_step()
+
+
+class _StatefulPart:
+    """Any object with ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._saved: Any = None
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self._value.state_dict())
+
+    def restore(self) -> None:
+        self._value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        state = objects.broadcast_object(session.current(), self._value.state_dict(), name="elastic.state_dict")
+        self._value.load_state_dict(state)
+
+    def reset(self) -> None:
+        if isinstance(self._value, ElasticSampler):
+            self._value.reset()
+
+
+def _part_of(value: Any) -> _Part | None:
+    """Return the part for a value; None for a plain one."""
+    if isinstance(value, torch.nn.Module):
+        return _ModelPart(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return _OptimizerPart(value)
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return _StatefulPart(value)
+    return None

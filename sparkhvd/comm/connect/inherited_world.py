@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.launch_context import LaunchContext, MembershipAddress
 from sparkhvd.config import Config, inherited_context_path
 from sparkhvd.errors import LaunchError
 from sparkhvd.world import World
@@ -59,6 +59,8 @@ def inherited_context() -> LaunchContext | None:
 
 def to_json(context: LaunchContext) -> bytes:
     fields = {**dataclasses.asdict(context), "token": context.token.hex()}
+    if context.membership is not None:
+        fields["membership"]["token"] = context.membership.token.hex()
     return json.dumps(fields).encode()
 
 
@@ -67,7 +69,15 @@ def from_json(content: bytes) -> LaunchContext:
     fields["world"] = World(**fields["world"])
     settings = fields["config"]
     fields["config"] = Config(**settings | {"thread_affinity": tuple(settings["thread_affinity"])})
-    fields["rendezvous"] = tuple((str(host), int(port)) for host, port in fields["rendezvous"])
+    fields["rendezvous"] = _addresses(fields["rendezvous"])
     fields["members"] = tuple(fields["members"])
     fields["token"] = bytes.fromhex(fields["token"])
+    if (membership := fields["membership"]) is not None:
+        fields["membership"] = MembershipAddress(
+            membership["worker"], _addresses(membership["addresses"]), bytes.fromhex(membership["token"])
+        )
     return LaunchContext(**fields)
+
+
+def _addresses(pairs: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    return tuple((str(host), int(port)) for host, port in pairs)

@@ -9,6 +9,21 @@ from sparkhvd.world import World
 
 
 @dataclass(frozen=True)
+class MembershipAddress:
+    """Where a worker of an elastic job learns its rank.
+
+    Attributes:
+        worker: the number of the worker.
+        addresses: addresses of the driver's membership server, tried in order.
+        token: the job's secret.
+    """
+
+    worker: int
+    addresses: tuple[tuple[str, int], ...]
+    token: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
 class LaunchContext:
     """One rank's position in a job and how to reach its peers; the default is a job of one rank.
 
@@ -21,6 +36,7 @@ class LaunchContext:
             offers the host's other addresses.
         config: settings of the core.
         members: the ranks of the launcher's job that are renumbered here, in this order; empty for all of them.
+        membership: where a worker of an elastic job learns its rank; None in other jobs.
     """
 
     world: World = field(default_factory=World)
@@ -30,6 +46,7 @@ class LaunchContext:
     bind_host: str = "127.0.0.1"
     config: Config = field(default_factory=Config)
     members: tuple[int, ...] = ()
+    membership: MembershipAddress | None = None
 
     def rank_in_job(self, rank: int) -> int:
         """Return the number of a rank in the launcher's job."""

@@ -92,6 +92,9 @@ class DeltaOptimizer(ExchangingOptimizer):
     def synchronize(self) -> None:
         """Do nothing: gradients stay local to the rank and can be clipped before ``step()``."""
 
+    def abandon_step(self) -> None:
+        """Do nothing: nothing is exchanged between ``backward()`` and ``step()``."""
+
     def close(self) -> None:
         """Do nothing: there are no hooks to remove."""
 

@@ -63,6 +63,10 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         """Sum ``passes`` backward passes on the rank before gradients are exchanged."""
         self._exchange.set_passes(checked_passes(passes))
 
+    def abandon_step(self) -> None:
+        """Drop the exchange of an unfinished step, whose ranks are lost; gradients keep whatever they hold."""
+        self._exchange.reset()
+
     def close(self) -> None:
         """Remove the hooks from the parameters; the optimizer must not be used afterwards."""
         self._exchange.close()

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sparkhvd.comm.connect.inherited_world import context_file, inherited_context
-from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.launch_context import LaunchContext, MembershipAddress
 from sparkhvd.config import INHERITED_CONTEXT, Config
 from sparkhvd.errors import LaunchError
 from sparkhvd.world import World
@@ -18,11 +20,15 @@ CONTEXT = LaunchContext(
 )
 
 
-def test_a_program_of_a_rank_inherits_its_world(monkeypatch):
-    with context_file(CONTEXT) as path:
+ELASTIC = replace(CONTEXT, membership=MembershipAddress(5, (("10.0.0.3", 4712), ("::1", 4712)), b"\x00other\xff"))
+
+
+@pytest.mark.parametrize("context", [CONTEXT, ELASTIC])
+def test_a_program_of_a_rank_inherits_its_world(monkeypatch, context):
+    with context_file(context) as path:
         assert "secret" not in path
         monkeypatch.setenv(INHERITED_CONTEXT, path)
-        assert inherited_context() == CONTEXT
+        assert inherited_context() == context
 
 
 def test_a_program_outside_a_rank_inherits_no_world(monkeypatch):

@@ -1,0 +1,188 @@
+"""The membership of one worker in an elastic job: how it learns its rank in each generation.
+
+The driver serves the membership server, a key-value store whose keys are set once:
+
+- ``report/<worker>/<n>``: the n-th report of a worker;
+- ``assignment/<worker>/<generation>``: its rank in the generation that follows the one it has left;
+- ``notice/<generation>``: set when the members of a generation should leave it at their next commit.
+
+Each generation has a rendezvous of its own, with a secret that is derived from the job's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from dataclasses import asdict, astuple, dataclass, replace
+
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
+from sparkhvd.config import export
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import DeadlineExceededError, LaunchError
+from sparkhvd.world import World
+
+# A worker may wait for weeks for a slot. The end of the driver ends the wait.
+_WAIT_SECONDS = 400 * 86400.0
+# For one request to the membership server, which answers at once unless its host is overloaded.
+_REPORT_SECONDS = 30.0
+
+WAITING = "waiting"
+SYNCED = "synced"
+FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report of a worker to the driver.
+
+    Attributes:
+        kind: ``WAITING`` for the next generation, ``SYNCED`` once it has the job's state, ``FINISHED`` when the
+            training has ended on all ranks.
+        generation: the worker's latest generation; 0 if it has had none.
+        commit: the number of its newest commit; -1 if it has no state of the job.
+        reason: why it has left the generation; empty if the driver asked for it.
+    """
+
+    kind: str
+    generation: int
+    commit: int = -1
+    reason: str = ""
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Report:
+        return cls(**json.loads(content))
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The rank of a worker in a generation.
+
+    Attributes:
+        generation: the number of the generation.
+        world: the rank's position.
+        rendezvous: addresses of the generation's rendezvous.
+        host_key: equal for ranks that may share memory.
+        bind_host: the address at which the other ranks reach this one best.
+    """
+
+    generation: int
+    world: World
+    rendezvous: tuple[tuple[str, int], ...]
+    host_key: str
+    bind_host: str
+
+    def to_json(self) -> bytes:
+        return json.dumps({**asdict(self), "world": astuple(self.world)}).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Assignment:
+        fields = json.loads(content)
+        fields["world"] = World(*fields["world"])
+        fields["rendezvous"] = tuple((str(host), int(port)) for host, port in fields["rendezvous"])
+        return cls(**fields)
+
+
+def report_key(worker: int, number: int) -> str:
+    return f"report/{worker}/{number}"
+
+
+def assignment_key(worker: int, generation: int) -> str:
+    return f"assignment/{worker}/{generation}"
+
+
+def notice_key(generation: int) -> str:
+    return f"notice/{generation}"
+
+
+def token_of(secret: bytes, generation: int) -> bytes:
+    """Return the secret of a generation, derived from the job's."""
+    return hmac.new(secret, f"sparkhvd generation {generation}".encode(), hashlib.sha256).digest()
+
+
+class Membership:
+    """One worker's membership; used by one thread at a time.
+
+    Attributes:
+        generation: the number of the current or latest generation; 0 before the first.
+        commit: the number of the newest commit; -1 as long as this worker has no state of the job.
+        reason: why this worker left the latest generation; empty if the driver asked for it.
+    """
+
+    def __init__(self, context: LaunchContext) -> None:
+        if context.membership is None:
+            raise LaunchError("This rank does not belong to an elastic job.")
+        self._context = context
+        self._address = context.membership
+        self._client: RendezvousClient | None = None
+        self._reports = 0
+        self.generation = 0
+        self.commit = -1
+        self.reason = ""
+
+    def next_generation(self) -> LaunchContext:
+        """Wait for the next generation that includes this worker, and return its launch context."""
+        self._report(WAITING, self.reason)
+        key = assignment_key(self._address.worker, self.generation)
+        assignment = Assignment.from_json(self._connected().get(key, Deadline.after(_WAIT_SECONDS)))
+        self.generation, self.reason = assignment.generation, ""
+        export(_variables(assignment.world))
+        return replace(
+            self._context,
+            world=assignment.world,
+            rendezvous=assignment.rendezvous if assignment.world.size > 1 else (),
+            token=token_of(self._address.token, assignment.generation),
+            host_key=assignment.host_key,
+            bind_host=assignment.bind_host,
+        )
+
+    def synced(self) -> None:
+        """Report that this worker has the job's state."""
+        self._report(SYNCED)
+
+    def finished(self) -> None:
+        """Report that the training has ended on all ranks."""
+        self._report(FINISHED)
+
+    def is_notified(self) -> bool:
+        """Return at once whether the members of this generation should leave it."""
+        try:
+            self._connected().get(notice_key(self.generation), Deadline.after(0.0))
+        except DeadlineExceededError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Disconnect from the membership server."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _report(self, kind: str, reason: str = "") -> None:
+        report = Report(kind, self.generation, self.commit, reason)
+        key = report_key(self._address.worker, self._reports)
+        self._connected().set(key, report.to_json(), Deadline.after(_REPORT_SECONDS))
+        self._reports += 1
+
+    def _connected(self) -> RendezvousClient:
+        if self._client is None:
+            config = self._context.config
+            deadline = Deadline.after(config.start_timeout)
+            self._client = RendezvousClient(
+                self._address.addresses, self._address.token, deadline, encrypt=config.encrypt
+            )
+        return self._client
+
+
+def _variables(world: World) -> dict[str, str | None]:
+    """Return the environment variables of a rank, for scripts and libraries that read them."""
+    names = {
+        f"{owner}_{name.upper()}": str(value)
+        for owner in ("SPARKHVD", "HOROVOD")
+        for name, value in asdict(world).items()
+    }
+    return {**names, "LOCAL_RANK": str(world.local_rank)}

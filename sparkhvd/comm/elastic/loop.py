@@ -1,0 +1,95 @@
+"""``hvd.elastic.run``: calls the training function again after the ranks of an elastic job have changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+
+from sparkhvd.comm import session
+from sparkhvd.comm.connect.membership import Membership
+from sparkhvd.comm.elastic.state import State
+from sparkhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, MismatchError, SparkHvdError
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=State)
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def run(func: Callable[Concatenate[S, P], Result]) -> Callable[Concatenate[S, P], Result]:
+    """Decorate a training function so that it survives changes of the ranks.
+
+    Call the decorated function after ``hvd.init()``, with a state as the first argument, on all ranks. It synchronizes
+    the state and calls ``func``. If a rank is lost, the other ranks return to the state of the last commit; if slots
+    are added or withdrawn, they keep their state. Either way they connect anew, call the reset callbacks, synchronize
+    the state from a rank that has the newest commit, and call ``func`` again. So ``func`` must continue from the state.
+
+    In a job that is not elastic, it synchronizes the state and calls ``func`` once.
+
+    Args:
+        func: the training function; its first argument is the state.
+
+    Returns:
+        The decorated function. It returns what ``func`` returns, once ``func`` has returned on all ranks.
+    """
+
+    @wraps(func)
+    def wrapper(state: S, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+        session.current()  # says that init() is missing
+        membership = session.membership()
+        if membership is None:
+            state.sync()
+            return func(state, *args, **kwargs)
+        return _run(membership, state, lambda: func(state, *args, **kwargs))
+
+    return wrapper
+
+
+def _run(membership: Membership, state: State, train: Callable[[], Result]) -> Result:
+    is_reset = False
+    while True:
+        try:
+            if is_reset:
+                state.on_reset()
+            _synchronize(membership, state)
+            result = train()
+            # Also raises if ``train`` has swallowed the error of a collective.
+            session.current().barrier(name="elastic.end")
+        except MismatchError:
+            raise  # an error of the program, which would return every time
+        except HorovodInternalError as error:
+            logger.info("A collective failed, so this rank returns to its last commit: %s", error)
+            membership.reason = _first_line(error)
+            state.restore()
+        except HostsUpdatedInterrupt:
+            membership.reason = ""
+        else:
+            membership.finished()
+            return result
+        _leave_generation()
+        session.init()
+        is_reset = True
+
+
+def _synchronize(membership: Membership, state: State) -> None:
+    """Synchronize the state and the number of its commit."""
+    state.sync()
+    number = np.array([max(membership.commit, 0)], np.int64)
+    membership.commit = int(session.current().broadcast(number, 0, name="elastic.commit").item())
+    membership.synced()
+
+
+def _leave_generation() -> None:
+    try:
+        session.shutdown()
+    except SparkHvdError as error:  # its ranks are lost anyway
+        logger.debug("The previous generation ended with an error: %s", error)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

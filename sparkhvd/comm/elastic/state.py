@@ -1,0 +1,124 @@
+"""States: what an elastic training keeps when its ranks change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from sparkhvd.comm import objects, session
+from sparkhvd.errors import HostsUpdatedInterrupt
+
+
+class State:
+    """The state of an elastic training; derive from it to keep state of your own.
+
+    A subclass defines ``save``, ``restore`` and ``sync``, and ``reset`` if it depends on the number of ranks.
+
+    Args:
+        bcast_object: ignored; accepted so that states written for Horovod work.
+        get_rank: ignored, too.
+    """
+
+    _reset_callbacks: tuple[Callable[[], None], ...] = ()  # a subclass may not call __init__
+
+    def __init__(self, bcast_object: object = None, get_rank: object = None) -> None:
+        del bcast_object, get_rank
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Add functions to call after each reset, before ``sync``; they may adapt the learning rate to ``hvd.size()``.
+
+        Args:
+            callbacks: functions without arguments.
+        """
+        self._reset_callbacks = (*self._reset_callbacks, *callbacks)
+
+    def on_reset(self) -> None:
+        """Adapt to new ranks: call ``reset`` and the reset callbacks."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Save the state in memory, then check for new or withdrawn slots. Call it on all ranks after the same step.
+
+        Raises:
+            HostsUpdatedInterrupt: the slots of the job have changed; ``hvd.elastic.run`` handles it.
+        """
+        self.save()
+        membership = session.membership()
+        if membership is not None:
+            membership.commit = max(membership.commit, 0) + 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Check for new or withdrawn slots without saving. Call it on all ranks after the same step.
+
+        Raises:
+            HostsUpdatedInterrupt: on all ranks, if the slots of the job have changed.
+        """
+        membership = session.membership()
+        if membership is None:
+            return
+        communicator = session.current()
+        notified = communicator.world.rank == 0 and membership.is_notified()
+        agreed = communicator.broadcast(np.array([notified], np.int64), 0, name="elastic.check_host_updates")
+        if agreed.item():
+            raise HostsUpdatedInterrupt
+
+    def save(self) -> None:
+        """Keep a copy of the state in memory."""
+        raise NotImplementedError(f"{type(self).__name__} must define save().")
+
+    def restore(self) -> None:
+        """Return to the copy that ``save`` has kept."""
+        raise NotImplementedError(f"{type(self).__name__} must define restore().")
+
+    def sync(self) -> None:
+        """Overwrite the state of all ranks with that of rank 0, and save it; collective."""
+        raise NotImplementedError(f"{type(self).__name__} must define sync().")
+
+    def reset(self) -> None:
+        """Adapt to another number of ranks; called after they are connected and before ``sync``."""
+
+
+class ObjectState(State):
+    """Plain values, such as ``ObjectState(epoch=0, batch=0)``, as attributes.
+
+    Args:
+        bcast_object: ignored; accepted so that calls written for Horovod work.
+        get_rank: ignored, too.
+        **kwargs: the initial values; cloudpickle must be able to pickle them.
+    """
+
+    def __init__(self, bcast_object: object = None, get_rank: object = None, **kwargs: Any) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._values = tuple(kwargs)
+        self._saved: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self.save()
+
+    def save(self) -> None:
+        """Keep a copy of the values in memory."""
+        self._saved = copy.deepcopy(self._live())
+
+    def restore(self) -> None:
+        """Return to the values of the last commit or ``sync``."""
+        for name, value in copy.deepcopy(self._saved).items():
+            setattr(self, name, value)
+
+    def sync(self) -> None:
+        """Overwrite the values of all ranks with those of rank 0, and save them; collective."""
+        values = objects.broadcast_object(session.current(), self._live(), name="elastic.values")
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.save()
+
+    def __getattr__(self, name: str) -> Any:  # only so that type checkers accept the attributes
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _live(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._values}

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sparkhvd.torch as hvd
+from sparkhvd.errors import NotInitializedError
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: object = None) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
+
+
+def test_all_parts_return_to_the_last_commit_together():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    sampler = hvd.elastic.ElasticSampler(range(10))
+    state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, sampler=sampler, epoch=0)
+    step(model, optimizer, scheduler)
+    sampler.record_batch(0, 2)
+    state.epoch = 1
+    state.commit()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    step(model, optimizer, scheduler)
+    sampler.record_batch(1, 2)
+    state.epoch = 2
+    state.restore()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], moments)
+    assert (state.epoch, state.sampler.processed_num, scheduler.last_epoch) == (1, 2, 1)
+    assert state.model is model
+    assert state.optimizer is optimizer
+    step(model, optimizer)
+    assert all(torch.equal(value, expected[name]) for name, value in state.model.state_dict().items()) is False
+    state.restore()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items()), "twice, too"
+
+
+def test_sync_saves_what_is_live():
+    model = torch.nn.Linear(2, 1)
+    state = hvd.elastic.TorchState(model=model, epoch=3)
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    state.epoch = 4
+    state.sync()
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    state.restore()
+    assert model.weight.tolist() == [[7.0, 7.0]]
+    assert state.epoch == 4
+
+
+class ExtraState(torch.nn.Linear):
+    """A module with a state that is no tensor."""
+
+    note = "none"
+
+    def get_extra_state(self) -> str:
+        return self.note
+
+    def set_extra_state(self, state: str) -> None:
+        self.note = state
+
+
+def test_the_extra_state_of_a_module_is_part_of_it():
+    model = ExtraState(2, 1)
+    state = hvd.elastic.TorchState(model)
+    model.note = "kept"
+    state.sync()
+    model.note = "lost"
+    state.restore()
+    assert model.note == "kept"
+
+
+def test_an_optimizer_whose_exchange_has_failed_works_after_a_reset():
+    model = torch.nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    state = hvd.elastic.TorchState(model, optimizer)
+    state.sync()
+    model(torch.ones(2, 3)).sum().backward()  # the gradients are on their way when the job breaks
+    hvd.shutdown()
+    with pytest.raises(NotInitializedError):
+        hvd.rank()
+    state.restore()
+    hvd.init()
+    state.on_reset()
+    state.sync()
+    step(model, optimizer)
+    assert model.weight.grad.tolist() == [[2.0, 2.0, 2.0]]
+
+
+def test_a_state_without_a_model_takes_values_and_any_number_of_models():
+    first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    state = hvd.elastic.TorchState(first=first, second=second, best=0.5)
+    with torch.no_grad():
+        second.bias.add_(1.0)
+    bias = second.bias.item()
+    state.commit()
+    with torch.no_grad():
+        second.bias.add_(1.0)
+    state.best = 0.7
+    state.restore()
+    assert second.bias.item() == bias
+    assert state.best == 0.5
