@@ -13,6 +13,7 @@ from sparkhvd.compat.horovod import is_extra, missing, not_installed
 
 if TYPE_CHECKING:
     from sparkhvd.data.prepare.prepared_data import prepare_data as prepare_data
+    from sparkhvd.driver.elastic.run import run_elastic as run_elastic
     from sparkhvd.driver.preflight.preflight import preflight as preflight
     from sparkhvd.driver.run import run as run
     from sparkhvd.estimators.keras import KerasEstimator as KerasEstimator
@@ -41,6 +42,7 @@ _HOME_OF = {
     "LightningModel": "sparkhvd.estimators.lightning",
     "prepare_data": "sparkhvd.data.prepare.prepared_data",
     "run": "sparkhvd.driver.run",
+    "run_elastic": "sparkhvd.driver.elastic.run",
     "Store": "sparkhvd.store",
     "TorchEstimator": "sparkhvd.estimators.torch",
     "TorchModel": "sparkhvd.estimators.torch",
@@ -62,6 +64,7 @@ __all__ = [
     "preflight",
     "prepare_data",
     "run",
+    "run_elastic",
 ]
 
 # `from sparkhvd import *` brings what the installed frameworks have; importing nothing, this only looks for them.

@@ -11,6 +11,7 @@ ELASTIC = (
     "Elastic training is not available. An interrupted fit resumes from its checkpoints, also with another number of "
     "ranks: see docs/how-to/resume.md."
 )
+_ELASTIC_RUN = "sparkhvd.run_elastic() takes it; see docs/how-to/elastic.md."
 SPARK = (
     "sparkhvd has no module sparkhvd.spark. Import the names of horovod.spark from sparkhvd itself, as in `from "
     "sparkhvd import run, TorchEstimator, KerasEstimator, LightningEstimator, Store, SparkBackend`, Store classes from "
@@ -66,6 +67,6 @@ def not_installed(what: str, module: str) -> str:
 def unknown_argument(name: str, known: Iterable[str]) -> str:
     """Return the message for a keyword that ``run`` does not accept."""
     if name in _ELASTIC_OF_RUN:
-        return f"run() takes no {name}. {ELASTIC}"
+        return f"run() takes no {name}. {_ELASTIC_RUN}"
     meant = _OF_RUN.get(name, name)
     return f"run() takes no argument {name!r}. {did_you_mean(meant, known, show=str)}".rstrip()

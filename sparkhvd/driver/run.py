@@ -238,7 +238,7 @@ def run_with(  # noqa: PLR0917
         secret=secrets.token_bytes(32),
         streamed=_streamed(options),
         log_files=_log_files(stdout=options.stdout, stderr=options.stderr),
-        log_level=_log_level(options.verbose) if config.log_level is None else config.log_level,
+        log_level=log_level_of(options.verbose) if config.log_level is None else config.log_level,
         executable=options.executable or "",
         nics=tuple(options.nics),
         gives_rows=request.rows is not None,
@@ -246,7 +246,7 @@ def run_with(  # noqa: PLR0917
         if options.executable
         else frameworks_in_use(options.preload),  # another Python has its own packages
     )
-    with closing(_stream(options, job.num_proc)) as stream, closing(_launch(instance, job, stream)) as handle:
+    with closing(open_stream(options, job.num_proc)) as stream, closing(_launch(instance, job, stream)) as handle:
         handle.wait_started(deadline)
         return [cloudpickle.loads(content) for content in handle.results()]
 
@@ -260,7 +260,8 @@ def _importable(launcher: str, kind: type[Launcher], request: LaunchRequest, opt
     return partial(importable_on, request.session()) if kind.on_spark else importable_nowhere
 
 
-def _stream(options: RunOptions, num_proc: int) -> LogStream:
+def open_stream(options: RunOptions, num_proc: int) -> LogStream:
+    """Return the receiver of the ranks' output."""
     folder = Path(options.output_filename) if options.output_filename is not None else None
     shown = options.verbose > 0
     return LogStream(options.stdout, options.stderr, options.prefix_output_with_timestamp, folder, num_proc, shown)
@@ -289,7 +290,8 @@ def _log_files(**streams: TextIO | LogFiles | None) -> tuple[tuple[str, LogFiles
     return tuple((name, sink) for name, sink in streams.items() if isinstance(sink, LogFiles))
 
 
-def _log_level(verbose: int) -> int:
+def log_level_of(verbose: int) -> int:
+    """Return the level of the ranks' ``sparkhvd`` logger."""
     if verbose <= 0:
         return logging.WARNING
     return logging.INFO if verbose == 1 else logging.DEBUG

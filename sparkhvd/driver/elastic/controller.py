@@ -1,0 +1,205 @@
+"""The controller of an elastic job: turns events into decisions of the policy, and carries them out."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Mapping, Sequence
+
+from sparkhvd.comm.connect.membership import FINISHED, SYNCED, WAITING, Assignment, Report
+from sparkhvd.driver.elastic.membership_server import MembershipServer
+from sparkhvd.driver.elastic.policy import (
+    Decision,
+    Done,
+    Fail,
+    Form,
+    Limits,
+    Notify,
+    Phase,
+    Start,
+    Stop,
+    decide,
+)
+from sparkhvd.driver.elastic.roster import Cooldown, Roster
+from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Lost, Offered, Place, Reported, Returned, Workers
+from sparkhvd.driver.results import failure_of
+from sparkhvd.errors import LaunchError, StartTimeoutError
+from sparkhvd.rpc.registration import TaskOffer
+from sparkhvd.task.assignment import assign
+from sparkhvd.task.failure_report import FailureReport
+from sparkhvd.task.job import RESULT_CAP_BYTES
+
+logger = logging.getLogger(__name__)
+
+# How often decisions that depend on the time alone are made.
+_TICK_SECONDS = 0.25
+
+
+class Controller:
+    """Runs one elastic job; used by one thread.
+
+    Args:
+        limits: the user's limits.
+        cooldown: how long a failing host gets no new worker.
+        workers: starts and ends the workers.
+        membership: connects the workers to this controller.
+        inbox: the events of workers, membership and discovery.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        cooldown: Cooldown,
+        workers: Workers,
+        membership: MembershipServer,
+        inbox: queue.SimpleQueue[Event],
+    ) -> None:
+        self._limits = limits
+        self._workers = workers
+        self._membership = membership
+        self._inbox = inbox
+        self._roster = Roster(cooldown, time.monotonic())
+        self._places: dict[int, Place] = {}
+        self._results: dict[int, bytes] = {}
+        self._failures: list[FailureReport] = []
+        self._next_worker = 0
+        self._unusable: set[str] = set()
+
+    def run(self) -> list[bytes]:
+        """Run the job and return the pickled results of the ranks of the last generation, in rank order.
+
+        Raises:
+            RankFailedError: a rank failed, and the job could not continue.
+            StartTimeoutError: not enough ranks were ready within ``start_timeout``.
+            LaunchError: the job ended for another reason.
+        """
+        while True:
+            done = self._carry_out_decisions()
+            if done is not None:
+                return self._checked([self._results[worker] for worker in done.workers])
+            try:
+                event = self._inbox.get(timeout=_TICK_SECONDS)
+            except queue.Empty:
+                continue
+            self._handle(event)
+
+    def _carry_out_decisions(self) -> Done | None:
+        while True:
+            decisions = decide(self._roster.view(time.monotonic()), self._limits, time.monotonic())
+            if not decisions:
+                return None
+            for decision in decisions:
+                if isinstance(decision, Done):
+                    return decision
+                self._carry_out(decision)
+
+    def _carry_out(self, decision: Decision) -> None:
+        if isinstance(decision, Start):
+            worker, self._next_worker = self._next_worker, self._next_worker + 1
+            self._roster.started(worker, decision.host, time.monotonic())
+            self._membership.listen_to(worker)
+            self._places[worker] = self._workers.start(worker, decision.host)
+        elif isinstance(decision, Stop):
+            member = self._roster.member(decision.worker)
+            host = "" if member is None else member.host
+            reason = f"Worker {decision.worker} on host {host} was ended: {decision.why}"
+            logger.warning("%s.", reason)
+            self._workers.stop(decision.worker)
+            self._lose(decision.worker, reason, failed=decision.failed)
+        elif isinstance(decision, Notify):
+            self._roster.notified()
+            self._membership.notify(self._roster.generation)
+        elif isinstance(decision, Form):
+            self._form(decision.workers)
+        elif isinstance(decision, Fail):
+            raise self._error(decision)
+
+    def _form(self, workers: Sequence[int]) -> None:
+        left = {worker: member.generation for worker in workers if (member := self._roster.member(worker))}
+        generation = self._roster.formed(workers, time.monotonic())
+        self._failures.clear()
+        rendezvous = self._membership.open_rendezvous(generation)
+        offers = [
+            TaskOffer(index, place.host_key, place.host, place.bind_host)
+            for index, place in enumerate(self._places[worker] for worker in workers)
+        ]
+        slots = assign(offers)  # rank 0 stays first; the others are grouped by host
+        self._roster.renumber({workers[slot.offer.task_index]: slot.world.rank for slot in slots})
+        for slot in slots:
+            worker = workers[slot.offer.task_index]
+            self._workers.assign(worker, slot.world.rank, len(workers))
+            offer = slot.offer
+            assignment = Assignment(generation, slot.world, rendezvous, offer.host_hash, offer.bind_host)
+            self._membership.assign(worker, left[worker], assignment)
+        logger.info("Generation %d has %d ranks.", generation, len(workers))
+
+    def _handle(self, event: Event) -> None:
+        now = time.monotonic()
+        if isinstance(event, Reported):
+            self._handle_report(event.worker, event.report, now)
+        elif isinstance(event, Returned):
+            self._results[event.worker] = event.content
+            self._roster.returned(event.worker, now)
+        elif isinstance(event, Lost):
+            failure = event.failure
+            if self._roster.member(event.worker) is not None:
+                self._failures.append(failure)
+                logger.warning("%s.", failure.sentence().removesuffix("."))
+            self._lose(event.worker, failure.sentence(), failed=True)
+        elif isinstance(event, Offered):
+            self._roster.offer(self._usable(event.capacity))
+        elif isinstance(event, DiscoveryFailed):
+            if event.first:
+                raise LaunchError(f"The hosts of the job cannot be found out. {event.why}")
+            logger.warning("The hosts of the job stay as they are, because discovery failed: %s", event.why)
+            self._roster.note(f"Discovery of hosts failed: {event.why}")
+
+    def _handle_report(self, worker: int, report: Report, now: float) -> None:
+        if report.kind == WAITING:
+            self._roster.waiting(worker, report.generation, report.commit, report.reason, now)
+        elif report.kind == SYNCED:
+            self._roster.synced(worker, report.generation, report.commit)
+        elif report.kind == FINISHED:
+            self._roster.finished(worker, report.generation, now)
+        else:
+            logger.warning("Worker %d sent an unknown report %r.", worker, report.kind)
+
+    def _lose(self, worker: int, reason: str, *, failed: bool) -> None:
+        member = self._roster.member(worker)
+        self._roster.lost(worker, reason, time.monotonic(), failed=failed)
+        if member is not None and member.phase is Phase.RUNNING:
+            self._membership.close_rendezvous()
+
+    def _usable(self, capacity: Mapping[str, int]) -> dict[str, int]:
+        usable = {}
+        for host, slots in capacity.items():
+            why = self._workers.unusable(host)
+            if not why:
+                usable[host] = slots
+            elif host not in self._unusable:
+                self._unusable.add(host)
+                logger.warning("%s.", why)
+                self._roster.note(why)
+        return usable
+
+    def _error(self, decision: Fail) -> LaunchError:
+        """Return the error for a failed job: that of the first rank that failed in the last generation, if one did."""
+        primary = [failure for failure in self._failures if not failure.secondary] or self._failures
+        if not decision.started and not primary:
+            return StartTimeoutError(decision.why)
+        if not primary:
+            return LaunchError(decision.why)
+        error = failure_of(primary[0])
+        error.args = (f"{decision.why}\n\n{error.args[0]}",)
+        return error
+
+    @staticmethod
+    def _checked(results: list[bytes]) -> list[bytes]:
+        size = sum(map(len, results))
+        if size > RESULT_CAP_BYTES:
+            raise LaunchError(
+                f"All ranks together returned {size:,} bytes; the driver accepts at most {RESULT_CAP_BYTES:,} bytes. "
+                "Write large results to a Store from within fn and return their path."
+            )
+        return results

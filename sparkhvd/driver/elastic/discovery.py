@@ -1,0 +1,194 @@
+"""Discovery of slots: a function or a script that returns the hosts, asked once per second."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from sparkhvd._util.addresses import is_ipv6
+from sparkhvd.driver.arguments import split_arguments
+from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered
+from sparkhvd.driver.hosts import parse_hosts
+from sparkhvd.errors import ConfigError, LaunchError
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_SECONDS = 1.0
+SCRIPT_SECONDS = 10.0
+_WITH_SLOTS = re.compile(r".*:\d+")
+_MAX_SHOWN = 300
+
+
+class Discovery(Protocol):
+    """Finds out which hosts offer slots now."""
+
+    def find(self) -> Mapping[str, int]:
+        """Return the number of slots by host.
+
+        Raises:
+            Exception: the hosts cannot be found out now.
+        """
+
+    def cancel(self) -> None:
+        """Make a ``find`` in progress end soon."""
+
+
+class DiscoveryFunction:
+    """Asks a function of the user's."""
+
+    def __init__(self, function: Callable[[], Mapping[str, int]]) -> None:
+        self._function = function
+
+    def find(self) -> Mapping[str, int]:
+        """Return the number of slots by host."""
+        found = self._function()
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"discovery must return a dict of slots by host, like {{'host1': 2}}, got {found!r}.")
+        for host, slots in found.items():
+            if not isinstance(host, str) or isinstance(slots, bool) or not isinstance(slots, int) or slots < 0:
+                raise ConfigError(f"discovery must return numbers of slots by host, got {host!r}: {slots!r}.")
+        return dict(found)
+
+    def cancel(self) -> None:
+        """Do nothing: a function cannot be interrupted."""
+
+
+class DiscoveryScript:
+    """Runs a script that prints one ``host`` or ``host:slots`` per line.
+
+    Args:
+        command: the script and its arguments, in shell syntax.
+        default_slots: the slots of a host without a number.
+        seconds: the time after which a running script is killed.
+
+    Raises:
+        ConfigError: the script cannot be executed.
+    """
+
+    def __init__(self, command: str, default_slots: int = 1, seconds: float = SCRIPT_SECONDS) -> None:
+        self._command = split_arguments("host_discovery_script", command)
+        self._default_slots = default_slots
+        self._seconds = seconds
+        self._lock = threading.Lock()  # guards the fields below
+        self._process: subprocess.Popen[str] | None = None
+        self._cancelled = False
+        if not self._command or shutil.which(self._command[0]) is None:
+            raise ConfigError(f"The host discovery script {command!r} is not an executable file. Check chmod +x.")
+
+    def find(self) -> Mapping[str, int]:
+        """Run the script and return the number of slots by host.
+
+        Raises:
+            LaunchError: it failed, took too long, or printed a line in another form.
+        """
+        with self._lock:
+            if self._cancelled:
+                return {}
+            self._process = process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        try:
+            with process:
+                try:
+                    stdout, stderr = process.communicate(timeout=self._seconds)
+                except subprocess.TimeoutExpired:
+                    raise LaunchError(
+                        f"The host discovery script did not end within {self._seconds:g} s and was killed."
+                    ) from None
+                finally:
+                    self._kill(process)  # and what it has started
+        finally:
+            with self._lock:
+                self._process = None
+        if process.returncode != 0:
+            raise LaunchError(
+                f"The host discovery script ended with exit code {process.returncode}: "
+                f"{stderr.strip()[-_MAX_SHOWN:] or 'it wrote nothing to stderr'}"
+            )
+        return parse_discovered(stdout, self._default_slots)
+
+    def cancel(self) -> None:
+        """Kill the script if it runs."""
+        with self._lock:
+            self._cancelled = True
+            if self._process is not None:
+                self._kill(self._process)
+
+    @staticmethod
+    def _kill(process: subprocess.Popen[str]) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def parse_discovered(text: str, default_slots: int) -> dict[str, int]:
+    """Return the slots by host of a script's output.
+
+    Raises:
+        LaunchError: a line is not ``host`` or ``host:slots``.
+    """
+    found: dict[str, int] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        has_slots = _WITH_SLOTS.fullmatch(line) is not None and not is_ipv6(line)
+        try:
+            hosts = parse_hosts(line)
+        except ConfigError:
+            hosts = ()
+        if len(hosts) != 1:
+            raise LaunchError(
+                f"The host discovery script printed the line {line[:_MAX_SHOWN]!r}; expected 'host' or 'host:slots'."
+            )
+        found[hosts[0].name] = hosts[0].slots if has_slots else default_slots
+    return found
+
+
+class DiscoveryThread:
+    """Asks a discovery once per ``interval`` and reports changes to ``inbox``, until ``close``."""
+
+    def __init__(
+        self, discovery: Discovery, inbox: queue.SimpleQueue[Event], interval: float = INTERVAL_SECONDS
+    ) -> None:
+        self._discovery = discovery
+        self._inbox = inbox
+        self._interval = interval
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-elastic-discovery", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop asking. A user's function that still runs is left alone."""
+        self._stopping.set()
+        self._discovery.cancel()
+        self._thread.join(INTERVAL_SECONDS)
+
+    def _run(self) -> None:
+        known: dict[str, int] | None = None
+        failing = ""
+        while not self._stopping.is_set():
+            try:
+                found = dict(self._discovery.find())
+            except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+                why = f"{type(error).__name__}: {error}" if not isinstance(error, LaunchError) else str(error)
+                if not self._stopping.is_set() and why != failing:
+                    self._inbox.put(DiscoveryFailed(why, known is None))
+                failing = why
+            else:
+                failing = ""
+                if not self._stopping.is_set() and found != known:
+                    known = found
+                    self._inbox.put(Offered(found))
+            self._stopping.wait(self._interval)

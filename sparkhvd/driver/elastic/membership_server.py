@@ -1,0 +1,100 @@
+"""The driver's side of the membership: receives the workers' reports and serves the generations' rendezvous."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+
+from sparkhvd._util.addresses import LOOPBACK
+from sparkhvd.comm.connect.launch_context import MembershipAddress
+from sparkhvd.comm.connect.membership import (
+    Assignment,
+    Report,
+    assignment_key,
+    notice_key,
+    report_key,
+    token_of,
+)
+from sparkhvd.comm.connect.rendezvous import RendezvousServer
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.elastic.workers import Event, Reported
+from sparkhvd.errors import SparkHvdError
+from sparkhvd.task.supervision import JOB_SECONDS
+
+logger = logging.getLogger(__name__)
+
+
+class MembershipServer:
+    """Serves one elastic job.
+
+    Each generation has a rendezvous server of its own, whose keys end with it.
+
+    Args:
+        secret: the job's secret.
+        inbox: receives the reports.
+        encrypt: whether all traffic is encrypted.
+        host: the address to bind, at which the workers reach the driver.
+    """
+
+    def __init__(
+        self, secret: bytes, inbox: queue.SimpleQueue[Event], *, encrypt: bool = False, host: str = LOOPBACK
+    ) -> None:
+        self._secret = secret
+        self._encrypt = encrypt
+        self._host = host
+        self._inbox = inbox
+        self._server = RendezvousServer(secret, host, encrypt=encrypt)
+        self._rendezvous: RendezvousServer | None = None
+        self._readers: dict[int, threading.Thread] = {}
+
+    @property
+    def address(self) -> MembershipAddress:
+        """Return the address of this server, without a worker's number."""
+        return MembershipAddress(-1, ((self._host, self._server.port),), self._secret)
+
+    def listen_to(self, worker: int) -> None:
+        """Receive the reports of a worker from now on."""
+        reader = threading.Thread(target=self._read, args=(worker,), name="sparkhvd-elastic-reports", daemon=True)
+        self._readers[worker] = reader
+        reader.start()
+
+    def open_rendezvous(self, generation: int) -> tuple[tuple[str, int], ...]:
+        """Start the rendezvous of a generation, and return its addresses."""
+        self.close_rendezvous()
+        self._rendezvous = RendezvousServer(token_of(self._secret, generation), self._host, encrypt=self._encrypt)
+        return ((self._host, self._rendezvous.port),)
+
+    def close_rendezvous(self) -> None:
+        """End the rendezvous of the current generation; workers that still connect through it fail at once."""
+        rendezvous, self._rendezvous = self._rendezvous, None
+        if rendezvous is not None:
+            rendezvous.close()
+
+    def assign(self, worker: int, left: int, assignment: Assignment) -> None:
+        """Answer a worker that waits for the generation after ``left``."""
+        self._server.set(assignment_key(worker, left), assignment.to_json())
+
+    def notify(self, generation: int) -> None:
+        """Ask the members of a generation to leave it at their next commit."""
+        self._server.set(notice_key(generation), b"")
+
+    def close(self) -> None:
+        """End the server and its threads."""
+        self.close_rendezvous()
+        self._server.close()
+        for reader in self._readers.values():
+            reader.join()
+
+    def _read(self, worker: int) -> None:
+        number = 0
+        while True:
+            try:
+                content = self._server.get(report_key(worker, number), Deadline.after(JOB_SECONDS))
+            except SparkHvdError:
+                return  # the server is closed
+            try:
+                self._inbox.put(Reported(worker, Report.from_json(content)))
+            except (ValueError, TypeError):
+                logger.warning("Report %d of worker %d cannot be read and is ignored.", number, worker)
+            number += 1

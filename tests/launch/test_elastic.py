@@ -1,0 +1,253 @@
+"""Elastic jobs on this machine, whose ranks are killed, raise, hang and join."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import sparkhvd
+from sparkhvd.errors import ConfigError, LaunchError, MismatchError, RankFailedError, StartTimeoutError
+from tests.launch import elastic_training as training
+
+FAST = {"launcher": "local", "start_timeout": 60, "elastic_timeout": 30, "cooldown_range": (0.5, 5), "verbose": 0}
+
+
+def steps(folder: Path) -> list[tuple[int, int, int, float, int]]:
+    """Return step, rank, size, time and process of all steps, ordered by time."""
+    found = []
+    for path in folder.glob("log-*"):
+        for line in path.read_text().splitlines():
+            kind, *numbers = line.split()
+            if kind == "step":
+                step, rank, size, at = numbers
+                found.append((int(step), int(rank), int(size), float(at), int(path.name.removeprefix("log-"))))
+    return sorted(found, key=lambda one: one[3])
+
+
+def end_of(folder: Path) -> float:
+    """Return the time at which the first rank ended itself."""
+    lines = [line for path in folder.glob("log-*") for line in path.read_text().splitlines()]
+    return min(float(line.split()[1]) for line in lines if line.startswith("end"))
+
+
+def test_a_job_without_changes_returns_the_results_in_rank_order(tmp_path):
+    results = sparkhvd.run_elastic(training.train, (5, str(tmp_path)), num_proc=3, **FAST)
+    assert [(result[0], result[1], result[2], result[3]) for result in results] == [
+        (5, 15.0, rank, 3) for rank in range(3)
+    ]
+
+
+@pytest.mark.parametrize(("end", "lost"), [("kill", 1), ("raise", 1), ("exit", 0)])
+def test_survivors_keep_their_process_and_lose_no_commit_and_a_new_rank_joins(tmp_path, end, lost):
+    events = {(5, lost, 2): end}
+    results = sparkhvd.run_elastic(
+        training.train, (10, str(tmp_path), events, (2, 1, 2)), num_proc=2, min_num_proc=1, **FAST
+    )
+    done = steps(tmp_path)
+    (survivor,) = {one[4] for one in done if one[2] == 1}
+    assert [result[2:4] for result in results] == [(0, 2), (1, 2)]
+    assert results[0][4] == survivor, "the survivor has become rank 0"
+    mine = [one[0] for one in done if one[4] == survivor]
+    assert mine == list(range(1, results[0][0] + 1)), "every step ran once, in one process"
+    assert results[0][0] == results[1][0]
+    assert results[0][1] == results[1][1] == sum(range(1, results[0][0] + 1))
+    assert results[0][5] == [1, 2], "the reset callbacks ran once per change"
+    alone = min(one[3] for one in done if one[2] == 1)
+    assert alone - end_of(tmp_path) < 5.0
+
+
+def test_two_ranks_are_lost_at_once(tmp_path):
+    events = {(3, 0, 3): "kill", (3, 2, 3): "kill"}
+    results = sparkhvd.run_elastic(
+        training.train, (8, str(tmp_path), events, (3, 1, 3)), num_proc=3, min_num_proc=1, **FAST
+    )
+    assert [result[2:4] for result in results] == [(0, 3), (1, 3), (2, 3)]
+    assert {result[:2] for result in results} == {(results[0][0], float(sum(range(1, results[0][0] + 1))))}
+
+
+def test_too_few_ranks_wait_for_elastic_timeout_and_the_error_lists_the_reasons(tmp_path):
+    begin = time.monotonic()
+    options = FAST | {"elastic_timeout": 1.5, "cooldown_range": (60, 60)}
+    with pytest.raises(RankFailedError) as caught:
+        sparkhvd.run_elastic(training.train, (99, str(tmp_path), {(3, 1, 2): "raise"}), num_proc=2, **options)
+    message = str(caught.value)
+    assert "Only 1 of at least 2 ranks were ready within elastic_timeout=1.5 s." in message
+    assert "- Rank 1 on host" in message
+    assert "raised ValueError: no luck" in message
+    assert "in fail" in caught.value.remote_traceback
+    assert 1.5 < time.monotonic() - begin < 20
+    assert not any(psutil.pid_exists(one[4]) for one in steps(tmp_path))
+
+
+def test_the_job_waits_for_a_replacement_when_too_few_ranks_are_left(tmp_path):
+    results = sparkhvd.run_elastic(training.train, (8, str(tmp_path), {(3, 1, 2): "kill"}), num_proc=2, **FAST)
+    assert [result[:4] for result in results] == [(8, 36.0, 0, 2), (8, 36.0, 1, 2)]
+    assert {one[2] for one in steps(tmp_path)} == {2}
+
+
+def test_the_loss_of_all_ranks_ends_the_job_at_once(tmp_path):
+    events = {(3, 0, 2): "raise", (3, 1, 2): "raise"}
+    with pytest.raises(RankFailedError, match="All ranks that held the state of the training were lost") as caught:
+        sparkhvd.run_elastic(training.train, (9, str(tmp_path), events), num_proc=2, min_num_proc=1, **FAST)
+    assert "ValueError: no luck" in str(caught.value)
+
+
+def test_reset_limit_ends_the_job(tmp_path):
+    with pytest.raises(RankFailedError, match=r"(?s)The job has reached reset_limit=0\..*was killed by signal 9"):
+        sparkhvd.run_elastic(
+            training.train, (9, str(tmp_path), {(3, 1, 2): "kill"}), num_proc=2, min_num_proc=1, reset_limit=0, **FAST
+        )
+
+
+def test_a_flapping_rank_is_retried_until_reset_limit(tmp_path):
+    with pytest.raises(RankFailedError, match=r"reset_limit=2") as caught:
+        sparkhvd.run_elastic(
+            training.always_fail_on_the_last_rank,
+            (str(tmp_path),),
+            num_proc=2,
+            min_num_proc=1,
+            reset_limit=2,
+            **FAST,
+        )
+    assert str(caught.value).count("raised ValueError: no luck at step") >= 2
+
+
+def test_an_error_that_is_swallowed_does_not_end_as_success(tmp_path):
+    assert sparkhvd.run_elastic(training.swallow, (str(tmp_path),), num_proc=2, min_num_proc=1, **FAST)[0] == 10
+
+
+def test_ranks_that_disagree_end_the_job_without_a_retry(tmp_path):
+    with pytest.raises(RankFailedError, match="MismatchError"):
+        sparkhvd.run_elastic(training.mismatch, (str(tmp_path),), num_proc=2, min_num_proc=1, **FAST)
+    assert len(list(tmp_path.glob("call-0-*"))) == 1
+    assert issubclass(MismatchError, Exception)
+
+
+def test_an_error_that_returns_every_time_ends_the_job(tmp_path):
+    with pytest.raises(LaunchError, match="3 times in a row without progress") as caught:
+        sparkhvd.run_elastic(training.fail_every_time, (str(tmp_path),), num_proc=2, min_num_proc=1, **FAST)
+    assert "the network is down" in str(caught.value)
+    assert len(list(tmp_path.glob("call-*"))) == 4
+
+
+def test_a_new_worker_that_hangs_at_its_start_is_replaced(tmp_path):
+    options = FAST | {"start_timeout": 5}
+    results = sparkhvd.run_elastic(
+        training.hang_at_the_start, (str(tmp_path), 2), num_proc=2, min_num_proc=1, **options
+    )
+    assert [result[2:4] for result in results] == [(0, 2), (1, 2)]
+
+
+def test_first_workers_that_hang_are_named(tmp_path):
+    with pytest.raises(StartTimeoutError, match=r"start_timeout=1 s\..*have not reached hvd\.init\(\): 0 on host"):
+        sparkhvd.run_elastic(training.hang_at_the_start, (str(tmp_path), 0), num_proc=1, **FAST | {"start_timeout": 1})
+
+
+def test_a_rank_that_hangs_in_the_training_is_ended_and_the_others_continue(tmp_path):
+    results = sparkhvd.run_elastic(
+        training.hang_once_in_training,
+        (str(tmp_path),),
+        num_proc=2,
+        min_num_proc=1,
+        env={"SPARKHVD_COLLECTIVE_TIMEOUT": "1"},
+        **FAST | {"elastic_timeout": 2, "cooldown_range": (60, 60)},
+    )
+    assert results == [5]
+
+
+def test_ranks_join_and_leave_with_the_slots(tmp_path):
+    def discover() -> dict[str, int]:
+        done = steps(tmp_path)
+        if not done or any(one[2] == 3 for one in done):
+            return {"localhost": 2}
+        return {"localhost": 2, "127.0.0.1": 1}
+
+    results = sparkhvd.run_elastic(
+        training.train, (9, str(tmp_path), None, (2, 3, 2)), num_proc=2, min_num_proc=1, discovery=discover, **FAST
+    )
+    assert [result[2:4] for result in results] == [(0, 2), (1, 2)]
+    assert results[0][5] == [3, 2]
+    assert {result[:2] for result in results} == {(results[0][0], float(sum(range(1, results[0][0] + 1))))}
+    assert {one[4] for one in steps(tmp_path) if one[2] == 2} == {result[4] for result in results}
+
+
+def test_the_state_moves_to_another_host(tmp_path):
+    def discover() -> dict[str, int]:
+        return {"127.0.0.1": 1} if steps(tmp_path) else {"localhost": 1}
+
+    results = sparkhvd.run_elastic(
+        training.train, (9, str(tmp_path), None, (1, 2, 1)), num_proc=1, discovery=discover, **FAST
+    )
+    processes = list(dict.fromkeys(one[4] for one in steps(tmp_path)))
+    assert len(processes) == 2
+    assert results[0][4] == processes[1]
+    assert results[0][1] == sum(range(1, results[0][0] + 1)), "no step was lost"
+
+
+def test_samples_are_processed_exactly_once_per_epoch_when_ranks_change(tmp_path):
+    results = sparkhvd.run_elastic(training.sample, (str(tmp_path), 120, 4, 2), num_proc=3, min_num_proc=2, **FAST)
+    seen = results[0][0]
+    counts = Counter(seen)
+    assert set(counts) == {(epoch, index) for epoch in range(2) for index in range(120)}
+    assert sum(counts.values()) - len(counts) <= 2 * 2, "only the ends of epochs are padded"
+
+
+def test_a_state_of_the_users_survives_the_loss_of_rank_0(tmp_path):
+    results = sparkhvd.run_elastic(training.train_own_state, (str(tmp_path),), num_proc=2, min_num_proc=1, **FAST)
+    assert results[0] == [10.0, 20.0]
+
+
+def test_no_rank_that_can_start_ends_in_a_start_timeout(tmp_path):
+    with pytest.raises(StartTimeoutError, match=r"Only 0 of at least 1 ranks(?s:.)*elsewhere is not this machine"):
+        sparkhvd.run_elastic(
+            training.train,
+            (1, str(tmp_path)),
+            num_proc=1,
+            discovery=lambda: {"elsewhere": 1},
+            **FAST | {"start_timeout": 1},
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"launcher": "auto"}, "not available on Spark yet"),
+        ({"launcher": "ssh"}, "launcher='ssh' starts no elastic jobs"),
+        ({"num_proc": None}, "needs num_proc"),
+        ({"num_proc": 0}, "num_proc must be an integer of at least 1, got 0"),
+        ({"min_num_proc": 3}, "must not decrease in this order"),
+        ({"reset_limit": -1}, "reset_limit must be"),
+        ({"elastic_timeout": 0}, "elastic_timeout must be a positive number"),
+        ({"cooldown_range": (5, 1)}, "cooldown_range"),
+        ({"discovery": "/does/not/exist"}, "not an executable file"),
+    ],
+)
+def test_arguments_that_cannot_work_are_rejected(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        sparkhvd.run_elastic(os.getpid, **{"num_proc": 2, "launcher": "local"} | arguments)
+
+
+def test_a_torch_training_that_loses_a_rank_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
+    results = sparkhvd.run_elastic(
+        training.train_torch, (str(tmp_path), 12, 8), num_proc=2, min_num_proc=1, preload=("torch",), **FAST
+    )
+    steps_done, weights = results[0]
+    model = torch.nn.Linear(4, 1)
+    model.load_state_dict(torch.load(tmp_path / "first.pt"))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for step in range(steps_done):
+        features, labels = training.rows_of_step(step, 8)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(features), labels).backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        for _, found in results:
+            assert torch.allclose(torch.from_numpy(found[name]), value, atol=1e-5)
+    assert set(weights) == {"weight", "bias"}
+    assert len(results) == 1

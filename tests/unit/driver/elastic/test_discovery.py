@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sparkhvd.driver.elastic.discovery import (
+    DiscoveryFunction,
+    DiscoveryScript,
+    DiscoveryThread,
+    parse_discovered,
+)
+from sparkhvd.driver.elastic.workers import DiscoveryFailed, Offered
+from sparkhvd.errors import ConfigError, LaunchError
+from tests.waiting import wait_for
+
+
+def script(folder: Path, body: str) -> str:
+    path = folder / "discover.sh"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_lines_are_hosts_with_or_without_slots():
+    text = "host1:2\n\n  host2 \n[fd00::5]:3\n[fd00::6]\n"
+    assert parse_discovered(text, 4) == {"host1": 2, "host2": 4, "fd00::5": 3, "fd00::6": 4}
+    assert parse_discovered("\n", 1) == {}
+
+
+@pytest.mark.parametrize("line", ["host:0", "host:x", "a,b", "no host", "<html>", "host:1:2"])
+def test_a_line_in_another_form_is_an_error_that_quotes_it(line):
+    with pytest.raises(LaunchError, match="printed the line ") as caught:
+        parse_discovered(f"good:1\n{line}\n", 1)
+    assert repr(line) in str(caught.value)
+
+
+def test_a_script_may_have_arguments(tmp_path):
+    assert DiscoveryScript(f"{script(tmp_path, 'echo $1:2')} there", 1).find() == {"there": 2}
+
+
+def test_a_failing_script_is_an_error_with_its_exit_code_and_stderr(tmp_path):
+    with pytest.raises(LaunchError, match=r"ended with exit code 3: no permission$"):
+        DiscoveryScript(script(tmp_path, "echo no permission >&2; exit 3")).find()
+
+
+def test_a_hanging_script_is_killed_with_what_it_has_started(tmp_path):
+    hanging = DiscoveryScript(script(tmp_path, f"sleep 600 & echo $! > {tmp_path}/pid; wait"), seconds=0.5)
+    with pytest.raises(LaunchError, match=r"did not end within 0\.5 s and was killed"):
+        hanging.find()
+    wait_for(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
+
+
+@pytest.mark.parametrize("command", ["", "/does/not/exist"])
+def test_a_script_that_cannot_be_executed_is_rejected(command):
+    with pytest.raises(ConfigError, match="is not an executable file"):
+        DiscoveryScript(command)
+
+
+@pytest.mark.parametrize("found", [None, [("a", 1)], {"a": "1"}, {"a": -1}, {1: 1}, {"a": True}])
+def test_a_function_must_return_slots_by_host(found):
+    with pytest.raises(ConfigError, match="discovery must return"):
+        DiscoveryFunction(lambda: found).find()
+
+
+class Scripted:
+    """Returns or raises one value after the other, and then stays with the last."""
+
+    def __init__(self, *values) -> None:
+        self.values = list(values)
+        self.cancelled = False
+
+    def find(self):
+        value = self.values.pop(0) if len(self.values) > 1 else self.values[0]
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def test_changes_are_reported_and_failures_keep_the_last_slots():
+    inbox = queue.SimpleQueue()
+    bad = LaunchError("out of order")
+    thread = DiscoveryThread(Scripted({"a": 1}, {"a": 1}, bad, bad, {"a": 1}, {"a": 2}), inbox, 0.01)
+    events = [inbox.get(timeout=10) for _ in range(3)]
+    thread.close()
+    assert events == [Offered({"a": 1}), DiscoveryFailed("out of order", False), Offered({"a": 2})]
+    assert inbox.empty()
+
+
+def test_a_failure_before_the_first_slots_is_marked():
+    inbox = queue.SimpleQueue()
+    thread = DiscoveryThread(Scripted(OSError("no network"), {"a": 1}), inbox, 0.01)
+    events = [inbox.get(timeout=10) for _ in range(2)]
+    thread.close()
+    assert events == [DiscoveryFailed("OSError: no network", True), Offered({"a": 1})]
+
+
+def test_closing_ends_a_script_that_runs(tmp_path):
+    begin = time.monotonic()
+    thread = DiscoveryThread(
+        DiscoveryScript(script(tmp_path, f"touch {tmp_path}/runs; sleep 600")), queue.SimpleQueue()
+    )
+    wait_for((tmp_path / "runs").exists)
+    thread.close()
+    assert time.monotonic() - begin < 9
+    assert not any(one.name == "sparkhvd-elastic-discovery" for one in threading.enumerate())
