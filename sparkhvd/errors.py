@@ -30,15 +30,12 @@ class HorovodInternalError(SparkHvdError, RuntimeError):
 
 
 class HostsUpdatedInterrupt(SparkHvdError, RuntimeError):  # noqa: N818  the name is Horovod's
-    """The slots of an elastic job have changed; ``hvd.elastic.run`` handles it.
+    """The slots of an elastic job have changed; ``hvd.elastic.run`` handles it."""
 
-    Attributes:
-        skip_sync: always False: the ranks always synchronize their states after a reset.
-    """
-
-    def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__("The slots of this job have changed, so its ranks form a new generation.")
-        self.skip_sync = skip_sync
+    @property
+    def skip_sync(self) -> bool:
+        """Return whether the argument was True; sparkhvd always synchronizes the ranks and raises it without."""
+        return self.args[:1] == (True,)
 
 
 class DeadlineExceededError(HorovodInternalError, TimeoutError):

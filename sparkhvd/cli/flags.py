@@ -113,16 +113,20 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 # Flags of Horovod that are rejected, with the reason.
 UNSUPPORTED: Mapping[str, str] = {
     "--jsrun": "LSF's jsrun is not supported; use -H host1:2,host2:2, or --mpi",
-    "--min-np": "an elastic job cannot be started from the command line",
-    "--min-num-proc": "an elastic job cannot be started from the command line",
-    "--max-np": "an elastic job cannot be started from the command line",
-    "--max-num-proc": "an elastic job cannot be started from the command line",
-    "--slots-per-host": "an elastic job cannot be started from the command line",
-    "--elastic-timeout": "an elastic job cannot be started from the command line",
-    "--reset-limit": "an elastic job cannot be started from the command line",
-    "--blacklist-cooldown-range": "an elastic job cannot be started from the command line",
-    "--host-discovery-script": "an elastic job cannot be started from the command line",
 }
+
+
+# Flags of elastic jobs, by their attributes. One of the first two makes a job elastic.
+FOR_ELASTIC: Mapping[str, str] = {
+    "min_num_proc": "--min-np",
+    "host_discovery_script": "--host-discovery-script",
+    "max_num_proc": "--max-np",
+    "slots_per_host": "--slots-per-host",
+    "elastic_timeout": "--elastic-timeout",
+    "reset_limit": "--reset-limit",
+    "cooldown_range": "--blacklist-cooldown-range",
+}
+STARTS_ELASTIC = ("min_num_proc", "host_discovery_script")
 
 
 # Flags that configure the access to other machines, by their attributes.
@@ -216,6 +220,7 @@ def parser() -> Parser:
     controller.add_argument("--mpi", action="store_true", help="start the ranks with mpirun; needs mpi4py")
     command_line.add_argument("--mpi-args", default="", help="more arguments of mpirun, in one string")
     command_line.add_argument("--binding-args", default="", help="process binding arguments of mpirun, in one string")
+    _add_elastic(command_line)
     _add_tunings(command_line)
     for flag in WITHOUT_EFFECT:
         command_line.add_argument(
@@ -225,6 +230,28 @@ def parser() -> Parser:
         command_line.add_argument(flag, action=_UnsupportedFlag, nargs="*", help=argparse.SUPPRESS)
     command_line.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
     return command_line
+
+
+def _add_elastic(command_line: argparse.ArgumentParser) -> None:
+    group = command_line.add_argument_group(
+        "elastic jobs", "ranks may come and go on this machine; --min-np or --host-discovery-script starts such a job"
+    )
+    group.add_argument("-min-np", "--min-np", "--min-num-proc", dest="min_num_proc", type=int)
+    group.add_argument("-max-np", "--max-np", "--max-num-proc", dest="max_num_proc", type=int)
+    group.add_argument("--slots-per-host", type=int, help="slots of hosts for which the script prints no number")
+    group.add_argument("--elastic-timeout", type=float, help="seconds for enough ranks to be ready again; default: 600")
+    group.add_argument("--reset-limit", type=int, help="largest number of changes of the ranks")
+    group.add_argument(
+        "--blacklist-cooldown-range",
+        dest="cooldown_range",
+        type=float,
+        nargs=2,
+        metavar=("SHORTEST", "LONGEST"),
+        help="seconds without new ranks on a host after failures there; default: 1 60",
+    )
+    group.add_argument(
+        "--host-discovery-script", help="prints a line 'host' or 'host:slots' per host; run every second"
+    )
 
 
 def _add_tunings(command_line: argparse.ArgumentParser) -> None:

@@ -16,11 +16,13 @@ from types import FrameType
 
 from sparkhvd._util.addresses import is_ipv6
 from sparkhvd.cli.check_build import check_build
-from sparkhvd.cli.flags import MPI_ARGS, parser
+from sparkhvd.cli.flags import FOR_ELASTIC, MPI_ARGS, STARTS_ELASTIC, parser
 from sparkhvd.cli.settings import notices, read_file, variables
 from sparkhvd.config import batch_variables, environment_for_hosts, export, from_environment, variable_of
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, split_arguments
 from sparkhvd.driver.batch_systems import find_allocation
+from sparkhvd.driver.elastic.discovery import Discovery, DiscoveryFunction, DiscoveryScript
+from sparkhvd.driver.elastic.run import ElasticOptions, run_elastic_with
 from sparkhvd.driver.host_process import SrunOptions, SshOptions, is_this_machine
 from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 from sparkhvd.driver.launcher import LaunchRequest
@@ -99,6 +101,10 @@ def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
     if not hosts and flags.timeline_filename and not Path(flags.timeline_filename).absolute().parent.is_dir():
         raise ConfigError(f"--timeline-filename {flags.timeline_filename}: its folder does not exist. Create it first.")
     by_mpi = flags.mpi or (file.get("controller", {}).get("name") == "mpi" and not flags.gloo)
+    elastic = _elastic(flags, hosts)
+    if elastic is not None and by_mpi:
+        raise ConfigError("mpirun cannot start an elastic job, whose ranks come and go. Leave out --mpi.")
+    hosts = () if elastic is not None else hosts
     launcher = "mpi" if by_mpi else "ssh" if hosts else "local"
     for line in notices(flags, settings, launcher):
         sys.stderr.write(f"sparkhvdrun: {line}\n")
@@ -122,9 +128,46 @@ def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
     for flag in ("mpi_args", "binding_args"):
         if getattr(flags, flag):
             raise ConfigError(f"--{flag.replace('_', '-')} is for mpirun. Pass --mpi, too.")
+    if elastic is not None:
+        run_elastic_with(elastic, options, run_command, (tuple(command),))
+        return 0
     request = LaunchRequest(num_proc=flags.num_proc, hosts=hosts, access=access)
     run_with(request, launcher, options, run_command, (tuple(command),))
     return 0
+
+
+def _elastic(flags: argparse.Namespace, hosts: tuple[Host, ...]) -> ElasticOptions | None:
+    """Return the options of an elastic job; None for other jobs."""
+    passed = [flag for name, flag in FOR_ELASTIC.items() if getattr(flags, name) is not None]
+    if not passed:
+        return None
+    if all(getattr(flags, name) is None for name in STARTS_ELASTIC):
+        raise ConfigError(f"{passed[0]} is for elastic jobs. Pass --min-np or --host-discovery-script, too.")
+    if others := [host.name for host in hosts if not is_this_machine(host.name)]:
+        raise ConfigError(
+            f"Elastic jobs run on this machine only; ranks on {others[0]} are not available yet. Leave out the hosts, "
+            "or leave out the flags of elastic jobs."
+        )
+    slots = 1 if flags.slots_per_host is None else flags.slots_per_host
+    if slots < 1:
+        raise ConfigError(f"--slots-per-host must be at least 1, got {slots}.")
+    discovery: Discovery | None = None
+    if flags.host_discovery_script is not None:
+        if hosts:
+            raise ConfigError("--host-discovery-script and a list of hosts contradict each other. Pass one of them.")
+        discovery = DiscoveryScript(flags.host_discovery_script, slots)
+    elif hosts:
+        offered = {host.name: host.slots for host in hosts}
+        discovery = DiscoveryFunction(lambda: offered)
+    return ElasticOptions(
+        num_proc=flags.num_proc,
+        min_num_proc=flags.min_num_proc,
+        max_num_proc=flags.max_num_proc,
+        elastic_timeout=flags.elastic_timeout,
+        reset_limit=flags.reset_limit,
+        cooldown_range=None if flags.cooldown_range is None else tuple(flags.cooldown_range),
+        discovery=discovery,
+    )
 
 
 def _hosts(flags: argparse.Namespace) -> tuple[tuple[Host, ...], SshOptions | SrunOptions]:

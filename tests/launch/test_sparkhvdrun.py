@@ -190,7 +190,6 @@ def test_in_a_batch_job_the_hosts_of_the_job_are_used_unless_flags_name_others()
     ("arguments", "words"),
     [
         (["--jsrun", "-np", "2", "x"], "--jsrun: LSF's jsrun is not supported"),
-        (["--min-np", "2", "x"], "--min-np: an elastic job cannot be started from the command line"),
         (["-np", "2"], "missing the program to run"),
         (["-np", "2", "--mpi-args", "-x A", "true"], "--mpi-args is for mpirun. Pass --mpi, too"),
         (

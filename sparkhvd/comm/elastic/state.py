@@ -66,7 +66,7 @@ class State:
         notified = communicator.world.rank == 0 and membership.is_notified()
         agreed = communicator.broadcast(np.array([notified], np.int64), 0, name="elastic.check_host_updates")
         if agreed.item():
-            raise HostsUpdatedInterrupt
+            raise HostsUpdatedInterrupt("The slots of this job have changed, so its ranks form a new generation.")
 
     def save(self) -> None:
         """Keep a copy of the state in memory."""

@@ -215,7 +215,7 @@ def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits,
         raise ConfigError(f"reset_limit must be an integer of at least 0, got {limit!r}.")
     num_proc = elastic.num_proc or elastic.min_num_proc or elastic.max_num_proc
     if num_proc is None:
-        raise ConfigError("An elastic job needs num_proc, the number of ranks at its start.")
+        raise ConfigError("An elastic job needs num_proc or min_num_proc, the number of ranks at its start.")
     smallest = elastic.min_num_proc or num_proc
     largest = elastic.max_num_proc
     if largest is None and elastic.discovery is None:
