@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkhvd.driver.elastic.policy import Done, Fail, Form, Limits, Notify, Phase, Start, Stop, decide
@@ -172,35 +172,42 @@ class Simulation:
         else:
             self.roster.finished(worker, generation, self.now)
 
+    def sync(self, worker: int) -> None:
+        self.commits[worker] = max(0, *(self.commits[member] for member in self.members(Phase.RUNNING)))
+        self.report("synced", worker, self.roster.member(worker).generation, self.commits[worker])
+
     def step(self, act: str, pick: int, seconds: float) -> None:
         self.now += seconds
         everyone = self.members(*Phase)
-        chosen = everyone[pick % len(everyone)] if everyone else -1
-        member = self.roster.member(chosen)
         if act == "capacity":
             self.roster.offer({"a": pick % 4, "b": pick // 4 % 3})
         elif act == "again" and self.sent:
             self.deliver(*self.sent[pick % len(self.sent)])
-        elif member is None:
-            pass
-        elif act == "lose":
-            self.roster.lost(chosen, f"worker {chosen} was killed", self.now)
+        elif act.startswith("all "):
+            for worker in everyone:
+                self.act_on(worker, act.removeprefix("all "))
+        elif everyone:
+            self.act_on(everyone[pick % len(everyone)], act)
+
+    def act_on(self, worker: int, act: str) -> None:
+        member = self.roster.member(worker)
+        if act == "lose":
+            self.roster.lost(worker, f"worker {worker} was killed", self.now)
         elif act == "arrive" and member.phase in {Phase.STARTING, Phase.RUNNING}:
-            self.report("waiting", chosen, member.generation, self.commits[chosen])
+            self.report("waiting", worker, member.generation, self.commits[worker])
         elif act == "sync" and member.phase is Phase.RUNNING:
-            newest = max(self.commits[worker] for worker in self.members(Phase.RUNNING))
-            self.commits[chosen] = max(newest, 0)
-            self.report("synced", chosen, member.generation, self.commits[chosen])
-        elif act == "commit" and self.commits[chosen] >= 0 and member.phase is Phase.RUNNING:
-            self.commits[chosen] += 1
+            self.sync(worker)
+        elif act == "commit" and self.commits[worker] >= 0 and member.phase is Phase.RUNNING:
+            self.commits[worker] += 1
 
 
-ACTS = ("capacity", "again", "lose", "arrive", "arrive", "arrive", "sync", "sync", "commit")
+ACTS = ("capacity", "again", "lose", "arrive", "all arrive", "sync", "all sync", "commit", "commit")
 HISTORIES = st.lists(
     st.tuples(st.sampled_from(ACTS), st.integers(0, 40), st.sampled_from([0.0, 0.1, 1.0, 7.0])), max_size=60
 )
 
 
+@settings(max_examples=300)
 @given(
     history=HISTORIES,
     smallest=st.integers(1, 3),
