@@ -1,4 +1,4 @@
-"""Raises ``ImportError``: sparkhvd has no elastic training yet."""
+"""Raises ``ImportError``: elastic training works for PyTorch only so far."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ import pytest
 import sparkhvd
 
 _ELASTIC = (
-    r"Elastic training is not available\. An interrupted fit resumes from its checkpoints.*docs/how-to/resume\.md"
+    r"Elastic training is not available under this name\. It works with sparkhvd\.run_elastic\(\) and "
+    r"sparkhvd\.torch on one machine: see docs/how-to/elastic\.md\. An interrupted fit resumes from its checkpoints"
+    r".*docs/how-to/resume\.md"
 )
 
 
