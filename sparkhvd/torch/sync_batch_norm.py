@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm  # torch's own layers derive from it
 
 from sparkhvd.comm import session
@@ -20,7 +21,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Ranks may have different numbers of rows. In training mode all ranks must run the layer equally often; in evaluation
     mode the layer does not communicate. Gradients are exact where the ranks' losses have equal weight, as under
-    ``DistributedOptimizer`` with ``op=Average``.
+    ``DistributedOptimizer`` with ``op=Average``. Second derivatives, as for a gradient penalty, raise ``RuntimeError``.
 
     Args:
         num_features: channels, the second dimension of the input.
@@ -141,7 +142,9 @@ class _Normalization(torch.autograd.Function):
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
 
+    # The statistics in it are constants to autograd, so second derivatives would lack their part.
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         normalized, inverse, weight, count = ctx.saved_tensors
         name, process_set, dtype, counts_rows = ctx.arguments

@@ -89,6 +89,14 @@ def normalize_halves():
     return output.float().sum().item()
 
 
+def differentiate_twice():
+    layer = hvd.SyncBatchNorm(2)
+    x = torch.randn(4, 2, requires_grad=True)
+    (first,) = torch.autograd.grad((layer(x) ** 3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
+
+
 def run_with_too_few_rows():
     layer = hvd.SyncBatchNorm(2)
     with pytest.raises(ValueError, match="than 1 value per channel in training mode, but all ranks together have 1"):
@@ -118,6 +126,10 @@ def test_ranks_with_batch_normalization_train_as_one_process(group):
 
 def test_small_floats_keep_their_type(group):
     assert abs(sum(group.run(normalize_halves))) < 0.05
+
+
+def test_second_derivatives_are_refused_because_they_would_be_wrong(group):
+    group.run(differentiate_twice)
 
 
 def test_a_single_value_without_variance_is_an_error_on_every_rank(group):

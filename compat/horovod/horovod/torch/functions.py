@@ -26,10 +26,12 @@ def broadcast_optimizer_state(
     they are. The gradients of zero remain.
 
     Raises:
-        NotImplementedError: the optimizer is LBFGS.
+        ValueError: the optimizer is LBFGS.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise NotImplementedError("broadcast_optimizer_state() does not support torch.optim.LBFGS.")
+        raise ValueError(  # noqa: TRY004  the type is Horovod's
+            "broadcast_optimizer_state() does not support torch.optim.LBFGS."
+        )
     if not optimizer.state_dict()["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
         _create_state(optimizer)
     _hvd.broadcast_optimizer_state(optimizer, root_rank, process_set)
