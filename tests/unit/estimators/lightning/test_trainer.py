@@ -282,9 +282,14 @@ def weighted(kind):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     of_plain = {"optimizer": optimizer, "loss": torch.nn.functional.cross_entropy, "sample_weight_col": "w"}
     trainer = trainer_of(model, data=WEIGHTED, **(of_plain if kind == "plain" else {}))
-    hooks = Hooks()
-    trainer.fit(source(SOME_EMPTY, rank, WEIGHTED), None, hooks)
-    return flat(trainer._package.model), average_over_ranks(hooks.reports[-1], session.current()).train["loss"]
+    hooks, rows_of_rank = Hooks(), source(SOME_EMPTY, rank, WEIGHTED)
+    trainer.fit(rows_of_rank, rows_of_rank if kind == "plain" else None, hooks)
+    record = average_over_ranks(hooks.reports[-1], session.current())
+    if kind == "plain":
+        x, y, w = (torch.from_numpy(rows_of_rank.columns[name]) for name in "xyw")
+        losses = torch.nn.functional.cross_entropy(trainer._package.model(x.float()), y, reduction="none")
+        assert record.validation["loss"] == pytest.approx((losses * w).mean().item(), rel=1e-5)
+    return flat(trainer._package.model), record.train["loss"]
 
 
 @pytest.mark.parametrize("kind", ["plain", "module"])

@@ -79,9 +79,10 @@ def train_as_weighted_rank(sizes):
     payload = PLUGIN.pack({**params, "label_cols": ("y",), "sample_weight_col": "w", "schema": data})
     trainer = PLUGIN.trainer(payload, spec(data), world)
     plain = source(sizes, world.rank, world.size)
-    columns = {**plain.columns, "w": weights(plain.rows())}
-    trainer.fit(ArraySource(data, columns, plain.mine, plain.everyones), None, Hooks())
-    return flat(trainer._model)
+    weighted = ArraySource(data, {**plain.columns, "w": weights(plain.rows())}, plain.mine, plain.everyones)
+    hooks = Hooks()
+    trainer.fit(weighted, weighted, hooks)
+    return flat(trainer._model), average_over_ranks(hooks.reports[-1], session.current()).validation["loss"]
 
 
 def weights(count):
@@ -122,7 +123,7 @@ def train_plainly(steps, optimizer, epochs=1):
     return flat(model), losses / sum(steps), right / sum(steps)
 
 
-def test_weighted_rows_count_as_in_one_big_batch(group):
+def test_weighted_rows_count_as_in_one_big_batch_in_training_and_validation(group):
     steps = [sum(step[: group.size]) for step in SOME_EMPTY]
     model = network()
     optimizer = OPTIMIZERS["momentum"](model)
@@ -135,8 +136,12 @@ def test_weighted_rows_count_as_in_one_big_batch(group):
         losses = functional.cross_entropy(output, torch.from_numpy(data["y"][part]), reduction="none")
         (losses * weight[part]).mean().backward()
         optimizer.step()
-    for parameters in group.run(train_as_weighted_rank, SOME_EMPTY):
+    with torch.no_grad():
+        output = model(torch.from_numpy(data["x"]).float())
+    losses = functional.cross_entropy(output, torch.from_numpy(data["y"]), reduction="none")
+    for parameters, of_validation in group.run(train_as_weighted_rank, SOME_EMPTY):
         assert relative_error(parameters, flat(model)) < 1e-5
+        assert of_validation == pytest.approx((losses * weight).mean().item(), rel=1e-5)
 
 
 def relative_error(found, wanted):
