@@ -95,7 +95,7 @@ def _over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: str) -> Ca
         labels: keras.KerasTensor, outputs: keras.KerasTensor, weights: keras.KerasTensor | None = None
     ) -> keras.KerasTensor:
         if weights is not None and len(outputs.shape) > 2:
-            weights = _per_row(weights, loss.call(labels, outputs))
+            weights = _per_value(weights, loss.call(labels, outputs))
         value = wrapped(labels, outputs, weights)
         divisor = _divisor([_mask(outputs), _mask(computed.pop())])
         if divisor is None or getattr(getattr(divisor, "device", None), "type", None) == "meta":
@@ -105,10 +105,13 @@ def _over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: str) -> Ca
     return compute
 
 
-def _per_row(weights: keras.KerasTensor, losses: keras.KerasTensor) -> keras.KerasTensor:
-    """Make the rows' weights apply to all values of a row; Keras would align them with the losses' last dimension."""
+def _per_value(weights: keras.KerasTensor, losses: keras.KerasTensor) -> keras.KerasTensor:
+    """Repeat the weight of a row for all its values; Keras would align the rows with the losses' last dimension."""
     missing = len(losses.shape) - len(weights.shape)
-    return keras.ops.reshape(weights, (-1, *[1] * missing)) if missing > 0 else weights
+    if missing <= 0:
+        return weights
+    # Keras multiplies them by a mask in place, so they need memory of their own.
+    return keras.ops.reshape(weights, (-1, *[1] * missing)) * keras.ops.ones_like(losses, dtype=weights.dtype)
 
 
 def _mask(values: keras.KerasTensor) -> keras.KerasTensor | None:

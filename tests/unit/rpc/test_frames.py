@@ -18,6 +18,7 @@ from sparkhvd.errors import AuthenticationError, ConfigError, DeadlineExceededEr
 from sparkhvd.rpc.frames import MAX_FRAME_BYTES, FrameSocket, accept, connect_unix, error_of, is_host_unreachable
 from sparkhvd.rpc.protection import encryption_problem, require_encryption
 from sparkhvd.rpc.server import Server
+from tests.ranks import RankGroup
 
 SECRET = b"s" * 32
 
@@ -126,7 +127,7 @@ def test_a_frame_above_the_limit_is_not_sent():
         assert server.receive(soon()) == b"next"
 
 
-def test_a_forked_child_closes_its_own_descriptor_only():
+def close_in_forked_child():
     with link() as (server, client):
         child = os.fork()
         if child == 0:
@@ -135,6 +136,11 @@ def test_a_forked_child_closes_its_own_descriptor_only():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         client.send(b"still open", soon())
         assert server.receive(soon()) == b"still open"
+
+
+def test_a_forked_child_closes_its_own_descriptor_only():
+    with RankGroup(1) as group:  # py4j, which this process may use, would end its connections in a forked child
+        group.run(close_in_forked_child)
 
 
 WITHOUT_OPENSSL = """

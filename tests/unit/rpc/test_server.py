@@ -19,6 +19,7 @@ from sparkhvd.rpc.client import connect
 from sparkhvd.rpc.frames import MAX_FRAME_BYTES, FrameSocket
 from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, Started, TaskStatus, decode, encode
 from sparkhvd.rpc.server import Server
+from tests.ranks import RankGroup
 from tests.waiting import wait_for
 
 SECRET = b"k" * 32
@@ -345,7 +346,7 @@ def accepts(port: int) -> bool:
     return True
 
 
-def test_a_forked_child_leaves_the_server_alone():
+def close_in_forked_child():
     with Server(SECRET, Recorder()) as server:
         client = connect([("127.0.0.1", server.port)], SECRET, soon())
         child = os.fork()
@@ -355,6 +356,11 @@ def test_a_forked_child_leaves_the_server_alone():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert client.ask(Flush(), soon()) == Acknowledged()
         client.close()
+
+
+def test_a_forked_child_leaves_the_server_alone():
+    with RankGroup(1) as group:  # py4j, which this process may use, would end its connections in a forked child
+        group.run(close_in_forked_child)
 
 
 def test_a_server_with_an_ipv6_address_is_reached():
