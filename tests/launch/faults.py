@@ -154,7 +154,7 @@ _TASKS_OF_MPI: dict[str, tuple[type[BaseException] | None, str]] = {
     "driver interrupted": (KeyboardInterrupt, ""),
     "wrong secret": (
         LaunchError,
-        _GIVEN_UP + r"Task 1 on host \S+ cannot register with the driver: .*it belongs to another job",
+        _GIVEN_UP + r"Task 1 on host \S+ cannot register with the driver: .*both sides need the same token",
     ),
 }
 _TASKS = {
