@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -175,11 +176,18 @@ def split_off_template(
         if native_threads() - known_threads:
             logger.debug("No warm start: an import has started threads, which a fork would end.")
             return None
-        link.sendall(_READY)  # before the worker goes on, so that a job that follows its end finds the template
+        waiting, leaving = os.pipe()
         if os.fork() != 0:
+            os.close(leaving)
+            # The end of this worker's process group must not end the template, and a job that follows must find it.
+            select.select([waiting], [], [], _FORK_SECONDS)
+            os.close(waiting)
             return None
         try:
+            os.close(waiting)
             os.setsid()  # it outlives the process group of this worker
+            link.sendall(_READY)
+            os.close(leaving)
             own_name = _COMMAND_NAME.read_text()
             _COMMAND_NAME.write_text(TEMPLATE_NAME)
             control.close()

@@ -230,11 +230,18 @@ def test_closing_a_forked_worker_ends_its_process_group(tmp_path):
     assert psutil.wait_procs([child], timeout=20.0)[1] == []
 
 
+def forked_by(worker: WorkerProcess) -> psutil.Process:
+    """Return the parent of a forked worker."""
+    parent = psutil.Process(worker.pid).parent()
+    assert parent.pid != os.getpid(), "the worker was started anew"
+    return parent
+
+
 def test_the_loss_of_a_forked_workers_parent_counts_as_a_kill(tmp_path):
     result(spawn(), os.getpid)
     worker = spawn()
     child = child_of(worker, tmp_path / "pid")
-    psutil.Process(worker.pid).parent().kill()
+    forked_by(worker).kill()
     assert worker.events.get(timeout=60.0) == Exited(-signal.SIGKILL)
     worker.close()
     assert psutil.wait_procs([child], timeout=20.0)[1] == []
@@ -243,7 +250,7 @@ def test_the_loss_of_a_forked_workers_parent_counts_as_a_kill(tmp_path):
 def template() -> psutil.Process:
     """Return the template: what a forked worker's parent was forked from."""
     worker = spawn()
-    found = psutil.Process(worker.pid).parent().parent()
+    found = forked_by(worker).parent()
     assert found.name() == TEMPLATE_NAME
     worker.close()
     return found
