@@ -19,6 +19,8 @@ _AGENT = "sparkhvd.driver.mpi.remote_shell"
 _LAST_WITH_ORTED = 4
 # The prefix of environment variables that set a parameter.
 _VARIABLE = "OMPI_MCA_"
+# TCP and shared memory. openib and ofi look for faster networks, and ofi ends a rank whose network disappears.
+TRANSPORTS = {"pml": "ob1", "btl": "^openib,ofi"}
 
 
 def find_mpirun(*, with_orted: bool = True) -> str:
@@ -104,7 +106,7 @@ def mpirun_settings(hosts: Sequence[MpiHost], networks: Sequence[str], preset: C
 
 def mpirun_defaults() -> dict[str, str]:
     """Return the defaults of Open MPI's parameters that the user's environment does not set."""
-    return {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib"}
+    return {f"{_VARIABLE}{name}": value for name, value in TRANSPORTS.items()}
 
 
 def mpirun_arguments(hosts: Sequence[MpiHost], extra: Sequence[str], root: bool) -> list[str]:
