@@ -74,14 +74,21 @@ def plain_type(arrow: pa.DataType) -> pa.DataType:
     """Return the type of Parquet's own that stores an extension type or views, which Spark reads in its place."""
     import pyarrow as pa  # noqa: PLC0415
 
-    types = pa.types
     while isinstance(arrow, pa.BaseExtensionType):
         arrow = arrow.storage_type
-    if types.is_string_view(arrow):
+    if _is("string_view", arrow):
         return pa.large_string()
-    if types.is_binary_view(arrow):
+    if _is("binary_view", arrow):
         return pa.large_binary()
-    return pa.large_list(arrow.value_field) if types.is_list_view(arrow) or types.is_large_list_view(arrow) else arrow
+    return pa.large_list(arrow.value_field) if _is("list_view", arrow) or _is("large_list_view", arrow) else arrow
+
+
+def _is(kind: str, arrow: pa.DataType) -> bool:
+    """Return whether a type is of this kind, which older versions of pyarrow may lack."""
+    import pyarrow as pa  # noqa: PLC0415
+
+    check = getattr(pa.types, f"is_{kind}", None)
+    return check is not None and bool(check(arrow))
 
 
 def _plain(array: pa.Array) -> pa.Array:
