@@ -30,12 +30,16 @@ class HorovodInternalError(SparkHvdError, RuntimeError):
 
 
 class HostsUpdatedInterrupt(SparkHvdError, RuntimeError):  # noqa: N818  the name is Horovod's
-    """The slots of an elastic job have changed; ``hvd.elastic.run`` handles it."""
+    """The slots of an elastic job have changed; ``hvd.elastic.run`` handles it.
 
-    @property
-    def skip_sync(self) -> bool:
-        """Return whether the argument was True; sparkhvd always synchronizes the ranks and raises it without."""
-        return self.args[:1] == (True,)
+    Args:
+        args: a message, or Horovod's ``skip_sync``.
+        skip_sync: whether the ranks may go on without synchronization; sparkhvd always synchronizes them.
+    """
+
+    def __init__(self, *args: object, skip_sync: bool = False) -> None:
+        super().__init__(*args)
+        self.skip_sync = skip_sync or args[:1] == (True,)
 
 
 class DeadlineExceededError(HorovodInternalError, TimeoutError):

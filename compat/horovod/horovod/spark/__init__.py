@@ -11,5 +11,5 @@ __all__ = ["run", "run_elastic"]
 
 
 def run_elastic(*_: Any, **__: Any) -> Never:
-    """Raise ``NotImplementedError``: sparkhvd has no elastic training yet."""
+    """Raise ``NotImplementedError``: elastic jobs do not run on Spark yet."""
     raise NotImplementedError(ELASTIC)

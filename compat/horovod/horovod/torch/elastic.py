@@ -1,4 +1,4 @@
-"""Raises ``ImportError``: sparkhvd has no elastic training yet."""
+"""Raises ``ImportError``: elastic training is not available under this name."""
 
 from __future__ import annotations
 

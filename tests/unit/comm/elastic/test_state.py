@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -106,5 +107,7 @@ def test_without_init_the_error_says_so():
 def test_the_exceptions_have_horovods_meanings():
     assert HostsUpdatedInterrupt().skip_sync is False
     assert HostsUpdatedInterrupt(True).skip_sync is True
+    assert HostsUpdatedInterrupt(skip_sync=True).skip_sync is True
+    assert pickle.loads(pickle.dumps(HostsUpdatedInterrupt(skip_sync=True))).skip_sync is True
     assert issubclass(PeerLostError, HorovodInternalError)
     assert not issubclass(HostsUpdatedInterrupt, HorovodInternalError)
