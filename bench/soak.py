@@ -32,7 +32,7 @@ from tests.ranks import RankGroup
 from tests.scripts import found_by, run_script
 
 _ROOT = Path(__file__).parents[1]
-_DECODERS = 11  # the tests with Fuzz in their name
+_DECODERS = 12  # the tests with Fuzz in their name
 _MEGABYTE = 1 << 20
 _TABLES = (FAULTS, mpi.MPI_FAULTS, PORT_FAULTS, EXECUTOR_FAULTS, DRIVER_FAULTS, CUT_OFF_FAULTS)
 _PARTS = ("kills", "cycles", "faults", "large", "random", "fuzz", "properties")

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/deadline.h"
 #include "base/status.h"
@@ -31,7 +32,22 @@ class KeyValueStore {
   // the server has ended.
   virtual Result<std::string> Get(const std::string& key, Deadline deadline) = 0;
 
-  // Ends the use of `key` on this side: discards the state that a timed-out Get has left.
+  // Waits until all keys from `prefix`0 to `prefix`(count - 1) are set, and returns their values in
+  // this order. Fails like Get. A remote store answers with few messages, whatever `count` is.
+  virtual Result<std::vector<std::string>> GetAll(const std::string& prefix, size_t count,
+                                                  Deadline deadline) {
+    std::vector<std::string> values;
+    values.reserve(count);
+    while (values.size() < count) {
+      auto value = Get(prefix + std::to_string(values.size()), deadline);
+      if (!value.ok()) return value.status();
+      values.push_back(std::move(value).value());
+    }
+    return values;
+  }
+
+  // Ends the use of `key`, or of the prefix `key`, on this side: discards the state that a
+  // timed-out Get or GetAll has left.
   virtual void StopAsking(const std::string& key) { (void)key; }
 
   // Makes the store set `key` to `value` once this process has ended or is unreachable. Returns

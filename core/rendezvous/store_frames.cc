@@ -5,6 +5,12 @@
 #include "base/wire.h"
 
 namespace sparkhvd {
+namespace {
+
+constexpr size_t kAnswerHeadBytes = 4;  // the length of the value that follows
+constexpr size_t kMaxAnswerBytes = kAnswerHeadBytes + kMaxValueBytes;
+
+}  // namespace
 
 std::string EncodeStoreRequest(const StoreRequest& request) {
   std::array<std::byte, kStoreHeadBytes> head;
@@ -27,11 +33,57 @@ Result<StoreRequest> DecodeStoreRequest(ConstBytes bytes) {
   const auto* text = reinterpret_cast<const char*>(bytes.data() + kStoreHeadBytes);
   request.key.assign(text, key_bytes);
   request.value.assign(text + key_bytes, rest - key_bytes);
-  const bool known = request.kind == StoreRequestKind::kSet ||
-                     request.kind == StoreRequestKind::kWill ||
-                     (request.kind == StoreRequestKind::kGet && request.value.empty());
-  if (!known) return malformed;
-  return request;
+  switch (request.kind) {
+    case StoreRequestKind::kSet:
+    case StoreRequestKind::kWill:
+      return request;
+    case StoreRequestKind::kGet:
+      return request.value.empty() ? Result<StoreRequest>(request) : malformed;
+    case StoreRequestKind::kGetAll:
+      return DecodeNumberRange(AsBytes(request.value)).ok() ? Result<StoreRequest>(request)
+                                                            : malformed;
+  }
+  return malformed;
+}
+
+std::string EncodeNumberRange(NumberRange range) {
+  std::array<std::byte, 8> bytes;
+  StoreLittleEndian(range.first, bytes.data());
+  StoreLittleEndian(range.end, bytes.data() + 4);
+  return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+Result<NumberRange> DecodeNumberRange(ConstBytes bytes) {
+  const Status malformed(StatusCode::kInvalidArgument, "malformed range of rendezvous keys");
+  if (bytes.size() != 8) return malformed;
+  const NumberRange range = {LoadLittleEndian<uint32_t>(bytes.data()),
+                             LoadLittleEndian<uint32_t>(bytes.data() + 4)};
+  if (range.first >= range.end) return malformed;
+  return range;
+}
+
+bool AppendToAnswer(std::string* answer, const std::string& value) {
+  if (answer->size() + kAnswerHeadBytes + value.size() > kMaxAnswerBytes) return false;
+  std::array<std::byte, kAnswerHeadBytes> head;
+  StoreLittleEndian(static_cast<uint32_t>(value.size()), head.data());
+  answer->append(reinterpret_cast<const char*>(head.data()), head.size()).append(value);
+  return true;
+}
+
+Result<std::vector<std::string>> DecodeAnswer(ConstBytes bytes) {
+  const Status malformed(StatusCode::kInvalidArgument, "malformed rendezvous answer");
+  std::vector<std::string> values;
+  size_t at = 0;
+  while (at < bytes.size()) {
+    if (bytes.size() - at < kAnswerHeadBytes) return malformed;
+    const size_t length = LoadLittleEndian<uint32_t>(bytes.data() + at);
+    at += kAnswerHeadBytes;
+    if (length > bytes.size() - at) return malformed;
+    values.emplace_back(reinterpret_cast<const char*>(bytes.data() + at), length);
+    at += length;
+  }
+  if (values.empty()) return malformed;
+  return values;
 }
 
 Status CheckStoreSizes(const std::string& key, size_t value_bytes) {

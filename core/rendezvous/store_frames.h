@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/span.h"
 #include "base/status.h"
@@ -18,14 +19,30 @@ constexpr size_t kMaxValueBytes = size_t{16} << 20;
 inline constexpr char kStorePurpose[] = "rendezvous";
 
 // A will is a Set that the server carries out when the connection ends. An empty will withdraws it.
-enum class StoreRequestKind : uint32_t { kSet = 1, kGet = 2, kWill = 3 };
+enum class StoreRequestKind : uint32_t { kSet = 1, kGet = 2, kWill = 3, kGetAll = 4 };
 
-// The answer to a request is the value, which is empty except for Get.
+// The answer to a Get is the value, that to a GetAll some values, and the others are empty.
 struct StoreRequest {
   StoreRequestKind kind = StoreRequestKind::kGet;
   std::string key;
   std::string value;
 };
+
+// A GetAll waits for the keys that end in these numbers. The key of its request is their prefix.
+struct NumberRange {
+  uint32_t first = 0;
+  uint32_t end = 0;
+};
+
+std::string EncodeNumberRange(NumberRange range);
+// Fails with kInvalidArgument for an empty range.
+Result<NumberRange> DecodeNumberRange(ConstBytes bytes);
+
+// Appends `value` to the answer to a GetAll. Returns false, and appends nothing, if the answer
+// would be longer than a value may be; the client then asks for the rest.
+bool AppendToAnswer(std::string* answer, const std::string& value);
+// Fails with kInvalidArgument for an answer without values.
+Result<std::vector<std::string>> DecodeAnswer(ConstBytes bytes);
 
 // A request is its kind, the length of the key, the key and the value.
 constexpr size_t kStoreHeadBytes = 8;

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "rendezvous/dial.h"
@@ -103,17 +104,38 @@ Status TcpStoreClient::Set(const std::string& key, const std::string& value, Dea
 }
 
 Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadline) {
+  return Await({StoreRequestKind::kGet, key, ""}, deadline);
+}
+
+Result<std::vector<std::string>> TcpStoreClient::GetAll(const std::string& prefix, size_t count,
+                                                        Deadline deadline) {
+  std::vector<std::string> values;
+  while (values.size() < count) {
+    const NumberRange rest = {static_cast<uint32_t>(values.size()), static_cast<uint32_t>(count)};
+    auto answer = Await({StoreRequestKind::kGetAll, prefix, EncodeNumberRange(rest)}, deadline);
+    if (!answer.ok()) return answer.status();
+    auto some = DecodeAnswer(AsBytes(answer.value()));
+    if (!some.ok()) return Explain(some.status(), prefix, false);
+    if (some.value().size() > count - values.size()) {
+      return Explain(Status(StatusCode::kInternal, "more values than keys"), prefix, false);
+    }
+    std::move(some.value().begin(), some.value().end(), std::back_inserter(values));
+  }
+  return values;
+}
+
+Result<std::string> TcpStoreClient::Await(const StoreRequest& request, Deadline deadline) {
   if (guard_.InChild()) return Status(StatusCode::kShutDown, kForked);
+  const std::string& key = request.key;
   SHVD_TRY(CheckStoreSizes(key, 0));
-  std::optional<FrameConnection> connection = TakeAsked(key);
+  const std::string encoded = EncodeStoreRequest(request);
+  std::optional<FrameConnection> connection = TakeAsked(encoded);
   if (!connection) {
     // The request is sent even if no time is left to wait for the value.
     auto taken = Take(deadline.Expired() ? Deadline::AfterSeconds(kAnswerSeconds) : deadline);
     if (!taken.ok()) return Explain(taken.status(), key, false);
     connection.emplace(std::move(taken).value());
-    const Status sent =
-        connection->Send(AsBytes(EncodeStoreRequest({StoreRequestKind::kGet, key, ""})),
-                         Deadline::AfterSeconds(kAnswerSeconds));
+    const Status sent = connection->Send(AsBytes(encoded), Deadline::AfterSeconds(kAnswerSeconds));
     if (!sent.ok()) {
       ReleaseConnection(*std::move(connection), false);
       return Explain(sent, key, false);
@@ -121,7 +143,7 @@ Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadlin
   }
   const Status answered = AwaitEvents(connection->fd(), POLLIN, deadline);
   if (answered.code() == StatusCode::kTimeout) {
-    LeaveAsked(key, *std::move(connection));
+    LeaveAsked({key, encoded, *std::move(connection)});
     return Explain(answered, key, false);
   }
   auto answer = connection->Receive(Deadline::AfterSeconds(kAnswerSeconds));
@@ -169,10 +191,11 @@ void TcpStoreClient::Close() {
   for (const int fd : busy_) ::shutdown(fd, SHUT_RDWR);
 }
 
-std::optional<FrameConnection> TcpStoreClient::TakeAsked(const std::string& key) {
+std::optional<FrameConnection> TcpStoreClient::TakeAsked(const std::string& request) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = std::find_if(asked_.begin(), asked_.end(),
-                                  [&key](const Asked& asked) { return asked.key == key; });
+  const auto found = std::find_if(asked_.begin(), asked_.end(), [&request](const Asked& asked) {
+    return asked.request == request;
+  });
   if (found == asked_.end()) return std::nullopt;
   FrameConnection connection = std::move(found->connection);
   asked_.erase(found);
@@ -180,11 +203,11 @@ std::optional<FrameConnection> TcpStoreClient::TakeAsked(const std::string& key)
   return connection;
 }
 
-void TcpStoreClient::LeaveAsked(const std::string& key, FrameConnection connection) {
+void TcpStoreClient::LeaveAsked(Asked asked) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  busy_.erase(connection.fd());
+  busy_.erase(asked.connection.fd());
   if (closed_) return;
-  asked_.push_back({key, std::move(connection)});
+  asked_.push_back(std::move(asked));
   if (asked_.size() > kAskedConnections) asked_.pop_front();
 }
 

@@ -1,6 +1,7 @@
 #include "rendezvous/tcp_store_server.h"
 
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "rendezvous/store_frames.h"
@@ -21,7 +22,12 @@ class TcpStoreServer::Handler final : public FrameHandler {
     }
     auto& [kind, key, value] = request.value();
     if (kind == StoreRequestKind::kGet) {
-      waiting_[connection] = std::move(key);
+      waiting_[connection] = {std::move(key), std::nullopt};
+      return true;
+    }
+    if (kind == StoreRequestKind::kGetAll) {
+      const NumberRange range = DecodeNumberRange(AsBytes(value)).value();
+      waiting_[connection] = {std::move(key), Numbers{range, range.first}};
       return true;
     }
     if (kind == StoreRequestKind::kWill) {
@@ -47,19 +53,44 @@ class TcpStoreServer::Handler final : public FrameHandler {
 
   void OnTurn(FrameServer& server) override {
     for (auto entry = waiting_.begin(); entry != waiting_.end();) {
-      auto value = values_.Find(entry->second);
-      if (!value) {
+      auto answer = Answer(&entry->second);
+      if (!answer) {
         ++entry;
         continue;
       }
-      server.Send(entry->first, std::make_shared<const std::string>(*std::move(value)));
+      server.Send(entry->first, std::make_shared<const std::string>(*std::move(answer)));
       entry = waiting_.erase(entry);
     }
   }
 
  private:
+  struct Numbers {
+    NumberRange range;
+    uint32_t missing;  // the keys before this number are set
+  };
+
+  struct Request {
+    std::string key;  // a prefix if there are numbers
+    std::optional<Numbers> numbers;
+  };
+
+  // Returns nothing if a key is not set yet.
+  std::optional<std::string> Answer(Request* request) const {
+    if (!request->numbers) return values_.Find(request->key);
+    auto& [range, missing] = *request->numbers;
+    while (missing < range.end) {
+      if (!values_.Find(request->key + std::to_string(missing))) return std::nullopt;
+      ++missing;
+    }
+    std::string answer;
+    for (uint32_t number = range.first; number < range.end; ++number) {
+      if (!AppendToAnswer(&answer, *values_.Find(request->key + std::to_string(number)))) break;
+    }
+    return answer;
+  }
+
   InProcessStore& values_;
-  std::map<uint64_t, std::string> waiting_;  // keys by connection
+  std::map<uint64_t, Request> waiting_;  // by connection
   std::map<uint64_t, StoreRequest> wills_;
 };
 

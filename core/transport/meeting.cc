@@ -12,6 +12,8 @@ namespace {
 constexpr std::chrono::milliseconds kSlice(100);
 // Long enough for a server on another host, and short enough not to delay a failure.
 constexpr double kBoardSeconds = 2.0;
+// For a key that may be missing.
+constexpr double kAskSeconds = 0.5;
 
 }  // namespace
 
@@ -27,17 +29,31 @@ Status Meeting::Set(const std::string& key, const std::string& value) {
   return store_.Set(scope_ + "/" + key, value, deadline_);
 }
 
-Result<std::string> Meeting::Get(const std::string& key) {
+Result<std::vector<std::string>> Meeting::GetAll(const std::string& what, int ranks) {
+  const std::string prefix = scope_ + "/" + what + "/";
   while (true) {
     const Deadline slice =
         Deadline::After(std::min<std::chrono::nanoseconds>(kSlice, deadline_.Remaining()));
-    auto value = store_.Get(scope_ + "/" + key, slice);
-    if (value.ok() || value.status().code() != StatusCode::kTimeout) return value;
+    auto values = store_.GetAll(prefix, static_cast<size_t>(ranks), slice);
+    if (values.ok() || values.status().code() != StatusCode::kTimeout) return values;
     const Status others = Check();
     if (others.ok() && !deadline_.Expired()) continue;
-    store_.StopAsking(scope_ + "/" + key);
-    return others.ok() ? value : Result<std::string>(others);
+    store_.StopAsking(prefix);
+    return others.ok() ? FirstMissing(what, ranks, values.status()) : others;
   }
+}
+
+Status Meeting::FirstMissing(const std::string& what, int ranks, const Status& late) {
+  const Deadline end = Deadline::AfterSeconds(kBoardSeconds);
+  for (int rank = 0; rank < ranks; ++rank) {
+    const std::string key = scope_ + "/" + what + "/" + std::to_string(rank);
+    const auto value = store_.Get(key, Deadline::Earlier(end, Deadline::AfterSeconds(kAskSeconds)));
+    store_.StopAsking(key);
+    if (value.ok()) continue;
+    return value.status().Annotate("rank " + std::to_string(rank_) + " waits for the " + what +
+                                   " of rank " + std::to_string(rank));
+  }
+  return late;
 }
 
 Status Meeting::Check() {

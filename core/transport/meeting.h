@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/deadline.h"
 #include "base/status.h"
@@ -26,7 +27,9 @@ class Meeting {
 
   Status Join();
   Status Set(const std::string& key, const std::string& value);
-  Result<std::string> Get(const std::string& key);
+  // Waits for what all `ranks` ranks have set under `what`/rank. A failure names the first rank
+  // that did not set it in time.
+  Result<std::vector<std::string>> GetAll(const std::string& what, int ranks);
   // Returns the failure of another rank, or the interruption, without waiting. The answer of the
   // store may arrive only by the next call.
   Status Check();
@@ -35,6 +38,7 @@ class Meeting {
   void Leave();
 
  private:
+  Status FirstMissing(const std::string& what, int ranks, const Status& late);
   std::string FailureKey() const { return scope_ + "/connect-failure"; }
 
   KeyValueStore& store_;

@@ -33,6 +33,9 @@ namespace {
 // A dialer claims its rank and the purpose of the connection. The watch comes before the link.
 enum class Kind : uint64_t { kLink = 1, kWatch = 2 };
 constexpr int kKindShift = 32;
+// What the ranks tell each other: where to dial them, and whether they have the shared memory.
+constexpr char kAddress[] = "address";
+constexpr char kArena[] = "arena";
 constexpr char kYes[] = "yes";
 constexpr int kSliceMillis = 100;  // interval of the checks of other ranks
 constexpr size_t kMaxArenaRegionBytes = size_t{1} << 40;
@@ -210,16 +213,14 @@ class MeshBuilder {
   }
 
   Status ExchangeRecords() {
-    SHVD_TRY(meeting_.Set(Key("address", options_.rank),
+    SHVD_TRY(meeting_.Set(Key(kAddress, options_.rank),
                           EncodeAddressRecord(At(records_, options_.rank))));
+    auto bytes = meeting_.GetAll(kAddress, options_.size);
+    if (!bytes.ok()) return bytes.status();
     for (int peer = 0; peer < options_.size; ++peer) {
       if (peer == options_.rank) continue;
-      const std::string context =
-          RankName(options_.rank) + " waits for the address of " + RankName(peer);
-      auto bytes = meeting_.Get(Key("address", peer));
-      if (!bytes.ok()) return bytes.status().Annotate(context);
-      auto record = DecodeAddressRecord(bytes.value());
-      if (!record.ok()) return record.status().Annotate(context);
+      auto record = DecodeAddressRecord(At(bytes.value(), peer));
+      if (!record.ok()) return record.status().Annotate("the address of " + RankName(peer));
       At(records_, peer) = std::move(record).value();
       if (At(records_, peer).encrypt == options_.encrypt) continue;
       return Status(StatusCode::kMismatch,
@@ -354,19 +355,26 @@ class MeshBuilder {
   Status ShareArena(Mesh* mesh) {
     const std::vector<std::vector<int>> groups = MemoryGroups(records_);
     std::shared_ptr<SharedMapping> mapping;
-    for (const std::vector<int>& ranks : groups) {
-      if (ranks.size() == 1 || !Contains(ranks, options_.rank)) continue;
-      auto made = ranks.front() == options_.rank ? CreateArena(ranks) : ReceiveArena(ranks);
-      SHVD_TRY(
-          meeting_.Set(Key("arena", options_.rank), made.ok() ? kYes : made.status().message()));
-      if (made.ok()) mapping = std::move(made).value();
+    std::vector<std::string> votes(static_cast<size_t>(options_.size), kYes);
+    if (groups.size() < static_cast<size_t>(options_.size)) {
+      std::string vote = kYes;
+      for (const std::vector<int>& ranks : groups) {
+        if (ranks.size() == 1 || !Contains(ranks, options_.rank)) continue;
+        auto made = ranks.front() == options_.rank ? CreateArena(ranks) : ReceiveArena(ranks);
+        if (!made.ok()) vote = made.status().message();
+        if (made.ok()) mapping = std::move(made).value();
+      }
+      SHVD_TRY(meeting_.Set(Key(kArena, options_.rank), vote));
+      // All ranks receive the votes of all hosts, because the algorithm between hosts depends on
+      // the arenas inside them.
+      auto answers = meeting_.GetAll(kArena, options_.size);
+      if (!answers.ok()) return answers.status();
+      votes = std::move(answers).value();
     }
-    // All ranks receive the votes of all hosts, because the algorithm between hosts depends on the
-    // arenas inside them.
     for (const std::vector<int>& ranks : groups) {
-      const Result<bool> unanimous = Unanimous(ranks);
-      SHVD_TRY(unanimous.status());
-      if (!unanimous.value()) {
+      const bool unanimous = std::all_of(ranks.begin(), ranks.end(),
+                                         [&](int rank) { return At(votes, rank) == kYes; });
+      if (!unanimous) {
         for (const int rank : ranks) mesh->memory_groups.push_back({rank});
         continue;
       }
@@ -379,21 +387,6 @@ class MeshBuilder {
 
   static bool Contains(const std::vector<int>& ranks, int rank) {
     return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
-  }
-
-  // Returns whether all of them have the arena that they agreed to share.
-  Result<bool> Unanimous(const std::vector<int>& ranks) {
-    bool unanimous = true;
-    for (const int rank : ranks) {
-      if (ranks.size() == 1) break;
-      auto answer = meeting_.Get(Key("arena", rank));
-      if (!answer.ok()) {
-        return answer.status().Annotate(RankName(options_.rank) + " waits for " + RankName(rank) +
-                                        " to share memory");
-      }
-      unanimous = unanimous && answer.value() == kYes;
-    }
-    return unanimous;
   }
 
   void JoinArena(Mesh* mesh, const std::vector<int>& ranks,

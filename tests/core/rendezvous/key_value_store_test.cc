@@ -145,6 +145,36 @@ TEST_P(KeyValueStoreContract, WaitsUntilTheKeyIsSet) {
   }
 }
 
+TEST_P(KeyValueStoreContract, ReturnsAllValuesOfAPrefixInOrder) {
+  Parties parties = GetParam().make();
+  const std::vector<std::string> values = {"zero", "", std::string("a\0b", 3), "three"};
+  auto all = std::async(std::launch::async,
+                        [&parties] { return parties.reader->GetAll("all/", 4, Late()); });
+  for (size_t i = values.size(); i-- > 0;) {
+    EXPECT_EQ(parties.reader->GetAll("all/", 4, Soon()).status().code(), StatusCode::kTimeout);
+    ASSERT_TRUE(parties.writer->Set("all/" + std::to_string(i), values[i], Late()).ok());
+  }
+  const auto answer = all.get();
+  ASSERT_TRUE(answer.ok()) << answer.status().message();
+  EXPECT_EQ(answer.value(), values);
+  EXPECT_EQ(parties.reader->GetAll("all/", 2, Late()).value(),
+            std::vector<std::string>(values.begin(), values.begin() + 2));
+  EXPECT_TRUE(parties.reader->GetAll("none/", 0, Late()).value().empty());
+}
+
+TEST_P(KeyValueStoreContract, ReturnsMoreValuesThanOneAnswerHolds) {
+  Parties parties = GetParam().make();
+  std::vector<std::string> values;
+  for (const char fill : {'a', 'b', 'c'}) values.emplace_back(kMaxValueBytes - 2, fill);
+  values.insert(values.begin() + 1, "small");
+  for (size_t i = 0; i < values.size(); ++i) {
+    ASSERT_TRUE(parties.writer->Set("large/" + std::to_string(i), values[i], Late()).ok());
+  }
+  const auto answer = parties.reader->GetAll("large/", values.size(), Late());
+  ASSERT_TRUE(answer.ok()) << answer.status().message();
+  EXPECT_TRUE(answer.value() == values);
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Stores, KeyValueStoreContract,
     testing::Values(Entry{"InProcess", InProcess}, Entry{"TwoClients", TwoClients},

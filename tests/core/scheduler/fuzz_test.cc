@@ -140,12 +140,27 @@ TEST(Fuzz, StoreRequests) {
   for (const auto kind : {StoreRequestKind::kSet, StoreRequestKind::kWill}) {
     seeds.push_back(ToInput(AsBytes(EncodeStoreRequest({kind, "a key", "a value"}))));
   }
+  const std::string range = EncodeNumberRange({1, 3});
+  seeds.push_back(
+      ToInput(AsBytes(EncodeStoreRequest({StoreRequestKind::kGetAll, "a prefix", range}))));
   Fuzz(seeds, [](const FuzzInput& input) {
     const auto request = DecodeStoreRequest(View(input));
     if (!request.ok()) return;
     EXPECT_LE(request.value().key.size(), kMaxKeyBytes);
     EXPECT_LE(request.value().value.size(), kMaxValueBytes);
     EXPECT_TRUE(ToInput(AsBytes(EncodeStoreRequest(request.value()))) == input);
+  });
+}
+
+TEST(Fuzz, StoreAnswers) {
+  std::string answer;
+  for (const char* value : {"a value", "", "another"}) AppendToAnswer(&answer, value);
+  Fuzz({ToInput(AsBytes(answer))}, [](const FuzzInput& input) {
+    const auto values = DecodeAnswer(View(input));
+    if (!values.ok()) return;
+    std::string again;
+    for (const std::string& value : values.value()) EXPECT_TRUE(AppendToAnswer(&again, value));
+    EXPECT_TRUE(ToInput(AsBytes(again)) == input);
   });
 }
 
@@ -184,9 +199,11 @@ TEST(Fuzz, TheStoreServerOutlivesAMemberThatSendsNonsense) {
   options.token = "secret";
   options.purpose = kStorePurpose;
   std::vector<FuzzInput> seeds;
-  for (const StoreRequest& request : {StoreRequest{StoreRequestKind::kSet, "key", "value"},
-                                      StoreRequest{StoreRequestKind::kGet, "key", ""},
-                                      StoreRequest{StoreRequestKind::kWill, "key", "value"}}) {
+  for (const StoreRequest& request :
+       {StoreRequest{StoreRequestKind::kSet, "key", "value"},
+        StoreRequest{StoreRequestKind::kGet, "key", ""},
+        StoreRequest{StoreRequestKind::kGetAll, "key", EncodeNumberRange({0, 2})},
+        StoreRequest{StoreRequestKind::kWill, "key", "value"}}) {
     seeds.push_back(ToInput(AsBytes(EncodeStoreRequest(request))));
   }
   Fuzz(seeds, [&](const FuzzInput& input) {

@@ -55,7 +55,7 @@ TEST(Meeting, AWaitForOneRankEndsWithTheFailureOfAnother) {
   auto second = ConnectTo(*server);
   Meeting waiting(*first, "test", 0, Late(), {});
   ASSERT_TRUE(waiting.Join().ok());
-  auto answer = std::async(std::launch::async, [&] { return waiting.Get("address/2"); });
+  auto answer = std::async(std::launch::async, [&] { return waiting.GetAll("address", 3); });
   {
     Meeting dying(*second, "test", 1, Late(), {});
     ASSERT_TRUE(dying.Join().ok());
@@ -77,20 +77,21 @@ TEST(Meeting, AllRanksReportTheFirstFailure) {
   const Status seen = second.Fail(Status(StatusCode::kTimeout, "rank 0 did not come"));
   EXPECT_EQ(seen.code(), StatusCode::kIo);
   EXPECT_EQ(seen.message(), cause.message());
-  EXPECT_EQ(second.Get("never").status().message(), cause.message());
+  EXPECT_EQ(second.GetAll("never", 2).status().message(), cause.message());
 }
 
 TEST(Meeting, AnInterruptionEndsAWait) {
   InProcessStore store;
   Meeting meeting(store, "test", 3, Late(),
                   [] { return Status(StatusCode::kAborted, "interrupted"); });
-  EXPECT_EQ(meeting.Get("never").status().message(), "rank 3: interrupted");
+  EXPECT_EQ(meeting.GetAll("never", 1).status().message(), "rank 3: interrupted");
 }
 
 TEST(ConnectMesh, ARankThatDiesAfterPublishingItsAddressEndsTheWaitOfTheOthers) {
   auto server = StartServer();
   auto client = ConnectTo(*server);
   auto dying = ConnectTo(*server);
+  auto other = ConnectTo(*server);
   auto zero = std::async(std::launch::async,
                          [&] { return ConnectMesh(OptionsOf(0, 3), *client, Late()).status(); });
   {
@@ -101,7 +102,8 @@ TEST(ConnectMesh, ARankThatDiesAfterPublishingItsAddressEndsTheWaitOfTheOthers) 
       ASSERT_TRUE(two.Set(key, EncodeAddressRecord(record)).ok());
     }
     // Rank 0 has reached the point at which it accepts.
-    const AddressRecord own = DecodeAddressRecord(two.Get("address/0").value()).value();
+    const AddressRecord own =
+        DecodeAddressRecord(other->Get("test/address/0", Late()).value()).value();
     DialOptions dial{own.tcp, "", "secret", "mesh/test/0", (uint64_t{1} << 32) | 1, 0, {}, false};
     ASSERT_TRUE(Dial(dial, Late()).ok());
   }

@@ -107,6 +107,40 @@ TEST(ConnectMesh, NamesTheRankThatNeverPublishesItsAddress) {
             "the deadline");
 }
 
+// Counts the requests for single keys.
+class CountingStore final : public KeyValueStore {
+ public:
+  Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    return values_.Set(key, value, deadline);
+  }
+  Result<std::string> Get(const std::string& key, Deadline deadline) override {
+    // Ranks look for a failure whenever they wait.
+    if (key != "test/connect-failure") ++single_gets;
+    return values_.Get(key, deadline);
+  }
+  Result<std::vector<std::string>> GetAll(const std::string& prefix, size_t count,
+                                          Deadline deadline) override {
+    return values_.GetAll(prefix, count, deadline);
+  }
+
+  std::atomic<int> single_gets{0};
+
+ private:
+  InProcessStore values_;
+};
+
+TEST(ConnectMesh, AsksTheStoreForAllRanksAtOnce) {
+  CountingStore store;
+  std::vector<std::future<Status>> ranks;
+  for (int rank = 0; rank < 5; ++rank) {
+    ranks.push_back(std::async(std::launch::async, [&store, rank] {
+      return ConnectMesh(OptionsOf(rank, 5), store, Late()).status();
+    }));
+  }
+  for (auto& rank : ranks) EXPECT_EQ(rank.get().message(), "");
+  EXPECT_EQ(store.single_gets, 0);
+}
+
 TEST(ConnectMesh, NamesTheRankThatNeverDials) {
   InProcessStore store;
   ASSERT_TRUE(store.Set("test/address/1", EncodeAddressRecord({}), Late()).ok());
