@@ -20,17 +20,18 @@ class Client:
 
     def __init__(self, frames: FrameSocket) -> None:
         self._frames = frames
-        self._lock = threading.Lock()  # held for one message, or for one request and its response
+        self._sending = threading.Lock()
+        self._asking = threading.Lock()  # held for one request and its response; comes before the other
 
     def send(self, message: Message, deadline: Deadline) -> None:
         """Send a message without waiting for a response."""
-        with self._lock:
+        with self._sending:
             self._frames.send(encode(message), deadline)
 
     def ask(self, message: Message, deadline: Deadline) -> Message:
-        """Send a message and return the response."""
-        with self._lock:
-            self._frames.send(encode(message), deadline)
+        """Send a message and return the response. Other threads can send meanwhile, but not ask."""
+        with self._asking:
+            self.send(message, deadline)
             return decode(self._frames.receive(deadline))
 
     def set_ack_timeout(self, seconds: float) -> None:

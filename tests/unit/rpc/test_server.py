@@ -323,6 +323,20 @@ def test_a_slow_message_delays_no_other_connection():
             client.close()
 
 
+def test_a_client_can_send_while_another_thread_waits_for_a_response():
+    handler = Holds()
+    with Server(SECRET, handler) as server, ThreadPoolExecutor(2) as pool:
+        client = connect([("127.0.0.1", server.port)], SECRET, soon())
+        slow = pool.submit(client.ask, Started(1), soon())
+        wait_for(lambda: handler.messages == [Started(1)])
+        pool.submit(client.send, Output(0, "stdout", b"meanwhile"), soon()).result(timeout=10.0)
+        assert not slow.done()
+        handler.go.set()
+        assert slow.result() == Started(1)
+        wait_for(lambda: Output(0, "stdout", b"meanwhile") in handler.messages)
+        client.close()
+
+
 def test_a_response_in_progress_is_sent_when_the_server_closes():
     handler = Holds()
     server = Server(SECRET, handler)
