@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.comm import session
@@ -49,6 +50,16 @@ class LoaderOptions:
     cache: str | None = None
     prefetch_bytes: int = ReadOptions.prefetch_bytes
     threads: int = ReadOptions.threads
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "rank", "size", "seed", "steps_per_epoch", "prefetch_bytes", "threads"):
+            value = getattr(self, name)
+            optional = name in {"rank", "size", "steps_per_epoch"}
+            if value is None and optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise ConfigError(f"{name}={value!r} must be a whole number{' or None' if optional else ''}.")
+            object.__setattr__(self, name, int(value))  # NumPy's integers overflow
 
     def open(self, data: str | Manifest) -> tuple[ParquetSource, ExistingFiles]:
         """Open the rows of this rank; return them and their files."""

@@ -51,6 +51,30 @@ def test_columns_must_be_a_list_of_names(folder, columns, message):
         torch_loader(str(folder), 64, columns=columns)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 2.0}, r"^batch_size=2.0 must be a whole number\.$"),
+        ({"batch_size": True}, r"^batch_size=True must be a whole number\.$"),
+        ({"batch_size": None}, r"^batch_size=None must be a whole number\.$"),
+        ({"steps_per_epoch": 1.5}, r"^steps_per_epoch=1.5 must be a whole number or None\.$"),
+        ({"seed": "a"}, r"^seed='a' must be a whole number\.$"),
+        ({"rank": "0", "size": 2}, r"^rank='0' must be a whole number or None\.$"),
+        ({"rank": 0, "size": 2.0}, r"^size=2.0 must be a whole number or None\.$"),
+        ({"threads": "many"}, r"^threads='many' must be a whole number\.$"),
+    ],
+)
+def test_numbers_of_another_type_are_refused(folder, options, message):
+    with pytest.raises(ConfigError, match=message):
+        torch_loader(str(folder), **{"batch_size": 64, **options})
+
+
+def test_numbers_of_numpy_are_numbers(folder):
+    loader = torch_loader(str(folder), np.int64(64), seed=np.int32(2), steps_per_epoch=np.int16(3), columns=["id"])
+    plain = torch_loader(str(folder), 64, seed=2, steps_per_epoch=3, columns=["id"])
+    assert ids_of(loader) == ids_of(plain)
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_the_ranks_share_the_rows_and_have_as_many_batches(folder, shuffle):
     options = {"shuffle": shuffle, "columns": ["id"], "seed": 2}
