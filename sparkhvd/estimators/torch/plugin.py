@@ -211,6 +211,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
     if not isinstance(model, torch.nn.Module):
         elsewhere = estimator_hint(model, ("torch",))
         raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.{elsewhere}")
+    refuse_exported(model)
     _refuse_lazy_parameters(model)
     refuse_shared_memory(model)
     check_optimizer(params["optimizer"], model)
@@ -220,6 +221,21 @@ def _check_kinds(params: Mapping[str, object]) -> None:
                 f"callbacks holds a {type(callback).__name__}; TorchEstimator's callbacks are TorchCallback objects."
             )
     refuse_unsafe_model(model)
+
+
+def refuse_exported(model: torch.nn.Module) -> None:
+    """Refuse modules of ``torch.export``, which can be neither pickled nor switched to evaluation mode.
+
+    Raises:
+        ParamError: the model is or contains such a module; the message names it.
+    """
+    for name, module in model.named_modules():
+        if getattr(vars(module).get("eval"), "__module__", "") == "torch.export.exported_program":
+            raise ParamError(
+                f"{f'The model contains {name!r}, which' if name else 'The model'} comes from ExportedProgram.module() "
+                "of torch.export; such a module can be neither pickled nor switched to evaluation mode. Pass the "
+                "module that was exported, or one made by torch.jit.script or torch.fx.symbolic_trace."
+            )
 
 
 def _refuse_lazy_parameters(model: torch.nn.Module) -> None:

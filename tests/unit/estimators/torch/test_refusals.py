@@ -115,6 +115,14 @@ def test_an_optimizer_that_needs_a_closure_is_refused():
     )
 
 
+@pytest.mark.parametrize(
+    ("wrap", "name"), [(lambda module: module, "The model"), (torch.nn.Sequential, "The model contains '0', which")]
+)
+def test_a_module_of_torch_export_is_refused(wrap, name):
+    module = torch.export.export(torch.nn.Linear(3, 2), (torch.zeros(2, 3),)).module()
+    refused(rf"^{name} comes from ExportedProgram.module\(\).*Pass the module that was exported", model=wrap(module))
+
+
 class Foreign(keras.layers.Layer):
     """A user's subclass of a Keras class."""
 
