@@ -157,6 +157,10 @@ class Objective:
                 values[metric.name] = float(metric.function(output, labels[metric.output]))
         return values
 
+    def loss_modules(self) -> list[torch.nn.Module]:
+        """Return the losses that are modules, which may hold buffers that change."""
+        return [loss for loss in self.losses if isinstance(loss, torch.nn.Module)]
+
     def names(self) -> list[str]:
         """Return ``loss`` and the names of all metrics."""
         return ["loss", *(metric.name for metric in self.metrics)]

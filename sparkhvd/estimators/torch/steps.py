@@ -118,7 +118,7 @@ class Stepper:
         self._forward = forward
         self._divisors = divisors
         self._stepping = stepping
-        self._synchronized = _SynchronizedPasses.of(forward.model, sample)
+        self._synchronized = _SynchronizedPasses.of(forward.model, forward.objective, sample)
         # The scaler does nothing unless the precision is fp16.
         self.scaler = torch.amp.GradScaler(forward.device.type, enabled=stepping.mixed_precision == "fp16")
 
@@ -198,15 +198,15 @@ class _SynchronizedPasses:
     without rows must take part too: with a row of an earlier batch or of the sample, which does not count.
     """
 
-    def __init__(self, model: torch.nn.Module, layers: Sequence[SyncBatchNorm], sample: Arrays | None) -> None:
-        self._model = model
+    def __init__(self, modules: torch.nn.Module, layers: Sequence[SyncBatchNorm], sample: Arrays | None) -> None:
+        self._modules = modules
         self._layers = layers
         self._row = None if sample is None else _first_row(sample)
 
     @classmethod
-    def of(cls, model: torch.nn.Module, sample: Arrays | None) -> _SynchronizedPasses | None:
+    def of(cls, model: torch.nn.Module, objective: Objective, sample: Arrays | None) -> _SynchronizedPasses | None:
         layers = synchronized_layers(model)
-        return cls(model, layers, sample) if layers else None
+        return cls(torch.nn.ModuleList([model, *objective.loss_modules()]), layers, sample) if layers else None
 
     def run(self, batch: Batch, forward: Callable[[Batch], Result]) -> Result:
         if batch.rows:
@@ -216,8 +216,12 @@ class _SynchronizedPasses:
         for layer in self._layers:
             layer.counts_rows = False
         try:
-            with buffers_unchanged(self._model, self._layers):
-                return forward(replace(batch, columns=row, rows=1))
+            with buffers_unchanged(self._modules, self._layers):
+                loss, outputs, labels = forward(replace(batch, columns=row, rows=1))
+            for output in outputs:
+                if output.requires_grad:  # the loss of this row may be NaN, and so is NaN times 0
+                    output.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+            return loss, outputs, labels
         finally:  # the layers are part of the trained model
             for layer in self._layers:
                 layer.counts_rows = True

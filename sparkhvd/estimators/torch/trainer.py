@@ -90,7 +90,7 @@ class TorchTrainer:
             "lr_scale": self._lr_scale,
             "schedule": plain_numbers(self._schedule.state()),
             "scaler": self._stepper.scaler.state_dict(),
-            "losses": [_tensors(loss) for loss in self._losses()],
+            "losses": [_tensors(loss) for loss in self._package.objective.loss_modules()],
         }
         torch.save(content, buffer)
         return buffer.getvalue()
@@ -106,7 +106,7 @@ class TorchTrainer:
         self._schedule.restore(content["schedule"], factor)
         if content["scaler"]:
             self._stepper.scaler.load_state_dict(content["scaler"])
-        for loss, values in zip(self._losses(), content["losses"], strict=True):
+        for loss, values in zip(self._package.objective.loss_modules(), content["losses"], strict=True):
             loss.load_state_dict(values, strict=False)
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
@@ -219,10 +219,6 @@ class TorchTrainer:
                 if batch.rows:
                     measures.add_validation(*self._forward.parts(batch), batch.rows)
         return measures
-
-    def _losses(self) -> list[torch.nn.Module]:
-        """Return the losses that are modules, which may hold buffers that change."""
-        return [loss for loss in self._package.objective.losses if isinstance(loss, torch.nn.Module)]
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         self._plain_optimizer.__dict__.update(own_attributes(optimizer))

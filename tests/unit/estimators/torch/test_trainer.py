@@ -515,6 +515,46 @@ def test_a_rank_without_any_rows_takes_part_in_synchronized_statistics_with_a_sa
         assert relative_error(parameters, flat(model)) < 1e-5
 
 
+class KeptRows(torch.nn.Module):
+    """The mean over the rows whose label is not 0, NaN if there are none; counts the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.tensor(0))
+
+    def forward(self, output, label):
+        self.rows += len(label)
+        kept = label != 0
+        return (functional.cross_entropy(output, label, reduction="none") * kept).sum() / kept.sum()
+
+
+def train_synchronized_masked(sizes):
+    world, model = session.current().world, OfLogarithms(hvd.SyncBatchNorm)
+    params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": KeptRows()}
+    data = source(sizes, world.rank, world.size)
+    data.columns.update(x=np.abs(data.columns["x"]) + 0.1, y=np.maximum(data.columns["y"], 1))
+    sample = {"x": data.columns["x"][:2], "y": np.zeros(2, np.int64)}
+    payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA})
+    trainer = PLUGIN.trainer(payload, spec(DATA, sample=sample), world)
+    trainer.fit(data, None, Hooks())
+    (loss,) = trainer._package.objective.losses
+    return flat(trainer._model), loss.rows.item()
+
+
+def test_the_placeholder_row_of_a_rank_without_rows_counts_in_no_gradient_and_no_buffer_of_a_loss(group):
+    sizes = [(0, 4, 4)] * 4
+    steps = [sum(step[: group.size]) for step in sizes]
+    model, data = OfLogarithms(torch.nn.BatchNorm1d), rows(sum(steps))
+    optimizer = OPTIMIZERS["momentum"](model)
+    for x, y in zip(*(torch.split(torch.from_numpy(data[name]), steps) for name in "xy"), strict=True):
+        optimizer.zero_grad()
+        functional.cross_entropy(model((x.abs() + 0.1).float()), y.clamp(min=1)).backward()
+        optimizer.step()
+    for rank, (parameters, seen) in enumerate(group.run(train_synchronized_masked, sizes)):
+        assert relative_error(parameters, flat(model)) < 1e-5
+        assert seen == sum(step[rank] for step in sizes)
+
+
 def try_on_one_rank():
     world, model = session.current().world, OfLogarithms(hvd.SyncBatchNorm)
     params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": functional.cross_entropy}
