@@ -17,7 +17,7 @@ from pyspark.sql import functions
 from pyspark.sql.types import BooleanType, DoubleType, FloatType, IntegerType, StructField, StructType
 from torch.nn import functional
 
-from sparkhvd import Store, TorchEstimator
+from sparkhvd import Checkpoints, Store, TorchEstimator
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SchemaError, SlotsError
 from sparkhvd.estimators.api import estimator as estimator_api
 from sparkhvd.estimators.models import predict
@@ -477,3 +477,30 @@ def test_the_preparation_follows_the_parameters(xor, tmp_path, monkeypatch):
     with pytest.raises(AskedError) as caught:
         estimator(Store.create(str(tmp_path)), **given).fit(xor)
     assert caught.value.args == (True, 3, 2, 1800.0)
+
+
+@pytest.mark.parametrize("with_store", [False, True])
+def test_the_best_model_with_batch_normalization_has_the_recorded_validation_loss(store, xor, with_store):
+    """Its running statistics are those of the best epoch, too, in which the validation measured the loss."""
+    torch.manual_seed(1)
+    norm = torch.nn.BatchNorm1d(16, momentum=0.5)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 16), norm, torch.nn.Tanh(), torch.nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    growing = torch.optim.lr_scheduler.ExponentialLR(optimizer, 20.0)  # until the loss rises
+    made = estimator(
+        store if with_store else None,
+        model,
+        optimizer=optimizer,
+        lr_scheduler=growing,
+        epochs=5,
+        validation="held_out",
+        checkpoints=Checkpoints(best="val_loss"),
+    )
+    trained = made.fit(xor)
+    losses = [record["validation"]["loss"] for record in trained.getHistory()]
+    assert min(losses) < losses[-1], "the last epoch is not the best"
+    held_out = xor.where("held_out").toPandas()
+    with torch.no_grad():
+        output = trained.getModel().eval()(torch.from_numpy(held_out[["a", "b"]].to_numpy()).float())
+        loss = functional.cross_entropy(output, torch.from_numpy(held_out["y"].to_numpy()).long())
+    assert loss.item() == pytest.approx(min(losses), rel=1e-5)
