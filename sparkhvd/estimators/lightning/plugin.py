@@ -219,8 +219,18 @@ def _check_kinds(params: Mapping[str, object]) -> None:
     own = typed_params(LightningParams, params)
     _check_flavour("callbacks", "callback", own.callbacks or (), flavour)
     _check_flavour("logger", "logger", _loggers(params["logger"]), flavour)
+    _refuse_batch_size_finder(own.callbacks or ())
     _check_one_best(params)
     _check_trainer_args(own.trainer_args or {}, params)
+
+
+def _refuse_batch_size_finder(callbacks: Sequence[object]) -> None:
+    for callback in callbacks:
+        if any(kind.__name__ == "BatchSizeFinder" for kind in type(callback).__mro__):
+            raise ParamError(
+                f"callbacks holds a {type(callback).__name__}, but the estimator's batches have the size that its "
+                "parameter batch_size sets. Leave the callback out."
+            )
 
 
 def _check_one_best(params: Mapping[str, object]) -> None:

@@ -435,6 +435,10 @@ def refused(more):
         from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415
 
         more = {"callbacks": [ModelCheckpoint(monitor="val_loss")], "checkpoints": Checkpoints(best="loss")}
+    if more.get("callbacks") == "batch size":
+        from lightning.pytorch.callbacks import BatchSizeFinder  # noqa: PLC0415
+
+        more = {"callbacks": [type("Finder", (BatchSizeFinder,), {})()]}
     own = {"batch_format": "dict", "label_cols": ("y",), "checkpoints": Checkpoints()}
     params = {**dict.fromkeys(names), "model": module(), **own}
     try:
@@ -453,6 +457,7 @@ def refused(more):
         ({"trainer_args": {"enable_checkpointing": False}}, "use its parameter checkpoints"),
         ({"callbacks": "best"}, "Both checkpoints=Checkpoints(best='loss') and ModelCheckpoint(monitor='val_loss')"),
         ({"callbacks": [print]}, "is not a callback"),
+        ({"callbacks": "batch size"}, "a Finder, but the estimator's batches have the size that its parameter batch_size"),
         ({"logger": 3}, "logger holds a int, which is not a logger of lightning.pytorch"),
         (
             {"inputs": {"x": NamedInput(("x",))}},
