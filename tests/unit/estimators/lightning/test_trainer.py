@@ -457,7 +457,7 @@ def refused(more):
         ({"trainer_args": {"enable_checkpointing": False}}, "use its parameter checkpoints"),
         ({"callbacks": "best"}, "Both checkpoints=Checkpoints(best='loss') and ModelCheckpoint(monitor='val_loss')"),
         ({"callbacks": [print]}, "is not a callback"),
-        ({"callbacks": "batch size"}, "a Finder, but the estimator's batches have the size that its parameter batch_size"),
+        ({"callbacks": "batch size"}, "a Finder, but the estimator's batches have the size that its"),
         ({"logger": 3}, "logger holds a int, which is not a logger of lightning.pytorch"),
         (
             {"inputs": {"x": NamedInput(("x",))}},
@@ -480,6 +480,27 @@ def refused(more):
 def test_unsupported_parameters_are_refused_on_the_driver(group, more, said):
     found = group.run(refused, more)[0]
     assert said == found or (isinstance(said, str) and said in found)
+
+
+def particular(raises):
+    """Check a module whose forward pass cannot take rows of zeros: it looks up ids from 1, or checks its input."""
+
+    class Particular(type(module())):
+        def __init__(self):
+            super().__init__()
+            self.words = torch.nn.Embedding(9, 3)
+
+        def forward(self, x):
+            if raises is not None and not x.all():
+                raise raises("no id is 0")
+            return self.words(x.long() - 1).mean(dim=1)
+
+    return refused({"model": Particular()})
+
+
+@pytest.mark.parametrize("raises", [None, ValueError, AssertionError, RuntimeError, KeyError])
+def test_rows_of_zeros_do_not_refuse_a_module_that_real_rows_may_suit(group, raises):
+    assert group.run(particular, raises)[0] == []
 
 
 def misread(batch_format, kind):
