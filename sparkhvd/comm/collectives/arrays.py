@@ -202,4 +202,5 @@ def _joined(gathered: Gathered, like: Array) -> Array:
 
 def _contiguous(array: Array) -> Array:
     # numpy.ascontiguousarray would make a scalar one-dimensional.
-    return np.require(array, requirements="C")
+    array = np.require(array, requirements="C")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))  # the core computes in native

@@ -51,10 +51,13 @@ def buffer_of(array: Array, what: str) -> Buffer:
     """Return the memory of a C-contiguous array, without a copy.
 
     Raises:
-        ConfigError: the core does not support the element type, or the array is not contiguous. ``what`` names it.
+        ConfigError: the core does not support the element type or its byte order, or the array is not contiguous.
+            ``what`` names it.
     """
     if array.dtype.name not in DTYPES:
         raise ConfigError(f"{what} has dtype {array.dtype}; collectives take {', '.join(sorted(DTYPES))}.")
+    if not array.dtype.isnative:  # dtype.name is the same for both byte orders
+        raise ConfigError(f"{what} has dtype {array.dtype.str}, whose byte order is not this machine's; convert it.")
     if not array.flags.c_contiguous:
         raise ConfigError(f"{what} of shape {array.shape} is not contiguous; pass numpy.ascontiguousarray(array).")
     return Buffer(array.ctypes.data, array.shape, array.dtype.name, array)

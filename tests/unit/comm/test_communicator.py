@@ -49,6 +49,17 @@ def expected(values: list[np.ndarray], op: ReduceOp) -> np.ndarray:
 # What the ranks do.
 
 
+def move_in_foreign_byte_order():
+    me = session.current()
+    mine = np.arange(6.0).reshape(3, 2).astype(">f8" if me.world.rank else "<f8") + me.world.rank
+    handles = [me.allreduce_async(mine, ReduceOp.SUM), me.allgather_async(mine), me.broadcast_async(mine, 1)]
+    handles.append(me.reducescatter_async(np.tile(mine, (me.world.size, 1)), ReduceOp.SUM))
+    grouped = me.grouped_allreduce([mine, mine.astype(">i2")], ReduceOp.SUM)
+    with pytest.raises(ConfigError, match=r"has dtype >f8, whose byte order is not this machine's"):
+        me.allreduce(mine, out=np.empty((3, 2), ">f8"))
+    return [*(handle.wait() for handle in handles), *grouped]
+
+
 def reduce_everything(cases):
     me = session.current()
     handles = [me.allreduce_async(values[me.world.rank], op, name=name) for name, op, values in cases]
@@ -207,6 +218,19 @@ def test_scales_apply_and_a_result_can_go_into_its_input(group):
     for same, result in group.run(reduce_in_place_and_scaled):
         assert same
         np.testing.assert_allclose(result, want, rtol=1e-6)
+
+
+def test_arrays_in_foreign_byte_order_have_their_values(group):
+    ranks = group.size
+    arrays = [np.arange(6.0).reshape(3, 2) + rank for rank in range(ranks)]
+    for total, gathered, sent, own_rows, first, second in group.run(move_in_foreign_byte_order):
+        assert np.array_equal(total, sum(arrays))
+        assert np.array_equal(gathered, np.concatenate(arrays))
+        assert np.array_equal(sent, arrays[1])
+        assert np.array_equal(own_rows, sum(arrays))
+        assert np.array_equal(first, sum(arrays))
+        assert np.array_equal(second, sum(arrays))
+        assert second.dtype == np.int16
 
 
 def test_operations_without_names_are_matched_by_order(group):
