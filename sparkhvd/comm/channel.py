@@ -63,6 +63,10 @@ class Channel:
         """Return the name, or one made by counting if it is None."""
         return f"{kind}.noname.{next(self.counts[kind])}" if name is None else name
 
+    def renumber(self) -> None:
+        """Number unnamed operations from 0 again."""
+        self.counts.clear()
+
     def engine_rank_of(self, rank: int) -> int:
         """Return the engine's number of a rank of the job.
 

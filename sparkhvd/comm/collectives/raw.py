@@ -235,6 +235,8 @@ def join_async(
     channel = me.channel(process_set)
     with translated():
         operation = channel.engine.join(with_waiter, device)
+    # The ranks have submitted different numbers of operations. None of them is pending once all ranks have joined.
+    channel.renumber()
     return channel.handle("join", operation, lambda: channel.ranks[operation.rows()[0]])
 
 

@@ -122,6 +122,17 @@ def train_unequally():
     return seen, last, me.allreduce(np.ones(1), ReduceOp.SUM).tolist()
 
 
+def train_unequally_without_names():
+    """Operations without names are matched by their number, which the ranks with fewer steps do not reach."""
+    me = session.current()
+    seen = []
+    for _epoch in range(3):
+        seen.extend(me.allreduce(np.full(2, 3.0)).tolist() for _step in range(me.world.rank + 1))
+        me.join()
+        seen.append(me.allgather(np.array([me.world.rank])).tolist())
+    return seen
+
+
 def sum_adaptively():
     """Two tensors that may travel together: equal on all ranks, and orthogonal."""
     me = session.current()
@@ -186,6 +197,11 @@ def test_ranks_with_fewer_steps_join_and_the_last_rank_is_returned(group):
         assert last == 2
         assert after == [3.0]
         assert seen == [([3.0 - step] * 2, [step], list(range(step, 3))) for step in range(rank + 1)]
+
+
+def test_operations_without_names_match_after_a_join_of_unequal_steps(group):
+    for rank, seen in enumerate(group.run(train_unequally_without_names)):
+        assert seen == [*[[3.0 - step] * 2 for step in range(rank + 1)], [0, 1, 2]] * 3
 
 
 def test_adasum_is_the_mean_of_equal_tensors_and_the_sum_of_orthogonal_ones(group):
