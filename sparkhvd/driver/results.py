@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
 
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.rpc.frames import is_host_unreachable
@@ -54,6 +56,25 @@ def results_in_order(contents: Mapping[int, bytes | Outcome], num_proc: int) -> 
     if missing:
         raise LaunchError(f"There is no result from ranks {missing}.")
     return [results[rank] for rank in range(num_proc)]
+
+
+def unpickled(contents: Sequence[bytes]) -> list[Any]:
+    """Return the results, given their pickles in rank order.
+
+    Raises:
+        LaunchError: unpickling one of them fails here.
+    """
+    results = []
+    for rank, content in enumerate(contents):
+        try:
+            results.append(cloudpickle.loads(content))
+        except Exception as error:  # unpickling runs the user's code
+            raise LaunchError(
+                f"fn succeeded on all ranks, but the driver cannot unpickle the result of rank {rank}: "
+                f"{type(error).__name__}: {error}. Return plain values, such as numbers, strings and arrays, or make "
+                "sure that the classes of the result can be imported and unpickled on the driver."
+            ) from error
+    return results
 
 
 def failure_of(report: FailureReport) -> LaunchError:

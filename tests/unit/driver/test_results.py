@@ -2,9 +2,17 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import cloudpickle
 import pytest
 
-from sparkhvd.driver.results import failure_of, results_of, tasks_not_ready, unreachable_host, unresponsive_task
+from sparkhvd.driver.results import (
+    failure_of,
+    results_of,
+    tasks_not_ready,
+    unpickled,
+    unreachable_host,
+    unresponsive_task,
+)
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.rpc.messages import TaskStatus
 from sparkhvd.task.failure_report import CONNECTED, IN_FN, NOT_STARTED, TOO_LARGE, FailureReport
@@ -85,3 +93,15 @@ def test_missing_tasks_are_named_with_the_hosts_that_spark_reports():
     many = str(failure_of(tasks_not_ready(range(12), {}, 15.0)))
     assert "15 s: Spark does not report where it runs task 0, task 1, " in many
     assert "task 9, 2 more. A task waits for a slot" in many
+
+
+class OfAnotherVersion:
+    def __reduce__(self):
+        return getattr, (self.__class__, "field_that_no_longer_exists")
+
+
+def test_a_result_that_the_driver_cannot_unpickle_is_reported_with_its_rank():
+    contents = [cloudpickle.dumps(3), cloudpickle.dumps(OfAnotherVersion())]
+    with pytest.raises(LaunchError, match=r"cannot unpickle the result of rank 1: AttributeError: .*no_longer_exists"):
+        unpickled(contents)
+    assert unpickled(contents[:1] * 2) == [3, 3]
