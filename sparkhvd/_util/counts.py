@@ -1,6 +1,18 @@
-"""Counts with their noun, for messages."""
+"""Counts: validated numbers, and numbers with their noun for messages."""
 
 from __future__ import annotations
+
+from numbers import Integral
+
+
+def is_count(value: object, least: int) -> bool:
+    """Return whether a value is an integer, also one of NumPy's, of at least ``least``; booleans are not integers."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def plain_count(value: int | None) -> int | None:
+    """Return an integer of any type as Python's own, which Spark and pickles need; None stays None."""
+    return None if value is None else int(value)
 
 
 def counted(count: int, singular: str, plural: str = "") -> str:

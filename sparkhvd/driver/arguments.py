@@ -13,6 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TextIO
 
+from sparkhvd._util.counts import is_count
 from sparkhvd.errors import ConfigError
 from sparkhvd.task.log_files import LogFiles
 
@@ -82,7 +83,7 @@ def check_counts(num_proc: int | None, gpus_per_task: float | None = None, cpus_
         ConfigError: a number is not positive, or Spark does not accept it.
     """
     for name, value in (("num_proc", num_proc), ("cpus_per_task", cpus_per_task)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and not is_count(value, 1):
             or_all = " Leave it out to use all slots." if name == "num_proc" else ""
             raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.{or_all}")
     if gpus_per_task is not None:

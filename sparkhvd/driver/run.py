@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, TextIO, TypeVar
 
-import cloudpickle
-
+from sparkhvd._util.counts import plain_count
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.compat.horovod import unknown_argument
 from sparkhvd.config import changed_environment, from_environment, warn_ignored_variables
@@ -24,6 +23,7 @@ from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import parse_hosts
 from sparkhvd.driver.launcher import Launcher, LaunchHandle, LaunchRequest, choose_launcher, launcher_class
 from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.driver.results import unpickled
 from sparkhvd.driver.spark.encryption import unencrypted_spark
 from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.driver.user_code.importable import importable_here, importable_nowhere, importable_on
@@ -129,7 +129,8 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         SlotsError: the cluster has fewer slots than ``num_proc``.
         StartTimeoutError: there are enough slots, but they stayed busy, or a task or a process did not become ready.
         RankFailedError: ``fn`` raised, or its process ended; the message has the first failing rank's traceback.
-        LaunchError: there is no session, ``fn`` cannot be sent, or Spark aborted the job.
+        LaunchError: there is no session, ``fn`` cannot be sent, Spark aborted the job, or a result cannot be unpickled
+            here.
         ConfigError: an argument has a value that cannot work.
         TypeError: an argument is unknown.
     """
@@ -193,9 +194,9 @@ def launch_request(
     """
     check_counts(num_proc, gpus_per_task, cpus_per_task)
     request = LaunchRequest(
-        num_proc=num_proc,
+        num_proc=plain_count(num_proc),
         spark=spark,
-        resources=TaskResources(cpus_per_task, gpus_per_task),
+        resources=TaskResources(plain_count(cpus_per_task), gpus_per_task),
         extra_mpi_args=split_arguments("extra_mpi_args", extra_mpi_args),
         hosts=parse_hosts(hosts) if hosts is not None else (),
         access=SshOptions(ssh_port, ssh_identity_file),
@@ -248,7 +249,7 @@ def run_with(  # noqa: PLR0917
     )
     with closing(open_stream(options, job.num_proc)) as stream, closing(_launch(instance, job, stream)) as handle:
         handle.wait_started(deadline)
-        return [cloudpickle.loads(content) for content in handle.results()]
+        return unpickled(handle.results())
 
 
 def _importable(launcher: str, kind: type[Launcher], request: LaunchRequest, options: RunOptions) -> Importable:

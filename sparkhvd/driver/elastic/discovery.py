@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from sparkhvd._util.addresses import is_ipv6
+from sparkhvd._util.counts import is_count
 from sparkhvd.driver.arguments import split_arguments
 from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered
 from sparkhvd.driver.hosts import parse_hosts
@@ -54,9 +55,9 @@ class DiscoveryFunction:
         if not isinstance(found, Mapping):
             raise ConfigError(f"discovery must return a dict of slots by host, like {{'host1': 2}}, got {found!r}.")
         for host, slots in found.items():
-            if not isinstance(host, str) or isinstance(slots, bool) or not isinstance(slots, int) or slots < 0:
+            if not isinstance(host, str) or not is_count(slots, 0):
                 raise ConfigError(f"discovery must return numbers of slots by host, got {host!r}: {slots!r}.")
-        return dict(found)
+        return {host: int(slots) for host, slots in found.items()}
 
     def cancel(self) -> None:
         """Do nothing: a function cannot be interrupted."""

@@ -9,8 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, TextIO, TypeVar
 
-import cloudpickle
-
+from sparkhvd._util.counts import is_count, plain_count
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.config import changed_environment, from_environment, warn_ignored_variables
 from sparkhvd.driver.arguments import RunOptions, check_options, check_seconds, checked_environment
@@ -21,6 +20,7 @@ from sparkhvd.driver.elastic.membership_server import MembershipServer
 from sparkhvd.driver.elastic.policy import Limits
 from sparkhvd.driver.elastic.roster import Cooldown
 from sparkhvd.driver.elastic.workers import Event, Offered
+from sparkhvd.driver.results import unpickled
 from sparkhvd.driver.run import log_level_of, open_stream
 from sparkhvd.driver.user_code.importable import importable_here, importable_nowhere
 from sparkhvd.driver.user_code.payload import pickle_call
@@ -197,7 +197,7 @@ def run_elastic_with(
         else:
             stack.callback(DiscoveryThread(elastic.discovery, inbox).close)
         contents = Controller(limits, cooldown, workers, membership, inbox).run()
-    return [cloudpickle.loads(content) for content in contents]
+    return unpickled(contents)
 
 
 def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits, Cooldown]:
@@ -208,16 +208,16 @@ def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits,
     """
     for name in ("num_proc", "min_num_proc", "max_num_proc"):
         value = getattr(elastic, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and not is_count(value, 1):
             raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
     limit = elastic.reset_limit
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+    if limit is not None and not is_count(limit, 0):
         raise ConfigError(f"reset_limit must be an integer of at least 0, got {limit!r}.")
-    num_proc = elastic.num_proc or elastic.min_num_proc or elastic.max_num_proc
+    num_proc = plain_count(elastic.num_proc or elastic.min_num_proc or elastic.max_num_proc)
     if num_proc is None:
         raise ConfigError("An elastic job needs num_proc or min_num_proc, the number of ranks at its start.")
-    smallest = elastic.min_num_proc or num_proc
-    largest = elastic.max_num_proc
+    smallest = int(elastic.min_num_proc or num_proc)
+    largest = plain_count(elastic.max_num_proc)
     if largest is None and elastic.discovery is None:
         largest = num_proc
     if smallest > num_proc or (largest is not None and num_proc > largest):
@@ -234,4 +234,4 @@ def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits,
             raise ConfigError(f"cooldown_range={elastic.cooldown_range!r} must be the shortest and the longest time.")
         cooldown = Cooldown(float(shortest), float(longest))
     timeout = DEFAULT_ELASTIC_TIMEOUT if elastic.elastic_timeout is None else float(elastic.elastic_timeout)
-    return Limits(num_proc, smallest, largest, start_timeout, timeout, limit), cooldown
+    return Limits(num_proc, smallest, largest, start_timeout, timeout, plain_count(limit)), cooldown

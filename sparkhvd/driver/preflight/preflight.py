@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from sparkhvd._util.background import in_background, is_done_within
-from sparkhvd._util.counts import counted
+from sparkhvd._util.counts import counted, plain_count
 from sparkhvd.compat.spark import check_spark, inheriting
 from sparkhvd.config import from_environment
 from sparkhvd.data.prepare.store_check import judge, needs_check, remove
@@ -144,8 +144,8 @@ def preflight(
     session = spark if spark is not None else active_session()
     if store is not None:
         store = with_spark_credentials(store_at("store", store), session)
-    resources = TaskResources(cpus_per_task, gpus_per_task)
-    request = _Request(session, num_proc, resources, store, tuple(nics or ()), encrypt, timeout)
+    resources = TaskResources(plain_count(cpus_per_task), gpus_per_task)
+    request = _Request(session, plain_count(num_proc), resources, store, tuple(nics or ()), encrypt, timeout)
     # In parallel with the stage: the stage waits for executors, the model for imports and Spark's first query.
     model = None
     if estimator is not None and df is not None:

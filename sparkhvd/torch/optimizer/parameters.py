@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparkhvd._util.counts import counted
@@ -42,7 +43,7 @@ def members_of(
     Raises:
         ConfigError: a member is not a parameter of the optimizer, or is in two groups.
     """
-    if isinstance(groups, int):
+    if isinstance(groups, int | np.integer):
         if groups < 0:
             raise ConfigError(f"groups must be at least 0, got {groups}; 0 and None send every gradient alone.")
         parameters = list(names)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import logging
 
+import numpy as np
 import pytest
 
 import sparkhvd
+from sparkhvd.driver.elastic.run import ElasticOptions, check_limits
+from sparkhvd.driver.run import launch_request
 from sparkhvd.errors import ConfigError
 
 GPUS = "gpus_per_task must be a positive integer or a fraction between 0 and 1"
@@ -65,3 +68,25 @@ def test_nics_have_no_effect_on_one_machine(caplog):
     with caplog.at_level(logging.WARNING, logger="sparkhvd"):
         assert sparkhvd.run(len, ("four",), num_proc=1, launcher="local", nics=["bogus0"]) == [4]
     assert "nics=['bogus0'] has no effect: all ranks run on this machine." in caplog.text
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_counts_may_be_numbers_of_numpy(kind):
+    name, request = launch_request(num_proc=kind(2), cpus_per_task=kind(3))
+    assert (name, request.num_proc, request.resources.cpus) == ("barrier", 2, 3)
+    assert type(request.num_proc) is type(request.resources.cpus) is int  # py4j accepts no others
+
+
+def test_limits_of_elastic_jobs_may_be_numbers_of_numpy():
+    elastic = ElasticOptions(np.int64(2), np.int32(1), np.uint8(200), reset_limit=np.int64(3))
+    limits, _ = check_limits(elastic, 60.0)
+    assert (limits.num_proc, limits.min_size, limits.max_size, limits.reset_limit) == (2, 1, 200, 3)
+    assert {type(limits.num_proc), type(limits.min_size), type(limits.max_size), type(limits.reset_limit)} == {int}
+
+
+@pytest.mark.parametrize("value", [np.int64(0), np.bool_(True), 2.0, np.float64(2)])
+def test_other_numbers_are_no_counts(value):
+    with pytest.raises(ConfigError, match="num_proc must be an integer of at least 1, got"):
+        launch_request(num_proc=value)
+    with pytest.raises(ConfigError, match="num_proc must be an integer of at least 1, got"):
+        check_limits(ElasticOptions(value), 60.0)
