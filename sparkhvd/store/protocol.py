@@ -30,7 +30,7 @@ class Store(Protocol):
             options: further arguments of that class.
 
         Raises:
-            StoreError: no class serves the scheme, or the folder cannot be used.
+            StoreError: the URL is not a string, no class serves the scheme, or the folder cannot be used.
 
         Examples:
             >>> store = Store.create("/mnt/shared/experiments")

@@ -90,6 +90,8 @@ def _added(scheme: str) -> StoreEntry | None:
 
 def create(url: str, **options: object) -> object:
     """Return the object that serves ``url``; see ``Store.create``."""
+    if not isinstance(url, str):
+        raise StoreError(f"The URL of a Store must be a string, got {type(url).__name__} {url!r}. Pass it as str(...).")
     refuse_credentials(url)
     if scheme_of(url) in {"http", "https"}:
         raise StoreError(

@@ -58,6 +58,11 @@ def test_a_missing_package_of_a_store_class_is_named(name, package, tmp_path):
     assert done.stderr.splitlines()[-1].endswith(f": pip install 'sparkhvd[{package}]'."), done.stderr
 
 
+def test_a_url_of_a_store_that_is_not_a_string_is_refused(tmp_path):
+    with pytest.raises(StoreError, match=r"^The URL of a Store must be a string, got PosixPath .*Pass it as str\("):
+        Store.create(tmp_path)
+
+
 def test_an_unknown_option_of_a_store_is_refused(tmp_path):
     with pytest.raises(StoreError, match=r"does not accept these options: .*'colour'"):
         Store.create(str(tmp_path), colour="blue")
