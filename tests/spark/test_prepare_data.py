@@ -595,6 +595,7 @@ def test_named_datasets_are_kept_and_found_for_any_rows(spark, store, source, ca
         ({"seed": 5}, "their validation splits differ"),
         ({"name": "../x"}, "The name '../x' cannot be a folder name"),
         ({"keep_seconds": 0}, "name='train v3' keeps the rows, but keep_seconds=0 keeps none"),
+        ({"name": 5}, "name must be a string or None, got int 5"),
     ]:
         with pytest.raises((DataError, StoreError, ConfigError), match=message):
             prepare_data(1, store, made(), **{**again, **change})

@@ -142,7 +142,7 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
 
     Raises:
         SchemaError: a column is missing or cannot be used; raised before any Spark job.
-        ConfigError: a number is too small.
+        ConfigError: a number is too small, or ``name`` is not a string.
         DataError: the rows cannot be trained on (see ``prepare``), or the name belongs to other rows.
         StoreError: the Store could not be written or read, or is not shared; raised before the rows are evaluated.
 
@@ -150,6 +150,8 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
         >>> with prepare_data(2, store, df, ["label"], ["features"], validation=0.1):  # doctest: +SKIP
         ...     model = estimator.fit_on_parquet()
     """
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"name must be a string or None, got {type(name).__name__} {name!r}.")
     store = store_at("store", store)
     writing = WriteOptions(num_processes, seed, partitions_per_process, row_group_bytes, compress_sparse)
     if not label_columns:
