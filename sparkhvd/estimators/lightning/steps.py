@@ -21,6 +21,7 @@ from sparkhvd.estimators.lightning.hints import batch_hint
 from sparkhvd.estimators.lightning.hot_start import load_earlier_states
 from sparkhvd.estimators.lightning.mid_epoch_resume import repeat_epoch_start_hooks
 from sparkhvd.estimators.torch.divisors import counted_rows
+from sparkhvd.estimators.torch.renormalization import Renormalization, rows_keep_their_norms
 from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, scale_schedule
 from sparkhvd.torch.buffers import buffers_unchanged
@@ -90,6 +91,20 @@ class EstimatorSteps:
     ended = False
     resumable = False
     _validates_every: float | None = None
+    _renormalization: Renormalization | None = None
+
+    def setup(self, trainer: Trainer) -> None:
+        """Watch embeddings with ``max_norm``; this is after the module's own setup."""
+        super().setup(trainer)  # type: ignore[misc]
+        self._renormalization = Renormalization(self.lightning_module)
+        self._renormalization.attach()
+
+    def teardown(self) -> None:
+        """Leave no hooks in the module."""
+        if self._renormalization is not None:
+            self._renormalization.detach()
+            self._renormalization = None
+        super().teardown()  # type: ignore[misc]
 
     def weight_of_pass(self) -> float:
         """See ``RankStrategy``."""
@@ -104,6 +119,7 @@ class EstimatorSteps:
         if not self.saves_alone and not self.ended:
             super().synchronize_buffers()  # type: ignore[misc]
             self.feed.rows_of_buffers = 0
+            self._renormalize()
 
     def on_train_start(self) -> None:
         """Prepare to resume within an epoch; this is the last hook before the first epoch.
@@ -158,6 +174,16 @@ class EstimatorSteps:
         result: torch.Tensor = super().backward(closure_loss, *rest, **named)  # type: ignore[misc]
         return result
 
+    def _run_closure(self, closure: Callable[[], Any]) -> Any:
+        result = super()._run_closure(closure)  # type: ignore[misc]
+        self._renormalize()
+        return result
+
+    def _renormalize(self) -> None:
+        """Shorten the rows of embeddings that other ranks have looked up, unless an exception is ending this rank."""
+        if self._renormalization is not None and not self.lightning_module.trainer.interrupted:
+            self._renormalization.synchronize()
+
     def _synchronize(self, exchange: object) -> None:
         before = time.monotonic()
         super()._synchronize(exchange)  # type: ignore[misc]
@@ -203,6 +229,7 @@ def preserved_state(module: torch.nn.Module, stage: str) -> Iterator[None]:
         with (
             torch.random.fork_rng(devices),
             buffers_unchanged(module, synchronized),
+            rows_keep_their_norms(module),
             attributes_unchanged(module, counters=stage == "validation"),
         ):
             yield

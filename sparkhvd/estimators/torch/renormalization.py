@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,7 @@ _Layer = torch.nn.Embedding | torch.nn.EmbeddingBag
 @dataclass(frozen=True, eq=False)
 class _Table:
     layer: _Layer
+    max_norm: float
     seen: torch.Tensor  # whether this rank has looked up the row since the last synchronization
 
     def watch(self) -> RemovableHandle:
@@ -31,17 +33,20 @@ class Renormalization:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._layers = [part for part in model.modules() if isinstance(part, _Layer) and part.max_norm is not None]
+        self._layers = [
+            (part, part.max_norm) for part in model.modules() if isinstance(part, _Layer) and part.max_norm is not None
+        ]
         self._tables: list[_Table] = []
         self._hooks: list[RemovableHandle] = []
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Watch the layers until ``detach()``, and synchronize before each step of the optimizer."""
+    def attach(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Watch the layers until ``detach()``, and synchronize before each step of the optimizer, if there is one."""
         if not self._layers:
             return
-        self._tables = [_Table(layer, _unseen(layer)) for layer in self._layers]
+        self._tables = [_Table(layer, max_norm, _unseen(layer)) for layer, max_norm in self._layers]
         self._hooks = [table.watch() for table in self._tables]
-        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.synchronize()))
+        if optimizer is not None:
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.synchronize()))
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -57,9 +62,22 @@ class Renormalization:
             indices = hvd.allgather(table.seen.nonzero().flatten(), name=f"renormalized rows {number}")
             elsewhere = torch.zeros_like(table.seen).index_fill_(0, indices, True) & ~table.seen
             others = elsewhere.nonzero().flatten()
-            if len(others) and layer.max_norm is not None:
-                torch.embedding_renorm_(layer.weight, others, layer.max_norm, layer.norm_type)
+            if len(others):
+                torch.embedding_renorm_(layer.weight, others, table.max_norm, layer.norm_type)
             table.seen.zero_()
+
+
+@contextmanager
+def rows_keep_their_norms(model: torch.nn.Module) -> Iterator[None]:
+    """Look up rows of embeddings in this block without shortening them, for rows of data that do not count."""
+    layers = [(part, part.max_norm) for part in model.modules() if isinstance(part, _Layer)]
+    for layer, _ in layers:
+        layer.max_norm = None
+    try:
+        yield
+    finally:
+        for layer, max_norm in layers:
+            layer.max_norm = max_norm
 
 
 def _unseen(layer: _Layer) -> torch.Tensor:
@@ -67,7 +85,9 @@ def _unseen(layer: _Layer) -> torch.Tensor:
 
 
 def _note_rows(
-    seen: torch.Tensor, _layer: torch.nn.Module, arguments: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor]
+    seen: torch.Tensor, layer: _Layer, arguments: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor]
 ) -> None:
+    if layer.max_norm is None:
+        return
     indices = arguments[0] if arguments else named["input"]
     seen.index_fill_(0, indices.flatten().long(), True)

@@ -20,6 +20,7 @@ from sparkhvd.estimators.torch.epoch_metrics import EpochMetrics
 from sparkhvd.estimators.torch.inputs import ModelInput
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.estimators.torch.package import Stepping
+from sparkhvd.estimators.torch.renormalization import rows_keep_their_norms
 from sparkhvd.torch.buffers import buffers_unchanged
 from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm, synchronized_layers
@@ -216,7 +217,7 @@ class _SynchronizedPasses:
         for layer in self._layers:
             layer.counts_rows = False
         try:
-            with buffers_unchanged(self._modules, self._layers):
+            with buffers_unchanged(self._modules, self._layers), rows_keep_their_norms(self._modules):
                 loss, outputs, labels = forward(replace(batch, columns=row, rows=1))
             for output in outputs:
                 if output.requires_grad:  # the loss of this row may be NaN, and so is NaN times 0

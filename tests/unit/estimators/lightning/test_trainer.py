@@ -85,9 +85,10 @@ def test_all_ranks_together_are_one_big_batch_and_logged_values_are_over_all_row
     assert np.array_equal(found[0][0], found[1][0])
 
 
-def test_synchronized_batch_normalization_equals_the_big_batch_also_without_rows_on_a_rank(group):
-    wanted, loss, _ = trained_plainly([sum(step) for step in SOME_EMPTY], epochs=2, model=normalizing())
-    found = group.run(trained, SOME_EMPTY, "normalizing", 2, {"trainer_args": {"sync_batchnorm": True}})
+@pytest.mark.parametrize("sizes", [SOME_EMPTY, [(5, 0), (7, 0), (4, 0)]])
+def test_synchronized_batch_normalization_equals_the_big_batch_also_without_rows_on_a_rank(group, sizes):
+    wanted, loss, _ = trained_plainly([sum(step) for step in sizes], epochs=2, model=normalizing())
+    found = group.run(trained, sizes, "normalizing", 2, {"trainer_args": {"sync_batchnorm": True}})
     for parameters, record in found:
         assert np.allclose(parameters, wanted, rtol=1e-9, atol=1e-10)
         assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
@@ -565,6 +566,69 @@ def gathering(sizes):
 def test_a_rank_without_rows_takes_part_in_the_gradients_of_gathered_tensors(group):
     first, second = group.run(gathering, SOME_EMPTY)
     assert np.array_equal(first, second)
+
+
+class Shortening(torch.nn.Module):
+    """A model whose forward pass changes the rows of its weights that it looks up."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.words = torch.nn.Embedding(12, 4, max_norm=0.3)
+        self.last = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.words((x.abs() * 4).long().clamp(max=11)).mean(dim=1))
+
+
+def shortening(sizes, automatic):
+    """Train a module with ``Shortening``, with automatic or manual optimization; return its weights."""
+
+    class Lookup(type(module())):
+        def __init__(self):
+            super().__init__("simple")
+            self.layers, self.automatic_optimization = Shortening(), automatic
+
+        def on_train_batch_end(self, *_):
+            """Omit what the other modules average here."""
+
+        def training_step(self, batch, index):
+            loss = torch.nn.functional.cross_entropy(self(batch["x"]), batch["y"])
+            if not automatic:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    rank = session.current().world.rank
+    trainer = trainer_of(Lookup(), 2)
+    trainer.fit(source(sizes, rank), source(sizes, rank), Hooks())
+    model = trainer._module
+    assert not any(part._forward_pre_hooks for part in model.modules())
+    assert model.layers.words.max_norm == 0.3
+    return flat(model.layers)
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_embeddings_with_a_largest_norm_shorten_the_rows_of_all_ranks(group, automatic):
+    first, second = group.run(shortening, SOME_EMPTY, automatic)
+    assert np.allclose(first, second, atol=1e-7)
+    model, sizes = Shortening(), [sum(step) for step in SOME_EMPTY]
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.5), rows(sum(sizes))
+    for _ in range(2):
+        for x, y in zip(
+            torch.from_numpy(data["x"]).float().split(sizes), torch.from_numpy(data["y"]).split(sizes), strict=True
+        ):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        with torch.no_grad():
+            model(torch.from_numpy(data["x"]).float())  # the validation
+    assert np.allclose(first, flat(model), atol=1e-5)
 
 
 def orders_read(trainer_args):
