@@ -115,6 +115,8 @@ def take_all_ports() -> None:
     """Take every port that the kernel assigns for an address of this host, for as long as this process lives."""
     while True:
         listener = socket.socket()
+        # Ports of closed connections would become free a little later.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", 0))
             listener.listen(1)

@@ -211,7 +211,7 @@ def _next_generation(view: View, limits: Limits, leaving: frozenset[int], now: f
     if hopeless := _hopeless(view, limits, holders):
         return Fail(_with_reasons(hopeless, view), True)
     candidates = [member for member in waiting if member.worker not in leaving]
-    if candidates and holders and candidates[0].commit < 0:
+    if candidates and holders and candidates[0].commit < holders[0].commit:
         candidates.insert(0, holders[0])  # it hands over the state, and leaves in the following generation
     chosen = candidates[: limits.max_size]
     starting = [m for m in view.members if m.phase is Phase.STARTING and m.worker not in leaving]
@@ -287,7 +287,9 @@ def _to_stop(view: View, limits: Limits, leaving: frozenset[int], now: float) ->
 
 def _last_holder(view: View, leaving: frozenset[int]) -> int | None:
     """Return the worker that must stay although its slot is withdrawn, because nobody else has the newest state."""
-    holders = [member for member in view.members if member.commit >= 0]
+    # The members of an intact generation have agreed on a state, which is newer than that of the others.
+    newest = max((member.commit for member in view.members), default=-1) if view.idle else 0
+    holders = [member for member in view.members if member.commit >= max(newest, 0)]
     if not holders or any(member.worker not in leaving for member in holders):
         return None
     return max(holders, key=lambda member: (member.commit, -member.rank)).worker

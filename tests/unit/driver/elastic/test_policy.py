@@ -179,6 +179,14 @@ def test_a_generation_of_the_largest_size_admits_nobody():
     assert decide(intact(*members, slots=4), LIMITS, 9.0) == []
 
 
+def test_a_withdrawn_member_with_the_newest_commit_hands_over_its_state_first():
+    arrived = waiting(1, 2, generation=1, rank=1)
+    on_its_way = broken(running(0, 0), arrived, slots=1)
+    assert not any(isinstance(decision, Stop) for decision in decide(on_its_way, LIMITS, 0.0))
+    both = broken(waiting(0, 1, generation=1, rank=0), arrived, slots=1)
+    assert decide(both, LIMITS, 0.0) == [Form((1, 0))]
+
+
 def test_members_regroup_when_a_slot_is_withdrawn_and_the_newest_worker_of_the_host_leaves():
     view = intact(running(0, 0), running(1, 1), slots=1)
     assert decide(view, LIMITS, 0.0) == [Notify()]
