@@ -6,6 +6,7 @@ before the test, and gives ending threads, processes and files a bounded time.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import re
@@ -182,6 +183,16 @@ def store_servers(hdfs: Hdfs, s3: S3, request: pytest.FixtureRequest) -> None:
     """Start all store servers before the leak check of a test takes its first snapshot."""
     if find_spec("gcp_storage_emulator"):
         request.getfixturevalue("gcs")
+
+
+@pytest.fixture
+def connect_port() -> Iterator[None]:
+    """Own the port of Spark Connect's servers, which is the same for all: parts of the suite run at the same time."""
+    build = Path(__file__).parents[1] / "build"
+    build.mkdir(exist_ok=True)
+    with (build / "connect-port.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(autouse=True)

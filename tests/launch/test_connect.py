@@ -16,7 +16,8 @@ SCRIPT = Path(__file__).with_name("connect_script.py")
 
 @pytest.mark.spark
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("connect_port")
 def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path):
     store = {"url": f"s3://{BUCKET}/{uuid.uuid4().hex}", "storage_options": s3.options}
     discovery = tmp_path / "discover.sh"
@@ -64,7 +65,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
 
 
 @pytest.mark.spark
-@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("connect_port")
 def test_the_doctor_reports_that_a_connect_server_without_executors_assigns_no_gpus(tmp_path):
     words = ["-m", "sparkhvd.cli.main", "doctor", "--remote", "local[2]", "-np", "2", "--gpus-per-task", "1"]
     done = run_script([sys.executable, *words], tmp_path, 110)

@@ -35,6 +35,7 @@ def local_cluster(tmp_path_factory) -> subprocess.CompletedProcess[str]:
     return start([sys.executable, SCRIPT, "local-cluster[2,1,1024]", folder / "attempts"], folder)
 
 
+@pytest.mark.usefixtures("connect_port")
 @pytest.mark.parametrize("how", ["master", "remote"])
 def test_dynamic_allocation_is_refused_on_a_cluster_and_ignored_on_a_local_master(how, tmp_path):
     script = SCRIPT.with_name("dynamic_allocation_script.py")
