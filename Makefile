@@ -1,6 +1,6 @@
 # Nothing to install before the first target but Python 3.11 to 3.13 and a C++ compiler; `make` fetches the rest into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-core test-python test-petastorm test-matrix test-oldest wheels test-gpu lint lint-python lint-types lint-imports lint-cpp bench soak docs clean
+.PHONY: help quickstart check test test-core test-python test-petastorm test-matrix test-oldest wheels test-gpu lint lint-python lint-types lint-imports lint-cpp bench soak docs clean
 .DELETE_ON_ERROR:
 
 RUN := tools/in-environment
@@ -15,17 +15,23 @@ quickstart: .venv/.core-built ## Train a small network on a Spark DataFrame with
 	@echo
 	@echo "To go on: source .venv/bin/activate, then follow docs/start.md; 'make docs' builds the documentation's site."
 
-# Two parts at any time, in this order, as Python tests often wait for a server or a deadline, and an installation for
-# the network. What lies in none of these folders of tests/ is in `rest`.
-FOLDERS := spark launch docs contract
-PYTHON_PARTS := test-python-rest $(FOLDERS:%=test-python-%)
-SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --jobs=2
+# Three parts at any time on two cores, as tests often wait: for a server, for a deadline, and an installation for the
+# network. The order is that of their starts, the longest first. What lies in none of these folders of tests/ is in `rest`.
+# The tests of tests/spark that start clusters of their own are `clusters`.
+FOLDERS := launch docs contract
+PYTHON_PARTS := $(addprefix test-python-,rest spark launch docs clusters contract)
+OTHER_PARTS := $(addprefix check-,petastorm lint site)
+SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --jobs=3
 PYTEST := $(RUN) python -X faulthandler -m pytest --durations=10
 
-.PHONY: $(PYTHON_PARTS)
+.PHONY: $(PYTHON_PARTS) $(OTHER_PARTS)
+check: .venv/.build-tools ## Run all that a change has to pass: tests, linters, documentation
+	@$(call side_by_side,test-core $(PYTHON_PARTS) $(OTHER_PARTS))
+
 test: .venv/.build-tools ## Run every test
-	@rm -f build/part-times
-	@$(SIDE_BY_SIDE) test-core $(PYTHON_PARTS); status=$$?; cat build/part-times; exit $$status
+	@$(call side_by_side,test-core $(PYTHON_PARTS))
+
+side_by_side = rm -f build/part-times; $(SIDE_BY_SIDE) $(1); status=$$?; cat build/part-times; exit $$status
 
 test-core: .venv/.build-tools ## C++ tests: optimised, under AddressSanitizer, under ThreadSanitizer
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" tools/labelled core \
@@ -37,8 +43,23 @@ test-python: .venv/.core-built ## Python tests
 $(FOLDERS:%=test-python-%): test-python-%: .venv/.core-built .venv/.test-java
 	@tools/labelled $* $(PYTEST) tests/$*
 
+test-python-spark: .venv/.core-built .venv/.test-java
+	@tools/labelled spark $(PYTEST) tests/spark -m 'not cluster'
+
+test-python-clusters: .venv/.core-built .venv/.test-java
+	@tools/labelled clusters $(PYTEST) tests/spark -m cluster
+
 test-python-rest: .venv/.core-built .venv/.test-java
-	@tools/labelled rest $(PYTEST) $(FOLDERS:%=--ignore=tests/%)
+	@tools/labelled rest $(PYTEST) $(patsubst %,--ignore=tests/%,spark $(FOLDERS))
+
+check-petastorm: .venv/.core-built
+	@tools/labelled petastorm $(MAKE) test-petastorm
+
+check-lint: .venv/.installed
+	@tools/labelled lint $(MAKE) lint
+
+check-site: .venv/.installed
+	@tools/labelled site $(MAKE) docs
 
 test-petastorm: .venv/.core-built ## petastorm's own reader, in an environment of its own (build/petastorm)
 	@tools/petastorm-venv build/petastorm
