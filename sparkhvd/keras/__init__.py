@@ -17,7 +17,7 @@ from sparkhvd.comm import interface
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.compat.horovod import missing
 from sparkhvd.errors import ConfigError
-from sparkhvd.keras import callbacks
+from sparkhvd.keras import callbacks, elastic
 from sparkhvd.keras.callbacks import broadcast_variables
 from sparkhvd.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 
@@ -45,6 +45,7 @@ __all__ = [
     "PartialDistributedOptimizer",
     "broadcast_variables",
     "callbacks",
+    "elastic",
     "load_model",
 ]
 __all__ += interface.__all__

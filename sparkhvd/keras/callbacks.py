@@ -35,7 +35,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Broadcast before the first step, if the model has all its variables."""
-        if not self._done and _is_built(self.model):
+        if not self._done and is_built(self.model):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
@@ -45,17 +45,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def _broadcast(self) -> None:
         self._done = True
-        optimizer = self.model.optimizer
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        local = inner.local_variables() if isinstance(inner, ExchangingOptimizer) else []
-        local_ids = {id(variable) for variable in local}
-        broadcast_variables([variable for variable in variables if id(variable) not in local_ids], self._root_rank)
+        broadcast_variables(shared_variables(self.model, self.model.optimizer), self._root_rank)
 
 
-def _is_built(model: Any) -> bool:
+def is_built(model: Any) -> bool:
+    """Return whether all layers of a model have their variables."""
     # A subclassed model may report that it is built although its layers are not.
     return all(layer.built for layer in model._flatten_layers())  # noqa: SLF001  (no public way to list nested layers)
 
@@ -221,6 +215,22 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
     def _save_model(self, *args: Any, **kwargs: Any) -> None:
         if session.current().world.rank == 0:
             super()._save_model(*args, **kwargs)
+
+
+def shared_variables(model: Any, optimizer: Any) -> list[Any]:
+    """Return the variables of a built model and of its optimizer, without those that are local to a rank.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer, which is built first; None if there is none.
+    """
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    variables = [*model.variables, *(optimizer.variables if optimizer is not None else [])]
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    local = inner.local_variables() if isinstance(inner, ExchangingOptimizer) else []
+    local_ids = {id(variable) for variable in local}
+    return [variable for variable in variables if id(variable) not in local_ids]
 
 
 def broadcast_variables(variables: list[Any], root_rank: int = 0) -> None:

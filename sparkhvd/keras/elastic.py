@@ -1,7 +1,193 @@
-"""Raises ``ImportError``: elastic training works for PyTorch only so far."""
+"""Elastic training for Keras on the TensorFlow or PyTorch backend: ``hvd.elastic.run``, ``hvd.elastic.KerasState``.
+
+``CommitStateCallback``, ``UpdateBatchStateCallback`` and ``UpdateEpochStateCallback`` keep a state up to date during
+``model.fit``, in any order among the callbacks.
+"""
 
 from __future__ import annotations
 
-from sparkhvd.compat.horovod import ELASTIC
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-raise ImportError(ELASTIC)
+import keras
+import numpy as np
+
+from sparkhvd.comm.elastic import loop
+from sparkhvd.comm.elastic.state import ObjectState, State
+from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
+from sparkhvd.keras.callbacks import broadcast_variables, is_built, shared_variables
+
+__all__ = [
+    "CommitStateCallback",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "KerasState",
+    "ObjectState",
+    "State",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
+
+S = TypeVar("S", bound=State)
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def run(func: Callable[Concatenate[S, P], Result]) -> Callable[Concatenate[S, P], Result]:
+    """Decorate a training function so that it survives changes of the ranks; see ``sparkhvd.torch.elastic.run``.
+
+    Args:
+        func: the training function; its first argument is the state.
+    """
+    if keras.config.backend() == "tensorflow":
+        from sparkhvd.tensorflow import elastic  # noqa: PLC0415  (only the backend in use is imported)
+
+        return elastic.run(func)
+    return loop.run(func)
+
+
+class KerasState(ObjectState):
+    """The state of an elastic Keras training.
+
+    Variables that are local to a rank (``register_local_var``) are neither broadcast nor restored.
+
+    Args:
+        model: the model, which must be built.
+        optimizer: its optimizer; None uses that of the compiled model.
+        backend: ignored; accepted so that calls written for Horovod work.
+        **kwargs: plain values, such as the epoch, which become attributes.
+
+    Raises:
+        ConfigError: the model is not built.
+
+    Examples:
+        >>> state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: object = None, **kwargs: Any) -> None:
+        del backend
+        if not model.built or not is_built(model):
+            raise ConfigError(
+                "KerasState needs a model that is built, so that all ranks have the same variables. Call "
+                "model.build(input_shape), or the model with a batch of rows, before you create the state."
+            )
+        self.model = model
+        self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        self._saved_variables: list[Any] = []
+        super().__init__(**kwargs)
+
+    def save(self) -> None:
+        """Keep a copy of the variables and values in memory."""
+        variables = shared_variables(self.model, self.optimizer)
+        self._saved_variables = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
+        super().save()
+
+    def restore(self) -> None:
+        """Return to the last commit or ``sync``."""
+        variables = shared_variables(self.model, self.optimizer)
+        for variable, value in zip(variables, self._saved_variables, strict=True):
+            variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        """Overwrite the variables and values of all ranks with those of rank 0, and save them; collective."""
+        broadcast_variables(shared_variables(self.model, self.optimizer))
+        super().sync()
+
+
+class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
+    """Commits a state after every ``batches_per_commit`` batches and after every epoch.
+
+    It commits before the next batch begins, when all other callbacks have seen the end of the last one.
+
+    Args:
+        state: the state.
+        batches_per_commit: the number of batches from one commit to the next.
+    """
+
+    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        if batches_per_commit < 1:
+            raise ConfigError(f"batches_per_commit must be at least 1, not {batches_per_commit}.")
+        self._state = state
+        self._batches_per_commit = batches_per_commit
+        self._batches = 0
+        self._due = False
+
+    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
+        """Begin to count, on new and old ranks alike."""
+        self._batches, self._due = 0, False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Commit what the last epoch has done."""
+        self._commit_if_due()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Commit what the last batch has done."""
+        self._commit_if_due()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Count the batch."""
+        self._batches += 1
+        if self._batches >= self._batches_per_commit:
+            self._due = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Plan a commit."""
+        self._due = True
+
+    def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
+        """Commit what the last epoch has done."""
+        self._commit_if_due()
+
+    def _commit_if_due(self) -> None:
+        if self._due:
+            self._batches, self._due = 0, False
+            self._state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps ``state.batch`` at the number of batches of the current epoch that are trained; 0 between epochs.
+
+    Keras cannot skip batches by itself. To continue within an epoch after a reset, train its rest with
+    ``steps_per_epoch=steps - state.batch`` first.
+
+    Args:
+        state: a state with the value ``batch``.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._state = state
+        self._before = state.batch
+
+    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
+        """Count on from the batches before the reset."""
+        self._before = self._state.batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Count the batch."""
+        self._state.batch = self._before + batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Begin a new count."""
+        self._before = self._state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps ``state.epoch`` at the number of epochs that are trained, counted over all resets.
+
+    Call ``model.fit`` with ``epochs=epochs - state.epoch``, or with ``epochs=epochs, initial_epoch=state.epoch``.
+
+    Args:
+        state: a state with the value ``epoch``.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._state = state
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Count the epoch."""
+        self._state.epoch += 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError, UnsupportedError
@@ -52,8 +53,20 @@ def scaled(gradient: Any, factor: Any) -> Any:
     if keras.config.backend() == "tensorflow":
         import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
-        return tf.math.scalar_mul(factor, gradient)
+        return tf.math.scalar_mul(tf.cast(factor, gradient.dtype), gradient)
     return gradient * factor
+
+
+def set_size(process_set: ProcessSet | None) -> Any:
+    """Return the number of ranks in the process set; inside a TensorFlow graph of an elastic job, as a tensor."""
+    if keras.config.backend() == "tensorflow":
+        import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+
+        from sparkhvd.tensorflow.tensors import rank_and_size  # noqa: PLC0415
+
+        _, size = rank_and_size(process_set)
+        return tf.cast(size, tf.float64) if tf.is_tensor(size) else size
+    return session.current().channel(process_set).size
 
 
 def _torch_exchange(

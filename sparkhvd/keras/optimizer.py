@@ -9,12 +9,11 @@ from typing import Any
 import keras
 
 from sparkhvd._util.keras_layers import variables_of_layers
-from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras.batches import GradientAccumulation, weighted
-from sparkhvd.keras.exchange import Exchange, gradient_exchange, scaled
+from sparkhvd.keras.exchange import Exchange, gradient_exchange, scaled, set_size
 
 
 @dataclass
@@ -33,11 +32,11 @@ class _LocalVariables:
     process_set: ProcessSet | None
     variables: dict[int, Any] = field(default_factory=dict)
 
-    def factor(self) -> float:
-        """Return the factor of their gradients."""
-        if not exchanges_with(self.process_set):
+    def factor(self) -> Any:
+        """Return the factor of their gradients, a number or a tensor."""
+        if not self.scale or not exchanges_with(self.process_set):
             return self.passes
-        return self.passes / (session.current().channel(self.process_set).engine.size if self.scale else 1)
+        return self.passes / set_size(self.process_set)
 
 
 class ExchangingOptimizer:

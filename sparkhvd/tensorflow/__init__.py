@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from sparkhvd.comm import interface
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.compat.horovod import missing
+from sparkhvd.tensorflow import elastic
 from sparkhvd.tensorflow.compression import Compression
 from sparkhvd.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
 from sparkhvd.tensorflow.operations import (
@@ -40,6 +41,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_variables",
+    "elastic",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",

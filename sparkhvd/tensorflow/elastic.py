@@ -1,7 +1,99 @@
-"""Raises ``ImportError``: elastic training works for PyTorch only so far."""
+"""Elastic training for TensorFlow: ``hvd.elastic.run``, ``hvd.elastic.TensorFlowState``.
+
+Keras models have a state of their own, ``sparkhvd.keras.elastic.KerasState``.
+"""
 
 from __future__ import annotations
 
-from sparkhvd.compat.horovod import ELASTIC
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-raise ImportError(ELASTIC)
+import numpy as np
+import tensorflow as tf
+
+from sparkhvd.comm.elastic import loop
+from sparkhvd.comm.elastic.state import ObjectState, State
+from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
+from sparkhvd.tensorflow.states import broadcast_variables
+from sparkhvd.tensorflow.tensors import failure_behind
+
+__all__ = [
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TensorFlowState",
+    "run",
+]
+
+S = TypeVar("S", bound=State)
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def run(func: Callable[Concatenate[S, P], Result]) -> Callable[Concatenate[S, P], Result]:
+    """Decorate a training function so that it survives changes of the ranks; see ``sparkhvd.torch.elastic.run``.
+
+    It also recognizes a collective that fails inside a ``tf.function``, which TensorFlow reports as an error of its
+    own. A ``tf.function`` may be defined outside of ``func``; it keeps working when the ranks change.
+
+    Args:
+        func: the training function; its first argument is the state.
+    """
+
+    @wraps(func)
+    def translated(state: S, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+        try:
+            return func(state, *args, **kwargs)
+        except tf.errors.OpError as error:
+            cause = failure_behind(error)
+            if cause is None:
+                raise
+            raise cause from error
+
+    return loop.run(translated)
+
+
+class TensorFlowState(ObjectState):
+    """The state of an elastic TensorFlow training.
+
+    Args:
+        variables: the ``tf.Variable`` objects to keep, in the same order on all ranks, those of the optimizer included.
+        session: must be None; accepted so that calls written for Horovod work.
+        **kwargs: plain values, such as the epoch, which become attributes.
+
+    Raises:
+        ConfigError: there are no variables, or there is a session of TensorFlow 1.
+
+    Examples:
+        >>> state = hvd.elastic.TensorFlowState([*model_variables, *optimizer.variables], epoch=0)
+    """
+
+    def __init__(self, variables: Iterable[tf.Variable] | None = None, session: None = None, **kwargs: Any) -> None:
+        if session is not None:
+            raise ConfigError("TensorFlowState takes no session: the graphs of TensorFlow 1 are not supported.")
+        self.variables = list(variables or ())
+        if not self.variables:
+            raise ConfigError(
+                "TensorFlowState needs the variables to keep: TensorFlow 2 has no list of all variables. Pass those of "
+                "the model and of the optimizer."
+            )
+        self._saved_variables: list[Any] = []
+        super().__init__(**kwargs)
+
+    def save(self) -> None:
+        """Keep a copy of the variables and values in memory."""
+        self._saved_variables = [np.array(tf.convert_to_tensor(variable)) for variable in self.variables]
+        super().save()
+
+    def restore(self) -> None:
+        """Return to the last commit or ``sync``."""
+        for variable, value in zip(self.variables, self._saved_variables, strict=True):
+            variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        """Overwrite the variables and values of all ranks with those of rank 0, and save them; collective."""
+        broadcast_variables(self.variables)
+        super().sync()

@@ -9,14 +9,13 @@ from typing import Any
 import tensorflow as tf
 
 from sparkhvd._util.keras_layers import variables_of_layers
-from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.collectives.options import Reduction
 from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow.compression import Compression, Compressor
 from sparkhvd.tensorflow.operations import reduce_dense, reduce_slices
-from sparkhvd.tensorflow.tensors import without_autograph
+from sparkhvd.tensorflow.tensors import rank_and_size, without_autograph
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,9 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
         flat = tf.nest.flatten(gradients, expand_composites=False)
         is_local = [_key(source) in local_sources for source in tf.nest.flatten(sources)]
         reduced = exchange.reduce([None if local else grad for grad, local in zip(flat, is_local, strict=True)])
-        factor = 1.0 / session.current().channel(process_set).engine.size if scale_local_gradients else 1.0
+        factor = 1.0 / tf.cast(rank_and_size(process_set)[1], tf.float64) if scale_local_gradients else 1.0
         results = [
-            tf.math.scalar_mul(factor, grad) if local and grad is not None else combined
+            tf.math.scalar_mul(tf.cast(factor, grad.dtype), grad) if local and grad is not None else combined
             for grad, combined, local in zip(flat, reduced, is_local, strict=True)
         ]
         return tf.nest.pack_sequence_as(gradients, results)

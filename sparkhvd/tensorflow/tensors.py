@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
+from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import DTYPES, Array
-from sparkhvd.errors import ConfigError, MismatchError, UnsupportedError
+from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.errors import ConfigError, MismatchError, SparkHvdError, UnsupportedError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 EagerFunction = Callable[..., Sequence[Any]]  # eager tensors in, arrays or tensors out
+
+# The latest errors of functions inside graphs. TensorFlow reports them as errors of its own, with their text.
+_failures: deque[SparkHvdError] = deque(maxlen=8)
 
 
 class TensorMismatchError(MismatchError, tf.errors.FailedPreconditionError):  # type: ignore[misc]  # tf has no types
@@ -78,14 +84,46 @@ def outside_graph(
             "Collectives work in eager mode and inside tf.function, not in the graphs and sessions of TensorFlow 1 "
             "(tf.compat.v1): move the training step into a tf.function."
         )
+
+    def call(*eager: tf.Tensor) -> list[tf.Tensor]:
+        try:
+            return [tf.convert_to_tensor(result) for result in function(*eager)]
+        except SparkHvdError as error:
+            _failures.append(error)
+            raise
+
     results = tf.py_function(
-        lambda *eager: [tf.convert_to_tensor(result) for result in function(*eager)],
+        call,
         list(tensors),
         [dtype for dtype, _ in like],
     )
     for result, (_, shape) in zip(results, like, strict=True):
         result.set_shape(shape)
     return list(results)
+
+
+def failure_behind(error: tf.errors.OpError) -> SparkHvdError | None:
+    """Return the error of sparkhvd that TensorFlow reports as ``error``, after a function failed inside a graph."""
+    for failure in reversed(_failures):
+        if str(failure).strip() in error.message:
+            return failure
+    return None
+
+
+def rank_and_size(process_set: ProcessSet | None) -> tuple[Any, Any]:
+    """Return this process's rank in the process set, and the size of the set.
+
+    Inside a graph of an elastic job they are tensors, because the ranks change while the graph stays.
+    """
+
+    def now() -> tuple[int, int]:
+        engine = session.current().channel(process_set).engine
+        return engine.rank, engine.size
+
+    if tf.executing_eagerly() or session.membership() is None:
+        return now()
+    both = outside_graph(lambda: [np.array(now(), np.int64)], [], [(tf.int64, tf.TensorShape([2]))])[0]
+    return both[0], both[1]
 
 
 def graph_name(kind: str, name: str | None, tensor: tf.Tensor) -> str | None:

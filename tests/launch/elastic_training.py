@@ -279,6 +279,94 @@ def train_torch(folder: str, steps: int, batch: int):
     return loop(state)
 
 
+def train_tensorflow(folder: str, steps: int):
+    """Train an embedding, whose gradient is sparse, by a ``tf.function`` that outlives the generations."""
+    import tensorflow as tf  # noqa: PLC0415
+
+    import sparkhvd.tensorflow as hvd  # noqa: PLC0415
+
+    hvd.init()
+    table = tf.Variable(tf.zeros([4, 2]))
+    bias = tf.Variable(float(hvd.rank()))  # new ranks begin with another one
+    state = hvd.elastic.TensorFlowState([table, bias], step=0)
+
+    @tf.function(autograph=False)  # which would leave files if the rank is killed
+    def take_step(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(tf.gather(table, ids) + bias - 1.0))
+        slices, slope = hvd.DistributedGradientTape(tape).gradient(loss, [table, bias])
+        assert isinstance(slices, tf.IndexedSlices)
+        table.scatter_sub(tf.IndexedSlices(0.1 * slices.values, slices.indices))
+        bias.assign_sub(0.01 * slope)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < steps:
+            if state.step == 5 and hvd.rank() == 1 and hvd.size() == 2 and once(folder, "killed"):
+                kill()
+            take_step(tf.constant(ids_of_step(state.step)))
+            state.step += 1
+            if state.step % 2 == 0:
+                state.commit()
+        return table.numpy(), float(bias)
+
+    return loop(state)
+
+
+def ids_of_step(step: int) -> list[int]:
+    return [step % 4, (step * step + 1) % 4, 0]
+
+
+KERAS_ROWS, KERAS_BATCH, KERAS_EPOCHS = 32, 4, 3
+
+
+def keras_model():
+    import keras  # noqa: PLC0415
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    return model, keras.optimizers.SGD(0.05, momentum=0.5)
+
+
+def keras_rows(epoch: int):
+    random = np.random.default_rng(epoch)
+    features = random.normal(size=(KERAS_ROWS, 2)).astype(np.float32)
+    return features, features.sum(axis=1, keepdims=True) * 2 + 1
+
+
+def train_keras(folder: str):
+    import keras  # noqa: PLC0415
+
+    import sparkhvd.keras as hvd  # noqa: PLC0415
+
+    hvd.init()
+    model, optimizer = keras_model()
+    model.compile(hvd.DistributedOptimizer(optimizer), "mse")
+    state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+
+    class Killed(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if (state.epoch, batch) == (1, 3) and hvd.rank() == 1 and hvd.size() == 2 and once(folder, "killed"):
+                kill()
+
+    callbacks = [
+        hvd.elastic.CommitStateCallback(state, batches_per_commit=2),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.UpdateEpochStateCallback(state),
+        Killed(),
+    ]
+
+    @hvd.elastic.run
+    def loop(state):
+        starts = []
+        while state.epoch < KERAS_EPOCHS:
+            starts.append((state.epoch, state.batch))
+            features, labels = (array[state.batch * KERAS_BATCH :] for array in keras_rows(state.epoch))
+            model.fit(features, labels, KERAS_BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+        return model.get_weights(), starts
+
+    return loop(state)
+
+
 def rows_of_step(step: int, batch: int):
     import torch  # noqa: PLC0415
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -231,6 +232,43 @@ def test_no_rank_that_can_start_ends_in_a_start_timeout(tmp_path):
 def test_arguments_that_cannot_work_are_rejected(arguments, message):
     with pytest.raises(ConfigError, match=message):
         sparkhvd.run_elastic(os.getpid, **{"num_proc": 2, "launcher": "local"} | arguments)
+
+
+def test_a_tensorflow_function_outlives_the_loss_of_a_rank_and_averages_over_those_that_are_left(tmp_path):
+    results = sparkhvd.run_elastic(
+        training.train_tensorflow, (str(tmp_path), 12), num_proc=2, min_num_proc=1, preload=("tensorflow",), **FAST
+    )
+    table, bias = np.zeros((4, 2)), 0.0
+    for step in range(12):
+        ids = training.ids_of_step(step)
+        slopes = 2 * (table[ids] + bias - 1)
+        np.subtract.at(table, ids, 0.1 * slopes)
+        bias -= 0.01 * slopes.sum()
+    assert (tmp_path / "killed").exists()
+    for found, found_bias in results:
+        np.testing.assert_allclose(found, table, rtol=1e-4)
+        assert found_bias == pytest.approx(bias, rel=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_a_keras_training_that_loses_a_rank_ends_with_the_weights_of_an_undisturbed_one(tmp_path, backend):
+    results = sparkhvd.run_elastic(
+        training.train_keras,
+        (str(tmp_path),),
+        num_proc=2,
+        min_num_proc=1,
+        env={"KERAS_BACKEND": backend},
+        **FAST,
+    )
+    model, optimizer = training.keras_model()
+    model.compile(optimizer, "mse")
+    for epoch in range(training.KERAS_EPOCHS):
+        model.fit(*training.keras_rows(epoch), training.KERAS_BATCH, shuffle=False, verbose=0)
+    assert (tmp_path / "killed").exists()
+    for weights, starts in results:
+        assert starts[0] == (1, 2), "training went on from the last commit, within the epoch"
+        for found, expected in zip(weights, model.get_weights(), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 def test_a_torch_training_that_loses_a_rank_ends_with_the_weights_of_an_undisturbed_one(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -85,8 +86,6 @@ def horovod(monkeypatch):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        ("horovod.torch.elastic", "Elastic training is not available"),
-        ("horovod.tensorflow.keras.elastic", "Elastic training is not available"),
         ("horovod.mxnet", "no MXNet interface"),
         ("horovod.ray", "does not start ranks on Ray yet"),
     ],
@@ -121,11 +120,25 @@ def test_sessions_of_tensorflow_1_are_refused(horovod):
         hvd.BroadcastGlobalVariablesHook(0)
 
 
-def test_elastic_names_say_why_they_are_missing(horovod):
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("torch", "run TorchState ElasticSampler ObjectState State"),
+        ("tensorflow", "run TensorFlowState TensorFlowKerasState"),
+        ("keras", "run KerasState CommitStateCallback UpdateBatchStateCallback UpdateEpochStateCallback"),
+        ("tensorflow.keras", "run KerasState CommitStateCallback UpdateBatchStateCallback UpdateEpochStateCallback"),
+    ],
+)
+def test_elastic_names_are_those_of_sparkhvd(horovod, module, names):
+    elastic = import_module(f"horovod.{module}").elastic
+    assert elastic.__all__ == import_module(f"horovod.{module}.elastic").__all__
+    for name in names.split():
+        assert getattr(elastic, name).__module__.startswith("sparkhvd.")
+
+
+def test_an_unknown_name_is_answered_with_the_closest(horovod):
     import horovod.torch as hvd  # noqa: PLC0415
 
-    with pytest.raises(AttributeError, match="Elastic training is not available"):
-        _ = hvd.elastic.TorchState
     with pytest.raises(AttributeError, match="Did you mean"):
         _ = hvd.allreduse
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import sparkhvd.keras as _hvd
 from horovod._signatures import with_parameters
-from horovod.keras import callbacks
+from horovod.keras import callbacks, elastic
 from sparkhvd.comm import interface
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
@@ -22,6 +22,7 @@ __all__ = [
     "broadcast",
     "broadcast_global_variables",
     "callbacks",
+    "elastic",
     "load_model",
     "reducescatter",
 ]

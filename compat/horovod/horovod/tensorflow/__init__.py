@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Never
 
 import tensorflow as tf
@@ -83,4 +84,6 @@ class BroadcastGlobalVariablesHook:
 if not TYPE_CHECKING:  # with it, every name would exist for a type checker
 
     def __getattr__(name: str) -> object:
+        if name == "elastic":  # imports Keras, which is heavy
+            return import_module("horovod.tensorflow.elastic")
         raise AttributeError(missing("horovod.tensorflow", name, __all__))

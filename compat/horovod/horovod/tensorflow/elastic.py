@@ -1,7 +1,10 @@
-"""Raises ``ImportError``: elastic training is not available under this name."""
+"""``horovod.tensorflow.elastic`` on top of ``sparkhvd.tensorflow.elastic`` and ``sparkhvd.keras.elastic``."""
 
 from __future__ import annotations
 
-from sparkhvd.compat.horovod import ELASTIC
+from sparkhvd.keras.elastic import KerasState as TensorFlowKerasState
+from sparkhvd.tensorflow import elastic as _elastic
+from sparkhvd.tensorflow.elastic import *  # noqa: F403  its __all__ lists the names
 
-raise ImportError(ELASTIC)
+__all__ = ["TensorFlowKerasState"]
+__all__ += _elastic.__all__

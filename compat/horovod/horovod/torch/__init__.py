@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from horovod.torch import functions, mpi_ops
+from horovod.torch import elastic, functions, mpi_ops
 from horovod.torch.compression import Compression
 from horovod.torch.functions import *  # noqa: F403  its __all__ lists the names
 from horovod.torch.mpi_ops import *  # noqa: F403
@@ -12,7 +12,7 @@ from horovod.torch.optimizer import DistributedOptimizer
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 from sparkhvd.compat.horovod import missing
 
-__all__ = ["Compression", "DistributedOptimizer", "SyncBatchNorm"]
+__all__ = ["Compression", "DistributedOptimizer", "SyncBatchNorm", "elastic"]
 __all__ += functions.__all__
 __all__ += mpi_ops.__all__
 

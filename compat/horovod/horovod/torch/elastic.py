@@ -1,7 +1,9 @@
-"""Raises ``ImportError``: elastic training is not available under this name."""
+"""``horovod.torch.elastic`` on top of ``sparkhvd.torch.elastic``."""
 
 from __future__ import annotations
 
-from sparkhvd.compat.horovod import ELASTIC
+from sparkhvd.torch import elastic as _elastic
+from sparkhvd.torch.elastic import *  # noqa: F403  its __all__ lists the names
 
-raise ImportError(ELASTIC)
+__all__: list[str] = []
+__all__ += _elastic.__all__

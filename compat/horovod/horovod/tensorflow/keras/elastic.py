@@ -1,7 +1,9 @@
-"""Raises ``ImportError``: elastic training is not available under this name."""
+"""``horovod.tensorflow.keras.elastic`` on top of ``sparkhvd.keras.elastic``."""
 
 from __future__ import annotations
 
-from sparkhvd.compat.horovod import ELASTIC
+from sparkhvd.keras import elastic as _elastic
+from sparkhvd.keras.elastic import *  # noqa: F403  its __all__ lists the names
 
-raise ImportError(ELASTIC)
+__all__: list[str] = []
+__all__ += _elastic.__all__
