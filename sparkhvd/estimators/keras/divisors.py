@@ -83,20 +83,20 @@ def _over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: str) -> Ca
         return unchanged
     wrapped = object.__new__(type(loss))  # Keras copies by serialization, which must find the class by its name
     vars(wrapped).update(vars(loss))
-    computed: list[keras.KerasTensor] = []
-
-    def call(*args: keras.KerasTensor) -> keras.KerasTensor:
-        computed.append(loss.call(*args))
-        return computed[-1]
-
-    wrapped.call = call
 
     def compute(
         labels: keras.KerasTensor, outputs: keras.KerasTensor, weights: keras.KerasTensor | None = None
     ) -> keras.KerasTensor:
-        if weights is not None and len(outputs.shape) > 2:
-            weights = _per_value(weights, loss.call(labels, outputs))
-        value = wrapped(labels, outputs, weights)
+        computed: list[keras.KerasTensor] = []
+        # Keras would align the weights of rows with the last dimension of the losses.
+        is_aligned = weights is not None and loss.reduction != "mean_with_sample_weight"
+
+        def call(*args: keras.KerasTensor) -> keras.KerasTensor:
+            computed.append(loss.call(*args))
+            return _weighted(computed[-1], weights) if is_aligned else computed[-1]
+
+        wrapped.call = call
+        value = wrapped(labels, outputs, None if is_aligned else weights)
         divisor = _divisor([_mask(outputs), _mask(computed.pop())])
         if divisor is None or getattr(getattr(divisor, "device", None), "type", None) == "meta":
             return value
@@ -105,13 +105,14 @@ def _over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: str) -> Ca
     return compute
 
 
-def _per_value(weights: keras.KerasTensor, losses: keras.KerasTensor) -> keras.KerasTensor:
-    """Repeat the weight of a row for all its values; Keras would align the rows with the losses' last dimension."""
-    missing = len(losses.shape) - len(weights.shape)
-    if missing <= 0:
-        return weights
-    # Keras multiplies them by a mask in place, so they need memory of their own.
-    return keras.ops.reshape(weights, (-1, *[1] * missing)) * keras.ops.ones_like(losses, dtype=weights.dtype)
+def _weighted(losses: keras.KerasTensor, weights: keras.KerasTensor) -> keras.KerasTensor:
+    """Multiply losses by weights, which may lack the last dimensions: a weight of a row applies to all its values."""
+    shape, missing = keras.ops.shape(losses), len(losses.shape) - len(weights.shape)
+    shape = (*keras.ops.shape(weights), *[1] * missing) if missing >= 0 else shape
+    weighted = losses * keras.ops.reshape(keras.ops.cast(weights, losses.dtype), shape)
+    if (mask := _mask(losses)) is not None:
+        weighted._keras_mask = mask  # noqa: SLF001  (Keras reads the mask of a loss there)
+    return weighted
 
 
 def _mask(values: keras.KerasTensor) -> keras.KerasTensor | None:

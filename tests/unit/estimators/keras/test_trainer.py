@@ -15,6 +15,7 @@ from sparkhvd.data import ColumnSpec, DataSchema
 from sparkhvd.data.schema import columns
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras import artifact
+from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.params.policies import Checkpoints
 from sparkhvd.estimators.reports import EpochRecord
@@ -157,6 +158,61 @@ def test_losses_with_masks_divide_by_the_unmasked_values_of_all_ranks(group, kin
         np.testing.assert_array_equal(one, two)
         np.testing.assert_allclose(one, plain, rtol=1e-4, atol=1e-6)
     assert (loss, validation) == pytest.approx((trained, tested), rel=1e-4)
+
+
+CALLS: list[int] = []
+
+
+def squares(labels, outputs):
+    """Return one loss per value; this loss does not average over the outputs."""
+    CALLS.append(1)
+    return keras.ops.square(outputs - labels)
+
+
+def train_with_a_loss_per_value(outputs):
+    columns = {"x": ("feature", "float64", (2,), "array"), "y": ("label", "float64", (outputs,), "array")}
+    data = schema(**columns, w=("weight", "float64", (), "scalar"))
+    random, count = np.random.default_rng(4), 16
+    made = {
+        "x": random.normal(size=(count, 2)),
+        "y": random.normal(size=(count, outputs)),
+        "w": random.uniform(size=count),
+    }
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(outputs, kernel_initializer="zeros")])
+    given = parameters(data, model=model, loss=squares, optimizer=keras.optimizers.SGD(0.1), metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data, epochs=1), session.current().world)
+    own = dealt(made, [(4, 4), (4, 4)], session.current().world.rank, data)
+    trainer.fit(own, None, Hooks())
+    return trainer._model.get_weights(), made
+
+
+@pytest.mark.parametrize("outputs", [3, 4])  # 4 is the number of rows of a rank, which would hide a wrong alignment
+def test_the_weight_of_a_row_applies_to_all_its_values_if_the_loss_does_not_average_them(group, outputs):
+    (mine, made), _ = group.run(train_with_a_loss_per_value, outputs)
+    kernel, bias = np.zeros((2, outputs)), np.zeros(outputs)
+    for part in (slice(0, 8), slice(8, 16)):
+        x, y, w = (made[name][part] for name in ("x", "y", "w"))
+        slope = 2 * (x @ kernel + bias - y) * w[:, None] / y.size
+        kernel, bias = kernel - 0.1 * x.T @ slope, bias - 0.1 * slope.sum(axis=0)
+    np.testing.assert_allclose(mine[0], kernel, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(mine[1], bias, rtol=1e-4, atol=1e-6)
+
+
+def count_calls_of_a_loss_for_sequences(weighted):
+    model, loss = masking(), squares
+    model.compile(optimizer="sgd", loss=loss, run_eagerly=True)
+    divide_over_ranks(model, CurrentBatch())
+    made = sequences(4)
+    model.train_on_batch(made["x"], made["y"])  # builds the loss
+    CALLS.clear()
+    model.train_on_batch(made["x"], made["y"], made["w"] if weighted else None)
+    return len(CALLS)
+
+
+def test_weights_of_rows_cost_no_second_computation_of_the_loss():
+    assert (
+        count_calls_of_a_loss_for_sequences(weighted=True) == count_calls_of_a_loss_for_sequences(weighted=False) == 1
+    )
 
 
 class Largest(keras.metrics.Metric):
