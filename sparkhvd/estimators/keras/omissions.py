@@ -1,13 +1,14 @@
 """What a ``.keras`` file omits from a model although it changes the training or the output.
 
 The file omits which layers of a subclassed model, and which single variables, are frozen; the variables that the
-optimizer excludes from weight decay; values of user-written layers that their ``get_config`` does not return; and
-arguments of Keras' own losses and metrics, such as ``Huber.delta``.
+optimizer excludes from weight decay; values of user-written layers that their ``get_config`` does not return;
+arguments of Keras' own losses and metrics, such as ``Huber.delta``; and words of adapted layers that a file with one
+word per line cannot hold: an empty last word, and words with line breaks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -28,6 +29,7 @@ class Omissions:
         decayed: whether the optimizer decays each weight; empty if it decays none.
         attributes: the public attributes of each user-written layer that are numbers, strings or None.
         arguments: ``function_arguments`` of each loss and metric that the model is compiled with.
+        vocabularies: the words of each layer that has a vocabulary, if the file omits some of them; else None.
     """
 
     trained_layers: tuple[bool, ...] = ()
@@ -35,6 +37,7 @@ class Omissions:
     decayed: tuple[bool, ...] = ()
     attributes: tuple[Mapping[str, PlainValue], ...] = ()
     arguments: tuple[Mapping[str, object] | None, ...] = ()
+    vocabularies: tuple[Sequence[str] | None, ...] = ()
 
     @classmethod
     def of(cls, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None) -> Self:
@@ -46,6 +49,7 @@ class Omissions:
             () if decaying is None else tuple(bool(decaying._use_weight_decay(w)) for w in model.weights),  # noqa: SLF001
             tuple(_attributes(layer) for layer in _layers(model) if is_written_by_user(layer)),
             tuple(_plain(function_arguments(function)) for function in _losses_and_metrics(model)),
+            tuple(_words_that_a_file_omits(layer) for layer in _layers_with_words(model)),
         )
 
     @classmethod
@@ -65,6 +69,9 @@ class Omissions:
             for name, value in attributes.items():
                 if name not in vars(layer) or vars(layer)[name] != value:
                     setattr(layer, name, value)
+        for layer, words in zip(_layers_with_words(model), self.vocabularies, strict=False):
+            if words is not None:
+                layer.set_vocabulary(list(words))
 
     def restore_functions(self, model: keras.Model) -> None:
         """Give the losses and metrics of a compiled model that was loaded from the file their arguments."""
@@ -119,6 +126,17 @@ def _plain(arguments: Mapping[str, object] | None) -> Mapping[str, object] | Non
 
 def _layers(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())  # noqa: SLF001  (no public way to list nested layers)
+
+
+def _layers_with_words(model: keras.Model) -> list[Any]:
+    return [layer for layer in _layers(model) if hasattr(layer, "get_vocabulary")]
+
+
+def _words_that_a_file_omits(layer: Any) -> list[str] | None:
+    """Return the whole vocabulary, if a file that has one word per line cannot hold it."""
+    words = [str(word) for word in layer.get_vocabulary()]
+    lines = "\n".join(words).splitlines()
+    return None if lines == words else words
 
 
 def is_written_by_user(value: object) -> bool:

@@ -8,11 +8,13 @@ import pickle
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.inputs import Ports
-from sparkhvd.estimators.keras.package import from_configs, to_configs
+from sparkhvd.estimators.keras.omissions import Omissions
+from sparkhvd.estimators.keras.package import from_configs, model_from_bytes, model_to_bytes, to_configs
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.settings import KerasSettings
 from sparkhvd.estimators.runs.canonical import canonical_form
@@ -121,6 +123,27 @@ def test_values_of_layers_that_get_config_does_not_return_are_kept(tmp_path):
     batch = rows(5)["x"].astype(np.float32)
     np.testing.assert_allclose(trainer._model(batch), model(batch), rtol=1e-6)
     np.testing.assert_allclose(loaded(trainer, tmp_path)(batch), model(batch), rtol=1e-6)
+
+
+@pytest.mark.parametrize("words", [["a", "b c", "", "b c", "a"], ["a", "b\x85c", "ü"]])
+@pytest.mark.parametrize("kind", [keras.layers.StringLookup, keras.layers.TextVectorization])
+def test_an_adapted_layer_keeps_an_empty_word_and_words_with_line_breaks(kind, words, tmp_path):
+    layer = (
+        kind(standardize=None, split=None, output_sequence_length=1)
+        if kind is keras.layers.TextVectorization
+        else kind()
+    )
+    layer.adapt(np.array(words))
+    inputs = keras.Input((1,), dtype="string")
+    outputs = keras.layers.Flatten()(keras.layers.Embedding(9, 2)(layer(inputs)))
+    model = keras.Model(inputs, keras.layers.Dense(1)(outputs))
+    batch = tf.constant([[word] for word in words])
+    expected = model.predict(batch, verbose=0)
+    built = model_from_bytes(model_to_bytes(model), {})
+    Omissions.of(model).restore(built)
+    np.testing.assert_array_equal(built.predict(batch, verbose=0), expected)
+    artifact.save(tmp_path, model, {}, Ports((), "single"), Ports((), "single"))
+    np.testing.assert_array_equal(artifact.load_model(tmp_path, compiled=False).predict(batch, verbose=0), expected)
 
 
 def test_a_layer_with_lora_keeps_matrices_that_learn():
