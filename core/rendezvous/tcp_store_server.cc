@@ -27,7 +27,7 @@ class TcpStoreServer::Handler final : public FrameHandler {
     }
     if (kind == StoreRequestKind::kGetAll) {
       const NumberRange range = DecodeNumberRange(AsBytes(value)).value();
-      waiting_[connection] = {std::move(key), Numbers{range, range.first}};
+      waiting_[connection] = {std::move(key), Numbers{range, ""}};
       return true;
     }
     if (kind == StoreRequestKind::kWill) {
@@ -65,8 +65,8 @@ class TcpStoreServer::Handler final : public FrameHandler {
 
  private:
   struct Numbers {
-    NumberRange range;
-    uint32_t missing;  // the keys before this number are set
+    NumberRange rest;  // the numbers whose values are not in the answer yet
+    std::string answer;
   };
 
   struct Request {
@@ -74,19 +74,16 @@ class TcpStoreServer::Handler final : public FrameHandler {
     std::optional<Numbers> numbers;
   };
 
-  // Returns nothing if a key is not set yet.
+  // Returns nothing as long as a key is not set and the answer has room for more.
   std::optional<std::string> Answer(Request* request) const {
     if (!request->numbers) return values_.Find(request->key);
-    auto& [range, missing] = *request->numbers;
-    while (missing < range.end) {
-      if (!values_.Find(request->key + std::to_string(missing))) return std::nullopt;
-      ++missing;
+    auto& [rest, answer] = *request->numbers;
+    for (; rest.first < rest.end; ++rest.first) {
+      const auto value = values_.Find(request->key + std::to_string(rest.first));
+      if (!value) return std::nullopt;
+      if (!AppendToAnswer(&answer, *value)) break;
     }
-    std::string answer;
-    for (uint32_t number = range.first; number < range.end; ++number) {
-      if (!AppendToAnswer(&answer, *values_.Find(request->key + std::to_string(number)))) break;
-    }
-    return answer;
+    return std::move(answer);
   }
 
   InProcessStore& values_;

@@ -361,8 +361,11 @@ class MeshBuilder {
       for (const std::vector<int>& ranks : groups) {
         if (ranks.size() == 1 || !Contains(ranks, options_.rank)) continue;
         auto made = ranks.front() == options_.rank ? CreateArena(ranks) : ReceiveArena(ranks);
-        if (!made.ok()) vote = made.status().message();
-        if (made.ok()) mapping = std::move(made).value();
+        if (made.ok()) {
+          mapping = std::move(made).value();
+        } else {
+          vote = made.status().message();
+        }
       }
       SHVD_TRY(meeting_.Set(Key(kArena, options_.rank), vote));
       // All ranks receive the votes of all hosts, because the algorithm between hosts depends on
