@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from numbers import Integral
+from typing import TypeGuard
 
 
-def is_count(value: object, least: int) -> bool:
-    """Return whether a value is an integer, also one of NumPy's, of at least ``least``; booleans are not integers."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether a value is an integer, also one of NumPy's; booleans are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_count(value: object, least: int) -> TypeGuard[int]:
+    """Return whether a value is an integer of at least ``least``."""
+    return is_integer(value) and int(value) >= least
 
 
 def plain_count(value: int | None) -> int | None:

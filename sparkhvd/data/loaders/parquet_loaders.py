@@ -9,9 +9,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from sparkhvd._util.counts import is_integer
 from sparkhvd.comm import session
 from sparkhvd.data.external.parquet_files import ExistingFiles, open_data
 from sparkhvd.data.read.readers import ParquetSource, ReadOptions, Transformation
@@ -57,7 +57,7 @@ class LoaderOptions:
             optional = name in {"rank", "size", "steps_per_epoch"}
             if value is None and optional:
                 continue
-            if isinstance(value, bool) or not isinstance(value, Integral):
+            if not is_integer(value):
                 raise ConfigError(f"{name}={value!r} must be a whole number{' or None' if optional else ''}.")
             object.__setattr__(self, name, int(value))  # NumPy's integers overflow
 

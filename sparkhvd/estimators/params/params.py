@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, TypeVar
 
+from sparkhvd._util.counts import is_count
 from sparkhvd.data.loaders.user_loaders import DataModule, loads_rows
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.backend import Backend, backend_or_launcher
@@ -41,14 +42,14 @@ RETIRED = {
 
 def positive_integer(name: str, value: object) -> int:
     """Convert to a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+    if not is_count(value, 1):
         raise ParamError(f"{name}={value!r} must be a whole number of at least 1.")
     return int(value)
 
 
 def integer(name: str, value: object) -> int:
     """Convert to a whole number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 0:
+    if not is_count(value, 0):
         raise ParamError(f"{name}={value!r} must be a whole number of at least 0.")
     return int(value)
 
