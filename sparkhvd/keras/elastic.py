@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate
 
 import keras
 import numpy as np
 
 from sparkhvd.comm.elastic import loop
+from sparkhvd.comm.elastic.loop import P, Result, S
 from sparkhvd.comm.elastic.state import ObjectState, State
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from sparkhvd.keras.callbacks import broadcast_variables, is_built, shared_variables
@@ -28,10 +29,6 @@ __all__ = [
     "UpdateEpochStateCallback",
     "run",
 ]
-
-S = TypeVar("S", bound=State)
-P = ParamSpec("P")
-Result = TypeVar("Result")
 
 
 def run(func: Callable[Concatenate[S, P], Result]) -> Callable[Concatenate[S, P], Result]:

@@ -60,12 +60,9 @@ def scaled(gradient: Any, factor: Any) -> Any:
 def set_size(process_set: ProcessSet | None) -> Any:
     """Return the number of ranks in the process set; inside a TensorFlow graph of an elastic job, as a tensor."""
     if keras.config.backend() == "tensorflow":
-        import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+        from sparkhvd.tensorflow.tensors import size_of  # noqa: PLC0415  (only the backend in use is imported)
 
-        from sparkhvd.tensorflow.tensors import rank_and_size  # noqa: PLC0415
-
-        _, size = rank_and_size(process_set)
-        return tf.cast(size, tf.float64) if tf.is_tensor(size) else size
+        return size_of(process_set)
     return session.current().channel(process_set).size
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate
 
 import numpy as np
 import tensorflow as tf
 
 from sparkhvd.comm.elastic import loop
+from sparkhvd.comm.elastic.loop import P, Result, S
 from sparkhvd.comm.elastic.state import ObjectState, State
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from sparkhvd.tensorflow.states import broadcast_variables
@@ -26,10 +27,6 @@ __all__ = [
     "TensorFlowState",
     "run",
 ]
-
-S = TypeVar("S", bound=State)
-P = ParamSpec("P")
-Result = TypeVar("Result")
 
 
 def run(func: Callable[Concatenate[S, P], Result]) -> Callable[Concatenate[S, P], Result]:

@@ -15,7 +15,7 @@ from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow.compression import Compression, Compressor
 from sparkhvd.tensorflow.operations import reduce_dense, reduce_slices
-from sparkhvd.tensorflow.tensors import rank_and_size, without_autograph
+from sparkhvd.tensorflow.tensors import size_of, without_autograph
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
         flat = tf.nest.flatten(gradients, expand_composites=False)
         is_local = [_key(source) in local_sources for source in tf.nest.flatten(sources)]
         reduced = exchange.reduce([None if local else grad for grad, local in zip(flat, is_local, strict=True)])
-        factor = 1.0 / tf.cast(rank_and_size(process_set)[1], tf.float64) if scale_local_gradients else 1.0
+        factor = 1.0 / size_of(process_set) if scale_local_gradients else 1.0
         results = [
             tf.math.scalar_mul(tf.cast(factor, grad.dtype), grad) if local and grad is not None else combined
             for grad, combined, local in zip(flat, reduced, is_local, strict=True)

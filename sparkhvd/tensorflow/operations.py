@@ -19,7 +19,7 @@ from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError, UnsupportedError
 from sparkhvd.tensorflow import gpu
 from sparkhvd.tensorflow.compression import Compression, Compressor
-from sparkhvd.tensorflow.tensors import array_of, graph_name, outside_graph, rank_and_size, without_autograph
+from sparkhvd.tensorflow.tensors import array_of, graph_name, outside_graph, rank_in, size_of, without_autograph
 
 
 def reduction(average: bool | None, op: ReduceOp | None) -> ReduceOp:
@@ -176,8 +176,7 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set:
     def differentiable(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             mean = allreduce(upstream, name=name and f"{name}.gradient", process_set=process_set)
-            rank, _ = rank_and_size(None)
-            return tf.where(rank == root_rank, mean, tf.zeros_like(mean))
+            return tf.where(rank_in(None) == root_rank, mean, tf.zeros_like(mean))
 
         return outside_graph(run, [value], [(value.dtype, value.shape)])[0], gradient
 
@@ -223,7 +222,7 @@ def grouped_allgather(
 
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             means = grouped_allreduce(upstream, name=full_name and f"{full_name}.gradient", process_set=process_set)
-            rank, _ = rank_and_size(process_set)
+            rank = rank_in(process_set)
             starts = tf.reduce_sum(rows[:rank], axis=0)
             return [mean[starts[i] : starts[i] + rows[rank, i]] for i, mean in enumerate(means)]
 
@@ -287,10 +286,9 @@ def grouped_reducescatter(  # noqa: PLR0917  the order of the arguments is Horov
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
                 raise ConfigError(f"A reducescatter with op={op} has no gradient; use Average or Sum.")
-            _, size = rank_and_size(process_set)
-            ranks = size if op is ReduceOp.SUM else 1
+            ranks = size_of(process_set) if op is ReduceOp.SUM else 1
             gathered = grouped_allgather(upstream, full_name and f"{full_name}.gradient", process_set)
-            return _with_own_scales(gathered, tf.cast(ranks, tf.float64) * (prescale_factor * postscale_factor))
+            return _with_own_scales(gathered, ranks * prescale_factor * postscale_factor)
 
         return outside_graph(run, values, [(value.dtype, _with_any_rows(value)) for value in values]), gradient
 
@@ -377,7 +375,7 @@ def reduce_slices(
         raise UnsupportedError(
             f"tf.IndexedSlices can be averaged or summed, not combined with op={op}; convert them to dense first."
         )
-    _, size = rank_and_size(process_set)
+    size = size_of(process_set)
     ranks = size if op is ReduceOp.AVERAGE else 1
     parts = [part for item in slices for part in (_scaled(item.values, prescale), item.indices)]
     gathered = grouped_allgather(parts, name, process_set)
@@ -403,9 +401,7 @@ def _with_gradient_of_sum(gathered: tf.Tensor, ranks: Any) -> tf.Tensor:
 
 def _scaled(values: tf.Tensor, factor: float, divisor: Any = 1) -> tf.Tensor:
     """Multiply by ``factor / divisor``; the divisor is a number, or a tensor inside a graph of an elastic job."""
-    if tf.is_tensor(divisor):
-        divisor = tf.cast(divisor, tf.float64)
-    elif factor == divisor == 1:
+    if not tf.is_tensor(divisor) and factor == divisor == 1:
         return values
     if values.dtype.is_floating:
         return values * tf.cast(factor / divisor, values.dtype)

@@ -110,20 +110,21 @@ def failure_behind(error: tf.errors.OpError) -> SparkHvdError | None:
     return None
 
 
-def rank_and_size(process_set: ProcessSet | None) -> tuple[Any, Any]:
-    """Return this process's rank in the process set, and the size of the set.
+def rank_in(process_set: ProcessSet | None) -> Any:
+    """Return this process's rank in the process set: a number, or a tensor as ``_current`` explains."""
+    return _current(lambda: session.current().channel(process_set).engine.rank, tf.int64)
 
-    Inside a graph of an elastic job they are tensors, because the ranks change while the graph stays.
-    """
 
-    def now() -> tuple[int, int]:
-        engine = session.current().channel(process_set).engine
-        return engine.rank, engine.size
+def size_of(process_set: ProcessSet | None) -> Any:
+    """Return the number of ranks in the process set: a number, or a float64 tensor as ``_current`` explains."""
+    return _current(lambda: session.current().channel(process_set).size, tf.float64)
 
+
+def _current(number: Callable[[], int], dtype: tf.DType) -> Any:
+    """Return a number, inside a graph of an elastic job as a tensor: the ranks change while the graph stays."""
     if tf.executing_eagerly() or session.membership() is None:
-        return now()
-    both = outside_graph(lambda: [np.array(now(), np.int64)], [], [(tf.int64, tf.TensorShape([2]))])[0]
-    return both[0], both[1]
+        return number()
+    return outside_graph(lambda: [tf.constant(number(), dtype)], [], [(dtype, tf.TensorShape([]))])[0]
 
 
 def graph_name(kind: str, name: str | None, tensor: tf.Tensor) -> str | None:
