@@ -128,12 +128,18 @@ def _layers(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())  # noqa: SLF001  (no public way to list nested layers)
 
 
-def _layers_with_words(model: keras.Model) -> list[Any]:
-    return [layer for layer in _layers(model) if hasattr(layer, "get_vocabulary")]
+def _layers_with_words(model: keras.Model) -> list[keras.layers.StringLookup | keras.layers.TextVectorization]:
+    import keras  # noqa: PLC0415  (readers import Keras only after its backend is known)
+
+    kinds = (keras.layers.StringLookup, keras.layers.TextVectorization)
+    return [layer for layer in _layers(model) if isinstance(layer, kinds)]
 
 
-def _words_that_a_file_omits(layer: Any) -> list[str] | None:
+def _words_that_a_file_omits(layer: keras.layers.StringLookup | keras.layers.TextVectorization) -> list[str] | None:
     """Return the whole vocabulary, if a file that has one word per line cannot hold it."""
+    lookup = getattr(layer, "_lookup_layer", layer)
+    if lookup.input_vocabulary is not None:  # an argument of the layer, which its configuration has
+        return None
     words = [str(word) for word in layer.get_vocabulary()]
     lines = "\n".join(words).splitlines()
     return None if lines == words else words

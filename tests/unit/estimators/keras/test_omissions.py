@@ -146,6 +146,26 @@ def test_an_adapted_layer_keeps_an_empty_word_and_words_with_line_breaks(kind, w
     np.testing.assert_array_equal(artifact.load_model(tmp_path, compiled=False).predict(batch, verbose=0), expected)
 
 
+class Glossary(keras.layers.Layer):
+    """A layer whose method only has the name of Keras' own."""
+
+    def get_vocabulary(self, language):
+        raise AssertionError(language)
+
+    def call(self, values):
+        return values
+
+
+def test_layers_whose_words_are_in_their_configuration_stay_as_they_are(tmp_path):
+    options = {"vocabulary": ["a", ""], "output_mode": "tf_idf", "idf_weights": [0.5, 0.25]}
+    inputs = keras.Input((1,), dtype="string")
+    model = keras.Model(inputs, Glossary()(keras.layers.StringLookup(**options)(inputs)))
+    batch = tf.constant([["a"], [""], ["b"]])
+    artifact.save(tmp_path, model, {"Glossary": Glossary}, Ports((), "single"), Ports((), "single"))
+    again = artifact.load_model(tmp_path, compiled=False)
+    np.testing.assert_array_equal(again.predict(batch, verbose=0), model.predict(batch, verbose=0))
+
+
 def test_a_layer_with_lora_keeps_matrices_that_learn():
     model = network()
     model.layers[0].enable_lora(2)
