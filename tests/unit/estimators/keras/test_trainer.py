@@ -817,7 +817,7 @@ def test_rank_0_keeps_what_the_checkpoint_callback_saves(group, tmp_path):
     for one, other in zip(model.get_weights(), wanted, strict=True):
         np.testing.assert_array_equal(one, other)
     rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
-    assert rate == pytest.approx(0.02), "whoever trains it further would scale it again"
+    assert rate == pytest.approx(0.02), "training it further would scale it again"
 
 
 def test_a_resumed_run_knows_its_best_epoch(group):

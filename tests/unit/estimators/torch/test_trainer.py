@@ -502,17 +502,23 @@ def train_synchronized(sizes):
     return flat(trainer._model)
 
 
-def test_a_rank_without_any_rows_takes_part_in_synchronized_statistics_with_a_sample_row(group):
-    sizes = [(0, 4, 4)] * 4
-    steps = [sum(step[: group.size]) for step in sizes]
+def trained_alone(steps, least_label=0):
+    """Return the parameters after steps of these sizes in one process."""
     model, data = OfLogarithms(torch.nn.BatchNorm1d), rows(sum(steps))
     optimizer = OPTIMIZERS["momentum"](model)
     for x, y in zip(*(torch.split(torch.from_numpy(data[name]), steps) for name in "xy"), strict=True):
         optimizer.zero_grad()
-        functional.cross_entropy(model((x.abs() + 0.1).float()), y).backward()
+        functional.cross_entropy(model((x.abs() + 0.1).float()), y.clamp(min=least_label)).backward()
         optimizer.step()
+    return flat(model)
+
+
+def test_a_rank_without_any_rows_takes_part_in_synchronized_statistics_with_a_sample_row(group):
+    sizes = [(0, 4, 4)] * 4
+    steps = [sum(step[: group.size]) for step in sizes]
+    expected = trained_alone(steps)
     for parameters in group.run(train_synchronized, sizes):
-        assert relative_error(parameters, flat(model)) < 1e-5
+        assert relative_error(parameters, expected) < 1e-5
 
 
 class KeptRows(torch.nn.Module):
@@ -544,14 +550,9 @@ def train_synchronized_masked(sizes):
 def test_the_placeholder_row_of_a_rank_without_rows_counts_in_no_gradient_and_no_buffer_of_a_loss(group):
     sizes = [(0, 4, 4)] * 4
     steps = [sum(step[: group.size]) for step in sizes]
-    model, data = OfLogarithms(torch.nn.BatchNorm1d), rows(sum(steps))
-    optimizer = OPTIMIZERS["momentum"](model)
-    for x, y in zip(*(torch.split(torch.from_numpy(data[name]), steps) for name in "xy"), strict=True):
-        optimizer.zero_grad()
-        functional.cross_entropy(model((x.abs() + 0.1).float()), y.clamp(min=1)).backward()
-        optimizer.step()
+    expected = trained_alone(steps, least_label=1)
     for rank, (parameters, seen) in enumerate(group.run(train_synchronized_masked, sizes)):
-        assert relative_error(parameters, flat(model)) < 1e-5
+        assert relative_error(parameters, expected) < 1e-5
         assert seen == sum(step[rank] for step in sizes)
 
 
