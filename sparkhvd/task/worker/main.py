@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import cloudpickle
 
@@ -122,10 +123,13 @@ def _dump_stacks_after(seconds: float) -> None:
 def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Returned | Raised:
     """Run the pickled ``(fn, args, kwargs)``; whatever happens becomes a report.
 
+    A process that ``fn`` forked does not return from here: it ends where it leaves ``fn``.
+
     Args:
         payload: what to run.
         on_end: called when ``fn`` has ended, before what came of it is packed.
     """
+    own = os.getpid()
     try:
         fn, args, kwargs = cloudpickle.loads(payload)
     except ModuleNotFoundError as error:
@@ -135,15 +139,39 @@ def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Re
     try:
         result = fn(*args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything; the report carries it
+        if os.getpid() != own:
+            _end_child(error)
         if not (isinstance(error, SystemExit) and error.code in {None, 0}):
             on_end()
             return _ended(error)
         result = None
+    if os.getpid() != own:
+        _end_child(None)
     on_end()
     try:
         return Returned(dumps(result))
     except Exception as error:  # noqa: BLE001 - pickling runs the user's code
         return _raised(error, f"returned a {type(result).__name__} that cannot be pickled: {error}", ENDED)
+
+
+def _end_child(error: BaseException | None) -> NoReturn:
+    """End a process that ``fn`` forked and that left ``fn``; only its parent reports and runs exit handlers."""
+    code = 0
+    try:
+        if error is None:
+            sys.stderr.write(
+                "sparkhvd: A process that fn forked returned from fn. Its return value is ignored; the result of the "
+                "rank is what the rank's own process returns. End a forked process with os._exit().\n"
+            )
+        elif isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            code = error.code or 0
+        else:
+            code = 1
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF)
 
 
 def _ended(error: BaseException) -> Raised:

@@ -154,6 +154,34 @@ def test_a_worker_runs_fn_in_the_environment_of_its_rank(worker, monkeypatch):
     assert event(worker) == Exited(0)
 
 
+def fork_and_leave(how):
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        print(f"child, {how}", end="")
+        os.close(read)
+        if how == "raises":
+            raise ValueError("of the child")
+        if how == "exits":
+            sys.exit(7)
+        return "of the child"
+    os.close(write)
+    os.read(read, 1)  # returns when the child has ended
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize(("how", "code"), [("returns", 0), ("raises", 1), ("exits", 7)])
+def test_a_forked_child_that_leaves_fn_ends_and_reports_nothing_in_the_place_of_its_rank(worker, how, code):
+    worker.send(spec(fork_and_leave, how))
+    assert event(worker) == Ready()
+    assert event(worker) == FnEnded(Config().result_timeout)
+    report = event(worker)
+    assert isinstance(report, Returned)
+    assert cloudpickle.loads(report.content) == code
+    worker.send(Leave(10.0))
+    assert event(worker) == Exited(0)
+
+
 def test_a_worker_finds_the_yarn_tokens_of_its_task(monkeypatch):
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", "/container/container_tokens")
     process = WorkerProcess(spawn_worker({}, {}, ()), DriverLog(Job(b"", 1)))
