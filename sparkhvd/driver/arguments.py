@@ -60,6 +60,11 @@ def check_options(options: RunOptions, launcher: str) -> None:
             )
         if options.nics:
             logger.warning("nics=%s has no effect: all ranks run on this machine.", list(options.nics))
+    if launcher == "mpi" and isinstance(options.env, Mapping) and options.env.get("PATH", "") is None:
+        raise ConfigError(
+            "env={'PATH': None} removes PATH, but Open MPI starts no rank without it. Leave PATH out of env, or use "
+            "launcher='barrier'."
+        )
     check_sink("stdout", options.stdout)
     check_sink("stderr", options.stderr)
     if options.output_filename is not None:
