@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-import math
 import os
 import shutil
 import socket
 import sys
 import tempfile
 import textwrap
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,7 +120,7 @@ def _session(flags: argparse.Namespace) -> tuple[SparkSession, bool]:
         builder = builder.remote(flags.remote)
     for setting in flags.conf:
         name, equals, value = setting.partition("=")
-        if not equals:
+        if not equals or not name.strip():
             raise ConfigError(f"--conf must be NAME=VALUE, like spark.executor.cores=4, got {setting!r}.")
         builder = builder.config(name, value)
     own = SparkSession.getActiveSession() is None
@@ -133,7 +133,7 @@ def _session(flags: argparse.Namespace) -> tuple[SparkSession, bool]:
         try:
             with _stderr_to(log):  # Spark's JVM inherits it for as long as it lives
                 made = in_background(builder.getOrCreate, "sparkhvd-session")
-                return made.result(flags.timeout if math.isfinite(flags.timeout) else None), own
+                return made.result(flags.timeout if flags.timeout < threading.TIMEOUT_MAX else None), own
         except TimeoutError:
             why = f"none was created within --timeout {flags.timeout:g} s.{_last_line(log)}"
             raise SessionTimeoutError(f"There is no Spark session of {_master(flags)}: {why}") from None
