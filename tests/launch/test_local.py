@@ -168,3 +168,9 @@ def test_nothing_of_spark_is_loaded():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[7] False\n"
+
+
+@pytest.mark.parametrize("seconds", ["inf", "1e300"])
+def test_a_rank_may_take_any_time_to_deliver_its_result(seconds, monkeypatch):
+    monkeypatch.setenv("SPARKHVD_RESULT_TIMEOUT", seconds)
+    assert sparkhvd.run(divmod, (7, 2), num_proc=1, launcher="local", verbose=0) == [(3, 1)]

@@ -117,7 +117,7 @@ def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[
 
 def _dump_stacks_after(seconds: float) -> None:
     """Print every thread's stack shortly before the task gives up, even while native code holds the GIL."""
-    faulthandler.dump_traceback_later(max(seconds * _SHOWN_AFTER, 0.001), file=_STDERR)
+    faulthandler.dump_traceback_later(min(max(seconds * _SHOWN_AFTER, 0.001), threading.TIMEOUT_MAX), file=_STDERR)
 
 
 def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Returned | Raised:
