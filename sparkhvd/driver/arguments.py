@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shlex
 import shutil
 import tempfile
@@ -18,6 +19,9 @@ from sparkhvd.errors import ConfigError
 from sparkhvd.task.log_files import LogFiles
 
 logger = logging.getLogger(__name__)
+
+# Linux starts no process with a longer string; the terminating zero byte counts.
+_MAX_VARIABLE_BYTES = 128 * 1024 - 1
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,12 @@ def checked_environment(env: Mapping[str, str | None] | None) -> dict[str, str |
             raise ConfigError(
                 f"env[{name!r}] is not a valid environment variable: a name must not be empty or contain '=', and "
                 "neither name nor value may contain a zero byte."
+            )
+        size = len(os.fsencode(f"{name}={value}"))
+        if value is not None and size > _MAX_VARIABLE_BYTES:
+            raise ConfigError(
+                f"env[{name!r}] has {size:,} bytes with its name, more than Linux's limit of {_MAX_VARIABLE_BYTES:,} "
+                "for a variable. Pass large values as arguments of fn."
             )
     return changes
 

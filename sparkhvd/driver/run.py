@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
 import secrets
@@ -281,6 +282,11 @@ def _launch(launcher: Launcher, job: Job, stream: LogStream) -> LaunchHandle:
     except (CollectiveError, OSError) as error:
         if isinstance(error, LaunchError):
             raise
+        if isinstance(error, OSError) and error.errno == errno.E2BIG:
+            raise LaunchError(
+                f"No rank can be started on host {socket.gethostname()}: the environment variables of this process and "
+                f"of env are too large together ({error.strerror}). Pass large values as arguments of fn."
+            ) from error
         raise LaunchError(
             f"The driver on host {socket.gethostname()} cannot serve the job: {error}. No rank was started. If all "
             "ports are in use, list their users with `ss -tan`, or widen net.ipv4.ip_local_port_range."

@@ -38,6 +38,7 @@ class Endless:
         ({"env": {"A": 1}}, "env['A'] has a value of type int"),
         ({"env": {"A=B": "1"}}, "env['A=B'] is not a valid environment variable: a name must not be empty or"),
         ({"env": {"A": "x\0"}}, "env['A'] is not a valid environment variable"),
+        ({"env": {"A": "x" * 131_070}}, "env['A'] has 131,072 bytes with its name, more than Linux's limit of 131,071"),
         ({"launcher": "mpi", "env": {"PATH": None}}, "env={'PATH': None} removes PATH, but Open MPI starts no rank"),
         ({"verbose": "x"}, "verbose must be 0, 1 or 2, got 'x'."),
         ({"nics": "eth0"}, "nics must be a list of names, got the string 'eth0'. Pass ['eth0']."),
