@@ -20,7 +20,7 @@ from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.launchers.local import LocalLauncher
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.user_code.payload import pickle_call
-from sparkhvd.errors import RankFailedError, StartTimeoutError
+from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.task.job import Job
 from tests.scripts import ROOT
 
@@ -174,3 +174,35 @@ def test_nothing_of_spark_is_loaded():
 def test_a_rank_may_take_any_time_to_deliver_its_result(seconds, monkeypatch):
     monkeypatch.setenv("SPARKHVD_RESULT_TIMEOUT", seconds)
     assert sparkhvd.run(divmod, (7, 2), num_proc=1, launcher="local", verbose=0) == [(3, 1)]
+
+
+def test_variables_that_are_too_large_together_are_named_as_the_reason():
+    env = {f"LARGE_{number}": "x" * 120_000 for number in range(60)}
+    with pytest.raises(LaunchError, match=r"environment variables of this process and of env are too large together"):
+        sparkhvd.run(divmod, (7, 2), num_proc=1, launcher="local", verbose=0, env=env)
+
+
+def test_the_largest_variable_reaches_the_ranks():
+    assert sparkhvd.run(value_length, num_proc=1, launcher="local", verbose=0, env={"A": "x" * 131_069}) == [131_069]
+
+
+def value_length() -> int:
+    return len(os.environ["A"])
+
+
+def spoil_stdout(how: str) -> str:
+    print("said")
+    if how == "none":
+        sys.stdout = sys.stderr = None
+    elif how == "closed":
+        sys.stdout.close()
+    else:
+        sys.stdout = object()
+    return how
+
+
+@pytest.mark.parametrize("how", ["none", "closed", "no stream"])
+def test_a_rank_without_a_usable_stdout_delivers_its_result(how):
+    stdout = io.StringIO()
+    assert sparkhvd.run(spoil_stdout, (how,), num_proc=1, launcher="local", stdout=stdout) == [how]
+    assert stdout.getvalue() == "[0]<stdout>:said\n"

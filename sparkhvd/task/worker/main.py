@@ -99,8 +99,7 @@ def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[
             session.shutdown()
         except CollectiveError as error:
             report = _raised(error, "failed while leaving the job", "")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush_output()
     connection.send_bytes(pickle.dumps(report))
     # A failing rank stays connected until its failure is noted: otherwise the others' loss of it could be noted first.
     with contextlib.suppress(queue.Empty):
@@ -113,6 +112,12 @@ def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[
             session.shutdown()
         return 1
     return 0
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # fn may have closed or replaced it
+            stream.flush()
 
 
 def _dump_stacks_after(seconds: float) -> None:
@@ -168,8 +173,7 @@ def _end_child(error: BaseException | None) -> NoReturn:
         else:
             code = 1
             traceback.print_exception(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush_output()
     finally:
         os._exit(code & 0xFF)
 
