@@ -40,7 +40,7 @@ def leave() -> None:
     sys.exit(3)
 
 
-ENDS: dict[str, Callable[[], None]] = {"kill": kill, "raise": fail, "exit": leave}
+ENDS: dict[str, Callable[[], None]] = {"kill": kill, "raise": fail, "exit": leave, "exit 0": sys.exit}
 
 
 def train(steps: int, folder: str, events: dict[tuple[int, int, int], str] | None = None, sizes: tuple[int, ...] = ()):

@@ -44,7 +44,7 @@ def test_a_job_without_changes_returns_the_results_in_rank_order(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("end", "lost"), [("kill", 1), ("raise", 1), ("exit", 0)])
+@pytest.mark.parametrize(("end", "lost"), [("kill", 1), ("raise", 1), ("exit", 0), ("exit 0", 1)])
 def test_survivors_keep_their_process_and_lose_no_commit_and_a_new_rank_joins(tmp_path, end, lost):
     events = {(5, lost, 2): end}
     results = sparkhvd.run_elastic(

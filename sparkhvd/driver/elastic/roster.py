@@ -47,6 +47,7 @@ class Roster:
         self._fruitless = 0
         self._newest = 0  # the newest commit at the end of the previous generation
         self._undisturbed = True  # whether the current generation has lost no member and was not asked to regroup
+        self._has_finished = False  # whether the training function has returned on all ranks
         self._failed_end = ""
         self._reasons: deque[str] = deque(maxlen=_MAX_REASONS)
 
@@ -97,6 +98,7 @@ class Roster:
             if reason:
                 self.note(f"Rank {member.rank} on host {member.host} left generation {generation}: {reason}")
             self._break(now)
+            self._lose_early_returns(now)
         self._gather(now)
         return True
 
@@ -114,6 +116,7 @@ class Roster:
         member = self._members.get(worker)
         if member is None or member.phase is not Phase.RUNNING or generation != self._generation:
             return False
+        self._has_finished = True
         self._members[worker] = replace(member, phase=Phase.FINISHED, since=now)
         return True
 
@@ -125,6 +128,8 @@ class Roster:
         if member.generation != self._generation or self._generation == 0:
             why = "returned without being a member of the current generation"
             return self.lost(worker, f"Worker {worker} on host {member.host} {why}", now)
+        if member.phase is Phase.RUNNING and self._is_resumed():
+            return self.lost(worker, _early_return(member), now)
         self._members[worker] = replace(member, phase=Phase.RETURNED, since=now)
         return True
 
@@ -173,6 +178,21 @@ class Roster:
         for worker, rank in ranks.items():
             self._members[worker] = replace(self._members[worker], rank=rank)
 
+    def _is_resumed(self) -> bool:
+        """Return whether a member of the current generation waits for the next one."""
+        return any(
+            member.phase is Phase.WAITING and member.generation == self._generation for member in self._members.values()
+        )
+
+    def _lose_early_returns(self, now: float) -> None:
+        """Lose the ranks whose ``fn`` returned in a generation that another member has left to continue."""
+        if self._has_finished:
+            return
+        for worker, member in list(self._members.items()):
+            if member.phase is Phase.RETURNED:
+                self._members[worker] = replace(member, phase=Phase.WAITING)
+                self.lost(worker, _early_return(member), now)
+
     def _break(self, now: float) -> None:
         if not self._idle:
             self._idle = True
@@ -192,3 +212,10 @@ class Roster:
             failures.popleft()
         failures.append(now)
         self._cooling[host] = now + self._cooldown.seconds(len(failures))
+
+
+def _early_return(member: Member) -> str:
+    return (
+        f"Rank {member.rank} on host {member.host} returned from fn or called sys.exit(0) before the training had "
+        "ended on all ranks"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,6 +89,29 @@ def test_a_result_of_a_worker_without_a_generation_does_not_count():
     assert roster.returned(0, 1.0)
     assert roster.member(0) is None
     assert "returned without being a member" in roster.view(1.0).reasons[0]
+
+
+@pytest.mark.parametrize("returns_first", [True, False])
+def test_a_rank_that_returns_while_another_continues_is_lost(returns_first):
+    roster = roster_of(2)
+    reports = [lambda: roster.returned(1, 1.0), lambda: roster.waiting(0, 1, 0, "lost rank 1", 1.0)]
+    for report in reports if returns_first else reversed(reports):
+        assert report()
+    assert roster.member(1) is None
+    view = roster.view(9.0)
+    assert any(reason.startswith("Rank 1 on host a returned from fn or called sys.exit(0)") for reason in view.reasons)
+    assert Form((0,)) in decide(view, Limits(2, 1, None, 60.0, 60.0), 9.0)
+
+
+def test_a_rank_that_returns_after_the_training_has_ended_is_kept():
+    roster = roster_of(2)
+    for worker in range(2):
+        assert roster.finished(worker, 1, 1.0)
+    assert roster.returned(1, 2.0)
+    assert not roster.waiting(0, 1, 0, "", 3.0)
+    member = roster.member(1)
+    assert member is not None
+    assert member.phase is Phase.RETURNED
 
 
 def test_resets_without_progress_are_counted_until_a_commit_or_a_loss():
