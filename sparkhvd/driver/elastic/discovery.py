@@ -182,7 +182,7 @@ class DiscoveryThread:
         while not self._stopping.is_set():
             try:
                 found = dict(self._discovery.find())
-            except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+            except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
                 why = f"{type(error).__name__}: {error}" if not isinstance(error, LaunchError) else str(error)
                 if not self._stopping.is_set() and why != failing:
                     self._inbox.put(DiscoveryFailed(why, known is None))

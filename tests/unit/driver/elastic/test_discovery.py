@@ -76,7 +76,7 @@ class Scripted:
 
     def find(self):
         value = self.values.pop(0) if len(self.values) > 1 else self.values[0]
-        if isinstance(value, Exception):
+        if isinstance(value, BaseException):
             raise value
         return value
 
@@ -100,6 +100,14 @@ def test_a_failure_before_the_first_slots_is_marked():
     events = [inbox.get(timeout=10) for _ in range(2)]
     thread.close()
     assert events == [DiscoveryFailed("OSError: no network", True), Offered({"a": 1})]
+
+
+def test_a_function_that_calls_sys_exit_has_failed():
+    inbox = queue.SimpleQueue()
+    thread = DiscoveryThread(Scripted({"a": 1}, SystemExit(3), {"a": 2}), inbox, 0.01)
+    events = [inbox.get(timeout=10) for _ in range(3)]
+    thread.close()
+    assert events == [Offered({"a": 1}), DiscoveryFailed("SystemExit: 3", False), Offered({"a": 2})]
 
 
 def test_closing_ends_a_script_that_runs(tmp_path):
