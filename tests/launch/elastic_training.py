@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,13 @@ def fail_every_time(folder: str):
         raise CollectiveError("the network is down")
 
     loop(ObjectState(step=0))
+
+
+def keep_a_lock_in_the_state():
+    """A state that rank 0 cannot send to the others."""
+    session.init()
+    state = ObjectState(lock=threading.Lock())
+    run(lambda state: state.commit())(state)
 
 
 def hang_at_the_start(folder: str, which: int):

@@ -137,6 +137,13 @@ def test_an_error_that_returns_every_time_ends_the_job(tmp_path):
     assert len(list(tmp_path.glob("call-*"))) == 4
 
 
+def test_a_state_that_cannot_be_pickled_ends_the_job():
+    options = FAST | {"cooldown_range": (0.1, 0.1)}
+    with pytest.raises(RankFailedError, match="all ended before their ranks had synchronized a state") as caught:
+        sparkhvd.run_elastic(training.keep_a_lock_in_the_state, num_proc=2, min_num_proc=1, **options)
+    assert "cannot pickle '_thread.lock' object" in str(caught.value)
+
+
 def test_a_new_worker_that_hangs_at_its_start_is_replaced(tmp_path):
     options = FAST | {"start_timeout": 5}
     results = sparkhvd.run_elastic(

@@ -16,6 +16,8 @@ JOIN_SECONDS = 5.0
 SETTLE_SECONDS = 10.0
 # Generations in a row that end with an error although no member was lost, without a new commit in between.
 MAX_FRUITLESS = 3
+# First generations that end before any rank has a state.
+MAX_STATELESS = 5
 
 
 class Phase(Enum):
@@ -245,6 +247,11 @@ def _hopeless(view: View, limits: Limits, holders: Sequence[Member]) -> str:
         return (
             "All ranks that held the state of the training were lost, so it cannot continue. Start the job again from "
             "a checkpoint of your own."
+        )
+    if not view.stateful and view.generation >= MAX_STATELESS:
+        return (
+            f"The first {view.generation} generations all ended before their ranks had synchronized a state. The same "
+            "error probably returns every time."
         )
     if view.fruitless >= MAX_FRUITLESS:
         return (

@@ -7,6 +7,7 @@ import pytest
 from sparkhvd.driver.elastic.policy import (
     JOIN_SECONDS,
     MAX_FRUITLESS,
+    MAX_STATELESS,
     SETTLE_SECONDS,
     Done,
     Fail,
@@ -156,6 +157,15 @@ def test_an_error_that_returns_without_progress_ends_the_job():
     (failure,) = decide(broken(waiting(0, 1, generation=1, rank=0), fruitless=MAX_FRUITLESS), LIMITS, 0.0)
     assert isinstance(failure, Fail)
     assert "reset 3 times in a row without progress" in failure.why
+
+
+def test_a_state_that_cannot_be_synchronized_ends_the_job():
+    survivor = waiting(0, generation=MAX_STATELESS, rank=0)
+    (failure,) = decide(broken(survivor, generation=MAX_STATELESS, stateful=False), LIMITS, 0.0)
+    assert isinstance(failure, Fail)
+    assert "The first 5 generations all ended before their ranks had synchronized a state" in failure.why
+    fewer = broken(waiting(0, generation=MAX_STATELESS - 1, rank=0), generation=MAX_STATELESS - 1, stateful=False)
+    assert decide(fewer, LIMITS, 0.0) == [Form((0,))]
 
 
 def test_joiners_make_an_intact_generation_regroup_once():
