@@ -33,6 +33,19 @@ def is_connect(spark: SparkSession) -> bool:
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
+def current_session() -> SparkSession | None:
+    """Return the session that is active in this thread, or the one created last; None without either.
+
+    A thread that Python has started, such as one of ``CrossValidator``, often has no active session.
+    """
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - importing this module needs no Spark
+
+    session = SparkSession.getActiveSession()
+    if session is None:
+        session = getattr(SparkSession, "_instantiatedSession", None)  # which ``stop()`` resets
+    return session
+
+
 def pyspark_version() -> str:
     """Return the version of the pyspark of this process, like ``3.5.4``."""
     from pyspark.version import __version__  # noqa: PLC0415 - importing this module needs no Spark

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from sparkhvd._util.registry import Registry
-from sparkhvd.compat.spark import check_spark
+from sparkhvd.compat.spark import check_spark, current_session
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.host_process import SrunOptions, SshOptions
 from sparkhvd.driver.hosts import Host
@@ -170,9 +170,7 @@ def active_session() -> SparkSession:
     Raises:
         LaunchError: there is no session.
     """
-    from pyspark.sql import SparkSession  # noqa: PLC0415 - pyspark is loaded when a job is run, not before
-
-    session = SparkSession.getActiveSession()
+    session = current_session()
     if session is None:
         raise LaunchError(
             "There is no active SparkSession. Create one with SparkSession.builder.getOrCreate(), pass spark=, or run "

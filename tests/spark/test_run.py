@@ -20,6 +20,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 import sparkhvd
+from sparkhvd._util.background import in_background
 from sparkhvd.driver.launchers import barrier
 from sparkhvd.driver.spark import barrier_stage
 from sparkhvd.driver.spark.task_exchange import TaskExchange
@@ -446,8 +447,14 @@ def test_invalid_arguments_are_refused(spark):
         sparkhvd.run(place, start_timeout=0)
 
 
+def test_a_thread_uses_the_session_that_was_created_last(spark):
+    job = in_background(lambda: sparkhvd.run(place, num_proc=1, verbose=0), "thread-without-session")
+    assert [values["SPARKHVD_RANK"] for values in job.result(60)] == ["0"]
+
+
 def test_a_missing_session_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(SparkSession, "getActiveSession", classmethod(lambda cls: None))
+    monkeypatch.setattr(SparkSession, "_instantiatedSession", None)
     with pytest.raises(LaunchError, match=r"no active SparkSession.*pass spark="):
         sparkhvd.run(place, num_proc=1)
 

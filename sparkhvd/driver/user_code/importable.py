@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from sparkhvd.compat.spark import is_connect
+from sparkhvd.compat.spark import current_session, is_connect
 from sparkhvd.config import from_environment
 from sparkhvd.data.spark.job import run_job
 from sparkhvd.driver.user_code.user_modules import loaded_user_modules
@@ -103,9 +103,7 @@ def _answer(modules: Mapping[str, str], batches: Iterator[pa.RecordBatch]) -> It
 def _active_session() -> SparkSession | None:
     if "pyspark.sql" not in sys.modules:  # for example in a rank
         return None
-    from pyspark.sql import SparkSession  # noqa: PLC0415
-
-    return SparkSession.getActiveSession()
+    return current_session()
 
 
 def _identity(spark: SparkSession) -> str:
