@@ -69,10 +69,16 @@ def divide_over_ranks(model: keras.Model, current: CurrentBatch) -> None:
 
     def build_and_wrap(*args: keras.KerasTensor) -> None:
         build(*args)
-        compiled._flat_losses = [  # noqa: SLF001
+        losses = [
             entry._replace(loss=_over_ranks(entry.loss, current, f"loss divisor {index}"))
             for index, entry in enumerate(compiled._flat_losses)  # noqa: SLF001
         ]
+        if compiled.metrics:  # the means of the losses, if there are several
+            losses = [
+                entry._replace(loss=_with_rows(entry.loss, mean))
+                for entry, mean in zip(losses, compiled.metrics, strict=True)
+            ]
+        compiled._flat_losses = losses  # noqa: SLF001
 
     compiled.build = build_and_wrap
 
@@ -102,6 +108,27 @@ def _over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: str) -> Ca
             return value
         return value * keras.ops.cast(_constant(divisor, lambda number: current.factor(number, name)), value.dtype)
 
+    return compute
+
+
+def _with_rows(loss: Callable[..., keras.KerasTensor], mean: keras.metrics.Mean) -> Callable[..., keras.KerasTensor]:
+    """Return the loss, and make ``mean``, which Keras updates after every call, weight its values by their rows.
+
+    In a graph of TensorFlow the shape of a batch lacks the rows, and Keras then gives all batches the same weight.
+    """
+    rows: list[keras.KerasTensor | int] = []
+    update = mean.update_state
+
+    def compute(
+        labels: keras.KerasTensor, outputs: keras.KerasTensor, weights: keras.KerasTensor | None = None
+    ) -> keras.KerasTensor:
+        rows[:] = [keras.ops.shape(keras.tree.flatten(outputs)[0])[0]]
+        return loss(labels, outputs, weights)
+
+    def update_by_rows(value: keras.KerasTensor, sample_weight: int | None = None) -> None:  # noqa: ARG001
+        update(value, sample_weight=rows[0])
+
+    mean.update_state = update_by_rows
     return compute
 
 

@@ -337,6 +337,35 @@ def test_a_subclass_with_a_preprocessing_layer_two_outputs_and_weights_is_one_bi
         assert np.linalg.norm(one - plain) <= 1e-4 * np.linalg.norm(plain)
 
 
+def evaluate_two_losses(sizes):
+    world, plain = session.current().world, source(sizes, session.current().world.rank, WEIGHTED)
+    still = keras.optimizers.SGD(0.0)
+    given = parameters(TWO_ENDED, model=prepared(), loss=both(), optimizer=still, metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(TWO_ENDED, epochs=1), world)
+    own = ArraySource(TWO_ENDED, two_ended_rows(plain.rows()), plain.mine, plain.everyones)
+    trainer.fit(own, own, hooks := Hooks())
+    record = average_over_ranks(hooks.reports[-1], session.current())
+    names = ("sparse_categorical_crossentropy_loss", "mse_loss")
+    return [[values[name] for name in names] for values in (record.train, record.validation)]
+
+
+@pytest.mark.parametrize("sizes", [[(4, 1)], [*PARTIAL_END[:2], (5, 2)], [(4, 4), (3, 0)]])
+def test_the_loss_of_every_output_is_a_mean_over_the_rows_of_all_ranks(group, sizes):
+    (trained, tested), others = group.run(evaluate_two_losses, sizes)
+    model, data = prepared(), two_ended_rows(sum(map(sum, sizes)))
+    kinds, sums = model(data["x"])
+    wanted = [
+        float((keras.ops.convert_to_numpy(losses).reshape(-1) * data["w"]).mean())
+        for losses in (
+            keras.losses.sparse_categorical_crossentropy(data["y"], kinds, from_logits=True),
+            keras.losses.mean_squared_error(data["z"][:, None], sums),
+        )
+    ]
+    assert trained == pytest.approx(wanted, rel=1e-4)
+    assert tested == pytest.approx(wanted, rel=1e-4)
+    assert others == [trained, tested]
+
+
 def normalized_network(layer):
     start = network()
     model = keras.Sequential([keras.Input((6,)), *start.layers[:1], layer, *start.layers[1:]])
