@@ -243,8 +243,14 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
         Raises:
             DataError: the dataset or file does not exist, or its rows cannot be trained on.
+            ParamError: a parameter is invalid.
             SchemaError: a column is missing or unusable.
         """
+        if params is not None and not isinstance(params, Mapping):
+            raise ParamError(
+                f"params={params!r} must be a dict of parameters, as in fit. Pass Parquet files as path=, and what "
+                "prepare_data returned as dataset_idx=."
+            )
         if params:
             return self.copy(params).fit_on_parquet(
                 None, dataset_idx, path=path, validation_path=validation_path, reader=reader

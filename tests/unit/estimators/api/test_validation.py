@@ -176,6 +176,11 @@ def test_existing_files_are_not_prepared(given, message):
         TorchEstimator(**given).fit_on_parquet()
 
 
+def test_a_folder_in_place_of_the_parameters_is_refused_with_the_name_of_its_argument():
+    with pytest.raises(ParamError, match=r"params='/data/rows' must be a dict .* Pass Parquet files as path="):
+        TorchEstimator().fit_on_parquet("/data/rows")
+
+
 class Rows(DataModule):
     def train_data(self):
         raise NotImplementedError
