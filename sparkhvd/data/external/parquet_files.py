@@ -408,7 +408,7 @@ def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> N
     leaves = _leaves(footer)
     for column in schema.columns:
         top = column.path[0]
-        if actual.get(top) != expected[top]:
+        if top not in actual or not _are_alike(actual[top], expected[top]):
             raise SchemaError(
                 f"Column {top!r} is {expected[top]} in {store.url}/{first.path} and {actual.get(top, 'missing')} in "
                 f"{url}; all files must have the same columns."
@@ -434,6 +434,10 @@ def _check_calendar(column: ColumnSpec, within: Iterable[LeafFacts], url: str) -
 
 def _types(footer: Footer) -> dict[str, pa.DataType]:
     return dict(zip(footer.schema.names, footer.schema.types, strict=True))
+
+
+def _are_alike(one: pa.DataType, other: pa.DataType) -> bool:
+    return one == other or arrow_types.logical_type(one) == arrow_types.logical_type(other)
 
 
 def _leaves(footer: Footer) -> dict[str, list[LeafFacts]]:

@@ -41,6 +41,27 @@ def leaves(path: tuple[str, ...], arrow: pa.DataType) -> list[Leaf]:
     return [Leaf(path, dtype, "array" if depth else "scalar", depth)]
 
 
+def logical_type(arrow: pa.DataType) -> pa.DataType:
+    """Return one type for all types that store the same values: writers choose between them by size and by API.
+
+    Offsets of 32 or 64 bits, a dictionary, a fixed length of lists and required elements do not change the values.
+    """
+    import pyarrow as pa  # noqa: PLC0415
+
+    types = pa.types
+    arrow = plain_type(arrow)
+    if types.is_dictionary(arrow):
+        return logical_type(arrow.value_type)
+    if types.is_list(arrow) or types.is_large_list(arrow) or types.is_fixed_size_list(arrow):
+        return pa.list_(logical_type(arrow.value_type))
+    if types.is_struct(arrow):
+        fields = [arrow.field(index) for index in range(arrow.num_fields)]
+        return pa.struct([pa.field(field.name, logical_type(field.type)) for field in fields])
+    if types.is_large_string(arrow):
+        return pa.string()
+    return pa.binary() if types.is_large_binary(arrow) else arrow
+
+
 def _dtype(arrow: pa.DataType) -> str | None:
     import pyarrow as pa  # noqa: PLC0415
 

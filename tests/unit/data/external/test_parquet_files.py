@@ -297,6 +297,53 @@ def write(path, **content):
     return path
 
 
+@pytest.mark.parametrize("cache", [None, "memory", "disk"])
+def test_files_may_store_the_same_type_in_different_ways(tmp_path, cache):
+    lists = pa.array([[1, 2], [3, 4]], pa.list_(pa.int64()))
+    texts = pa.array(["1", "2"])
+    structs = pa.array([{"a": 1}, {"a": 2}], pa.struct([("a", pa.int64())]))
+    required = pa.list_(pa.field("element", pa.int64(), nullable=False))
+    whole = pa.struct([pa.field("a", pa.int64(), nullable=False)])
+    for number, columns_of_file in enumerate(
+        [
+            (lists, texts, structs),
+            (lists.cast(required), texts.cast(pa.large_string()), structs.cast(whole)),
+            (lists.cast(pa.large_list(pa.int64())), texts.dictionary_encode(), structs),
+            (lists.cast(pa.list_(pa.int64(), 2)), texts, structs),
+        ]
+    ):
+        parquet.write_table(pa.table(dict(zip("lts", columns_of_file, strict=True))), tmp_path / f"{number}")
+
+    with torch_loader(str(tmp_path), 3, shuffle=False, transformation_fn=_as_numbers, cache=cache) as loader:
+        for _ in range(2):
+            batches = list(loader)
+            assert np.concatenate([batch["l"] for batch in batches]).tolist() == [[1, 2], [3, 4]] * 4
+            assert np.concatenate([batch["t"] for batch in batches]).tolist() == [1, 2] * 4
+            assert np.concatenate([batch["s.a"] for batch in batches]).tolist() == [1, 2] * 4
+
+
+def _as_numbers(arrays):
+    return {**arrays, "t": arrays["t"].astype(np.int64)}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (pa.timestamp("us"), pa.timestamp("us", "UTC")),
+        (pa.timestamp("us"), pa.timestamp("ms")),
+        (pa.list_(pa.int32()), pa.list_(pa.int64())),
+        (pa.decimal128(30, 2), pa.decimal128(30, 4)),
+    ],
+)
+def test_files_with_different_types_are_refused(tmp_path, one, other):
+    for name, type_ in (("0", one), ("1", other)):
+        array = pa.array([[1, 2]] if pa.types.is_list(type_) else [1]).cast(type_)
+        parquet.write_table(pa.table({"v": array}), tmp_path / name)
+
+    with pytest.raises(SchemaError, match=r"'v' is .* and .* in .*/1; all files must have the same columns"):
+        torch_loader(str(tmp_path), 3)
+
+
 def test_arrays_of_different_lengths_are_refused_from_the_footers(tmp_path):
     path = write(tmp_path / "p", x=[[1.0, 2.0], [1.0, 2.0, 3.0]], y=[0, 1])
     with pytest.raises(
