@@ -437,7 +437,7 @@ def _types(footer: Footer) -> dict[str, pa.DataType]:
 
 
 def _are_alike(one: pa.DataType, other: pa.DataType) -> bool:
-    return one == other or arrow_types.logical_type(one) == arrow_types.logical_type(other)
+    return bool(one == other or arrow_types.logical_type(one) == arrow_types.logical_type(other))
 
 
 def _leaves(footer: Footer) -> dict[str, list[LeafFacts]]:
