@@ -25,7 +25,7 @@ from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.ops.transfer import ExchangeSettings
 from sparkhvd.torch.optimizer.gradients import GradientExchange
 from sparkhvd.torch.optimizer.parameters import members_of
-from sparkhvd.torch.sync_batch_norm import synchronized_layers
+from sparkhvd.torch.sync_batch_norm import synchronized_layers, without_nan
 from sparkhvd.world import World
 
 STRATEGY_NAME = "sparkhvd"
@@ -190,8 +190,11 @@ class RankStrategy:
         weight = self.weight_of_pass()
         loss = closure_loss if weight == 1.0 else closure_loss * weight
         loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
-        if weight != 0.0 or self._gathers_gradients or synchronized_layers(self.lightning_module):
+        if weight != 0.0:
             self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
+        elif self._gathers_gradients or synchronized_layers(self.lightning_module):
+            with _finite_gradients(self.lightning_module):
+                self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
         if self._exchange is not None and not self._blocked:
             self._synchronize(self._exchange)
         result: torch.Tensor = self.precision_plugin.post_backward(loss, self.lightning_module)
@@ -279,7 +282,10 @@ class RankStrategy:
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return the tensors of all ranks along a new first dimension."""
         self._gathers_gradients = self._gathers_gradients or (sync_grads and torch.is_grad_enabled())
-        return stack_over_ranks(tensor, group, sync_grads=sync_grads)
+        gathered = stack_over_ranks(tensor, group, sync_grads=sync_grads)
+        if gathered.requires_grad and self.weight_of_pass() == 0.0:
+            gathered.register_hook(without_nan)  # type: ignore[no-untyped-call]
+        return gathered
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank ``src``; this rank's own if an exception is ending it."""
@@ -297,3 +303,15 @@ class RankStrategy:
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
+
+
+@contextmanager
+def _finite_gradients(module: torch.nn.Module) -> Iterator[None]:
+    """Within this block, add 0 to the gradients of a module where a backward pass yields NaN or infinity."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_hook(without_nan) for parameter in parameters]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

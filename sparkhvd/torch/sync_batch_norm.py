@@ -114,6 +114,11 @@ def synchronized_layers(module: torch.nn.Module) -> list[SyncBatchNorm]:
     return [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
 
 
+def without_nan(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with 0 for NaN and infinity: of a loss that is multiplied by 0 and may not be finite itself."""
+    return torch.nan_to_num(gradient, 0.0, 0.0, 0.0)
+
+
 class _Normalization(torch.autograd.Function):
     """Normalizes by the statistics of all ranks, which are outputs, too.
 
@@ -149,6 +154,8 @@ class _Normalization(torch.autograd.Function):
         normalized, inverse, weight, count = ctx.saved_tensors
         name, process_set, dtype, counts_rows = ctx.arguments
         gradient = gradient.to(normalized.dtype)
+        if not counts_rows:
+            gradient = without_nan(gradient)
         dims = _reduced_dimensions(normalized)
         bias_gradient, weight_gradient = gradient.sum(dims), (gradient * normalized).sum(dims)
         input_gradient = None

@@ -648,3 +648,34 @@ def orders_read(trainer_args):
 def test_overfit_batches_trains_on_the_same_batches_in_every_epoch(group):
     assert group.run(orders_read, {}) == [[0, 1, 2]] * SIZE
     assert group.run(orders_read, {"overfit_batches": 2}) == [[0, 0, 0]] * SIZE
+
+
+def synchronized_with_masked_rows(sizes):
+    """Train with a loss that is NaN for the placeholder of a rank without rows: it is over rows with other labels."""
+
+    class Masked(type(module())):
+        def training_step(self, batch, _index):
+            kept = batch["y"] != 0
+            losses = torch.nn.functional.cross_entropy(self(batch["x"]), batch["y"], reduction="none")
+            return (losses * kept).sum() / kept.sum()
+
+    model, rank = Masked("normalizing"), session.current().world.rank
+    data = source(sizes, rank)
+    data.columns["y"] = np.maximum(data.columns["y"], 1)
+    sample = {"x": data.columns["x"][:2], "y": np.zeros(2, np.int64)}
+    trainer = trainer_of(model, how={"sample": sample}, trainer_args={"sync_batchnorm": True})
+    trainer.fit(data, None, Hooks())
+    return flat(trainer._module)
+
+
+def test_the_loss_of_the_placeholder_row_of_a_rank_without_rows_may_be_nan(group):
+    sizes = [(0, 5), (0, 4), (0, 7)]
+    model, data = normalizing(), rows(16)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    labels = torch.from_numpy(np.maximum(data["y"], 1))
+    for x, y in zip(*(torch.split(part, [5, 4, 7]) for part in (torch.from_numpy(data["x"]), labels)), strict=True):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    for parameters in group.run(synchronized_with_masked_rows, sizes):
+        assert np.allclose(parameters, flat(model), rtol=1e-9, atol=1e-10)
