@@ -363,10 +363,17 @@ class RunCallback:
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:  # noqa: ARG002
         self._trainer = trainer
 
+    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
+        """Forget the steps of a trial, such as LearningRateFinder's: Lightning has restored the model since."""
+        self._feed.sums.pop("train", None)
+        self._feed.rows_of_buffers = 0
+
     def on_batch_end(self, batch: int) -> None:
         """Report progress after all hooks of a batch; may raise for a NaN or infinite loss."""
-        self._ended = time.monotonic()
         feed, trainer = self._feed, self._trainer
+        if RUN_KEY not in {callback.state_key for callback in trainer.checkpoint_callbacks}:
+            return  # Lightning replaces all callbacks during a trial
+        self._ended = time.monotonic()
         if self._needs_own_rows and not feed.train.used:
             raise ParamError(
                 "checkpoints has every_steps, but data_module trains on a loader of its own, whose position cannot be "

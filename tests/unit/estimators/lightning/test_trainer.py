@@ -650,6 +650,35 @@ def test_overfit_batches_trains_on_the_same_batches_in_every_epoch(group):
     assert group.run(orders_read, {"overfit_batches": 2}) == [[0, 0, 0]] * SIZE
 
 
+def after_a_trial(sizes):
+    """Train with a LearningRateFinder that can only find the module's own rate."""
+    from lightning.pytorch.callbacks import LearningRateFinder  # noqa: PLC0415
+
+    class Rated(type(module())):
+        lr = 0.02
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), self.lr)
+
+    model, rank = Rated(), session.current().world.rank
+    finder = LearningRateFinder(min_lr=0.02, max_lr=0.02, num_training_steps=7, early_stop_threshold=None)
+    trainer, hooks = trainer_of(model, 2, callbacks=[finder]), Hooks()
+    trainer.fit(source(sizes, rank), None, hooks)
+    (used,) = [callback for callback in trainer._trainer.callbacks if isinstance(callback, LearningRateFinder)]
+    assert len(used.optimal_lr.results["loss"]) == 7
+    records = [average_over_ranks(report, session.current()).train["loss"] for report in hooks.reports]
+    return flat(trainer._module), records, [(step.epoch, step.step) for step in hooks.steps]
+
+
+def test_the_trial_of_a_learning_rate_finder_counts_neither_in_the_history_nor_as_steps(group):
+    expected = [trained_plainly([sum(step) for step in EVEN], epochs) for epochs in (1, 2)]
+    steps = [(epoch, step + 1) for epoch in range(2) for step in range(len(EVEN))]
+    for parameters, losses, reported in group.run(after_a_trial, EVEN):
+        assert relative_error(parameters, expected[-1][0]) < 1e-5
+        assert losses == pytest.approx([loss for _, loss, _ in expected], rel=1e-5)
+        assert reported == steps
+
+
 def synchronized_with_masked_rows(sizes):
     """Train with a loss that is NaN for the placeholder of a rank without rows: it is over rows with other labels."""
 
