@@ -97,6 +97,10 @@ def create(url: str, **options: object) -> object:
         raise StoreError(
             f"There cannot be a Store at {url!r}: HTTP servers take no files. Use s3://, hdfs:// or a path."
         )
+    if scheme_of(url) == "local":
+        raise StoreError(
+            f"The scheme of {url!r} is known to fsspec only. Pass file://{url.partition('://')[2]} instead."
+        )
     backend = backend_of(scheme_of(url))
     try:
         return backend(url, **options)

@@ -130,3 +130,8 @@ def test_an_added_store_whose_package_is_missing_says_who_names_it(install):
 def test_http_is_refused_at_once(url):
     with pytest.raises(StoreError, match="HTTP servers take no files"):
         Store.create(url)
+
+
+def test_the_name_that_only_fsspec_has_for_local_folders_is_refused_with_the_right_url(tmp_path):
+    with pytest.raises(StoreError, match=rf"Pass file://{tmp_path} instead"):
+        Store.create(f"local://{tmp_path}")
