@@ -144,6 +144,16 @@ def test_a_state_that_cannot_be_pickled_ends_the_job():
     assert "cannot pickle '_thread.lock' object" in str(caught.value)
 
 
+def test_an_error_before_init_that_returns_every_time_ends_the_job_long_before_start_timeout():
+    def use_a_name_that_does_not_exist():
+        return this_name_does_not_exist  # noqa: F821
+
+    options = FAST | {"cooldown_range": (0.1, 0.1), "start_timeout": 3600}
+    with pytest.raises(RankFailedError, match="All of the first 6 workers failed before they reached") as caught:
+        sparkhvd.run_elastic(use_a_name_that_does_not_exist, num_proc=2, min_num_proc=1, **options)
+    assert "name 'this_name_does_not_exist' is not defined" in str(caught.value)
+
+
 def test_a_new_worker_that_hangs_at_its_start_is_replaced(tmp_path):
     options = FAST | {"start_timeout": 5}
     results = sparkhvd.run_elastic(
@@ -218,7 +228,7 @@ def test_no_rank_that_can_start_ends_in_a_start_timeout(tmp_path):
             (1, str(tmp_path)),
             num_proc=1,
             discovery=lambda: {"elsewhere": 1},
-            **FAST | {"start_timeout": 1},
+            **FAST | {"start_timeout": 1, "cooldown_range": (60, 60)},
         )
 
 

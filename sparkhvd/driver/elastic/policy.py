@@ -18,6 +18,8 @@ SETTLE_SECONDS = 10.0
 MAX_FRUITLESS = 3
 # First generations that end before any rank has a state.
 MAX_STATELESS = 5
+# Failures of num_proc workers each, in a row, before any worker has reached hvd.init().
+MAX_FAILED_STARTS = 3
 
 
 class Phase(Enum):
@@ -89,6 +91,7 @@ class View:
         notified: whether the members of the current generation were asked to leave it.
         stateful: whether a generation has had a state.
         fruitless: see ``MAX_FRUITLESS``.
+        failed_starts: workers that failed before ``hvd.init()`` since the last one that reached it.
         failed_end: why a rank failed after others had finished; empty if none has.
         reasons: the latest failures, oldest first.
     """
@@ -102,6 +105,7 @@ class View:
     notified: bool = False
     stateful: bool = False
     fruitless: int = 0
+    failed_starts: int = 0
     failed_end: str = ""
     reasons: tuple[str, ...] = field(default=())
 
@@ -247,6 +251,12 @@ def _hopeless(view: View, limits: Limits, holders: Sequence[Member]) -> str:
         return (
             "All ranks that held the state of the training were lost, so it cannot continue. Start the job again from "
             "a checkpoint of your own."
+        )
+    none_is_ready = view.generation == 0 and all(member.phase is Phase.STARTING for member in view.members)
+    if none_is_ready and view.failed_starts >= MAX_FAILED_STARTS * limits.num_proc:
+        return (
+            f"All of the first {view.failed_starts} workers failed before they reached hvd.init(). The same error "
+            "probably returns every time."
         )
     if not view.stateful and view.generation >= MAX_STATELESS:
         return (

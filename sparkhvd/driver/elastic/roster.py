@@ -45,6 +45,7 @@ class Roster:
         self._notified = False
         self._stateful = False
         self._fruitless = 0
+        self._failed_starts = 0
         self._newest = 0  # the newest commit at the end of the previous generation
         self._undisturbed = True  # whether the current generation has lost no member and was not asked to regroup
         self._has_finished = False  # whether the training function has returned on all ranks
@@ -71,6 +72,7 @@ class Roster:
             notified=self._notified,
             stateful=self._stateful,
             fruitless=self._fruitless,
+            failed_starts=self._failed_starts,
             failed_end=self._failed_end,
             reasons=tuple(self._reasons),
         )
@@ -92,6 +94,7 @@ class Roster:
         member = self._members.get(worker)
         if member is None or generation != member.generation or member.phase not in {Phase.STARTING, Phase.RUNNING}:
             return False
+        self._failed_starts = 0
         was_member = member.phase is Phase.RUNNING
         self._members[worker] = replace(member, phase=Phase.WAITING, since=now, commit=commit)
         if was_member:
@@ -142,6 +145,7 @@ class Roster:
         self.note(reason)
         if failed:
             self._cool(member.host, now)
+            self._failed_starts += member.phase is Phase.STARTING
         ending = any(one.phase in {Phase.FINISHED, Phase.RETURNED} for one in self._members.values())
         if member.phase is Phase.FINISHED or (ending and member.phase is Phase.RUNNING):
             self._failed_end = self._failed_end or reason

@@ -6,6 +6,7 @@ import pytest
 
 from sparkhvd.driver.elastic.policy import (
     JOIN_SECONDS,
+    MAX_FAILED_STARTS,
     MAX_FRUITLESS,
     MAX_STATELESS,
     SETTLE_SECONDS,
@@ -166,6 +167,16 @@ def test_a_state_that_cannot_be_synchronized_ends_the_job():
     assert "The first 5 generations all ended before their ranks had synchronized a state" in failure.why
     fewer = broken(waiting(0, generation=MAX_STATELESS - 1, rank=0), generation=MAX_STATELESS - 1, stateful=False)
     assert decide(fewer, LIMITS, 0.0) == [Form((0,))]
+
+
+def test_workers_that_all_fail_before_they_are_ready_end_the_job():
+    failed = View(0, (member(9, Phase.STARTING),), {"a": 3}, failed_starts=MAX_FAILED_STARTS * LIMITS.num_proc)
+    (failure,) = decide(failed, LIMITS, 1.0)
+    assert isinstance(failure, Fail)
+    assert "All of the first 6 workers failed before they reached hvd.init()" in failure.why
+    assert not any(isinstance(one, Fail) for one in decide(dataclasses.replace(failed, failed_starts=5), LIMITS, 1.0))
+    one_is_ready = dataclasses.replace(failed, members=(*failed.members, waiting(0)))
+    assert not any(isinstance(one, Fail) for one in decide(one_is_ready, LIMITS, 1.0))
 
 
 def test_joiners_make_an_intact_generation_regroup_once():

@@ -43,6 +43,21 @@ def test_a_lost_worker_stays_lost():
     assert roster.view(1.0).reasons == ("was killed",)
 
 
+def test_workers_that_fail_before_they_are_ready_are_counted_until_one_is_ready():
+    roster = Roster(Cooldown(), 0.0)
+    roster.offer({"a": 2})
+    for worker in range(4):
+        roster.started(worker, "a", 0.0)
+    roster.lost(0, "raised an error", 1.0)
+    roster.lost(1, "was ended because its slot is no longer offered", 1.0, failed=False)
+    assert roster.view(1.0).failed_starts == 1
+    roster.waiting(2, 0, -1, "", 2.0)
+    roster.lost(2, "was killed", 3.0)
+    assert roster.view(3.0).failed_starts == 0
+    roster.lost(3, "raised an error", 4.0)
+    assert roster.view(4.0).failed_starts == 1
+
+
 def test_a_broken_generation_is_gathered_when_no_survivor_is_on_its_way():
     roster = roster_of(3)
     roster.lost(2, "was killed", 1.0)
