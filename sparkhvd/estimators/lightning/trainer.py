@@ -165,7 +165,13 @@ class LightningTrainer:
         callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
         needs_own_rows = self._spec.checkpoints.every_steps is not None
         ends = self._ends = callback(
-            self, strategy.losses, feed, hooks, strategy.lr_scale, needs_own_rows=needs_own_rows
+            self,
+            strategy.losses,
+            feed,
+            hooks,
+            strategy.lr_scale,
+            finder=self._lightning.callbacks.LearningRateFinder,
+            needs_own_rows=needs_own_rows,
         )
         is_finished = hooks.first_epoch >= self._spec.epochs  # perhaps early: Lightning counts epochs itself
         own = {
@@ -287,6 +293,7 @@ class RunCallback:
         hooks: TrainHooks,
         lr_scale: float,
         *,
+        finder: type,
         needs_own_rows: bool = False,
     ) -> None:
         super().__init__()
@@ -295,6 +302,7 @@ class RunCallback:
         self._feed = feed
         self._hooks = hooks
         self._lr_scale = lr_scale
+        self._finder = finder
         self.batches_done: int | None = None  # of the epoch in which the run resumes
         self._loaded: State = {}
         self._best: BestModel | None = None
@@ -330,6 +338,10 @@ class RunCallback:
         }
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: State) -> None:  # noqa: ARG002
+        # The learning rate was found when the run began, and Lightning would lose the resumed state by another trial.
+        for callback in vars(trainer)["callbacks"]:  # which Lightning does not declare
+            if isinstance(callback, self._finder):
+                vars(callback)["on_fit_start"] = lambda *_: None
         states = checkpoint["callbacks"]
         best = states[self.state_key].pop("best", None)
         best_model.unpack_best_model(best, trainer.checkpoint_callbacks, states, trainer.is_global_zero)
@@ -371,7 +383,7 @@ class RunCallback:
     def on_batch_end(self, batch: int) -> None:
         """Report progress after all hooks of a batch; may raise for a NaN or infinite loss."""
         feed, trainer = self._feed, self._trainer
-        if RUN_KEY not in {callback.state_key for callback in trainer.checkpoint_callbacks}:
+        if self not in vars(trainer)["callbacks"]:
             return  # Lightning replaces all callbacks during a trial
         self._ended = time.monotonic()
         if self._needs_own_rows and not feed.train.used:

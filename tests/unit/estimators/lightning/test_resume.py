@@ -69,6 +69,42 @@ def test_a_resumed_run_equals_an_uninterrupted_one(group, kind):
         assert np.array_equal(undisturbed, resumed)
 
 
+def continued_at_the_rate_that_was_found():
+    """Return parameters and rates as ``continued`` does, where a LearningRateFinder has set the learning rate."""
+    from lightning.pytorch.callbacks import LearningRateFinder  # noqa: PLC0415
+
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    class Rated(type(module())):
+        lr = 0.02
+
+        def configure_callbacks(self):
+            return LearningRateFinder(1e-3, 0.1, num_training_steps=20, early_stop_threshold=None)
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), self.lr)
+
+    rank, found = session.current().world.rank, []
+    for stops in ((4,), (2, 4)):
+        state, first = None, 0
+        for epochs in stops:
+            trainer, hooks = trainer_of(Rated(), epochs), Rates(first_epoch=first)
+            if state is not None:
+                trainer.restore(state)
+            trainer.fit(source(EVEN, rank), None, hooks)
+            assert [report.epoch for report in hooks.reports] == list(range(first, epochs))
+            state, first = hvd.broadcast_object(hooks.state, 0), epochs
+        found.append((flat(trainer._package.model), set(hooks.rates)))
+    return found
+
+
+def test_a_resumed_run_keeps_the_learning_rate_that_was_found_at_its_start(group):
+    for (parameters, rates), (resumed, kept) in group.run(continued_at_the_rate_that_was_found):
+        assert rates == kept
+        assert rates != {0.02}
+        assert np.array_equal(parameters, resumed)
+
+
 class First(Keeping):
     """Keeps the state of the first epoch."""
 
