@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections import Counter
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,12 +44,12 @@ def refuse_unsafe(checkpoint: Path | io.BytesIO, what: str) -> None:
         )
 
 
-def plain_numbers(state: object) -> object:
+def plain_numbers(state: Any) -> Any:
     """Return ``state`` with NumPy scalars, such as a learning rate of ``numpy.logspace``, as Python numbers."""
     if isinstance(state, np.generic):
         return state.item()
-    if type(state) is dict:
-        return {name: plain_numbers(value) for name, value in state.items()}
+    if type(state) in {dict, Counter}:  # MultiStepLR counts its milestones
+        return type(state)({plain_numbers(name): plain_numbers(value) for name, value in state.items()})
     if type(state) is list:
         return [plain_numbers(value) for value in state]
     if type(state) is tuple:

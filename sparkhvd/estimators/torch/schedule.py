@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import torch
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.policies import metric_value
 from sparkhvd.estimators.reports import EpochRecord
+from sparkhvd.estimators.torch.safe_state import plain_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +22,7 @@ Scheduler = torch.optim.lr_scheduler.LRScheduler
 
 # The keys of a parameter group that hold learning rates.
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_OMITTED = object()  # a value that a checkpoint cannot hold
 # Schedulers with learning rates of their own, which scale_lr cannot scale.
 _OWN_RATES = ("CyclicLR", "OneCycleLR", "ReduceLROnPlateau")
 
@@ -75,6 +78,7 @@ class RunningSchedule:
     """
 
     def __init__(self, schedule: LRSchedule | None, optimizer: torch.optim.Optimizer, lr_scale: float) -> None:
+        self._warned = False
         self._every = None if schedule is None else schedule.every
         self._monitor = None if schedule is None else schedule.monitor
         self._scheduler = None if schedule is None else _create_scheduler(schedule, optimizer, lr_scale)
@@ -93,7 +97,17 @@ class RunningSchedule:
         """Return the state for ``restore``."""
         if self._scheduler is None:
             return None
-        return {name: value for name, value in self._scheduler.state_dict().items() if _is_plain(value)}
+        omitted: list[str] = []
+        state: dict[str, Any] = _plain_part(plain_numbers(self._scheduler.state_dict()), "", omitted)
+        if omitted and not self._warned:
+            self._warned = True
+            logger.warning(
+                "The checkpoint omits these attributes of %s: %s. A checkpoint may hold only tensors, numbers, "
+                "strings, lists and dicts; a resumed run starts with new values of the others.",
+                type(self._scheduler).__name__,
+                ", ".join(omitted),
+            )
+        return state
 
     def restore(self, state: dict[str, Any] | None, factor: float) -> None:
         """Resume from ``state``, with learning rates multiplied by ``factor``."""
@@ -187,10 +201,25 @@ def scale_schedule(scheduler: Any, factor: float) -> None:
                 setattr(part, name, [rate * factor for rate in getattr(part, name)])
 
 
-def _is_plain(value: object) -> bool:
-    """Whether ``torch.load(..., weights_only=True)`` can load a value."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+def _plain_part(value: Any, name: str, omitted: list[str]) -> Any:
+    """Return the part of a scheduler's state that ``torch.load(..., weights_only=True)`` can load.
+
+    Args:
+        value: the state, or a part of it.
+        name: the path to ``value``.
+        omitted: receives the paths to the values that cannot be loaded; functions are not state.
+    """
     if isinstance(value, dict):
-        return all(_is_plain(item) for item in value.values())
-    return value is None or isinstance(value, bool | int | float | str | torch.Tensor)
+        parts = {key: _plain_part(item, f"{name}.{key}" if name else str(key), omitted) for key, item in value.items()}
+        kept = {key: part for key, part in parts.items() if part is not _OMITTED}
+        return Counter(kept) if isinstance(value, Counter) else kept
+    if isinstance(value, list | tuple):
+        items = [_plain_part(item, f"{name}[{index}]", omitted) for index, item in enumerate(value)]
+        if any(item is _OMITTED for item in items):
+            return _OMITTED
+        return items if isinstance(value, list) else tuple(items)
+    if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
+        return value
+    if not callable(value):
+        omitted.append(f"{name} ({type(value).__name__})")
+    return _OMITTED

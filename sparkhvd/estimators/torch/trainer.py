@@ -88,7 +88,7 @@ class TorchTrainer:
             "buffers": buffers_beside(self._model),
             "optimizer": plain_numbers(self._plain_optimizer.state_dict()),
             "lr_scale": self._lr_scale,
-            "schedule": plain_numbers(self._schedule.state()),
+            "schedule": self._schedule.state(),
             "scaler": self._stepper.scaler.state_dict(),
             "losses": [_tensors(loss) for loss in self._package.objective.loss_modules()],
         }

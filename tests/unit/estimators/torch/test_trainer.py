@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import random
 from dataclasses import replace
 
@@ -11,9 +12,11 @@ from torch.nn import functional
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.data.schema.data_schema import DataSchema
-from sparkhvd.estimators.reports import EpochReport
+from sparkhvd.estimators.reports import EpochRecord, EpochReport
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.plugin import PLUGIN
+from sparkhvd.estimators.torch.safe_state import plain_numbers
+from sparkhvd.estimators.torch.schedule import LRSchedule, RunningSchedule
 from sparkhvd.estimators.training.history import average_over_ranks
 from sparkhvd.world import World
 from tests.ranks import RankGroup
@@ -242,6 +245,69 @@ def test_a_resumed_run_equals_an_uninterrupted_one(alone):
     second.fit(as_one(steps), None, hooks)
     assert [report.epoch for report in hooks.reports] == [2, 3]
     assert np.array_equal(flat(second._model), flat(undisturbed._model))
+
+
+class Fading(torch.optim.lr_scheduler.LRScheduler):
+    """Keeps its rate as a NumPy number, and an object that is no number."""
+
+    def __init__(self, optimizer):
+        self.rate, self.seen = np.float32(1.0), {1}
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.rate = np.float32(self.rate * 0.5)
+        return [float(base * self.rate) for base in self.base_lrs]
+
+
+class Shrinking:
+    """A function with a state, some of which a checkpoint cannot hold."""
+
+    def __init__(self):
+        self.calls, self.seen = np.int64(0), {1}
+
+    def __call__(self, _epoch):
+        self.calls += 1
+        return 0.5**self.calls
+
+
+def two_parts(optimizer):
+    parts = [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.LambdaLR(optimizer, Shrinking())]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [1])
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "omitted"),
+    [
+        (Fading, ["seen (set)"]),
+        (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, Shrinking()), ["lr_lambdas[0].seen (set)"]),
+        (two_parts, ["_schedulers[1].lr_lambdas[0].seen (set)"]),
+        (lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, np.array([1, 3, 4]), 0.5), []),
+    ],
+    ids=["own", "function", "sequence", "milestones"],
+)
+def test_a_resumed_schedule_continues_with_its_numbers_of_numpy(scheduler, omitted, caplog):
+    def rates(count, state=None):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule = RunningSchedule(LRSchedule(scheduler), optimizer, 1.0)
+        if state is not None:
+            content = torch.load(io.BytesIO(state), weights_only=True)
+            optimizer.load_state_dict(content[0])
+            schedule.restore(content[1], 1.0)
+        found = []
+        for epoch in range(count):
+            schedule.after_epoch(EpochRecord(epoch, {}))
+            found.append(optimizer.param_groups[0]["lr"])
+        buffer = io.BytesIO()
+        torch.save([plain_numbers(optimizer.state_dict()), schedule.state()], buffer)
+        schedule.state()
+        return found, buffer.getvalue()
+
+    wanted, _ = rates(5)
+    assert len(set(wanted)) > 2
+    caplog.clear()
+    first, state = rates(2)
+    assert [record.getMessage().split(": ")[1].split(". ")[0] for record in caplog.records] == omitted
+    assert first + rates(3, state)[0] == wanted
 
 
 class Noisy(torch.nn.Linear):
