@@ -39,6 +39,17 @@ def repeat_epoch_start_hooks(trainer: Trainer, call: ModuleType) -> None:
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")  # noqa: SLF001
 
 
+def finish_epoch(trainer: Trainer) -> None:
+    """Let a run that resumes at the end of an epoch begin the next one, after its loops are restored.
+
+    With ``max_steps``, Lightning would end the last epoch again, without batches, and report its values anew.
+    """
+    loop = trainer.fit_loop
+    if not hasattr(loop, "restarted_mid_epoch"):  # Lightning before 2.5
+        return
+    super(type(loop), type(loop)).restarting.fset(loop, False)  # type: ignore[attr-defined]  # the loop's own ignores it
+
+
 def resume_after_batch(checkpoint: State, done: int) -> None:
     """Change a checkpoint from a batch's last hook so that Lightning resumes with the next batch.
 

@@ -19,7 +19,7 @@ from sparkhvd.estimators.lightning.attributes import attributes_unchanged
 from sparkhvd.estimators.lightning.batches import BatchShare, RankLoader
 from sparkhvd.estimators.lightning.hints import batch_hint
 from sparkhvd.estimators.lightning.hot_start import load_earlier_states
-from sparkhvd.estimators.lightning.mid_epoch_resume import repeat_epoch_start_hooks
+from sparkhvd.estimators.lightning.mid_epoch_resume import finish_epoch, repeat_epoch_start_hooks
 from sparkhvd.estimators.torch.divisors import counted_rows
 from sparkhvd.estimators.torch.renormalization import Renormalization, rows_keep_their_norms
 from sparkhvd.estimators.torch.safe_state import plain_numbers
@@ -153,6 +153,13 @@ class EstimatorSteps:
             load_earlier_states(self.optimizers, self.earlier, schedulers)
         if self.lr_scale != 1.0:
             scale_lr(self.optimizers, schedulers, self.lr_scale)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """See ``finish_epoch``; Lightning has restored its loops before."""
+        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        trainer = self.lightning_module.trainer
+        if not self.feed.within_epoch and trainer.max_steps != -1:
+            finish_epoch(trainer)
 
     def barrier(self, name: str | None = None) -> None:
         """Do nothing while only this rank saves a checkpoint."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +68,42 @@ def test_a_resumed_run_returns_the_best_epoch_of_all(group):
 def test_a_resumed_run_equals_an_uninterrupted_one(group, kind):
     for undisturbed, resumed in group.run(continued, kind):
         assert np.array_equal(undisturbed, resumed)
+
+
+def ended_by_steps():
+    """Return the epochs, parameters and losses of a run of 30 steps in 12 per epoch, and of one that resumes."""
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    class Ending(Keeping):
+        def on_epoch_end(self, report, trainer):
+            super().on_epoch_end(report, trainer)
+            if report.epoch == self.last:
+                raise InterruptedError
+            return True
+
+    rank, found = session.current().world.rank, []
+    for stops in ((None,), (0, None), (0, 1, None)):
+        state, first, reports = None, 0, []
+        for last in stops:
+            trainer, hooks = trainer_of(module(), 9, trainer_args={"max_steps": 30}), Ending(first_epoch=first)
+            hooks.last = last
+            if state is not None:
+                trainer.restore(state)
+            with pytest.raises(InterruptedError) if last is not None else contextlib.nullcontext():
+                trainer.fit(source(EVEN, rank), None, hooks)
+            reports += [(report.epoch, report.train["loss"]) for report in hooks.reports]
+            state = hvd.broadcast_object(hooks.state, 0)
+            first = (last or 0) + 1
+        found.append((flat(trainer._package.model), reports, trainer._trainer.global_step))
+    return found
+
+
+def test_a_run_that_max_steps_will_end_resumes_with_its_next_epoch(group):
+    for (parameters, reports, steps), *resumed in group.run(ended_by_steps):
+        assert ([epoch for epoch, _ in reports], steps) == ([0, 1, 2], 30)
+        for others in resumed:
+            assert others[1:] == (reports, steps)
+            assert np.array_equal(others[0], parameters)
 
 
 def continued_at_the_rate_that_was_found():
