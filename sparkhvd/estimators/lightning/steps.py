@@ -21,6 +21,7 @@ from sparkhvd.estimators.lightning.hints import batch_hint
 from sparkhvd.estimators.lightning.hot_start import load_earlier_states
 from sparkhvd.estimators.lightning.mid_epoch_resume import finish_epoch, repeat_epoch_start_hooks
 from sparkhvd.estimators.torch.divisors import counted_rows
+from sparkhvd.estimators.torch.frozen import freeze_only
 from sparkhvd.estimators.torch.renormalization import Renormalization, rows_keep_their_norms
 from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, scale_schedule
@@ -90,6 +91,7 @@ class EstimatorSteps:
     saves_alone = False
     ended = False
     resumable = False
+    frozen: Sequence[str] | None = None  # the parameters without gradients where the run resumes
     _validates_every: float | None = None
     _renormalization: Renormalization | None = None
 
@@ -128,6 +130,9 @@ class EstimatorSteps:
         Validation is therefore off until the first batch starts.
         """
         super().on_train_start()  # type: ignore[misc]
+        if self.frozen is not None:
+            freeze_only(self.lightning_module, self.frozen)
+            self.frozen = None
         if self.feed.within_epoch:
             trainer = self.lightning_module.trainer
             repeat_epoch_start_hooks(trainer, self.call)

@@ -37,6 +37,7 @@ from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.divisors import loss_divisors
+from sparkhvd.estimators.torch.frozen import frozen_parameters
 from sparkhvd.estimators.torch.inputs import model_dtype
 from sparkhvd.estimators.torch.randomness import random_state, restore_random, seed_generators
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe
@@ -335,6 +336,8 @@ class RunCallback:
             "batches": self._batches,
             "buffers": buffers_beside(self._trainer.lightning_module),
             "losses": dict(self._losses.state_dict()),
+            "loss_buffers": buffers_beside(self._losses),
+            "frozen": frozen_parameters(self._trainer.lightning_module),
         }
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: State) -> None:  # noqa: ARG002
@@ -358,6 +361,8 @@ class RunCallback:
             return
         take_buffers(module, self._loaded.get("buffers", {}))
         self._losses.load_state_dict(self._loaded.get("losses", {}), strict=False)
+        take_buffers(self._losses, self._loaded.get("loss_buffers", {}))
+        strategy_of(trainer).frozen = self._loaded.get("frozen")
         # Schedulers and callbacks may read metrics of an earlier epoch.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._loaded["metrics"].items()})
         batches = self._loaded.get("batches", 0)

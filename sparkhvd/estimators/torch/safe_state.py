@@ -44,6 +44,18 @@ def refuse_unsafe(checkpoint: Path | io.BytesIO, what: str) -> None:
         )
 
 
+def is_loadable(value: object) -> bool:
+    """Return whether ``torch.load(..., weights_only=True)`` can open a value that ``torch.save`` has written."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception:  # noqa: BLE001  (any failure of the value's own pickling)
+        return False
+    return True
+
+
 def plain_numbers(state: Any) -> Any:
     """Return ``state`` with NumPy scalars, such as a learning rate of ``numpy.logspace``, as Python numbers."""
     if isinstance(state, np.generic):

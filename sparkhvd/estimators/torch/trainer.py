@@ -23,11 +23,12 @@ from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchRun
 from sparkhvd.estimators.torch.divisors import loss_divisors
 from sparkhvd.estimators.torch.epoch_metrics import EpochMetrics
+from sparkhvd.estimators.torch.frozen import freeze_only, frozen_parameters
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.package import Package
 from sparkhvd.estimators.torch.randomness import random_state, restore_random, seed_generators
 from sparkhvd.estimators.torch.renormalization import Renormalization
-from sparkhvd.estimators.torch.safe_state import plain_numbers
+from sparkhvd.estimators.torch.safe_state import is_loadable, plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, RunningSchedule
 from sparkhvd.estimators.torch.steps import Forward, Stepper
 from sparkhvd.torch.buffers import buffers_beside, synchronize_buffers, take_buffers
@@ -86,11 +87,13 @@ class TorchTrainer:
         content = {
             "model": self._model.state_dict(),
             "buffers": buffers_beside(self._model),
+            "frozen": frozen_parameters(self._model),
             "optimizer": plain_numbers(self._plain_optimizer.state_dict()),
             "lr_scale": self._lr_scale,
             "schedule": self._schedule.state(),
             "scaler": self._stepper.scaler.state_dict(),
-            "losses": [_tensors(loss) for loss in self._package.objective.loss_modules()],
+            "losses": [_loss_state(loss) for loss in self._package.objective.loss_modules()],
+            "loss_buffers": [buffers_beside(loss) for loss in self._package.objective.loss_modules()],
         }
         torch.save(content, buffer)
         return buffer.getvalue()
@@ -100,6 +103,8 @@ class TorchTrainer:
         content = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
         self._model.load_state_dict(content["model"])
         take_buffers(self._model, content.get("buffers", {}))
+        if "frozen" in content:
+            freeze_only(self._model, content["frozen"])
         self._plain_optimizer.load_state_dict(content["optimizer"])
         factor = self._lr_scale / content["lr_scale"]
         _scale_lr(self._plain_optimizer, factor)
@@ -108,6 +113,8 @@ class TorchTrainer:
             self._stepper.scaler.load_state_dict(content["scaler"])
         for loss, values in zip(self._package.objective.loss_modules(), content["losses"], strict=True):
             loss.load_state_dict(values, strict=False)
+        for loss, buffers in zip(self._package.objective.loss_modules(), content.get("loss_buffers", ()), strict=False):
+            take_buffers(loss, buffers)
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook stops it; collective."""
@@ -245,6 +252,12 @@ def _closable(batches: Iterator[Batch]) -> Generator[Batch]:
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+
+
+def _loss_state(loss: torch.nn.Module) -> dict[str, Any]:
+    """Return the state of a loss, with the extra states that a checkpoint can hold."""
+    state = loss.state_dict()
+    return {name: part for name, part in state.items() if isinstance(part, torch.Tensor) or is_loadable(part)}
 
 
 def _scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

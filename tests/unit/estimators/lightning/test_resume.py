@@ -70,6 +70,59 @@ def test_a_resumed_run_equals_an_uninterrupted_one(group, kind):
         assert np.array_equal(undisturbed, resumed)
 
 
+def freezing_by_itself():
+    """Return a module whose hooks freeze a layer for the first epoch."""
+
+    class Freezing(type(module())):
+        def on_train_start(self):
+            super().on_train_start()
+            self.layers[0].requires_grad_(False)
+
+        def on_train_epoch_start(self):
+            super().on_train_epoch_start()
+            if self.current_epoch == 1:
+                self.layers[0].requires_grad_(True)
+
+    return Freezing()
+
+
+def continued_after_unfreezing(within):
+    """Return the parameters of an undisturbed run whose second epoch unfreezes a layer, and of one resumed later."""
+    from lightning.pytorch.callbacks import BaseFinetuning  # noqa: PLC0415
+
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    class Second(BaseFinetuning):
+        def freeze_before_training(self, trained):
+            self.freeze(trained.layers[0])
+
+        def finetune_function(self, trained, epoch, optimizer):
+            if epoch == 1 and not within:
+                self.unfreeze_and_add_param_group(trained.layers[0], optimizer)
+
+    rank, found = session.current().world.rank, []
+    for stops in ((4,), (3, 4)):
+        state, first = None, 0
+        for epochs in stops:
+            model, callbacks = (freezing_by_itself(), []) if within else (module(), [Second()])
+            if not within:
+                type(model).configure_optimizers = lambda trained: torch.optim.SGD(trained.layers[2].parameters(), 0.1)
+            trainer, hooks = trainer_of(model, epochs, callbacks=callbacks), Keeping(first_epoch=first)
+            if state is not None:
+                trainer.restore(state)
+            trainer.fit(source(EVEN, rank), None, hooks)
+            state, first = hvd.broadcast_object(hooks.state, 0), epochs
+        found.append(flat(trainer._package.model))
+    return found
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["callback", "module"])
+def test_what_an_earlier_epoch_unfroze_trains_on_in_a_resumed_run(group, within):
+    for undisturbed, resumed in group.run(continued_after_unfreezing, within):
+        assert not np.array_equal(undisturbed[:96], flat(network())[:96])
+        assert np.array_equal(undisturbed, resumed)
+
+
 def ended_by_steps():
     """Return the epochs, parameters and losses of a run of 30 steps in 12 per epoch, and of one that resumes."""
     import sparkhvd.torch as hvd  # noqa: PLC0415

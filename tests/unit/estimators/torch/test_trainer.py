@@ -14,6 +14,7 @@ from sparkhvd.comm import session
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.estimators.reports import EpochRecord, EpochReport
 from sparkhvd.estimators.torch import artifact
+from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.plugin import PLUGIN
 from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import LRSchedule, RunningSchedule
@@ -244,6 +245,53 @@ def test_a_resumed_run_equals_an_uninterrupted_one(alone):
     hooks = Hooks(first_epoch=2)
     second.fit(as_one(steps), None, hooks)
     assert [report.epoch for report in hooks.reports] == [2, 3]
+    assert np.array_equal(flat(second._model), flat(undisturbed._model))
+
+
+class Second(TorchCallback):
+    def on_epoch_begin(self, run, epoch):
+        if epoch == 1:
+            run.model[0].requires_grad_(True)
+
+
+class CountingLoss(torch.nn.Module):
+    """Counts its calls in a buffer that no ``state_dict`` holds, and in an extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()), persistent=False)
+        self.calls = 0
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+    def forward(self, output, label):
+        if torch.is_grad_enabled():
+            self.factor *= 0.95
+            self.calls += 1
+        return functional.cross_entropy(output, label) * self.factor / self.calls
+
+
+@pytest.mark.parametrize("changes", [{"callbacks": [Second()]}, {"loss": CountingLoss()}], ids=["unfrozen", "loss"])
+def test_a_resumed_run_goes_on_with_unfrozen_layers_and_the_state_of_a_loss(alone, changes):
+    world, steps = session.current().world, [(8,)] * 6
+
+    def trainer(epochs):
+        model = network()
+        model[0].requires_grad_("callbacks" not in changes)
+        params = {"loss": functional.cross_entropy, **changes, "label_cols": ("y",), "schema": DATA}
+        params |= {"model": model, "optimizer": OPTIMIZERS["momentum"](model)}
+        return PLUGIN.trainer(PLUGIN.pack(params), spec(DATA, epochs), world)
+
+    undisturbed, first, second = trainer(4), trainer(2), trainer(4)
+    undisturbed.fit(as_one(steps), None, Hooks())
+    first.fit(as_one(steps), None, Hooks())
+    second.restore(first.state())
+    second.fit(as_one(steps), None, Hooks(first_epoch=2))
+    assert not np.array_equal(flat(second._model)[:96], flat(network())[:96])
     assert np.array_equal(flat(second._model), flat(undisturbed._model))
 
 
