@@ -194,7 +194,7 @@ class Roster:
             return
         for worker, member in list(self._members.items()):
             if member.phase is Phase.RETURNED:
-                self._members[worker] = replace(member, phase=Phase.WAITING)
+                self._members[worker] = replace(member, phase=Phase.WAITING)  # `lost` ignores those that have returned
                 self.lost(worker, _early_return(member), now)
 
     def _break(self, now: float) -> None:

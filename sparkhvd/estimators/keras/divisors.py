@@ -116,17 +116,18 @@ def _with_rows(loss: Callable[..., keras.KerasTensor], mean: keras.metrics.Mean)
 
     In a graph of TensorFlow the shape of a batch lacks the rows, and Keras then gives all batches the same weight.
     """
-    rows: list[keras.KerasTensor | int] = []
+    rows: keras.KerasTensor | int = 0  # of the latest call of the loss
     update = mean.update_state
 
     def compute(
         labels: keras.KerasTensor, outputs: keras.KerasTensor, weights: keras.KerasTensor | None = None
     ) -> keras.KerasTensor:
-        rows[:] = [keras.ops.shape(keras.tree.flatten(outputs)[0])[0]]
+        nonlocal rows
+        rows = keras.ops.shape(keras.tree.flatten(outputs)[0])[0]
         return loss(labels, outputs, weights)
 
     def update_by_rows(value: keras.KerasTensor, sample_weight: int | None = None) -> None:  # noqa: ARG001
-        update(value, sample_weight=rows[0])
+        update(value, sample_weight=rows)
 
     mean.update_state = update_by_rows
     return compute

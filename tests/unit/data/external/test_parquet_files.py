@@ -350,7 +350,7 @@ def test_arrays_of_different_lengths_are_refused_from_the_footers(tmp_path):
         SchemaError, match=r"has arrays of different lengths in .*: 5 values in 2 rows, where the first"
     ):
         opened(path, ["x"])
-    # What the footers cannot tell is told as it is read.
+    # The footers have only sums of lengths, so these arrays are refused when they are read.
     files = opened(write(tmp_path / "p", x=[[1.0, 2.0], [1.0], [1.0, 2.0, 3.0]], y=[0, 1, 2]), ["x"])
     with pytest.raises(DataError, match="arrays of length 1 to 3"):
         rows_of(files)

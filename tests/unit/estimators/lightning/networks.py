@@ -131,6 +131,21 @@ def module(kind="simple", flavour="lightning.pytorch"):
     return Simple(kind)
 
 
+def rated(*callbacks):
+    """Return a module whose ``lr`` is its learning rate, so that a LearningRateFinder can set it."""
+
+    class Rated(type(module())):
+        lr = 0.02
+
+        def configure_callbacks(self):
+            return list(callbacks)
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), self.lr)
+
+    return Rated()
+
+
 def trainer_of(model, epochs=1, how=None, data=DATA, **more):
     from sparkhvd.estimators.lightning.plugin import PLUGIN  # noqa: PLC0415
 

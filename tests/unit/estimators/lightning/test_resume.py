@@ -23,6 +23,7 @@ from tests.unit.estimators.lightning.networks import (
     flat,
     module,
     network,
+    rated,
     source,
     trainer_of,
 )
@@ -165,20 +166,12 @@ def continued_at_the_rate_that_was_found():
 
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
-    class Rated(type(module())):
-        lr = 0.02
-
-        def configure_callbacks(self):
-            return LearningRateFinder(1e-3, 0.1, num_training_steps=20, early_stop_threshold=None)
-
-        def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters(), self.lr)
-
     rank, found = session.current().world.rank, []
     for stops in ((4,), (2, 4)):
         state, first = None, 0
         for epochs in stops:
-            trainer, hooks = trainer_of(Rated(), epochs), Rates(first_epoch=first)
+            finder = LearningRateFinder(1e-3, 0.1, num_training_steps=20, early_stop_threshold=None)
+            trainer, hooks = trainer_of(rated(finder), epochs), Rates(first_epoch=first)
             if state is not None:
                 trainer.restore(state)
             trainer.fit(source(EVEN, rank), None, hooks)

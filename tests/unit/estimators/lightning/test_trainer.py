@@ -28,6 +28,7 @@ from tests.unit.estimators.lightning.networks import (
     module,
     network,
     normalizing,
+    rated,
     rows,
     source,
     trainer_of,
@@ -654,15 +655,9 @@ def after_a_trial(sizes):
     """Train with a LearningRateFinder that can only find the module's own rate."""
     from lightning.pytorch.callbacks import LearningRateFinder  # noqa: PLC0415
 
-    class Rated(type(module())):
-        lr = 0.02
-
-        def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters(), self.lr)
-
-    model, rank = Rated(), session.current().world.rank
+    rank = session.current().world.rank
     finder = LearningRateFinder(min_lr=0.02, max_lr=0.02, num_training_steps=7, early_stop_threshold=None)
-    trainer, hooks = trainer_of(model, 2, callbacks=[finder]), Hooks()
+    trainer, hooks = trainer_of(rated(), 2, callbacks=[finder]), Hooks()
     trainer.fit(source(sizes, rank), None, hooks)
     (used,) = [callback for callback in trainer._trainer.callbacks if isinstance(callback, LearningRateFinder)]
     assert len(used.optimal_lr.results["loss"]) == 7

@@ -248,7 +248,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(alone):
     assert np.array_equal(flat(second._model), flat(undisturbed._model))
 
 
-class Second(TorchCallback):
+class Unfreezing(TorchCallback):
+    """Trains the first layer from the second epoch on."""
+
     def on_epoch_begin(self, run, epoch):
         if epoch == 1:
             run.model[0].requires_grad_(True)
@@ -275,7 +277,7 @@ class CountingLoss(torch.nn.Module):
         return functional.cross_entropy(output, label) * self.factor / self.calls
 
 
-@pytest.mark.parametrize("changes", [{"callbacks": [Second()]}, {"loss": CountingLoss()}], ids=["unfrozen", "loss"])
+@pytest.mark.parametrize("changes", [{"callbacks": [Unfreezing()]}, {"loss": CountingLoss()}], ids=["unfrozen", "loss"])
 def test_a_resumed_run_goes_on_with_unfrozen_layers_and_the_state_of_a_loss(alone, changes):
     world, steps = session.current().world, [(8,)] * 6
 
@@ -296,7 +298,7 @@ def test_a_resumed_run_goes_on_with_unfrozen_layers_and_the_state_of_a_loss(alon
 
 
 class Fading(torch.optim.lr_scheduler.LRScheduler):
-    """Keeps its rate as a NumPy number, and an object that is no number."""
+    """Keeps its rate as a NumPy number, and an object that is not a number."""
 
     def __init__(self, optimizer):
         self.rate, self.seen = np.float32(1.0), {1}
