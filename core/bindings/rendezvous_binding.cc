@@ -98,6 +98,7 @@ void RegisterRendezvous(py::module_& module) {
             return Get(server, key, timeout_s);
           },
           arg("key"), arg("timeout_s"))
+      .def("erase", &TcpStoreServer::Erase, arg("prefix"), py::call_guard<GilRelease>())
       .def("close", &TcpStoreServer::Close, py::call_guard<GilRelease>());
   py::class_<RendezvousClient>(module, "RendezvousClient")
       .def(py::init(&Connect), arg("addresses"), arg("token"), arg("timeout_s"),

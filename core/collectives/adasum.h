@@ -11,7 +11,7 @@
 
 namespace sparkhvd {
 
-// Returns whether adaptive sums are defined for `dtype`: they are for floating types.
+// Returns whether `dtype` is a floating-point type. Adaptive sums need one.
 bool HasAdasum(DType dtype);
 
 // Replaces `data` on every rank with the adaptive sum of all ranks' data. All ranks get the same
@@ -23,7 +23,7 @@ bool HasAdasum(DType dtype);
 // orthogonal, their mean if they are equal (Maleki and others, "Scaling Distributed Training with
 // Adaptive Summation", MLSys 2021). More vectors are summed in a binary tree. With n ranks and p
 // the largest power of two up to n, ranks r and p + r are paired first for every r below n - p.
-// Then the p results pair neighbours, pairs of neighbours and so on.
+// Then the p results are summed in pairs of neighbours, these sums again in pairs, and so on.
 Status AdasumTree(Transport& transport, DType dtype, Span<const size_t> lengths, std::byte* data,
                   Deadline deadline);
 

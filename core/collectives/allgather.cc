@@ -22,8 +22,8 @@ std::vector<size_t> Offsets(const std::vector<size_t>& lengths) {
 
 }  // namespace
 
-// Every step sends to the right the contribution that came from the left in the previous step. The
-// first step sends this rank's own.
+// Each step sends to the right what the previous step received from the left. The first step sends
+// this rank's own contribution.
 Status AllgatherRing(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
                      Bytes target, Deadline deadline) {
   const int size = transport.size();

@@ -50,8 +50,9 @@ Status AllreduceHierarchical(Transport& transport, ArenaSteps* steps, const Hier
   }
   if (own.count > 0) {
     TransportSubset peers(transport, hierarchy.LaneRanks());
-    SHVD_TRY(ReduceAround(peers, reduction, hierarchy.size(), lane, own.count, scratch, deadline)
-                 .Annotate("between hosts"));
+    SHVD_TRY(
+        AllreduceRingInPlace(peers, reduction, hierarchy.size(), lane, own.count, scratch, deadline)
+            .Annotate("between hosts"));
   }
   if (steps == nullptr) return Status();
   std::vector<size_t> lengths;

@@ -15,8 +15,9 @@ constexpr size_t kCacheLine = 64;
 // workstations", 2009). The data is cut into one slice per rank. In N - 1 steps, partial results
 // move to the right until every rank holds the complete result of its slice. In N - 1 more steps,
 // the results move around the ring.
-Status ReduceAround(Transport& transport, const Reduction& reduction, int ranks, std::byte* data,
-                    size_t count, std::vector<std::byte>& scratch, Deadline deadline) {
+Status AllreduceRingInPlace(Transport& transport, const Reduction& reduction, int ranks,
+                            std::byte* data, size_t count, std::vector<std::byte>& scratch,
+                            Deadline deadline) {
   if (count == 0) return Status();
   const std::vector<Slice> slices =
       EvenSlices(count, transport.size(), kCacheLine / SizeOf(reduction.dtype));
@@ -32,7 +33,8 @@ Status AllreduceRing(Transport& transport, const Reduction& reduction, const std
                      std::byte* target, size_t count, std::vector<std::byte>& scratch,
                      Deadline deadline) {
   CopyPrescaled(reduction, target, source, count);
-  return ReduceAround(transport, reduction, transport.size(), target, count, scratch, deadline);
+  return AllreduceRingInPlace(transport, reduction, transport.size(), target, count, scratch,
+                              deadline);
 }
 
 }  // namespace sparkhvd

@@ -18,7 +18,8 @@ Status AllreduceRing(Transport& transport, const Reduction& reduction, const std
                      Deadline deadline);
 
 // Reduces contributions that are already scaled, in place. Together they stand for `ranks` ranks.
-Status ReduceAround(Transport& transport, const Reduction& reduction, int ranks, std::byte* data,
-                    size_t count, std::vector<std::byte>& scratch, Deadline deadline);
+Status AllreduceRingInPlace(Transport& transport, const Reduction& reduction, int ranks,
+                            std::byte* data, size_t count, std::vector<std::byte>& scratch,
+                            Deadline deadline);
 
 }  // namespace sparkhvd

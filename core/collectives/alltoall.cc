@@ -1,6 +1,7 @@
 #include "collectives/alltoall.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 #include "base/copy.h"
@@ -9,48 +10,91 @@
 namespace sparkhvd {
 namespace {
 
-// The table of lengths, and the offsets that follow from it.
-struct Plan {
-  const std::vector<size_t>& lengths;
-  size_t size;
-
-  size_t Length(size_t sender, size_t receiver) const { return lengths[sender * size + receiver]; }
-  // Returns the offset of the part for `receiver` in the data of `sender`; the total length if
-  // `receiver` is past the last rank.
-  size_t SourceOffset(size_t sender, size_t receiver) const {
-    size_t offset = 0;
-    for (size_t other = 0; other < receiver; ++other) offset += Length(sender, other);
-    return offset;
-  }
-  size_t TargetOffset(size_t sender, size_t receiver) const {
-    size_t offset = 0;
-    for (size_t other = 0; other < sender; ++other) offset += Length(other, receiver);
-    return offset;
-  }
-};
+std::vector<size_t> OffsetsOf(const std::vector<size_t>& lengths) {
+  std::vector<size_t> offsets(lengths.size());
+  std::exclusive_scan(lengths.begin(), lengths.end(), offsets.begin(), size_t{0});
+  return offsets;
+}
 
 }  // namespace
 
+std::vector<Section> SectionsOf(const std::vector<int64_t>& splits) {
+  std::vector<Section> sections;
+  sections.reserve(splits.size());
+  size_t total = 0;
+  for (const int64_t rows : splits) {
+    sections.push_back({total, static_cast<size_t>(rows), 0});
+    total += sections.back().count;
+  }
+  for (Section& section : sections) section.total = total;
+  return sections;
+}
+
+std::vector<int64_t> RowsOf(const std::vector<Section>& sections) {
+  std::vector<int64_t> rows;
+  rows.reserve(sections.size());
+  for (const Section& section : sections) rows.push_back(static_cast<int64_t>(section.count));
+  return rows;
+}
+
+// The messages are short, so all of them are in transit at once.
+Result<std::vector<Section>> ExchangeSections(Transport& transport,
+                                              const std::vector<Section>& sections,
+                                              Deadline deadline) {
+  std::vector<Section> received = sections;  // including the part for itself
+  std::vector<Ticket> tickets;
+  for (int peer = 0; peer < transport.size(); ++peer) {
+    if (peer == transport.rank()) continue;
+    const auto index = static_cast<size_t>(peer);
+    const Result<Ticket> receive = transport.PostReceive(
+        peer, Bytes(reinterpret_cast<std::byte*>(&received[index]), sizeof(Section)));
+    SHVD_TRY(receive.status());
+    const Result<Ticket> send = transport.PostSend(
+        peer, ConstBytes(reinterpret_cast<const std::byte*>(&sections[index]), sizeof(Section)));
+    SHVD_TRY(send.status());
+    tickets.push_back(receive.value());
+    tickets.push_back(send.value());
+  }
+  if (tickets.empty()) return received;
+  SHVD_TRY(transport.Wait(Span<const Ticket>(tickets.data(), tickets.size()), deadline)
+               .Annotate("exchanging the numbers of rows"));
+  return received;
+}
+
+Result<std::vector<Section>> ExchangeSections(ArenaSteps& steps,
+                                              const std::vector<Section>& sections,
+                                              Deadline deadline) {
+  const auto me = static_cast<size_t>(steps.member());
+  const size_t all = sections.size() * sizeof(Section);
+  const std::vector<Section> columns(sections.size(), {me * sizeof(Section), sizeof(Section), all});
+  std::vector<Section> received(sections.size());
+  SHVD_TRY(AlltoallShm(steps, ConstBytes(reinterpret_cast<const std::byte*>(sections.data()), all),
+                       Bytes(reinterpret_cast<std::byte*>(received.data()), all), columns, deadline)
+               .Annotate("exchanging the numbers of rows"));
+  return received;
+}
+
 // In step s, every rank sends to the rank s after it and receives from the rank s before it, so no
 // rank serves two others at once.
-Status AlltoallPairwise(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
-                        Bytes target, Deadline deadline) {
+Status AlltoallPairwise(Transport& transport, ConstBytes source, const std::vector<size_t>& sent,
+                        Bytes target, const std::vector<size_t>& received, Deadline deadline) {
   const int size = transport.size();
   const int rank = transport.rank();
-  const Plan plan{lengths, static_cast<size_t>(size)};
-  const auto me = static_cast<size_t>(rank);
-  const auto outgoing = [&](size_t peer) {
-    return source.Sub(plan.SourceOffset(me, peer), plan.Length(me, peer));
+  const std::vector<size_t> source_offsets = OffsetsOf(sent);
+  const std::vector<size_t> target_offsets = OffsetsOf(received);
+  const auto outgoing = [&](int peer) {
+    const auto index = static_cast<size_t>(peer);
+    return source.Sub(source_offsets[index], sent[index]);
   };
-  const auto incoming = [&](size_t peer) {
-    return target.Sub(plan.TargetOffset(peer, me), plan.Length(peer, me));
+  const auto incoming = [&](int peer) {
+    const auto index = static_cast<size_t>(peer);
+    return target.Sub(target_offsets[index], received[index]);
   };
-  CopyBytes(incoming(me).data(), outgoing(me).data(), outgoing(me).size());
+  CopyBytes(incoming(rank).data(), outgoing(rank).data(), outgoing(rank).size());
   for (int step = 1; step < size; ++step) {
     const int to = (rank + step) % size;
     const int from = (rank + size - step) % size;
-    SHVD_TRY(Exchange(transport, to, outgoing(static_cast<size_t>(to)), from,
-                      incoming(static_cast<size_t>(from)), deadline)
+    SHVD_TRY(Exchange(transport, to, outgoing(to), from, incoming(from), deadline)
                  .Annotate("exchange step " + std::to_string(step)));
   }
   return Status();
@@ -58,14 +102,10 @@ Status AlltoallPairwise(Transport& transport, ConstBytes source, const std::vect
 
 // Every round publishes the next section of every member's source. Each member copies its own part
 // of it.
-Status AlltoallShm(ArenaSteps& steps, ConstBytes source, const std::vector<size_t>& lengths,
-                   Bytes target, Deadline deadline) {
-  const Plan plan{lengths, static_cast<size_t>(steps.count())};
-  const auto me = static_cast<size_t>(steps.member());
+Status AlltoallShm(ArenaSteps& steps, ConstBytes source, Bytes target,
+                   const std::vector<Section>& received, Deadline deadline) {
   size_t longest = 0;
-  for (size_t sender = 0; sender < plan.size; ++sender) {
-    longest = std::max(longest, plan.SourceOffset(sender, plan.size));
-  }
+  for (const Section& section : received) longest = std::max(longest, section.total);
   const size_t stretch = steps.SlotBytes();
   for (size_t done = 0; done < longest; done += stretch) {
     const ArenaSteps::Round round = steps.StartRound();
@@ -73,16 +113,15 @@ Status AlltoallShm(ArenaSteps& steps, ConstBytes source, const std::vector<size_
     CopyBytes(round.Slot(steps.member()), source.data() + done, own);
     SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
     size_t target_offset = 0;  // offset of the sender's part in the target
-    for (size_t sender = 0; sender < plan.size; ++sender) {
-      const size_t begin = plan.SourceOffset(sender, me);
-      const size_t end = begin + plan.Length(sender, me);
-      const size_t first = std::max(begin, done);
-      const size_t last = std::min(end, done + stretch);
+    for (size_t sender = 0; sender < received.size(); ++sender) {
+      const Section& section = received[sender];
+      const size_t first = std::max(section.begin, done);
+      const size_t last = std::min(section.begin + section.count, done + stretch);
       if (first < last) {
-        CopyBytes(target.data() + target_offset + (first - begin),
+        CopyBytes(target.data() + target_offset + (first - section.begin),
                   round.Slot(static_cast<int>(sender)) + (first - done), last - first);
       }
-      target_offset += plan.Length(sender, me);
+      target_offset += section.count;
     }
   }
   return Status();

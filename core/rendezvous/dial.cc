@@ -12,6 +12,7 @@
 
 #include "base/io_status.h"
 #include "base/random.h"
+#include "base/span.h"
 #include "rendezvous/handshake.h"
 
 namespace sparkhvd {
@@ -187,59 +188,62 @@ class Attempt {
 
 using State = Attempt::State;
 
-class Dialing {
+}  // namespace
+
+class Dialing::Attempts {
  public:
-  Dialing(const DialOptions& options, Deadline deadline) : options_(options), deadline_(deadline) {
-    if (!options.unix_name.empty()) Add({"@" + options.unix_name, 0});
-    for (size_t i = 0; options.unix_name.empty() && i < options.addresses.size(); ++i) {
+  Attempts(DialOptions options, Deadline deadline)
+      : options_(std::move(options)), deadline_(deadline) {
+    if (!options_.unix_name.empty()) Add({"@" + options_.unix_name, 0});
+    for (size_t i = 0; options_.unix_name.empty() && i < options_.addresses.size(); ++i) {
       // A slow name service must leave time for dialing the addresses.
-      const auto share = deadline.Remaining() / static_cast<int64_t>(options.addresses.size() - i);
-      auto numeric = ResolveAll(options.addresses[i], Deadline::After(share));
+      const auto share = deadline.Remaining() / static_cast<int64_t>(options_.addresses.size() - i);
+      auto numeric = ResolveAll(options_.addresses[i], Deadline::After(share));
       if (!numeric.ok()) {
-        Add(options.addresses[i]).Fail(numeric.status());
+        Add(options_.addresses[i]).Fail(numeric.status());
         continue;
       }
       for (const HostPort& address : numeric.value()) Add(address);
     }
   }
 
-  Result<UniqueFd> Run(SessionKeys* keys) {
-    std::vector<pollfd> fds;
-    while (true) {
-      fds.clear();
-      for (const Attempt& attempt : attempts_) fds.push_back(attempt.PollFd());
-      const int ready = ::poll(fds.data(), fds.size(), NextTimeout());
-      if (ready < 0 && errno != EINTR) return IoStatus("poll", errno);
-      if (ready <= 0 && options_.check) SHVD_TRY(options_.check());
-      for (size_t i = 0; i < attempts_.size(); ++i) {
-        attempts_[i].Advance(ready > 0 ? fds[i].revents : short{0});
-      }
-      for (Attempt& attempt : attempts_) {
-        if (attempt.state() != State::kDone) continue;
-        if (keys != nullptr) *keys = attempt.keys();
-        return attempt.TakeConnection();
-      }
-      ProveOne();
-      if (!AnyAlive()) return Failure();
-      if (deadline_.Expired()) return GiveUp();
-    }
+  void AppendPollFds(std::vector<pollfd>& fds) const {
+    for (const Attempt& attempt : attempts_) fds.push_back(attempt.PollFd());
   }
 
- private:
-  Attempt& Add(const HostPort& address) {
-    const auto index = static_cast<int64_t>(attempts_.size());
-    return attempts_.emplace_back(address, options_, Deadline::After(index * kHeadStart));
-  }
-
-  int NextTimeout() {
+  int TimeoutMillis(int cap) {
     bool trying = false;
     for (const Attempt& attempt : attempts_) trying = trying || attempt.underway();
     for (size_t i = 0; i < attempts_.size() && !trying; ++i) {
       if (attempts_[i].BeginNow()) return 0;
     }
-    int timeout = deadline_.RemainingMillis(kSliceMillis);
+    int timeout = deadline_.RemainingMillis(cap);
     for (const Attempt& attempt : attempts_) timeout = attempt.TimeoutMillis(timeout);
     return timeout;
+  }
+
+  std::optional<Result<Connection>> Advance(Span<const pollfd> fds) {
+    if (attempts_.empty()) {
+      return Status(StatusCode::kInvalidArgument, "at least one address to dial is needed");
+    }
+    for (size_t i = 0; i < attempts_.size(); ++i) attempts_[i].Advance(fds[i].revents);
+    for (Attempt& attempt : attempts_) {
+      if (attempt.state() != State::kDone) continue;
+      const SessionKeys keys = attempt.keys();
+      return Connection{attempt.TakeConnection(), keys};
+    }
+    ProveOne();
+    if (!AnyAlive()) return Failure();
+    if (deadline_.Expired()) return GiveUp();
+    return std::nullopt;
+  }
+
+  size_t size() const { return attempts_.size(); }
+
+ private:
+  Attempt& Add(const HostPort& address) {
+    const auto index = static_cast<int64_t>(attempts_.size());
+    return attempts_.emplace_back(address, options_, Deadline::After(index * kHeadStart));
   }
 
   void ProveOne() {
@@ -284,18 +288,43 @@ class Dialing {
     return Status(code, tried);
   }
 
-  const DialOptions& options_;
+  const DialOptions options_;  // the attempts refer to it
   const Deadline deadline_;
   std::vector<Attempt> attempts_;
 };
 
-}  // namespace
+Dialing::Dialing(DialOptions options, Deadline deadline)
+    : attempts_(std::make_unique<Attempts>(std::move(options), deadline)) {}
+Dialing::Dialing(Dialing&&) noexcept = default;
+Dialing& Dialing::operator=(Dialing&&) noexcept = default;
+Dialing::~Dialing() = default;
+
+void Dialing::AppendPollFds(std::vector<pollfd>& fds) {
+  first_ = fds.size();
+  attempts_->AppendPollFds(fds);
+}
+
+int Dialing::TimeoutMillis(int cap) { return attempts_->TimeoutMillis(cap); }
+
+std::optional<Result<Dialing::Connection>> Dialing::Advance(const std::vector<pollfd>& fds) {
+  return attempts_->Advance(Span<const pollfd>(fds.data() + first_, attempts_->size()));
+}
 
 Result<UniqueFd> Dial(const DialOptions& options, Deadline deadline, SessionKeys* keys) {
-  if (options.addresses.empty() && options.unix_name.empty()) {
-    return Status(StatusCode::kInvalidArgument, "at least one address to dial is needed");
+  Dialing dialing(options, deadline);
+  std::vector<pollfd> fds;
+  while (true) {
+    fds.clear();
+    dialing.AppendPollFds(fds);
+    const int ready = ::poll(fds.data(), fds.size(), dialing.TimeoutMillis(kSliceMillis));
+    if (ready < 0 && errno != EINTR) return IoStatus("poll", errno);
+    if (ready <= 0 && options.check) SHVD_TRY(options.check());
+    auto dialed = dialing.Advance(fds);
+    if (!dialed) continue;
+    if (!dialed->ok()) return dialed->status();
+    if (keys != nullptr) *keys = dialed->value().keys;
+    return std::move(dialed->value().fd);
   }
-  return Dialing(options, deadline).Run(keys);
 }
 
 }  // namespace sparkhvd

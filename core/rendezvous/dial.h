@@ -1,8 +1,13 @@
 // Dials a listener that may have several addresses.
 #pragma once
 
+#include <poll.h>
+
+#include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,10 +31,38 @@ struct DialOptions {
   bool require_encryption = false;  // refuse an acceptor that does not encrypt
 };
 
-// Tries all addresses with staggered starts. Returns the first connection whose acceptor proves
-// that it knows the token, because an address may be unroutable or lead to another listener. Dials
-// a full listener again until the deadline. The failure names every address and its problem.
-// `keys`, if set, receives the connection's keys.
+// Tries all addresses with staggered starts. Keeps the first connection whose acceptor proves that
+// it knows the token, because an address may be unroutable or lead to another listener. Dials a
+// full listener again until the deadline. The failure names every address and its problem.
+//
+// Has no thread: the owner polls the descriptors from AppendPollFds together with its own for at
+// most TimeoutMillis, and then calls Advance. Only the constructor may wait, for a name service.
+class Dialing {
+ public:
+  struct Connection {
+    UniqueFd fd;
+    SessionKeys keys;
+  };
+
+  // The owner does what `check` of the options is for.
+  Dialing(DialOptions options, Deadline deadline);
+  Dialing(Dialing&&) noexcept;
+  Dialing& operator=(Dialing&&) noexcept;
+  ~Dialing();
+
+  void AppendPollFds(std::vector<pollfd>& fds);
+  int TimeoutMillis(int cap);
+  // `fds` holds, after poll, what AppendPollFds appended last. Returns nothing while the dialing
+  // continues.
+  std::optional<Result<Connection>> Advance(const std::vector<pollfd>& fds);
+
+ private:
+  class Attempts;
+  std::unique_ptr<Attempts> attempts_;
+  size_t first_ = 0;  // index of the first descriptor of the attempts
+};
+
+// Dials and waits for the connection. `keys`, if set, receives its keys.
 Result<UniqueFd> Dial(const DialOptions& options, Deadline deadline, SessionKeys* keys = nullptr);
 
 }  // namespace sparkhvd

@@ -32,6 +32,16 @@ std::optional<std::string> InProcessStore::Find(const std::string& key) const {
   return found->second;
 }
 
+size_t InProcessStore::Erase(const std::string& prefix) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto first = values_.lower_bound(prefix);
+  auto end = first;
+  size_t count = 0;
+  for (; end != values_.end() && end->first.compare(0, prefix.size(), prefix) == 0; ++end) ++count;
+  values_.erase(first, end);
+  return count;
+}
+
 void InProcessStore::Close(const Status& why) {
   const std::lock_guard<std::mutex> lock(mutex_);
   closed_ = why;

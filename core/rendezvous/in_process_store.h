@@ -2,6 +2,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <cstddef>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -18,6 +19,9 @@ class InProcessStore final : public KeyValueStore {
 
   // Returns the value, or nothing if the key is not set.
   std::optional<std::string> Find(const std::string& key) const;
+
+  // Deletes all keys that begin with `prefix`, and returns their number. They can be set again.
+  size_t Erase(const std::string& prefix);
 
   // Wakes all waiters in Get with `why`. Later calls fail with it, too.
   void Close(const Status& why);

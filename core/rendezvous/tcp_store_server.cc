@@ -2,6 +2,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "rendezvous/store_frames.h"
@@ -21,13 +22,17 @@ class TcpStoreServer::Handler final : public FrameHandler {
       return false;
     }
     auto& [kind, key, value] = request.value();
-    if (kind == StoreRequestKind::kGet) {
-      waiting_[connection] = {std::move(key), std::nullopt};
-      return true;
-    }
-    if (kind == StoreRequestKind::kGetAll) {
-      const NumberRange range = DecodeNumberRange(AsBytes(value)).value();
-      waiting_[connection] = {std::move(key), Numbers{range, ""}};
+    if (kind == StoreRequestKind::kGet || kind == StoreRequestKind::kGetAll) {
+      const auto [entry, is_new] = questions_.try_emplace(std::move(frame));
+      Question& question = entry->second;
+      if (is_new) {
+        question.key = std::move(key);
+        if (kind == StoreRequestKind::kGetAll) {
+          question.numbers = Numbers{DecodeNumberRange(AsBytes(value)).value(), ""};
+        }
+      }
+      question.connections.insert(connection);
+      waiting_[connection] = entry;
       return true;
     }
     if (kind == StoreRequestKind::kWill) {
@@ -42,7 +47,13 @@ class TcpStoreServer::Handler final : public FrameHandler {
 
   // Carries out the client's will.
   void OnEnd(FrameServer& server, uint64_t connection, const Status&) override {
-    waiting_.erase(connection);
+    const auto waiting = waiting_.find(connection);
+    if (waiting != waiting_.end()) {
+      const Questions::iterator question = waiting->second;
+      question->second.connections.erase(connection);
+      if (question->second.connections.empty()) questions_.erase(question);
+      waiting_.erase(waiting);
+    }
     const auto will = wills_.find(connection);
     if (will == wills_.end()) return;
     const StoreRequest& set = will->second;
@@ -52,14 +63,21 @@ class TcpStoreServer::Handler final : public FrameHandler {
   }
 
   void OnTurn(FrameServer& server) override {
-    for (auto entry = waiting_.begin(); entry != waiting_.end();) {
+    for (auto entry = questions_.begin(); entry != questions_.end();) {
       auto answer = Answer(&entry->second);
       if (!answer) {
         ++entry;
         continue;
       }
-      server.Send(entry->first, std::make_shared<const std::string>(*std::move(answer)));
-      entry = waiting_.erase(entry);
+      const auto shared = std::make_shared<const std::string>(*std::move(answer));
+      std::set<uint64_t>& connections = entry->second.connections;
+      while (!connections.empty()) {
+        const uint64_t connection = *connections.begin();
+        server.Send(connection, shared);
+        waiting_.erase(connection);
+        connections.erase(connection);
+      }
+      entry = questions_.erase(entry);
     }
   }
 
@@ -69,17 +87,21 @@ class TcpStoreServer::Handler final : public FrameHandler {
     std::string answer;
   };
 
-  struct Request {
+  // A Get or GetAll that waits. All ranks of a job ask the same, so it is looked up and its answer
+  // is made once for all of them.
+  struct Question {
     std::string key;  // a prefix if there are numbers
     std::optional<Numbers> numbers;
+    std::set<uint64_t> connections;
   };
+  using Questions = std::map<std::string, Question>;  // by the frame of the request
 
   // Returns nothing as long as a key is not set and the answer has room for more.
-  std::optional<std::string> Answer(Request* request) const {
-    if (!request->numbers) return values_.Find(request->key);
-    auto& [rest, answer] = *request->numbers;
+  std::optional<std::string> Answer(Question* question) const {
+    if (!question->numbers) return values_.Find(question->key);
+    auto& [rest, answer] = *question->numbers;
     for (; rest.first < rest.end; ++rest.first) {
-      const auto value = values_.Find(request->key + std::to_string(rest.first));
+      const auto value = values_.Find(question->key + std::to_string(rest.first));
       if (!value) return std::nullopt;
       if (!AppendToAnswer(&answer, *value)) break;
     }
@@ -87,7 +109,8 @@ class TcpStoreServer::Handler final : public FrameHandler {
   }
 
   InProcessStore& values_;
-  std::map<uint64_t, Request> waiting_;  // by connection
+  Questions questions_;
+  std::map<uint64_t, Questions::iterator> waiting_;  // by connection
   std::map<uint64_t, StoreRequest> wills_;
 };
 

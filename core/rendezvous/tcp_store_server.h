@@ -2,6 +2,7 @@
 // port.
 #pragma once
 
+#include <cstddef>
 #include <memory>
 #include <string>
 
@@ -31,6 +32,10 @@ class TcpStoreServer final : public KeyValueStore {
 
   Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
   Result<std::string> Get(const std::string& key, Deadline deadline) override;
+
+  // Deletes all keys that begin with `prefix`, and returns their number. They can be set again.
+  // Only the server's owner knows which keys no client will ask for any more.
+  size_t Erase(const std::string& prefix) { return values_.Erase(prefix); }
 
   // Ends all connections and the thread. Clients and local waiters wake with kPeerLost. A second
   // call is harmless, but two threads must not call it at once. In a forked child, it leaves the

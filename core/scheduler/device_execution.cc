@@ -19,7 +19,8 @@ struct Part {
   const Request* request;
   const std::byte* source;
   std::byte* target;
-  std::vector<size_t> lengths;    // in bytes, as in the agreement
+  std::vector<size_t> sent;       // alltoall: bytes by receiver
+  std::vector<size_t> lengths;    // allgather, alltoall: bytes by sender
   std::vector<int64_t> received;  // rows by rank, for an operation with its own output
   DeviceMemory memory;            // the output, or the substitute of a joined rank
 };
@@ -132,15 +133,14 @@ class Calls {
     const std::byte* source = part.source;
     std::byte* target = part.target;
     const CudaStream stream = stream_;
-    const auto size = static_cast<size_t>(size_);
-    const auto me = static_cast<size_t>(rank_);
     for (int peer = 0; peer < size_; ++peer) {
-      const size_t sent = part.lengths[me * size + static_cast<size_t>(peer)];
+      const auto index = static_cast<size_t>(peer);
+      const size_t sent = part.sent[index];
       Call("ncclSend", sent, [=](Functions nccl, ncclComm* communicator) {
         return nccl.send(source, sent, kNcclBytes, peer, communicator, stream);
       });
       source += sent;
-      const size_t received = part.lengths[static_cast<size_t>(peer) * size + me];
+      const size_t received = part.lengths[index];
       Call("ncclRecv", received, [=](Functions nccl, ncclComm* communicator) {
         return nccl.receive(target, received, kNcclBytes, peer, communicator, stream);
       });
@@ -155,22 +155,25 @@ class Calls {
 };
 
 // Returns the operation with memory for its output, and for its contribution if this rank has
-// joined.
-Result<Part> PartOf(const Ready& ready, const Device& device, int rank, int size) {
+// joined. `rows` are those that this rank receives, by sender, if the operation has an output.
+Result<Part> PartOf(const Ready& ready, const std::vector<int64_t>& rows, const Device& device,
+                    int size) {
   const Operation& operation = *ready.operation;
   const Request& request = operation.request();
-  Part part{&request, operation.source(), operation.target(), {}, {}, {}};
+  Part part{&request, operation.source(), operation.target(), {}, {}, {}, {}};
   Result<DeviceMemory> memory = DeviceMemory();
   if (HasOutput(request.kind)) {
-    const bool by_pair = request.kind == OperationKind::kAlltoall;
     const auto ranks = static_cast<size_t>(size);
-    const auto lengths = BytesOf(request, ready.rows, by_pair ? ranks * ranks : ranks);
+    if (request.kind == OperationKind::kAlltoall) {
+      auto sent = BytesOf(request, request.splits, ranks);
+      SHVD_TRY(sent.status());
+      part.sent = std::move(sent).value();
+    }
+    auto lengths = BytesOf(request, rows, ranks);
     SHVD_TRY(lengths.status());
-    part.lengths = lengths.value();
-    part.received = by_pair ? RowsReceived(ready.rows, rank, size) : ready.rows;
-    const int64_t rows = std::accumulate(part.received.begin(), part.received.end(), int64_t{0});
-    memory =
-        device.Allocate(static_cast<size_t>(rows) * RowElements(request) * SizeOf(request.dtype));
+    part.lengths = std::move(lengths).value();
+    part.received = rows;
+    memory = device.Allocate(std::accumulate(part.lengths.begin(), part.lengths.end(), size_t{0}));
     SHVD_TRY(memory.status());
     part.target = memory.value().data();
   } else if (operation.device() == nullptr) {
@@ -237,6 +240,15 @@ Status DeviceExecution::Run(const std::vector<const Ready*>& group, const Waitin
   }
   const Device::Current current(*device);
   SHVD_TRY(current.status());
+  std::vector<std::vector<int64_t>> rows;  // of the operations, by sender
+  for (const Ready* ready : group) {
+    const Request& request = ready->operation->request();
+    rows.push_back(ready->rows);
+    if (request.kind != OperationKind::kAlltoall) continue;
+    auto received = links.exchange(request.splits);
+    SHVD_TRY(received.status());
+    rows.back() = std::move(received).value();
+  }
   const auto turn = AwaitTurn(*device, waiting, links);  // until all calls are on the stream
   SHVD_TRY(turn.status());
   if (!communicator_) SHVD_TRY(Connect(waiting, links).Annotate("connecting NCCL"));
@@ -250,7 +262,7 @@ Status DeviceExecution::Run(const std::vector<const Ready*>& group, const Waitin
       last = &work->submitted();
       SHVD_TRY(last->LetWait(device->stream()));
     }
-    Result<Part> part = PartOf(*ready, *device, rank_, size_);
+    Result<Part> part = PartOf(*ready, rows[parts.size()], *device, size_);
     SHVD_TRY(part.status());
     parts.push_back(std::move(part).value());
     calls.Add(parts.back());

@@ -47,6 +47,8 @@ class DeviceExecution {
   struct Links {
     std::function<Status(Bytes)> share;       // sends the bytes of rank 0 to all ranks
     std::function<Status(int64_t*)> highest;  // gives all ranks the highest number of any rank
+    // Tells every rank the number of rows for it. Returns those for this rank, by sender.
+    std::function<Result<std::vector<int64_t>>(const std::vector<int64_t>&)> exchange;
   };
 
   // Runs operations of one kind together. Operations that are not done by the deadline fail.

@@ -12,7 +12,6 @@
 #include "collectives/allreduce_hierarchical.h"
 #include "collectives/allreduce_ring.h"
 #include "collectives/allreduce_shm.h"
-#include "collectives/alltoall.h"
 #include "collectives/barrier.h"
 #include "collectives/broadcast.h"
 #include "collectives/combine_slots.h"
@@ -238,7 +237,7 @@ Status Execution::Run(Operation& operation, const std::vector<int64_t>& rows, De
              : algorithm_ == Algorithm::kArena ? steps_->ArriveAndAwaitAll(deadline)
                                                : Barrier(transport_, deadline);
     case OperationKind::kAlltoall:
-      return Exchange(operation, rows, deadline);
+      return Exchange(operation, deadline);
     case OperationKind::kReducescatter:
       return ReduceScatter(operation, deadline);
     case OperationKind::kJoin:
@@ -277,23 +276,39 @@ Status Execution::Gather(Operation& operation, const std::vector<int64_t>& rows,
   return Status();
 }
 
-Status Execution::Exchange(Operation& operation, const std::vector<int64_t>& rows,
-                           Deadline deadline) {
+Result<std::vector<Section>> Execution::ExchangeRows(const std::vector<int64_t>& splits,
+                                                     Deadline deadline) {
+  const std::vector<Section> sections = SectionsOf(splits);
+  return algorithm_ == Algorithm::kArena ? ExchangeSections(*steps_, sections, deadline)
+                                         : ExchangeSections(transport_, sections, deadline);
+}
+
+Status Execution::Exchange(Operation& operation, Deadline deadline) {
+  const Request& request = operation.request();
   const auto size = static_cast<size_t>(transport_.size());
-  const auto me = static_cast<size_t>(transport_.rank());
-  const auto lengths = BytesOf(operation.request(), rows, size * size);
-  SHVD_TRY(lengths.status());
-  size_t total = 0;
-  for (size_t sender = 0; sender < size; ++sender) total += lengths.value()[sender * size + me];
+  Result<std::vector<Section>> sections = ExchangeRows(request.splits, deadline);
+  SHVD_TRY(sections.status());
+  std::vector<int64_t> rows = RowsOf(sections.value());
+  const auto sent = BytesOf(request, request.splits, size);
+  SHVD_TRY(sent.status());
+  const auto received = BytesOf(request, rows, size);
+  SHVD_TRY(received.status());
+  const size_t total = std::accumulate(received.value().begin(), received.value().end(), size_t{0});
   Result<std::unique_ptr<std::byte[]>> output = Allocate(total);
   SHVD_TRY(output.status());
   const ConstBytes source(operation.source(), operation.bytes());
   const Bytes target(output.value().get(), total);
-  SHVD_TRY(algorithm_ == Algorithm::kArena
-               ? AlltoallShm(*steps_, source, lengths.value(), target, deadline)
-               : AlltoallPairwise(transport_, source, lengths.value(), target, deadline));
-  operation.SetOutput(std::move(output).value(), total,
-                      RowsReceived(rows, transport_.rank(), transport_.size()));
+  if (algorithm_ == Algorithm::kArena) {
+    const size_t row_bytes = RowElements(request) * SizeOf(request.dtype);
+    for (Section& section : sections.value()) {
+      section = {section.begin * row_bytes, section.count * row_bytes, section.total * row_bytes};
+    }
+    SHVD_TRY(AlltoallShm(*steps_, source, target, sections.value(), deadline));
+  } else {
+    SHVD_TRY(
+        AlltoallPairwise(transport_, source, sent.value(), target, received.value(), deadline));
+  }
+  operation.SetOutput(std::move(output).value(), total, std::move(rows));
   return Status();
 }
 

@@ -8,6 +8,7 @@
 #include "base/deadline.h"
 #include "base/span.h"
 #include "base/status.h"
+#include "collectives/alltoall.h"
 #include "collectives/arena_steps.h"
 #include "collectives/hierarchy.h"
 #include "collectives/reduction.h"
@@ -59,6 +60,9 @@ class Execution {
   // Copies the root's bytes to all ranks. On the root, the target may be the source.
   Status Broadcast(int root, const std::byte* source, Bytes target, Deadline deadline);
 
+  // Tells every rank the part of this rank's rows for it. Returns those for this rank, by sender.
+  Result<std::vector<Section>> ExchangeRows(const std::vector<int64_t>& splits, Deadline deadline);
+
   // Sets `number` to the highest value of all ranks.
   Status Highest(int64_t* number, Deadline deadline);
 
@@ -70,7 +74,7 @@ class Execution {
   Status AllreduceInBuffer(Operations group, Deadline deadline);
   Status ReduceAlone(const Operation& operation, Deadline deadline);
   Status Gather(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
-  Status Exchange(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
+  Status Exchange(Operation& operation, Deadline deadline);
   Status ReduceScatter(const Operation& operation, Deadline deadline);
   void Enter(const Operation& operation, Phase phase) const;
 

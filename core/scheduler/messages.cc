@@ -109,7 +109,6 @@ void Put(Writer& writer, const Request& request) {
   writer.Put(request.root);
   writer.Put(request.postscale);
   writer.PutList(request.shape);
-  writer.PutList(request.splits);
   writer.PutText(request.group);
   writer.Put(request.group_size);
   writer.Put(static_cast<uint8_t>(request.on_device));
@@ -124,7 +123,6 @@ Request GetRequest(Reader& reader) {
   request.root = reader.Get<int32_t>();
   request.postscale = reader.Get<double>();
   request.shape = reader.GetList();
-  request.splits = reader.GetList();
   request.group = reader.GetText();
   request.group_size = reader.Get<uint32_t>();
   request.on_device = reader.GetEnum(uint8_t{1}) != 0;
@@ -172,7 +170,7 @@ std::optional<Retuning> GetRetuning(Reader& reader) {
   return retuning;
 }
 
-constexpr size_t kLeastRequestBytes = 36;
+constexpr size_t kLeastRequestBytes = 32;
 constexpr size_t kLeastAgreementBytes = 14;
 
 Status Broken(const char* what) {

@@ -26,8 +26,8 @@ struct Agreement {
   std::string name;
   StatusCode code = StatusCode::kOk;  // other codes: the operation fails with `message`
   std::string message;
-  // allgather: rows by rank; alltoall: rows from rank s to rank r at s * size + r; join: the last
-  // rank to join.
+  // allgather: rows by rank; join: the last rank to join. The rows of an alltoall only concern
+  // pairs of ranks, which exchange them.
   std::vector<int64_t> rows;
   // Set if a rank has joined: the request of the other ranks, so that it can take part.
   std::optional<Request> request;

@@ -161,10 +161,6 @@ void Readiness::DecideRows(Agreement& agreement, const Waiting& waiting) const {
       const auto found = waiting.by_rank.find(rank);
       agreement.rows.push_back(found == waiting.by_rank.end() ? 0 : found->second.shape[0]);
     }
-  } else if (first.kind == OperationKind::kAlltoall) {
-    for (const auto& [rank, request] : waiting.by_rank) {
-      agreement.rows.insert(agreement.rows.end(), request.splits.begin(), request.splits.end());
-    }
   }
 }
 

@@ -1,5 +1,6 @@
 #include "scheduler/request.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <sstream>
@@ -25,8 +26,9 @@ std::string Text(double value) {
   return text.str();
 }
 
-std::vector<int64_t> WithoutFirst(const std::vector<int64_t>& shape) {
-  return shape.empty() ? shape : std::vector<int64_t>(shape.begin() + 1, shape.end());
+bool EqualAfterFirst(const std::vector<int64_t>& one, const std::vector<int64_t>& other) {
+  return one.size() == other.size() &&
+         (one.empty() || std::equal(one.begin() + 1, one.end(), other.begin() + 1));
 }
 
 // Returns whether ranks may have different numbers of rows.
@@ -90,9 +92,10 @@ const char* Name(OperationKind kind) {
 
 bool Request::operator==(const Request& other) const {
   return kind == other.kind && dtype == other.dtype && op == other.op && root == other.root &&
-         postscale == other.postscale && shape == other.shape && name == other.name &&
-         group_size == other.group_size && on_device == other.on_device && group == other.group &&
-         splits == other.splits;
+         postscale == other.postscale && name == other.name && group_size == other.group_size &&
+         on_device == other.on_device && group == other.group &&
+         (kind == OperationKind::kAlltoall ? EqualAfterFirst(shape, other.shape)
+                                           : shape == other.shape);
 }
 
 std::string Request::Title() const { return std::string(sparkhvd::Name(kind)) + " '" + name + "'"; }
@@ -125,14 +128,6 @@ Result<std::vector<size_t>> BytesOf(const Request& request, const std::vector<in
     total += lengths.back();
   }
   return lengths;
-}
-
-std::vector<int64_t> RowsReceived(const std::vector<int64_t>& rows, int rank, int size) {
-  std::vector<int64_t> received;
-  for (int sender = 0; sender < size; ++sender) {
-    received.push_back(rows[static_cast<size_t>(sender * size + rank)]);
-  }
-  return received;
 }
 
 std::optional<size_t> ElementCount(const std::vector<int64_t>& shape) {
@@ -209,9 +204,8 @@ std::optional<std::string> Disagreement(const Request& first, int first_rank, co
   }
   if (first.dtype != second.dtype) return differ("dtype", Name(first.dtype), Name(second.dtype));
   const bool ragged = Ragged(first.kind);
-  const bool same_shape = ragged ? first.shape.size() == second.shape.size() &&
-                                       WithoutFirst(first.shape) == WithoutFirst(second.shape)
-                                 : first.shape == second.shape;
+  const bool same_shape =
+      ragged ? EqualAfterFirst(first.shape, second.shape) : first.shape == second.shape;
   if (!same_shape) {
     return differ(ragged ? "shape after the first dimension" : "shape", Text(first.shape),
                   Text(second.shape));

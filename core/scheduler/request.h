@@ -28,8 +28,8 @@ const char* Name(OperationKind kind);
 constexpr const char* kJoinName = "join()";
 
 // The fields that ranks must agree on, which Disagreement() compares for one tensor. The prescale
-// is each rank's own and is neither sent nor compared. In device memory the submitter scales, and
-// the factors are only compared.
+// and the splits are each rank's own and are neither sent nor compared. In device memory the
+// submitter scales, and the factors are only compared.
 struct Request {
   std::string name;
   OperationKind kind = OperationKind::kAllreduce;
@@ -39,11 +39,12 @@ struct Request {
   double prescale = 1.0;         // allreduce, reducescatter; this rank's own
   double postscale = 1.0;        // allreduce, reducescatter
   std::vector<int64_t> shape;    // allgather, alltoall: the first dimension may differ by rank
-  std::vector<int64_t> splits;   // alltoall: rows for each rank; differs by rank
+  std::vector<int64_t> splits;   // alltoall: rows for each rank; this rank's own
   std::string group;             // operations that run or fail together; empty for a single one
   uint32_t group_size = 0;       // operations in the group
   bool on_device = false;        // whether the buffers are in CUDA device memory
 
+  // Compares what other ranks need to know. The rows of an alltoall are no part of that.
   bool operator==(const Request& other) const;
 
   // Returns the title for error messages, such as "allreduce 'grad/7'".
@@ -60,9 +61,6 @@ size_t RowElements(const Request& request);
 // numbers and the bytes fit.
 Result<std::vector<size_t>> BytesOf(const Request& request, const std::vector<int64_t>& rows,
                                     size_t expected);
-
-// Returns an alltoall's rows for `rank`, by sender. `rows` is as in the agreement.
-std::vector<int64_t> RowsReceived(const std::vector<int64_t>& rows, int rank, int size);
 
 // Returns the number of elements of `shape`, or nothing if a dimension is negative or the product
 // overflows.

@@ -1,7 +1,5 @@
 #include "scheduler/response_cache.h"
 
-#include <numeric>
-
 namespace sparkhvd {
 
 std::optional<uint32_t> ResponseCache::Find(const Request& request) const {
@@ -18,14 +16,7 @@ Request ResponseCache::OfRank(uint32_t id, int rank) const {
   Request request = entries_[id].own;
   const std::vector<int64_t>& rows = entries_[id].rows;
   const auto index = static_cast<size_t>(rank);
-  if (request.kind == OperationKind::kAllgather) {
-    request.shape[0] = rows[index];
-  } else if (request.kind == OperationKind::kAlltoall) {
-    const size_t size = request.splits.size();
-    const auto first = rows.begin() + static_cast<ptrdiff_t>(index * size);
-    request.splits.assign(first, first + static_cast<ptrdiff_t>(size));
-    request.shape[0] = std::accumulate(request.splits.begin(), request.splits.end(), int64_t{0});
-  }
+  if (request.kind == OperationKind::kAllgather) request.shape[0] = rows[index];
   return request;
 }
 
@@ -48,6 +39,7 @@ void ResponseCache::Insert(const Request& own, const std::vector<int64_t>& rows)
   recent_.push_front(*id);
   ids_[own.name] = *id;
   entry = Entry{true, own, rows, recent_.begin()};
+  entry.own.splits = {};
 }
 
 void ResponseCache::Touch(uint32_t id) {

@@ -13,8 +13,9 @@
 namespace sparkhvd {
 
 // Every rank adds the same agreements in the same order, so an id means the same on all ranks. Each
-// rank stores its own requests. Where requests differ by rank (the rows of an allgather or
-// alltoall), the agreement has the values of all ranks.
+// rank stores its own requests. Where requests differ by rank (the rows of an allgather), the
+// agreement has the values of all ranks. The splits of an alltoall are not stored: an id stands for
+// any.
 class ResponseCache {
  public:
   explicit ResponseCache(size_t capacity) : capacity_(capacity) {}

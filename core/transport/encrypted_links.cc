@@ -14,6 +14,9 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstddef>
+#include <memory>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -27,6 +30,8 @@ namespace {
 constexpr size_t kLengthBytes = 4;
 constexpr size_t kContentBytes = size_t{128} << 10;
 constexpr size_t kRecordBytes = kLengthBytes + kContentBytes + kCipherTagBytes;
+// Before a record in its buffer, so that the content is aligned.
+constexpr size_t kMargin = alignof(std::max_align_t) - kLengthBytes;
 constexpr std::chrono::milliseconds kFarewellTime(1000);
 constexpr std::chrono::seconds kCheckInterval(1);  // between checks of the peers' hosts
 
@@ -36,40 +41,94 @@ int BytesOnTheirWay(int fd) {
   return ::ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
 }
 
-// The bytes that still have to be written to a socket.
-struct Outgoing {
-  std::vector<std::byte> bytes = std::vector<std::byte>(kRecordBytes);
-  size_t begin = 0;
-  size_t end = 0;
+// The memory for the records that are on their way through this process. A link uses memory only
+// while it has a part of a record, because most links of a large job are idle most of the time. One
+// thread uses it.
+class RecordBuffers {
+ public:
+  using Buffer = std::unique_ptr<std::byte[]>;
 
-  bool empty() const { return begin == end; }
-  // Returns false when the socket accepts no more data.
+  // Returns null if there is no memory.
+  Buffer Take() {
+    if (spare_.empty()) return Buffer(new (std::nothrow) std::byte[kMargin + kRecordBytes]);
+    Buffer buffer = std::move(spare_.back());
+    spare_.pop_back();
+    return buffer;
+  }
+  void Return(Buffer buffer) {
+    if (spare_.size() < kSpare) spare_.push_back(std::move(buffer));
+  }
+
+ private:
+  static constexpr size_t kSpare = 4;  // enough for two links, as in a ring
+
+  std::vector<Buffer> spare_ = Reserved();
+
+  static std::vector<Buffer> Reserved() {
+    std::vector<Buffer> spare;
+    spare.reserve(kSpare);  // so that Return cannot fail
+    return spare;
+  }
+};
+
+// A record that is being read or written, in a buffer that it has while it is not empty.
+class Record {
+ public:
+  explicit Record(RecordBuffers& buffers) : buffers_(&buffers) {}
+
+  // Returns false if there is no memory.
+  bool HaveBuffer() {
+    if (!bytes_) bytes_ = buffers_->Take();
+    return bytes_ != nullptr;
+  }
+  void Free() {
+    if (bytes_) buffers_->Return(std::move(bytes_));
+    begin_ = end_ = 0;
+  }
+  std::byte* data() const { return bytes_.get() + kMargin; }
+
+  void SetOutgoing(size_t begin, size_t end) {
+    begin_ = begin;
+    end_ = end;
+  }
+  bool outgoing() const { return begin_ != end_; }
+  // Writes what the socket accepts now. Returns false if the socket has ended.
   bool Write(int fd, bool* moved) {
-    while (!empty()) {
-      auto count = WriteSome(fd, ConstBytes(bytes.data() + begin, end - begin));
+    while (outgoing()) {
+      auto count = WriteSome(fd, ConstBytes(data() + begin_, end_ - begin_));
       if (!count.ok()) return false;
       if (count.value() == 0) return true;
-      begin += count.value();
+      begin_ += count.value();
       *moved = true;
+      if (!outgoing()) Free();
     }
-    begin = end = 0;
     return true;
   }
+
+ private:
+  RecordBuffers* buffers_;
+  RecordBuffers::Buffer bytes_;
+  size_t begin_ = 0;  // of the bytes that still have to be written
+  size_t end_ = 0;
 };
 
 // One direction: from the plain socket to the link.
 class Sealing {
  public:
-  explicit Sealing(LinkCipher cipher) : cipher_(std::move(cipher)) {}
+  Sealing(LinkCipher cipher, RecordBuffers& buffers)
+      : cipher_(std::move(cipher)), record_(buffers) {}
 
-  bool ended() const { return ended_ && outgoing_.empty(); }
-  bool wants_input() const { return !ended_ && outgoing_.empty(); }
-  bool wants_output() const { return !outgoing_.empty(); }
+  bool ended() const { return ended_ && !record_.outgoing(); }
+  bool wants_input() const { return !ended_ && !record_.outgoing(); }
+  bool wants_output() const { return record_.outgoing(); }
 
   bool Advance(int plain, int link, bool* moved) {
-    if (!outgoing_.Write(link, moved)) return false;
+    if (!record_.Write(link, moved)) return false;
     if (!wants_input()) return true;
-    auto count = ReadSome(plain, Bytes(content_.data(), content_.size()));
+    if (!record_.HaveBuffer()) return false;
+    std::byte* const content = record_.data() + kLengthBytes;
+    auto count = ReadSome(plain, Bytes(content, kContentBytes));
+    if (!count.ok() || count.value() == 0) record_.Free();
     if (!count.ok()) {
       ended_ = true;
       ::shutdown(link, SHUT_WR);
@@ -77,50 +136,60 @@ class Sealing {
     }
     if (count.value() == 0) return true;
     *moved = true;
-    StoreLittleEndian(static_cast<uint32_t>(count.value()), outgoing_.bytes.data());
-    outgoing_.end = kLengthBytes + count.value() + kCipherTagBytes;
-    const Bytes sealed(outgoing_.bytes.data() + kLengthBytes, count.value() + kCipherTagBytes);
-    if (!cipher_.Seal(ConstBytes(content_.data(), count.value()), sealed).ok()) return false;
-    return outgoing_.Write(link, moved);
+    const size_t sealed = count.value() + kCipherTagBytes;
+    StoreLittleEndian(static_cast<uint32_t>(count.value()), record_.data());
+    record_.SetOutgoing(0, kLengthBytes + sealed);
+    if (!cipher_.Seal(ConstBytes(content, count.value()), Bytes(content, sealed)).ok()) {
+      return false;
+    }
+    return record_.Write(link, moved);
   }
 
  private:
   LinkCipher cipher_;
-  std::vector<std::byte> content_ = std::vector<std::byte>(kContentBytes);
-  Outgoing outgoing_;
+  Record record_;
   bool ended_ = false;
 };
 
 // The other direction: from the link to the plain socket.
 class Opening {
  public:
-  explicit Opening(LinkCipher cipher) : cipher_(std::move(cipher)) {}
+  Opening(LinkCipher cipher, RecordBuffers& buffers)
+      : cipher_(std::move(cipher)), record_(buffers) {}
 
-  bool ended() const { return ended_ && outgoing_.empty(); }
-  bool wants_input() const { return !ended_ && outgoing_.empty(); }
-  bool wants_output() const { return !outgoing_.empty(); }
+  bool ended() const { return ended_ && !record_.outgoing(); }
+  bool wants_input() const { return !ended_ && !record_.outgoing(); }
+  bool wants_output() const { return record_.outgoing(); }
 
   bool Advance(int link, int plain, bool* moved) {
-    if (!outgoing_.Write(plain, moved)) return false;
+    if (!record_.Write(plain, moved)) return false;
     while (wants_input()) {
+      if (!record_.HaveBuffer()) return false;
       const size_t wanted = Wanted();
       if (wanted == 0) return false;
       auto count = ReadSome(link, Bytes(record_.data() + received_, wanted - received_));
       if (!count.ok()) {
+        record_.Free();
         ended_ = true;
         ::shutdown(plain, SHUT_WR);
         return true;
       }
-      if (count.value() == 0) return true;
+      if (count.value() == 0) {
+        if (received_ == 0) record_.Free();
+        return true;
+      }
       *moved = true;
       received_ += count.value();
       if (received_ < wanted || received_ == kLengthBytes) continue;
       const size_t content = wanted - kLengthBytes - kCipherTagBytes;
       received_ = 0;
-      const ConstBytes sealed(record_.data() + kLengthBytes, content + kCipherTagBytes);
-      if (!cipher_.Open(sealed, Bytes(outgoing_.bytes.data(), content)).ok()) return false;
-      outgoing_.end = content;
-      if (!outgoing_.Write(plain, moved)) return false;
+      std::byte* const sealed = record_.data() + kLengthBytes;
+      if (!cipher_.Open(ConstBytes(sealed, content + kCipherTagBytes), Bytes(sealed, content))
+               .ok()) {
+        return false;
+      }
+      record_.SetOutgoing(kLengthBytes, kLengthBytes + content);
+      if (!record_.Write(plain, moved)) return false;
     }
     return true;
   }
@@ -135,9 +204,8 @@ class Opening {
   }
 
   LinkCipher cipher_;
-  std::vector<std::byte> record_ = std::vector<std::byte>(kRecordBytes);
+  Record record_;
   size_t received_ = 0;
-  Outgoing outgoing_;
   bool ended_ = false;
 };
 
@@ -145,11 +213,11 @@ class Opening {
 
 class EncryptedLinks::Tunnel {
  public:
-  Tunnel(UniqueFd plain, UniqueFd link, LinkCipher seal, LinkCipher open)
+  Tunnel(UniqueFd plain, UniqueFd link, LinkCipher seal, LinkCipher open, RecordBuffers& buffers)
       : plain_(std::move(plain)),
         link_(std::move(link)),
-        sealing_(std::move(seal)),
-        opening_(std::move(open)) {}
+        sealing_(std::move(seal), buffers),
+        opening_(std::move(open), buffers) {}
 
   bool done() const { return !link_.valid(); }
   bool all_sent() const { return done() || sealing_.ended(); }
@@ -240,6 +308,7 @@ class EncryptedLinks::Pump {
   }
 
   const std::shared_ptr<CryptoLibrary> library;
+  RecordBuffers buffers;
   std::vector<Tunnel> tunnels;  // changes only before the thread starts
 
  private:
@@ -284,7 +353,7 @@ Result<UniqueFd> EncryptedLinks::Add(UniqueFd link, const LinkKeys& keys) {
   auto open = LinkCipher::Make(pump_->library, keys.receiving, LinkCipher::Use::kOpen);
   if (!open.ok()) return open.status();
   pump_->tunnels.emplace_back(std::move(ours), std::move(link), std::move(seal).value(),
-                              std::move(open).value());
+                              std::move(open).value(), pump_->buffers);
   return theirs;
 }
 

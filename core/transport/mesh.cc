@@ -1,5 +1,5 @@
-// Connects the ranks. Every rank listens, publishes its addresses, dials all lower ranks and then
-// accepts all higher ranks. Rank 0 only accepts, so the order has no cycle.
+// Connects the ranks. Every rank listens, publishes its addresses, dials all lower ranks, some at a
+// time, and accepts all higher ranks meanwhile.
 #include "transport/mesh.h"
 
 #include <poll.h>
@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <list>
 #include <optional>
 #include <utility>
 
@@ -38,6 +39,8 @@ constexpr char kAddress[] = "address";
 constexpr char kArena[] = "arena";
 constexpr char kYes[] = "yes";
 constexpr int kSliceMillis = 100;  // interval of the checks of other ranks
+// Enough to hide the round trips of a handshake, and few enough for the acceptors.
+constexpr size_t kDialsAtOnce = 16;
 constexpr size_t kMaxArenaRegionBytes = size_t{1} << 40;
 
 uint64_t Claim(Kind kind, int rank) {
@@ -145,8 +148,7 @@ class MeshBuilder {
     if (options_.size > 1) {
       SHVD_TRY(Listen());
       SHVD_TRY(ExchangeRecords());
-      for (int peer = 0; peer < options_.rank; ++peer) SHVD_TRY(Dial(peer));
-      SHVD_TRY(AcceptHigherRanks());
+      SHVD_TRY(ConnectLinks());
       reception_.reset();
     }
     Mesh mesh;
@@ -237,29 +239,98 @@ class MeshBuilder {
     return !own.unix_name.empty() && !other.unix_name.empty() && own.host_key == other.host_key;
   }
 
-  Status Dial(int peer) {
-    if (SameHost(peer)) {
-      auto watch = DialUnix(peer, Kind::kWatch);
-      auto link = watch.ok() ? DialUnix(peer, Kind::kLink) : Result<UniqueFd>(watch.status());
-      if (link.ok()) {
-        Keep(Kind::kWatch, peer, std::move(watch).value());
-        Keep(Kind::kLink, peer, std::move(link).value());
-        return Status();
+  // The connections to a lower rank are dialed one after the other: on the same host a watch and
+  // then a link over Unix sockets, otherwise a link over TCP.
+  struct PeerDial {
+    int peer;
+    bool local;
+    Kind kind;
+    UniqueFd watch;
+    Dialing dialing;
+  };
+
+  // Starts with the nearest rank, so that the dials of all ranks spread over all acceptors.
+  Status ConnectLinks() {
+    int next = options_.rank - 1;
+    std::list<PeerDial> dials;
+    std::vector<pollfd> fds;
+    while (true) {
+      while (next >= 0 && dials.size() < kDialsAtOnce) dials.push_back(BeginDial(next--));
+      for (Admitted& admitted : reception_->Serve()) Admit(std::move(admitted));
+      if (dials.empty()) {
+        const std::vector<int> missing = MissingLinks();
+        if (missing.empty()) return Status();
+        if (deadline_.Expired()) {
+          return Status(StatusCode::kTimeout, RankName(options_.rank) + " at " + OwnAddresses() +
+                                                  " was not reached by " + RankNames(missing) +
+                                                  " before the deadline");
+        }
       }
+      fds.clear();
+      int timeout = reception_->TimeoutMillis(deadline_.RemainingMillis(kSliceMillis));
+      for (PeerDial& dial : dials) {
+        dial.dialing.AppendPollFds(fds);
+        timeout = dial.dialing.TimeoutMillis(timeout);
+      }
+      reception_->AppendPollFds(fds);
+      const int ready = ::poll(fds.data(), fds.size(), timeout);
+      if (ready < 0 && errno != EINTR) return IoStatus("poll", errno);
+      if (ready <= 0) SHVD_TRY(meeting_.Check());
+      for (auto dial = dials.begin(); dial != dials.end();) {
+        auto done = AdvanceDial(*dial, fds);
+        SHVD_TRY(done.status());
+        dial = done.value() ? dials.erase(dial) : std::next(dial);
+      }
+    }
+  }
+
+  PeerDial BeginDial(int peer) {
+    const bool local = SameHost(peer);
+    const Kind kind = local ? Kind::kWatch : Kind::kLink;
+    return {peer, local, kind, UniqueFd(), MakeDialing(peer, kind, local)};
+  }
+
+  Dialing MakeDialing(int peer, Kind kind, bool local) {
+    DialOptions dial;
+    dial.token = options_.token;
+    dial.purpose = Purpose(peer);
+    dial.claim = Claim(kind, options_.rank);
+    dial.buffer_bytes = options_.socket_buffer_bytes;
+    if (local) {
+      dial.unix_name = At(records_, peer).unix_name;
+    } else {
+      dial.addresses = At(records_, peer).tcp;
+    }
+    return Dialing(std::move(dial), deadline_);
+  }
+
+  // Returns whether all connections to the rank are made.
+  Result<bool> AdvanceDial(PeerDial& dial, const std::vector<pollfd>& fds) {
+    auto dialed = dial.dialing.Advance(fds);
+    if (!dialed) return false;
+    if (!dialed->ok() && dial.local) {
       // Equal host keys do not guarantee a common network namespace. Dialing over TCP reveals any
       // other problem.
+      dial.local = false;
+      dial.kind = Kind::kLink;
+      dial.dialing = MakeDialing(dial.peer, dial.kind, dial.local);
+      return false;
     }
-    DialOptions dial = DialOptionsTo(peer, Kind::kLink);
-    dial.addresses = At(records_, peer).tcp;
-    SessionKeys keys;
-    auto link = sparkhvd::Dial(dial, deadline_, &keys);
-    if (!link.ok()) {
-      return link.status().Annotate(RankName(options_.rank) + " at " + OwnAddresses() +
-                                    " could not reach " + RankName(peer));
+    if (!dialed->ok()) {
+      return dialed->status().Annotate(RankName(options_.rank) + " at " + OwnAddresses() +
+                                       " could not reach " + RankName(dial.peer));
     }
-    Keep(Kind::kLink, peer, std::move(link).value());
-    At(keys_, peer) = {keys.from_dialer, keys.from_acceptor};
-    return Status();
+    auto& [connection, keys] = dialed->value();
+    if (dial.kind == Kind::kWatch) {
+      dial.watch = std::move(connection);
+      dial.kind = Kind::kLink;
+      dial.dialing = MakeDialing(dial.peer, dial.kind, dial.local);
+      return false;
+    }
+    if (dial.local) Keep(Kind::kWatch, dial.peer, std::move(dial.watch));
+    Keep(Kind::kLink, dial.peer, std::move(connection));
+    At(keys_, dial.peer) = {keys.from_dialer, keys.from_acceptor};
+    return true;
   }
 
   std::string OwnAddresses() {
@@ -270,48 +341,12 @@ class MeshBuilder {
     return text;
   }
 
-  DialOptions DialOptionsTo(int peer, Kind kind) {
-    DialOptions dial;
-    dial.token = options_.token;
-    dial.purpose = Purpose(peer);
-    dial.claim = Claim(kind, options_.rank);
-    dial.buffer_bytes = options_.socket_buffer_bytes;
-    dial.check = [this] { return meeting_.Check(); };
-    return dial;
-  }
-
-  Result<UniqueFd> DialUnix(int peer, Kind kind) {
-    DialOptions dial = DialOptionsTo(peer, kind);
-    dial.unix_name = At(records_, peer).unix_name;
-    return sparkhvd::Dial(dial, deadline_);
-  }
-
   void Keep(Kind kind, int peer, UniqueFd fd) {
     UniqueFd process = ProcessBehind(fd);
     if (kind == Kind::kLink) {
       At(links_, peer) = PeerSocket{std::move(fd), std::move(process)};
     } else {
       At(watches_, peer) = MemberWatch{std::move(fd), std::move(process)};
-    }
-  }
-
-  Status AcceptHigherRanks() {
-    std::vector<pollfd> fds;
-    while (true) {
-      for (Admitted& admitted : reception_->Serve()) Admit(std::move(admitted));
-      const std::vector<int> missing = MissingLinks();
-      if (missing.empty()) return Status();
-      if (deadline_.Expired()) {
-        return Status(StatusCode::kTimeout, RankName(options_.rank) + " at " + OwnAddresses() +
-                                                " was not reached by " + RankNames(missing) +
-                                                " before the deadline");
-      }
-      fds.clear();
-      reception_->AppendPollFds(fds);
-      const int timeout = reception_->TimeoutMillis(deadline_.RemainingMillis(kSliceMillis));
-      const int ready = ::poll(fds.data(), fds.size(), timeout);
-      if (ready < 0 && errno != EINTR) return IoStatus("poll", errno);
-      if (ready <= 0) SHVD_TRY(meeting_.Check());
     }
   }
 

@@ -12,6 +12,7 @@
 
 #include "base/dtype.h"
 #include "base/status.h"
+#include "base/thorough.h"
 #include "transport/mesh.h"
 
 namespace sparkhvd::testing {
@@ -66,6 +67,17 @@ inline constexpr DType kEveryDType[] = {DType::kBool,    DType::kUInt8,   DType:
                                         DType::kFloat32, DType::kFloat64};
 inline constexpr ReduceOp kEveryOp[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin,
                                         ReduceOp::kMax, ReduceOp::kProduct};
+
+// Returns the types to reduce on whole jobs; the tests of the kernels reduce every type.
+inline std::vector<DType> DTypesToReduce() {
+  if (!Thorough()) return {DType::kInt8, DType::kBFloat16, DType::kFloat32};
+  return {std::begin(kEveryDType), std::end(kEveryDType)};
+}
+
+// Returns the numbers of ranks to try: powers of two, and numbers that are none.
+inline std::vector<int> SizesToTry() {
+  return Thorough() ? std::vector<int>{1, 2, 3, 4, 5, 6, 7, 8} : std::vector<int>{1, 2, 3, 5, 8};
+}
 
 // Returns the contribution of `rank` at `index`. It is small, so that every dtype holds sums and
 // products of eight ranks exactly.

@@ -4,6 +4,7 @@
 
 #include <set>
 
+#include "base/thorough.h"
 #include "scheduler/rank.h"
 #include "transport/meshes.h"
 
@@ -238,11 +239,16 @@ TEST_P(Autotuning, DoesNotChangeProcessSets) {
   EXPECT_GT(samples.size(), 5u);
 }
 
-INSTANTIATE_TEST_SUITE_P(Layouts, Autotuning,
-                         ::testing::Values(Layout{"TwoRanks", TwoRanks, true},
-                                           Layout{"FourRanks", FourRanks, true},
-                                           Layout{"TwoHosts", TwoHosts, false},
-                                           Layout{"Sockets", Sockets, false}),
+std::vector<Layout> Layouts() {
+  std::vector<Layout> layouts = {{"TwoRanks", TwoRanks, true}, {"TwoHosts", TwoHosts, false}};
+  if (Thorough()) {
+    layouts.push_back({"FourRanks", FourRanks, true});
+    layouts.push_back({"Sockets", Sockets, false});
+  }
+  return layouts;
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, Autotuning, ::testing::ValuesIn(Layouts()),
                          [](const auto& chosen) { return std::string(chosen.param.name); });
 
 }  // namespace

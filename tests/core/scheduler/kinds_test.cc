@@ -80,7 +80,7 @@ TEST_P(EngineKinds, ReducescatterGivesTheFirstRanksOneRowMore) {
 
 TEST_P(EngineKinds, AlltoallReturnsTheRowsReceivedFromEveryRank) {
   Run([this](int rank, Rank& self) {
-    // The second round is requested by id, and the third with other splits.
+    // The second and the third round are requested by id, the third with other splits.
     for (const int more : {0, 0, 1}) {
       std::vector<int64_t> splits;
       std::vector<float> source;

@@ -128,10 +128,31 @@ TEST(ResponseCache, GivesEqualRanksEqualIdsAndEvictsTheLeastRecentlyUsed) {
 
 TEST(ResponseCache, RemembersTheRowsThatEveryRankSent) {
   ResponseCache cache(2);
-  cache.Insert(Alltoall({1, 2}), {1, 2, 5, 6});
-  EXPECT_TRUE(cache.OfRank(0, 0) == Alltoall({1, 2}));
-  EXPECT_TRUE(cache.OfRank(0, 1) == Alltoall({5, 6}));
-  EXPECT_EQ(cache.Find(Alltoall({2, 1})), std::nullopt);
+  cache.Insert(Allgather("g", 1), {1, 5});
+  EXPECT_TRUE(cache.OfRank(0, 0) == Allgather("g", 1));
+  EXPECT_TRUE(cache.OfRank(0, 1) == Allgather("g", 5));
+  EXPECT_EQ(cache.Find(Allgather("g", 2)), std::nullopt);
+}
+
+TEST(ResponseCache, HoldsAnAlltoallForAnySplits) {
+  ResponseCache cache(2);
+  cache.Insert(Alltoall({1, 2}), {});
+  EXPECT_TRUE(cache.Own(0).splits.empty());
+  EXPECT_EQ(cache.Find(Alltoall({9, 0})), 0u);
+  Request wider = Alltoall({1, 2});
+  wider.shape.push_back(2);
+  EXPECT_EQ(cache.Find(wider), std::nullopt);
+}
+
+TEST(Readiness, AgreesOnAnAlltoallWithoutItsSplits) {
+  const ResponseCache cache(0);
+  Readiness readiness(2);
+  ASSERT_TRUE(readiness.Add(0, Full({Alltoall({1, 2})}), cache, At(0)).ok());
+  ASSERT_TRUE(readiness.Add(1, Full({Alltoall({5, 6})}), cache, At(0)).ok());
+  const ResponseMessage response = readiness.TakeComplete(cache);
+  ASSERT_EQ(response.agreements.size(), 1u);
+  EXPECT_EQ(response.agreements[0].code, StatusCode::kOk);
+  EXPECT_TRUE(response.agreements[0].rows.empty());
 }
 
 TEST(Readiness, ListsCompleteRequestsInTheOrderOfCompletion) {
@@ -258,6 +279,11 @@ TEST(Messages, SteadyStateFitsIntoAFewBytes) {
   RequestMessage message;
   for (uint32_t id = 0; id < 1024; ++id) message.cached.push_back(id);
   EXPECT_LE(Encode(message).size(), 140u);
+}
+
+TEST(Messages, TheSplitsOfAnAlltoallAreNotSent) {
+  const size_t bytes = Encode(Full({Alltoall({1, 2})})).size();
+  EXPECT_EQ(Encode(Full({Alltoall(std::vector<int64_t>(1000, 1))})).size(), bytes);
 }
 
 TEST(Messages, EveryTruncationIsRefused) {

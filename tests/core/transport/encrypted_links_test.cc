@@ -3,14 +3,19 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <array>
+#include <fstream>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/leak_check.h"
 #include "base/link_cipher.h"
+#include "base/thorough.h"
 #include "rendezvous/socket.h"
 #include "transport/meshes.h"
 
@@ -116,6 +121,47 @@ TEST(EncryptedLinks, HideTheirContent) {
   wire.join();
   EXPECT_GT(seen.size(), sent.size());
   EXPECT_EQ(seen.find("gradient"), std::string::npos);
+}
+
+size_t ResidentBytes() {
+  std::ifstream pages("/proc/self/statm");
+  size_t total = 0;
+  size_t resident = 0;
+  pages >> total >> resident;
+  return resident * static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+}
+
+TEST(EncryptedLinks, UseMemoryOnlyWhileDataMoves) {
+  constexpr size_t kLinks = 100;
+  constexpr size_t kBytesPerEnd = size_t{64} << 10;
+  const std::string sent(300'000, 'x');
+  auto here = EncryptedLinks::Make();
+  auto there = EncryptedLinks::Make();
+  ASSERT_TRUE(here.ok() && there.ok());
+  std::string received(sent.size(), '\0');  // one for all links: sanitizers keep freed memory
+  const Bytes target(reinterpret_cast<std::byte*>(received.data()), received.size());
+  const size_t before = ResidentBytes();
+  std::vector<std::pair<UniqueFd, UniqueFd>> plain;
+  for (size_t i = 0; i < kLinks; ++i) {
+    auto [one, other] = Pair();
+    auto first = here.value()->Add(std::move(one), kHere);
+    auto second = there.value()->Add(std::move(other), kThere);
+    ASSERT_TRUE(first.ok() && second.ok());
+    plain.emplace_back(std::move(first).value(), std::move(second).value());
+  }
+  ASSERT_TRUE(here.value()->Start().ok() && there.value()->Start().ok());
+  for (const auto& [writes, reads] : plain) {
+    std::thread writer(
+        [&, fd = writes.get()] { EXPECT_TRUE(WriteExactly(fd, AsBytes(sent), Late()).ok()); });
+    EXPECT_TRUE(ReadExactly(reads.get(), target, Late()).ok());
+    EXPECT_TRUE(received == sent);
+    writer.join();
+  }
+  const size_t grown = ResidentBytes() - before;
+  // ThreadSanitizer's own record of every address would count, too.
+  if (!kThreadSanitizer) {
+    EXPECT_LT(grown, 2 * kLinks * kBytesPerEnd);
+  }
 }
 
 TEST(EncryptedLinks, DetectAlteredRepeatedAndForgedData) {

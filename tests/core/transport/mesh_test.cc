@@ -4,16 +4,20 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <future>
 #include <map>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
+#include "base/leak_check.h"
 #include "rendezvous/strangers.h"
 #include "rendezvous/tcp_store_client.h"
 #include "rendezvous/tcp_store_server.h"
@@ -107,6 +111,13 @@ TEST(ConnectMesh, NamesTheRankThatNeverPublishesItsAddress) {
             "the deadline");
 }
 
+void AllowDescriptors(rlim_t count) {
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+  limit.rlim_cur = std::min(limit.rlim_max, std::max(limit.rlim_cur, count));
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+}
+
 // Counts the requests for single keys.
 class CountingStore final : public KeyValueStore {
  public:
@@ -141,6 +152,80 @@ TEST(ConnectMesh, AsksTheStoreForAllRanksAtOnce) {
   EXPECT_EQ(store.single_gets, 0);
 }
 
+// Counts what one rank sends to a store on another host and receives from it. Like TcpStoreClient,
+// it sends a request once and leaves it with the store while the rank waits for the answer.
+class BudgetedStore final : public KeyValueStore {
+ public:
+  explicit BudgetedStore(InProcessStore& values) : values_(values) {}
+
+  Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    Send("set " + key + " " + value);
+    return values_.Set(key, value, deadline);
+  }
+  Result<std::string> Get(const std::string& key, Deadline deadline) override {
+    Send("get " + key);
+    auto value = values_.Get(key, deadline);
+    if (value.ok()) bytes += value.value().size();
+    return value;
+  }
+  Result<std::vector<std::string>> GetAll(const std::string& prefix, size_t count,
+                                          Deadline deadline) override {
+    Send("get all " + prefix);
+    auto values = values_.GetAll(prefix, count, deadline);
+    if (!values.ok()) return values;
+    for (const std::string& value : values.value()) bytes += value.size();
+    return values;
+  }
+  Result<std::unique_ptr<Will>> LeaveWill(const std::string& key, const std::string& value,
+                                          Deadline deadline) override {
+    Send("will " + key + " " + value);
+    return values_.LeaveWill(key, value, deadline);
+  }
+
+  size_t requests() const { return sent_.size(); }
+  size_t bytes = 0;
+
+ private:
+  void Send(const std::string& request) {
+    if (sent_.insert(request).second) bytes += request.size();
+  }
+
+  InProcessStore& values_;
+  std::set<std::string> sent_;
+};
+
+class StartBudget : public testing::TestWithParam<int> {};
+
+// Four ranks per host.
+TEST_P(StartBudget, IsAConstantNumberOfRequestsAndALinkPerRank) {
+  const int size = GetParam();
+  const auto ranks = static_cast<size_t>(size);
+  AllowDescriptors(2048);
+  InProcessStore values;
+  std::vector<BudgetedStore> stores(ranks, BudgetedStore(values));
+  std::vector<Mesh> meshes(ranks);
+  const Holdings before = HoldingsBefore();
+  ForEachRank(size, [&](int rank) {
+    const auto index = static_cast<size_t>(rank);
+    MeshOptions options = OptionsOf(rank, size);
+    options.host_key = "host " + std::to_string(rank / 4);
+    auto mesh = ConnectMesh(options, stores[index], Late());
+    ASSERT_TRUE(mesh.ok()) << mesh.status().message();
+    meshes[index] = std::move(mesh).value();
+  });
+  for (const BudgetedStore& store : stores) {
+    // The will, the address, the addresses, the vote, the votes, and whether a rank has failed.
+    EXPECT_LE(store.requests(), 6u);
+    EXPECT_LE(store.bytes, 1000 + 200 * ranks);
+  }
+  const int links = size * (size - 1);
+  const int watches = size * 3;  // of the other ranks of the host
+  const int wakes = size;
+  EXPECT_EQ(Holdings().descriptors - before.descriptors, links + watches + wakes);
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, StartBudget, testing::Values(4, 8, 16, 32));
+
 TEST(ConnectMesh, NamesTheRankThatNeverDials) {
   InProcessStore store;
   ASSERT_TRUE(store.Set("test/address/1", EncodeAddressRecord({}), Late()).ok());
@@ -173,6 +258,39 @@ TEST(ConnectMesh, StopsWaitingForASilentRank) {
   const Status status = ConnectMesh(OptionsOf(1, 2), store, Soon()).status();
   EXPECT_EQ(status.code(), StatusCode::kTimeout);
   EXPECT_NE(status.message().find(" could not reach rank 0: "), std::string::npos);
+}
+
+TEST(ConnectMesh, DialsSeveralRanksAtOnceAndAcceptsMeanwhile) {
+  InProcessStore store;
+  std::vector<UniqueFd> silent;  // the listeners of ranks 0 and 1, which accept nobody
+  for (int rank = 0; rank < 2; ++rank) {
+    silent.push_back(ListenTcp({"127.0.0.1", 0}).value());
+    AddressRecord record;
+    record.tcp = {LocalAddress(silent.back().get()).value()};
+    ASSERT_TRUE(
+        store.Set("test/address/" + std::to_string(rank), EncodeAddressRecord(record), Late())
+            .ok());
+  }
+  ASSERT_TRUE(store.Set("test/address/3", EncodeAddressRecord({}), Late()).ok());
+  std::atomic<bool> enough{false};
+  auto two = std::async(std::launch::async, [&store, &enough] {
+    MeshOptions options = OptionsOf(2, 4);
+    options.interrupted = [&enough] {
+      return enough ? Status(StatusCode::kShutDown, "enough") : Status();
+    };
+    return ConnectMesh(options, store, Late()).status();
+  });
+  const Deadline deadline = Deadline::AfterSeconds(20);
+  for (const UniqueFd& listener : silent) {
+    EXPECT_TRUE(AwaitEvents(listener.get(), POLLIN, deadline).ok()) << "rank 2 dials";
+  }
+  auto three = ConnectTcp(RecordOf(store, 2).tcp[0], deadline);
+  ASSERT_TRUE(three.ok());
+  const Status accepted = DialHandshake(three.value().get(), "secret", "mesh/test/2",
+                                        (uint64_t{1} << 32) | 3, deadline);
+  EXPECT_TRUE(accepted.ok()) << accepted.message();
+  enough = true;
+  EXPECT_EQ(two.get().message(), "rank 2: enough");
 }
 
 TEST(ConnectMesh, RefusesARankWithAnotherToken) {
