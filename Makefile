@@ -92,7 +92,7 @@ lint-imports: .venv/.installed
 lint-cpp: .venv/.installed
 	@$(RUN) clang-format --dry-run -Werror $(CPP)
 
-bench: .venv/.core-built ## Measure collectives and training steps beside their peers, over a network and at rest, the way of the data, estimators and launching
+bench: .venv/.core-built ## Measure collectives and training steps beside their peers, over a network and at rest, the way of the data, estimators, launching and elastic jobs
 	@$(RUN) python -m bench.collectives
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.network; fi
 	@$(RUN) python -m bench.training_step
@@ -100,10 +100,12 @@ bench: .venv/.core-built ## Measure collectives and training steps beside their 
 	@$(RUN) python -m bench.data
 	@$(RUN) python -m bench.estimators
 	@$(RUN) python -m bench.startup
+	@$(RUN) python -m bench.elastic
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.preflight; fi
 
-soak: .venv/.core-built ## Kill ranks, come and go, fuzz: half an hour; the report goes to bench/results
+soak: .venv/.core-built ## Kill ranks, come and go, fuzz: an hour and a half; the report goes to bench/results
 	@$(RUN) tools/core-tests asan
+	@$(RUN) tools/core-tests tsan
 	@SPARKHVD_TEST_SLOWNESS=1 $(RUN) python -m bench.soak
 
 docs: .venv/.installed ## Build the documentation into site/, warnings as errors

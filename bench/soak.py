@@ -1,6 +1,7 @@
 """Endurance: a hundred kills, a thousand cycles of init and shutdown, ten minutes of fuzzing, strangers all the while.
 
-Also every row of the fault matrix of the launchers, and a model above 2 GB.
+Also every row of the fault matrix of the launchers, elastic jobs and fits among random losses and joins, and a model
+above 2 GB.
 
 Writes a report to ``bench/results/soak.txt``. ``make soak`` runs it for its full length.
 """
@@ -16,14 +17,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TextIO
+from unittest import mock
 
 from pyspark.sql import SparkSession
 
 from tests.comparison import compare, compare_large
 from tests.endurance import come_and_go, cycles, kill_one_of, strangers
+from tests.launch import elastic_chaos, elastic_faults, sshd
+from tests.launch.elastic_faults import ELASTIC_FAULTS, LIMIT_SECONDS, NUM_PROC
 from tests.launch.faults import CUT_OFF_FAULTS, FAULTS, PORT_FAULTS, complaints, ports_taken, produced
 from tests.launch.hosts import why_not
 from tests.launch.losses import DRIVER_FAULTS, EXECUTOR_FAULTS, lost_driver, lost_executors
@@ -35,9 +40,10 @@ _ROOT = Path(__file__).parents[1]
 _DECODERS = 12  # the tests with Fuzz in their name
 _MEGABYTE = 1 << 20
 _TABLES = (FAULTS, mpi.MPI_FAULTS, PORT_FAULTS, EXECUTOR_FAULTS, DRIVER_FAULTS, CUT_OFF_FAULTS)
-_PARTS = ("kills", "cycles", "faults", "large", "random", "fuzz", "properties")
+_PARTS = ("kills", "cycles", "faults", "elastic", "large", "random", "fuzz", "races", "properties", "repeats")
 _FAILURE = re.compile("NOT NAMED|FAILED")
 _LIMITS = {fault.name: fault.seconds for table in _TABLES for fault in table}
+_LIMITS |= {fault.name: LIMIT_SECONDS for fault in ELASTIC_FAULTS}
 
 
 def kills(count: int) -> str:
@@ -104,6 +110,25 @@ def fuzzing(minutes: float) -> str:
     )
 
 
+def races() -> str:
+    """Run all cases of the collectives and of the autotuner under ThreadSanitizer; `make check` runs a part of them."""
+    lines, odd = [], []
+    for layer, tests in (("collectives", "*"), ("scheduler", "Layouts/Autotuning.*")):
+        program = _ROOT / "build" / "tsan" / f"{layer}_test"
+        ended = subprocess.run(
+            ["setarch", "-R", program, f"--gtest_filter={tests}"],
+            env=os.environ | {"SPARKHVD_TEST_THOROUGHLY": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=3600,
+        )
+        lines += [f"  {layer}: {line}" for line in ended.stdout.splitlines() if line.startswith("[  PASSED  ]")]
+        odd += [f"{ended.stdout[-3000:]}{ended.stderr[-3000:]}"] if ended.returncode else []
+    verdict = f"FAILED:\n{odd}" if odd else "passed"
+    return f"all cases under ThreadSanitizer: {verdict}\n" + "\n".join(lines)
+
+
 def large_model() -> str:
     """Wrap, save, load and use a model above 2 GB, the limit of many formats; takes 8 GB of memory."""
     import torch  # noqa: PLC0415  (heavy)
@@ -142,6 +167,14 @@ def properties() -> str:
     )
 
 
+def repeats() -> str:
+    """Run the tests that repeat others with further values, frameworks and servers; `make check` leaves them out."""
+    command = [sys.executable, "-m", "pytest", "-q", "--soak", "tests"]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=7200)
+    verdict = done.stdout.strip().rpartition("\n")[2]
+    return f"tests with the mark soak: {verdict}" + ("" if done.returncode == 0 else f"\n  FAILED:\n{done.stdout}")
+
+
 def faults() -> str:
     """Produce every row of the fault matrix, including lost executors and drivers, and hosts that are cut off."""
     lines = [
@@ -157,6 +190,7 @@ def faults() -> str:
                 ended = produced(fault, place, spark)
                 wrong = complaints(fault, ended)
                 lines.append(_line(fault.name, ended.seconds, type(ended.error).__name__, wrong))
+            lines += _elastic_faults(Path(folder, "elastic"), spark)
         finally:
             spark.stop()
         for number, fault in enumerate(mpi.MPI_FAULTS):
@@ -170,6 +204,26 @@ def faults() -> str:
         lines += [_line(one.name, *lost_driver(one, Path(folder, one.name))) for one in DRIVER_FAULTS]
         lines += _cut_off(Path(folder, "hosts"))
     return "\n".join(lines)
+
+
+def _elastic_faults(folder: Path, spark: SparkSession) -> list[str]:
+    """Run the rows in which a rank of an elastic job fails."""
+    (folder / "keys").mkdir(parents=True)
+    options: dict[str, dict[str, object]] = {"local": {"launcher": "local"}, "spark": {"spark": spark}}
+    lines = []
+    with ExitStack() as stack:
+        if reason := why_not() or sshd.why_not():
+            lines.append(f"  elastic ssh: not run, {reason}")
+        else:
+            hosts = stack.enter_context(sshd.hosts_behind_ssh(folder / "keys", NUM_PROC))
+            stack.enter_context(mock.patch.dict(os.environ, PATH=hosts.path))
+            options["ssh"] = {"hosts": hosts.listed, "ssh_identity_file": hosts.key}
+        for number, fault in enumerate(fault for fault in ELASTIC_FAULTS if fault.launcher in options):
+            place = folder / str(number)
+            place.mkdir()
+            seconds, error, wrong = elastic_faults.produced(fault, place, **options[fault.launcher])
+            lines.append(_line(fault.name, seconds, error or "NoneType", wrong))
+    return lines
 
 
 def _line(name: str, seconds: float, error: str, wrong: list[str]) -> str:
@@ -197,12 +251,42 @@ def _cut_off(folder: Path) -> list[str]:
     return [_line(name, row["seconds"], row["error"], row["wrong"]) for name, row in found.items()]
 
 
+def elastic(minutes: float) -> str:
+    """Disturb an elastic job on four hosts for this time, and elastic fits for a quarter of it each."""
+    lines = [f"elastic jobs disturbed at random moments, for {1.5 * minutes:g} minutes in all:"]
+    draw = random.Random()
+    with tempfile.TemporaryDirectory() as folder:
+
+        def subfolder(name: str) -> Path:
+            path = Path(folder, name)
+            path.mkdir()
+            return path
+
+        if reason := why_not() or sshd.why_not():
+            lines.append(f"  on hosts behind ssh: not run, {reason}")
+        else:
+            with sshd.hosts_behind_ssh(subfolder("keys"), 4) as hosts, mock.patch.dict(os.environ, PATH=hosts.path):
+                seed = draw.randrange(1000)
+                report = elastic_chaos.job_on_hosts(subfolder("job"), hosts, minutes * 60, seed)
+                lines.append(f"  on four hosts behind ssh, seed {seed}: {report}")
+        spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+        try:
+            for batch in ("global", "rank"):
+                seed = draw.randrange(1000)
+                report = elastic_chaos.fit(spark, subfolder(batch), minutes * 15, seed, batch)
+                lines.append(f"  TorchEstimator, elastic_batch={batch!r}, seed {seed}: {report}")
+        finally:
+            spark.stop()
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--fuzz-minutes", type=float, default=10.0)
     parser.add_argument("--comparison-minutes", type=float, default=5.0)
+    parser.add_argument("--elastic-minutes", type=float, default=20.0)
     parser.add_argument("--report", type=Path, default=_ROOT / "bench" / "results" / "soak.txt")
     parser.add_argument("--only", nargs="+", choices=_PARTS, metavar="PART", help=f"of {', '.join(_PARTS)}")
     options = parser.parse_args()
@@ -211,10 +295,13 @@ def main() -> int:
         "kills": partial(kills, options.kills),
         "cycles": partial(comings_and_goings, options.cycles),
         "faults": faults,
+        "elastic": partial(elastic, options.elastic_minutes),
         "large": large_model,
         "random": partial(comparison, options.comparison_minutes),
         "fuzz": partial(fuzzing, options.fuzz_minutes),
+        "races": races,
         "properties": properties,
+        "repeats": repeats,
     }
     with options.report.open("w") as report:
         _write(report, f"Endurance, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores")

@@ -15,7 +15,7 @@ import sparkhvd.torch as hvd
 
 
 def add_ranks(offset: float) -> dict[str, float]:
-    """What runs on every rank."""
+    """Run on every rank."""
     hvd.init()
     mine = torch.full((3,), offset + hvd.rank())
     total = hvd.allreduce(mine, op=hvd.Sum, name="total")

@@ -22,7 +22,7 @@ import sparkhvd.torch as hvd
 
 @dataclass(frozen=True)
 class Options:
-    """What one rank is told."""
+    """The settings of a rank."""
 
     batch_size: int
     image_size: int
@@ -70,7 +70,7 @@ def resnet18(width: int, classes: int) -> torch.nn.Module:
 
 
 def images_per_second(options: Options) -> list[float]:
-    """What runs on every rank: the speed of this rank in each iteration."""
+    """Return the speed of this rank in each iteration; runs on every rank."""
     hvd.init()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)

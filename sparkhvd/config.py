@@ -480,6 +480,11 @@ def environment_for_hosts() -> dict[str, str]:
     }
 
 
+def ssh_client_address() -> str:
+    """Return the address from which ssh started this process, as this host sees it; empty without ssh."""
+    return os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
+
+
 # The GPUs that Spark assigned to this rank's task, separated by commas.
 OWN_DEVICES = "SPARKHVD_DEVICES"
 

@@ -34,7 +34,7 @@ class HostsUpdatedInterrupt(SparkHvdError, RuntimeError):  # noqa: N818  the nam
 
     Args:
         args: a message, or Horovod's ``skip_sync``.
-        skip_sync: whether the ranks may go on without synchronization; sparkhvd always synchronizes them.
+        skip_sync: whether the ranks may continue without synchronization; sparkhvd always synchronizes them.
     """
 
     def __init__(self, *args: object, skip_sync: bool = False) -> None:
@@ -81,7 +81,7 @@ class RankFailedError(LaunchError):
         rank: the first rank that failed.
         host: the host that it ran on.
         remote_traceback: its Python traceback, empty when the process ended without one.
-        stderr_tail: the last lines that it wrote to stderr and that had arrived by then.
+        stderr_tail: the last lines of its stderr that had arrived when the job ended.
     """
 
     def __init__(

@@ -75,6 +75,19 @@ _TEMPORARY_FOLDER = pytest.StashKey[Path]()
 _TEST_JAVA = Path(sys.prefix) / "test-java"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the tests with the mark soak, and no others")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    soak = bool(config.getoption("--soak"))
+    kept = [item for item in items if (item.get_closest_marker("soak") is not None) == soak]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A parent that runs the tests in the background may ignore Ctrl-C, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,6 +136,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.driver.memory", "1g")
+        .config("spark.python.worker.faulthandler.enabled", "true")
         .config("spark.local.dir", str(folder / "local"))
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
         .config("spark.log.level", "ERROR")

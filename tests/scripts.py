@@ -1,14 +1,24 @@
-"""Scripts that tests run in a separate process, and their results: a process can hold only one SparkContext."""
+"""Programs that tests run: in a separate process, which has a SparkContext of its own, or in the tests' session."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
 import os
 import re
+import runpy
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,6 +38,28 @@ def run_script(
         timeout=seconds,
         check=False,
     )
+
+
+def run_in_session(script: Path, arguments: Sequence[str], folder: Path, session: SparkSession) -> str:
+    """Run a program in this process, with ``session`` in place of its own one, and return what it prints.
+
+    Starting Spark and importing the frameworks takes most of a small program's time.
+    """
+    printed = io.StringIO()
+    logger = logging.getLogger("sparkhvd")
+    level = logger.level
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", [str(script), *arguments])
+        patch.setattr(type(session.builder), "getOrCreate", lambda _builder: session)
+        patch.setattr(type(session), "stop", lambda _session: None)
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise AssertionError(printed.getvalue()) from ended
+        finally:
+            logger.setLevel(level)  # a program may change it
+    return printed.getvalue()
 
 
 def tell(found: dict[str, Any]) -> None:

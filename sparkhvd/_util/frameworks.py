@@ -1,4 +1,4 @@
-"""The frameworks, as far as modules that all of them share know them; nothing here imports one, or its estimator."""
+"""The table of frameworks, for modules that serve all of them; nothing here imports a framework or its estimator."""
 
 from __future__ import annotations
 

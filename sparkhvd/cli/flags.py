@@ -234,7 +234,7 @@ def parser() -> Parser:
 
 def _add_elastic(command_line: argparse.ArgumentParser) -> None:
     group = command_line.add_argument_group(
-        "elastic jobs", "ranks may come and go on this machine; --min-np or --host-discovery-script starts such a job"
+        "elastic jobs", "jobs whose ranks may come and go; --min-np or --host-discovery-script starts one"
     )
     group.add_argument("-min-np", "--min-np", "--min-num-proc", dest="min_num_proc", type=int)
     group.add_argument("-max-np", "--max-np", "--max-num-proc", dest="max_num_proc", type=int)

@@ -21,7 +21,7 @@ from sparkhvd.cli.settings import notices, read_file, variables
 from sparkhvd.config import batch_variables, environment_for_hosts, export, from_environment, variable_of
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, split_arguments
 from sparkhvd.driver.batch_systems import find_allocation
-from sparkhvd.driver.elastic.discovery import Discovery, DiscoveryFunction, DiscoveryScript
+from sparkhvd.driver.elastic.discovery import Discovery, DiscoveryScript
 from sparkhvd.driver.elastic.run import ElasticOptions, run_elastic_with
 from sparkhvd.driver.host_process import SrunOptions, SshOptions, is_this_machine
 from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
@@ -101,11 +101,10 @@ def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
     if not hosts and flags.timeline_filename and not Path(flags.timeline_filename).absolute().parent.is_dir():
         raise ConfigError(f"--timeline-filename {flags.timeline_filename}: its folder does not exist. Create it first.")
     by_mpi = flags.mpi or (file.get("controller", {}).get("name") == "mpi" and not flags.gloo)
-    elastic = _elastic(flags, hosts)
+    elastic = _elastic(flags, hosts, access)
     if elastic is not None and by_mpi:
         raise ConfigError("mpirun cannot start an elastic job, whose ranks come and go. Leave out --mpi.")
-    hosts = () if elastic is not None else hosts
-    launcher = "mpi" if by_mpi else "ssh" if hosts else "local"
+    launcher = "mpi" if by_mpi else elastic.launcher if elastic is not None else "ssh" if hosts else "local"
     for line in notices(flags, settings, launcher):
         sys.stderr.write(f"sparkhvdrun: {line}\n")
     if by_mpi and flags.start_timeout is not None:  # for hvd.init(); mpirun itself has no such limit
@@ -115,7 +114,7 @@ def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
     export(settings)
     options = RunOptions(
         start_timeout=flags.start_timeout,
-        nics=tuple(flags.nics) if hosts else (),
+        nics=tuple(flags.nics) if launcher == "ssh" else (),
         verbose=2 if flags.verbose else 1,
         prefix_output_with_timestamp=flags.prefix_output_with_timestamp,
         output_filename=flags.output_filename,
@@ -136,29 +135,23 @@ def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
     return 0
 
 
-def _elastic(flags: argparse.Namespace, hosts: tuple[Host, ...]) -> ElasticOptions | None:
+def _elastic(
+    flags: argparse.Namespace, hosts: tuple[Host, ...], access: SshOptions | SrunOptions
+) -> ElasticOptions | None:
     """Return the options of an elastic job; None for other jobs."""
     passed = [flag for name, flag in FOR_ELASTIC.items() if getattr(flags, name) is not None]
     if not passed:
         return None
     if all(getattr(flags, name) is None for name in STARTS_ELASTIC):
         raise ConfigError(f"{passed[0]} is for elastic jobs. Pass --min-np or --host-discovery-script, too.")
-    if others := [host.name for host in hosts if not is_this_machine(host.name)]:
-        raise ConfigError(
-            f"Elastic jobs run on this machine only; ranks on {others[0]} are not available yet. Leave out the hosts, "
-            "or leave out the flags of elastic jobs."
-        )
     slots = 1 if flags.slots_per_host is None else flags.slots_per_host
     if slots < 1:
         raise ConfigError(f"--slots-per-host must be at least 1, got {slots}.")
     discovery: Discovery | None = None
     if flags.host_discovery_script is not None:
-        if hosts:
+        if flags.hosts is not None or flags.hostfile is not None:
             raise ConfigError("--host-discovery-script and a list of hosts contradict each other. Pass one of them.")
-        discovery = DiscoveryScript(flags.host_discovery_script, slots)
-    elif hosts:
-        offered = {host.name: host.slots for host in hosts}
-        discovery = DiscoveryFunction(lambda: offered)
+        discovery, hosts = DiscoveryScript(flags.host_discovery_script, slots), ()
     return ElasticOptions(
         num_proc=flags.num_proc,
         min_num_proc=flags.min_num_proc,
@@ -167,6 +160,9 @@ def _elastic(flags: argparse.Namespace, hosts: tuple[Host, ...]) -> ElasticOptio
         reset_limit=flags.reset_limit,
         cooldown_range=None if flags.cooldown_range is None else tuple(flags.cooldown_range),
         discovery=discovery,
+        launcher="ssh" if hosts or discovery is not None else "local",
+        hosts=hosts,
+        access=access,
     )
 
 

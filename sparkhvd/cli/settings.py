@@ -48,7 +48,7 @@ def notices(flags: argparse.Namespace, settings: Mapping[str, str], launcher: st
     lines = [f"{flag} has no effect: {WITHOUT_EFFECT[flag]}." for flag in flags.without_effect or ()]
     unknown = [tuning for tuning in TUNINGS if tuning.variable in settings and tuning.variable not in known]
     lines += [f"--{tuning.flag} has no effect: sparkhvd does not read {tuning.variable}." for tuning in unknown]
-    if flags.hosts is None and flags.hostfile is None:
+    if flags.hosts is None and flags.hostfile is None and flags.host_discovery_script is None:
         for_hosts = [
             flag for name, flag in FOR_HOSTS.items() if getattr(flags, name) and (name, launcher) != ("nics", "mpi")
         ]

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.connect import mpi
+from sparkhvd.comm.connect.commit_folder import CommitFolder, CommitPublisher
 from sparkhvd.comm.connect.inherited_world import inherited_context
 from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.loss_watch import LossWatch
 from sparkhvd.comm.connect.membership import Membership
 from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet
@@ -46,6 +48,8 @@ class _Session:
     server: RendezvousServer | None = None  # on rank 0 of a job that MPI has started
     from_mpi: bool = False
     membership: Membership | None = None  # in an elastic job, from the first ``init()`` on
+    publisher: CommitPublisher | None = None  # in an elastic job with a Store
+    watch: LossWatch | None = None  # of the current generation, if it has several ranks
     # The number of connections of each selection of ranks. It agrees among the ranks, so it can name the next scope.
     inits: Counter[tuple[int, ...]] = field(default_factory=Counter)
     watches_forks: bool = False
@@ -60,12 +64,15 @@ global_process_set = _session.everybody
 """The set of all ranks, usable between ``init()`` and ``shutdown()``."""
 
 
-def set_launch_context(context: LaunchContext, joined: Callable[[], None] | None = None) -> None:
+def set_launch_context(
+    context: LaunchContext, joined: Callable[[], None] | None = None, commits: CommitFolder | None = None
+) -> None:
     """Set how the next ``init()`` finds the other ranks; launchers call it before any user code.
 
     Args:
         context: the rank's position in the job.
         joined: called each time that ``init()`` has connected the rank.
+        commits: where an elastic job publishes commits.
 
     Raises:
         ConfigError: the process is already initialized.
@@ -77,6 +84,7 @@ def set_launch_context(context: LaunchContext, joined: Callable[[], None] | None
             )
         _session.context = context
         _session.joined = joined
+        _session.publisher = None if commits is None else CommitPublisher(commits)
         _session.inits.clear()
         _session.forked = False
         if _session.membership is not None:
@@ -165,13 +173,29 @@ def _join_generation(
         except HorovodInternalError as error:  # a member was lost meanwhile: the driver forms another generation
             membership.reason = f"could not connect: {error}"
         else:
+            _session.watch = _watch(membership, communicator)
             _session.inits[()] += 1
             return communicator
+
+
+def _watch(membership: Membership, communicator: Communicator) -> LossWatch | None:
+    if communicator.world.size == 1:
+        return None
+    try:
+        return membership.watch(communicator.abort)
+    except BaseException:
+        communicator.close()
+        raise
 
 
 def membership() -> Membership | None:
     """Return this worker's membership in its elastic job; None in other jobs and before ``init()``."""
     return _session.membership
+
+
+def publisher() -> CommitPublisher | None:
+    """Return the publisher of this process's commits; None in jobs that keep them in memory only."""
+    return _session.publisher
 
 
 def _leave_to_parent() -> None:
@@ -180,6 +204,9 @@ def _leave_to_parent() -> None:
     if _session.communicator is not None:
         _session.forked = True
         _session.communicator.leave_to_parent()
+        if _session.watch is not None:
+            _session.watch.leave_to_parent()
+            _session.watch = None
 
 
 def _connect_with_retries(
@@ -298,7 +325,10 @@ def shutdown() -> None:
         communicator, _session.communicator = _session.communicator, None
         _session.everybody.register(None)
         server, _session.server = _session.server, None
+        watch, _session.watch = _session.watch, None
         try:
+            if watch is not None:
+                watch.close()
             if communicator is not None:
                 communicator.close()
         finally:

@@ -33,6 +33,12 @@ def is_connect(spark: SparkSession) -> bool:
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
+def is_stopped(spark: SparkSession) -> bool:
+    """Return whether a session has been stopped."""
+    session: Any = spark
+    return bool(session.is_stopped) if is_connect(spark) else session.sparkContext._jsc is None  # noqa: SLF001
+
+
 def current_session() -> SparkSession | None:
     """Return the session that is active in this thread, or the one created last; None without either.
 

@@ -170,8 +170,8 @@ def check_sink(name: str, sink: TextIO | LogFiles | None) -> None:
         sink.flush()
     except Exception as error:
         raise ConfigError(
-            f"{name}={sink!r} does not accept text: {error}. Pass an open text file or sparkhvd.LogFiles; to write to "
-            "a folder, pass its name as output_filename."
+            f"{name}={sink!r} does not accept text: {str(error).rstrip('.')}. Pass an open text file or "
+            "sparkhvd.LogFiles; to write to a folder, pass its name as output_filename."
         ) from error
 
 

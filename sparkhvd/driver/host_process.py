@@ -13,18 +13,21 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import ClassVar
 
 from sparkhvd._util.addresses import is_loopback
+from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.failure_report import describe_exit
-from sparkhvd.task.host.messages import MARKER
+from sparkhvd.task.host.messages import MARKER, HostSetup
 from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
 
-_MODULE = "sparkhvd.task.host.main"
+FIXED_JOB = "sparkhvd.task.host.main"
+ELASTIC_JOB = "sparkhvd.task.elastic.host"
 _TAIL_LINES = 30
 _NOISE_BYTES = 1 << 20
 _END_SECONDS = 8.0
@@ -56,9 +59,9 @@ class HostEnded:
     why: str
 
 
-def host_command(host: str, executable: str, options: SshOptions | SrunOptions) -> list[str]:
+def host_command(host: str, executable: str, options: SshOptions | SrunOptions, module: str = FIXED_JOB) -> list[str]:
     """Return the command that starts our process on a host. It contains no secret and no user's variable."""
-    own = ["env", f"{IMPORT_PATH}={import_path(executable)}", executable or sys.executable, "-m", _MODULE]
+    own = ["env", f"{IMPORT_PATH}={import_path(executable)}", executable or sys.executable, "-m", module]
     if is_this_machine(host):
         return own
     if isinstance(options, SrunOptions):
@@ -77,12 +80,25 @@ def is_this_machine(host: str) -> bool:
     return is_loopback(host) or host == socket.gethostname()
 
 
-class HostProcess:
-    """The connection to one host. Messages arrive in ``inbox`` as ``(number, message)``; the last is ``HostEnded``."""
+def host_setup() -> HostSetup:
+    """Return what the process on a host takes over from this one."""
+    return HostSetup(environment_for_hosts(), str(Path.cwd()))
 
-    def __init__(self, number: int, command: Sequence[str], inbox: queue.SimpleQueue[tuple[int, object]]) -> None:
-        self._number = number
-        self._inbox = inbox
+
+class HostProcess:
+    """The connection to one host.
+
+    Args:
+        command: starts the process.
+        receive: called from a thread of this object with each message; the last is ``HostEnded``.
+        end_seconds: how long the process may take to end after ``hang_up``.
+    """
+
+    def __init__(
+        self, command: Sequence[str], receive: Callable[[object], None], end_seconds: float = _END_SECONDS
+    ) -> None:
+        self._receive = receive
+        self._end_seconds = end_seconds
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._answered = False  # written by the reading thread
         self._end_deadline: Deadline | None = None
@@ -117,7 +133,7 @@ class HostProcess:
         """End the host's ranks without waiting for their end."""
         self._outbox.put(None)
         # A host that has not answered runs no ranks.
-        self._end_deadline = self._end_deadline or Deadline.after(_END_SECONDS if self._answered else 0.0)
+        self._end_deadline = self._end_deadline or Deadline.after(self._end_seconds if self._answered else 0.0)
 
     def close(self) -> None:
         """Hang up, and wait for the end of the process."""
@@ -143,14 +159,14 @@ class HostProcess:
             connection = Connection(os.dup(descriptor), writable=False)
             try:
                 while True:
-                    self._inbox.put((self._number, pickle.loads(connection.recv_bytes())))
+                    self._receive(pickle.loads(connection.recv_bytes()))
             except (EOFError, OSError):
                 connection.close()
         code = self._process.wait()
         self._threads[1].join(1.0)
         output = "".join(list(self._tail)).strip()
         why = f"its process {describe_exit(code)}. Its last output: {output or 'none'}"
-        self._inbox.put((self._number, HostEnded(why)))
+        self._receive(HostEnded(why))
 
     def _write(self) -> None:
         # If the host does not read, the write fails when its process is ended.

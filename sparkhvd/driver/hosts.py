@@ -63,14 +63,8 @@ def take_slots(hosts: Sequence[Host], num_proc: int | None) -> tuple[Host, ...]:
     Raises:
         SlotsError: there are fewer slots than ranks.
     """
-    available = sum(host.slots for host in hosts)
-    left = available if num_proc is None else num_proc
-    if left > available:
-        shown = ",".join(host.text for host in hosts)
-        raise SlotsError(
-            f"num_proc={num_proc} is more than the {counted(available, 'slot')} of the hosts ({shown}). Add hosts or "
-            "slots, or lower num_proc."
-        )
+    left = sum(host.slots for host in hosts) if num_proc is None else num_proc
+    check_slots(hosts, "num_proc", left)
     taken = []
     for host in hosts:
         count = min(host.slots, left)
@@ -78,6 +72,31 @@ def take_slots(hosts: Sequence[Host], num_proc: int | None) -> tuple[Host, ...]:
         if count:
             taken.append(Host(host.name, count))
     return tuple(taken)
+
+
+def check_slots(hosts: Sequence[Host], name: str, ranks: int) -> None:
+    """Check that hosts have slots for all ranks; ``name`` is the argument that asks for them.
+
+    Raises:
+        SlotsError: there are fewer slots than ranks.
+    """
+    available = sum(host.slots for host in hosts)
+    if ranks > available:
+        shown = ",".join(host.text for host in hosts)
+        raise SlotsError(
+            f"{name}={ranks} is more than the {counted(available, 'slot')} of the hosts ({shown}). Add hosts or slots, "
+            f"or lower {name}."
+        )
+
+
+def check_name(name: str) -> None:
+    """Check that a host's name is a name or an address.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not is_ipv6(name) and (not _NAME.fullmatch(name) or name.startswith("-")):
+        raise ConfigError(f"{name!r} is not a valid host name.")
 
 
 def _entry(text: str) -> Host:
@@ -96,8 +115,7 @@ def _entry(text: str) -> Host:
 
 
 def _host(name: str, slots: str) -> Host:
-    if not is_ipv6(name) and (not _NAME.fullmatch(name) or name.startswith("-")):
-        raise ConfigError(f"{name!r} is not a valid host name.")
+    check_name(name)
     if not slots.isdecimal() or int(slots) < 1:
         raise ConfigError(f"The number of slots of host {name} must be a positive integer, got {slots!r}.")
     return Host(name, int(slots))

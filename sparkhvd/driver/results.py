@@ -71,8 +71,8 @@ def unpickled(contents: Sequence[bytes]) -> list[Any]:
         except Exception as error:  # unpickling runs the user's code
             raise LaunchError(
                 f"fn succeeded on all ranks, but the driver cannot unpickle the result of rank {rank}: "
-                f"{type(error).__name__}: {error}. Return plain values, such as numbers, strings and arrays, or make "
-                "sure that the classes of the result can be imported and unpickled on the driver."
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Return plain values, such as numbers, strings "
+                "and arrays, or make sure that the classes of the result can be imported and unpickled on the driver."
             ) from error
     return results
 

@@ -226,9 +226,7 @@ def run_with(  # noqa: PLR0917
         config = replace(config, start_timeout=float(options.start_timeout))  # the ranks' init() waits as long
     warn_ignored_variables(environment)
     if config.encrypt and launcher != "local":
-        require_encryption(socket.gethostname())
-        if kind.on_spark and (warning := unencrypted_spark(request.session())):
-            logger.warning(warning)
+        check_encryption(request.session() if kind.on_spark else None)
     payload = pickle_call(fn, args, kwargs or {}, _importable(launcher, kind, request, options))
     deadline = Deadline.after(config.start_timeout)
     job = Job(
@@ -238,8 +236,8 @@ def run_with(  # noqa: PLR0917
         preload=tuple(options.preload),
         config=config,
         secret=secrets.token_bytes(32),
-        streamed=_streamed(options),
-        log_files=_log_files(stdout=options.stdout, stderr=options.stderr),
+        streamed=streamed(options),
+        log_files=log_files(stdout=options.stdout, stderr=options.stderr),
         log_level=log_level_of(options.verbose) if config.log_level is None else config.log_level,
         executable=options.executable or "",
         nics=tuple(options.nics),
@@ -251,6 +249,17 @@ def run_with(  # noqa: PLR0917
     with closing(open_stream(options, job.num_proc)) as stream, closing(_launch(instance, job, stream)) as handle:
         handle.wait_started(deadline)
         return unpickled(handle.results())
+
+
+def check_encryption(session: SparkSession | None) -> None:
+    """Check that this host can encrypt a job's traffic, and warn if Spark does not encrypt its own.
+
+    Raises:
+        LaunchError: this host cannot encrypt.
+    """
+    require_encryption(socket.gethostname())
+    if session is not None and (warning := unencrypted_spark(session)):
+        logger.warning(warning)
 
 
 def _importable(launcher: str, kind: type[Launcher], request: LaunchRequest, options: RunOptions) -> Importable:
@@ -269,7 +278,7 @@ def open_stream(options: RunOptions, num_proc: int) -> LogStream:
     return LogStream(options.stdout, options.stderr, options.prefix_output_with_timestamp, folder, num_proc, shown)
 
 
-def _streamed(options: RunOptions) -> tuple[str, ...]:
+def streamed(options: RunOptions) -> tuple[str, ...]:
     """Return the streams to send to the driver: all if output is shown or saved, else those with a destination."""
     all_streams = options.verbose > 0 or options.output_filename is not None
     sinks = {"stdout": options.stdout, "stderr": options.stderr}
@@ -288,12 +297,13 @@ def _launch(launcher: Launcher, job: Job, stream: LogStream) -> LaunchHandle:
                 f"of env are too large together ({error.strerror}). Pass large values as arguments of fn."
             ) from error
         raise LaunchError(
-            f"The driver on host {socket.gethostname()} cannot serve the job: {error}. No rank was started. If all "
-            "ports are in use, list their users with `ss -tan`, or widen net.ipv4.ip_local_port_range."
+            f"The driver on host {socket.gethostname()} cannot serve the job: {str(error).rstrip('.')}. No rank was "
+            "started. If all ports are in use, list their users with `ss -tan`, or widen net.ipv4.ip_local_port_range."
         ) from error
 
 
-def _log_files(**streams: TextIO | LogFiles | None) -> tuple[tuple[str, LogFiles], ...]:
+def log_files(**streams: TextIO | LogFiles | None) -> tuple[tuple[str, LogFiles], ...]:
+    """Return the streams that go to files of a Store."""
     return tuple((name, sink) for name, sink in streams.items() if isinstance(sink, LogFiles))
 
 

@@ -9,19 +9,21 @@ from sparkhvd.errors import ParamError
 
 @dataclass(frozen=True)
 class BatchDependence:
-    """What in a model and its losses makes the result of a row depend on the other rows of its batch.
+    """The parts of a model and its losses that make the result of a row depend on the other rows of its batch.
 
     Attributes:
         local: names of the normalizing layers that see this rank's rows only.
         synchronized: what to use instead to normalize over the rows of all ranks.
         pairs: names of the normalizing layers that cannot train on a single row.
         losses: names of the losses that are not a mean over rows but a number of the whole batch.
+        frequencies: names of the embeddings that divide gradients by the frequency of a value in the batch.
     """
 
     local: tuple[str, ...] = ()
     synchronized: str = ""
     pairs: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
+    frequencies: tuple[str, ...] = ()
 
     def remarks(self, num_proc: int, batch_size: int) -> list[str]:
         """Return warnings of one line each for the log; none if all ranks together equal one big batch."""
@@ -33,6 +35,11 @@ class BatchDependence:
             remarks.append(
                 f"the model's batch normalization ({_listed(self.local)}) sees {seen}. To normalize over all of them, "
                 f"use {self.synchronized}."
+            )
+        if self.frequencies:
+            remarks.append(
+                f"scale_grad_by_freq of the model's embeddings ({_listed(self.frequencies)}) counts values in {seen}. "
+                "The training is therefore not that of one big batch; leave scale_grad_by_freq out if it shall be."
             )
         if self.losses:
             remarks.append(

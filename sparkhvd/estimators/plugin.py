@@ -31,6 +31,8 @@ class TrainSpec:
     """The settings of a training that every framework's trainer receives, identical on every rank.
 
     Attributes:
+        shards: the number of batches of ``batch_size`` rows that make up a global batch, which the ranks divide among
+            themselves; None is one per rank.
         labels: the known ranges of labels.
         sample: one real row by column, for ranks without rows of their own; None if no row is known.
     """
@@ -54,8 +56,13 @@ class TrainSpec:
     use_gpu: bool = True
     batch_dependence: BatchDependence = field(default_factory=BatchDependence)
     model: ModelFacts | None = None
+    shards: int | None = None
     labels: LabelRanges = ()
     sample: Arrays | None = field(default=None, compare=False, repr=False)
+
+    def lr_scale(self, size: int) -> float:
+        """Return the factor by which the learning rate is multiplied with this number of ranks."""
+        return float(self.shards or size) if self.scale_lr else 1.0
 
     def seed_of(self, epoch: int, rank: int) -> int:
         """Return the seed of a rank's random numbers in an epoch, so that a resumed run draws the same numbers."""

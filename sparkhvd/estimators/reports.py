@@ -33,6 +33,7 @@ class EpochRecord:
         rows_per_second: training rows of all ranks per second of training.
         step_seconds: mean duration of a training step.
         shares: fractions of that duration by phase: data_wait, compute, communication.
+        sizes: numbers of ranks that trained the epoch, in their order; more than one if the ranks changed within it.
     """
 
     epoch: int
@@ -41,6 +42,7 @@ class EpochRecord:
     rows_per_second: float = 0.0
     step_seconds: float = 0.0
     shares: dict[str, float] = field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
 
     def line(self, epochs: int) -> str:
         """Return the record as one line of text for the log and the console."""
@@ -54,7 +56,7 @@ class EpochRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON types."""
-        return asdict(self)
+        return {**asdict(self), "sizes": list(self.sizes)}
 
 
 @dataclass(frozen=True)

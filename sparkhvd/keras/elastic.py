@@ -92,6 +92,13 @@ class KerasState(ObjectState):
         broadcast_variables(shared_variables(self.model, self.optimizer))
         super().sync()
 
+    def _kept(self) -> dict[str, Any]:
+        return {"variables": self._saved_variables, **super()._kept()}
+
+    def _keep(self, kept: dict[str, Any]) -> None:
+        self._saved_variables = kept["variables"]
+        super()._keep(kept)
+
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
     """Commits a state after every ``batches_per_commit`` batches and after every epoch.

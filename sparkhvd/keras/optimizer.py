@@ -43,6 +43,7 @@ class ExchangingOptimizer:
     """A mixin that ``DistributedOptimizer`` adds to the class of the optimizer that it wraps."""
 
     _exchange: Exchange
+    _exchange_named: Callable[[str], Exchange]
     _local: _LocalVariables
     _applied_to: Sequence[Any]  # the variables of the gradients that are being applied
     _share: Callable[[], float] | None
@@ -61,6 +62,13 @@ class ExchangingOptimizer:
         self._share = share
         trained = self._trainable_variables  # type: ignore[attr-defined]
         object.__setattr__(self, "_accumulation", None if ends is None else GradientAccumulation(ends, trained))
+
+    def exchange_as(self, name: str) -> None:
+        """Exchange gradients under a name that is equal on all ranks.
+
+        Keras numbers the names of optimizers in the order in which a process creates them, which may differ.
+        """
+        object.__setattr__(self, "_exchange", self._exchange_named(name))
 
     def register_local_var(self, variable: Any) -> None:
         """Exclude a variable from the exchange: it belongs to a part of the model that is local to each rank."""
@@ -157,22 +165,21 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigError("A LossScaleOptimizer cannot be distributed; wrap the optimizer inside it instead.")
     reject_multi_optimizer(optimizer)
-    exchange = gradient_exchange(
-        f"DistributedOptimizer.{name or optimizer.name}",
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        process_set,
-    )
-    _set_accumulation(optimizer, backward_passes_per_step)
     passes = 1 if average_aggregated_gradients else backward_passes_per_step
-    if passes > 1:
-        exchange = _multiplied(exchange, passes)
+
+    def exchange_named(name: str) -> Exchange:
+        exchange = gradient_exchange(
+            f"DistributedOptimizer.{name}", compression, sparse_as_dense, op, gradient_predivide_factor, process_set
+        )
+        return _multiplied(exchange, passes) if passes > 1 else exchange
+
+    exchange = exchange_named(name or _name_without_number(optimizer))
+    _set_accumulation(optimizer, backward_passes_per_step)
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (ExchangingOptimizer, kind), {"__module__": kind.__module__})
     # object.__setattr__ bypasses Keras' tracking of attributes, which is for variables and layers.
     object.__setattr__(optimizer, "_exchange", exchange)
+    object.__setattr__(optimizer, "_exchange_named", exchange_named)
     object.__setattr__(optimizer, "_local", _LocalVariables(scale_local_gradients, passes, process_set))
     object.__setattr__(optimizer, "_share", None)
     object.__setattr__(optimizer, "_loss_is_weighted", False)
@@ -209,6 +216,17 @@ def reject_multi_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     # Keras has MultiOptimizer since 3.11.
     if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
         raise ConfigError("A MultiOptimizer cannot be distributed; use one optimizer for all layers.")
+
+
+def _name_without_number(optimizer: keras.optimizers.Optimizer) -> str:
+    """Return the optimizer's name, without the number of an automatic name, which may differ between ranks.
+
+    Keras counts the optimizers that a process makes. Optimizers with equal names exchange one after another.
+    """
+    name: str = optimizer.name
+    base, _, number = name.rpartition("_")
+    is_automatic = number.isdecimal() and base.replace("_", "") == type(optimizer).__name__.lower()
+    return base if is_automatic else name
 
 
 def _set_accumulation(optimizer: keras.optimizers.Optimizer, passes: int) -> None:

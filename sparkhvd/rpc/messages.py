@@ -182,6 +182,68 @@ class WorkerEnded:
     by_launcher: bool
 
 
+@dataclass(frozen=True)
+class OfferSlot:
+    """Elastic task to driver: it can run one worker; ``task_index`` is the number of its lease.
+
+    The answer is ``Acknowledged``, ``Rejected`` while another attempt holds the lease, or ``EndLease``.
+    """
+
+    introduction: Introduction
+
+
+@dataclass(frozen=True)
+class NextCommand:
+    """Elastic task to driver: asks for its next ``StartWorker``, ``SetRank``, ``StopWorker`` or ``EndLease``."""
+
+    lease: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    """Driver to elastic task: start this worker."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class SetRank:
+    """Driver to elastic task: the rank of a worker in the new generation."""
+
+    worker: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class StopWorker:
+    """Driver to elastic task: end this worker."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class EndLease:
+    """Driver to elastic task: end the workers and the task."""
+
+
+@dataclass(frozen=True)
+class WorkerReturned:
+    """Elastic task to driver: a part of a worker's pickled result."""
+
+    worker: int
+    is_last: bool
+    content: bytes
+
+
+@dataclass(frozen=True)
+class WorkerLost:
+    """Elastic task to driver: a worker failed; ``content`` is its ``FailureReport``."""
+
+    worker: int
+    content: bytes
+
+
 Message = (
     Started
     | TaskStatus
@@ -206,6 +268,14 @@ Message = (
     | Preload
     | WorkerForked
     | WorkerEnded
+    | OfferSlot
+    | NextCommand
+    | StartWorker
+    | SetRank
+    | StopWorker
+    | EndLease
+    | WorkerReturned
+    | WorkerLost
 )
 
 _TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}

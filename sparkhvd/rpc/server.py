@@ -52,6 +52,7 @@ class Server(Closable):
         encrypt: whether connections are encrypted; clients follow. See ``require_encryption``.
         on_lost: called with the last ``TaskStatus`` of a connection and its error, if the peer's host became
             unreachable, or its task sent nothing for ``SILENT_SECONDS`` while it awaited no response.
+        on_ended: the same for every connection that sent a ``TaskStatus``, for whatever reason it ended.
 
     Raises:
         OSError: the address cannot be bound.
@@ -68,8 +69,10 @@ class Server(Closable):
         on_lost: Callable[[TaskStatus, OSError], None] | None = None,
         *,
         encrypt: bool = False,
+        on_ended: Callable[[TaskStatus, Exception], None] | None = None,
     ) -> None:
         self._on_lost = on_lost
+        self._on_ended = on_ended
         self._handler = handler
         self._name = name
         self._attending: dict[int, TaskStatus] = {}  # by connection, whose messages only one thread handles at a time
@@ -140,7 +143,7 @@ class Server(Closable):
                 self._core.drop(connection)
 
     def _handle(self, connection: int, message: Message) -> None:
-        if isinstance(message, TaskStatus) and self._on_lost is not None:
+        if isinstance(message, TaskStatus):
             self._attending[connection] = message
         reply = self._handler.handle(message)
         if isinstance(reply, Future):
@@ -150,7 +153,7 @@ class Server(Closable):
             self._core.send(connection, self._encoded(reply))
         # A rank may be silent for hours, but its task may not. A peer that awaits a response sends nothing meanwhile.
         late = self._late.get(connection)
-        silent = connection in self._attending and (late is None or late.done())
+        silent = self._on_lost is not None and connection in self._attending and (late is None or late.done())
         self._core.resume(connection, SILENT_SECONDS if silent else math.inf)
 
     def _send_late(self, connection: int, reply: Future[Message]) -> None:
@@ -175,6 +178,8 @@ class Server(Closable):
         lost = is_host_unreachable(error) or isinstance(error, DeadlineExceededError)
         if attending is not None and self._on_lost is not None and lost and isinstance(error, OSError):
             self._on_lost(attending, error)
+        if attending is not None and self._on_ended is not None:
+            self._on_ended(attending, error)
 
     def _warn_out_of_files(self) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -17,6 +17,7 @@
     runs/<run id>/saved/...                     files of the user's checkpoint callback, under their own names
     runs/<run id>/model/...                     the trained model's files
     runs/<run id>/result.json                   the result of a finished run, for a fit with resume="auto"
+    elastic/<job id>/commit-<generation>-<number>       commits of run_elastic; removed when the job succeeds
     probes/<probe id>/...                       a check that all machines reach the Store; removed after the check
 
 The meaning of a name never changes: new meanings get new names. Formats that can change carry a version inside
@@ -27,19 +28,35 @@ from __future__ import annotations
 
 import math
 import re
+import uuid
+from datetime import UTC, datetime
 
 from sparkhvd.errors import StoreError
 
+DATASETS = "datasets"  # the folder of all prepared datasets
+
 _AUTO = "auto-"
+_DATASET_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{16}")
 _CHECKPOINT = re.compile(r"epoch-(\d+)(?:-step-(\d+))?(?:-by-\d+)?")
 _ENDED = re.compile(r"ended(?:-by-\d+)?")
 _FINAL = re.compile(r"final-(\d{5})(?:-by-\d+)?")
 _TOKEN = re.compile(r"(?:-by-|/claims/)(\d+)(?:-inherits)?$")
 
 
+def new_dataset_id() -> str:
+    """Return a unique id for a dataset."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:16]}"
+
+
+def dataset_of_rows(path: str) -> str | None:
+    """Return the dataset whose rows are in the file at ``path``; None for a file that no preparation wrote."""
+    folder, _, rest = path.removeprefix(f"{DATASETS}/").partition("/")
+    return folder if rest.startswith("rows/") and _DATASET_ID.fullmatch(folder) else None
+
+
 def dataset_folder(dataset_id: str) -> str:
     """Return the folder of one prepared dataset."""
-    return f"datasets/{_component('dataset id', dataset_id)}"
+    return f"{DATASETS}/{_component('dataset id', dataset_id)}"
 
 
 def dataset_rows_folder(dataset_id: str) -> str:
@@ -225,6 +242,11 @@ def model_folder(run_id: str) -> str:
 def result_path(run_id: str) -> str:
     """Return the path of the result of a finished run."""
     return f"{run_folder(run_id)}/result.json"
+
+
+def commits_folder(job_id: str) -> str:
+    """Return the folder of the commits that one job of ``run_elastic`` publishes."""
+    return f"elastic/{_component('job id', job_id)}"
 
 
 def probe_folder(probe_id: str) -> str:

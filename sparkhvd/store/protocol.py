@@ -42,11 +42,11 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """Where the Store lies, such as ``file:///data/store``."""
+        """The URL of the Store, such as ``file:///data/store``."""
 
     @property
     def train_path(self) -> str | None:
-        """Where existing rows to train on lie, as a URL for ``at``; None unless it was given."""
+        """The URL of existing rows to train on, for ``at``; None if it was not set."""
 
     @property
     def val_path(self) -> str | None:

@@ -119,7 +119,22 @@ def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str]
         seen: Sequence[str] = own
     else:
         seen = [*(devices[0] for devices in lists), *(name for devices in lists for name in devices[1:])]
+    return selection(seen, own)
+
+
+def selection(seen: Sequence[str], own: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return the variables with which a process sees the devices ``seen``, of which ``own`` belong to its rank."""
     return ((VISIBLE, ",".join(seen)), (ORDER, "PCI_BUS_ID"), (OWN_DEVICES, ",".join(own)))
+
+
+def unless_set(
+    variables: Sequence[tuple[str, str]], env: Sequence[tuple[str, str | None]]
+) -> tuple[tuple[str, str], ...]:
+    """Return the variables that the user's ``env`` leaves alone."""
+    set_by_user = {name for name, _ in env}
+    if VISIBLE in set_by_user:
+        set_by_user.add(ORDER)  # the user chose the device numbers
+    return tuple(one for one in variables if one[0] not in set_by_user)
 
 
 def shared_gpus_notice(slots: Sequence[Slot]) -> str:

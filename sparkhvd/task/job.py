@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 
+from sparkhvd.comm.connect.commit_folder import CommitFolder
 from sparkhvd.config import Config
 from sparkhvd.task.log_files import LogFiles
 
@@ -40,6 +41,7 @@ class Job:
         nics: network interfaces to use; if empty, suitable ones are found.
         gives_rows: whether the rows of a task's partition go to its rank.
         versions: the driver's framework versions, to compare with those of the tasks.
+        commits: where an elastic job publishes commits; None keeps them in memory only.
     """
 
     payload: bytes = field(repr=False)
@@ -57,6 +59,7 @@ class Job:
     nics: tuple[str, ...] = ()
     gives_rows: bool = False
     versions: tuple[str, ...] = ()
+    commits: CommitFolder | None = None
 
     @property
     def start_timeout(self) -> float:

@@ -11,7 +11,7 @@ from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.config import changed_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.assignment import Slot
-from sparkhvd.task.devices import ORDER, VISIBLE, device_variables
+from sparkhvd.task.devices import device_variables, unless_set
 from sparkhvd.task.job import RESULT_CAP_BYTES, Job
 from sparkhvd.task.supervision import (
     JOB_SECONDS,
@@ -146,8 +146,4 @@ def _variables(job: Job, plan: JobPlan, slot: Slot) -> tuple[tuple[str, str], ..
         for name, value in asdict(world).items()
     }
     places |= {"LOCAL_RANK": str(world.local_rank), "SPARKHVD_LOG_LEVEL": str(job.log_level)}
-    set_by_user = {name for name, _ in job.env}
-    if VISIBLE in set_by_user:
-        set_by_user.add(ORDER)  # the user chose the device numbers
-    devices = [(name, value) for name, value in device_variables(plan.slots, slot) if name not in set_by_user]
-    return (*places.items(), *devices)
+    return (*places.items(), *unless_set(device_variables(plan.slots, slot), job.env))

@@ -17,7 +17,7 @@ from sparkhvd.comm.elastic.loop import P, Result, S
 from sparkhvd.comm.elastic.state import ObjectState, State
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from sparkhvd.tensorflow.states import broadcast_variables
-from sparkhvd.tensorflow.tensors import failure_behind
+from sparkhvd.tensorflow.tensors import own_failures
 
 __all__ = [
     "HorovodInternalError",
@@ -41,13 +41,8 @@ def run(func: Callable[Concatenate[S, P], Result]) -> Callable[Concatenate[S, P]
 
     @wraps(func)
     def translated(state: S, /, *args: P.args, **kwargs: P.kwargs) -> Result:
-        try:
+        with own_failures():
             return func(state, *args, **kwargs)
-        except tf.errors.OpError as error:
-            cause = failure_behind(error)
-            if cause is None:
-                raise
-            raise cause from error
 
     return loop.run(translated)
 
@@ -94,3 +89,10 @@ class TensorFlowState(ObjectState):
         """Overwrite the variables and values of all ranks with those of rank 0, and save them; collective."""
         broadcast_variables(self.variables)
         super().sync()
+
+    def _kept(self) -> dict[str, Any]:
+        return {"variables": self._saved_variables, **super()._kept()}
+
+    def _keep(self, kept: dict[str, Any]) -> None:
+        self._saved_variables = kept["variables"]
+        super()._keep(kept)

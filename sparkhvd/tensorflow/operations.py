@@ -59,7 +59,7 @@ def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the result; equal on all ranks.
-        name: the operation's name, equal on all ranks; None numbers it (in a graph, derives it from the tensor's name).
+        name: the operation's name, equal on all ranks; None numbers it (in a graph, by kind and order).
         process_set: the ranks that take part, all by default.
 
     Raises:
@@ -101,7 +101,7 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     slices = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
     gathered = iter(reduce_slices(slices, scaled, name and f"{name}.sparse", process_set) if slices else ())
     values = [tf.convert_to_tensor(tensor) for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
-    full_name = graph_name("allreduce", name, values[0]) if values else None
+    full_name = graph_name("allreduce", name) if values else None
     # A tensor may be in the group twice, so its own name does not identify its place.
     names = [f"{full_name}.{i}" if full_name and len(values) > 1 else full_name for i in range(len(values))]
     dense = iter(reduce_dense(values, scaled, names, compression, process_set))
@@ -162,11 +162,11 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set:
     Args:
         tensor: the same shape and dtype on all ranks.
         root_rank: the rank whose tensor is sent, numbered in the whole job.
-        name: the operation's name, equal on all ranks; None numbers it (in a graph, derives it from the tensor's name).
+        name: the operation's name, equal on all ranks; None numbers it (in a graph, by kind and order).
         process_set: the ranks that take part, all by default.
     """
     tensor = tf.convert_to_tensor(tensor)
-    name = graph_name("broadcast", name, tensor)
+    name = graph_name("broadcast", name)
 
     def run(value: tf.Tensor) -> Sequence[Array]:
         array = array_of(value, "The tensor to send")
@@ -191,7 +191,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet | No
 
     Args:
         tensor: the same dtype and shape on all ranks, except for the first dimension.
-        name: the operation's name, equal on all ranks; None numbers it (in a graph, derives it from the tensor's name).
+        name: the operation's name, equal on all ranks; None numbers it (in a graph, by kind and order).
         process_set: the ranks that take part, all by default.
     """
     return grouped_allgather([tensor], name, process_set)[0]
@@ -205,7 +205,7 @@ def grouped_allgather(
     if not tensors:
         return []
     values = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    full_name = graph_name("allgather", name, values[0])
+    full_name = graph_name("allgather", name)
 
     def run(*eager: tf.Tensor) -> Sequence[Any]:
         communicator = session.current()
@@ -250,7 +250,7 @@ def reducescatter(  # noqa: PLR0917  the order of the arguments is Horovod's
         tensor: the same shape and dtype on all ranks, of at least one dimension.
         compression: compresses the tensor for transfer.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``.
-        name: the operation's name, equal on all ranks; None numbers it (in a graph, derives it from the tensor's name).
+        name: the operation's name, equal on all ranks; None numbers it (in a graph, by kind and order).
         process_set: the ranks that take part, all by default.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the result; equal on all ranks.
@@ -274,7 +274,7 @@ def grouped_reducescatter(  # noqa: PLR0917  the order of the arguments is Horov
     if not tensors:
         return []
     packed, contexts = zip(*(compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors), strict=True)
-    full_name = graph_name("reducescatter", name, packed[0])
+    full_name = graph_name("reducescatter", name)
 
     def run(*eager: tf.Tensor) -> Sequence[Array]:
         arrays = [array_of(value, "The tensor to reduce") for value in eager]
@@ -308,11 +308,11 @@ def alltoall(
     Args:
         tensor: rows for all ranks, in rank order; the same dtype and shape on all ranks but for the first dimension.
         splits: the number of rows for each rank, a list or a tensor of integers; equal numbers when None.
-        name: the operation's name, equal on all ranks; None numbers it (in a graph, derives it from the tensor's name).
+        name: the operation's name, equal on all ranks; None numbers it (in a graph, by kind and order).
         process_set: the ranks that take part, all by default.
     """
     tensor = tf.convert_to_tensor(tensor)
-    full_name = graph_name("alltoall", name, tensor)
+    full_name = graph_name("alltoall", name)
     split_tensors = [] if splits is None else [tf.cast(tf.convert_to_tensor(splits), tf.int64)]
 
     def run(value: tf.Tensor, *rows: tf.Tensor) -> Sequence[Any]:

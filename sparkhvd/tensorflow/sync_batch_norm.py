@@ -77,7 +77,7 @@ def _global_moments(
     Their derivatives by a value are 1 / n and 2 (value - mean) / n, where n is the number of values of all ranks.
     Therefore the backward pass sums the upstream gradients over the ranks, and exchanges nothing else.
     """
-    name = graph_name("sync_batch_normalization", None, x)
+    name = graph_name("sync_batch_normalization", None)
 
     def combine(*own: tf.Tensor) -> Sequence[Array]:
         takes_part = has_rows is None or has_rows()

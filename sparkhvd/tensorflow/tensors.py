@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,8 @@ from sparkhvd.errors import ConfigError, MismatchError, SparkHvdError, Unsupport
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 EagerFunction = Callable[..., Sequence[Any]]  # eager tensors in, arrays or tensors out
+
+_OPERATIONS = "sparkhvd_operations"  # the collection of a graph with the kinds of its unnamed operations
 
 # The latest errors of functions inside graphs. TensorFlow reports them as errors of its own, with their text.
 _failures: deque[SparkHvdError] = deque(maxlen=8)
@@ -110,6 +113,18 @@ def failure_behind(error: tf.errors.OpError) -> SparkHvdError | None:
     return None
 
 
+@contextmanager
+def own_failures() -> Iterator[None]:
+    """Raise the error of sparkhvd itself if TensorFlow reports it as an error of its own, from inside a graph."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        cause = failure_behind(error)
+        if cause is None:
+            raise
+        raise cause from error
+
+
 def rank_in(process_set: ProcessSet | None) -> Any:
     """Return this process's rank in the process set: a number, or a tensor as ``_current`` explains."""
     return _current(lambda: session.current().channel(process_set).engine.rank, tf.int64)
@@ -127,13 +142,14 @@ def _current(number: Callable[[], int], dtype: tf.DType) -> Any:
     return outside_graph(lambda: [tf.constant(number(), dtype)], [], [(dtype, tf.TensorShape([]))])[0]
 
 
-def graph_name(kind: str, name: str | None, tensor: tf.Tensor) -> str | None:
-    """Return an operation's name: ``name`` if set; inside a graph, one made from the tensor's name, equal on all ranks.
+def graph_name(kind: str, name: str | None) -> str | None:
+    """Return an operation's name: ``name`` if set; inside a graph, one that numbers the graph's operations of a kind.
 
     Return None in eager mode, where operations are numbered. A name that is used in every step is negotiated only once.
+    The names of tensors would not do: Keras numbers layers in the order in which a process makes them.
     """
     if name is not None or tf.executing_eagerly():
         return name
-    # The name of a captured eager tensor is a number, which differs between processes.
-    named = tf.identity(tensor) if tensor.name.partition(":")[0].isdecimal() else tensor
-    return f"{kind}.{named.name}"
+    operations: list[str] = tf.compat.v1.get_default_graph().get_collection_ref(_OPERATIONS)
+    operations.append(kind)
+    return f"{kind}.graph.{operations.count(kind) - 1}"

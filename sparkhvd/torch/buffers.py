@@ -57,6 +57,13 @@ def take_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) ->
         _overwrite(module, key, buffers.get(key), value)
 
 
+def take_new_buffers(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Overwrite the buffers that are None with those of a state, as ``load_state_dict`` does not expect them there."""
+    for path, part in module.named_modules():
+        absent = [f"{path}.{name}" if path else name for name, buffer in part._buffers.items() if buffer is None]  # noqa: SLF001
+        take_buffers(module, {key: state[key] for key in absent if key in state})
+
+
 @contextmanager
 def buffers_unchanged(module: torch.nn.Module, but: Collection[torch.nn.Module] = ()) -> Iterator[None]:
     """Restore, after this block, the buffers that it changed or replaced, except those of the layers in ``but``."""

@@ -27,7 +27,9 @@ __all__ = [
 
 
 class _Part(Protocol):
-    """A part of a state with a state of its own."""
+    """A part of a state with a state of its own; ``saved`` is what ``save`` has kept."""
+
+    saved: Any
 
     def save(self) -> None: ...
 
@@ -40,6 +42,9 @@ class _Part(Protocol):
 
 class TorchState(ObjectState):
     """The state of an elastic PyTorch training.
+
+    It holds the ``state_dict`` of every model and optimizer, but not their other attributes, such as counters. Pass
+    such attributes as plain values.
 
     Args:
         model: the model; None if there is none.
@@ -66,8 +71,9 @@ class TorchState(ObjectState):
 
     def save(self) -> None:
         """Keep a copy of all parts in memory."""
-        for part in self._parts.values():
-            part.save()
+        with torch.no_grad():
+            for part in self._parts.values():
+                part.save()
         super().save()
 
     def restore(self) -> None:
@@ -82,6 +88,14 @@ class TorchState(ObjectState):
             part.sync()
         super().sync()
 
+    def _kept(self) -> dict[str, Any]:
+        return {"parts": {name: part.saved for name, part in self._parts.items()}, **super()._kept()}
+
+    def _keep(self, kept: dict[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.saved = kept["parts"][name]
+        super()._keep(kept)
+
     def reset(self) -> None:
         """Adapt samplers to the new ranks, and drop unfinished exchanges of gradients."""
         for part in self._parts.values():
@@ -91,21 +105,21 @@ class TorchState(ObjectState):
 class _ModelPart:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._saved: dict[str, Any] = {}
+        self.saved: dict[str, Any] = {}
 
     def save(self) -> None:
-        self._saved = copy.deepcopy(self._model.state_dict())
+        self.saved = _copied(self._model.state_dict(), self.saved)
 
     def restore(self) -> None:
-        self._model.load_state_dict(self._saved)
+        self._model.load_state_dict(self.saved)
 
     def sync(self) -> None:
         state = self._model.state_dict()
         broadcast_parameters({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
         others = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
-        if others:  # of get_extra_state()
+        if others:  # from get_extra_state()
             state.update(objects.broadcast_object(session.current(), others, name="elastic.extra_state"))
-            self._model.load_state_dict(state)
+        self._model.load_state_dict(state)  # a state_dict may hold copies of what the model uses
 
     def reset(self) -> None:
         return
@@ -114,13 +128,13 @@ class _ModelPart:
 class _OptimizerPart:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._saved: dict[str, Any] = {}
+        self.saved: dict[str, Any] = {}
 
     def save(self) -> None:
-        self._saved = copy.deepcopy(self._optimizer.state_dict())
+        self.saved = _copied(self._optimizer.state_dict(), self.saved)
 
     def restore(self) -> None:
-        self._optimizer.load_state_dict(copy.deepcopy(self._saved))
+        self._optimizer.load_state_dict(copy.deepcopy(self.saved))
 
     def sync(self) -> None:
         broadcast_optimizer_state(self._optimizer)
@@ -135,13 +149,13 @@ class _StatefulPart:
 
     def __init__(self, value: Any) -> None:
         self._value = value
-        self._saved: Any = None
+        self.saved: Any = None
 
     def save(self) -> None:
-        self._saved = copy.deepcopy(self._value.state_dict())
+        self.saved = copy.deepcopy(self._value.state_dict())
 
     def restore(self) -> None:
-        self._value.load_state_dict(copy.deepcopy(self._saved))
+        self._value.load_state_dict(copy.deepcopy(self.saved))
 
     def sync(self) -> None:
         state = objects.broadcast_object(session.current(), self._value.state_dict(), name="elastic.state_dict")
@@ -153,7 +167,7 @@ class _StatefulPart:
 
 
 def _part_of(value: Any) -> _Part | None:
-    """Return the part for a value; None for a plain one."""
+    """Return the part for a value; None for a plain value."""
     if isinstance(value, torch.nn.Module):
         return _ModelPart(value)
     if isinstance(value, torch.optim.Optimizer):
@@ -161,3 +175,27 @@ def _part_of(value: Any) -> _Part | None:
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return _StatefulPart(value)
     return None
+
+
+def _copied(value: Any, earlier: Any) -> Any:
+    """Return a copy of ``value``. Tensors reuse the memory of ``earlier``, the previous copy, if they are alike."""
+    if isinstance(value, dict) and type(value) is type(earlier) and value.keys() == earlier.keys():
+        for key, entry in value.items():
+            earlier[key] = _copied(entry, earlier[key])
+        return earlier
+    if _is_alike(value, earlier):
+        return earlier.copy_(value)
+    return copy.deepcopy(value)
+
+
+def _is_alike(value: Any, other: Any) -> bool:
+    """Return whether both are plain tensors of equal shape, type and layout, with one location for each element."""
+    return (
+        type(value) is type(other) is torch.Tensor
+        and value.shape == other.shape
+        and value.dtype is other.dtype
+        and value.layout is other.layout is torch.strided
+        and value.stride() == other.stride()
+        and value.device == other.device
+        and (value.is_contiguous() or value.is_contiguous(memory_format=torch.channels_last))
+    )

@@ -115,7 +115,7 @@ def synchronized_layers(module: torch.nn.Module) -> list[SyncBatchNorm]:
 
 
 def without_nan(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with 0 for NaN and infinity: of a loss that is multiplied by 0 and may not be finite itself."""
+    """Return the gradient with 0 in place of NaN and infinity, which arise if a loss times 0 is not finite."""
     return torch.nan_to_num(gradient, 0.0, 0.0, 0.0)
 
 
@@ -147,7 +147,7 @@ class _Normalization(torch.autograd.Function):
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
 
-    # The statistics in it are constants to autograd, so second derivatives would lack their part.
+    # Autograd sees the saved statistics as constants, so second derivatives would lack their contribution.
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""A run has one fit at a time, and of several writers the last one only; on every kind of Store, with processes."""
+"""A run has one fit at a time, and only its latest owner can write; on every kind of Store, with real processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparkhvd.estimators.runs.run_lease import Fence, acquire_lease, claim_fence
 from sparkhvd.estimators.training import checkpoint
 from sparkhvd.store import layout
 
-# Takes the run "r", saves a checkpoint, and tries to save another one when it is told to.
+# Takes the run "r", saves a checkpoint, and tries to save another one on request.
 HOLDER = """
 import pickle, sys
 from sparkhvd.data.reuse.leases import Hold
@@ -46,7 +46,7 @@ hold.close()
 
 @contextmanager
 def another_fit(store, folder, machine):
-    """A process that holds the run, as on this machine or on another one."""
+    """Start a process that holds the run, as if on this machine or on another one."""
     path = folder / "store.pickle"
     path.write_bytes(pickle.dumps(store))
     command = [sys.executable, "-c", HOLDER, str(path), machine]
@@ -70,7 +70,7 @@ def saved(fence, epoch, state):
 
 @contextmanager
 def looked_before():
-    """The next look for a higher token has been before that was claimed."""
+    """Let the next check for a higher token run as if before that token was claimed."""
     look, looks = Fence.check, []
 
     def check(fence):
@@ -114,6 +114,26 @@ def test_a_fit_on_another_machine_that_shows_life_is_not_taken_over_and_a_suspen
         assert said.startswith("FENCED Run 'r' in "), said
         assert "was taken over by another fit" in said
         assert (latest(store).epoch, latest(store).state) == (1, b"ours")
+        lease.check()
+        lease.release()
+
+
+def test_a_fit_that_waited_while_another_one_had_the_run_is_not_taken_over(store, tmp_path):
+    with another_fit(store, tmp_path, "elsewhere") as process:
+        process.kill()
+        process.wait(60)
+        refuse, waits = run_lease._refuse_active, []
+
+        def wait(*args):
+            waits.append(args)
+            if len(waits) == 1:
+                acquire_lease(store, "r", silent_seconds=0.2).release()
+            refuse(*args)
+
+        with mock.patch.object(run_lease, "_refuse_active", wait):
+            lease = acquire_lease(store, "r", silent_seconds=0.2)
+        with pytest.raises(ParamError, match="is being trained by another fit"):
+            acquire_lease(store, "r")
         lease.check()
         lease.release()
 

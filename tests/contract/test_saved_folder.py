@@ -74,7 +74,7 @@ def writing(text):
 
 
 def found(store):
-    """Which object is there; every file of it must be."""
+    """Return the text of the saved object, and check that all of its files are complete."""
 
     def load(metadata, folder):
         for name in FILES:

@@ -1,4 +1,4 @@
-"""What every Store promises; run for every entry of the registry against real servers."""
+"""The contract of a Store, run for every entry of the registry against real servers."""
 
 from __future__ import annotations
 

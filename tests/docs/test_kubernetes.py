@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
-from tests.scripts import run_script
+from tests.scripts import run_in_session
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 _FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 _MANIFESTS = [
@@ -88,11 +90,9 @@ def test_variables_of_the_arguments_are_in_the_environment() -> None:
 
 
 @pytest.mark.spark
-@pytest.mark.cluster
-def test_the_training_resumes_its_run_when_the_driver_starts_again(tmp_path: Path) -> None:
-    command = [sys.executable, _FOLDER / "train.py", "--store", "store"]
-    settings = {"PYSPARK_SUBMIT_ARGS": "--master local[2] --conf spark.ui.enabled=false pyspark-shell"}
+@pytest.mark.usefixtures("warm_ranks")
+def test_the_training_resumes_its_run_when_the_driver_starts_again(spark: SparkSession, tmp_path: Path) -> None:
     for _ in range(2):
-        done = run_script(command, tmp_path, 200, **settings)
-        assert re.search(r"^loss 0\.\d+ after 5 epochs$", done.stdout, re.MULTILINE), done.stderr
+        shown = run_in_session(_FOLDER / "train.py", ["--store", "store"], tmp_path, spark)
+        assert re.search(r"^loss 0\.\d+ after 5 epochs$", shown, re.MULTILINE), shown
     assert len(list((tmp_path / "store" / "runs").iterdir())) == 1

@@ -32,7 +32,7 @@ def predict_on_gpu(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def error(transformed: DataFrame) -> float:
-    """How far off the line the worst prediction is."""
+    """Return the largest error of the predictions."""
     return max(abs(row.y - row.y__output) for row in transformed.select("y", "y__output").collect())
 
 

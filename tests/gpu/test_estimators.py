@@ -1,4 +1,4 @@
-"""Estimators whose ranks train on GPUs that Spark gave them, and models that predict there."""
+"""Estimators whose ranks train on GPUs that Spark assigned, and models that predict on them."""
 
 from __future__ import annotations
 

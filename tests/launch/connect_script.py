@@ -52,22 +52,22 @@ def stay(folder: str) -> None:
 
 
 def interrupted(spark: SparkSession, folder: str) -> str:
-    """What a job raises whose tag is interrupted from another thread."""
-    said: list[str] = []
+    """Return the error of a job whose tag is interrupted from another thread."""
+    messages: list[str] = []
 
     def run() -> None:
         spark.addTag("mine")
         try:
             sparkhvd.run(stay, (folder,), num_proc=2, spark=spark)
         except LaunchError as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     running = threading.Thread(target=run, name="tagged")
     running.start()
     wait_for_files(Path(folder), 2)
     spark.interruptTag("mine")
     running.join(60)
-    return "".join(said)
+    return "".join(messages)
 
 
 def executor() -> int:
@@ -75,7 +75,7 @@ def executor() -> int:
 
 
 def interrupted_with_slow_rows(spark: SparkSession, folder: str) -> list[list[int]]:
-    """The executors of the ranks before and after a job that is interrupted while one of its tasks has no rows yet."""
+    """Return the ranks' executors before and after an interrupted job in which one task had no rows yet."""
 
     def slow(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyspark  # noqa: PLC0415
@@ -96,14 +96,14 @@ def interrupted_with_slow_rows(spark: SparkSession, folder: str) -> list[list[in
     running = threading.Thread(target=run, name="tagged")
     running.start()
     wait_for_files(Path(folder), 2)
-    time.sleep(2)  # by now a task that would wait for the other by Spark's means does
+    time.sleep(2)  # a task that waited for the other through Spark would wait by now
     spark.interruptTag("rows")
     running.join(60)
     return [before, sparkhvd.run(executor, num_proc=2, spark=spark)]
 
 
 def left_by_interrupt(folder: Path) -> list[int]:
-    """The ranks that still run after Ctrl-C."""
+    """Return the ranks that still run after Ctrl-C."""
 
     def press() -> None:
         wait_for_files(folder, 2)
@@ -121,14 +121,14 @@ def left_by_interrupt(folder: Path) -> list[int]:
 
 
 def still_running(folder: Path, seconds: float) -> list[int]:
-    """Those of the processes that left their numbers there that do not end within so long."""
+    """Return the processes that wrote their ids into the folder and have not ended after ``seconds``."""
     pids = [int(path.read_text()) for path in folder.iterdir()]
     running = [process for process in psutil.process_iter() if process.pid in pids]
     return [process.pid for process in psutil.wait_procs(running, timeout=seconds)[1]]
 
 
 def refused_while_busy(spark: SparkSession, folder: str, busy: int) -> str:
-    """What a job of two ranks raises while others keep ``busy`` of the two slots."""
+    """Return the error of a job of two ranks while others keep ``busy`` of the two slots."""
     rest = Path(folder, f"{busy} busy")
     rest.mkdir()
 
@@ -156,7 +156,7 @@ def refused_while_busy(spark: SparkSession, folder: str, busy: int) -> str:
 
 
 def left_by_killed_client(folder: Path) -> list[int]:
-    """The ranks of a client that was killed that still run when the operation's own timeout should have ended them."""
+    """Return the ranks of a killed client that outlive the timeout of its operation."""
     client = subprocess.Popen([sys.executable, __file__, ADDRESS, str(folder)], env=of_another_client())
     try:
         wait_for_files(folder, 2)
@@ -167,7 +167,7 @@ def left_by_killed_client(folder: Path) -> list[int]:
 
 
 def of_another_client() -> dict[str, str]:
-    """The environment of a client that is not the one that has started the server."""
+    """Return the environment for a client other than the one that started the server."""
     return {name: value for name, value in os.environ.items() if name != "SPARK_LOCAL_REMOTE"}
 
 
@@ -185,7 +185,7 @@ def wait_for_files(folder: Path, count: int) -> None:
 
 
 def doubled(spark: SparkSession) -> list[float]:
-    """What a network predicts that is wrapped without training."""
+    """Return the predictions of a network that is wrapped without training."""
     network = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.constant_(network.weight, 1.0)
     df = spark.range(4).selectExpr("CAST(id AS FLOAT) AS x", "CAST(id AS FLOAT) AS same")
@@ -205,7 +205,7 @@ class TwoOutputs(torch.nn.Module):
 
 
 def predictions_in_plan(spark: SparkSession) -> int:
-    """How often a plan predicts that asks for both outputs of a model."""
+    """Return how often a query plan for both outputs of a model calls the model."""
     df = spark.range(4).selectExpr("CAST(id AS FLOAT) AS x")
     plan = io.StringIO()
     with contextlib.redirect_stdout(plan):
@@ -264,9 +264,9 @@ def main() -> None:
         found["errors without a Store"] = lines.errors(spark, None)
         each = SparkBackend(2, gpus_per_task=1)
         found["errors with a GPU each"] = lines.errors(spark, None, num_proc=None, backend=each)
-        # A Connect server tells its clients no keys: they are given here.
-        given = json.loads(os.environ["S3_STORE"])
-        found["errors on S3"] = lines.errors(spark, Store.create(**given))
+        # A Connect server does not send its keys to clients, so they are passed here.
+        options = json.loads(os.environ["S3_STORE"])
+        found["errors on S3"] = lines.errors(spark, Store.create(**options))
         found["doubled"] = doubled(spark)
         found["predictions"] = predictions_in_plan(spark)
         del os.environ["SPARKHVD_WARM_SECONDS"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -11,13 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 
-from sparkhvd.comm import session
+from sparkhvd.comm import objects, session
 from sparkhvd.comm.elastic.loop import run
 from sparkhvd.comm.elastic.sampler import ElasticSampler
 from sparkhvd.comm.elastic.state import ObjectState, State
+from sparkhvd.errors import HorovodInternalError
+from tests.waiting import happens
 
-_MOST_STEPS = 2000  # so that a test fails whose ranks do not change as expected
+_MOST_STEPS = 10_000  # so that a test fails whose ranks do not change as expected
 
 
 def once(folder: str, event: str) -> bool:
@@ -41,7 +45,14 @@ def leave() -> None:
     sys.exit(3)
 
 
-ENDS: dict[str, Callable[[], None]] = {"kill": kill, "raise": fail, "exit": leave, "exit 0": sys.exit}
+def take_step(state: ObjectState, folder: str) -> None:
+    """Add the mean of a number over the ranks, which is the next step's, note the step, and commit."""
+    mean = session.current().allreduce(np.array([state.step + 1.0]), name="step")
+    state.total += float(mean[0])
+    state.step += 1
+    log(folder, f"step {state.step} {session.rank()} {session.size()}")
+    time.sleep(0.01)
+    state.commit()
 
 
 def train(steps: int, folder: str, events: dict[tuple[int, int, int], str] | None = None, sizes: tuple[int, ...] = ()):
@@ -63,20 +74,81 @@ def train(steps: int, folder: str, events: dict[tuple[int, int, int], str] | Non
             if event and once(folder, f"{event}-{state.step}-{session.rank()}-{session.size()}"):
                 log(folder, "end")
                 ENDS[event]()
-            mean = session.current().allreduce(np.array([state.step + 1.0]), name="step")
-            state.total += float(mean[0])
-            state.step += 1
-            log(folder, f"step {state.step} {session.rank()} {session.size()}")
-            time.sleep(0.01)
-            state.commit()
+            take_step(state, folder)
         return state.step, state.total, session.rank(), session.size(), os.getpid(), resets
 
     return loop(state)
 
 
+def kill_with_host() -> None:
+    """Kill the process of this host, which this rank does not outlive."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def train_on_hosts(folder: str, sizes: tuple[int, ...], faults: dict[int, str] | None = None, gone: str = ""):
+    """Train until the job has had these sizes; return step, sum, sizes, process and whether that was so.
+
+    Args:
+        folder: receives a file per rank: the process of its host, its address, its steps.
+        sizes: the sizes of the generations.
+        faults: how the last rank ends in the generation with this number.
+        gone: the address of a host whose process must end while the job runs.
+    """
+    session.init()
+    state = ObjectState(step=0, total=0.0, sizes=())
+    log(folder, f"place {os.getppid()} {os.environ['SSH_CONNECTION'].split()[2]}")
+
+    @run
+    def loop(state):
+        state.sizes = (*state.sizes, session.size())
+        first = state.step
+        while state.step < first + 5 or (state.sizes != sizes and state.step < _MOST_STEPS):
+            take_step(state, folder)
+            fault = (faults or {}).get(len(state.sizes))
+            if fault and state.step == first + 5 and session.rank() == session.size() - 1:
+                ENDS[fault]()
+        parents = [parent for _, parent, address in places(Path(folder)) if address == gone]
+        return state.step, state.total, state.sizes, os.getpid(), happens(lambda: not any(map(lives, parents)), 20)
+
+    return loop(state)
+
+
+ENDS: dict[str, Callable[[], None]] = {
+    "kill": kill,
+    "kill with host": kill_with_host,
+    "raise": fail,
+    "exit": leave,
+    "exit 0": sys.exit,
+}
+
+
+def places(folder: Path) -> list[tuple[int, int, str]]:
+    """Return process, process of the host, and its address, of all ranks of ``train_on_hosts``, as they started."""
+    found = []
+    for path in folder.glob("log-*"):
+        first = path.read_text().partition("\n")[0].split()
+        if first[:1] == ["place"]:
+            found.append((float(first[3]), int(path.name.removeprefix("log-")), int(first[1]), first[2]))
+    return [place for _, *place in sorted(found)]
+
+
+def lives(pid: int) -> bool:
+    """Return whether a process runs; one that has ended may wait for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def log(folder: str, line: str) -> None:
     with Path(folder, f"log-{os.getpid()}").open("a", encoding="utf-8") as file:
         file.write(f"{line} {time.monotonic()}\n")
+
+
+def bytes_of(size: int) -> bytes:
+    session.init()
+    return bytes([session.rank()]) * size
 
 
 def always_fail_on_the_last_rank(folder: str):
@@ -114,6 +186,37 @@ def swallow(folder: str):
         return state.step
 
     return loop(state)
+
+
+def lose_a_rank_without_a_loop():
+    """A function that never calls ``hvd.elastic.run``, so no rank notices the loss of another."""
+    session.init()
+    pids = session.current().allgather(np.array([os.getpid()]), name="pids")
+    if session.rank() == 1:
+        kill()
+    assert happens(lambda: not psutil.pid_exists(int(pids[1])), 30)
+    return session.rank()
+
+
+def train_twice(fault: str):
+    """Two trainings in one function; something happens in the second one."""
+    session.init()
+
+    @run
+    def loop(state):
+        while state.step < 3:
+            session.current().allreduce(np.ones(1), name="step")
+            state.step += 1
+            if fault == "error" and state.step == state.fails_at:
+                raise HorovodInternalError("no luck")
+            state.commit()
+        return state.step
+
+    first = loop(ObjectState(step=0, fails_at=-1))
+    if fault == "init":
+        session.shutdown()
+        session.init()
+    return first, loop(ObjectState(step=0, fails_at=2))
 
 
 def mismatch(folder: str):
@@ -193,6 +296,32 @@ class OwnState(State):
         self.save()
 
 
+def lose_the_only_other_rank_after_a_sync(folder: str):
+    """Rank 1 is lost; rank 0 hands the state to its successor, and is lost as soon as that one has it."""
+    session.init()
+
+    class HandedOver(ObjectState):
+        def sync(self) -> None:
+            super().sync()
+            if session.size() == 2 and self.step > 0:
+                Path(folder, f"synced-{session.rank()}").write_text(str(self.step), encoding="utf-8")
+                if session.rank() == 0 and once(folder, "handed over"):
+                    assert happens(lambda: Path(folder, "synced-1").exists(), 30)
+                    kill()
+
+    @run
+    def loop(state):
+        while state.step < 9 or (session.size() == 1 and not Path(folder, "handed over").exists()):
+            if state.step == 3 and session.rank() == 1 and once(folder, "killed"):
+                kill()
+            session.current().allreduce(np.ones(1), name="step")
+            state.step += 1
+            state.commit()
+        return state.step
+
+    return loop(HandedOver(step=0))
+
+
 def train_own_state(folder: str):
     session.init()
 
@@ -208,10 +337,8 @@ def train_own_state(folder: str):
     return loop(OwnState())
 
 
-def sample(folder: str, length: int, batch: int, epochs: int):
-    """Log which samples every committed step has processed."""
-    session.init()
-    sampler = ElasticSampler(range(length), seed=3)
+def sampled_state(sampler: ElasticSampler, **values: object) -> ObjectState:
+    """Return a state of these values and a sampler."""
 
     class SampledState(ObjectState):
         def save(self) -> None:
@@ -223,24 +350,27 @@ def sample(folder: str, length: int, batch: int, epochs: int):
             sampler.load_state_dict(self._sampler)
 
         def sync(self) -> None:
-            from sparkhvd.comm.objects import broadcast_object  # noqa: PLC0415
-
-            sampler.load_state_dict(broadcast_object(session.current(), sampler.state_dict(), name="sampler"))
+            sampler.load_state_dict(objects.broadcast_object(session.current(), sampler.state_dict(), name="sampler"))
             super().sync()
 
-    state = SampledState(epoch=0, steps=0, seen=[])
+    return SampledState(**values)
+
+
+def sample(folder: str, length: int, batch: int, epochs: int):
+    """Log which samples every committed step has processed."""
+    session.init()
+    sampler = ElasticSampler(range(length), seed=3)
+    state = sampled_state(sampler, epoch=0, steps=0, seen=[])
 
     @run
     def loop(state):
-        from sparkhvd.comm.objects import allgather_object  # noqa: PLC0415
-
         while state.epoch < epochs:
             indices = list(sampler)
             for number in range(-(-len(indices) // batch)):
                 if session.rank() == 1 and session.size() == 3 and state.steps == 4 and once(folder, "killed"):
                     kill()
                 own = indices[number * batch : (number + 1) * batch]
-                everyone = allgather_object(session.current(), own, name="batch")
+                everyone = objects.allgather_object(session.current(), own, name="batch")
                 state.seen = [*state.seen, *((state.epoch, index) for part in everyone for index in part)]
                 state.steps += 1
                 sampler.record_batch(number, batch)
@@ -285,6 +415,28 @@ def train_torch(folder: str, steps: int, batch: int):
         return state.step, {name: value.numpy() for name, value in model.state_dict().items()}
 
     return loop(state)
+
+
+def synchronize_a_model_whose_state_dict_holds_copies() -> float:
+    import torch  # noqa: PLC0415
+
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    class Doubled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((2,), 5.0 + hvd.rank()))
+
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            destination[prefix + "doubled"] = 2 * self.weight.detach()
+
+        def _load_from_state_dict(self, state_dict, prefix, *args):
+            self.weight.data.copy_(state_dict[prefix + "doubled"] / 2)
+
+    hvd.init()
+    model = Doubled()
+    hvd.elastic.run(lambda state: None)(hvd.elastic.TorchState(model))
+    return float(model.weight[0])
 
 
 def train_tensorflow(folder: str, steps: int):
@@ -381,3 +533,130 @@ def rows_of_step(step: int, batch: int):
     generator = torch.Generator().manual_seed(step)
     features = torch.randn(batch, 4, generator=generator)
     return features, features.sum(1, keepdim=True)
+
+
+def lose_all_ranks(framework: str, folder: str):
+    """Train three steps and kill all ranks; return the step and all numbers of the state that new ranks resume from."""
+    state, take, numbers, run_of_framework = TRAININGS[framework]()
+
+    @run_of_framework
+    def loop(state):
+        if state.step:
+            return state.step, numbers()
+        while state.step < 3:
+            take()
+            state.step += 1
+            state.commit()
+        np.savez(Path(folder, f"rank-{session.rank()}.npz"), *numbers())
+        return kill()
+
+    return loop(state)
+
+
+def torch_training():
+    import torch  # noqa: PLC0415
+
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    hvd.init()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    sampler = hvd.elastic.ElasticSampler(range(64))
+    distributed = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    state = hvd.elastic.TorchState(model, distributed, scheduler=scheduler, sampler=sampler, step=0)
+
+    def take() -> None:
+        features, labels = rows_of_step(state.step, 8)
+        distributed.zero_grad()
+        torch.nn.functional.mse_loss(model(features), labels).backward()
+        distributed.step()
+        scheduler.step()
+        sampler.record_batch(state.step, 2)
+
+    def numbers():
+        moments = [value for one in distributed.state_dict()["state"].values() for value in one.values()]
+        tensors = [value.detach().numpy().copy() for value in [*model.state_dict().values(), *moments]]
+        return [*tensors, np.array([*scheduler.get_last_lr(), scheduler.last_epoch, sampler.processed_num])]
+
+    return state, take, numbers, hvd.elastic.run
+
+
+def tensorflow_training():
+    import tensorflow as tf  # noqa: PLC0415
+
+    import sparkhvd.tensorflow as hvd  # noqa: PLC0415
+
+    hvd.init()
+    variables = [tf.Variable(tf.random.normal([4, 2])), tf.Variable(0.0)]
+    state = hvd.elastic.TensorFlowState(variables, step=0)
+
+    def take() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(variables[0] + variables[1] - 1.0))
+        for variable, slope in zip(variables, hvd.DistributedGradientTape(tape).gradient(loss, variables), strict=True):
+            variable.assign_sub(0.1 * slope)
+
+    return state, take, lambda: [variable.numpy() for variable in variables], hvd.elastic.run
+
+
+def keras_training():
+    import sparkhvd.keras as hvd  # noqa: PLC0415
+
+    hvd.init()
+    model, optimizer = keras_model()
+    model.compile(hvd.DistributedOptimizer(optimizer), "mse")
+    state = hvd.elastic.KerasState(model, step=0)
+
+    def take() -> None:
+        model.fit(*keras_rows(state.step), KERAS_BATCH, shuffle=False, verbose=0)
+
+    def numbers():
+        return [np.array(variable) for variable in [*model.variables, *model.optimizer.variables]]
+
+    return state, take, numbers, hvd.elastic.run
+
+
+def plain_training():
+    session.init()
+    state = ObjectState(step=0, numbers=[])
+    return state, lambda: state.numbers.append(np.random.default_rng().random(3)), lambda: state.numbers, run
+
+
+TRAININGS = {
+    "plain": plain_training,
+    "torch": torch_training,
+    "tensorflow": tensorflow_training,
+    "keras": keras_training,
+}
+
+
+def train_without_its_store(folder: str, store: str):
+    """Take a step, remove the published commits, and kill the rank, as long as there is a commit to remove."""
+    session.init()
+    state = ObjectState(step=0, total=0.0)
+
+    @run
+    def loop(state):
+        take_step(state, folder)
+        shutil.rmtree(store)
+        return kill()
+
+    return loop(state)
+
+
+def train_with_a_blocked_store(folder: str, obstacle: str):
+    """Take four steps; after the second, end the blockade of the Store and kill the only rank."""
+    session.init()
+    state = ObjectState(step=0, total=0.0)
+
+    @run
+    def loop(state):
+        while state.step < 4:
+            take_step(state, folder)
+            if state.step == 2 and once(folder, "killed"):
+                Path(obstacle).unlink()
+                kill()
+        return state.step, state.total
+
+    return loop(state)

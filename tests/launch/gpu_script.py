@@ -38,7 +38,7 @@ def threads() -> dict[str, object]:
 
 
 def fitted(session: SparkSession, store: Store | None) -> dict[str, object]:
-    """What two ranks with two GPUs each learn, and what they print."""
+    """Return the error of a fit on two ranks with two GPUs each, and the ranks' output."""
     printed = io.StringIO()
     backend = SparkBackend(2, gpus_per_task=2, stdout=printed)
     errors = lines.errors(session, store, num_proc=None, backend=backend, verbose=1)
@@ -46,7 +46,7 @@ def fitted(session: SparkSession, store: Store | None) -> dict[str, object]:
 
 
 def refused(session: SparkSession, folder: str) -> dict[str, object]:
-    """What a fit says and leaves that wants more GPUs than there are."""
+    """Return the error of a fit that needs more GPUs than exist, and the files that it leaves."""
     estimator = lines.estimator(Store.create(folder), num_proc=None, backend=SparkBackend(3, gpus_per_task=2))
     found: dict[str, object] = {}
     try:

@@ -76,7 +76,7 @@ def examined(
 
 
 def examined_apart(session: SparkSession, one: hosts.Host, other: hosts.Host) -> dict[str, object]:
-    """What the preflight finds when nothing gets from ``one`` to ``other``."""
+    """Return the preflight's report if no packet gets from ``one`` to ``other``."""
     one.hide(other)
     try:
         return examined(session)
@@ -85,7 +85,7 @@ def examined_apart(session: SparkSession, one: hosts.Host, other: hosts.Host) ->
 
 
 def launched_apart(one: hosts.Host, others: Sequence[hosts.Host]) -> str:
-    """What the mpi launcher says when only the driver reaches a host."""
+    """Return the error of the mpi launcher if only the driver reaches a host."""
     for other in others:
         one.hide(other)
     try:
@@ -99,7 +99,7 @@ def launched_apart(one: hosts.Host, others: Sequence[hosts.Host]) -> str:
 
 
 def learned(spark: SparkSession, store: Store) -> list[float]:
-    """How far off a fit with a rank on every host is."""
+    """Return the error of a fit with one rank per host."""
     return lines.errors(spark, store, num_proc=HOSTS, batch_size=4)
 
 
@@ -135,12 +135,12 @@ def say(backwards: str) -> None:
 
 
 def overheard_words(launcher: str, encrypt: str) -> list[str]:
-    """What of a job's doings can be read between the hosts."""
+    """Return what an observer between the hosts can read of a job."""
     word = "gnihtemos"
-    doings = [f"printed {word[::-1]}", f"reduced {word[::-1]}", "finished/"]  # the last one of the rendezvous
-    with wire.overheard([doing.encode() for doing in doings]) as heard:
+    traces = [f"printed {word[::-1]}", f"reduced {word[::-1]}", "finished/"]  # the rendezvous sends the last one
+    with wire.overheard([trace.encode() for trace in traces]) as heard:
         sparkhvd.run(say, (word,), num_proc=HOSTS, launcher=launcher, env={"SPARKHVD_ENCRYPT": encrypt})
-    return [doing for doing in doings if doing.encode() in heard]
+    return [trace for trace in traces if trace.encode() in heard]
 
 
 def session_on(cluster: hosts.Cluster) -> SparkSession:

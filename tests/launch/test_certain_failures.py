@@ -1,4 +1,4 @@
-"""What would go wrong again at every attempt is told after the first one."""
+"""A failure that every attempt would repeat is reported after the first attempt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_NETWORK = "None of the network interfaces ['bogus0'] has an address on host 1
 
 
 def counted(folder: Path, task: Callable[..., Iterator], job: object, batches: Iterator) -> Iterator:
-    """A task that leaves a file for every time it runs."""
+    """Run a task, and leave one file per attempt."""
     from pyspark import TaskContext  # noqa: PLC0415 - only in Spark's tasks
 
     (folder / str(TaskContext.get().taskAttemptId())).touch()
@@ -38,8 +38,8 @@ def counted(folder: Path, task: Callable[..., Iterator], job: object, batches: I
     ids=["barrier, no Python", "barrier, no network", "mpi, no network", "mpi, no Python"],
 )
 def test_a_failure_that_would_repeat_is_not_retried(spark, tmp_path, monkeypatch, launcher, task, arguments, words):  # noqa: PLR0917
-    place = f"sparkhvd.driver.launchers.{launcher}.{task.__name__}"
-    monkeypatch.setattr(place, functools.partial(counted, tmp_path, task))
+    name = f"sparkhvd.driver.launchers.{launcher}.{task.__name__}"
+    monkeypatch.setattr(name, functools.partial(counted, tmp_path, task))
     with pytest.raises(LaunchError) as caught:
         sparkhvd.run((tmp_path / "fn ran").touch, num_proc=2, launcher=launcher, spark=spark, **arguments)
     assert words in str(caught.value)

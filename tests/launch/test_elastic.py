@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import sparkhvd
+from sparkhvd.driver.elastic import policy
 from sparkhvd.errors import ConfigError, LaunchError, MismatchError, RankFailedError, StartTimeoutError
 from tests.launch import elastic_training as training
 
@@ -61,6 +63,36 @@ def test_survivors_keep_their_process_and_lose_no_commit_and_a_new_rank_joins(tm
     assert results[0][5] == [1, 2], "the reset callbacks ran once per change"
     alone = min(one[3] for one in done if one[2] == 1)
     assert alone - end_of(tmp_path) < 5.0
+
+
+@pytest.fixture
+def without_ssh(tmp_path, monkeypatch):
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "env").symlink_to("/usr/bin/env")
+    monkeypatch.setenv("PATH", str(programs))
+
+
+@pytest.mark.usefixtures("without_ssh")
+def test_hosts_that_are_this_machine_need_no_ssh(tmp_path):
+    results = sparkhvd.run_elastic(
+        training.train,
+        (10, str(tmp_path), {(5, 1, 3): "kill"}, (3, 2, 3)),
+        num_proc=3,
+        min_num_proc=1,
+        hosts="localhost:1,127.0.0.1:2",
+        **FAST | {"launcher": "auto"},
+    )
+    assert [result[2:4] for result in results] == [(0, 3), (1, 3), (2, 3)]
+    assert {result[:2] for result in results} == {(results[0][0], float(sum(range(1, results[0][0] + 1))))}
+    assert results[0][5] == [2, 3]
+
+
+@pytest.mark.usefixtures("without_ssh")
+def test_a_host_that_needs_ssh_is_named_if_there_is_none():
+    options = FAST | {"launcher": "auto", "cooldown_range": (0.1, 0.1)}
+    with pytest.raises(RankFailedError, match=r"Rank 0 on host elsewhere did not start: .*No such file.*'ssh'"):
+        sparkhvd.run_elastic(os.getpid, num_proc=1, hosts="elsewhere:1", **options)
 
 
 def test_two_ranks_are_lost_at_once(tmp_path):
@@ -121,6 +153,19 @@ def test_a_flapping_rank_is_retried_until_reset_limit(tmp_path):
 
 def test_an_error_that_is_swallowed_does_not_end_as_success(tmp_path):
     assert sparkhvd.run_elastic(training.swallow, (str(tmp_path),), num_proc=2, min_num_proc=1, **FAST)[0] == 10
+
+
+def test_the_loss_of_a_rank_that_no_other_rank_notices_does_not_end_as_success():
+    options = FAST | {"cooldown_range": (0.05, 0.05)}
+    with pytest.raises(RankFailedError, match="was killed by signal 9"):
+        sparkhvd.run_elastic(training.lose_a_rank_without_a_loop, num_proc=2, **options)
+
+
+def test_a_second_training_of_a_function_runs_with_constant_ranks():
+    assert sparkhvd.run_elastic(training.train_twice, ("",), num_proc=2, min_num_proc=1, **FAST) == [(3, 3)] * 2
+    for fault, why in [("error", "no luck"), ("init", "it called hvd.init() again")]:
+        with pytest.raises(LaunchError, match=rf"left generation 1: {re.escape(why)} \(after the training had ended\)"):
+            sparkhvd.run_elastic(training.train_twice, (fault,), num_proc=2, min_num_proc=1, **FAST)
 
 
 def test_ranks_that_disagree_end_the_job_without_a_retry(tmp_path):
@@ -221,6 +266,25 @@ def test_a_state_of_the_users_survives_the_loss_of_rank_0(tmp_path):
     assert results[0] == [10.0, 20.0]
 
 
+def test_a_new_rank_continues_alone_if_all_others_are_lost_as_soon_as_it_has_the_state(tmp_path):
+    results = sparkhvd.run_elastic(
+        training.lose_the_only_other_rank_after_a_sync, (str(tmp_path),), num_proc=2, min_num_proc=1, **FAST
+    )
+    assert (tmp_path / "handed over").exists()
+    handed_over = int((tmp_path / "synced-1").read_text())
+    assert handed_over >= 3
+    assert results[0] == max(9, handed_over), "it took the state over, and then only the rest of the steps"
+
+
+def test_a_job_that_waits_for_slots_says_so_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(policy, "SHORTAGE_SECONDS", 0.5)
+    options = FAST | {"start_timeout": 4, "discovery": lambda: {"localhost": 1}}
+    with pytest.raises(StartTimeoutError, match="Only 1 of at least 2 ranks"):
+        sparkhvd.run_elastic(training.train, (1, str(tmp_path)), num_proc=2, **options)
+    said = [text for text in caplog.messages if text.startswith("The job waits for slots: 1 of at least 2 ranks are")]
+    assert len(said) == 1
+
+
 def test_no_rank_that_can_start_ends_in_a_start_timeout(tmp_path):
     with pytest.raises(StartTimeoutError, match=r"Only 0 of at least 1 ranks(?s:.)*elsewhere is not this machine"):
         sparkhvd.run_elastic(
@@ -235,8 +299,14 @@ def test_no_rank_that_can_start_ends_in_a_start_timeout(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"launcher": "auto"}, "not available on Spark yet"),
-        ({"launcher": "ssh"}, "launcher='ssh' starts no elastic jobs"),
+        ({"launcher": "mpi"}, "launcher='mpi' starts no elastic jobs"),
+        ({"launcher": "ssh"}, "launcher='ssh' needs either hosts, for example hosts='host1:2,host2:2', or discovery"),
+        ({"launcher": "ssh", "hosts": "a:2", "discovery": dict}, "launcher='ssh' needs either hosts"),
+        ({"launcher": "auto", "hosts": "a:2:3"}, "'a:2:3' is not a valid host"),
+        ({"launcher": "auto", "discovery": dict}, "discovery is for launcher='local' and launcher='ssh'"),
+        ({"launcher": "ssh", "hosts": "a:2", "spark": object()}, "spark has no effect with launcher='ssh'"),
+        ({"hosts": "a:2"}, "hosts are for launcher='ssh', got launcher='local'"),
+        ({"ssh_port": 22}, "ssh_port and ssh_identity_file require launcher='ssh', got 'local'"),
         ({"num_proc": None}, "needs num_proc"),
         ({"num_proc": 0}, "num_proc must be an integer of at least 1, got 0"),
         ({"min_num_proc": 3}, "must not decrease in this order"),
@@ -306,3 +376,9 @@ def test_a_torch_training_that_loses_a_rank_ends_with_the_weights_of_an_undistur
             assert torch.allclose(torch.from_numpy(found[name]), value, atol=1e-5)
     assert set(weights) == {"weight", "bias"}
     assert len(results) == 1
+
+
+def test_a_model_whose_state_dict_holds_copies_is_synchronized():
+    options = FAST | {"preload": ("torch",)}
+    weights = sparkhvd.run_elastic(training.synchronize_a_model_whose_state_dict_holds_copies, num_proc=2, **options)
+    assert weights == [5.0, 5.0]

@@ -65,8 +65,10 @@ def test_no_rank_outlives_the_command(tmp_path, number):
     ("arguments", "message"),
     [
         (("--max-np", 3), "--max-np is for elastic jobs. Pass --min-np or --host-discovery-script, too."),
-        (("--min-np", 1, "-H", "elsewhere:2"), "ranks on elsewhere are not available yet"),
+        (("--min-np", 3, "-H", "elsewhere:2"), "min_num_proc=3 is more than the 2 slots of the hosts (elsewhere:2)."),
+        (("--host-discovery-script", "true", "-H", "a:2"), "--host-discovery-script and a list of hosts contradict"),
         (("--min-np", 1, "--mpi"), "mpirun cannot start an elastic job"),
+        (("--min-np", 1, "-H", "elsewhere:2", "--mpi"), "mpirun cannot start an elastic job"),
         (("--min-np", 1, "--slots-per-host", 0), "--slots-per-host must be at least 1, got 0."),
         (("--host-discovery-script", "/does/not/exist"), "is not an executable file"),
         (("-np", 1, "--min-np", 2), "must not decrease in this order"),

@@ -1,4 +1,4 @@
-"""GPUs that Spark's own discovery script invents, on a real cluster of one machine."""
+"""Fake GPUs from a Spark discovery script, on a real cluster of one machine."""
 
 from __future__ import annotations
 

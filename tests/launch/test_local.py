@@ -64,7 +64,7 @@ def test_without_verbosity_output_goes_only_to_the_given_stream_or_folder(tmp_pa
 
 
 def environment() -> tuple[dict[str, str], str, list[str]]:
-    """That of a rank, its Python, and where a Python that it starts finds modules."""
+    """Return a rank's environment, its Python, and the import path of a Python that it starts."""
     said = subprocess.run([sys.executable, "-c", "import sys; print(sys.path)"], capture_output=True, check=True)
     return dict(os.environ), sys.executable, ast.literal_eval(said.stdout.decode())
 

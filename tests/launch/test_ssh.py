@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,63 +16,23 @@ import pytest
 
 import sparkhvd
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
+from tests.launch import elastic_training, sshd
 from tests.waiting import wait_for
 
-SSHD = Path("/usr/sbin/sshd")
-pytestmark = pytest.mark.skipif(
-    not SSHD.exists() or shutil.which("ssh") is None, reason="openssh-server and openssh-client are not installed"
-)
+pytestmark = pytest.mark.skipif(bool(sshd.why_not()), reason=sshd.why_not())
 
 
 @pytest.fixture(scope="module")
 def ssh_server(tmp_path_factory):
     """The names of two hosts that ssh takes to this machine, through a program ``ssh`` that adds our configuration."""
     folder = tmp_path_factory.mktemp("ssh")
-    for name in ("host_key", "user_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    (folder / "authorized_keys").write_text((folder / "user_key.pub").read_text())
-    Path("/run/sshd").mkdir(exist_ok=True)
+    key = sshd.make_keys(folder)
+    program = sshd.make_client(folder, {"node-a": "127.0.0.1", "node-b": "127.0.0.1"})
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server_settings = {
-        "Port": port,
-        "ListenAddress": "127.0.0.1",
-        "HostKey": folder / "host_key",
-        "AuthorizedKeysFile": folder / "authorized_keys",
-        "PidFile": "none",
-        "StrictModes": "no",
-        "PasswordAuthentication": "no",
-        "PermitRootLogin": "yes",
-        "UsePAM": "no",
-    }
-    (folder / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in server_settings.items()))
-    host_key = (folder / "host_key.pub").read_text()
-    (folder / "known_hosts").write_text(f"node-a,node-b {host_key}")
-    (folder / "config").write_text(
-        "Host node-a node-b\n  HostName 127.0.0.1\n"
-        f"  HostKeyAlias node-a\n  UserKnownHostsFile {folder}/known_hosts\n  User {getpass.getuser()}\n"
-    )
-    program = folder / "bin" / "ssh"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"\n')
-    program.chmod(0o755)
-    server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=subprocess.DEVNULL)
-    try:
-        await_port(port)
-        yield program.parent, port, folder / "user_key"
-    finally:
-        server.terminate()
-        server.wait(30)
-
-
-def await_port(port: int) -> None:
-    deadline = time.monotonic() + 30
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        assert time.monotonic() < deadline
+    with sshd.running_sshd(folder, "127.0.0.1", port):
+        yield program, port, key
 
 
 def place() -> tuple[str, str, str | None, bool]:
@@ -103,6 +61,22 @@ def test_ranks_run_on_hosts_behind_ssh(ssh_server, monkeypatch):
         sparkhvd.run(fail_on_rank_1, env=encrypted, **options)
     with pytest.raises(LaunchError, match=r"None of the network interfaces \['bogus0'\] has an address on host node-"):
         sparkhvd.run(place, nics=["bogus0"], **options)
+
+
+def test_elastic_ranks_run_on_hosts_whose_names_only_ssh_knows(ssh_server, monkeypatch, tmp_path):
+    folder, port, key = ssh_server
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    results = sparkhvd.run_elastic(
+        elastic_training.train,
+        (5, str(tmp_path)),
+        num_proc=3,
+        hosts="node-a:2,node-b:1",
+        ssh_port=port,
+        ssh_identity_file=str(key),
+        start_timeout=60,
+        verbose=0,
+    )
+    assert [result[:4] for result in results] == [(5, 15.0, rank, 3) for rank in range(3)]
 
 
 @pytest.mark.parametrize("more", [[], ["--mpi"]])

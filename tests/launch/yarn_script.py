@@ -16,7 +16,7 @@ from tests.scripts import tell
 
 
 def place() -> dict[str, object]:
-    """Where the rank is, and the sum of all ranks' numbers."""
+    """Return the rank's host, and the sum of all ranks' numbers."""
     import numpy as np  # noqa: PLC0415  (imported where it is needed)
 
     from sparkhvd.comm import session  # noqa: PLC0415

@@ -31,7 +31,7 @@ def run(*args, **options):
 
 
 def secrets_in_environments():
-    """What the environments of all processes of this host, as they began, say of secrets."""
+    """Return the secrets in the initial environments of all processes of this host."""
     said = set()
     for environment in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -43,7 +43,7 @@ def secrets_in_environments():
 
 
 def meet_through_both_worlds():
-    """What MPI and our core say of this rank, and two sums, one through each."""
+    """Return the rank according to MPI and to our core, and a sum through each."""
     import numpy as np  # noqa: PLC0415
     from mpi4py import MPI  # noqa: PLC0415
 

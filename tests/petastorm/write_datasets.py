@@ -32,7 +32,7 @@ SCHEMA = Unischema(
 
 
 def row(index: int) -> dict[str, object]:
-    """What ``tests/unit/data/external/test_petastorm_datasets.py`` expects."""
+    """Return the values that ``tests/unit/data/external/test_petastorm_datasets.py`` expects."""
     return {
         "id": index,
         "y": index / 2,

@@ -71,14 +71,14 @@ def losing_an_executor(session: SparkSession, framework: str, folder: Path) -> d
 
 
 def mpi_without_an_executor(session: SparkSession, folder: Path) -> list[str]:
-    """What there is to complain of where Open MPI's ranks lose their executor."""
+    """Return the problems of a job whose MPI ranks lose their executor."""
     folder.mkdir()
     fault = next(one for one in EXECUTOR_FAULTS if one.name == "executor killed, in mid-training, mpi")
     return complaints(fault, produced(fault, folder, session))
 
 
 def mpi_interrupted(session: SparkSession, folder: Path) -> list[str]:
-    """What there is to complain of where the driver is interrupted while a task waits for the other."""
+    """Return the problems of a job whose driver is interrupted while a task waits for the other."""
     folder.mkdir()
     fault = next(one for one in FAULTS if one.name == "driver interrupted, before registration, mpi")
     before = executors(session)

@@ -66,6 +66,7 @@ def train_keras(df: DataFrame, folder: str, **common: Any) -> dict[str, object]:
         optimizer=keras.optimizers.SGD(0.0005),
         loss="mse",
         validation=0.25,
+        random_seed=1,
         checkpoint_callback=BestModelCheckpoint(monitor="val_loss", verbose=0, save_freq="epoch"),
         **common,
     )

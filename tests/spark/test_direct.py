@@ -64,9 +64,9 @@ def weights(trained):
 
 
 def in_partitions(rows, columns):
-    """What every partition holds, in its order."""
-    dealt_out = rows.select(functions.spark_partition_id().alias("part"), *columns).collect()
-    return {part: [tuple(row)[1:] for row in dealt_out if row.part == part] for part in {row.part for row in dealt_out}}
+    """Return the rows of every partition, in order."""
+    numbered = rows.select(functions.spark_partition_id().alias("part"), *columns).collect()
+    return {part: [tuple(row)[1:] for row in numbered if row.part == part] for part in {row.part for row in numbered}}
 
 
 @pytest.fixture(scope="module")

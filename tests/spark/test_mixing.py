@@ -1,4 +1,4 @@
-"""Which rows ranks train on where the DataFrame is sorted by its label, or alternates in step with the ranks."""
+"""The rows of each rank if the DataFrame is sorted by its label, or alternates in step with the ranks."""
 
 from __future__ import annotations
 

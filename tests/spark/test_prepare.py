@@ -444,6 +444,44 @@ def test_a_store_with_missing_rows_is_refused(spark, tmp_path, validation):
     assert_nothing_is_left(store)
 
 
+class StoreWithLateTasks(LocalStore):
+    """A second attempt of a task, which did not succeed, ends its file before the driver lists the folder.
+
+    With ``by_spark`` it is an attempt of Spark's own writer, whose files are in a temporary folder until they count.
+    """
+
+    by_spark = False
+
+    def spark_url(self, path):
+        return super().spark_url(path) if self.by_spark else None
+
+    def list(self, path):
+        found = super().list(path)
+        if not path.endswith("/rows") or not found:
+            return found
+        whole = Path(self.root, found[-1])
+        late = whole.with_name(whole.name.replace("-c000", "-9999-c000"))
+        if self.by_spark:
+            late = Path(self.root, path, "_temporary/0/_temporary/attempt_1", whole.relative_to(Path(self.root, path)))
+        late.parent.mkdir(parents=True, exist_ok=True)
+        late.write_bytes(whole.read_bytes())
+        return super().list(path)
+
+
+class StoreWithLateTasksOfSpark(StoreWithLateTasks):
+    by_spark = True
+
+
+@pytest.mark.parametrize("kind", [StoreWithLateTasks, StoreWithLateTasksOfSpark])
+@pytest.mark.parametrize("validation", [None, 0.5])
+def test_only_the_files_of_successful_tasks_count(spark, tmp_path, kind, validation):
+    store = kind(str(tmp_path / "store"))
+    manifest = prepare_all(numbers(spark), store, validation=validation)
+    splits = ["train"] if validation is None else ["train", "validation"]
+    rows = np.concatenate([rows_of(store, manifest, split)["x"] for split in splits])
+    assert sorted(rows.tolist()) == list(range(100))
+
+
 def test_too_few_rows_are_refused_with_both_numbers(spark, store):
     with pytest.raises(DataError, match=r"^The DataFrame has no rows to train on\. Check the filters"):
         prepare_all(spark.createDataFrame([], ARRAY), store)

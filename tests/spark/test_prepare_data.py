@@ -499,7 +499,7 @@ DRIVER = """
 
 
 def drivers_prepare(count, *arguments):
-    """What drivers of their own print that prepare at the same time."""
+    """Return the output of several drivers that prepare at the same time."""
     command = [sys.executable, "-c", textwrap.dedent(DRIVER), *arguments]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     drivers = [subprocess.Popen(command, text=True, **pipes) for _ in range(count)]

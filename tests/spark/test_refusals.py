@@ -1,4 +1,4 @@
-"""What no training can do is said by every estimator before any job, by the name of the parameter."""
+"""Every estimator refuses impossible trainings before any job, and names the parameter."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def another(framework, width):
 
 
 def kept(store: Store) -> list[str]:
-    """What a Store holds beside the notes of who trains a run at the moment."""
+    """Return the content of a Store, without the leases of runs in training."""
     return sorted(path for path in store.list("") if "/holders/" not in path)
 
 

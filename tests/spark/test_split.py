@@ -1,4 +1,4 @@
-"""Which rows a validation fraction holds out: decided by the values of features and labels alone."""
+"""The rows that a validation fraction holds out: only the values of features and labels decide."""
 
 from __future__ import annotations
 

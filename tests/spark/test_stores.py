@@ -18,10 +18,11 @@ from pyspark.sql import functions
 from sparkhvd import Store, TorchModel
 from sparkhvd.data.prepare import arrow_writer
 from sparkhvd.data.prepare.prepared_data import prepare_data
-from sparkhvd.data.prepare.store_check import check_store
+from sparkhvd.data.prepare.store_check import check_store, judge
 from sparkhvd.data.spark.settings import in_default_file_system, spark_can_write, with_spark_credentials
 from sparkhvd.errors import ParamError, StartTimeoutError, StoreError
 from sparkhvd.store import HDFSStore, layout
+from sparkhvd.store.probe import new_store_probe
 from tests import lines
 from tests.hadoop import s3a_jars
 from tests.s3_server import BUCKET, SECRET
@@ -86,7 +87,7 @@ def test_an_estimator_trains_on_a_store_and_its_model_predicts_from_there(spark,
 
 @pytest.fixture
 def sparks_own_credentials(spark, s3):
-    """What Spark's session says of S3, for the time of a test."""
+    """Set S3 options of the Spark session for the duration of a test."""
     settings = {
         "fs.s3a.access.key": s3.options["key"],
         "fs.s3a.secret.key": "that of another bucket",
@@ -272,6 +273,17 @@ def test_a_store_that_executors_do_not_share_is_a_one_sentence_error(spark):
         prepare_data(1, store, spark.range(9).select(counted("id").alias("x"), "id"), ["id"])
     assert seen.value == 0
     assert store.list("") == []
+
+
+def test_an_executor_that_cannot_use_a_store_is_reported_in_whole_sentences():
+    unreachable = Store.create(
+        f"s3://{BUCKET}/x", storage_options={"anon": True, "endpoint_url": "http://127.0.0.1:1"}, retry_seconds=0.2
+    )
+    probe = new_store_probe(unreachable)
+    message = r"not shared: the executor on host h1 cannot use it: Cannot look up s3://.*/token: .*[^.]\. Use a folder"
+    with pytest.raises(StoreError, match=message):
+        judge(probe, [("h1", "0-0", probe.answer("0-0"))])
+    unreachable._connection.close()
 
 
 def test_the_check_does_not_wait_for_silent_executors(spark):

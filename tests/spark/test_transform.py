@@ -88,7 +88,7 @@ def test_outputs_have_the_requested_types(model, native, rows):
 
 
 def outputs_by_hand(framework, native, table, size):
-    """What the framework gives for batches of so many rows."""
+    """Return the framework's own predictions for batches of this size."""
     pieces = [table[start : start + size] for start in range(0, len(table), size)]
     if framework == "keras":
         return np.concatenate([native.predict_on_batch(piece) for piece in pieces])[:, 0]
@@ -173,7 +173,7 @@ def test_spark_reads_only_the_columns_that_are_used_and_predicts_once(spark, mod
 
 
 def test_output_columns_of_every_type_are_ordered_beside_columns_of_any_name(spark):
-    """Those of one type travel as an array; the names that this takes are none of the DataFrame's."""
+    """Columns of one type are sent as one array, under a name that the DataFrame does not use."""
     columns = {
         "f1": "cast(id / 8 AS float)",
         "i1": "cast(id AS int)",

@@ -54,7 +54,7 @@ def test_executors_are_asked_once_and_the_driver_keeps_its_classes(trial):
 def test_a_saved_model_opens_without_the_project_if_its_code_was_sent(trial):
     known, folder, _ = trial
     program = (
-        "import sys, torch; from pathlib import Path; from sparkhvd.estimators.torch import artifact; "
+        "import sys, torch; from pathlib import Path; from sparkhvd.estimators.torch.serialization import artifact; "
         "print(artifact.load_model(Path(sys.argv[1]))(torch.tensor(0.5)).item())"
     )
     command = [sys.executable, "-c", program, folder / "torch-model" / "model"]

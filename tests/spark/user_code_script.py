@@ -54,7 +54,7 @@ def value(model: Any, df: DataFrame) -> float:
 
 
 def results(name: str, estimator: Any, df: DataFrame) -> dict[str, object]:
-    """What a fit, transform and a saved model make of 1/64, which is 1 wherever all classes are themselves."""
+    """Return what a fit, ``transform`` and a saved model compute for 1/64: 1 if no class has been duplicated."""
     loaded = {"torch": TorchModel, "lightning": LightningModel, "keras": KerasModel}[name]
     function = keras_model.predicted if name == "keras" else torch_model.predicted
     model = estimator.fit(df)

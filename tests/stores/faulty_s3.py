@@ -1,8 +1,9 @@
-"""A relay in front of an S3 server that fails as it is told to."""
+"""A proxy in front of an S3 server that injects faults."""
 
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,10 +14,13 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 # busy: 503 SlowDown. forbidden: 403. refuse: the connection is closed before the request is passed on. lose: the
-# request arrives, its answer does not. cut: half of the answer's body arrives.
-Fault = Literal["busy", "forbidden", "refuse", "lose", "cut"]
+# request arrives, its answer does not. cut: half of the answer's body arrives. shorten: the same, with the length of
+# that half. empty: the request arrives, its answer has no body. keep: files that are to be deleted stay, which the body
+# of a successful answer says. keep_forbidden: the same, for good.
+Fault = Literal["busy", "forbidden", "refuse", "lose", "cut", "shorten", "empty", "keep", "keep_forbidden"]
 
 _ERRORS = {"busy": (503, "SlowDown", "Please reduce your request rate."), "forbidden": (403, "AccessDenied", "No.")}
+_KEPT = {"keep": ("InternalError", "We encountered an internal error."), "keep_forbidden": ("AccessDenied", "No.")}
 
 
 @dataclass
@@ -89,16 +93,22 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in _ERRORS:
             self._answer_error(*_ERRORS[fault])
             return
+        if fault in _KEPT:
+            self._answer_kept(body, *_KEPT[fault])
+            return
         if fault != "refuse":
             status, headers, content = self._passed_on(body)
-            if fault is None or fault == "cut":
+            if fault in {None, "cut", "shorten", "empty"}:
+                sent = content if fault is None else content[: 0 if fault == "empty" else len(content) // 2]
                 self.send_response_only(status)
                 for name, value in headers:
-                    if name.lower() not in {"connection", "transfer-encoding"}:
+                    if name.lower() == "content-length" and fault in {"shorten", "empty"}:
+                        self.send_header(name, str(len(sent)))
+                    elif name.lower() not in {"connection", "transfer-encoding"}:
                         self.send_header(name, value)
                 self.send_header("Connection", "close")
                 self.end_headers()
-                self.wfile.write(content if fault is None else content[: len(content) // 2])
+                self.wfile.write(sent)
         if fault is not None:
             self.wfile.flush()
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -115,7 +125,17 @@ class _Handler(BaseHTTPRequestHandler):
             connection.close()
 
     def _answer_error(self, status: int, code: str, message: str) -> None:
-        content = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+        self._answer(status, f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>")
+
+    def _answer_kept(self, body: bytes, code: str, message: str) -> None:
+        why = f"<Code>{code}</Code><Message>{message}</Message>"
+        errors = "".join(
+            f"<Error><Key>{key}</Key>{why}</Error>" for key in re.findall(r"<Key>(.*?)</Key>", body.decode())
+        )
+        self._answer(200, f"<?xml version='1.0'?><DeleteResult>{errors}</DeleteResult>")
+
+    def _answer(self, status: int, text: str) -> None:
+        content = text.encode()
         self.send_response_only(status)
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(content)))

@@ -5,7 +5,11 @@ from __future__ import annotations
 import io
 import signal
 import socket
+import threading
 import uuid
+from contextlib import contextmanager, suppress
+from functools import partial
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pytest
@@ -101,6 +105,75 @@ def test_an_abandoned_write_does_not_replace_a_file_later(hdfs, monkeypatch):
         store._send(late, f"{store._folders.root}/x", io.BytesIO(b"late"), 4)
     assert store.list("") == []
     store._connection.close()
+
+
+def copy_until_lost(method, lost, source, sink, losing, *, is_call):
+    """Copy the calls or the answers of a connection; ``losing`` is set when its answers are to be lost.
+
+    No deletion arrives between the first call of ``method`` and the second.
+    """
+    with suppress(OSError):
+        while content := source.recv(1 << 16):
+            if is_call and method in content:
+                if not lost:
+                    losing.set()
+                lost.append(method)
+            if is_call and b"delete" in content and len(lost) == 1:
+                break
+            if not is_call and losing.is_set():
+                break
+            sink.sendall(content)
+    for end in (source, sink):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def relay_that_loses_an_answer(url, method):
+    """A relay to a name node, which closes the connection of the first call of ``method`` instead of answering."""
+    target, lost, sockets, threads = urlsplit(url), [], [], []
+    copy = partial(copy_until_lost, method, lost)
+
+    def accept():
+        with suppress(OSError):
+            while True:
+                client = listener.accept()[0]
+                node = socket.create_connection((target.hostname, target.port))
+                sockets.extend([client, node])
+                losing = threading.Event()
+                for ends, is_call in (((client, node), True), ((node, client), False)):
+                    threads.append(threading.Thread(target=copy, args=(*ends, losing), kwargs={"is_call": is_call}))
+                    threads[-1].start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        acceptor = threading.Thread(target=accept)
+        acceptor.start()
+        try:
+            yield f"hdfs://127.0.0.1:{listener.getsockname()[1]}", lost
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            acceptor.join()
+            for end in sockets:
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join()
+            for end in sockets:
+                end.close()
+
+
+@pytest.mark.parametrize("method", [b"create", b"complete", b"rename"])
+def test_a_file_is_written_once_when_the_answer_of_the_name_node_is_lost(hdfs, method):
+    direct = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
+    with relay_that_loses_an_answer(hdfs.url, method) as (url, lost):
+        store = Store.create(f"{url}{direct._folders.root}")
+        store.publish("m", b"content")
+        store._connection.close()
+        assert lost[0] == method
+    assert direct.list("") == ["m"]
+    with direct.open("m", "rb") as file:
+        assert file.read() == b"content"
+    direct._connection.close()
 
 
 def test_a_missing_default_file_system_is_an_error(monkeypatch):

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from sparkhvd.data.reuse import leases
 from sparkhvd.errors import StoreError
-from sparkhvd.store import LocalStore, Store
+from sparkhvd.store import LocalStore, Store, layout
 
 
 @pytest.fixture
@@ -48,6 +50,25 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_file(small_disk):
     assert store.list("") == ["before"]
     assert [path.name for path in small_disk.rglob("*") if path.is_file()] == ["before"]
     store.publish("after", b"2")
+
+
+def test_prepared_rows_that_are_not_kept_are_removed_from_a_full_disk(small_disk):
+    store = LocalStore(str(small_disk / "store"))
+    kept, released = leases.take(store, "kept", 60.0), leases.take(store, "released", 0.0)
+    for dataset_id in ("kept", "released"):
+        store.publish(layout.manifest_path(dataset_id), b"{}")
+    filler = small_disk / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    released.release()
+    assert store.list("") == [layout.manifest_path("kept"), kept.path]
+    with suppress(OSError), filler.open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    with pytest.raises(StoreError, match="No space left on device"):
+        kept.release()
+    assert store.list("") == [layout.manifest_path("kept"), kept.path]
 
 
 def test_a_full_disk_for_buffered_uploads_is_named(small_disk, monkeypatch):

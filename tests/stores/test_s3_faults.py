@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -12,6 +13,8 @@ import pytest
 from pyarrow import parquet
 
 from sparkhvd.errors import StoreError
+from sparkhvd.estimators.reports import EpochRecord
+from sparkhvd.estimators.training import job_files, run_log
 from sparkhvd.store import Store
 from sparkhvd.store.backends import filesystem
 from tests.s3_server import BUCKET, SECRET, options_for
@@ -62,6 +65,70 @@ def test_a_publisher_whose_response_is_lost_recognizes_its_own_file(store, relay
         store.publish("m", b"mine")
 
 
+@pytest.mark.parametrize("fault", ["cut", "shorten"])
+def test_a_file_is_read_again_when_its_answers_end_too_early_several_times(store, relay, fault):
+    content = os.urandom(300_000)
+    with store.open("x", "wb") as file:
+        file.write(content)
+    relay.first(5, fault, "GET")
+    with store.open("x", "rb") as file:
+        assert file.read() == content
+    relay.first(5, fault, "GET")
+    filesystem, path = store.arrow("x")
+    with filesystem.open_input_file(path) as file:
+        file.seek(1000)
+        assert file.read(5000) == content[1000:6000]
+    assert relay.seen.count(f"GET {fault}") == 5
+
+
+@pytest.mark.parametrize("fault", ["empty", "cut", "shorten"])
+def test_an_answer_without_its_content_is_no_empty_list(store, relay, fault):
+    store.publish("folder/a", b"1")
+    store.publish("folder/b", b"2")
+    relay.first(3, fault, "GET")
+    assert store.list("folder") == ["folder/a", "folder/b"]
+    assert relay.seen.count(f"GET {fault}") == 3
+    relay.first(3, fault, "GET")
+    assert store.exists("folder")
+    relay.first(3, fault, "POST")
+    store.delete("folder")
+    assert store.list("") == []
+    impatient = Store.create(store.url, storage_options=store.storage_options, retry_seconds=1)
+    relay.always(fault)
+    with pytest.raises(StoreError, match=r"Cannot list s3://.*/folder: .* \(gave up after \d+ attempts\)\.$"):
+        impatient.list("folder")
+    impatient._connection.close()
+
+
+def test_a_large_file_is_written_whole_when_answers_lack_their_content(store, relay):
+    content = os.urandom(101 * 1024 * 1024)  # in parts
+    relay.first(2, "empty", "POST")
+    with store.open("x", "wb") as file:
+        file.write(content)
+    assert relay.seen.count("POST empty") == 2
+    with store.open("x", "rb") as file:
+        assert file.read() == content
+
+
+def test_files_that_the_server_did_not_delete_are_deleted_later_or_an_error(store, relay):
+    for name in ("a", "b"):
+        store.publish(f"folder/{name}", b"1")
+    relay.first(2, "keep", "POST")
+    store.delete("folder")
+    assert relay.seen.count("POST keep") == 2
+    assert store.list("") == []
+    store.publish("folder/a", b"1")
+    relay.choose = lambda method, _: "keep_forbidden" if method == "POST" else None
+    with pytest.raises(StoreError, match=r"Cannot delete s3://.*/folder: No \(file .*/folder.*\)\.$"):
+        store.delete("folder")
+    impatient = Store.create(store.url, storage_options=store.storage_options, retry_seconds=1)
+    relay.choose = lambda method, _: "keep" if method == "POST" else None
+    with pytest.raises(StoreError, match=r"/folder: We encountered an internal error \(file .*gave up after"):
+        impatient.delete("folder")
+    assert store.list("") == ["folder/a"]
+    impatient._connection.close()
+
+
 @pytest.mark.parametrize("fault", ["cut", "busy", "refuse"])
 def test_parquet_is_read_correctly_over_a_bad_connection(store, relay, fault):
     table = pa.table({"x": pa.array(range(200_000), pa.int64())})
@@ -84,6 +151,40 @@ def test_a_server_that_stays_busy_ends_in_a_clear_error(store, relay):
     relay.always("refuse")
     with pytest.raises(StoreError, match=r"Cannot publish s3://.*/x: .* \(gave up after \d+ attempts\)\.$"):
         impatient.publish("x", b"")
+    impatient._connection.close()
+
+
+def test_a_saved_file_that_cannot_be_replaced_keeps_its_earlier_content(store, relay, tmp_path):
+    impatient = Store.create(store.url, storage_options=store.storage_options, retry_seconds=1)
+    best = tmp_path / "best.keras"
+    best.write_bytes(b"best so far")
+    job_files.replace_file(impatient, "saved/best.keras", best)
+    best.write_bytes(b"better")
+    relay.choose = lambda method, _: "busy" if method == "PUT" else None
+    with pytest.raises(StoreError, match=r"Cannot write s3://.*/saved/best\.keras: "):
+        job_files.replace_file(impatient, "saved/best.keras", best)
+    with impatient.open("saved/best.keras", "rb") as file:
+        assert file.read() == b"best so far"
+    relay.choose = lambda method, path: None
+    job_files.replace_file(impatient, "saved/best.keras", best)
+    with impatient.open("saved/best.keras", "rb") as file:
+        assert file.read() == b"better"
+    impatient._connection.close()
+
+
+def test_a_history_that_cannot_be_replaced_keeps_its_earlier_epochs(store, relay):
+    impatient = Store.create(store.url, storage_options=store.storage_options, retry_seconds=1)
+    records = [EpochRecord(epoch, {"loss": 1.0}, {}, 1.0, 1.0, {}) for epoch in range(2)]
+    run_log.write(impatient, "a run", records[:1])
+    before = store.list("")
+    relay.choose = lambda method, _: "busy" if method == "PUT" else None
+    for history in (records[:1], records):  # the first epoch is trained again after a resume
+        with pytest.raises(StoreError, match="Cannot write s3://"):
+            run_log.write(impatient, "a run", history)
+    relay.choose = lambda method, path: None
+    assert store.list("") == before
+    with store.open("runs/a run/history.json", "rb") as file:
+        assert len(json.loads(file.read())) == 1
     impatient._connection.close()
 
 

@@ -1,4 +1,4 @@
-"""What the compiled core promises to Python: real processes as ranks, without anything above ``_core``.
+"""The contract of the compiled core with Python: real processes as ranks, and nothing above ``_core``.
 
 The file is two programs. Under pytest it starts ranks and judges what they say; as a script it is one rank, which runs
 the case of the given name and answers in lines of JSON.
@@ -301,7 +301,7 @@ def many_engines(me: Rank) -> None:
 
 
 def holdings() -> list[str]:
-    """What this process holds open and what runs in it, without the numbers that change."""
+    """Return the open files and the threads of this process, without the numbers that change."""
     descriptors = []
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the one that lists the folder

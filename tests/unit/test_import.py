@@ -1,4 +1,4 @@
-"""What ``import sparkhvd`` costs and gives, and what is in the wheel."""
+"""The cost and the names of ``import sparkhvd``, and the content of the wheel."""
 
 from __future__ import annotations
 

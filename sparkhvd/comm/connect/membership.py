@@ -2,9 +2,13 @@
 
 The driver serves the membership server, a key-value store whose keys are set once:
 
-- ``report/<worker>/<n>``: the n-th report of a worker;
-- ``assignment/<worker>/<generation>``: its rank in the generation that follows the one it has left;
-- ``notice/<generation>``: set when the members of a generation should leave it at their next commit.
+- ``worker/<worker>/report/<n>``: the n-th report of a worker;
+- ``worker/<worker>/assignment/<generation>``: its rank in the generation that follows the one it has left;
+- ``generation/<generation>/notice``: set when the members of a generation should leave it at their next commit;
+- ``generation/<generation>/loss``: set when a generation has lost a member, to the reason: its collectives cannot end.
+
+The driver deletes the keys of a worker when it assigns the next rank, for which the worker waits, and those of a
+generation when it forms the next one, because all members have left then.
 
 Each generation has a rendezvous of its own, with a secret that is derived from the job's.
 """
@@ -14,9 +18,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, replace
 
 from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.loss_watch import LossWatch
 from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.config import export
 from sparkhvd.deadline import Deadline
@@ -31,6 +37,7 @@ _REPORT_SECONDS = 30.0
 WAITING = "waiting"
 SYNCED = "synced"
 FINISHED = "finished"
+PUBLISHED = "published"
 
 
 @dataclass(frozen=True)
@@ -39,16 +46,18 @@ class Report:
 
     Attributes:
         kind: ``WAITING`` for the next generation, ``SYNCED`` once it has the job's state, ``FINISHED`` when the
-            training has ended on all ranks.
+            training has ended on all ranks, ``PUBLISHED`` when a commit is in the job's Store.
         generation: the worker's latest generation; 0 if it has had none.
         commit: the number of its newest commit; -1 if it has no state of the job.
         reason: why it has left the generation; empty if the driver asked for it.
+        path: of the published commit.
     """
 
     kind: str
     generation: int
     commit: int = -1
     reason: str = ""
+    path: str = ""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -65,16 +74,18 @@ class Assignment:
     Attributes:
         generation: the number of the generation.
         world: the rank's position.
-        rendezvous: addresses of the generation's rendezvous.
+        port: of the generation's rendezvous, on the hosts of the membership server.
         host_key: equal for ranks that may share memory.
         bind_host: the address at which the other ranks reach this one best.
+        published: the path of the newest commit in the job's Store that the driver knows; empty without one.
     """
 
     generation: int
     world: World
-    rendezvous: tuple[tuple[str, int], ...]
+    port: int
     host_key: str
     bind_host: str
+    published: str = ""
 
     def to_json(self) -> bytes:
         return json.dumps({**asdict(self), "world": astuple(self.world)}).encode()
@@ -83,20 +94,33 @@ class Assignment:
     def from_json(cls, content: bytes) -> Assignment:
         fields = json.loads(content)
         fields["world"] = World(*fields["world"])
-        fields["rendezvous"] = tuple((str(host), int(port)) for host, port in fields["rendezvous"])
         return cls(**fields)
 
 
+def worker_keys(worker: int) -> str:
+    """Return the prefix of all keys of a worker."""
+    return f"worker/{worker}/"
+
+
 def report_key(worker: int, number: int) -> str:
-    return f"report/{worker}/{number}"
+    return f"{worker_keys(worker)}report/{number}"
 
 
 def assignment_key(worker: int, generation: int) -> str:
-    return f"assignment/{worker}/{generation}"
+    return f"{worker_keys(worker)}assignment/{generation}"
+
+
+def generation_keys(generation: int) -> str:
+    """Return the prefix of all keys of a generation."""
+    return f"generation/{generation}/"
 
 
 def notice_key(generation: int) -> str:
-    return f"notice/{generation}"
+    return f"{generation_keys(generation)}notice"
+
+
+def loss_key(generation: int) -> str:
+    return f"{generation_keys(generation)}loss"
 
 
 def token_of(secret: bytes, generation: int) -> bytes:
@@ -111,6 +135,7 @@ class Membership:
         generation: the number of the current or latest generation; 0 before the first.
         commit: the number of the newest commit; -1 as long as this worker has no state of the job.
         reason: why this worker left the latest generation; empty if the driver asked for it.
+        newest_published: the path of the newest commit in the job's Store that the driver knows; empty without one.
     """
 
     def __init__(self, context: LaunchContext) -> None:
@@ -120,9 +145,11 @@ class Membership:
         self._address = context.membership
         self._client: RendezvousClient | None = None
         self._reports = 0
+        self._has_finished = False
         self.generation = 0
         self.commit = -1
         self.reason = ""
+        self.newest_published = ""
 
     def next_generation(self) -> LaunchContext:
         """Wait for the next generation that includes this worker, and return its launch context."""
@@ -130,11 +157,13 @@ class Membership:
         key = assignment_key(self._address.worker, self.generation)
         assignment = Assignment.from_json(self._connected().get(key, Deadline.after(_WAIT_SECONDS)))
         self.generation, self.reason = assignment.generation, ""
+        self.newest_published = assignment.published
         export(_variables(assignment.world))
+        rendezvous = tuple((host, assignment.port) for host, _ in self._address.addresses)
         return replace(
             self._context,
             world=assignment.world,
-            rendezvous=assignment.rendezvous if assignment.world.size > 1 else (),
+            rendezvous=rendezvous if assignment.world.size > 1 else (),
             token=token_of(self._address.token, assignment.generation),
             host_key=assignment.host_key,
             bind_host=assignment.bind_host,
@@ -144,17 +173,28 @@ class Membership:
         """Report that this worker has the job's state."""
         self._report(SYNCED)
 
+    def published(self, path: str) -> None:
+        """Report that the newest commit is in the job's Store, at this path."""
+        self._report(PUBLISHED, path=path)
+
     def finished(self) -> None:
-        """Report that the training has ended on all ranks."""
+        """Report that the training has ended on all ranks, which from now on stay together."""
+        self._has_finished = True
         self._report(FINISHED)
 
     def is_notified(self) -> bool:
         """Return at once whether the members of this generation should leave it."""
+        if self._has_finished:
+            return False
         try:
             self._connected().get(notice_key(self.generation), Deadline.after(0.0))
         except DeadlineExceededError:
             return False
         return True
+
+    def watch(self, abort: Callable[[str], None]) -> LossWatch:
+        """Call ``abort`` with the reason, from another thread, once the driver has lost a member of this generation."""
+        return LossWatch(self._connect(), loss_key(self.generation), abort)
 
     def close(self) -> None:
         """Disconnect from the membership server."""
@@ -162,20 +202,21 @@ class Membership:
             self._client.close()
             self._client = None
 
-    def _report(self, kind: str, reason: str = "") -> None:
-        report = Report(kind, self.generation, self.commit, reason)
+    def _report(self, kind: str, reason: str = "", path: str = "") -> None:
+        report = Report(kind, self.generation, self.commit, reason, path)
         key = report_key(self._address.worker, self._reports)
         self._connected().set(key, report.to_json(), Deadline.after(_REPORT_SECONDS))
         self._reports += 1
 
     def _connected(self) -> RendezvousClient:
         if self._client is None:
-            config = self._context.config
-            deadline = Deadline.after(config.start_timeout)
-            self._client = RendezvousClient(
-                self._address.addresses, self._address.token, deadline, encrypt=config.encrypt
-            )
+            self._client = self._connect()
         return self._client
+
+    def _connect(self) -> RendezvousClient:
+        config = self._context.config
+        deadline = Deadline.after(config.start_timeout)
+        return RendezvousClient(self._address.addresses, self._address.token, deadline, encrypt=config.encrypt)
 
 
 def _variables(world: World) -> dict[str, str | None]:

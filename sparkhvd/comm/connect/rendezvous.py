@@ -48,6 +48,11 @@ class RendezvousServer(Closable):
         with translated():
             return self._open().get(key, deadline.remaining())
 
+    def erase(self, prefix: str) -> int:
+        """Delete all keys that begin with ``prefix``, for which nobody waits any more, and return their number."""
+        with translated():
+            return self._open().erase(prefix)
+
     def close(self) -> None:
         """Stop serving; waiting clients get an error. Closing twice is fine."""
         server, self._core = self._core, None  # the core's object frees its last descriptor when it is dropped

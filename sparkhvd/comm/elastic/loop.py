@@ -10,6 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from sparkhvd.comm import session
+from sparkhvd.comm.connect.commit_folder import number_of
 from sparkhvd.comm.connect.membership import Membership
 from sparkhvd.comm.elastic.state import State
 from sparkhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, MismatchError, SparkHvdError
@@ -78,10 +79,27 @@ def _run(membership: Membership, state: State, train: Callable[[], Result]) -> R
 
 def _synchronize(membership: Membership, state: State) -> None:
     """Synchronize the state and the number of its commit."""
-    state.sync()
+    if session.rank() == 0 and membership.commit < 0:
+        _resume(membership, state)
     number = np.array([max(membership.commit, 0)], np.int64)
-    membership.commit = int(session.current().broadcast(number, 0, name="elastic.commit").item())
+    newest = int(session.current().broadcast(number, 0, name="elastic.commit").item())
+    state.sync()
+    membership.commit = newest  # from here on, this rank can hand the state on if all others are lost
     membership.synced()
+
+
+def _resume(membership: Membership, state: State) -> None:
+    """Load the last published commit, if all ranks that had the job's state are lost; rank 0 would have had it."""
+    publisher = session.publisher()
+    if publisher is None or membership.generation == 1:
+        return
+    path = publisher.folder.newest(membership.generation, membership.newest_published)
+    if path:
+        state.load_commit(publisher.folder.read(path))
+        membership.commit = number_of(path)
+        logger.info("This job resumes from commit %d in its Store.", membership.commit)
+    else:
+        logger.warning("No commit of this job has been published, so its training begins anew.")
 
 
 def _leave_generation() -> None:

@@ -6,10 +6,12 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
 from sparkhvd.comm import objects, session
-from sparkhvd.errors import HostsUpdatedInterrupt
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.errors import ConfigError, HostsUpdatedInterrupt
 
 
 class State:
@@ -51,6 +53,11 @@ class State:
         membership = session.membership()
         if membership is not None:
             membership.commit = max(membership.commit, 0) + 1
+            publisher = session.publisher()
+            if publisher is not None and session.rank() == 0:
+                publisher.publish_if_due(
+                    membership.generation, membership.commit, self.dump_commit, membership.published
+                )
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -64,8 +71,10 @@ class State:
             return
         communicator = session.current()
         notified = communicator.world.rank == 0 and membership.is_notified()
-        agreed = communicator.broadcast(np.array([notified], np.int64), 0, name="elastic.check_host_updates")
-        if agreed.item():
+        if communicator.world.size > 1:  # a small sum takes one exchange in shared memory, a broadcast takes more
+            count = np.array([notified], np.int64)
+            notified = bool(communicator.allreduce(count, ReduceOp.SUM, name="elastic.check_host_updates").item())
+        if notified:
             raise HostsUpdatedInterrupt("The slots of this job have changed, so its ranks form a new generation.")
 
     def save(self) -> None:
@@ -80,6 +89,18 @@ class State:
         """Overwrite the state of all ranks with that of rank 0, and save it; collective."""
         raise NotImplementedError(f"{type(self).__name__} must define sync().")
 
+    def dump_commit(self) -> bytes:
+        """Return the copy that ``save`` has kept; needed only for ``run_elastic(store=...)``."""
+        raise ConfigError(
+            f"{type(self).__name__} must define dump_commit() and load_commit() so that run_elastic can keep its "
+            "commits in a Store."
+        )
+
+    def load_commit(self, content: bytes) -> None:
+        """Replace the state by one that ``dump_commit`` has returned, in another process."""
+        del content
+        raise ConfigError(f"{type(self).__name__} must define load_commit().")
+
     def reset(self) -> None:
         """Adapt to another number of ranks; called after they are connected and before ``sync``."""
 
@@ -91,6 +112,9 @@ class ObjectState(State):
         bcast_object: ignored; accepted so that calls written for Horovod work.
         get_rank: ignored, too.
         **kwargs: the initial values; cloudpickle must be able to pickle them.
+
+    Raises:
+        ConfigError: a value has the name of a method.
     """
 
     def __init__(self, bcast_object: object = None, get_rank: object = None, **kwargs: Any) -> None:
@@ -98,6 +122,11 @@ class ObjectState(State):
         self._values = tuple(kwargs)
         self._saved: dict[str, Any] = {}
         for name, value in kwargs.items():
+            if callable(getattr(type(self), name, None)):
+                raise ConfigError(
+                    f"A value of a state cannot be named {name!r}: {type(self).__name__}.{name}() is a method. Choose "
+                    "another name."
+                )
             setattr(self, name, value)
         self.save()
 
@@ -117,8 +146,43 @@ class ObjectState(State):
             setattr(self, name, value)
         self.save()
 
+    def dump_commit(self) -> bytes:
+        """Return the state of the last commit or ``sync``.
+
+        Raises:
+            ConfigError: a subclass saves more than this method returns.
+        """
+        saves = _owner(type(self), "save")
+        if not issubclass(_owner(type(self), "dump_commit"), saves) and not issubclass(
+            _owner(type(self), "_kept"), saves
+        ):
+            raise ConfigError(
+                f"{saves.__name__} overrides save(), so it must also define dump_commit() and load_commit() for "
+                "run_elastic to keep its commits in a Store."
+            )
+        content: bytes = cloudpickle.dumps(self._kept())
+        return content
+
+    def load_commit(self, content: bytes) -> None:
+        """Replace the state by one that ``dump_commit`` has returned, in another process."""
+        self._keep(cloudpickle.loads(content))
+        self.restore()
+
+    def _kept(self) -> dict[str, Any]:
+        """Return what ``save`` has kept."""
+        return {"values": self._saved}
+
+    def _keep(self, kept: dict[str, Any]) -> None:
+        """Set what ``restore`` returns to."""
+        self._saved = kept["values"]
+
     def __getattr__(self, name: str) -> Any:  # only so that type checkers accept the attributes
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _live(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._values}
+
+
+def _owner(kind: type, name: str) -> type:
+    """Return the class that defines a method."""
+    return next(one for one in kind.__mro__ if name in vars(one))

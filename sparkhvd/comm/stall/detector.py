@@ -21,8 +21,8 @@ from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.comm.stall.report import StallReport, report
 from sparkhvd.comm.stall.snapshot import (
     Condition,
-    Identity,
     PendingCollective,
+    ProcessIdentity,
     decode_condition,
     decode_identity,
     encode,
@@ -203,7 +203,7 @@ class StallDetector:
         identities = self._identities(range(self._world.size))
         return report(conditions, identities, dict(self._sets), since=self._patience / 2)
 
-    def _identities(self, ranks: list[int] | range) -> dict[int, Identity]:
+    def _identities(self, ranks: list[int] | range) -> dict[int, ProcessIdentity]:
         deadline = Deadline.after(_ANSWER_SECONDS)
         identities = {}
         for rank in ranks:

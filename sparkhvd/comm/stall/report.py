@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sparkhvd._util.counts import counted
-from sparkhvd.comm.stall.snapshot import Condition, Identity, PendingCollective
+from sparkhvd.comm.stall.snapshot import Condition, PendingCollective, ProcessIdentity
 
 _MOST_TENSORS = 10
 _MOST_RANKS = 16
@@ -45,7 +45,7 @@ class StallReport:
     tensors: tuple[StalledTensor, ...]
     conditions: Mapping[int, Condition]
     silent: Mapping[int, str]
-    identities: Mapping[int, Identity] = field(default_factory=dict)
+    identities: Mapping[int, ProcessIdentity] = field(default_factory=dict)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ class StallReport:
 
 def report(
     conditions: Mapping[int, Condition],
-    identities: Mapping[int, Identity],
+    identities: Mapping[int, ProcessIdentity],
     sets: Mapping[int, tuple[int, ...]],
     *,
     since: float,
@@ -146,7 +146,7 @@ def _stalled(
     )
 
 
-def _silence_reason(rank: int, conditions: Mapping[int, Condition], identities: Mapping[int, Identity]) -> str:
+def _silence_reason(rank: int, conditions: Mapping[int, Condition], identities: Mapping[int, ProcessIdentity]) -> str:
     if rank not in identities:
         return "it has not joined the stall check yet"
     for condition in conditions.values():

@@ -20,7 +20,7 @@ _MEANING_OF_STATE = {"T": "is stopped by a signal", "t": "is stopped by a debugg
 
 
 @dataclass(frozen=True)
-class Identity:
+class ProcessIdentity:
     """How other processes of the host identify a rank's process.
 
     Attributes:
@@ -75,12 +75,12 @@ class Condition:
     neighbours: Mapping[int, str] = field(default_factory=dict)
 
 
-def own_identity() -> Identity:
+def own_identity() -> ProcessIdentity:
     """Return the identity of this process."""
-    return Identity(socket.gethostname(), os.getpid(), _namespace(), _state_and_start(os.getpid())[1])
+    return ProcessIdentity(socket.gethostname(), os.getpid(), _namespace(), _state_and_start(os.getpid())[1])
 
 
-def process_problem(process: Identity) -> str | None:
+def process_problem(process: ProcessIdentity) -> str | None:
     """Return the problem of a process of this host: "has ended", "is stopped by a signal"; None for a healthy one.
 
     Also None for processes that are not visible from here.
@@ -109,19 +109,19 @@ def stacks(without: threading.Thread | None = None) -> dict[str, str]:
     return stack_of
 
 
-def encode(value: Identity | Condition) -> bytes:
+def encode(value: ProcessIdentity | Condition) -> bytes:
     """Encode for the rendezvous, as JSON: no rank unpickles what another one publishes here."""
     return json.dumps(asdict(value)).encode()
 
 
-def decode_identity(content: bytes) -> Identity:
+def decode_identity(content: bytes) -> ProcessIdentity:
     """Decode the identity that ``encode`` encoded.
 
     Raises:
         CollectiveError: the content is anything else.
     """
     try:
-        return Identity(**json.loads(content))
+        return ProcessIdentity(**json.loads(content))
     except (ValueError, TypeError) as error:
         raise CollectiveError(f"The identity that a rank published cannot be read: {error}") from error
 

@@ -470,4 +470,6 @@ def _check_leaf(column: ColumnSpec, leaf: LeafFacts, row_groups: Iterable[int], 
 def _split(footers: Iterable[Footer], folder: str) -> Split:
     inside = f"{folder}/" if folder else ""
     paths = [(footer, footer.path.removeprefix(inside)) for footer in footers]
-    return Split(tuple(DataFile(path, footer.row_groups) for footer, path in paths if any(footer.row_groups)))
+    return Split(
+        tuple(DataFile(path, footer.row_groups, footer.size) for footer, path in paths if any(footer.row_groups))
+    )

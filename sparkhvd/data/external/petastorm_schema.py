@@ -100,7 +100,7 @@ def _metadata(store: Store, path: str) -> dict[bytes, bytes]:
         with filesystem.open_input_file(arrow_path) as file:
             return dict(parquet.read_metadata(file).metadata or {})
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{store.url}/{path} cannot be read: {error}.") from error
+        raise DataError(f"{store.url}/{path} cannot be read: {str(error).rstrip('.')}.") from error
 
 
 class _ForbiddenError(Exception):

@@ -197,7 +197,7 @@ class LoaderSource:
                     self._refuse_more(batches)
                 if step < first_step:
                     continue
-                arrays = self._empty_arrays() if batch is None else self._checked(batch)
+                arrays = columns.no_rows(self._schema) if batch is None else self._checked(batch)
                 rows = len(next(iter(arrays.values())))
                 total = self._communicator.allreduce(
                     np.array([rows], np.int64), ReduceOp.SUM, name=f"rows of {self._split} step {step}"
@@ -225,9 +225,6 @@ class LoaderSource:
             sizes = {name: len(array) for name, array in arrays.items()}
             raise DataError(f"The data module's {self._split} loader yielded columns of different lengths: {sizes}.")
         return arrays
-
-    def _empty_arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        return {column.name: columns.empty(column, 0) for column in self._schema.columns}
 
 
 def _generator(loader: BaseDataLoader) -> Generator[Columns]:

@@ -43,6 +43,7 @@ class Footer:
     Attributes:
         path: the file.
         row_groups: the number of rows in each row group.
+        size: the bytes of the file.
         columns: the leaves of the schema.
         schema: the columns and their types.
         is_julian: whether Spark wrote old dates and timestamps in the Julian calendar, as
@@ -51,6 +52,7 @@ class Footer:
 
     path: str
     row_groups: tuple[int, ...]
+    size: int
     columns: tuple[LeafFacts, ...]
     schema: pa.Schema
     is_julian: bool = False
@@ -73,10 +75,11 @@ def _read(store: Store, path: str) -> Footer:
     try:
         filesystem, arrow_path = store.arrow(path)
         with filesystem.open_input_file(arrow_path) as file:
-            if not file.size():  # a killed writer leaves an empty file, which Spark ignores, too
-                return Footer(path, (), (), pa.schema([]))
+            size = file.size()
+            if not size:  # a killed writer leaves an empty file, which Spark ignores, too
+                return Footer(path, (), 0, (), pa.schema([]))
             opened = parquet.ParquetFile(file, coerce_int96_timestamp_unit="us")
-            return _footer(path, opened.metadata, opened.schema_arrow)
+            return _footer(path, size, opened.metadata, opened.schema_arrow)
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             f"{store.url}/{path} cannot be read as a Parquet file ({error}). It is damaged, was cut off, or is "
@@ -84,11 +87,12 @@ def _read(store: Store, path: str) -> Footer:
         ) from error
 
 
-def _footer(path: str, metadata: parquet.FileMetaData, schema: pa.Schema) -> Footer:
+def _footer(path: str, size: int, metadata: parquet.FileMetaData, schema: pa.Schema) -> Footer:
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     return Footer(
         path=path,
         row_groups=tuple(group.num_rows for group in groups),
+        size=size,
         columns=tuple(_leaf(index, groups) for index in range(metadata.num_columns)) if groups else (),
         schema=schema,
         is_julian=_JULIAN in (metadata.metadata or {}),

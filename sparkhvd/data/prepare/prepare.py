@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import logging
 import re
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
@@ -91,11 +89,6 @@ class WriteOptions:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
 
 
-def new_dataset_id() -> str:
-    """Return a unique id for a dataset."""
-    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:16]}"
-
-
 def refuse_streaming(df: DataFrame) -> None:
     """Raise ``DataError`` for a streaming DataFrame."""
     if df.isStreaming:
@@ -125,7 +118,7 @@ def prepare(
         store: where the dataset goes.
         writing: the options for writing. A fraction is held out by a hash of the features' and labels' values and the
             seed (see ``sparkhvd.data.prepare.validation_split``), so equal rows are in the same split.
-        dataset_id: from ``new_dataset_id``; None creates one.
+        dataset_id: from ``layout.new_dataset_id``; None creates one.
         name: the user's name for the dataset.
         fingerprint: the fingerprint of ``df`` just before.
         identify: returns the fingerprint again; the manifest has it if it is still the same after the write.
@@ -140,11 +133,11 @@ def prepare(
         StoreError: the Store could not be written or read, or what Spark wrote is not in it.
     """
     refuse_streaming(df)
-    dataset_id = dataset_id or new_dataset_id()
+    dataset_id = dataset_id or layout.new_dataset_id()
     try:
         written = _write(df, selection, store, layout.dataset_rows_folder(dataset_id), writing)
-        files = _read_facts(store, dataset_id, selection.schema)
-        _check_all_came(written, files, store)
+        files = _read_facts(store, dataset_id, written.paths, selection.schema)
+        _check_all_came(written.rows, files, store)
         check_rows(files, selection, writing.num_proc)
         manifest = Manifest(
             dataset_id=dataset_id,
@@ -238,19 +231,39 @@ def _estimated_bytes(rows: DataFrame) -> int:
     return int(str(plan.stats().sizeInBytes()))
 
 
-def _write(df: DataFrame, selection: Selection, store: Store, folder: str, writing: WriteOptions) -> int:
-    """Write the rows, and return how many the job had."""
+@dataclass(frozen=True)
+class _Written:
+    """The number of rows of a write, and the files of its successful tasks that are in the Store."""
+
+    rows: int
+    paths: Sequence[str]
+
+
+def _write(df: DataFrame, selection: Selection, store: Store, folder: str, writing: WriteOptions) -> _Written:
+    """Write the rows."""
     rows = rows_to_write(df, selection, writing.seed, compress=writing.compress)
     group_bytes = row_group_bytes(rows, writing)
     url = store.spark_url(folder)
     if url is not None and spark_can_write(df.sparkSession, url) and not _changes_times(df, selection.schema):
         options = {"parquet.block.size": str(group_bytes), **store.spark_options()}
-        return _write_by_spark(rows, url, options, divided=selection.validation is not None)
+        count = _write_by_spark(rows, url, options, divided=selection.validation is not None)
+        return _Written(count, [path for path in store.list(folder) if _is_committed(path.removeprefix(f"{folder}/"))])
     from sparkhvd.data.prepare import arrow_writer  # noqa: PLC0415  (heavy)
 
     by = None if selection.validation is None else SPLIT
     write = partial(arrow_writer.write, rows, store, folder, row_group_bytes=group_bytes, split=by)
-    return sum(run_job(df.sparkSession, write).values())
+    rows_of = run_job(df.sparkSession, write)
+    # A failed or speculative task may still add a file, which does not count; a file may be missing from a Store that
+    # the machines do not share.
+    return _Written(sum(rows_of.values()), [path for path in store.list(folder) if path in rows_of])
+
+
+def _is_committed(name: str) -> bool:
+    """Return whether Spark has committed a file in the folder of its output.
+
+    A failed or speculative task may leave files in ``_temporary`` after Spark has removed that folder.
+    """
+    return name.endswith(".parquet") and not name.startswith(("_", "."))
 
 
 def _changes_times(df: DataFrame, schema: DataSchema) -> bool:
@@ -294,9 +307,8 @@ def written_schema(schema: DataSchema) -> DataSchema:
     return schema.replaced([replace(column, source=()) for column in schema.columns])
 
 
-def _read_facts(store: Store, dataset_id: str, schema: DataSchema) -> list[FileFacts]:
+def _read_facts(store: Store, dataset_id: str, paths: Sequence[str], schema: DataSchema) -> list[FileFacts]:
     folder = layout.dataset_folder(dataset_id)
-    paths = [path for path in store.list(layout.dataset_rows_folder(dataset_id)) if path.endswith(".parquet")]
     footers = [footer for footer in read_footers(store, paths) if any(footer.row_groups)]
     files = [_facts(store, folder, footer, schema) for footer in footers]
     return sorted(files, key=lambda file: (file.position, file.path))

@@ -18,7 +18,7 @@ from sparkhvd._util.closable import Closable
 from sparkhvd._util.counts import counted
 from sparkhvd._util.file_lock import exclusive_on_machine
 from sparkhvd._util.short_tracebacks import brief_errors
-from sparkhvd.data.prepare.prepare import WriteOptions, new_dataset_id, prepare, refuse_streaming
+from sparkhvd.data.prepare.prepare import WriteOptions, prepare, refuse_streaming
 from sparkhvd.data.prepare.stats import too_few_rows
 from sparkhvd.data.prepare.store_check import check_store
 from sparkhvd.data.reuse import leases
@@ -254,7 +254,7 @@ def _write_new(
     known: Fingerprint | None,
     keep_seconds: float,
 ) -> PreparedData:
-    dataset_id = new_dataset_id()
+    dataset_id = layout.new_dataset_id()
     if name is not None and known is not None and known.caches:
         known = None  # rows with a name outlive the caches that they come from
     caches = () if known is None else known.caches
@@ -360,6 +360,8 @@ def with_columns(
 
 def clean(store: Store | str) -> list[str]:
     """Remove all prepared rows that are not in use, including those that are kept for reuse.
+
+    Files that a task of a failed preparation wrote after the removal of the other files are removed, too.
 
     Returns:
         The ids of the datasets that were removed.

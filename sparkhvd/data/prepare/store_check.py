@@ -110,7 +110,8 @@ def judge(probe: StoreProbe, answers: Sequence[tuple[str, str, str]]) -> None:
     store = probe.store
     for host, _, trouble in answers:
         if trouble:
-            raise StoreError(f"The Store {store.url} is not shared: the executor on host {host} {trouble}. {_ADVICE}")
+            problem = trouble.rstrip(".")  # it may end with another error's sentence
+            raise StoreError(f"The Store {store.url} is not shared: the executor on host {host} {problem}. {_ADVICE}")
     unseen = set(probe.unseen([name for _, name, _ in answers]))
     for host, name, _ in answers:
         if name in unseen:

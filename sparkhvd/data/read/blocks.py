@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -46,18 +48,29 @@ class ParquetBlocks:
         split: the files.
         columns: the columns to read.
         chunk_rows: rows to decode at once.
+        digests: of the files' footers by URL, filled in when a file is read, to recognise a replaced file later.
     """
 
     fresh = True
 
-    def __init__(self, store: Store, folder: str, split: Split, columns: Sequence[str], chunk_rows: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        split: Split,
+        columns: Sequence[str],
+        chunk_rows: int,
+        *,
+        digests: dict[str, bytes] | None = None,
+    ) -> None:
         self._store = store
         self._folder = folder
         self._blocks = split.blocks()
         self._columns = list(columns)
         self._chunk_rows = chunk_rows
-        self._lock = threading.Lock()  # guards _footers
+        self._lock = threading.Lock()  # guards _footers and _digests
         self._footers: dict[str, pa.FileMetaData] = {}
+        self._digests = {} if digests is None else digests
         self.where = f"{store.url}/{folder}"
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
@@ -82,7 +95,7 @@ class ParquetBlocks:
         except SparkHvdError:
             raise
         except (OSError, pa.ArrowException) as error:
-            raise StoreError(f"Cannot read {url}: {error}.") from error
+            raise StoreError(f"Cannot read {url}: {str(error).rstrip('.')}.") from error
         raise DataError(
             f"{url} ends after {counted(end, 'row')} of a row group that should have more. Prepare the data again."
         )
@@ -90,13 +103,20 @@ class ParquetBlocks:
     def _opened(self, content: pa.NativeFile, file: DataFile, url: str) -> pa.parquet.ParquetFile:
         from pyarrow import parquet  # noqa: PLC0415
 
+        size = content.size()
+        if file.size is not None and size != file.size:
+            raise _replaced(url, f"has {size} bytes, but had {file.size}")
         with self._lock:
             footer = self._footers.get(url)
         opened = parquet.ParquetFile(content, metadata=footer, pre_buffer=True, coerce_int96_timestamp_unit="us")
         if footer is None:
             _check_row_groups(opened.metadata, file, url)
+            digest = _digest(opened.metadata)
             with self._lock:
                 self._footers[url] = opened.metadata
+                earlier = self._digests.setdefault(url, digest)
+            if digest != earlier:
+                raise _replaced(url, "has another footer than")
         return opened
 
 
@@ -120,7 +140,7 @@ class ArrowBlocks:
         try:
             self._reader = pa.ipc.open_file(pa.memory_map(path))
         except (OSError, pa.ArrowException) as error:
-            raise StoreError(f"Cannot read {where}: {error}.") from error
+            raise StoreError(f"Cannot read {where}: {str(error).rstrip('.')}.") from error
 
     @property
     def count(self) -> int:
@@ -138,6 +158,20 @@ class ArrowBlocks:
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
         yield self.whole(piece.block).slice(piece.start, piece.rows)
+
+
+def _digest(metadata: pa.FileMetaData) -> bytes:
+    """Return a digest of a footer, which has the offset, size, smallest and largest value of every column chunk."""
+    content = io.BytesIO()
+    metadata.write_metadata_file(content)
+    return hashlib.sha256(content.getbuffer()).digest()
+
+
+def _replaced(url: str, what: str) -> DataError:
+    return DataError(
+        f"{url} {what} when the training began: it was replaced meanwhile. Fit again, and leave the files unchanged "
+        "until the fit ends."
+    )
 
 
 def _check_row_groups(metadata: pa.FileMetaData, file: DataFile, url: str) -> None:

@@ -138,11 +138,15 @@ class RowSource:
         """Return the columns of a batch without rows."""
         if self._reading.transformation is not None and self._reading.made is None:
             return {name: array[:0].copy() for name, array in self.sample.items()}
-        return {column.name: columns.empty(column, 0) for column in self.schema.columns}
+        return columns.no_rows(self.schema)
 
     def steps(self) -> int:
         """Return the steps per epoch, the same on every rank and in every epoch."""
         return self._plan.steps()
+
+    def division_of(self, epoch: int) -> Plan:  # noqa: ARG002 - that of every epoch
+        """Return the division of an epoch's rows into the batches of ranks."""
+        return self._plan
 
     def rows(self) -> int:
         """Return the rows of the split over all ranks."""
@@ -237,12 +241,13 @@ class ParquetSource(RowSource):
         shards = SharedBlocks(files.block_rows(), world.size, keep=reading.cache is not None)
         plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch, pair_last_row)
         kept: dict[Piece, Sequence[pa.RecordBatch]] = {}
+        digests: dict[str, bytes] = {}
         # Rows that every rank reads fit into a window; decoding them once costs less than a shard in every epoch.
         where = reading.cache or ("memory" if plan.read_by_all else None)
 
         def blocks() -> Blocks:
             parquet_blocks = ParquetBlocks(
-                store, manifest.folder, files, columns.stored_names(schema), _chunk_rows(schema)
+                store, manifest.folder, files, columns.stored_names(schema), _chunk_rows(schema), digests=digests
             )
             if where is None:
                 return parquet_blocks

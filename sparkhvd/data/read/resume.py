@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.data.read.batches import Batch
-from sparkhvd.data.read.plan import Plan
 from sparkhvd.data.read.readers import RowSource
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
@@ -20,28 +21,68 @@ from sparkhvd.world import World
 Indices = npt.NDArray[np.int64]
 
 
+class Division(Protocol):
+    """The division of an epoch's rows into the batches of ranks."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def steps(self) -> int:
+        """Return the steps of the epoch."""
+
+    def rows_in(self, rank: int, step: int) -> int:
+        """Return the rows of a rank in a step."""
+
+
+@dataclass(frozen=True)
+class RemainderDivision:
+    """How the rest of an epoch is divided (a ``Division``).
+
+    Attributes:
+        rows: the rows of each remaining batch that has rows, in the order in which they are assigned to ranks.
+        size: the number of ranks.
+    """
+
+    rows: Indices
+    size: int
+
+    def steps(self) -> int:
+        """Return the steps that remain in the epoch."""
+        return -(-len(self.rows) // self.size)
+
+    def part(self, rank: int) -> slice:
+        """Return the batches of a rank, one per step."""
+        return slice(rank * len(self.rows) // self.size, (rank + 1) * len(self.rows) // self.size)
+
+    def rows_in(self, rank: int, step: int) -> int:
+        """Return the rows of a rank in a step."""
+        part = self.rows[self.part(rank)]
+        return int(part[step]) if step < len(part) else 0
+
+
 @dataclass(frozen=True)
 class EpochRemainder:
     """The rows of one rank in an epoch that another number of ranks began (a ``BatchSource``).
 
     The batches that the old ranks have not trained on are assigned to the new ranks in contiguous parts, ordered by old
     rank, so that a rank reads little more than its part. Every row of the epoch appears exactly once. Later epochs are
-    those of ``whole``.
+    those of ``whole``. If the old ranks had themselves begun with the rest of an epoch, ``old`` opens remainders, too.
 
     Attributes:
         whole: the rows of this rank in all other epochs.
         epoch_begun: the epoch to resume.
         first_step: the number of steps that the old ranks completed.
         old: opens the rows of an old rank.
-        plan: the plan of the old ranks.
+        plan: how the epoch was divided among the old ranks.
         world: this rank and the number of ranks.
     """
 
     whole: RowSource
     epoch_begun: int
     first_step: int
-    old: Callable[[int], RowSource]
-    plan: Plan
+    old: Callable[[int], RowSource | EpochRemainder]
+    plan: Division
     world: World
 
     @property
@@ -53,9 +94,14 @@ class EpochRemainder:
         """Return the steps per whole epoch."""
         return self.whole.steps()
 
-    def steps_left(self) -> int:
-        """Return the number of steps that remain in the epoch to resume."""
-        return -(-len(self._batch_ids) // self.world.size)
+    @cached_property
+    def division(self) -> RemainderDivision:
+        """How the rest of the epoch is divided among the new ranks."""
+        return RemainderDivision(self._rows_left.ravel()[self._batch_ids], self.world.size)
+
+    def division_of(self, epoch: int) -> Division:
+        """Return the division of an epoch's rows into the batches of ranks."""
+        return self.division if epoch == self.epoch_begun else self.whole.division_of(epoch)
 
     def rows(self) -> int:
         """Return the rows of the split over all ranks."""
@@ -63,7 +109,7 @@ class EpochRemainder:
 
     def has_rows(self, step: int) -> bool:
         """Return whether this rank has rows in a step both of the epoch to resume and of whole epochs."""
-        return step < len(self._part(self.world.rank)) and self.whole.has_rows(step)
+        return self.division.rows_in(self.world.rank, step) > 0 and self.whole.has_rows(step)
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch from a step on."""
@@ -72,18 +118,17 @@ class EpochRemainder:
         return self._remaining_batches(first_step)
 
     def _remaining_batches(self, first_step: int) -> Iterator[Batch]:
-        rows = self._rows_left.ravel()
-        parts = [self._part(rank) for rank in range(self.world.size)]
-        batches = self._batches_at(parts[self.world.rank])
-        for step in range(self.steps_left()):
-            together = sum(int(rows[part[step]]) for part in parts if step < len(part))
-            batch = next(batches, None)
-            if step >= first_step:
-                yield (
-                    Batch(self._empty_arrays(), 0, together) if batch is None else replace(batch, global_rows=together)
-                )
+        division, size = self.division, self.world.size
+        with closing(self._batches_at(self._batch_ids[division.part(self.world.rank)][first_step:])) as batches:
+            for step in range(first_step, division.steps()):
+                together = sum(division.rows_in(rank, step) for rank in range(size))
+                batch = next(batches, None)
+                if batch is None:
+                    yield Batch(columns.no_rows(self.schema), 0, together)
+                else:
+                    yield replace(batch, global_rows=together)
 
-    def _batches_at(self, batch_ids: Indices) -> Iterator[Batch]:
+    def _batches_at(self, batch_ids: Indices) -> Generator[Batch]:
         """Yield the batches with these indices, one old rank after the other."""
         left = self._rows_left.shape[1]
         for rank in np.unique(batch_ids // left).tolist():
@@ -107,10 +152,3 @@ class EpochRemainder:
     def _batch_ids(self) -> Indices:
         """The indices of the remaining batches that have rows, ordered by old rank."""
         return np.flatnonzero(self._rows_left)
-
-    def _part(self, rank: int) -> Indices:
-        count = len(self._batch_ids)
-        return self._batch_ids[rank * count // self.world.size : (rank + 1) * count // self.world.size]
-
-    def _empty_arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        return {column.name: columns.empty(column, 0) for column in self.schema.columns}

@@ -28,7 +28,7 @@ def shuffle_rows(
     With ``release``, each column is removed from ``parts`` as soon as it is picked, to free its memory.
     """
     if not len(order):  # fewer rows than ranks
-        return {column.name: columns.empty(column, 0) for column in schema.columns}
+        return columns.no_rows(schema)
     rows = RowOrder(order, sum(len(next(iter(part.values()))) for part in parts))
 
     def pick(some: Sequence[ColumnSpec]) -> Arrays:

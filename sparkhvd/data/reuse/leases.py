@@ -120,8 +120,13 @@ class Lease:
         path = layout.lease_path(self.dataset_id, _RELEASED)
         caches = self.caches or _json(self.store, path).get("caches", ())  # a lease for one use does not know them
         note = {"time": now, "keep_seconds": self.keep_seconds, "caches": caches}
-        with self.store.open(path, "wb") as file:
-            file.write(json.dumps(note).encode())
+        try:
+            with self.store.open(path, "wb") as file:
+                file.write(json.dumps(note).encode())
+        except StoreError:
+            if self.keep_seconds > 0:
+                raise
+            # A full disk takes no note; the removal of the dataset makes room.
         self.store.delete(self.path)
         if self.keep_seconds <= 0:
             remove_unused(self.store, self.dataset_id, now)
@@ -243,9 +248,22 @@ def remove_expired(store: Store, may_live: Callable[[str], bool] = lambda _cache
 
 
 def remove_all_unused(store: Store) -> list[str]:
-    """Remove every dataset without a held lease, of any age, and return the ids."""
+    """Remove every dataset without a held lease, of any age, and the remains of others, and return the ids.
+
+    Remains are files of rows without a manifest and a lease: a write that was under way during the removal of a
+    dataset may end after it.
+    """
     now = time.time()
-    return [dataset for dataset in _leased(store) if remove_unused(store, dataset, now)]
+    # Listed before the leases: a dataset has a lease before its first file, and a manifest or a lease ever after.
+    with_files = dict.fromkeys(map(layout.dataset_of_rows, store.list(layout.DATASETS)))
+    leased = _leased(store)
+    removed = [dataset for dataset in leased if remove_unused(store, dataset, now)]
+    for dataset in with_files:
+        if dataset is None or dataset in leased or store.exists(layout.manifest_path(dataset)):
+            continue
+        store.delete(layout.dataset_folder(dataset))
+        removed.append(dataset)
+    return removed
 
 
 def remove_unused(store: Store, dataset_id: str, now: float) -> bool:

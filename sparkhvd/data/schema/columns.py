@@ -123,6 +123,11 @@ def empty(column: ColumnSpec, rows: int) -> Array:
     return np.empty((rows, *row_shape(column)), array_type(column))
 
 
+def no_rows(schema: DataSchema) -> dict[str, Array]:
+    """Return the columns of a batch without rows."""
+    return {column.name: empty(column, 0) for column in schema.columns}
+
+
 def blank(column: ColumnSpec, rows: int) -> Array:
     """Return synthetic rows of zeros and empty strings, to try a model with."""
     array = np.zeros((rows, *row_shape(column)), array_type(column))

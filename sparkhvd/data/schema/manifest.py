@@ -26,10 +26,12 @@ class DataFile:
     Attributes:
         path: relative to the dataset's folder.
         row_groups: the number of rows of each row group.
+        size: its bytes, if others may replace the file; None for a prepared one, which nobody changes.
     """
 
     path: str
     row_groups: tuple[int, ...]
+    size: int | None = None
 
 
 @dataclass(frozen=True)

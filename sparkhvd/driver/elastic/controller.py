@@ -7,7 +7,7 @@ import queue
 import time
 from collections.abc import Mapping, Sequence
 
-from sparkhvd.comm.connect.membership import FINISHED, SYNCED, WAITING, Assignment, Report
+from sparkhvd.comm.connect.membership import FINISHED, PUBLISHED, SYNCED, WAITING, Assignment, Report
 from sparkhvd.driver.elastic.membership_server import MembershipServer
 from sparkhvd.driver.elastic.policy import (
     Decision,
@@ -20,13 +20,15 @@ from sparkhvd.driver.elastic.policy import (
     Start,
     Stop,
     decide,
+    shortage,
 )
 from sparkhvd.driver.elastic.roster import Cooldown, Roster
-from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Lost, Offered, Place, Reported, Returned, Workers
+from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered, Placed, Reported, Workers
 from sparkhvd.driver.results import failure_of
 from sparkhvd.errors import LaunchError, StartTimeoutError
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.assignment import assign
+from sparkhvd.task.elastic.worker import Lost, Place, Returned
 from sparkhvd.task.failure_report import FailureReport
 from sparkhvd.task.job import RESULT_CAP_BYTES
 
@@ -65,6 +67,8 @@ class Controller:
         self._failures: list[FailureReport] = []
         self._next_worker = 0
         self._unusable: set[str] = set()
+        self._published = ""  # the path of the newest published commit
+        self._reported_wait: float | None = None  # since when the job had waited for slots when it last said so
 
     def run(self) -> list[bytes]:
         """Run the job and return the pickled results of the ranks of the last generation, in rank order.
@@ -78,6 +82,7 @@ class Controller:
             done = self._carry_out_decisions()
             if done is not None:
                 return self._checked([self._results[worker] for worker in done.workers])
+            self._report_shortage()
             try:
                 event = self._inbox.get(timeout=_TICK_SECONDS)
             except queue.Empty:
@@ -94,12 +99,20 @@ class Controller:
                     return decision
                 self._carry_out(decision)
 
+    def _report_shortage(self) -> None:
+        """Log once per wait that the job waits for slots."""
+        now = time.monotonic()
+        view = self._roster.view(now)
+        if view.gathered_since != self._reported_wait and (text := shortage(view, self._limits, now)):
+            self._reported_wait = view.gathered_since
+            logger.warning("%s", text)
+
     def _carry_out(self, decision: Decision) -> None:
         if isinstance(decision, Start):
             worker, self._next_worker = self._next_worker, self._next_worker + 1
             self._roster.started(worker, decision.host, time.monotonic())
             self._membership.listen_to(worker)
-            self._places[worker] = self._workers.start(worker, decision.host)
+            self._workers.start(worker, decision.host)
         elif isinstance(decision, Stop):
             member = self._roster.member(decision.worker)
             host = "" if member is None else member.host
@@ -119,7 +132,7 @@ class Controller:
         left = {worker: member.generation for worker in workers if (member := self._roster.member(worker))}
         generation = self._roster.formed(workers, time.monotonic())
         self._failures.clear()
-        rendezvous = self._membership.open_rendezvous(generation)
+        port = self._membership.open_rendezvous(generation)
         offers = [
             TaskOffer(index, place.host_key, place.host, place.bind_host)
             for index, place in enumerate(self._places[worker] for worker in workers)
@@ -128,9 +141,9 @@ class Controller:
         self._roster.renumber({workers[slot.offer.task_index]: slot.world.rank for slot in slots})
         for slot in slots:
             worker = workers[slot.offer.task_index]
-            self._workers.assign(worker, slot.world.rank, len(workers))
-            offer = slot.offer
-            assignment = Assignment(generation, slot.world, rendezvous, offer.host_hash, offer.bind_host)
+            self._workers.assign(worker, slot.world.rank)
+            host_key, bind_host = slot.offer.host_hash, slot.offer.bind_host
+            assignment = Assignment(generation, slot.world, port, host_key, bind_host, self._published)
             self._membership.assign(worker, left[worker], assignment)
         logger.info("Generation %d has %d ranks.", generation, len(workers))
 
@@ -138,6 +151,9 @@ class Controller:
         now = time.monotonic()
         if isinstance(event, Reported):
             self._handle_report(event.worker, event.report, now)
+        elif isinstance(event, Placed):
+            if self._roster.member(event.worker) is not None:
+                self._places[event.worker] = event.place
         elif isinstance(event, Returned):
             self._results[event.worker] = event.content
             self._roster.returned(event.worker, now)
@@ -150,38 +166,45 @@ class Controller:
         elif isinstance(event, Offered):
             self._roster.offer(self._usable(event.capacity))
         elif isinstance(event, DiscoveryFailed):
-            if event.first:
-                raise LaunchError(f"The hosts of the job cannot be found out. {event.why}")
-            logger.warning("The hosts of the job stay as they are, because discovery failed: %s", event.why)
-            self._roster.note(f"Discovery of hosts failed: {event.why}")
+            if event.is_final:
+                raise LaunchError(event.why)
+            logger.warning("%s", event.why)
+            self._roster.note(event.why)
 
     def _handle_report(self, worker: int, report: Report, now: float) -> None:
+        member = self._roster.member(worker)
         if report.kind == WAITING:
-            self._roster.waiting(worker, report.generation, report.commit, report.reason, now)
+            counts = self._roster.waiting(worker, report.generation, report.commit, report.reason, now)
+            if counts and member is not None and member.phase is Phase.RUNNING and report.reason:
+                why = f"Rank {member.rank} on host {member.host} left the generation: {report.reason}"
+                self._membership.report_loss(member.generation, why)
         elif report.kind == SYNCED:
             self._roster.synced(worker, report.generation, report.commit)
         elif report.kind == FINISHED:
             self._roster.finished(worker, report.generation, now)
+        elif report.kind == PUBLISHED:
+            if member is not None and member.generation == report.generation == self._roster.generation:
+                self._published = report.path
         else:
             logger.warning("Worker %d sent an unknown report %r.", worker, report.kind)
 
     def _lose(self, worker: int, reason: str, *, failed: bool) -> None:
         member = self._roster.member(worker)
         self._roster.lost(worker, reason, time.monotonic(), failed=failed)
+        if self._roster.member(worker) is None:
+            self._membership.forget(worker)
+            self._places.pop(worker, None)
         if member is not None and member.phase is Phase.RUNNING:
+            self._membership.report_loss(member.generation, _first_line(reason))
             self._membership.close_rendezvous()
 
     def _usable(self, capacity: Mapping[str, int]) -> dict[str, int]:
-        usable = {}
-        for host, slots in capacity.items():
-            why = self._workers.unusable(host)
-            if not why:
-                usable[host] = slots
-            elif host not in self._unusable:
-                self._unusable.add(host)
-                logger.warning("%s.", why)
-                self._roster.note(why)
-        return usable
+        unusable = self._workers.note_offer(capacity)
+        for host in sorted(unusable.keys() - self._unusable):
+            self._unusable.add(host)
+            logger.warning("%s.", unusable[host])
+            self._roster.note(unusable[host])
+        return {host: slots for host, slots in capacity.items() if host not in unusable}
 
     def _error(self, decision: Fail) -> LaunchError:
         """Return the error for a failed job: that of the first rank that failed in the last generation, if one did."""
@@ -203,3 +226,7 @@ class Controller:
                 "Write large results to a Store from within fn and return their path."
             )
         return results
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]

@@ -18,7 +18,7 @@ from sparkhvd._util.addresses import is_ipv6
 from sparkhvd._util.counts import is_count
 from sparkhvd.driver.arguments import split_arguments
 from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered
-from sparkhvd.driver.hosts import parse_hosts
+from sparkhvd.driver.hosts import check_name, parse_hosts
 from sparkhvd.errors import ConfigError, LaunchError
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class DiscoveryFunction:
         for host, slots in found.items():
             if not isinstance(host, str) or not is_count(slots, 0):
                 raise ConfigError(f"discovery must return numbers of slots by host, got {host!r}: {slots!r}.")
+            check_name(host)
         return {host: int(slots) for host, slots in found.items()}
 
     def cancel(self) -> None:
@@ -185,7 +186,9 @@ class DiscoveryThread:
             except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
                 why = f"{type(error).__name__}: {error}" if not isinstance(error, LaunchError) else str(error)
                 if not self._stopping.is_set() and why != failing:
-                    self._inbox.put(DiscoveryFailed(why, known is None))
+                    first = known is None
+                    what = "The hosts of the job cannot be found out" if first else "The discovery of hosts failed"
+                    self._inbox.put(DiscoveryFailed(f"{what}: {why}", first))
                 failing = why
             else:
                 failing = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Sequence
 
 from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd.comm.connect.launch_context import MembershipAddress
@@ -12,9 +13,12 @@ from sparkhvd.comm.connect.membership import (
     Assignment,
     Report,
     assignment_key,
+    generation_keys,
+    loss_key,
     notice_key,
     report_key,
     token_of,
+    worker_keys,
 )
 from sparkhvd.comm.connect.rendezvous import RendezvousServer
 from sparkhvd.deadline import Deadline
@@ -34,36 +38,60 @@ class MembershipServer:
         secret: the job's secret.
         inbox: receives the reports.
         encrypt: whether all traffic is encrypted.
-        host: the address to bind, at which the workers reach the driver.
+        host: the address to bind.
+        names: the names and addresses at which the workers may reach it; empty for ``host``.
     """
 
     def __init__(
-        self, secret: bytes, inbox: queue.SimpleQueue[Event], *, encrypt: bool = False, host: str = LOOPBACK
+        self,
+        secret: bytes,
+        inbox: queue.SimpleQueue[Event],
+        *,
+        encrypt: bool = False,
+        host: str = LOOPBACK,
+        names: Sequence[str] = (),
     ) -> None:
         self._secret = secret
         self._encrypt = encrypt
         self._host = host
+        self._names = tuple(dict.fromkeys(names or [host]))
         self._inbox = inbox
         self._server = RendezvousServer(secret, host, encrypt=encrypt)
         self._rendezvous: RendezvousServer | None = None
-        self._readers: dict[int, threading.Thread] = {}
+        self._readers: dict[int, threading.Thread] = {}  # of the controller's thread
+        self._lock = threading.Lock()  # guards the next one
+        self._awaited: dict[int, int] = {}  # the number of the next report, by worker; absent for a forgotten worker
 
     @property
     def address(self) -> MembershipAddress:
         """Return the address of this server, without a worker's number."""
-        return MembershipAddress(-1, ((self._host, self._server.port),), self._secret)
+        return MembershipAddress(-1, tuple((name, self._server.port) for name in self._names), self._secret)
 
     def listen_to(self, worker: int) -> None:
         """Receive the reports of a worker from now on."""
+        self._awaited[worker] = 0
         reader = threading.Thread(target=self._read, args=(worker,), name="sparkhvd-elastic-reports", daemon=True)
         self._readers[worker] = reader
         reader.start()
 
-    def open_rendezvous(self, generation: int) -> tuple[tuple[str, int], ...]:
-        """Start the rendezvous of a generation, and return its addresses."""
+    def forget(self, worker: int) -> None:
+        """Receive no more reports of a worker that is lost."""
+        with self._lock:
+            number = self._awaited.pop(worker, None)
+        if number is not None:
+            self._server.set(report_key(worker, number), b"")  # wakes the reader, unless a report has done so
+            self._readers.pop(worker).join()
+            self._server.erase(worker_keys(worker))
+
+    def open_rendezvous(self, generation: int) -> int:
+        """Start the rendezvous of a generation, and return its port; its hosts are those of this server.
+
+        No member of the previous generation may be left in it.
+        """
         self.close_rendezvous()
+        self._server.erase(generation_keys(generation - 1))
         self._rendezvous = RendezvousServer(token_of(self._secret, generation), self._host, encrypt=self._encrypt)
-        return ((self._host, self._rendezvous.port),)
+        return self._rendezvous.port
 
     def close_rendezvous(self) -> None:
         """End the rendezvous of the current generation; workers that still connect through it fail at once."""
@@ -72,12 +100,17 @@ class MembershipServer:
             rendezvous.close()
 
     def assign(self, worker: int, left: int, assignment: Assignment) -> None:
-        """Answer a worker that waits for the generation after ``left``."""
+        """Answer a worker that waits for the generation after ``left``, all of whose reports have been received."""
+        self._server.erase(worker_keys(worker))
         self._server.set(assignment_key(worker, left), assignment.to_json())
 
     def notify(self, generation: int) -> None:
         """Ask the members of a generation to leave it at their next commit."""
         self._server.set(notice_key(generation), b"")
+
+    def report_loss(self, generation: int, why: str) -> None:
+        """Let the members of a generation leave its collectives at once; the first reason counts."""
+        self._server.set(loss_key(generation), why.encode())
 
     def close(self) -> None:
         """End the server and its threads."""
@@ -93,8 +126,12 @@ class MembershipServer:
                 content = self._server.get(report_key(worker, number), Deadline.after(JOB_SECONDS))
             except SparkHvdError:
                 return  # the server is closed
+            with self._lock:
+                if worker not in self._awaited:
+                    return
+                number += 1
+                self._awaited[worker] = number
             try:
                 self._inbox.put(Reported(worker, Report.from_json(content)))
             except (ValueError, TypeError):
-                logger.warning("Report %d of worker %d cannot be read and is ignored.", number, worker)
-            number += 1
+                logger.warning("Report %d of worker %d cannot be read and is ignored.", number - 1, worker)

@@ -18,6 +18,8 @@ SETTLE_SECONDS = 10.0
 MAX_FRUITLESS = 3
 # First generations that end before any rank has a state.
 MAX_STATELESS = 5
+# The time that a job may wait for slots before it says so.
+SHORTAGE_SECONDS = 10.0
 # Failures of num_proc workers each, in a row, before any worker has reached hvd.init().
 MAX_FAILED_STARTS = 3
 
@@ -66,6 +68,7 @@ class Limits:
         start_timeout: seconds for the first generation to form, and for each worker to reach ``hvd.init()``.
         elastic_timeout: seconds for the next generation to form, and for a survivor to leave a broken one.
         reset_limit: the largest number of generations after the first; None sets no limit.
+        max_restarts: how often the job may start again after all ranks with its state were lost.
     """
 
     num_proc: int
@@ -74,6 +77,7 @@ class Limits:
     start_timeout: float
     elastic_timeout: float
     reset_limit: int | None = None
+    max_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,11 @@ class View:
             way, or while the generation is intact.
         notified: whether the members of the current generation were asked to leave it.
         stateful: whether a generation has had a state.
+        restarts: how often a generation has formed without the state of the job, which was lost.
         fruitless: see ``MAX_FRUITLESS``.
-        failed_starts: workers that failed before ``hvd.init()`` since the last one that reached it.
-        failed_end: why a rank failed after others had finished; empty if none has.
+        failed_starts: workers that failed before ``hvd.init()`` since the last one that reached it; 0 as long as an
+            offered host has had no such failure.
+        failed_end: why a rank failed, or left its generation, after others had finished; empty if none has.
         reasons: the latest failures, oldest first.
     """
 
@@ -104,6 +110,7 @@ class View:
     gathered_since: float | None = 0.0
     notified: bool = False
     stateful: bool = False
+    restarts: int = 0
     fruitless: int = 0
     failed_starts: int = 0
     failed_end: str = ""
@@ -159,9 +166,9 @@ Decision = Start | Stop | Notify | Form | Done | Fail
 def decide(view: View, limits: Limits, now: float) -> list[Decision]:
     """Return what to do now; after carrying it out, decide again with the new view."""
     current = [member for member in view.members if member.generation == view.generation > 0]
+    if view.failed_end:
+        return [Fail(_with_reasons("A rank failed after others had finished, so its result is missing.", view), True)]
     if any(member.phase in {Phase.FINISHED, Phase.RETURNED} for member in view.members):
-        if view.failed_end:
-            return [Fail("A rank failed after the training had ended on all ranks, so its result is missing.", True)]
         if all(member.phase is Phase.RETURNED for member in current):
             return [Done(tuple(member.worker for member in sorted(current, key=lambda one: one.rank)))]
         return []
@@ -176,6 +183,29 @@ def decide(view: View, limits: Limits, now: float) -> list[Decision]:
     decisions += _to_stop(view, limits, leaving, now)
     stopped = {decision.worker for decision in decisions if isinstance(decision, Stop)}
     return decisions + _to_start(view, limits, leaving, stopped)
+
+
+def shortage(view: View, limits: Limits, now: float) -> str:
+    """Return that an idle job waits for slots; empty if it waits for something else, or not for long yet."""
+    if view.gathered_since is None or now < view.gathered_since + SHORTAGE_SECONDS:
+        return ""
+    if view.cooling or any(member.phase is not Phase.WAITING for member in view.members):
+        return ""
+    ready, offered = len(view.members), _slots(view)
+    return (
+        f"The job waits for slots: {ready} of at least {limits.min_size} ranks are ready. Offered slots: {offered}. It "
+        f"fails after {_timeout(view, limits)}."
+    )
+
+
+def _timeout(view: View, limits: Limits) -> str:
+    if view.generation == 0:
+        return f"start_timeout={limits.start_timeout:g} s"
+    return f"elastic_timeout={limits.elastic_timeout:g} s"
+
+
+def _slots(view: View) -> str:
+    return ", ".join(f"{host}:{count}" for host, count in sorted(view.capacity.items())) or "none"
 
 
 def _beyond_capacity(view: View) -> frozenset[int]:
@@ -215,7 +245,7 @@ def _next_generation(view: View, limits: Limits, leaving: frozenset[int], now: f
     )
     holders = [member for member in waiting if member.commit >= 0]
     if hopeless := _hopeless(view, limits, holders):
-        return Fail(_with_reasons(hopeless, view), True)
+        return Fail(_with_reasons(hopeless, view), view.generation > 0)
     candidates = [member for member in waiting if member.worker not in leaving]
     if candidates and holders and candidates[0].commit < holders[0].commit:
         candidates.insert(0, holders[0])  # it hands over the state, and leaves in the following generation
@@ -230,15 +260,14 @@ def _next_generation(view: View, limits: Limits, leaving: frozenset[int], now: f
         return Form(tuple(member.worker for member in chosen))
     if not is_late:
         return None
-    name = "start_timeout" if is_first else "elastic_timeout"
-    return Fail(
-        _with_reasons(_too_few(view, limits, len(chosen), starting, f"{name}={timeout:g} s"), view), not is_first
+    return Fail(_with_reasons(_too_few(view, limits, len(chosen), starting), view), not is_first)
+
+
+def _too_few(view: View, limits: Limits, ready: int, starting: Sequence[Member]) -> str:
+    text = (
+        f"Only {ready} of at least {limits.min_size} ranks were ready within {_timeout(view, limits)}. Offered slots: "
+        f"{_slots(view)}."
     )
-
-
-def _too_few(view: View, limits: Limits, ready: int, starting: Sequence[Member], timeout: str) -> str:
-    slots = ", ".join(f"{host}:{count}" for host, count in sorted(view.capacity.items())) or "none"
-    text = f"Only {ready} of at least {limits.min_size} ranks were ready within {timeout}. Offered slots: {slots}."
     if starting:
         listed = ", ".join(f"{member.worker} on host {member.host}" for member in starting)
         text += f" Workers that have not reached hvd.init(): {listed}."
@@ -247,10 +276,11 @@ def _too_few(view: View, limits: Limits, ready: int, starting: Sequence[Member],
 
 def _hopeless(view: View, limits: Limits, holders: Sequence[Member]) -> str:
     """Return why no generation may form any more; empty if one may."""
-    if view.stateful and not holders:
+    if view.stateful and not holders and view.restarts >= limits.max_restarts:
+        times = f" {view.restarts + 1} times" if view.restarts else ""
         return (
-            "All ranks that held the state of the training were lost, so it cannot continue. Start the job again from "
-            "a checkpoint of your own."
+            f"All ranks that held the state of the training were lost{times}, so it cannot continue. Start the job "
+            "again from a checkpoint of your own."
         )
     none_is_ready = view.generation == 0 and all(member.phase is Phase.STARTING for member in view.members)
     if none_is_ready and view.failed_starts >= MAX_FAILED_STARTS * limits.num_proc:

@@ -15,7 +15,7 @@ _MEMORY_OF_COOLDOWNS = 10
 
 @dataclass(frozen=True)
 class Cooldown:
-    """How long no worker is started on a host after a failure.
+    """The time for which no worker is started on a host after a failure.
 
     The first failure costs ``shortest`` seconds, and every further one twice as many, up to ``longest``.
     """
@@ -44,8 +44,10 @@ class Roster:
         self._gathered_since: float | None = now
         self._notified = False
         self._stateful = False
+        self._restarts = 0
         self._fruitless = 0
         self._failed_starts = 0
+        self._hosts_of_failed_starts: set[str] = set()
         self._newest = 0  # the newest commit at the end of the previous generation
         self._undisturbed = True  # whether the current generation has lost no member and was not asked to regroup
         self._has_finished = False  # whether the training function has returned on all ranks
@@ -71,8 +73,9 @@ class Roster:
             gathered_since=self._gathered_since,
             notified=self._notified,
             stateful=self._stateful,
+            restarts=self._restarts,
             fruitless=self._fruitless,
-            failed_starts=self._failed_starts,
+            failed_starts=self._failed_starts if self._capacity.keys() <= self._hosts_of_failed_starts else 0,
             failed_end=self._failed_end,
             reasons=tuple(self._reasons),
         )
@@ -92,10 +95,14 @@ class Roster:
     def waiting(self, worker: int, generation: int, commit: int, reason: str, now: float) -> bool:
         """Note that a worker waits in ``hvd.init()`` for the generation after ``generation``."""
         member = self._members.get(worker)
-        if member is None or generation != member.generation or member.phase not in {Phase.STARTING, Phase.RUNNING}:
+        if member is None or generation != member.generation or member.phase in {Phase.WAITING, Phase.RETURNED}:
             return False
         self._failed_starts = 0
-        was_member = member.phase is Phase.RUNNING
+        self._hosts_of_failed_starts.clear()
+        was_member = member.phase is not Phase.STARTING
+        if was_member and self._has_finished:
+            reason = f"{reason or 'it called hvd.init() again'} (after the training had ended)"
+            self._failed_end = self._failed_end or reason
         self._members[worker] = replace(member, phase=Phase.WAITING, since=now, commit=commit)
         if was_member:
             if reason:
@@ -131,7 +138,7 @@ class Roster:
         if member.generation != self._generation or self._generation == 0:
             why = "returned without being a member of the current generation"
             return self.lost(worker, f"Worker {worker} on host {member.host} {why}", now)
-        if member.phase is Phase.RUNNING and self._is_resumed():
+        if member.phase is Phase.RUNNING and self._idle:  # it has missed that its generation is broken
             return self.lost(worker, _early_return(member), now)
         self._members[worker] = replace(member, phase=Phase.RETURNED, since=now)
         return True
@@ -145,7 +152,9 @@ class Roster:
         self.note(reason)
         if failed:
             self._cool(member.host, now)
-            self._failed_starts += member.phase is Phase.STARTING
+            if member.phase is Phase.STARTING:
+                self._failed_starts += 1
+                self._hosts_of_failed_starts.add(member.host)
         ending = any(one.phase in {Phase.FINISHED, Phase.RETURNED} for one in self._members.values())
         if member.phase is Phase.FINISHED or (ending and member.phase is Phase.RUNNING):
             self._failed_end = self._failed_end or reason
@@ -163,7 +172,9 @@ class Roster:
 
     def formed(self, workers: Sequence[int], now: float) -> int:
         """Begin the next generation and return its number."""
-        newest = max(0, *(self._members[worker].commit for worker in workers))
+        commits = [self._members[worker].commit for worker in workers]
+        newest = max(0, *commits)
+        self._restarts += self._stateful and max(commits) < 0
         if self._generation > 0:
             fruitless = self._undisturbed and newest <= self._newest
             self._fruitless = self._fruitless + 1 if fruitless else 0
@@ -181,12 +192,6 @@ class Roster:
         """Set the ranks of the members of the current generation, where hosts require another order."""
         for worker, rank in ranks.items():
             self._members[worker] = replace(self._members[worker], rank=rank)
-
-    def _is_resumed(self) -> bool:
-        """Return whether a member of the current generation waits for the next one."""
-        return any(
-            member.phase is Phase.WAITING and member.generation == self._generation for member in self._members.values()
-        )
 
     def _lose_early_returns(self, now: float) -> None:
         """Lose the ranks whose ``fn`` returned in a generation that another member has left to continue."""
@@ -210,6 +215,8 @@ class Roster:
             self._gathered_since = now
 
     def _cool(self, host: str, now: float) -> None:
+        if self._cooling.get(host, now) > now:
+            return  # one failure of a host takes all of its workers
         failures = self._failures.setdefault(host, deque(maxlen=64))
         memory = _MEMORY_OF_COOLDOWNS * self._cooldown.longest
         while failures and failures[0] < now - memory:

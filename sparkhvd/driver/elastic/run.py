@@ -2,40 +2,69 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, TextIO, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd._util.counts import is_count, plain_count
 from sparkhvd._util.short_tracebacks import brief_errors
+from sparkhvd.comm.connect.commit_folder import CommitFolder
 from sparkhvd.config import changed_environment, from_environment, warn_ignored_variables
+from sparkhvd.data.spark.settings import with_spark_credentials
 from sparkhvd.driver.arguments import RunOptions, check_options, check_seconds, checked_environment
 from sparkhvd.driver.elastic.controller import Controller
 from sparkhvd.driver.elastic.discovery import Discovery, DiscoveryFunction, DiscoveryScript, DiscoveryThread
+from sparkhvd.driver.elastic.driver_addresses import driver_addresses
+from sparkhvd.driver.elastic.host_workers import HostWorkers
 from sparkhvd.driver.elastic.local_workers import LocalWorkers, own_host
 from sparkhvd.driver.elastic.membership_server import MembershipServer
 from sparkhvd.driver.elastic.policy import Limits
 from sparkhvd.driver.elastic.roster import Cooldown
-from sparkhvd.driver.elastic.workers import Event, Offered
+from sparkhvd.driver.elastic.spark_workers import SparkWorkers
+from sparkhvd.driver.elastic.workers import Event, Offered, Workers
+from sparkhvd.driver.host_process import SrunOptions, SshOptions
+from sparkhvd.driver.hosts import Host, check_slots, parse_hosts
+from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.results import unpickled
-from sparkhvd.driver.run import log_level_of, open_stream
-from sparkhvd.driver.user_code.importable import importable_here, importable_nowhere
+from sparkhvd.driver.run import check_encryption, log_files, log_level_of, open_stream, streamed
+from sparkhvd.driver.spark.driver_address import driver_hosts
+from sparkhvd.driver.user_code.importable import importable_here, importable_nowhere, importable_on
 from sparkhvd.driver.user_code.payload import pickle_call
-from sparkhvd.errors import ConfigError
+from sparkhvd.driver.user_code.pickling import Importable
+from sparkhvd.errors import ConfigError, StoreError
+from sparkhvd.store import layout, store_at
+from sparkhvd.store.protocol import Store
+from sparkhvd.task.host.versions import frameworks_in_use
 from sparkhvd.task.job import Job
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 DEFAULT_ELASTIC_TIMEOUT = 600.0
-_NOT_ON_SPARK = "Elastic jobs are not available on Spark yet; run them on this machine with launcher='local'."
+DEFAULT_COMMIT_INTERVAL = 60.0
+_RESTARTS_WITH_STORE = 3
+_LAUNCHERS = ("auto", "spark", "local", "ssh")
 
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """The arguments of ``run_elastic`` that concern the number of ranks, under the same names."""
+    """The arguments of ``run_elastic`` that concern the number and the places of ranks, mostly under the same names.
+
+    Attributes:
+        launcher: ``spark``, ``local`` or ``ssh``.
+        hosts: the hosts of ``ssh``, unless ``discovery`` finds them.
+        access: how to reach them.
+    """
 
     num_proc: int | None = None
     min_num_proc: int | None = None
@@ -43,7 +72,13 @@ class ElasticOptions:
     elastic_timeout: float | None = None
     reset_limit: int | None = None
     cooldown_range: tuple[float, float] | None = None
+    max_restarts: int | None = 0
+    store: Store | None = None
+    commit_interval: float = DEFAULT_COMMIT_INTERVAL
     discovery: Discovery | None = field(default=None, repr=False)
+    launcher: str = "local"
+    hosts: tuple[Host, ...] = ()
+    access: SshOptions | SrunOptions = field(default_factory=SshOptions)
 
 
 @brief_errors
@@ -64,9 +99,16 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
     nics: Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
     *,
+    spark: SparkSession | None = None,
     launcher: str = "auto",
     discovery: str | Callable[[], Mapping[str, int]] | None = None,
+    hosts: str | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
     cooldown_range: tuple[float, float] | None = None,
+    max_restarts: int | None = None,
+    store: Store | str | None = None,
+    commit_interval: float = DEFAULT_COMMIT_INTERVAL,
     executable: str | None = None,
     output_filename: str | None = None,
     preload: Sequence[str] = (),
@@ -83,7 +125,7 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         ...     hvd.init()
         ...     state = hvd.elastic.ObjectState(step=0)
         ...     return train_loop(state)  # decorated with @hvd.elastic.run
-        >>> sparkhvd.run_elastic(train, num_proc=2, min_num_proc=1, launcher="local")  # doctest: +SKIP
+        >>> sparkhvd.run_elastic(train, num_proc=2, min_num_proc=1)  # doctest: +SKIP
 
     Args:
         fn: runs once per rank, in a process of its own.
@@ -91,7 +133,8 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         kwargs: keyword arguments of ``fn``.
         num_proc: number of ranks that the job waits for at its start.
         min_num_proc: smallest number of ranks to train with; None is ``num_proc``.
-        max_num_proc: largest number of ranks; None uses all slots that ``discovery`` returns.
+        max_num_proc: largest number of ranks; None is all slots of ``discovery`` or ``hosts``, or else ``num_proc``.
+            On Spark, the job asks for this many tasks of one core each (``spark.task.cpus``) as long as it runs.
         start_timeout: seconds within which the first ranks must have started, and each later one; None takes
             ``SPARKHVD_START_TIMEOUT`` (600).
         elastic_timeout: seconds within which enough ranks must be ready again after a loss; None is 600.
@@ -101,14 +144,28 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         stderr: the same for stderr.
         verbose: 0 shows no output unless ``stdout``, ``stderr`` or ``output_filename`` is set, 1 shows it, 2 adds
             sparkhvd's own debug lines.
-        nics: ignored with a warning: all ranks run on this machine.
+        nics: network interfaces that the ranks use, the same on every host; ``local`` ignores it with a warning.
         prefix_output_with_timestamp: whether every line starts with the time of its arrival.
-        launcher: must be ``local``, which starts the ranks on this machine; elastic jobs on Spark are not available.
-        discovery: returns the number of slots by host, such as ``{"localhost": 2}``, and is called once per second: a
-            function, or a script that prints lines of ``host`` or ``host:slots``. None offers ``max_num_proc``, or else
-            ``num_proc``, slots on this machine.
+        spark: the session; None uses the active one.
+        launcher: ``spark``, also by default, starts the ranks in ordinary Spark tasks, which may come and go with the
+            executors, also by dynamic allocation; without Spark, ``local`` starts them on this machine, and ``ssh`` on
+            other machines; ``auto`` is ``spark``, unless ``hosts`` select ``ssh``.
+        discovery: for ``local`` and ``ssh``: returns the number of slots by host, such as ``{"localhost": 2}``, and is
+            called once per second: a function, or a script that prints lines of ``host`` or ``host:slots``. With
+            ``local``, None offers ``max_num_proc``, or else ``num_proc``, slots on this machine.
+        hosts: for ``ssh`` without ``discovery``: the machines and their slots, for example ``host1:2,host2:2``. Python
+            and sparkhvd must be installed there under the same paths.
+        ssh_port: port of the hosts' ssh servers; None uses ssh's configuration.
+        ssh_identity_file: the private key for the ssh servers.
         cooldown_range: shortest and longest time in seconds without new ranks on a host after failures there; the time
             doubles with each failure. None is (1, 60).
+        max_restarts: how often the job starts again with new ranks after all ranks that held its state were lost. None
+            is 3 with ``store``, and else 0: without a Store, ``fn`` must find its state by itself, such as in a
+            checkpoint.
+        store: a Store or its URL, where rank 0 publishes commits. If all ranks are lost, new ones resume from the last
+            published commit. All hosts must reach it; the job deletes its commits when it succeeds.
+        commit_interval: seconds from one published commit to the next; 0 publishes every commit. The ranks wait while
+            rank 0 writes.
         executable: the Python of the ranks; None is this one.
         output_filename: a folder in which each rank's output is also saved, in ``rank.<number>/stdout`` and ``stderr``.
         preload: modules that the processes import at their start.
@@ -119,15 +176,17 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
     Raises:
         RankFailedError: ranks failed, and the job could not continue; the message lists the reasons.
         StartTimeoutError: fewer than ``min_num_proc`` ranks were ready within ``start_timeout``.
-        LaunchError: too few slots were left for ``elastic_timeout``, or discovery failed at the start.
+        LaunchError: too few slots were left for ``elastic_timeout``, no Spark task could start, or discovery failed at
+            the start.
+        SlotsError: ``hosts`` have fewer slots than ``num_proc``.
         ConfigError: an argument has a value that cannot work.
+        ParamError: ``store`` is neither a Store nor a URL.
+        StoreError: there cannot be a Store at this URL.
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function, got {fn!r}. Pass it without calling it.")
-    if launcher not in {"auto", "local"}:
-        raise ConfigError(f"launcher={launcher!r} starts no elastic jobs. Pass launcher='local'.")
-    if launcher == "auto":
-        raise ConfigError(_NOT_ON_SPARK)
+    access = SshOptions(ssh_port, ssh_identity_file)
+    name = choose_elastic_launcher(launcher, spark, discovery, hosts, access)
     options = RunOptions(
         start_timeout=start_timeout,
         env=env,
@@ -141,30 +200,64 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         preload=preload,
     )
     elastic = ElasticOptions(
-        num_proc,
-        min_num_proc,
-        max_num_proc,
-        elastic_timeout,
-        reset_limit,
-        cooldown_range,
-        DiscoveryScript(discovery)
-        if isinstance(discovery, str)
-        else None
-        if discovery is None
-        else DiscoveryFunction(discovery),
+        num_proc=num_proc,
+        min_num_proc=min_num_proc,
+        max_num_proc=max_num_proc,
+        elastic_timeout=elastic_timeout,
+        reset_limit=reset_limit,
+        cooldown_range=cooldown_range,
+        max_restarts=max_restarts,
+        store=None if store is None else store_at("store", store),
+        commit_interval=commit_interval,
+        discovery=_discovery(discovery),
+        launcher=name,
+        hosts=() if hosts is None else parse_hosts(hosts),
+        access=access,
     )
-    return run_elastic_with(elastic, options, fn, args, kwargs)
+    session = LaunchRequest(None, spark).session() if name == "spark" else None
+    return run_elastic_with(elastic, options, fn, args, kwargs, session)
 
 
-def run_elastic_with(
+def _discovery(found_by: str | Callable[[], Mapping[str, int]] | None) -> Discovery | None:
+    if found_by is None:
+        return None
+    return DiscoveryScript(found_by) if isinstance(found_by, str) else DiscoveryFunction(found_by)
+
+
+def choose_elastic_launcher(launcher: str, spark: object, discovery: object, hosts: object, access: SshOptions) -> str:
+    """Return the name of the launcher for arguments of ``run_elastic``.
+
+    Raises:
+        ConfigError: the launcher is unknown, or the arguments contradict each other.
+    """
+    if launcher not in _LAUNCHERS:
+        raise ConfigError(f"launcher={launcher!r} starts no elastic jobs; expected one of {list(_LAUNCHERS)}.")
+    name = launcher if launcher != "auto" else "spark" if hosts is None else "ssh"
+    if name == "spark" and discovery is not None:
+        raise ConfigError(
+            "discovery is for launcher='local' and launcher='ssh'; on Spark, the slots are those of its executors."
+        )
+    if name != "spark" and spark is not None:
+        raise ConfigError(f"spark has no effect with launcher={name!r}. Leave one of them out.")
+    if name == "ssh" and (hosts is None) == (discovery is None):
+        raise ConfigError("launcher='ssh' needs either hosts, for example hosts='host1:2,host2:2', or discovery.")
+    if name != "ssh" and hosts is not None:
+        raise ConfigError(f"hosts are for launcher='ssh', got launcher={name!r}. Leave one of them out.")
+    if name != "ssh" and access != SshOptions():
+        raise ConfigError(f"ssh_port and ssh_identity_file require launcher='ssh', got {name!r}.")
+    return name
+
+
+def run_elastic_with(  # noqa: PLR0917
     elastic: ElasticOptions,
     options: RunOptions,
     fn: Callable[..., Result],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
+    spark: SparkSession | None = None,
 ) -> list[Result]:
-    """Run ``fn`` with checked or unchecked options; see ``run_elastic``."""
-    check_options(options, "local")
+    """Run ``fn`` with a launcher that has been chosen, ``spark`` in this session; see ``run_elastic``."""
+    check_options(options, elastic.launcher)
     changes = checked_environment(options.env)
     environment = changed_environment(changes)
     config = from_environment(environment)
@@ -172,7 +265,9 @@ def run_elastic_with(
         config = replace(config, start_timeout=float(options.start_timeout))
     limits, cooldown = check_limits(elastic, config.start_timeout)
     warn_ignored_variables(environment)
-    payload = pickle_call(fn, args, kwargs or {}, importable_nowhere if options.executable else importable_here)
+    if config.encrypt and elastic.launcher != "local":
+        check_encryption(spark)
+    payload = pickle_call(fn, args, kwargs or {}, _importable(elastic.launcher, options, spark))
     most = limits.max_size or limits.num_proc
     job = Job(
         payload=payload,
@@ -181,23 +276,72 @@ def run_elastic_with(
         preload=tuple(options.preload),
         config=config,
         secret=secrets.token_bytes(32),
+        streamed=streamed(options),
+        log_files=log_files(stdout=options.stdout, stderr=options.stderr),
         log_level=log_level_of(options.verbose) if config.log_level is None else config.log_level,
         executable=options.executable or "",
+        nics=() if elastic.launcher == "local" else tuple(options.nics),
+        versions=() if elastic.launcher == "local" or options.executable else frameworks_in_use(options.preload),
+        commits=_commits(elastic, spark),
     )
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with ExitStack() as stack:
         stream = open_stream(options, most)
         stack.callback(stream.close)
-        membership = MembershipServer(job.secret, inbox, encrypt=config.encrypt)
+        bind_host, names = _driver_addresses(elastic, spark)
+        membership = MembershipServer(job.secret, inbox, encrypt=config.encrypt, host=bind_host, names=names)
         stack.callback(membership.close)
-        workers = LocalWorkers(job, membership.address, stream, inbox)
-        stack.callback(workers.close)
-        if elastic.discovery is None:
-            inbox.put(Offered({own_host(): most}))
+        workers: Workers
+        if spark is not None:
+            workers = SparkWorkers(spark, job, most, limits.min_size, membership.address, stream, inbox)
+        elif elastic.launcher == "ssh":
+            workers = HostWorkers(job, elastic.access, membership.address, stream, inbox)
         else:
+            workers = LocalWorkers(job, membership.address, stream, inbox)
+        stack.callback(workers.close)
+        if elastic.discovery is not None:
             stack.callback(DiscoveryThread(elastic.discovery, inbox).close)
+        elif elastic.hosts:
+            inbox.put(Offered({host.name: host.slots for host in elastic.hosts}))
+        elif spark is None:
+            inbox.put(Offered({own_host(): most}))
         contents = Controller(limits, cooldown, workers, membership, inbox).run()
+    if job.commits is not None:
+        _delete(job.commits)
     return unpickled(contents)
+
+
+def _commits(elastic: ElasticOptions, spark: SparkSession | None) -> CommitFolder | None:
+    """Return where the job publishes its commits."""
+    if elastic.store is None:
+        return None
+    store = elastic.store if spark is None else with_spark_credentials(elastic.store, spark)
+    return CommitFolder(store, layout.commits_folder(secrets.token_hex(8)), float(elastic.commit_interval))
+
+
+def _delete(commits: CommitFolder) -> None:
+    """Delete the commits of a job that has succeeded."""
+    try:
+        commits.store.delete(commits.folder)
+    except StoreError as error:
+        logger.warning("The commits of this job stay in its Store: %s", error)
+
+
+def _importable(launcher: str, options: RunOptions, spark: SparkSession | None) -> Importable:
+    """Return the function that finds out which of the user's modules the ranks can import."""
+    if options.executable or launcher == "ssh":  # another Python or host may lack the modules' dependencies
+        return importable_nowhere
+    return importable_here if spark is None else partial(importable_on, spark)
+
+
+def _driver_addresses(elastic: ElasticOptions, spark: SparkSession | None) -> tuple[str, Sequence[str]]:
+    """Return the local address to bind, and the names and addresses at which workers reach this driver."""
+    if spark is not None:
+        own_name, bind_host = driver_hosts(spark)
+        return bind_host, [bind_host, own_name]
+    if elastic.launcher == "ssh":
+        return driver_addresses([host.name for host in elastic.hosts] or None)
+    return LOOPBACK, [LOOPBACK]
 
 
 def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits, Cooldown]:
@@ -205,33 +349,44 @@ def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits,
 
     Raises:
         ConfigError: a limit has a value that cannot work, or the limits contradict each other.
+        SlotsError: the hosts have too few slots.
     """
-    for name in ("num_proc", "min_num_proc", "max_num_proc"):
+    least = {"num_proc": 1, "min_num_proc": 1, "max_num_proc": 1, "reset_limit": 0, "max_restarts": 0}
+    for name, number in least.items():
         value = getattr(elastic, name)
-        if value is not None and not is_count(value, 1):
-            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
-    limit = elastic.reset_limit
-    if limit is not None and not is_count(limit, 0):
-        raise ConfigError(f"reset_limit must be an integer of at least 0, got {limit!r}.")
+        if value is not None and not is_count(value, number):
+            raise ConfigError(f"{name} must be an integer of at least {number}, got {value!r}.")
     num_proc = plain_count(elastic.num_proc or elastic.min_num_proc or elastic.max_num_proc)
     if num_proc is None:
         raise ConfigError("An elastic job needs num_proc or min_num_proc, the number of ranks at its start.")
     smallest = int(elastic.min_num_proc or num_proc)
     largest = plain_count(elastic.max_num_proc)
+    if elastic.hosts:
+        named = elastic.num_proc is not None or elastic.min_num_proc is None
+        check_slots(elastic.hosts, "num_proc" if named else "min_num_proc", num_proc)
     if largest is None and elastic.discovery is None:
-        largest = num_proc
+        largest = sum(host.slots for host in elastic.hosts) or num_proc
     if smallest > num_proc or (largest is not None and num_proc > largest):
         raise ConfigError(
             f"min_num_proc={smallest}, num_proc={num_proc} and max_num_proc={largest} must not decrease in this order."
         )
+    if not isinstance(elastic.commit_interval, int | float) or not 0 <= elastic.commit_interval < float("inf"):
+        raise ConfigError(f"commit_interval must be a number of seconds, at least 0, got {elastic.commit_interval!r}.")
     if elastic.elastic_timeout is not None:
         check_seconds("elastic_timeout", elastic.elastic_timeout)
-    cooldown = Cooldown()
-    if elastic.cooldown_range is not None:
-        shortest, longest = elastic.cooldown_range
-        check_seconds("cooldown_range", shortest)
-        if longest < shortest:
-            raise ConfigError(f"cooldown_range={elastic.cooldown_range!r} must be the shortest and the longest time.")
-        cooldown = Cooldown(float(shortest), float(longest))
     timeout = DEFAULT_ELASTIC_TIMEOUT if elastic.elastic_timeout is None else float(elastic.elastic_timeout)
-    return Limits(num_proc, smallest, largest, start_timeout, timeout, plain_count(limit)), cooldown
+    cooldown = _cooldown(elastic.cooldown_range)
+    default_restarts = 0 if elastic.store is None else _RESTARTS_WITH_STORE
+    restarts = default_restarts if elastic.max_restarts is None else plain_count(elastic.max_restarts) or 0
+    reset_limit = plain_count(elastic.reset_limit)
+    return Limits(num_proc, smallest, largest, start_timeout, timeout, reset_limit, restarts), cooldown
+
+
+def _cooldown(seconds: tuple[float, float] | None) -> Cooldown:
+    if seconds is None:
+        return Cooldown()
+    shortest, longest = seconds
+    check_seconds("cooldown_range", shortest)
+    if longest < shortest:
+        raise ConfigError(f"cooldown_range={seconds!r} must be the shortest and the longest time.")
+    return Cooldown(float(shortest), float(longest))

@@ -1,12 +1,13 @@
-"""What the controller needs of the place where workers run, and the events that reach it."""
+"""The protocol between the controller and the workers of one backend, and the events that reach the controller."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from sparkhvd.comm.connect.membership import Report
-from sparkhvd.task.failure_report import FailureReport
+from sparkhvd.task.elastic.worker import Lost, Place, Returned
 
 
 @dataclass(frozen=True)
@@ -18,19 +19,11 @@ class Reported:
 
 
 @dataclass(frozen=True)
-class Returned:
-    """The pickled result of a worker has arrived."""
+class Placed:
+    """A worker is about to start, and will run here."""
 
     worker: int
-    content: bytes = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A worker raised, exited, was killed, or could not be started."""
-
-    worker: int
-    failure: FailureReport
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -42,40 +35,30 @@ class Offered:
 
 @dataclass(frozen=True)
 class DiscoveryFailed:
-    """The slots could not be found out; ``first`` if they never could."""
-
-    why: str
-    first: bool
-
-
-Event = Reported | Returned | Lost | Offered | DiscoveryFailed
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a worker runs, for the other ranks.
+    """The slots could not be found out.
 
     Attributes:
-        host_key: equal for workers that may share memory.
-        host: the name of the host in messages.
-        bind_host: the address at which the other ranks reach it best.
+        why: the reason, as a whole message.
+        is_final: whether the job cannot go on.
     """
 
-    host_key: str
-    host: str
-    bind_host: str
+    why: str
+    is_final: bool
+
+
+Event = Reported | Placed | Returned | Lost | Offered | DiscoveryFailed
 
 
 class Workers(Protocol):
-    """Starts and ends workers on the hosts of one kind of cluster; their ends arrive as events."""
+    """Starts and ends workers on the hosts of one kind of cluster; their places and ends arrive as events."""
 
-    def unusable(self, host: str) -> str:
-        """Return why no worker can run on a host; empty if it can."""
+    def note_offer(self, capacity: Mapping[str, int]) -> Mapping[str, str]:
+        """Note the slots that are offered now; return why no worker can run on some of their hosts."""
 
-    def start(self, worker: int, host: str) -> Place:
-        """Start a worker, or report ``Lost`` for it."""
+    def start(self, worker: int, host: str) -> None:
+        """Begin to start a worker. ``Placed`` for it arrives before its own reports; ``Lost`` if it cannot start."""
 
-    def assign(self, worker: int, rank: int, num_proc: int) -> None:
+    def assign(self, worker: int, rank: int) -> None:
         """Note the rank of a worker in a new generation."""
 
     def stop(self, worker: int) -> None:

@@ -239,7 +239,7 @@ class MpiHandle:
                 self._fail(str(error))
         except Exception as error:
             logger.debug("The start of mpirun failed.", exc_info=True)
-            self._fail(f"The driver cannot start the ranks: {type(error).__name__}: {error}.")
+            self._fail(f"The driver cannot start the ranks: {type(error).__name__}: {str(error).rstrip('.')}.")
 
     def _first_attempt(self) -> tuple[int, list[TaskRegistration]]:
         # Time out after ``wait_started``, which knows whether the tasks run at all.

@@ -7,13 +7,12 @@ import secrets
 from collections.abc import Collection
 from concurrent import futures
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 from typing import ClassVar
 
 from sparkhvd._util.background import in_background, is_done_within
-from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.host_process import HostEnded, HostProcess, host_command
+from sparkhvd.driver.host_process import HostEnded, HostProcess, host_command, host_setup
 from sparkhvd.driver.hosts import Host, take_slots
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
@@ -65,7 +64,8 @@ class SshHandle:
         with ExitStack() as stack:
             self._processes = []
             for number, host in enumerate(hosts):
-                process = HostProcess(number, host_command(host.name, job.executable, request.access), self._inbox)
+                command = host_command(host.name, job.executable, request.access)
+                process = HostProcess(command, partial(self._receive, number))
                 stack.callback(process.close)
                 self._processes.append(process)
             self._stack = stack.pop_all()
@@ -108,14 +108,12 @@ class SshHandle:
         return contents
 
     def _parts(self) -> list[HostJob]:
-        environment, folder = environment_for_hosts(), str(Path.cwd())
+        setup = host_setup()
         names = tuple(host.name for host in self._hosts)
         parts, first = [], 0
         for host in self._hosts:
             serves = first == 0
-            parts.append(
-                HostJob(self._job, host.name, names, first, host.slots, serves, self._token, environment, folder)
-            )
+            parts.append(HostJob(setup, self._job, host.name, names, first, host.slots, serves, self._token))
             first += host.slots
         return parts
 
@@ -140,6 +138,9 @@ class SshHandle:
         warn_of_versions(self._job, offers)
         rendezvous = (ready[0].offers[0].bind_host, ready[0].rendezvous_port)
         return JobPlan(tuple(assign(offers)), (rendezvous,), self._token, self._job.config.encrypt)
+
+    def _receive(self, number: int, message: object) -> None:
+        self._inbox.put((number, message))
 
     def _progress(self, number: int) -> str:
         """Return how far the job was on a host, as a clause for an error message."""

@@ -16,7 +16,7 @@ from sparkhvd.task.mpi.job import RANK_COMMAND
 
 _VERSION_SECONDS = 20.0
 _AGENT = "sparkhvd.driver.mpi.remote_shell"
-_LAST_WITH_ORTED = 4
+_LAST_VERSION_WITH_ORTED = 4
 # The prefix of environment variables that set a parameter.
 _VARIABLE = "OMPI_MCA_"
 # TCP and shared memory. openib and ofi look for faster networks, and ofi ends a rank whose network disappears.
@@ -48,7 +48,7 @@ def find_mpirun(*, with_orted: bool = True) -> str:
         first = next(iter((version_output.stdout + version_output.stderr).splitlines()), "nothing")
         raise LaunchError(f"{path} is not Open MPI's; its version is {first!r}. The mpi launcher needs Open MPI 4.")
     version = re.search(r"Open MPI\) v?(\d+)\S*", version_output.stdout)
-    if with_orted and version is not None and int(version[1]) > _LAST_WITH_ORTED:
+    if with_orted and version is not None and int(version[1]) > _LAST_VERSION_WITH_ORTED:
         raise LaunchError(
             f"{path} belongs to {version[0].replace(')', '')}, which starts hosts with prted. The mpi launcher needs "
             "the orted of Open MPI 4: install version 4.1 and put it first on the PATH of driver and executors, or use "
@@ -79,7 +79,7 @@ def interface_parameters(interfaces: str, preset: Container[str]) -> dict[str, s
 
 
 def network_parameter(interface: str, network: str) -> str:
-    """Return the name of an address's network in Open MPI's parameters, which accept only networks of IPv4."""
+    """Return what identifies a network in Open MPI's parameters: the interface for IPv6, which they do not accept."""
     return interface if ":" in network else network
 
 

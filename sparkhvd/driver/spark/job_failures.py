@@ -16,8 +16,12 @@ _ATTEMPTS = re.compile(r"maximum allowable number of times: (\d+)")
 # The line after the traceback; the lines behind it are Spark's.
 _RAISED = re.compile(r"Traceback [^\n]*\n(?:[ \t][^\n]*\n)+(\S[^\n]*)")
 _VERSIONS = re.compile(r"The driver has (?:sparkhvd|pyspark) .*")
-# The first is for a job that was cancelled by a tag, a group, a session or in Spark's UI, the second for Spark Connect.
-_CANCELLED = re.compile(r"\[(?:SPARK_JOB_CANCELLED|OPERATION_CANCELED)\] ([^\n]*?)\.?(?: SQLSTATE: \w+)?(?:\n|$)")
+# The first is for a job that was cancelled by a tag, a group, a session or in Spark's UI, the second for Spark Connect,
+# the third for one whose session was stopped.
+_CANCELLED = re.compile(
+    r"(?:\[(?:SPARK_JOB_CANCELLED|OPERATION_CANCELED)\] |SparkException: (?=Job \d+ cancelled because SparkContext ))"
+    r"([^\n]*?)\.?(?: SQLSTATE: \w+)?(?:\n|$)"
+)
 _TOO_FEW_SLOTS = "[SPARK-24819]"
 _CRASHED = "Python worker exited unexpectedly"
 
@@ -44,7 +48,7 @@ def spark_failure(
         )
     if (versions := _VERSIONS.search(text)) is not None:
         return versions[0]
-    if _has_ended(error):
+    if has_ended(error):
         return (
             f"Spark has ended: the JVM of this driver no longer responds ({text.strip() or 'no response'}). It was "
             "stopped, it crashed, or it was killed, for example by the kernel on a host that is short of memory. Stop "
@@ -60,9 +64,14 @@ def spark_failure(
     return f"Spark aborted the job: {cause}.{last}\n\nSpark's own error: {shortened}"
 
 
-def _has_ended(error: BaseException) -> bool:
-    """Whether the JVM of the session has ended."""
+def has_ended(error: BaseException) -> bool:
+    """Return whether the JVM of the session has ended."""
     return isinstance(error, ConnectionError | EOFError) or type(error).__name__ == "Py4JNetworkError"
+
+
+def is_cancelled(error: BaseException) -> bool:
+    """Return whether the job was cancelled: by a tag, a group or a session, in Spark's UI, or by stopping Spark."""
+    return _CANCELLED.search(str(error)) is not None
 
 
 def _cause(

@@ -22,8 +22,8 @@ from sparkhvd.rpc.messages import (
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 
 # How long the exchange waits for the connections of all tasks. Spark starts the tasks of a barrier stage at once, and a
-# task connects before it does anything else.
-_CONNECTIONS_SECONDS = 2.0
+# task connects before it does anything else, which takes seconds on a busy host.
+_CONNECTIONS_SECONDS = 5.0
 _ENDED = Rejected("The job has already ended. See the driver's log for the reason.")
 
 

@@ -38,7 +38,8 @@ def pickle_call(
         raise
     except Exception as error:
         raise LaunchError(
-            f"{_name(fn)} and its arguments cannot be sent to the workers: {type(error).__name__}: {error}. "
+            f"{_name(fn)} and its arguments cannot be sent to the workers: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. "
             "Create objects that cannot be pickled (sessions, locks, open files) inside fn, or pass them another way."
         ) from error
     if len(payload) > PAYLOAD_CAP_BYTES:

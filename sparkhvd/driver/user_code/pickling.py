@@ -200,7 +200,9 @@ class CodePickler(pickling.Pickler):
             if sent is not None and sys.modules.get(value.__name__) is value:
                 digest = value.sent_digest if isinstance(value, pickling.SentModule) else sent.digest
                 return pickling.reduced_module(value, digest, self._code.names_of(value))
-            return NotImplemented
+            # cloudpickle sends only modules of Python's own type by name, and torch.backends.cudnn has another.
+            has_name = sys.modules.get(value.__name__) is value and type(value).__reduce__ is object.__reduce__
+            return (importlib.import_module, (value.__name__,)) if has_name else NotImplemented
         if type(value) is functools.cached_property:
             return pickling.cached_property, (value.func, value.attrname)
         if isinstance(value, _CACHED) and self._is_by_value(value):

@@ -53,7 +53,15 @@ from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.models.outputs import check_output_names, check_types, default_output_names
 from sparkhvd.estimators.models.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
 from sparkhvd.estimators.models.trained import ModelArtifacts, output_specs
-from sparkhvd.estimators.params.backend import requested_tasks, reserve_ranks, run_ranks, shows_output, spark_backend
+from sparkhvd.estimators.params.backend import (
+    is_elastic,
+    largest_size,
+    requested_tasks,
+    reserve_ranks,
+    run_ranks,
+    shows_output,
+    spark_backend,
+)
 from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.named_inputs import columns_of
 from sparkhvd.estimators.params.params import EstimatorParams
@@ -75,6 +83,7 @@ from sparkhvd.estimators.training.worker import (
     TrainJob,
     TrainResult,
     find_plugin,
+    train_elastic_worker,
     train_worker,
 )
 from sparkhvd.store import Store, layout
@@ -294,7 +303,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             if seed is None:
                 seed = secrets.randbelow(2**31) if last is None else last.seed
             decided = {"num_proc": num_proc, "store": store, "run_id": run_id, "random_seed": seed}
-            division_proc = num_proc if last is None or last.within is None else last.within.num_proc
+            division_proc = largest_size(plan, num_proc)
+            if last is not None and last.within is not None:
+                division_proc = last.within.division_proc or last.within.num_proc
             yield RunPlan(**{**vars(plan), **decided}, division_proc=division_proc, facts=facts, lease=lease)
 
     def _check_store(self, spark: SparkSession, store: Store, plan: FitPlan) -> None:
@@ -425,13 +436,14 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             data_module=_pickled(_row_loader(run), "data_module"),
             progress=run.verbose > 0 and shows_output(run) and is_interactive(),
             holder=None if run.lease is None else run.lease.holder,
+            division_proc=run.division_proc,
         )
         environment = {**self._environment(), **(run.backend_env or {})}
         shown = ProgressOutput(run.run_id) if job.progress else None
         try:
             results = run_ranks(
                 run,
-                train_worker,
+                train_elastic_worker if is_elastic(run) else train_worker,
                 (job,),
                 spark=spark,
                 env=environment,
@@ -550,4 +562,5 @@ def _train_spec(run: RunPlan, schema: DataSchema) -> TrainSpec:
         log_every_n_steps=run.log_every_n_steps,
         use_gpu=run.use_gpu,
         model=run.facts,
+        shards=run.num_proc if is_elastic(run) and run.elastic_batch == "global" else None,
     )

@@ -10,7 +10,7 @@ from pyspark.ml import base
 from sparkhvd._util.counts import counted
 from sparkhvd.data.loaders.user_loaders import loads_rows
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.params.backend import check_backend
+from sparkhvd.estimators.params.backend import check_backend, is_elastic
 from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.params import EstimatorParams
 
@@ -41,6 +41,8 @@ def check(plan: FitPlan) -> None:
             f"resume='auto' and run_id={plan.run_id!r} contradict each other: resume='auto' finds the run by its "
             "content. Leave one of them out."
         )
+    if is_elastic(plan):
+        _refuse_elastic(plan)
     if plan.data == "direct":
         _refuse_prepared_row_params(plan)
     if plan.reader == "petastorm":
@@ -124,6 +126,22 @@ def check_single_fit(run_id: str | None) -> None:
                 "params) once per parameter map."
             )
         caller = caller.f_back
+
+
+def _refuse_elastic(plan: FitPlan) -> None:
+    """Refuse elastic training where a rest of an epoch cannot be divided anew among other ranks."""
+    if plan.store is None or not plan.store.save_runs:
+        raise ParamError(
+            "Elastic training (min_num_proc, max_num_proc) keeps its rows and checkpoints in a Store. Pass a store "
+            "that saves runs, or leave both out."
+        )
+    reader = "data='direct'" if plan.data == "direct" else "reader='petastorm'" if plan.reader == "petastorm" else ""
+    reader = "data_module" if loads_rows(plan.data_module) else reader
+    if reader:
+        raise ParamError(
+            f"{reader} cannot divide the rest of an epoch anew when the ranks of an elastic training change. Leave it "
+            "out, or leave min_num_proc and max_num_proc out."
+        )
 
 
 def _refuse_prepared_row_params(plan: FitPlan) -> None:

@@ -21,7 +21,7 @@ FRAMEWORK = Framework(
     packages=("keras",),
     libraries=("tensorflow",),
     versions={"tensorflow": ("tensorflow-cpu",), "keras": ()},
-    describe="sparkhvd.estimators.keras.canonical:describe",
+    describe="sparkhvd.estimators.keras.serialization.canonical:describe",
     seeding="keras.utils.set_random_seed",
     tensor_errors=("tensorflow",),
 )

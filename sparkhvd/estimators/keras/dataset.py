@@ -63,6 +63,10 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
             return self._batches_left
         return self._source.steps() - self.first_step
 
+    def begins_within(self) -> bool:
+        """Return whether the epochs begin within an epoch of the run."""
+        return self.first_step > 0 or self._batches_left is not None
+
     def begin_within(self, first_step: int, batches: int | None) -> None:
         """Begin the next epochs at a step; ``batches``, if set, is their number of batches."""
         self.first_step, self._batches_left = first_step, batches

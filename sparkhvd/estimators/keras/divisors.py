@@ -13,6 +13,7 @@ import numpy as np
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras.dataset import BatchDataset
 
 
@@ -134,7 +135,16 @@ def _with_rows(loss: Callable[..., keras.KerasTensor], mean: keras.metrics.Mean)
 
 
 def _weighted(losses: keras.KerasTensor, weights: keras.KerasTensor) -> keras.KerasTensor:
-    """Multiply losses by weights, which may lack the last dimensions: a weight of a row applies to all its values."""
+    """Multiply losses by weights, which may lack the last dimensions: a weight of a row applies to all its values.
+
+    Raises:
+        ParamError: the loss is one number for all rows.
+    """
+    if len(losses.shape) == 0:
+        raise ParamError(
+            "The loss returns one number for all rows of a batch, so sample_weight_col cannot weight the rows. Return "
+            "one value per row, or leave sample_weight_col out."
+        )
     shape, missing = keras.ops.shape(losses), len(losses.shape) - len(weights.shape)
     shape = (*keras.ops.shape(weights), *[1] * missing) if missing >= 0 else shape
     weighted = losses * keras.ops.reshape(keras.ops.cast(weights, losses.dtype), shape)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.api.estimator import DistributedEstimator
-from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.plugin import use_backend
+from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.params.declarations import Declared, declared
 from sparkhvd.estimators.params.fit_plan import FitPlan
@@ -116,14 +116,14 @@ class KerasEstimator(DistributedEstimator):
         plan = super()._checked_plan(**overrides)
         if plan.own["checkpoint_callback"] is None:
             return plan
-        from sparkhvd.estimators.keras.saving import with_callback  # noqa: PLC0415  (Keras is imported by now)
+        from sparkhvd.estimators.keras.serialization.saving import with_callback  # noqa: PLC0415  (Keras is imported by now)
 
         return with_callback(plan)
 
     def _pickled(self, objects: dict[str, Any]) -> bytes:
         if "model" not in objects:
             return super()._pickled(objects)
-        from sparkhvd.estimators.keras.package import custom_objects_of, dumps_params  # noqa: PLC0415  (imports Keras)
+        from sparkhvd.estimators.keras.serialization.package import custom_objects_of, dumps_params  # noqa: PLC0415  (imports Keras)
 
         custom = custom_objects_of(objects["model"], objects.get("custom_objects"))
         return dumps_params(custom, objects)

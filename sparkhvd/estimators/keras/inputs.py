@@ -124,6 +124,8 @@ class Ports:
             ModelOutputError: a model without declared outputs returns another structure.
         """
         actual = "dict" if isinstance(values, dict) else "list" if isinstance(values, list | tuple) else "single"
+        if actual == "single" and self.structure == "list" and len(self.ports) == 1:
+            return [values]  # a loaded model returns the only output of a list alone
         if actual != self.structure:
             raise ModelOutputError(
                 f"The model returns {_OUTPUTS[actual]}, but {_OUTPUTS[self.structure]} is expected for "

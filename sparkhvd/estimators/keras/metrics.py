@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import numpy.typing as npt
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
@@ -11,29 +12,57 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 Logs = dict[str, float] | None  # the values that callbacks get, by metric
 
 
-def sum_over_ranks(model: keras.Model, name: str) -> None:
-    """Sum the variables of the model's metrics over all ranks; collective.
+class MetricSums:
+    """The variables of a model's metrics, as sums over all ranks.
 
-    Their results are then exact, also for metrics that are not means (``AUC``, ``F1Score``). A metric with a variable
-    whose ``aggregation`` is not a sum is left unchanged.
+    The results of the metrics are then exact, also of those that are not means (``AUC``, ``F1Score``). A metric with a
+    variable whose ``aggregation`` is not a sum is left unchanged.
 
     Args:
         model: the compiled model, the same on all ranks.
-        name: the name of the collective.
     """
-    variables = [variable for metric in _metrics(model) if _is_sum(metric) for variable in metric.variables]
-    values = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables]
-    if not values:
-        return
-    flat = np.concatenate([value.reshape(-1).astype(np.float64) for value in values])
-    total = session.current().allreduce(flat, ReduceOp.SUM, name=name)
-    ends = np.cumsum([value.size for value in values])[:-1]
-    for variable, value, summed in zip(variables, values, np.split(total, ends), strict=True):
-        variable.assign(summed.reshape(value.shape).astype(value.dtype))
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._start: dict[int, npt.NDArray[np.float64]] = {}  # by id of the variable
+
+    def begin(self) -> None:
+        """Note the values at the start of an epoch or a validation: a metric without a reset begins with a sum."""
+        self._start = {id(variable): _flat(variable) for variable in self._variables()}
+
+    def sum_over_ranks(self, name: str) -> None:
+        """Set the variables to their values at the start and what all ranks have added since; collective.
+
+        Args:
+            name: the name of the collective.
+        """
+        variables = self._variables()
+        if not variables:
+            return
+        values = [_flat(variable) for variable in variables]
+        starts = [
+            self._start.get(id(variable), np.zeros(len(v))) for variable, v in zip(variables, values, strict=True)
+        ]
+        start = np.concatenate(starts)
+        start[~np.isfinite(start)] = 0.0
+        added = session.current().allreduce(np.concatenate(values) - start, ReduceOp.SUM, name=name)
+        total = start + added.astype(np.float64)
+        ends = np.cumsum([len(value) for value in values])[:-1]
+        for variable, summed in zip(variables, np.split(total, ends), strict=True):
+            variable.assign(
+                summed.reshape(variable.shape).astype(np.asarray(keras.ops.convert_to_numpy(variable)).dtype)
+            )
+
+    def _variables(self) -> list[keras.Variable]:
+        return [variable for metric in _metrics(self._model) if _is_sum(metric) for variable in metric.variables]
+
+
+def _flat(variable: keras.Variable) -> npt.NDArray[np.float64]:
+    return np.asarray(keras.ops.convert_to_numpy(variable)).reshape(-1).astype(np.float64)
 
 
 def summed_results(model: keras.Model) -> dict[str, float]:
-    """Return the results of the metrics in a model's attributes, after ``sum_over_ranks``.
+    """Return the results of the metrics in a model's attributes, after ``MetricSums.sum_over_ranks``.
 
     A user-defined step may report them beside other values, and Keras then logs what the step returned on this rank.
     """

@@ -24,12 +24,12 @@ from sparkhvd._util.frameworks import estimator_hint
 from sparkhvd.config import export
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema.data_schema import DataSchema
-from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
+from sparkhvd.errors import ConfigError, ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.batch_dependence import BatchDependence
-from sparkhvd.estimators.keras import artifact
-from sparkhvd.estimators.keras.canonical import AUTOMATIC_NUMBER
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
-from sparkhvd.estimators.keras.omissions import Omissions, lora_weights
+from sparkhvd.estimators.keras.serialization import artifact
+from sparkhvd.estimators.keras.serialization.canonical import AUTOMATIC_NUMBER
+from sparkhvd.estimators.keras.serialization.omissions import Omissions, lora_weights
 from sparkhvd.estimators.params.named_inputs import NamedInput
 from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec, typed_params
@@ -41,7 +41,7 @@ from sparkhvd.world import World
 if TYPE_CHECKING:
     import keras
 
-    from sparkhvd.estimators.keras.package import Named, Package
+    from sparkhvd.estimators.keras.serialization.package import Named, Package
     from sparkhvd.estimators.keras.trainer import KerasTrainer
 
 _MEANS = ("sum_over_batch_size", "mean")  # both divide by the rows; mean_with_sample_weight by their weights
@@ -132,7 +132,7 @@ class KerasPlugin:
         Raises:
             ParamError: it is not a Keras model, it is not built, or the columns do not fit its inputs.
         """
-        from sparkhvd.estimators.keras.package import custom_objects_of  # noqa: PLC0415
+        from sparkhvd.estimators.keras.serialization.package import custom_objects_of  # noqa: PLC0415
 
         model = _built(params["model"])
         inputs = _inputs(params, schema)
@@ -245,7 +245,7 @@ def _package(params: Mapping[str, Any]) -> Package:
     import keras  # noqa: PLC0415
 
     from sparkhvd.estimators.keras.names import check_names  # noqa: PLC0415
-    from sparkhvd.estimators.keras.package import (  # noqa: PLC0415
+    from sparkhvd.estimators.keras.serialization.package import (  # noqa: PLC0415
         Package,
         check_configs,
         custom_objects_of,
@@ -271,6 +271,7 @@ def _package(params: Mapping[str, Any]) -> Package:
             "Loss scaling, as for 'mixed_float16', is not supported: each rank would skip different steps when its "
             "gradients overflow. Build the model under 'mixed_bfloat16', which needs no scaling."
         )
+    _reject_stateful_layers(model)
     scheduled = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)  # noqa: SLF001
     if params.get("scale_lr") and scheduled:
         raise ParamError(
@@ -340,6 +341,19 @@ def _reject_foreign_losses(losses: object) -> None:
             raise ParamError(f"The loss {name} does not compute with the tensors of Keras on {backend}.{hint}")
 
 
+def _reject_stateful_layers(model: keras.Model) -> None:
+    import keras  # noqa: PLC0415
+
+    layers = model._flatten_layers(include_self=False)  # noqa: SLF001  (no public way to list nested layers)
+    stateful = [layer.name for layer in layers if isinstance(layer, keras.layers.RNN) and layer.stateful]
+    if stateful:
+        raise ParamError(
+            f"stateful=True is not supported ({', '.join(stateful)}): a row would continue from the state of any other "
+            "row, because rows are shuffled and divided among the ranks. Set stateful=False, and put a whole sequence "
+            "into each row."
+        )
+
+
 def _is_of_whole_batch(loss: object) -> bool:
     """Return whether a loss of Keras relates the rows of a batch to each other."""
     import keras  # noqa: PLC0415
@@ -396,6 +410,8 @@ def _outputs(params: Mapping[str, object], schema: DataSchema) -> Ports:
 def _try_out(
     package: Package, schema: DataSchema, sample: Arrays, params: Mapping[str, object] | None = None
 ) -> list[tuple[int, ...]]:
+    from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks  # noqa: PLC0415  (imports Keras)
+
     rows = len(next(iter(sample.values())))
     model = _rebuilt_model(package)
     package = package.with_ports_for(model, schema)
@@ -423,8 +439,13 @@ def _try_out(
     targets = package.outputs.arrays(sample, rows)
     try:
         targets = _tensors(targets)  # the form that user-defined losses and metrics get in training
-        model.compute_loss(features, targets, predicted)
+        ones = package.outputs.arranged([np.ones(rows, np.float32)] * len(package.outputs.ports))
+        weights = {"sample_weight": _tensors(ones)} if schema.of("weight") else {}
+        divide_over_ranks(model, CurrentBatch())  # as in training
+        model.compute_loss(features, targets, predicted, **weights)
         metrics = model.compute_metrics(features, targets, predicted)
+    except SparkHvdError:
+        raise
     except Exception as error:
         compared = (
             f"the model's outputs {_dtypes_and_shapes(outputs)} with the labels "

@@ -18,14 +18,19 @@ class LayerStatistics:
     Args:
         model: the model, built.
         own: variables that differ between ranks on purpose, such as the states of random generators.
+        sums: the optimizer's sums of gradients for a step that has not ended. Their mean over the ranks is what the
+            step uses, so every rank can continue from it.
     """
 
-    def __init__(self, model: keras.Model, own: Iterable[keras.Variable]) -> None:
+    def __init__(
+        self, model: keras.Model, own: Iterable[keras.Variable], sums: Iterable[keras.Variable | None] = ()
+    ) -> None:
         layers = model._flatten_layers()  # noqa: SLF001  (no public way to list nested layers)
         # The weights of a frozen layer are non-trainable, too, but equal on all ranks.
         weights = [weight for layer in layers for weight in layer._trainable_variables]  # noqa: SLF001
         excluded = {id(variable) for variable in (*weights, *own)}
         statistics = [variable for variable in model.non_trainable_variables if id(variable) not in excluded]
+        self._sums = [total for total in sums if total is not None]
         self._floats = [v for v in statistics if keras.backend.is_float_dtype(v.dtype)]
         self._others = [v for v in statistics if not keras.backend.is_float_dtype(v.dtype)]
 
@@ -40,14 +45,20 @@ class LayerStatistics:
             name: the name of the collective.
         """
         broadcast_variables(self._others)
-        if not self._floats:
+        self._average(self._sums, 1, f"{name}, sums of gradients")
+        self._average(self._floats, rows, name)
+
+    @staticmethod
+    def _average(variables: list[keras.Variable], weight: int, name: str) -> None:
+        """Replace variables with their weighted means over the ranks; collective."""
+        if not variables:
             return
-        values = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in self._floats]
+        values = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables]
         flat = np.concatenate([np.array([1.0]), *(value.reshape(-1).astype(np.float64) for value in values)])
-        weighted = flat * rows if rows else np.zeros_like(flat)
+        weighted = flat * weight if weight else np.zeros_like(flat)
         total = session.current().allreduce(weighted, ReduceOp.SUM, name=name)
         if not total[0]:
             return
         means = np.split(total[1:] / total[0], np.cumsum([value.size for value in values])[:-1])
-        for variable, value, mean in zip(self._floats, values, means, strict=True):
+        for variable, value, mean in zip(variables, values, means, strict=True):
             variable.assign(mean.reshape(value.shape).astype(value.dtype))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,18 +16,19 @@ import numpy.typing as npt
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.data.read.batches import BatchSource
-from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
-from sparkhvd.estimators.keras.metrics import Logs, sum_over_ranks, summed_results
-from sparkhvd.estimators.keras.package import (
+from sparkhvd.estimators.keras.metrics import Logs, MetricSums, summed_results
+from sparkhvd.estimators.keras.randomness import RandomStates
+from sparkhvd.estimators.keras.serialization import artifact
+from sparkhvd.estimators.keras.serialization.package import (
     Package,
     arrays_from_bytes,
     arrays_to_bytes,
     optimizers_beside,
     reject_own_optimizers,
 )
-from sparkhvd.estimators.keras.saving import CheckpointFilesCallback
+from sparkhvd.estimators.keras.serialization.saving import CheckpointFilesCallback
 from sparkhvd.estimators.keras.statistics import LayerStatistics
 from sparkhvd.estimators.plugin import Trainer, TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
@@ -53,14 +54,21 @@ class KerasTrainer:
         if world.size > 1:
             reject_own_optimizers(self._model)
         self._package = package.with_ports_for(self._model, spec.schema)
-        self._lr_scale = float(world.size) if spec.scale_lr else 1.0
+        self._lr_scale = spec.lr_scale(world.size)
         self._scale_lr(self._lr_scale)
 
     def state(self) -> bytes:
-        """Return the values of all variables of the model and the optimizer."""
+        """Return the values of all variables of the model and its optimizers."""
         arrays = {f"model.{i}": _value(v) for i, v in enumerate(self._model.variables)}
         arrays |= {f"optimizer.{i}": _value(v) for i, v in enumerate(self._model.optimizer.variables)}
-        return arrays_to_bytes({**arrays, "lr_scale": np.array(self._lr_scale)})
+        places = {id(variable): index for index, variable in enumerate(self._model.variables)}
+        for name, optimizer in self._further_optimizers().items():
+            trained = [places.get(id(v), -1) for v in optimizer._trainable_variables] if optimizer.built else []  # noqa: SLF001
+            if trained and min(trained) >= 0:
+                arrays[f"trained by {name}"] = np.array(trained)
+                arrays |= {f"{name}.{i}": _value(v) for i, v in enumerate(optimizer.variables)}
+        swapped = np.array([callback._ema_weights_in_model for callback in self._swapping()])  # noqa: SLF001
+        return arrays_to_bytes({**arrays, "lr_scale": np.array(self._lr_scale), "swapped": swapped})
 
     def restore(self, state: bytes) -> None:
         """Resume from ``state``; its learning rate is converted to the scale of this run."""
@@ -71,7 +79,27 @@ class KerasTrainer:
         for kind, variables in (("model", self._model.variables), ("optimizer", optimizer.variables)):
             for index, variable in enumerate(variables):
                 variable.assign(arrays[f"{kind}.{index}"])
+        for name, other in self._further_optimizers().items():
+            if f"trained by {name}" not in arrays:
+                continue
+            if not other.built:
+                other.build([self._model.variables[index] for index in arrays[f"trained by {name}"]])
+            for index, variable in enumerate(other.variables):
+                variable.assign(arrays[f"{name}.{index}"])
+        for callback, swapped in zip(self._swapping(), arrays.get("swapped", ()), strict=False):
+            callback._ema_weights_in_model = bool(swapped)  # noqa: SLF001
         self._scale_lr(self._lr_scale / float(arrays["lr_scale"]))
+
+    def _further_optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
+        """Return the optimizers of the model's own training step, by names that are equal on all ranks."""
+        found = optimizers_beside(self._model).items()
+        return {f"{name}.{index}": optimizer for name, values in found for index, optimizer in enumerate(values)}
+
+    def _swapping(self) -> list[keras.callbacks.SwapEMAWeights]:
+        """Return the callbacks that swap the weights and their moving averages, and know which of them are swapped."""
+        return [
+            callback for callback in self._package.callbacks if isinstance(callback, keras.callbacks.SwapEMAWeights)
+        ]
 
     def _device(self) -> AbstractContextManager[None]:
         """Return a CPU scope if the backend would use a GPU by default although ``use_gpu`` is false."""
@@ -95,20 +123,28 @@ class KerasTrainer:
         current = CurrentBatch()
         sync_layers = _sync_layers(self._model)
         self._weight_by_rows(optimizer, sync_layers, current)
-        seeds = _RandomStates(self._model, self._spec, session.current().world.rank)
-        statistics = LayerStatistics(self._model, seeds.variables)
+        seeds = RandomStates(self._model, self._spec, session.current().world.rank, hooks.rank_state)
+        sums = getattr(optimizer, "_accumulated_gradients", ())  # with gradient_accumulation_steps
+        statistics = LayerStatistics(self._model, seeds.variables, sums)
         checkpoint_callback = self._package.checkpoint_callback
         saves_within = checkpoint_callback is not None and checkpoint_callback.save_freq != "epoch"
         divide_over_ranks(self._model, current)
         begin = _EpochBegin(
-            data, validation, sync_layers, partial(seeds.begin, hooks), statistics, current, saves_within
+            data,
+            validation,
+            sync_layers,
+            seeds,
+            statistics,
+            current,
+            saves_within,
+            self._spec.epochs,
         )
         end = _EpochEnd(begin, data, hooks, self, seeds)
         saving = self._saving(hooks)
         callbacks = [begin, *self._package.callbacks, *(() if saving is None else saving.callbacks), end]
 
         def fit(first: int, last: int) -> None:
-            with self._device():
+            with self._device(), _own_failures():
                 self._model.fit(
                     data,
                     validation_data=validation,
@@ -121,6 +157,8 @@ class KerasTrainer:
 
         # Keras would finalize the variables after every fit(), also within a training; export does it instead.
         object.__setattr__(optimizer, "finalize_variable_values", lambda _variables: None)
+        for callback in self._swapping():  # it would replace the weights with their averages after the last epoch
+            callback._finalize_ema_values = lambda: None  # noqa: SLF001
         first = hooks.first_epoch
         try:
             if first < self._spec.epochs and (hooks.first_step or hooks.first_epoch_batches is not None):
@@ -146,10 +184,10 @@ class KerasTrainer:
         passes = self._spec.backward_passes_per_step
         with self._device():
             optimizer.weight_by(current.share, current.ends_step if passes > 1 else None)
-        for others in optimizers_beside(self._model).values():
-            for other in others:
-                if isinstance(other, ExchangingOptimizer):
-                    other.weight_by(current.share_of_batch)
+        for name, other in self._further_optimizers().items():
+            if isinstance(other, ExchangingOptimizer):
+                other.exchange_as(name)
+                other.weight_by(current.share_of_batch)
         for layer in sync_layers:
             layer.count_rows_if(current.has_rows)
 
@@ -173,7 +211,8 @@ class KerasTrainer:
         self._scale_lr(1.0 / self._lr_scale)
         try:
             package = self._package
-            with _averaged_weights(self._model):
+            swapped = any(callback._ema_weights_in_model for callback in self._swapping())  # noqa: SLF001
+            with _averaged_weights(self._model, swapped=swapped):
                 artifact.save(folder, self._model, package.objects, package.inputs, package.outputs)
         finally:
             self._scale_lr(self._lr_scale)
@@ -202,17 +241,20 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         data: BatchDataset,
         validation: BatchDataset | None,
         sync_layers: list[keras.Layer],
-        seed: Callable[[int], None],
+        seeds: RandomStates,
         statistics: LayerStatistics,
         current: CurrentBatch,
         saves_within: bool,
+        epochs: int,
     ) -> None:
         super().__init__()
+        self._epochs = epochs
         self._statistics = statistics
         self._current = current
         self._equal_rows = 0  # this rank's rows in the epoch at the last synchronization of the statistics
         self._saves_within = saves_within  # whether the model may be saved after any batch
-        self._seed = seed  # called with the number of every epoch
+        self._seeds = seeds
+        self.rate: float | None = None  # the learning rate with which the run resumes within an epoch
         self.metrics = _EpochMetrics()
         # Statistics over all ranks' rows; they must change in this rank's empty steps, too.
         self._shared = {id(variable) for layer in sync_layers for variable in layer.non_trainable_variables}
@@ -225,14 +267,27 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._communicated = 0.0  # seconds of communication before the epoch
         self.step_ended = 0.0
 
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        self._sums = MetricSums(model)
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Set the number of epochs for all callbacks; the ``fit`` of an interrupted epoch knows its own end only."""
+        params["epochs"] = self._epochs
+        super().set_params(params)
+
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
         self._data.epoch = epoch
-        self._seed(epoch)
+        self.rate = _learning_rate(self.model.optimizer) if self._data.begins_within() else None
+        self._seeds.begin_epoch(epoch)
         self._equal_rows = 0
         self._started = self.step_ended = time.monotonic()
         self._data_wait, self._communicated = 0.0, self._waits.seconds
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
+        self._seeds.begin_batch()
+        if batch == 0:  # Keras has reset the metrics
+            self._sums.begin()
         self._save_variables(batch, self._data)
         self._current.begin(self._data, batch)
 
@@ -245,7 +300,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
             self.equalize(batch)
         if last:
             self.metrics.times = self._times()
-            sum_over_ranks(self.model, f"epoch {self._data.epoch} metrics")  # Keras then computes the logs from them
+            self._sums.sum_over_ranks(f"epoch {self._data.epoch} metrics")  # Keras then computes the logs from them
             self._summed = summed_results(self.model)
 
     def equalize(self, batch: int) -> None:
@@ -256,6 +311,8 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
 
     def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
         if self._validation is not None:
+            if batch == 0:
+                self._sums.begin()
             self._save_variables(batch, self._validation)
             self._current.begin(self._validation, batch)
 
@@ -264,7 +321,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         if self._validation is not None:
             self._restore_variables(batch, self._validation)
             if batch == len(self._validation) - 1:
-                sum_over_ranks(self.model, f"epoch {self._data.epoch} validation metrics")
+                self._sums.sum_over_ranks(f"epoch {self._data.epoch} validation metrics")
                 self._summed |= {f"val_{name}": value for name, value in summed_results(self.model).items()}
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -311,7 +368,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
     """Runs after the user's callbacks, so that the checkpoint contains their changes."""
 
     def __init__(
-        self, begin: _EpochBegin, data: BatchDataset, hooks: TrainHooks, trainer: Trainer, seeds: _RandomStates
+        self, begin: _EpochBegin, data: BatchDataset, hooks: TrainHooks, trainer: Trainer, seeds: RandomStates
     ) -> None:
         super().__init__()
         self._seeds = seeds
@@ -321,6 +378,11 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         self._data = data
         self._hooks = hooks
         self._trainer = trainer
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
+        """Keep the learning rate of a run that resumes here: callbacks have changed it when the epoch began."""
+        if self._begin.rate is not None:
+            self.model.optimizer.learning_rate = self._begin.rate
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Report the end of a step to the hooks; the logs are means over this rank's rows in the epoch so far."""
@@ -358,36 +420,20 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         self.model.stop_training = self.ended
 
 
-class _RandomStates:
-    """The states of the random generators of the model's layers (dropout, noise), different on every rank.
+def _learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
+    """Return the learning rate of an optimizer; None if a schedule sets it."""
+    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):  # noqa: SLF001
+        return None
+    return float(_value(optimizer.learning_rate))
 
-    Args:
-        model: the model.
-        spec: contains the seed of the training.
-        rank: the rank.
-    """
 
-    def __init__(self, model: keras.Model, spec: TrainSpec, rank: int) -> None:
-        layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to list nested layers)
-        states = {id(g.state): g.state for layer in layers for g in layer._seed_generators}  # noqa: SLF001
-        self.variables = list(states.values())
-        self._spec = spec
-        self._rank = rank
+def _own_failures() -> AbstractContextManager[None]:
+    """Return a context that raises errors of collectives as they are, also from inside a graph of TensorFlow."""
+    if keras.config.backend() != "tensorflow":
+        return nullcontext()
+    from sparkhvd.tensorflow.tensors import own_failures  # noqa: PLC0415  (only the backend in use is imported)
 
-    def begin(self, hooks: TrainHooks, epoch: int) -> None:
-        """Set the states for an epoch; they differ between epochs, but not between resumed and uninterrupted runs."""
-        if epoch == hooks.first_epoch and hooks.rank_state:
-            states = list(arrays_from_bytes(hooks.rank_state).values())
-        else:
-            numbers = np.random.SeedSequence(self._spec.seed_of(epoch, self._rank))
-            # Some backends have signed states, so the values must fit into 31 bits.
-            states = [sequence.generate_state(2) >> 1 for sequence in numbers.spawn(len(self.variables))]
-        for variable, state in zip(self.variables, states, strict=True):
-            variable.assign(state.astype(_value(variable).dtype))
-
-    def state(self) -> bytes:
-        """Return the states of this rank, for ``StepReport``."""
-        return arrays_to_bytes({str(index): _value(variable) for index, variable in enumerate(self.variables)})
+    return own_failures()
 
 
 def prepare_devices(world: World, *, use_gpu: bool = True) -> None:
@@ -422,18 +468,26 @@ def _sync_layers(model: keras.Model) -> list[keras.Layer]:
 
 
 @contextmanager
-def _averaged_weights(model: keras.Model) -> Iterator[None]:
-    """Replace the weights in this block with their moving averages, if the optimizer keeps them (``use_ema``)."""
-    optimizer, weights = model.optimizer, model.trainable_variables
+def _averaged_weights(model: keras.Model, *, swapped: bool) -> Iterator[None]:
+    """Replace the weights in this block with their moving averages, if the optimizer keeps them (``use_ema``).
+
+    Args:
+        model: the model.
+        swapped: whether weights and averages are swapped; then the averages are replaced with themselves.
+    """
+    optimizer = model.optimizer
     if not (optimizer.use_ema and optimizer.built):
         yield
         return
-    trained = [_value(weight) for weight in weights]
-    type(optimizer).finalize_variable_values(optimizer, weights)
+    averages = zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True)  # noqa: SLF001
+    pairs = [pair[::-1] if swapped else pair for pair in averages if pair[1] is not None]
+    values = [_value(variable) for variable, _ in pairs]
+    for variable, average in pairs:
+        variable.assign(average)
     try:
         yield
     finally:
-        for variable, value in zip(weights, trained, strict=True):
+        for (variable, _), value in zip(pairs, values, strict=True):
             variable.assign(value)
 
 

@@ -1,6 +1,6 @@
 """``LightningEstimator``: train LightningModules on Spark DataFrames.
 
-The names resolve on first use (PEP 562), so that a rank imports its half of this package without pyspark.
+The names resolve on first use (PEP 562), so that ranks do not import pyspark.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Files of a trained model in addition to those of a torch model.
 CHECKPOINT, LOGS = "lightning.ckpt", "logs.zip"
+
+RUN_KEY = "sparkhvd"  # the key of the run callback's state in a checkpoint
 
 FRAMEWORK = Framework(
     title="Lightning",

@@ -1,4 +1,4 @@
-"""What a step leaves in the attributes of a module, for steps that must leave nothing there."""
+"""Remove what a step leaves in the attributes of a module, for steps that must have no effect."""
 
 from __future__ import annotations
 

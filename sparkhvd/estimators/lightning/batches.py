@@ -14,8 +14,8 @@ import torch
 from sparkhvd.data.read.batches import Batch, BatchSource
 from sparkhvd.data.schema import columns as columns_of
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
-from sparkhvd.estimators.torch.divisors import Divisor, LossFactors, loss_factors
 from sparkhvd.estimators.torch.inputs import ModelInput, model_dtype, plan_inputs
+from sparkhvd.estimators.torch.losses.divisors import Divisor, LossFactors, loss_factors
 
 Columns = Mapping[str, npt.NDArray[np.generic]]
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]

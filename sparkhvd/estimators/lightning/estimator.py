@@ -16,8 +16,8 @@ from sparkhvd.estimators.lightning.retired import RETIRED_OF_LIGHTNING
 from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.params.declarations import Declared, Identity, declared
 from sparkhvd.estimators.params.params import RETIRED, numbers, objects, objects_or_named, shapes
-from sparkhvd.estimators.torch import artifact
-from sparkhvd.estimators.torch.package import dumps_params
+from sparkhvd.estimators.torch.serialization import artifact
+from sparkhvd.estimators.torch.serialization.package import dumps_params
 from sparkhvd.estimators.training.job_files import local_copies
 
 _PLUGIN = "sparkhvd.estimators.lightning.plugin:PLUGIN"

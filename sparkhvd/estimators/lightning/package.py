@@ -13,10 +13,10 @@ from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.estimators.lightning.batches import Columns
 from sparkhvd.estimators.lightning.steps import strategy_of
 from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.torch.divisors import batch_divisors
-from sparkhvd.estimators.torch.epoch_metrics import weighted_mean_loss
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
-from sparkhvd.estimators.torch.objective import Objective
+from sparkhvd.estimators.torch.losses.divisors import batch_divisors
+from sparkhvd.estimators.torch.losses.epoch_metrics import weighted_mean_loss
+from sparkhvd.estimators.torch.losses.objective import Objective
 from sparkhvd.lightning.flavour import FlavourName, default_flavour, flavour_of, import_lightning
 
 if TYPE_CHECKING:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -19,31 +22,35 @@ from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.batch_dependence import BatchDependence
-from sparkhvd.estimators.lightning import best_model
+from sparkhvd.estimators.lightning.checkpoint import best_model
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.params import LightningParams
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
 from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec, typed_params
 from sparkhvd.estimators.runs.resume_check import ModelFacts
-from sparkhvd.estimators.torch.divisors import inexact_losses
-from sparkhvd.estimators.torch.objective import objective_of
-from sparkhvd.estimators.torch.package import dumps, refuse_separated
+from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe_model
+from sparkhvd.estimators.torch.losses.divisors import inexact_losses
+from sparkhvd.estimators.torch.losses.objective import objective_of
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
 from sparkhvd.estimators.torch.plugin import (
     TorchPredictor,
     check_optimizer,
     compressor,
     parameter_shapes,
-    refuse_shared_memory,
+    refuse_closure,
+    refuse_exported,
+    refuse_unsupported_parameters,
     warn_of_inexact_losses,
 )
-from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
+from sparkhvd.estimators.torch.serialization.package import dumps, refuse_separated
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
 from sparkhvd.estimators.training.user_errors import describe_error, with_full_stop
 from sparkhvd.lightning.flavour import FlavourName, default_flavour, flavour_of, import_lightning
 from sparkhvd.world import World
+
+logger = logging.getLogger(__name__)
 
 _SYNTHETIC_ROWS = 2
 _PLAIN_MODULE_PARAMS = ("loss", "loss_weights", "metrics")
@@ -187,9 +194,10 @@ def _check_kinds(params: Mapping[str, object]) -> None:
             f"model is a {type(model).__name__}; it must be a LightningModule or a torch.nn.Module."
             f"{estimator_hint(model, ())}"
         )
-    refuse_unsafe_model(model)
-    refuse_shared_memory(model)
+    refuse_exported(model)
     flavour = flavour_of(model)
+    refuse_unsafe_model(model)
+    refuse_unsupported_parameters(model, may_be_lazy=flavour is not None and _has_setup(model, flavour))
     if flavour is not None:
         _check_hooks(model, flavour)
         if params.get("inputs"):
@@ -260,6 +268,12 @@ def _check_flavour(name: str, kind: str, objects: Sequence[object], flavour: Fla
             )
 
 
+def _has_setup(model: torch.nn.Module, flavour: FlavourName) -> bool:
+    """Whether a LightningModule has a hook that may create parameters before rank 0 sends its own to all ranks."""
+    base = import_lightning(flavour).LightningModule
+    return any(getattr(type(model), name) is not getattr(base, name) for name in ("setup", "configure_model"))
+
+
 def _check_hooks(model: torch.nn.Module, flavour: FlavourName) -> None:
     for name in ("training_step", "configure_optimizers"):
         inherited = getattr(import_lightning(flavour).LightningModule, name)
@@ -288,6 +302,7 @@ def _check_trainer_args(trainer_args: Mapping[str, object], params: Mapping[str,
 def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, synthetic: bool = False) -> list[tuple[int, ...]]:
     """Return the shapes of the outputs for some rows; nothing if only real rows can show them."""
     package = _unpack(payload)
+    _refuse_created_optimizers(package)
     sample = {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
     outputs = _forward(package, schema, sample, synthetic=synthetic)
     if outputs is None:
@@ -302,6 +317,30 @@ def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, synthetic: boo
     if package.objective is not None:
         package.objective.try_out(outputs, sample, synthetic=synthetic)
     return [tuple(output.shape[1:]) for output in outputs]
+
+
+def _refuse_created_optimizers(package: LightningPackage) -> None:
+    """Refuse optimizers of ``configure_optimizers`` whose steps need a closure, if it can run without a Trainer."""
+    if package.plain:
+        return
+    module: Any = package.model
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            created = module.configure_optimizers()
+    except Exception as error:  # noqa: BLE001  (a user's function may need a rank)
+        logger.debug("configure_optimizers was not checked on the driver: %s", error)
+        return
+    for optimizer in _lbfgs_of(created):
+        refuse_closure(optimizer)
+
+
+def _lbfgs_of(created: object) -> list[torch.optim.LBFGS]:
+    """Return all LBFGS optimizers in a result of ``configure_optimizers``."""
+    if isinstance(created, torch.optim.LBFGS):
+        return [created]
+    parts = created.values() if isinstance(created, dict) else created if isinstance(created, list | tuple) else ()
+    return [optimizer for part in parts for optimizer in _lbfgs_of(part)]
 
 
 def _forward(

@@ -17,19 +17,26 @@ import torch
 from sparkhvd.errors import DataError
 from sparkhvd.estimators.lightning.attributes import attributes_unchanged
 from sparkhvd.estimators.lightning.batches import BatchShare, RankLoader
+from sparkhvd.estimators.lightning.checkpoint.hot_start import load_earlier_states
+from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import (
+    end_epoch_with_schedulers,
+    finish_epoch,
+    repeat_epoch_start_hooks,
+)
+from sparkhvd.estimators.lightning.checkpoint.weights import prepare_module, prune_as_saved
 from sparkhvd.estimators.lightning.hints import batch_hint
-from sparkhvd.estimators.lightning.hot_start import load_earlier_states
-from sparkhvd.estimators.lightning.mid_epoch_resume import finish_epoch, repeat_epoch_start_hooks
-from sparkhvd.estimators.torch.divisors import counted_rows
-from sparkhvd.estimators.torch.frozen import freeze_only
+from sparkhvd.estimators.torch.checkpoint.attributes import ChangedAttributes
+from sparkhvd.estimators.torch.checkpoint.frozen import freeze_only
+from sparkhvd.estimators.torch.checkpoint.safe_state import plain_numbers
+from sparkhvd.estimators.torch.losses.divisors import counted_rows
 from sparkhvd.estimators.torch.renormalization import Renormalization, rows_keep_their_norms
-from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, scale_schedule
 from sparkhvd.torch.buffers import buffers_unchanged
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins import Precision
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 # Neutral elements by Lightning's names of reductions other than the mean.
@@ -88,9 +95,11 @@ class EstimatorSteps:
     lr_scheduler_configs: list[LRSchedulerConfig]
     call: ModuleType
     root_device: torch.device
+    precision_plugin: Precision
     saves_alone = False
     ended = False
     resumable = False
+    attributes: ChangedAttributes
     frozen: Sequence[str] | None = None  # the parameters without gradients where the run resumes
     _validates_every: float | None = None
     _renormalization: Renormalization | None = None
@@ -137,13 +146,22 @@ class EstimatorSteps:
             trainer = self.lightning_module.trainer
             repeat_epoch_start_hooks(trainer, self.call)
             self._validates_every, trainer.val_check_batch = trainer.val_check_batch, math.inf
+        self.attributes.owners.update({f"optimizer {index}": one for index, one in enumerate(self.optimizers)})
+        self.attributes.begin()
+
+    def synchronize_state(self) -> None:
+        """Synchronize all that a checkpoint holds of every rank; collective."""
+        self.synchronize_buffers()
+        self.attributes.agree()
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """See ``on_train_start``."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
         if self.feed.within_epoch:
             self.feed.within_epoch = False
-            self.lightning_module.trainer.val_check_batch = self._validates_every
+            trainer = self.lightning_module.trainer
+            trainer.val_check_batch = self._validates_every
+            end_epoch_with_schedulers(trainer)
 
     def training_step(self, *batch: object, **named: object) -> object:
         return self._step("train", super().training_step, batch, named)  # type: ignore[misc]
@@ -158,6 +176,13 @@ class EstimatorSteps:
             load_earlier_states(self.optimizers, self.earlier, schedulers)
         if self.lr_scale != 1.0:
             scale_lr(self.optimizers, schedulers, self.lr_scale)
+
+    def load_model_state_dict(self, checkpoint: dict[str, Any], *rest: object, **named: object) -> None:
+        """Load the weights in the Trainer's precision, which Lightning sets only later, and prune as before."""
+        self.precision_plugin.convert_module(self.lightning_module)
+        prepare_module(self.lightning_module, checkpoint)
+        super().load_model_state_dict(checkpoint, *rest, **named)  # type: ignore[misc]
+        prune_as_saved(self.lightning_module, checkpoint)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """See ``finish_epoch``; Lightning has restored its loops before."""

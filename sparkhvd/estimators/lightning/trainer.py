@@ -21,9 +21,11 @@ from sparkhvd.comm import objects, session
 from sparkhvd.config import scratch_folder
 from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.errors import DataError, ParamError
-from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, best_model
+from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, RUN_KEY
 from sparkhvd.estimators.lightning.batches import BatchFormat, Columns, LightningBatch, RankLoader, build_batch_format
-from sparkhvd.estimators.lightning.mid_epoch_resume import resume_after_batch, validates_after
+from sparkhvd.estimators.lightning.checkpoint import best_model
+from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import ends_by_steps, resume_after_batch, validates_after
+from sparkhvd.estimators.lightning.checkpoint.weights import prepare_module
 from sparkhvd.estimators.lightning.package import LightningPackage, lightning_module
 from sparkhvd.estimators.lightning.steps import (
     BatchEndHook,
@@ -35,26 +37,27 @@ from sparkhvd.estimators.lightning.steps import (
 )
 from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
-from sparkhvd.estimators.torch import artifact
-from sparkhvd.estimators.torch.divisors import loss_divisors
-from sparkhvd.estimators.torch.frozen import frozen_parameters
+from sparkhvd.estimators.torch.checkpoint.attributes import ChangedAttributes
+from sparkhvd.estimators.torch.checkpoint.frozen import freeze_only, frozen_parameters
+from sparkhvd.estimators.torch.checkpoint.optimizer_groups import load_with_groups
+from sparkhvd.estimators.torch.checkpoint.pruning import pruning_masks
+from sparkhvd.estimators.torch.checkpoint.randomness import random_state, restore_random, seed_generators
+from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe
 from sparkhvd.estimators.torch.inputs import model_dtype
-from sparkhvd.estimators.torch.randomness import random_state, restore_random, seed_generators
-from sparkhvd.estimators.torch.safe_state import refuse_unsafe
+from sparkhvd.estimators.torch.losses.divisors import loss_divisors
+from sparkhvd.estimators.torch.serialization import artifact
 from sparkhvd.estimators.training.user_errors import describe_error
 from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import import_lightning
-from sparkhvd.torch.buffers import buffers_beside, take_buffers
+from sparkhvd.torch.buffers import buffers_beside, take_buffers, take_new_buffers
 from sparkhvd.world import World
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from sparkhvd.estimators.lightning.best_model import BestModel, State
+    from sparkhvd.estimators.lightning.checkpoint.best_model import BestModel, State
 
 logger = logging.getLogger(__name__)
-
-RUN_KEY = "sparkhvd"  # the key of the run callback's state in a checkpoint
 
 
 class LightningTrainer:
@@ -160,10 +163,13 @@ class LightningTrainer:
         kind = type("EstimatorStrategy", (EstimatorSteps, strategy_class(self._package.flavour)), {})
         strategy = kind(**({} if self._package.compression is None else {"compression": self._package.compression}))
         strategy.feed, strategy.losses = feed, self._package.losses
+        owners = {"model": self._module, "losses": self._package.losses}
+        strategy.attributes = ChangedAttributes(owners, vars(self._lightning.LightningModule()))
         strategy.call = self._lightning.trainer.call
         strategy.earlier = () if self._package.plain else self._package.optimizers
-        strategy.lr_scale = float(self._world.size) if self._spec.scale_lr else 1.0
+        strategy.lr_scale = self._spec.lr_scale(self._world.size)
         callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
+        first = type("SharedValues", (SharedValues, self._lightning.callbacks.Callback), {})
         needs_own_rows = self._spec.checkpoints.every_steps is not None
         ends = self._ends = callback(
             self,
@@ -175,11 +181,12 @@ class LightningTrainer:
             needs_own_rows=needs_own_rows,
         )
         is_finished = hooks.first_epoch >= self._spec.epochs  # perhaps early: Lightning counts epochs itself
+        ends.is_over = is_finished and len(hooks.history) != self._spec.epochs
         own = {
             "strategy": strategy,
             "devices": 1,
             "max_epochs": len(hooks.history) if is_finished else self._spec.epochs,
-            "callbacks": [*self._package.callbacks, ends],
+            "callbacks": [first(), *self._package.callbacks, ends],
             "use_distributed_sampler": self._package.data_module is not None,
         }
         arguments = {
@@ -240,15 +247,19 @@ class LightningTrainer:
     def _load_weights(self, state: bytes) -> None:
         content = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
         self._load_module(content)
-        take_buffers(self._module, content["callbacks"][RUN_KEY].get("buffers", {}))
+        run = content["callbacks"][RUN_KEY]
+        take_buffers(self._module, run.get("buffers", {}))
+        freeze_only(self._module, run.get("frozen", frozen_parameters(self._module)))
+        self._trainer.strategy.attributes.restore(run.get("attributes", {}))
         optimizers = self._trainer.optimizers
         for optimizer, known in zip(optimizers, content["optimizer_states"], strict=True):
-            optimizer.load_state_dict(known)
-        scale_lr(optimizers, [], self._trainer.strategy.lr_scale / content["callbacks"][RUN_KEY]["lr_scale"])
+            load_with_groups(optimizer, known, own=0)  # callbacks may have added groups in later epochs
+        scale_lr(optimizers, [], self._trainer.strategy.lr_scale / run["lr_scale"])
 
     def _load_module(self, content: State) -> None:
         """Load the weights of a checkpoint as Lightning does: the module may have changed it, or saved only a part."""
         self._module.on_load_checkpoint(content)
+        prepare_module(self._module, content)
         self._module.load_state_dict(content["state_dict"], strict=getattr(self._module, "strict_loading", True))
 
     def _keep_results(self, trainer: Trainer, folder: Path) -> None:
@@ -283,6 +294,20 @@ def _saving_alone(strategy: EstimatorSteps, resumable: bool) -> Iterator[None]:
         strategy.saves_alone = strategy.resumable = False
 
 
+class SharedValues:
+    """The first callback, which computes the values of an epoch on all ranks; precedes ``Callback`` in the bases.
+
+    Lightning computes a value when it is first read, and here all ranks compute it together. A later callback may read
+    it on one rank alone, as progress bars do.
+    """
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
+        _ = trainer.callback_metrics
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
+        _ = trainer.callback_metrics
+
+
 class RunCallback:
     """The last callback, so that its checkpoint has the changes of all others; precedes ``Checkpoint`` in the bases."""
 
@@ -305,6 +330,7 @@ class RunCallback:
         self._lr_scale = lr_scale
         self._finder = finder
         self.batches_done: int | None = None  # of the epoch in which the run resumes
+        self.is_over = False  # whether the run ended early, or after an epoch that a callback has added
         self._loaded: State = {}
         self._best: BestModel | None = None
         self._metrics: dict[str, float] = {}  # metrics at the end of the last epoch
@@ -338,6 +364,9 @@ class RunCallback:
             "losses": dict(self._losses.state_dict()),
             "loss_buffers": buffers_beside(self._losses),
             "frozen": frozen_parameters(self._trainer.lightning_module),
+            "masks": pruning_masks(self._trainer.lightning_module),
+            "gradients": _gradients_by_hand(self._trainer.lightning_module),
+            "attributes": strategy_of(self._trainer).attributes.state(),
         }
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: State) -> None:  # noqa: ARG002
@@ -354,15 +383,27 @@ class RunCallback:
     def load_state_dict(self, state: State) -> None:
         self._loaded = state
 
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
+        """Train no further epoch of a run that is over; StochasticWeightAveraging adds one for batch normalization."""
+        if self.is_over:
+            trainer.fit_loop.max_epochs = len(self._hooks.history)
+
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Complete a resumed epoch: schedulers that read a metric step only after the checkpoint is made."""
         self._optimizer_steps = int(trainer.global_step)
         if not self._loaded:
             return
         take_buffers(module, self._loaded.get("buffers", {}))
-        self._losses.load_state_dict(self._loaded.get("losses", {}), strict=False)
+        losses = self._loaded.get("losses", {})
+        take_new_buffers(self._losses, losses)
+        self._losses.load_state_dict(losses, strict=False)
         take_buffers(self._losses, self._loaded.get("loss_buffers", {}))
         strategy_of(trainer).frozen = self._loaded.get("frozen")
+        attributes = strategy_of(trainer).attributes
+        attributes.restore(self._loaded.get("attributes", {}))
+        if trainer.is_global_zero and not self.is_over:
+            attributes.warn_of_missing()
+        _take_gradients(module, self._loaded.get("gradients", {}))
         # Schedulers and callbacks may read metrics of an earlier epoch.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._loaded["metrics"].items()})
         batches = self._loaded.get("batches", 0)
@@ -406,8 +447,8 @@ class RunCallback:
             feed.loss,
             lambda: {"loss": feed.sums.get("train", (0.0, 0))},
             lambda: random_state(trainer.strategy.root_device),
-            whole=stepped and not validates_after(trainer, self._batches),
-            synchronize=strategy_of(trainer).synchronize_buffers,
+            whole=stepped and not validates_after(trainer, self._batches) and not ends_by_steps(trainer),
+            synchronize=strategy_of(trainer).synchronize_state,
         )
         self._hooks.on_step_end(report, self._owner)
 
@@ -427,7 +468,7 @@ class RunCallback:
         """Report the epoch; collective."""
         feed = self._feed
         feed.train.close()
-        strategy_of(trainer).synchronize_buffers()  # only rank 0 makes the checkpoint
+        strategy_of(trainer).synchronize_state()  # only rank 0 makes the checkpoint
         self._batches, self._metrics = 0, _numbers(trainer.callback_metrics)
         rows = max(1, feed.train.rows)
         train = {"loss": feed.sums.get("train", (0.0, 0)), **self._logged("train", rows)}
@@ -466,6 +507,22 @@ def _short_name(name: str, names: Mapping[str, float]) -> str:
     """Return a validation metric's name without its prefix, unless another one has that name."""
     short = name.removeprefix("val_")
     return name if short in names and short != "loss" else short
+
+
+def _gradients_by_hand(module: LightningModule) -> dict[str, torch.Tensor]:
+    """Return the gradients of a module with manual optimization, which may add to them before the next step.
+
+    They are equal on all ranks, which exchange them in every ``manual_backward``.
+    """
+    if module.automatic_optimization:
+        return {}
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+def _take_gradients(module: LightningModule, gradients: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        if name in gradients:
+            parameter.grad = gradients[name].to(parameter.device)
 
 
 def _is_stopped(trainer: Trainer) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from sparkhvd.estimators.params.policies import Checkpoints
 from sparkhvd.estimators.training.worker import find_plugin
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ def track(
         for write in (
             partial(mlflow.log_params, texts),
             partial(_log_history, mlflow, model.trained.history),
-            partial(log_model, model),
+            partial(log_model, model, step=_epoch_of_model(model.trained.history, params)),
         ):
             with _failures_logged():
                 write()
@@ -124,8 +126,21 @@ def _log_history(mlflow: ModuleType, history: Iterable[EpochRecord]) -> None:
         mlflow.log_metrics({**values, "rows_per_second": record.rows_per_second}, step=record.epoch)
 
 
-def log_model(model: TrainedModel, name: str = "model") -> None:
-    """Log a model to the active MLflow run; ``mlflow.pyfunc.load_model`` opens it without Spark."""
+def _epoch_of_model(history: Sequence[EpochRecord], params: Mapping[str, object]) -> int:
+    """Return the epoch whose model is returned, as far as the parameters tell."""
+    policy = params.get("checkpoints")
+    best = policy.best_epoch(history) if isinstance(policy, Checkpoints) else None
+    return history[-1 if best is None else best].epoch if history else 0
+
+
+def log_model(model: TrainedModel, name: str = "model", step: int = 0) -> None:
+    """Log a model to the active MLflow run; ``mlflow.pyfunc.load_model`` opens it without Spark.
+
+    Args:
+        model: the model.
+        name: its name in MLflow.
+        step: the epoch of the run's metrics that MLflow 3 assigns to the model.
+    """
     import mlflow.pyfunc  # noqa: PLC0415  (optional)
 
     from sparkhvd.estimators.models import pyfunc  # noqa: PLC0415  (it needs pyarrow)
@@ -137,8 +152,10 @@ def log_model(model: TrainedModel, name: str = "model") -> None:
         signature = _signature(pyfunc.load(data))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*An input example was not provided")  # there are no rows to log
+            has_step = "step" in inspect.signature(mlflow.pyfunc.log_model).parameters
             mlflow.pyfunc.log_model(
                 name=name,
+                **({"step": step} if has_step else {}),
                 loader_module="sparkhvd.estimators.models.pyfunc",
                 data_path=str(data),
                 pip_requirements=requirements(model.plugin),

@@ -13,11 +13,12 @@ from sparkhvd.compat.spark import check_spark
 from sparkhvd.config import changed_environment, from_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_seconds
+from sparkhvd.driver.elastic.run import ElasticOptions, check_limits, run_elastic
 from sparkhvd.driver.launcher import LAUNCHERS, LaunchRequest, launcher_class
 from sparkhvd.driver.preflight.preflight import RequestedTasks
 from sparkhvd.driver.run import launch_request, run
 from sparkhvd.driver.spark.resources import TaskResources
-from sparkhvd.errors import ParamError, RankFailedError
+from sparkhvd.errors import ConfigError, ParamError, RankFailedError
 from sparkhvd.task import failure_report
 
 if TYPE_CHECKING:
@@ -52,17 +53,24 @@ class Backend(Protocol):
         """
 
 
+# Arguments of ``run_elastic``; one of the first two makes the ranks elastic.
+ELASTIC_ARGUMENTS = ("min_num_proc", "max_num_proc", "elastic_timeout", "reset_limit", "cooldown_range", "max_restarts")
+# How often a fit starts again from the last checkpoint in its Store after all ranks were lost.
+_MAX_RESTARTS = 3
+
+
 class SparkBackend:
-    """Starts the ranks with ``sparkhvd.run``.
+    """Starts the ranks with ``sparkhvd.run``, or with ``sparkhvd.run_elastic``.
 
     Args:
         num_proc: number of ranks; None uses all slots.
         env: variables to add to the ranks' environment.
         **options: more arguments of ``sparkhvd.run``: ``launcher``, ``gpus_per_task``, ``nics`` and the others. The
-            estimator chooses those that are left out.
+            estimator chooses those that are left out. ``min_num_proc`` or ``max_num_proc`` makes the ranks elastic;
+            then the arguments are those of ``sparkhvd.run_elastic``.
 
     Raises:
-        TypeError: ``sparkhvd.run`` has no such argument.
+        TypeError: ``sparkhvd.run`` or ``sparkhvd.run_elastic`` has no such argument.
 
     Examples:
         >>> TorchEstimator(backend=SparkBackend(4, gpus_per_task=1), store=store, ...)  # doctest: +SKIP
@@ -71,20 +79,64 @@ class SparkBackend:
     def __init__(
         self, num_proc: int | None = None, env: Mapping[str, str | None] | None = None, **options: Any
     ) -> None:
-        known = inspect.signature(run).parameters
+        self._elastic = {name: options.pop(name) for name in ELASTIC_ARGUMENTS if options.get(name) is not None}
+        known = (inspect.signature(run_elastic) if self.is_elastic else inspect.signature(run)).parameters
         for name in options:
-            if name not in known:
+            if name not in known and name not in ELASTIC_ARGUMENTS:
                 raise TypeError(unknown_argument(name, known))
         self.env = dict(env or {})
-        self._options = {"num_proc": num_proc, **options}
+        self._options = {"num_proc": num_proc, **{name: options[name] for name in options if name in known}}
 
     def without_env(self) -> SparkBackend:
         """Return a backend with the same options that adds nothing to the environment."""
-        return SparkBackend(**self._options)
+        return SparkBackend(**self._options, **self._elastic)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of ranks may change while they run."""
+        return "min_num_proc" in self._elastic or "max_num_proc" in self._elastic
+
+    def check_elastic(self) -> None:
+        """Refuse arguments of elastic jobs that contradict each other.
+
+        Raises:
+            ConfigError: the message names the argument.
+        """
+        launcher = self._options.get("launcher", "auto")
+        if self.is_elastic:
+            check_limits(ElasticOptions(self.requested_ranks, **self._elastic), self.start_seconds)
+            if launcher not in {"auto", "local", "ssh"}:
+                raise ConfigError(
+                    f"The launcher {launcher!r} cannot start elastic ranks. Leave it out or use 'local' or 'ssh', or "
+                    "leave min_num_proc and max_num_proc out."
+                )
+        elif self._elastic:
+            raise ConfigError(
+                f"{next(iter(self._elastic))} is for elastic training. Set min_num_proc or max_num_proc, too, or leave "
+                "it out."
+            )
+
+    @property
+    def largest(self) -> int | None:
+        """The largest number of ranks; None if it is not known before their start."""
+        if not self.is_elastic:
+            return self.requested_ranks
+        return int(self._elastic.get("max_num_proc") or self.start_size)
+
+    @property
+    def start_size(self) -> int:
+        """The number of ranks that an elastic training starts with if all slots are there."""
+        elastic = self._elastic
+        return int(self.requested_ranks or elastic.get("min_num_proc") or elastic["max_num_proc"])
 
     def completed(self, **options: Any) -> Self:
         """Return a copy with more arguments of ``sparkhvd.run``; those that are set already win."""
         own_options = {name: value for name, value in self._options.items() if value is not None}
+        if self.is_elastic:
+            options.pop("rows")  # elastic ranks read their rows from a Store
+            options["max_restarts"] = _MAX_RESTARTS
+            if own_options.get("launcher") in {"local", "ssh"} or "hosts" in own_options:
+                options.pop("spark")  # these launchers need no session
         copied = copy.copy(self)
         copied._options = {**options, **own_options}  # noqa: SLF001 - of a copy of its own
         return copied
@@ -104,6 +156,8 @@ class SparkBackend:
             SlotsError: the cluster has too few slots for the requested ranks.
             LaunchError: the launcher cannot run the ranks there.
         """
+        if self.is_elastic:
+            return self.start_size  # the job itself waits for slots, which may come with new executors
         name, request = self.launch(spark)
         return launcher_class(name)(request).reserve(Deadline.after(self.start_seconds))
 
@@ -146,7 +200,10 @@ class SparkBackend:
         env: Mapping[str, str | None] | None = None,
     ) -> list[Any]:
         """See ``Backend.run``."""
-        return run(fn, args, kwargs, env={**self.env, **(env or {})}, **self._options)
+        env = {**self.env, **(env or {})}
+        if self.is_elastic:
+            return run_elastic(fn, args, kwargs, env=env, **{**self._options, **self._elastic})
+        return run(fn, args, kwargs, env=env, **self._options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +211,10 @@ class Placement:
     """The parameters that decide how many ranks start, and where; ``EstimatorParams`` describes them."""
 
     num_proc: int | None
+    min_num_proc: int | None
+    max_num_proc: int | None
+    elastic_timeout: float | None
+    reset_limit: int | None
     backend: Backend | str
     backend_env: Mapping[str, str | None] | None
     verbose: int
@@ -167,7 +228,25 @@ def spark_backend(placement: Placement) -> SparkBackend | None:
 
 def _backend(placement: Placement) -> Backend:
     named = placement.backend
-    return SparkBackend(placement.num_proc, launcher=named) if isinstance(named, str) else named
+    if not isinstance(named, str):
+        return named
+    return SparkBackend(placement.num_proc, launcher=named, **_elastic_arguments(placement))
+
+
+def _elastic_arguments(placement: Placement) -> dict[str, Any]:
+    return {name: getattr(placement, name, None) for name in ELASTIC_ARGUMENTS}
+
+
+def is_elastic(placement: Placement) -> bool:
+    """Return whether the number of ranks may change while they train."""
+    backend = spark_backend(placement)
+    return backend is not None and backend.is_elastic
+
+
+def largest_size(placement: Placement, num_proc: int) -> int:
+    """Return the largest number of ranks, of which ``num_proc`` start."""
+    backend = spark_backend(placement)
+    return num_proc if backend is None else backend.largest or num_proc
 
 
 def requested_tasks(placement: Placement) -> RequestedTasks:
@@ -210,12 +289,16 @@ def backend_or_launcher(name: str, value: object) -> Backend | str:
 
 def check_backend(placement: Placement, data: str) -> None:
     """Raise ``ParamError`` for parameters that contradict the backend or that it does not support."""
-    if placement.num_proc is not None and not isinstance(placement.backend, str):
-        raise ParamError(
-            'At most one of the parameters "backend" and "num_proc" may be specified. The backend sets the number of '
-            "ranks: leave num_proc out."
-        )
+    sizes = {"num_proc": placement.num_proc, **_elastic_arguments(placement)}
+    for name, value in sizes.items():
+        if value is not None and not isinstance(placement.backend, str):
+            raise ParamError(
+                f'At most one of the parameters "backend" and "{name}" may be specified. The backend sets the number '
+                f"of ranks: leave {name} out."
+            )
     own = spark_backend(placement)
+    if own is not None:
+        own.check_elastic()
     launcher = own.launch()[0] if own is not None else None
     if data == "direct" and (launcher is None or not launcher_class(launcher).takes_rows):
         name = f"{type(placement.backend).__name__}(...)" if launcher is None else repr(launcher)

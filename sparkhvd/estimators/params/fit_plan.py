@@ -47,6 +47,7 @@ class FitPlan(Placement):
 
     # The training.
     batch_size: int
+    elastic_batch: Literal["global", "rank"]
     val_batch_size: int | None
     epochs: int
     train_steps_per_epoch: int | None

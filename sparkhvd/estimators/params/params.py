@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from sparkhvd._util.counts import is_count
 from sparkhvd.data.loaders.user_loaders import DataModule, loads_rows
@@ -239,6 +239,27 @@ class EstimatorParams(Declarations):
     num_proc: Declared[int | None] = declared(
         "Number of ranks (training processes); None means all slots of the cluster.", positive_integer, default=None
     )
+    min_num_proc: Declared[int | None] = declared(
+        "Smallest number of ranks to train with. This or max_num_proc makes the training elastic: it continues while "
+        "ranks are lost and join. Needs a Store.",
+        positive_integer,
+        default=None,
+    )
+    max_num_proc: Declared[int | None] = declared(
+        "Largest number of ranks of an elastic training; None is num_proc.", positive_integer, default=None
+    )
+    elastic_timeout: Declared[float | None] = declared(
+        "Seconds within which an elastic training must have enough ranks again after a loss; None is 600.",
+        positive_number,
+        default=None,
+        identity=Identity.NEVER,
+    )
+    reset_limit: Declared[int | None] = declared(
+        "Largest number of changes of an elastic training's ranks; None sets no limit.",
+        integer,
+        default=None,
+        identity=Identity.NEVER,
+    )
     backend: Declared[Backend | str] = declared(
         "What starts the ranks: 'barrier' (Spark tasks), 'mpi' (Open MPI in Spark tasks), 'local' (processes on the "
         "driver's machine), or an object with run and num_processes, such as SparkBackend.",
@@ -348,6 +369,12 @@ class EstimatorParams(Declarations):
     )
     batch_size: Declared[int] = declared(
         "Rows per rank and step; the global batch is this times the number of ranks.", positive_integer, default=32
+    )
+    elastic_batch: Declared[Literal["global", "rank"]] = declared(
+        "Which batch keeps its size when the ranks of an elastic training change: 'global' divides batch_size times "
+        "num_proc rows among them, so that a change affects the speed only; 'rank' keeps batch_size rows per rank.",
+        one_of("global", "rank"),
+        default="global",
     )
     val_batch_size: Declared[int | None] = declared(
         "Rows per rank and validation step; None means batch_size.", positive_integer, default=None

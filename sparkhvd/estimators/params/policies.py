@@ -26,7 +26,7 @@ class EarlyStopping:
 
     Attributes:
         monitor: the monitored metric: ``loss``, the name of a metric, or either with the prefix ``val_``.
-        patience: epochs without an improvement after which the training ends.
+        patience: epochs without an improvement after which the training ends; epochs without validation do not count.
         min_delta: the smallest change that counts as an improvement.
         mode: ``min`` if less is better, else ``max``.
     """
@@ -49,7 +49,8 @@ class EarlyStopping:
     def ends(self, history: Sequence[EpochRecord]) -> bool:
         """Return whether the training ends after these epochs."""
         best = best_epoch(history, self.monitor, self.mode, self.min_delta)
-        return len(history) - 1 - (-1 if best is None else best) >= self.patience
+        later = history if best is None else history[best + 1 :]
+        return sum(not _lacks_validation(record, self.monitor) for record in later) >= self.patience
 
 
 @dataclass(frozen=True)
@@ -88,16 +89,21 @@ def best_epoch(
 ) -> int | None:
     """Return the first epoch that no later one improved on by more than ``min_delta``; None while all values are NaN.
 
-    Epochs in ``gone`` do not count.
+    Epochs in ``gone`` do not count, nor do those that Lightning ends without the validation that ``monitor`` needs.
     """
     best, value = None, math.inf
     for index, record in enumerate(history):
-        if index in gone:
+        if index in gone or _lacks_validation(record, monitor):
             continue
         current = metric_value(record, monitor) * (1 if mode == "min" else -1)
         if current < value - min_delta or (best is None and not math.isnan(current)):
             best, value = index, current
     return best
+
+
+def _lacks_validation(record: EpochRecord, monitor: str) -> bool:
+    """Return whether an epoch had no validation: ``max_steps`` ended it, or ``check_val_every_n_epoch`` omitted it."""
+    return monitor.startswith("val_") and not record.validation and monitor not in record.train
 
 
 def metric_value(record: EpochRecord, monitor: str) -> float:

@@ -34,8 +34,8 @@ def imports_of(function: FunctionType) -> list[tuple[str, str]]:
 
 
 def module_is_installed(module: str | None) -> bool:
-    """Return whether a module belongs to Python, to an installed package or to sparkhvd; versions do not count."""
-    if not isinstance(module, str):  # a function that exec made has none
+    """Return whether a module belongs to Python, to an installed package of any version, or to sparkhvd."""
+    if not isinstance(module, str):  # functions from exec() have none
         return False
     package = module.partition(".")[0]
     loaded = sys.modules.get(module) or sys.modules.get(package)

@@ -35,7 +35,7 @@ def _of_backend(backend: Backend | str) -> object:
     if isinstance(backend, str):
         return None
     if isinstance(backend, SparkBackend):
-        return [backend.requested_ranks, backend.env]
+        return [backend.start_size if backend.is_elastic else backend.requested_ranks, backend.env]
     return backend.num_processes()
 
 

@@ -174,6 +174,7 @@ def acquire_lease(store: Store, run_id: str, *, silent_seconds: float = SILENT_S
             before = _holder(store, run_id, last)
             if before is not None:
                 _refuse_active(store, run_id, before, silent_seconds)
+                lease._beat(uuid.uuid4().hex)  # noqa: SLF001  (another fit may have had the run meanwhile, and removed it)
             if _claim(store, run_id, last + 1, lease.holder):
                 return replace(lease, token=last + 1)
     except BaseException:

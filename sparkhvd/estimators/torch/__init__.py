@@ -23,8 +23,8 @@ FRAMEWORK = Framework(
     packages=("torch",),
     libraries=("torchmetrics",),
     versions={"torch": ()},
-    describe="sparkhvd.estimators.torch.canonical:describe",
-    contents="sparkhvd.estimators.torch.canonical:contents",
+    describe="sparkhvd.estimators.torch.serialization.canonical:describe",
+    contents="sparkhvd.estimators.torch.serialization.canonical:contents",
     seeding="torch.manual_seed",
 )
 

@@ -1,4 +1,4 @@
-"""Batch normalization in torch modules."""
+"""Layers of torch modules whose result for a row depends on the other rows of the batch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from sparkhvd.estimators.batch_dependence import BatchDependence
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm
 
 _SYNCHRONIZED = (SyncBatchNorm, torch.nn.SyncBatchNorm)
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _OF_ROWS = (torch.nn.BatchNorm1d, torch.nn.LazyBatchNorm1d, *_SYNCHRONIZED)
 
 
 def batch_dependence_of(model: object) -> BatchDependence:
-    """Return the batch normalization layers of a module; none if ``model`` is not a module."""
+    """Return the layers of a module that relate the rows of a batch; none if ``model`` is not a module."""
     if not isinstance(model, torch.nn.Module):
         return BatchDependence()
-    layers = [(name or "the model", layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    named = [(name or "the model", layer) for name, layer in model.named_modules()]
+    layers = [(name, layer) for name, layer in named if isinstance(layer, _BatchNorm)]
     return BatchDependence(
         local=tuple(name for name, layer in layers if not isinstance(layer, _SYNCHRONIZED)),
         synchronized="sparkhvd.torch.SyncBatchNorm.convert_sync_batchnorm(model)",
         pairs=tuple(name for name, layer in layers if isinstance(layer, _OF_ROWS)),
+        frequencies=tuple(name for name, one in named if isinstance(one, _EMBEDDINGS) and one.scale_grad_by_freq),
     )

@@ -49,7 +49,10 @@ class TorchCallback:
         """Run before the first step of this process, in a resumed run too."""
 
     def on_epoch_begin(self, run: TorchRun, epoch: int) -> None:
-        """Run before an epoch, counted from 0."""
+        """Run before an epoch, counted from 0, and before the rest of an epoch within which a run resumes.
+
+        Changes to existing ``param_groups`` have no effect before such a rest, because the checkpoint has them.
+        """
 
     def on_step_end(self, run: TorchRun, epoch: int, step: int, loss: float | None) -> None:
         """Run after an optimizer step.

@@ -23,10 +23,10 @@ from sparkhvd.estimators.params.params import (
     positive_number,
     shapes,
 )
-from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
-from sparkhvd.estimators.torch.package import dumps_params
 from sparkhvd.estimators.torch.schedule import lr_schedule
+from sparkhvd.estimators.torch.serialization import artifact
+from sparkhvd.estimators.torch.serialization.package import dumps_params
 from sparkhvd.estimators.training.job_files import local_copies
 
 Measure = Callable[..., torch.Tensor]
@@ -63,8 +63,9 @@ class TorchEstimator(DistributedEstimator):
     """Trains a ``torch.nn.Module`` on a Spark DataFrame, with one process per rank.
 
     Every parameter has a setter and a getter (``setBatchSize``, ``getBatchSize``); ``explainParams()`` describes them.
-    ``sparkhvd.estimators.torch.inputs`` describes how columns become inputs, ``sparkhvd.estimators.torch.objective``
-    how labels reach the loss. The model and optimizer that you pass never change.
+    ``sparkhvd.estimators.torch.inputs`` describes how columns become inputs, and
+    ``sparkhvd.estimators.torch.losses.objective`` how labels reach the loss. The model and optimizer that you pass
+    never change.
 
     Examples:
         >>> estimator = TorchEstimator(
@@ -121,7 +122,8 @@ class TorchEstimator(DistributedEstimator):
     )
     train_minibatch_fn: Declared[Callable[..., object] | None] = declared(
         "Takes a training step instead of the estimator: a function of (model, optimizer, transform_outputs, loss_fn, "
-        "inputs, labels, sample_weights, backward_passes_per_step, batch_idx) that returns (outputs, loss).",
+        "inputs, labels, sample_weights, backward_passes_per_step, batch_idx) that returns (outputs, loss). If it "
+        "takes several optimizer steps with a batch, every rank needs rows in every batch.",
         callable_object,
         default=None,
     )

@@ -186,8 +186,8 @@ def _is_embedding(module: torch.nn.Module) -> bool:
 def _argument_counts(model: torch.nn.Module) -> tuple[int, float]:
     positional = _positional(model)
     least = sum(p.default is p.empty for p in positional)
-    endless = any(p.kind is p.VAR_POSITIONAL for p in _parameters(model))
-    return least, float("inf") if endless else len(positional)
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in _parameters(model))
+    return least, float("inf") if variadic else len(positional)
 
 
 def _positional(model: torch.nn.Module) -> list[inspect.Parameter]:
@@ -196,7 +196,7 @@ def _positional(model: torch.nn.Module) -> list[inspect.Parameter]:
 
 def _parameters(model: torch.nn.Module) -> list[inspect.Parameter]:
     """Return the arguments of ``forward``; for a scripted module, from its TorchScript schema."""
-    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose own forward takes any arguments
+    model = getattr(model, "_orig_mod", model)  # the wrapper of torch.compile takes any arguments
     if not isinstance(model, torch.jit.ScriptModule):
         return list(inspect.signature(model.forward).parameters.values())
     forward: Any = model.forward

@@ -23,16 +23,16 @@ from sparkhvd.estimators.batch_dependence import BatchDependence
 from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec, typed_params
 from sparkhvd.estimators.runs.resume_check import ModelFacts, Shape
-from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.batch_normalization import batch_dependence_of
 from sparkhvd.estimators.torch.callbacks import TorchCallback
-from sparkhvd.estimators.torch.divisors import inexact_losses
+from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
-from sparkhvd.estimators.torch.objective import objective_of
-from sparkhvd.estimators.torch.package import Package, Stepping, dumps, loads
+from sparkhvd.estimators.torch.losses.divisors import inexact_losses
+from sparkhvd.estimators.torch.losses.objective import objective_of
 from sparkhvd.estimators.torch.params import InputParams, TorchParams
-from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.schedule import LRSchedule, check_schedule
+from sparkhvd.estimators.torch.serialization import artifact
+from sparkhvd.estimators.torch.serialization.package import Package, Stepping, dumps, loads
 from sparkhvd.estimators.torch.steps import MINIBATCH_ARGUMENTS, outputs_of
 from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
 from sparkhvd.estimators.torch.trainer import TorchTrainer
@@ -188,7 +188,7 @@ class TorchPredictor:
 def _array(value: object) -> npt.NDArray[np.generic]:
     if not isinstance(value, torch.Tensor):
         return np.asarray(value)
-    plain = value.detach().cpu()
+    plain = value.detach().cpu().resolve_conj().resolve_neg()
     return plain.float().numpy() if plain.dtype == torch.bfloat16 else plain.numpy()
 
 
@@ -212,8 +212,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
         elsewhere = estimator_hint(model, ("torch",))
         raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.{elsewhere}")
     refuse_exported(model)
-    _refuse_lazy_parameters(model)
-    refuse_shared_memory(model)
+    refuse_unsupported_parameters(model)
     check_optimizer(params["optimizer"], model)
     for callback in typed_params(TorchParams, params).callbacks or ():
         if not isinstance(callback, TorchCallback):
@@ -238,12 +237,29 @@ def refuse_exported(model: torch.nn.Module) -> None:
             )
 
 
-def _refuse_lazy_parameters(model: torch.nn.Module) -> None:
-    """Refuse a model that has not seen any rows, whose ranks would begin with different values.
+def refuse_unsupported_parameters(model: torch.nn.Module, *, may_be_lazy: bool = False) -> None:
+    """Refuse parameters that ranks cannot train together: lazy and complex ones, and different ones in the same memory.
+
+    Args:
+        model: the model.
+        may_be_lazy: whether the ranks create the values of lazy parameters before they exchange any.
 
     Raises:
-        ParamError: parameters are lazy; the message names them.
+        ParamError: the model has such parameters; the message names them.
     """
+    if not may_be_lazy:
+        _refuse_lazy_parameters(model)
+    complex_ones = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
+    if complex_ones:
+        raise ParamError(
+            f"The model's parameters {complex_ones} are complex, and ranks exchange only real numbers. Store each as "
+            "torch.view_as_real(parameter), and call torch.view_as_complex in forward."
+        )
+    _refuse_shared_memory(model)
+
+
+def _refuse_lazy_parameters(model: torch.nn.Module) -> None:
+    """Refuse a model that has not seen any rows, whose ranks would begin with different values."""
     lazy = [name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)]
     if lazy:
         raise ParamError(
@@ -252,12 +268,8 @@ def _refuse_lazy_parameters(model: torch.nn.Module) -> None:
         )
 
 
-def refuse_shared_memory(model: torch.nn.Module) -> None:
-    """Refuse parameters that share their memory, because their copies on the ranks would not.
-
-    Raises:
-        ParamError: two parameters are different objects with the same memory; the message names them.
-    """
+def _refuse_shared_memory(model: torch.nn.Module) -> None:
+    """Refuse parameters that share their memory, because their copies on the ranks would not."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         return  # TorchScript returns a new object for every name of a parameter
     names: dict[tuple[int, int], str] = {}
@@ -295,12 +307,7 @@ def check_optimizer(optimizer: object, model: torch.nn.Module) -> None:
             f"optimizer is a {type(optimizer).__name__}; pass an instance such as torch.optim.Adam(model.parameters())."
             f"{estimator_hint(optimizer, ('torch',))}"
         )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ParamError(
-            f"{type(optimizer).__name__} decides from the loss of its own rank how many evaluations a step takes, so "
-            "the ranks would diverge. Use another optimizer."
-        )
+    refuse_closure(optimizer)
     own = {id(parameter) for parameter in model.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
@@ -311,8 +318,23 @@ def check_optimizer(optimizer: object, model: torch.nn.Module) -> None:
         )
 
 
+def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose steps need a closure.
+
+    Raises:
+        ParamError: the optimizer computes the loss several times per step.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ParamError(
+            f"{type(optimizer).__name__} decides from the loss of its own rank how many evaluations a step takes, so "
+            "the ranks would diverge. Use another optimizer."
+        )
+
+
 def _stepping(params: Mapping[str, Any]) -> Stepping:
     compiled = params.get("torch_compile")
+    _check_clipping(params)
     stepping = Stepping(
         clip_norm=params.get("clip_grad_norm"),
         clip_value=params.get("clip_grad_value"),
@@ -337,6 +359,21 @@ def _stepping(params: Mapping[str, Any]) -> Stepping:
                 "rows, and SyncBatchNorm would wait for that rank. Use only one of the two."
             )
     return stepping
+
+
+def _check_clipping(params: Mapping[str, Any]) -> None:
+    """Refuse to clip sparse gradients, for which PyTorch has no norm."""
+    sparse = [
+        name or "the model"
+        for name, layer in params["model"].named_modules()
+        if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad
+    ]
+    for name in ("clip_grad_norm", "clip_grad_value"):
+        if sparse and params.get(name) is not None:
+            raise ParamError(
+                f"{name} cannot clip the sparse gradients of embeddings ({', '.join(sparse)}). Create them with "
+                f"sparse=False, or leave {name} out."
+            )
 
 
 def compressor(compression: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.policies import metric_value
 from sparkhvd.estimators.reports import EpochRecord
-from sparkhvd.estimators.torch.safe_state import plain_numbers
+from sparkhvd.estimators.torch.checkpoint.safe_state import plain_numbers
 
 logger = logging.getLogger(__name__)
 

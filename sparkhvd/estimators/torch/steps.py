@@ -15,12 +15,12 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.data.read.batches import Arrays, Batch
 from sparkhvd.errors import DataError
-from sparkhvd.estimators.torch.divisors import Divisor, LossFactors, loss_factors
-from sparkhvd.estimators.torch.epoch_metrics import EpochMetrics
 from sparkhvd.estimators.torch.inputs import ModelInput
-from sparkhvd.estimators.torch.objective import Objective
-from sparkhvd.estimators.torch.package import Stepping
+from sparkhvd.estimators.torch.losses.divisors import Divisor, LossFactors, loss_factors
+from sparkhvd.estimators.torch.losses.epoch_metrics import EpochMetrics
+from sparkhvd.estimators.torch.losses.objective import Objective
 from sparkhvd.estimators.torch.renormalization import rows_keep_their_norms
+from sparkhvd.estimators.torch.serialization.package import Stepping
 from sparkhvd.torch.buffers import buffers_unchanged
 from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm, synchronized_layers
@@ -244,8 +244,14 @@ class _MinibatchSteps:
         self, group: Sequence[Batch], optimizer: ExchangingOptimizer, measures: EpochMetrics, first: int
     ) -> float | None:
         taken: list[object] = []
-        counting = optimizer.register_step_post_hook(lambda *_: taken.append(None))
         total = sum(batch.global_rows for batch in group)
+
+        def after_step(*_: object) -> None:
+            taken.append(None)
+            if len(group) == 1:  # the function may take further steps with the batch
+                optimizer.weight_next(group[0].rows / total)
+
+        counting = optimizer.register_step_post_hook(after_step)
         loss = None
         try:
             for index, batch in enumerate(group):

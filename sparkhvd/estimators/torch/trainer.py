@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -19,19 +19,22 @@ from sparkhvd.data.read.batches import Batch, BatchSource
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport, StepTimes
-from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchRun
-from sparkhvd.estimators.torch.divisors import loss_divisors
-from sparkhvd.estimators.torch.epoch_metrics import EpochMetrics
-from sparkhvd.estimators.torch.frozen import freeze_only, frozen_parameters
+from sparkhvd.estimators.torch.checkpoint.attributes import ChangedAttributes
+from sparkhvd.estimators.torch.checkpoint.frozen import freeze_only, frozen_parameters
+from sparkhvd.estimators.torch.checkpoint.optimizer_groups import load_with_groups, named_groups, options_unchanged
+from sparkhvd.estimators.torch.checkpoint.pruning import prune_only, pruning_masks
+from sparkhvd.estimators.torch.checkpoint.randomness import random_state, restore_random, seed_generators
+from sparkhvd.estimators.torch.checkpoint.safe_state import is_loadable, plain_numbers
 from sparkhvd.estimators.torch.inputs import plan_inputs
-from sparkhvd.estimators.torch.package import Package
-from sparkhvd.estimators.torch.randomness import random_state, restore_random, seed_generators
+from sparkhvd.estimators.torch.losses.divisors import loss_divisors
+from sparkhvd.estimators.torch.losses.epoch_metrics import EpochMetrics
 from sparkhvd.estimators.torch.renormalization import Renormalization
-from sparkhvd.estimators.torch.safe_state import is_loadable, plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, RunningSchedule
+from sparkhvd.estimators.torch.serialization import artifact
+from sparkhvd.estimators.torch.serialization.package import Package
 from sparkhvd.estimators.torch.steps import Forward, Stepper
-from sparkhvd.torch.buffers import buffers_beside, synchronize_buffers, take_buffers
+from sparkhvd.torch.buffers import buffers_beside, synchronize_buffers, take_buffers, take_new_buffers
 from sparkhvd.torch.optimizer.exchange import own_attributes
 from sparkhvd.world import World
 
@@ -71,7 +74,8 @@ class TorchTrainer:
         self._model = package.model
         self._inputs = plan_inputs(package.model, spec.schema.of("feature"), package.input_shapes, package.named_inputs)
         self._plain_optimizer = package.optimizer
-        self._lr_scale = float(world.size) if spec.scale_lr else 1.0
+        self._own_groups = len(package.optimizer.param_groups)
+        self._lr_scale = spec.lr_scale(world.size)
         _scale_lr(package.optimizer, self._lr_scale)
         self._schedule = RunningSchedule(package.schedule, package.optimizer, self._lr_scale)
         self._device = _device(spec.use_gpu, world)
@@ -80,6 +84,8 @@ class TorchTrainer:
         self._rows_of_buffers = 0  # rows that changed this rank's buffers since their last synchronization
         divisors = loss_divisors(package.objective, spec.schema, spec.labels)
         self._stepper = Stepper(self._forward, package.stepping, divisors, spec.sample)
+        losses = {f"losses[{index}]": loss for index, loss in enumerate(package.objective.loss_modules())}
+        self._attributes = ChangedAttributes({"model": package.model, **losses, "optimizer": package.optimizer})
 
     def state(self) -> bytes:
         """Return the weights and all state that a step changes; loads with ``weights_only=True``."""
@@ -88,12 +94,15 @@ class TorchTrainer:
             "model": self._model.state_dict(),
             "buffers": buffers_beside(self._model),
             "frozen": frozen_parameters(self._model),
+            "masks": pruning_masks(self._model),
             "optimizer": plain_numbers(self._plain_optimizer.state_dict()),
+            "groups": named_groups(self._plain_optimizer, self._model),
             "lr_scale": self._lr_scale,
             "schedule": self._schedule.state(),
             "scaler": self._stepper.scaler.state_dict(),
             "losses": [_loss_state(loss) for loss in self._package.objective.loss_modules()],
             "loss_buffers": [buffers_beside(loss) for loss in self._package.objective.loss_modules()],
+            "attributes": self._attributes.state(),
         }
         torch.save(content, buffer)
         return buffer.getvalue()
@@ -101,20 +110,30 @@ class TorchTrainer:
     def restore(self, state: bytes) -> None:
         """Resume from ``state``; its learning rate is rescaled to this run's ``lr_scale``."""
         content = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
+        prune_only(self._model, content.get("masks", {}))
+        take_new_buffers(self._model, content["model"])
         self._model.load_state_dict(content["model"])
         take_buffers(self._model, content.get("buffers", {}))
         if "frozen" in content:
             freeze_only(self._model, content["frozen"])
-        self._plain_optimizer.load_state_dict(content["optimizer"])
+        load_with_groups(
+            self._plain_optimizer,
+            content["optimizer"],
+            own=self._own_groups,
+            module=self._model,
+            names=content.get("groups", ()),
+        )
         factor = self._lr_scale / content["lr_scale"]
         _scale_lr(self._plain_optimizer, factor)
         self._schedule.restore(content["schedule"], factor)
         if content["scaler"]:
             self._stepper.scaler.load_state_dict(content["scaler"])
         for loss, values in zip(self._package.objective.loss_modules(), content["losses"], strict=True):
+            take_new_buffers(loss, values)
             loss.load_state_dict(values, strict=False)
         for loss, buffers in zip(self._package.objective.loss_modules(), content.get("loss_buffers", ()), strict=False):
             take_buffers(loss, buffers)
+        self._attributes.restore(content.get("attributes", {}))
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook stops it; collective."""
@@ -124,11 +143,15 @@ class TorchTrainer:
         hvd.broadcast_optimizer_state(self._plain_optimizer, root_rank=0)
         optimizer = hvd.DistributedOptimizer(self._plain_optimizer, compression=self._package.stepping.compression)
         run = TorchRun(self._model, optimizer, self._world.rank, self._world.size, self._spec.epochs)
-        callbacks = self._package.callbacks if hooks.first_epoch < self._spec.epochs else ()  # no epoch is left
+        is_over = hooks.first_epoch >= self._spec.epochs
+        callbacks = () if is_over else self._package.callbacks
+        if self._world.rank == 0 and not is_over:
+            self._attributes.warn_of_missing()
         self._renormalization.attach(optimizer)
         try:
             for callback in callbacks:
                 callback.on_train_begin(run)
+            self._attributes.begin()
             for epoch in range(hooks.first_epoch, self._spec.epochs):
                 if not self._epoch(epoch, train, val, hooks, run):
                     break
@@ -154,8 +177,13 @@ class TorchTrainer:
         """Train and validate one epoch; return whether to train another."""
         first = epoch == hooks.first_epoch
         self._seed(epoch, hooks, first)
-        for callback in self._package.callbacks:
-            callback.on_epoch_begin(run, epoch)
+        resumes_within = first and (hooks.first_step > 0 or hooks.first_epoch_batches is not None)
+        # They have changed these learning rates before the interruption.
+        with options_unchanged([run.optimizer]) if resumes_within else nullcontext():
+            for callback in self._package.callbacks:
+                callback.on_epoch_begin(run, epoch)
+        if resumes_within:
+            self._attributes.apply()
         watch = Stopwatch()
         measures = self._train(train, epoch, hooks, run, watch)
         self._synchronize_buffers()
@@ -168,6 +196,7 @@ class TorchTrainer:
             logs = {**record.train, **{f"val_{name}": value for name, value in record.validation.items()}}
             for callback in self._package.callbacks:
                 callback.on_epoch_end(run, epoch, logs)
+            self._attributes.agree()  # only rank 0 makes the checkpoint
             return run.stop
 
         training = measures.report(session.current())
@@ -207,7 +236,7 @@ class TorchTrainer:
                     loss,
                     measures.sums,
                     lambda: random_state(self._device),
-                    synchronize=self._synchronize_buffers,
+                    synchronize=self._synchronize_state,
                 )
                 hooks.on_step_end(report, self)
                 watch.lap("compute")
@@ -216,6 +245,10 @@ class TorchTrainer:
     def _synchronize_buffers(self) -> None:
         synchronize_buffers(self._model, self._rows_of_buffers)
         self._rows_of_buffers = 0
+
+    def _synchronize_state(self) -> None:
+        self._synchronize_buffers()
+        self._attributes.agree()
 
     @torch.no_grad()
     def _validate(self, source: BatchSource, epoch: int) -> EpochMetrics:

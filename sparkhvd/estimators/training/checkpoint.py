@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sparkhvd.data.schema.manifest import Manifest
@@ -27,24 +27,50 @@ _FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
-class EpochPosition:
-    """The position of a run within an epoch.
+class EpochPart:
+    """A part of an epoch whose rows were divided in one way.
 
     Attributes:
-        step: batches that every rank has trained on in the epoch.
-        num_proc: number of ranks.
-        batch_size: rows of a full batch.
-        division: digest of the division of the rows into batches; the next batch is known only if it is unchanged.
-        sums: the epoch's metrics so far: (sum over the rows of all ranks, rows) by name.
-        rank_states: the state of each rank, such as that of its random number generators.
+        step: the steps of this part that are done.
+        num_proc: the number of shards that the rows were divided into; each rank has one, unless the ranks of an
+            elastic training share a fixed number.
+        batch_size: rows of a full batch of a shard.
     """
 
     step: int
     num_proc: int
     batch_size: int
+
+
+@dataclass(frozen=True)
+class EpochPosition(EpochPart):
+    """The position of a run within an epoch: the latest part of it, and what came before.
+
+    Attributes:
+        division: digest of the division of the rows into batches; the next batch is known only if it is unchanged.
+        sums: the epoch's metrics so far: (sum over the rows of all ranks, rows) by name.
+        rank_states: the state of each rank, such as that of its random number generators.
+        division_proc: the number of ranks that the rows in the Store were divided for; 0 is ``num_proc``.
+        earlier: the earlier parts of the epoch, each of which began with what the one before had left.
+        sizes: the numbers of ranks that have trained the epoch so far; empty in checkpoints of older versions.
+    """
+
     division: str
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     rank_states: tuple[bytes, ...] = ()
+    division_proc: int = 0
+    earlier: tuple[EpochPart, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple[EpochPart, ...]:
+        """All parts of the epoch up to this position."""
+        return (*self.earlier, EpochPart(self.step, self.num_proc, self.batch_size))
+
+    @property
+    def steps_done(self) -> int:
+        """The steps of the epoch in all of its parts."""
+        return sum(part.step for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -98,22 +124,34 @@ def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, also: Collection[i
     Raises:
         StoreError: writing to the Store failed, or another fit has taken the run over.
     """
-    store, run_id = fence.store, fence.run_id
-    fence.check()
-    within = checkpoint.within
-    path = layout.checkpoint_path(run_id, checkpoint.epoch, None if within is None else within.step, fence.token)
-    store.publish(path, _content(checkpoint))
+    store, run_id, within = fence.store, fence.run_id, checkpoint.within
+    path = publish(fence, checkpoint)
     fence.check()  # another fit that took the run over may resume from what is deleted next
     last_end = checkpoint.epoch if within is None else checkpoint.epoch - 1
     kept = {*also, *range(last_end - keep + 1, last_end + 1)}
     existing = store.list(layout.checkpoints_folder(run_id))
     ours = set(owned_checkpoints(store, run_id, existing))
     finals = [path for path in existing if layout.final_epoch(path) is not None]
+    here = layout.checkpoint_position(path)
     for other in [*_checkpoints(existing), *finals]:
         position = layout.checkpoint_position(other)
         is_kept = other in ours and position is not None and position[1] == float("inf") and position[0] in kept
+        is_kept = is_kept and position != here  # an earlier rank 0 may have saved the same position before it was lost
         if other != path and not is_kept and layout.token_of(other) <= fence.token:
             store.delete(other)
+
+
+def publish(fence: Fence, checkpoint: Checkpoint) -> str:
+    """Publish a checkpoint and return its path.
+
+    Raises:
+        StoreError: writing to the Store failed, or another fit has taken the run over.
+    """
+    fence.check()
+    step = None if checkpoint.within is None else checkpoint.within.steps_done
+    path = layout.checkpoint_path(fence.run_id, checkpoint.epoch, step, fence.token)
+    fence.store.publish(path, _content(checkpoint))
+    return path
 
 
 def save_final(fence: Fence, checkpoint: Checkpoint) -> None:
@@ -200,8 +238,9 @@ def _content(checkpoint: Checkpoint) -> bytes:
         "rank_states": [len(state) for state in rank_states],
     }
     if within is not None:
-        names = ("step", "num_proc", "batch_size", "division", "sums")
-        header["within"] = {name: getattr(within, name) for name in names}
+        names = ("step", "num_proc", "batch_size", "division", "sums", "division_proc", "sizes")
+        earlier = [asdict(part) for part in within.earlier]
+        header["within"] = {**{name: getattr(within, name) for name in names}, "earlier": earlier}
     return b"".join([json.dumps(header).encode(), b"\n", *rank_states, checkpoint.state])
 
 
@@ -216,7 +255,11 @@ def _from_json(content: dict[str, Any], rest: bytes) -> Checkpoint:
     within = None
     if (position := content["within"]) is not None:
         sums = {name: (float(total), float(rows)) for name, (total, rows) in position["sums"].items()}
-        within = EpochPosition(**{**position, "sums": sums, "rank_states": tuple(rank_states)})
+        earlier = tuple(EpochPart(**part) for part in position.get("earlier", ()))
+        sizes = tuple(position.get("sizes", ()))
+        within = EpochPosition(
+            **{**position, "sums": sums, "rank_states": tuple(rank_states), "earlier": earlier, "sizes": sizes}
+        )
     facts = content.get("model")
     return Checkpoint(
         epoch=int(content["epoch"]),

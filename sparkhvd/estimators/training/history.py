@@ -93,7 +93,7 @@ def _flat(groups: Mapping[str, Any]) -> dict[str, float]:
 
 def record_from_json(content: dict[str, Any]) -> EpochRecord:
     """Invert ``EpochRecord.to_json``."""
-    return EpochRecord(**content)
+    return EpochRecord(**{**content, "sizes": tuple(content.get("sizes", ()))})
 
 
 def average_over_ranks(

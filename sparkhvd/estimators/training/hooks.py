@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport
 from sparkhvd.estimators.runs.run_lease import Fence
 from sparkhvd.estimators.training import checkpoint, job_files, run_log
 from sparkhvd.estimators.training.checkpoint import Checkpoint, EpochPosition
+from sparkhvd.estimators.training.commits import Commits
 from sparkhvd.estimators.training.history import average_over_ranks
 from sparkhvd.estimators.training.resume_state import load_resume_state, log_resumption, with_final_state
 from sparkhvd.store import layout
@@ -41,6 +43,8 @@ class RunHooks:
         communicator: the communicator of all ranks.
         division: of the training rows, see ``checkpoint.EpochPosition``; empty if it is unknown.
         token: of rank 0, see ``sparkhvd.estimators.runs.run_lease``; 0 if no other fit can take the run over.
+        division_proc: the number of ranks that the rows in the Store were divided for; 0 is that of the ranks.
+        commits: of an elastic fit; None otherwise.
     """
 
     def __init__(  # noqa: PLR0917
@@ -51,6 +55,9 @@ class RunHooks:
         communicator: Communicator,
         division: str = "",
         token: int = 0,
+        *,
+        division_proc: int = 0,
+        commits: Commits | None = None,
     ) -> None:
         self._store = store if store is not None and store.save_runs else None
         self._fence = None if self._store is None else Fence(self._store, run_id, token)
@@ -58,7 +65,11 @@ class RunHooks:
         self._spec = spec
         self._communicator = communicator
         self._division = division
-        self.resume = load_resume_state(store, run_id, communicator)
+        self._division_proc = division_proc
+        self._commits = commits
+        committed = None if commits is None else commits.checkpoint
+        self._save_lost_end(committed)
+        self.resume = load_resume_state(store, run_id, communicator, committed)
         self.history: list[EpochRecord] = list(self.resume.history)
         self._ended = self.resume.ended
         if store is not None and self.first_epoch >= spec.epochs:
@@ -92,7 +103,7 @@ class RunHooks:
     @property
     def rank_state(self) -> bytes | None:
         """See ``TrainHooks``."""
-        return self.resume.rank_state(self._communicator.world.rank)
+        return self.resume.rank_state(self._communicator.world)
 
     def repartition_first_epoch(self, batches: int) -> None:
         """Make the first epoch the rest of an epoch that other ranks started, in ``batches`` batches."""
@@ -103,7 +114,7 @@ class RunHooks:
         return self._ended or self._stopped_by_rule()
 
     def _is_last(self, epoch: int) -> bool:
-        return self.stopped() or epoch + 1 == self._spec.epochs
+        return self.stopped() or epoch + 1 >= self._spec.epochs  # a callback may add an epoch
 
     def _stopped_by_rule(self) -> bool:
         rule = self._spec.early_stopping
@@ -122,8 +133,10 @@ class RunHooks:
             return
         due = report.step < report.steps and _is_due(spec.checkpoints.every_steps, report, self._last_whole)
         self._last_whole = report.step
-        if due and self._fence is not None and not self.resume.repartitions(report.epoch):
-            self._save_within(self._fence, report, trainer)
+        saves = due and self._fence is not None
+        commits = self._commits is not None and self._commits.is_due() and report.step < report.steps
+        if saves or commits:
+            self._save_within(report, trainer, to_store=saves)
 
     def keep_file(self, path: Path) -> None:
         """See ``TrainHooks``."""
@@ -134,6 +147,7 @@ class RunHooks:
     def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
         """See ``TrainHooks``."""
         record = average_over_ranks(report, self._communicator, self.resume.earlier_sums(report.epoch))
+        record = replace(record, sizes=self._sizes(report.epoch))
         self.history.append(record)
         self._last_step = self._last_whole = 0
         # rows_per_second is 0 if no step returned a loss, as in a user's own steps.
@@ -141,13 +155,17 @@ class RunHooks:
         self._check_loss(loss, f"epoch {record.epoch + 1} of {self._spec.epochs}")
         wants_end = report.on_record is not None and report.on_record(record)
         self._ended = self._any_rank(wants_end, report.epoch)  # before _save_epoch, which saves it
-        best = self._best_epoch()
         if self._communicator.world.rank == 0:
             logger.info("%s", record.line(self._spec.epochs))
-            self._save_epoch(record.epoch, best, trainer)
+        self._save_epoch(record.epoch, trainer)
         if self._stopped_by_rule():
             self._log_early_stopping()
         return not self.stopped()
+
+    def _sizes(self, epoch: int) -> tuple[int, ...]:
+        """Return the numbers of ranks that have trained an epoch, in their order, without repeats."""
+        sizes = [*self.resume.earlier_sizes(epoch), self._communicator.world.size]
+        return tuple(size for size, _ in groupby(sizes))
 
     def on_train_end(self, trainer: Trainer) -> None:
         """See ``TrainHooks``."""
@@ -214,40 +232,75 @@ class RunHooks:
         total = self._communicator.allreduce(np.array([float(wants)]), ReduceOp.SUM, name=f"epoch {epoch} stop")
         return bool(total[0] > 0)
 
-    def _save_epoch(self, epoch: int, best: int | None, trainer: Trainer) -> None:
-        policy = self._spec.checkpoints
-        if self._fence is not None:
-            self._fence.check()
-            run_log.write(self._fence.store, self._run_id, self.history)
-            content, also = self._checkpoint(epoch, trainer), () if best is None else (best,)
-            checkpoint.save(self._fence, content, policy.keep, also)
-            self._end_digest = _digest(content.state) if self._is_last(epoch) else None
-        elif best == epoch and policy.best is not None:
+    def _save_epoch(self, epoch: int, trainer: Trainer) -> None:
+        fence = self._fence
+        # After the last epoch, only what callbacks do at the end is left: ranks that resumed here would skip it.
+        if fence is not None and self._commits is not None and not self._is_last(epoch):
+            self._commits.take(lambda: self._save_end(fence, epoch, trainer))
+        elif self._communicator.world.rank != 0:
+            return
+        elif fence is not None:
+            self._save_end(fence, epoch, trainer)
+        elif self._spec.checkpoints.best is not None and self._best_epoch() == epoch:
             self._best = (epoch, trainer.state())
+
+    def _save_end(self, fence: Fence, epoch: int, trainer: Trainer) -> Checkpoint:
+        """Save the end of an epoch in the Store, on rank 0."""
+        fence.check()
+        run_log.write(fence.store, self._run_id, self.history)
+        content = self._checkpoint(epoch, trainer)
+        self._save(fence, content)
+        self._end_digest = _digest(content.state) if self._is_last(epoch) else None
+        return content
+
+    def _save(self, fence: Fence, content: Checkpoint) -> None:
+        best = self._best_epoch()
+        checkpoint.save(fence, content, self._spec.checkpoints.keep, () if best is None else (best,))
+
+    def _save_lost_end(self, committed: Checkpoint | None) -> None:
+        """Save the end of an epoch that the last rank 0 had committed, but perhaps not saved, before it was lost."""
+        if committed is None or committed.within is not None or self._fence is None:
+            return
+        if self._communicator.world.rank == 0 and committed.epoch not in checkpoint.kept_epochs(
+            self._fence.store, self._run_id
+        ):
+            checkpoint.publish(self._fence, committed)
 
     def _checkpoint(self, epoch: int, trainer: Trainer) -> Checkpoint:
         spec, history = self._spec, tuple(self.history)
         return Checkpoint(epoch, spec.seed, history, trainer.state(), model=spec.model, ended=self._ended)
 
-    def _save_within(self, fence: Fence, report: StepReport, trainer: Trainer) -> None:
+    def _save_within(self, report: StepReport, trainer: Trainer, *, to_store: bool) -> None:
         communicator = self._communicator
         report.synchronize()
         before = self.resume.earlier_sums(report.epoch)
         sums = _totals(report.sums(), before, communicator, f"epoch {report.epoch} step {report.step} sums")
         states = objects.allgather_object(communicator, report.rank_state(), name=f"states of ranks at {report.step}")
-        if communicator.world.rank == 0:
+
+        def make() -> Checkpoint:
+            earlier = self.resume.earlier_parts(report.epoch)
+            # Some trainers count the earlier batches of an epoch whose rest they train.
+            counted_before = report.steps - (self.resume.repartitioned_batches or 0) if earlier else 0
             within = EpochPosition(
-                step=report.step,
-                num_proc=communicator.world.size,
+                step=report.step - counted_before,
+                num_proc=self._spec.shards or communicator.world.size,
                 batch_size=self._spec.batch_size,
                 division=self._division,
                 sums=sums,
                 rank_states=tuple(states),
+                division_proc=self._division_proc,
+                earlier=earlier,
+                sizes=self._sizes(report.epoch),
             )
-            policy = self._spec.checkpoints
-            best = self._best_epoch()
             content = replace(self._checkpoint(report.epoch, trainer), within=within)
-            checkpoint.save(fence, content, policy.keep, () if best is None else (best,))
+            if to_store and self._fence is not None:
+                self._save(self._fence, content)
+            return content
+
+        if self._commits is not None:
+            self._commits.take(make)
+        elif communicator.world.rank == 0:
+            make()
 
 
 def _digest(state: bytes) -> bytes:

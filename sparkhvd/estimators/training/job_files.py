@@ -199,8 +199,7 @@ def write_folder(store: Store, folder: str, source: Path) -> tuple[StoredFile, .
 
 
 def replace_file(store: Store, path: str, source: Path) -> None:
-    """Replace a file in a Store by a local file, copied in chunks."""
-    store.delete(path)
+    """Replace a file in a Store by a local file, copied in chunks; after a failure the earlier file is still there."""
     with source.open("rb") as content, store.open(path, "wb") as target:
         _copy_and_hash(content, target)
 

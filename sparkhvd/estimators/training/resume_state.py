@@ -1,4 +1,4 @@
-"""Where a run resumes: what its last checkpoint leaves to train."""
+"""The position at which a run resumes, and the training that remains."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from sparkhvd.comm import objects
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.estimators.reports import EpochRecord
 from sparkhvd.estimators.training import checkpoint
-from sparkhvd.estimators.training.checkpoint import Checkpoint, EpochPosition
+from sparkhvd.estimators.training.checkpoint import Checkpoint, EpochPart, EpochPosition
 from sparkhvd.store.protocol import Store
+from sparkhvd.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -62,30 +63,45 @@ class ResumeState:
         """The completed batches of the first epoch; 0 if the rest of the epoch was repartitioned."""
         return 0 if self.within is None or self.repartitioned_batches is not None else self.within.step
 
-    def rank_state(self, rank: int) -> bytes | None:
-        """Return the state of a rank at ``first_step``; None if it has none there."""
-        if self.within is None or self.repartitioned_batches is not None or not self.within.rank_states:
+    def rank_state(self, world: World) -> bytes | None:
+        """Return the state of a rank at ``first_step``; None if it has none there, as where the ranks have changed."""
+        if self.within is None or self.repartitioned_batches is not None:
             return None
-        return self.within.rank_states[rank]
+        states = self.within.rank_states
+        return states[world.rank] if len(states) == world.size else None
 
     def earlier_sums(self, epoch: int) -> Mapping[str, tuple[float, float]]:
         """Return the metrics of the part of an epoch that was trained before the interruption."""
         return {} if self.within is None or epoch != self.first_epoch else self.within.sums
 
-    def repartitions(self, epoch: int) -> bool:
-        """Return whether an epoch is the rest of an epoch that other ranks began."""
-        return self.repartitioned_batches is not None and epoch == self.first_epoch
+    def earlier_sizes(self, epoch: int) -> tuple[int, ...]:
+        """Return the numbers of ranks that trained the earlier part of an epoch."""
+        if self.within is None or epoch != self.first_epoch:
+            return ()
+        return self.within.sizes or tuple(part.num_proc for part in self.within.parts)
+
+    def earlier_parts(self, epoch: int) -> tuple[EpochPart, ...]:
+        """Return the parts of an epoch that were trained before its rest was repartitioned."""
+        if self.within is None or self.repartitioned_batches is None or epoch != self.first_epoch:
+            return ()
+        return self.within.parts
 
 
-def load_resume_state(store: Store | None, run_id: str, communicator: Communicator) -> ResumeState:
-    """Return where all ranks resume the run, as rank 0 finds it in the Store; collective."""
+def load_resume_state(
+    store: Store | None, run_id: str, communicator: Communicator, committed: Checkpoint | None = None
+) -> ResumeState:
+    """Return where all ranks resume the run; collective.
+
+    That is ``committed``, which all ranks have, or else the last checkpoint that rank 0 finds in the Store.
+    """
     if store is None:
-        return ResumeState()
+        return ResumeState(committed)
     latest: tuple[str | None, frozenset[int]] = (None, frozenset())
     if communicator.world.rank == 0:
-        latest = (checkpoint.latest(store, run_id), checkpoint.kept_epochs(store, run_id))
+        path = None if committed is not None else checkpoint.latest(store, run_id)
+        latest = (path, checkpoint.kept_epochs(store, run_id))
     path, kept = objects.broadcast_object(communicator, latest, 0, name="checkpoint to resume")
-    return ResumeState(None if path is None else checkpoint.load(store, path), kept)
+    return ResumeState(committed if path is None else checkpoint.load(store, path), kept)
 
 
 def with_final_state(state: ResumeState, store: Store, run_id: str, communicator: Communicator) -> ResumeState:

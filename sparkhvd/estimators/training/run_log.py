@@ -22,8 +22,11 @@ def write(store: Store, run_id: str, history: Sequence[EpochRecord]) -> None:
     times = {"time/rows_per_second": record.rows_per_second, "time/step_seconds": record.step_seconds}
     for part, values in (("train", {**record.train, **times}), ("validation", record.validation)):
         if values:
-            path = layout.events_path(run_id, part, record.epoch)
-            store.delete(path)
-            store.publish(path, event_file(now, record.epoch, values))
-    store.delete(layout.history_path(run_id))
-    store.publish(layout.history_path(run_id), json.dumps([epoch.to_json() for epoch in history]).encode())
+            _replace(store, layout.events_path(run_id, part, record.epoch), event_file(now, record.epoch, values))
+    _replace(store, layout.history_path(run_id), json.dumps([epoch.to_json() for epoch in history]).encode())
+
+
+def _replace(store: Store, path: str, content: bytes) -> None:
+    """Replace a file; readers see the earlier one until the new one is complete."""
+    with store.open(path, "wb") as file:
+        file.write(content)

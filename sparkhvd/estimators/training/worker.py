@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Literal
@@ -16,6 +18,7 @@ import cloudpickle
 from sparkhvd._util.counts import counted
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.communicator import Communicator
+from sparkhvd.comm.elastic import loop as elastic
 from sparkhvd.config import given_rows, scratch_folder
 from sparkhvd.data.external.petastorm_reader import PetastormSource
 from sparkhvd.data.loaders.transformation import transformed
@@ -23,7 +26,9 @@ from sparkhvd.data.loaders.user_loaders import DataContext, DataModule, LoaderSo
 from sparkhvd.data.prepare.direct_rows import TaskRows, checked
 from sparkhvd.data.prepare.stats import label_ranges, with_extreme_labels
 from sparkhvd.data.read.batches import Arrays, BatchSource, first_row
+from sparkhvd.data.read.plan import Plan
 from sparkhvd.data.read.readers import ParquetSource, ReadOptions, RowSource
+from sparkhvd.data.read.regroup import RegroupedSource, Shard
 from sparkhvd.data.read.resume import EpochRemainder
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.data.schema.manifest import LabelRanges, Manifest, SplitName
@@ -33,6 +38,8 @@ from sparkhvd.estimators.plugin import FrameworkPlugin, TrainSpec
 from sparkhvd.estimators.reports import EpochRecord
 from sparkhvd.estimators.runs.run_lease import Holder, claim_fence
 from sparkhvd.estimators.training import checkpoint, job_files
+from sparkhvd.estimators.training.checkpoint import EpochPart
+from sparkhvd.estimators.training.commits import Commits
 from sparkhvd.estimators.training.hooks import RunHooks
 from sparkhvd.estimators.training.job_files import InMemoryFiles
 from sparkhvd.estimators.training.progress import ReportingSource
@@ -72,6 +79,7 @@ class TrainJob:
         data_module: a pickled ``DataModule`` class that provides the batches; empty for none.
         progress: whether the driver shows a progress bar.
         holder: the fit that holds the run; None if the Store keeps no runs.
+        division_proc: the number of ranks that the rows in the Store were divided for; 0 is that of the ranks.
     """
 
     plugin: str
@@ -85,6 +93,7 @@ class TrainJob:
     data_module: bytes = b""
     progress: bool = False
     holder: Holder | None = None
+    division_proc: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,11 +160,25 @@ def train_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
         The history and the files of the trained model on rank 0, and None on the others; or, on all ranks, the error if
         the rows cannot be trained on.
     """
+    _start(job)
+    return _train(_with_transformation(job))
+
+
+def train_elastic_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
+    """Do the same as ``train_worker`` while ranks come and go; after a change, all resume from the last commit."""
+    _start(job)
+    commits, job = Commits(), _with_transformation(job)
+    return elastic.run(lambda commits: _train(job, commits))(commits)
+
+
+def _start(job: TrainJob) -> None:
     if job.start_method is not None:
         multiprocessing.set_start_method(job.start_method, force=True)
     session.init()
+
+
+def _train(job: TrainJob, commits: Commits | None = None) -> TrainResult | RejectedRows | None:
     communicator = session.current()
-    job = _with_transformation(job)
     payload = job.payload.read(job.store)
     try:
         rows = _rows(job, payload, communicator)
@@ -163,8 +186,9 @@ def train_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
         if isinstance(job.rows, StoredRows):
             raise
         return RejectedRows(error)  # the same error on all ranks
-    if job.spec.batch_dependence.pairs and isinstance(rows.train, RowSource) and rows.train.plan.has_single_row():
-        return RejectedRows(job.spec.batch_dependence.refuse_single_rows(job.spec.batch_size, communicator.world.size))
+    plan = _plan(rows.train)
+    if job.spec.batch_dependence.pairs and plan is not None and plan.has_single_row():
+        return RejectedRows(job.spec.batch_dependence.refuse_single_rows(job.spec.batch_size, plan.size))
     labels = () if job.transformation else rows.labels
     spec = replace(job.spec, schema=rows.schema, labels=labels, sample=rows.sample or job.spec.sample)
     trainer = find_plugin(job.plugin).trainer(payload, spec, communicator.world)
@@ -172,7 +196,16 @@ def train_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
     if job.store is not None and job.holder is not None and communicator.world.rank == 0:
         fence = claim_fence(job.store, job.run_id, job.holder)
     token = 0 if fence is None else fence.token
-    hooks = RunHooks(job.store, job.run_id, spec, communicator, rows.division, token)
+    hooks = RunHooks(
+        job.store,
+        job.run_id,
+        spec,
+        communicator,
+        rows.division,
+        token,
+        division_proc=job.division_proc,
+        commits=commits,
+    )
     if hooks.resume.checkpoint is not None:
         trainer.restore(hooks.resume.checkpoint.state)
     train = _resume_source(job, rows, hooks, communicator.world)
@@ -221,6 +254,7 @@ class _SplitReading:
     steps: int | None
     reading: ReadOptions
     pair_last_row: bool = False
+    shards: int | None = None  # see ``TrainSpec``
 
 
 def _split_readings(spec: TrainSpec) -> tuple[_SplitReading, _SplitReading]:
@@ -234,6 +268,7 @@ def _split_readings(spec: TrainSpec) -> tuple[_SplitReading, _SplitReading]:
             spec.train_steps_per_epoch,
             reading,
             bool(spec.batch_dependence.pairs),
+            spec.shards,
         ),
         _SplitReading("validation", spec.val_batch_size, False, spec.validation_steps_per_epoch, val_reading),
     )
@@ -290,16 +325,42 @@ def _stored_rows(stored: StoredRows, spec: TrainSpec, world: World) -> RankRows:
 
 def _order(source: BatchSource, spec: TrainSpec) -> tuple[object, ...]:
     """Return what determines the order of the rows, see ``checkpoint.division_digest``."""
-    if not isinstance(source, ParquetSource):
-        return ("petastorm", spec.shuffle)
-    return ("native", *source.plan.order())
+    plan = _plan(source)
+    return ("petastorm", spec.shuffle) if plan is None else ("native", *plan.order())
+
+
+def _plan(source: BatchSource) -> Plan | None:
+    """Return how the rows are divided; None if another library divides them."""
+    source = source.first_shard if isinstance(source, RegroupedSource) else source
+    return source.plan if isinstance(source, RowSource) else None
+
+
+def _regrouped(open_shard: Callable[[World], Shard], part: _SplitReading, world: World, epoch: int = 0) -> Shard:
+    """Return a rank's rows: its own shard, or its part of the shards if their number is fixed and another one.
+
+    Args:
+        open_shard: opens the shard of a rank.
+        part: the rows.
+        world: the rank.
+        epoch: the epoch to resume.
+    """
+    shards = part.shards or world.size
+    if shards == world.size:
+        return open_shard(world)
+    return RegroupedSource(
+        lambda shard: open_shard(World(rank=shard, size=shards)),
+        shards,
+        world,
+        epoch,
+        avoid_single_rows=part.pair_last_row,
+    )
 
 
 def _stored_source(stored: StoredRows, part: _SplitReading, seed: int, world: World) -> BatchSource:
     store, manifest = stored.store, stored.manifest
     if stored.reader == "petastorm":
         return PetastormSource(store, manifest, part.split, world, part.batch_size, seed=seed, shuffle=part.shuffle)
-    return _parquet_source(stored, part, seed, world)
+    return _regrouped(partial(_parquet_source, stored, part, seed), part, world)
 
 
 def _parquet_source(stored: StoredRows, part: _SplitReading, seed: int, world: World) -> ParquetSource:
@@ -335,22 +396,43 @@ def _resume_source(job: TrainJob, rows: RankRows, hooks: RunHooks, world: World)
             "same random_seed, shuffle, reader, inmemory_cache_all and local_cache, or choose another run_id to train "
             "from the start."
         )
-    if (within.num_proc, within.batch_size) == (world.size, job.spec.batch_size):
+    part = _split_readings(job.spec)[0]
+    shards = part.shards or world.size
+    if not within.earlier and (within.num_proc, within.batch_size) == (shards, part.batch_size):
         return train
-    if not isinstance(train, ParquetSource):
+    if _plan(train) is None:
         raise DataError(
             f"Run {job.run_id!r} was interrupted with {counted(within.num_proc, 'rank')} and "
             f"batch_size={within.batch_size}; petastorm's reader and data modules can only resume with the same "
             "numbers. Use these, or choose another run_id to train from the start."
         )
-    stored, seed, part = job.rows, job.spec.seed, replace(_split_readings(job.spec)[0], batch_size=within.batch_size)
-
-    def earlier_source(rank: int) -> ParquetSource:
-        return _parquet_source(stored, part, seed, World(rank=rank, size=within.num_proc))
-
-    rest = EpochRemainder(train, epoch, within.step, earlier_source, earlier_source(0).plan, world)
-    hooks.repartition_first_epoch(rest.steps_left())
+    open_whole = partial(_parquet_source, job.rows, seed=job.spec.seed)
+    open_rest = partial(_remainder, open_whole, part, within.parts, epoch)
+    rest = _regrouped(open_rest, part, world, epoch)
+    hooks.repartition_first_epoch(rest.division_of(epoch).steps())
     return rest
+
+
+def _remainder(
+    open_whole: Callable[..., ParquetSource],
+    part: _SplitReading,
+    done: tuple[EpochPart, ...],
+    epoch: int,
+    world: World,
+) -> EpochRemainder:
+    """Return what the parts of an epoch that are done, each of which began with the rest of the one before, leave."""
+    *before, last = done
+    reading = replace(part, batch_size=last.batch_size)
+
+    def open_old(rank: int) -> ParquetSource | EpochRemainder:
+        old = World(rank=rank, size=last.num_proc)
+        if before:
+            return _remainder(open_whole, reading, tuple(before), epoch, old)
+        return open_whole(reading, world=old)
+
+    return EpochRemainder(
+        open_whole(part, world=world), epoch, last.step, open_old, open_old(0).division_of(epoch), world
+    )
 
 
 def _direct_rows(job: TrainJob, selection: Selection, payload: bytes, communicator: Communicator) -> RankRows:

@@ -13,6 +13,8 @@ from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar, cast
 
 import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
 
 from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd._util.suggestions import did_you_mean
@@ -54,7 +56,8 @@ class FilesystemStore(Store):
     """A Store at any URL that fsspec opens: ``gs://``, ``abfss://``, ``memory://`` and more.
 
     A file appears all at once, because it is sent as a whole on close. ``publish`` uses the exclusive write of the
-    file system. It excludes writers on other machines where the file system does (GCS, ADLS).
+    file system. It excludes writers on other machines where the file system does (GCS, ADLS). Nothing can be written
+    where fsspec has no such write (SFTP, FTP, SMB, WebHDFS); files can be read there.
 
     Attributes:
         prefix_path: the URL of the folder. None if the paths below are enough: the Store is then the deepest folder
@@ -263,6 +266,7 @@ class FilesystemStore(Store):
 
     def _create(self, filesystem: Any, location: str, content: bytes, name: str) -> None:  # noqa: ARG002
         """Write a new file as a whole; ``FileExistsError`` if one exists. ``name`` identifies this write."""
+        self._refuse_to_write_in_pieces(filesystem)
         filesystem.pipe_file(location, content, mode="create", **self._limit(filesystem, len(content)))
 
     def _created(self, filesystem: Any, location: str, content: bytes, name: str, attempt: int) -> bool:  # noqa: ARG002
@@ -271,6 +275,7 @@ class FilesystemStore(Store):
 
     def _send(self, filesystem: Any, location: str, content: IO[bytes], size: int) -> None:
         """Write a file as a whole; it replaces an existing one."""
+        self._refuse_to_write_in_pieces(filesystem)
         limit = self._limit(filesystem, size)
         if size <= SPOOL_BYTES:
             filesystem.pipe_file(location, content.read(size), **limit)
@@ -291,6 +296,20 @@ class FilesystemStore(Store):
         filesystem.rm(glob.escape(location), recursive=True, **self._limit(filesystem))
 
     # The methods below are common to all file systems.
+
+    def _refuse_to_write_in_pieces(self, filesystem: Any) -> None:
+        """Refuse to write with fsspec's generic methods, which show half-written files and replace existing ones."""
+        kind = type(filesystem)
+        if filesystem.async_impl:
+            is_generic = kind._pipe_file is AsyncFileSystem._pipe_file  # noqa: SLF001  (the method that backends override)
+        else:
+            is_generic = kind.pipe_file is AbstractFileSystem.pipe_file
+        if is_generic:
+            raise StoreError(
+                f"There cannot be a Store at {self.url}: {kind.__name__} has no exclusive write, so two jobs could "
+                "write the same file, and a killed job would leave half of one. Mount the folder and pass its path, or "
+                "use s3://, hdfs://, gs:// or abfss://. fit_on_parquet(path=...) reads Parquet files there."
+            )
 
     def _limit(self, filesystem: Any, size: int = 0) -> dict[str, float]:
         """Return the time limit argument for file systems that otherwise wait forever for a silent server."""

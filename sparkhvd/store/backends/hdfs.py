@@ -159,16 +159,16 @@ class HDFSStore(FilesystemStore):
         except FileNotFoundError:
             return []
 
-    def _create(self, filesystem: Any, location: str, content: bytes, name: str) -> None:
+    def _create(self, filesystem: Any, location: str, content: bytes, name: str) -> None:  # noqa: ARG002
         folder = location.rpartition("/")[0]
-        hidden = _hidden(location, name)
+        hidden = _hidden(location)
         with _removed_after_failure(filesystem.client, hidden):
             _write(filesystem.client, hidden, io.BytesIO(content))
             filesystem.client.rename(hidden, location, overwrite=False)
         _remove_leftovers(filesystem.client, folder)
 
     def _send(self, filesystem: Any, location: str, content: IO[bytes], size: int) -> None:
-        hidden = _hidden(location, uuid.uuid4().hex)
+        hidden = _hidden(location)
         with _own_view(content, size) as own, _removed_after_failure(filesystem.client, hidden):
             _write(filesystem.client, hidden, own)
             if self._filesystem() is not filesystem:
@@ -216,8 +216,9 @@ def _hdfs_url(path: str | None, authority: str) -> str | None:
     return f"{scheme}://{authority or own}{folder}"
 
 
-def _hidden(location: str, name: str) -> str:
-    return f"{location.rpartition('/')[0]}/.{name}{UNFINISHED}"
+def _hidden(location: str) -> str:
+    """Return a new name, since an earlier attempt whose answer was lost may have created its file."""
+    return f"{location.rpartition('/')[0]}/.{uuid.uuid4().hex}{UNFINISHED}"
 
 
 def _own_view(content: IO[bytes], size: int) -> IO[bytes]:

@@ -10,6 +10,7 @@ import s3fs
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    FlexibleChecksumError,
     HTTPClientError,
     NoCredentialsError,
     PartialCredentialsError,
@@ -36,6 +37,11 @@ _CREDENTIALS_COME_FROM = (
 _WRITING = "sparkhvd-writing"  # metadata that identifies the writer of a file
 _PARTS_TRIED = 2  # attempts of s3fs for one part of a large file, before the Store retries the whole file
 _TOO_EARLY = frozenset({408, 409, 425, 429})  # statuses below 500 after which a request may be retried
+# Operations whose answers always have content; the client takes an empty one for an empty list, or for a success.
+_ANSWERED_WITH_CONTENT = frozenset(
+    {"ListObjects", "ListObjectsV2", "DeleteObjects", "CopyObject", "CreateMultipartUpload", "CompleteMultipartUpload"}
+)
+_ALREADY_DELETED = frozenset({"NoSuchKey", "NoSuchVersion"})
 
 
 class S3Store(FilesystemStore):
@@ -78,7 +84,7 @@ class S3Store(FilesystemStore):
     def _new_filesystem(self) -> Any:
         options = dict(self.storage_options or {})
         options["config_kwargs"] = {**_CLIENT_DEFAULTS, **options.get("config_kwargs", {})}
-        filesystem = s3fs.S3FileSystem(**{"use_listings_cache": False, **options}, skip_instance_cache=True)
+        filesystem = _S3FileSystem(**{"use_listings_cache": False, **options}, skip_instance_cache=True)
         filesystem.retries = _PARTS_TRIED
         return filesystem
 
@@ -103,9 +109,41 @@ class S3Store(FilesystemStore):
         if isinstance(answer, ClientError):
             status = int(answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
             return status >= 500 or status in _TOO_EARLY
+        # The errors of the HTTP client, such as that of a body that ends too early. s3fs itself tries only twice.
+        if isinstance(error, s3fs.core.S3_RETRYABLE_ERRORS):
+            return True
         if isinstance(error, BotoCoreError):
-            return isinstance(error, (BotoConnectionError, HTTPClientError))
+            return isinstance(error, (BotoConnectionError, HTTPClientError, FlexibleChecksumError))
         return is_transient(error)
+
+
+class _S3FileSystem(s3fs.S3FileSystem):  # type: ignore[misc]  # it has no types
+    """s3fs, without its silence about empty answers and about files that a server did not delete."""
+
+    async def get_s3(self, bucket: str | None = None) -> Any:
+        client = await super().get_s3(bucket)
+        for event, handler in (
+            ("before-parse.s3", _refuse_empty_answer),
+            ("after-call.s3.DeleteObjects", _raise_failed_deletions),
+        ):
+            client.meta.events.register(event, handler, unique_id=f"sparkhvd-{handler.__name__}")
+        return client
+
+
+def _refuse_empty_answer(operation_model: Any, response_dict: Mapping[str, Any], **_: object) -> None:
+    if operation_model.name not in _ANSWERED_WITH_CONTENT or response_dict["status_code"] != 200:
+        return
+    if not response_dict["body"].strip():
+        raise ConnectionError("the server sent an empty answer")
+
+
+def _raise_failed_deletions(parsed: Mapping[str, Any], **_: object) -> None:
+    failed = [error for error in parsed.get("Errors", ()) if error.get("Code") not in _ALREADY_DELETED]
+    if failed:
+        first = failed[0]
+        kind = PermissionError if first.get("Code") == "AccessDenied" else ConnectionError
+        reason = str(first.get("Message") or first.get("Code")).rstrip(".")
+        raise kind(f"{reason} (file {first.get('Key')})")
 
 
 # Spark's name below fs.s3a. -> our storage option, for options that are text on both sides.

@@ -6,63 +6,36 @@ It ends its ranks and itself when its stdin is closed, which happens when the la
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import threading
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 from sparkhvd._util.addresses import address_to_bind, is_loopback, outgoing_address
 from sparkhvd.comm.connect.rendezvous import RendezvousServer
-from sparkhvd.config import export
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import SparkHvdError
 from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.host.host_hash import host_hash
-from sparkhvd.task.host.messages import MARKER, HostDone, HostJob, HostLost, HostReady
+from sparkhvd.task.host.launcher_connection import LauncherConnection, apply_setup
+from sparkhvd.task.host.messages import HostDone, HostJob, HostLost, HostReady
 from sparkhvd.task.host.ranks import run_ranks
 from sparkhvd.task.host.versions import local_versions
 from sparkhvd.task.rank import JobPlan, worker_spec
 from sparkhvd.task.supervision import Outcome
-from sparkhvd.task.worker.import_path import IMPORT_PATH
 from sparkhvd.task.worker.output import HandlerLog
 from sparkhvd.task.worker.process import WorkerProcess, spawn_worker
 from sparkhvd.task.worker.threads import thread_defaults
 
 
-class Launcher:
-    """The launcher at the other end of our stdin and stdout."""
-
-    def __init__(self) -> None:
-        self._input = Connection(os.dup(0), writable=False)
-        output = os.dup(1)
-        os.dup2(2, 1)  # user code that prints must not write between our messages
-        os.write(output, MARKER)
-        self._output = Connection(output, readable=False)
-        self._lock = threading.Lock()  # keeps messages whole
-
-    def receive(self) -> object:
-        """Return the next message; raise ``EOFError`` when the launcher has ended."""
-        return pickle.loads(self._input.recv_bytes())
-
-    def send(self, message: object) -> None:
-        with self._lock:
-            self._output.send_bytes(pickle.dumps(message))
-
-
 def main() -> int:
     """Take part in one job; return 0 once the launcher has received the outcomes of the ranks or the error."""
-    launcher = Launcher()
+    launcher = LauncherConnection()
     job = launcher.receive()
     if not isinstance(job, HostJob):
         raise TypeError(f"The launcher sent {type(job).__name__} instead of a HostJob.")
-    export({IMPORT_PATH: None, **job.environment})
-    sys.path[:0] = [entry for entry in job.environment.get(IMPORT_PATH, "").split(os.pathsep) if entry]
-    if Path(job.folder).is_dir():
-        os.chdir(job.folder)
+    apply_setup(job.setup)
     try:
         launcher.send(HostDone(_take_part(job, launcher)))
     except (SparkHvdError, OSError) as error:
@@ -70,7 +43,7 @@ def main() -> int:
     return 0
 
 
-def _take_part(job: HostJob, launcher: Launcher) -> dict[int, bytes | Outcome]:
+def _take_part(job: HostJob, launcher: LauncherConnection) -> dict[int, bytes | Outcome]:
     if job.job.config.encrypt:
         require_encryption(job.host)
     deadline = Deadline.after(job.job.start_timeout)
@@ -104,7 +77,7 @@ def _take_part(job: HostJob, launcher: Launcher) -> dict[int, bytes | Outcome]:
         return run_ranks(plan, by_rank, deadline, parent=0)
 
 
-def _start(job: HostJob, launcher: Launcher) -> tuple[WorkerProcess, HandlerLog]:
+def _start(job: HostJob, launcher: LauncherConnection) -> tuple[WorkerProcess, HandlerLog]:
     log = HandlerLog(launcher.send, len(job.hosts))
     defaults = thread_defaults(max(1, len(os.sched_getaffinity(0)) // job.count))
     spawned = spawn_worker(dict(job.job.env), defaults, job.job.preload, job.job.executable)
@@ -121,7 +94,7 @@ def _own_address(job: HostJob) -> str:
     return address_to_bind(job.host, job.hosts)
 
 
-def _watch(launcher: Launcher, workers: list[WorkerProcess]) -> None:
+def _watch(launcher: LauncherConnection, workers: list[WorkerProcess]) -> None:
     try:
         launcher.receive()  # returns only when the launcher ends, since it sends nothing more
     except (EOFError, OSError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sparkhvd.comm.connect.launch_context import MembershipAddress
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.job import Job
 from sparkhvd.task.supervision import Outcome
@@ -17,10 +18,24 @@ MARKER = b"\nsparkhvd is ready\n"
 
 
 @dataclass(frozen=True)
+class HostSetup:
+    """The settings of the launcher's process that a process on a host applies first.
+
+    Attributes:
+        environment: variables to set.
+        folder: the working directory, used if it exists on the host.
+    """
+
+    environment: Mapping[str, str] = field(repr=False)
+    folder: str
+
+
+@dataclass(frozen=True)
 class HostJob:
     """From launcher to host: its part of a job.
 
     Attributes:
+        setup: applied first.
         job: the job.
         host: the user's name for this host.
         hosts: the user's names for all hosts.
@@ -28,10 +43,9 @@ class HostJob:
         count: the number of its ranks.
         serves: whether it serves the rendezvous.
         token: the job's secret.
-        environment: variables of the launcher to set here too.
-        folder: the working directory, used if it exists here.
     """
 
+    setup: HostSetup
     job: Job = field(repr=False)
     host: str
     hosts: tuple[str, ...]
@@ -39,8 +53,29 @@ class HostJob:
     count: int
     serves: bool
     token: bytes = field(repr=False)
-    environment: Mapping[str, str] = field(repr=False)
-    folder: str
+
+
+@dataclass(frozen=True)
+class ElasticHostJob:
+    """From launcher to host: its part of an elastic job.
+
+    ``StartWorker``, ``SetRank`` and ``StopWorker`` follow; the host answers with how workers ended.
+
+    Attributes:
+        setup: applied first.
+        job: the job.
+        host: the user's name for this host.
+        slots: the number of its slots, which share its cores.
+        membership: the membership server of the driver, under all its addresses.
+        by_ssh: whether ssh has started the process, so that it knows one more address of the driver.
+    """
+
+    setup: HostSetup
+    job: Job = field(repr=False)
+    host: str
+    slots: int
+    membership: MembershipAddress
+    by_ssh: bool
 
 
 @dataclass(frozen=True)

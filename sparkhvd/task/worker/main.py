@@ -34,17 +34,17 @@ from sparkhvd.task.worker.scratch import remove_scratch
 from sparkhvd.task.worker.spec import FnEnded, Joined, Leave, Raised, Ready, Returned, WorkerSpec
 from sparkhvd.task.worker.template import native_threads, split_off_template
 
-# The task answers a report at once; should it not, the process ends all the same.
+# The task answers a report at once. Without an answer the process ends after this time.
 _LEAVE_SECONDS = 10.0
-# Of the time that the task gives: so that it has read it all when it gives up.
-_SHOWN_AFTER = 0.8
+# The fraction of the task's timeout after which the stacks are printed, so that the task still reads all of them.
+_STACKS_AFTER = 0.8
 _STDERR = 2
 # How the messages of the core name a rank.
 _RANKS = re.compile(r"\branks? (\d+)")
 
 
 def main(arguments: list[str]) -> int:
-    """Import the modules, wait for the spec, run ``fn`` and report; the exit code says little, the report all."""
+    """Import the modules, wait for the spec, run ``fn`` and report. The report, not the exit code, has the details."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--template-fd", type=int)
@@ -85,7 +85,7 @@ def _connect(control: int) -> tuple[Connection, queue.SimpleQueue[object]]:
 def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[object]) -> int:
     export({**dict(spec.variables), IMPORT_PATH: spec.import_path})
     _configure_logging(int(dict(spec.variables)["SPARKHVD_LOG_LEVEL"]))
-    session.set_launch_context(spec.context, lambda: connection.send_bytes(pickle.dumps(Joined())))
+    session.set_launch_context(spec.context, lambda: connection.send_bytes(pickle.dumps(Joined())), spec.commits)
     connection.send_bytes(pickle.dumps(Ready()))
 
     def on_end() -> None:
@@ -122,7 +122,7 @@ def _flush_output() -> None:
 
 def _dump_stacks_after(seconds: float) -> None:
     """Print every thread's stack shortly before the task gives up, even while native code holds the GIL."""
-    faulthandler.dump_traceback_later(min(max(seconds * _SHOWN_AFTER, 0.001), threading.TIMEOUT_MAX), file=_STDERR)
+    faulthandler.dump_traceback_later(min(max(seconds * _STACKS_AFTER, 0.001), threading.TIMEOUT_MAX), file=_STDERR)
 
 
 def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Returned | Raised:
@@ -194,7 +194,7 @@ def _message(error: BaseException) -> str:
 
 
 def _raising_line(error: BaseException) -> str:
-    """Where an error without a message was raised, with the source line if it is known here."""
+    """Return where an error without a message was raised, with the source line if it is known here."""
     steps = traceback.extract_tb(error.__traceback__)
     if not steps:
         return "no message"

@@ -61,7 +61,7 @@ class LineBuffer:
         return lines
 
     def _overwritten(self, start: int) -> int:
-        """Where the part of the last line ends that is going to be written over; 0 when there is none."""
+        """Return the end of the part of the last line that a progress bar will overwrite; 0 without one."""
         shown = self._rest[start:]
         if not shown.strip(b"\r"):
             return 0
@@ -69,7 +69,7 @@ class LineBuffer:
         return start + end if shown[: max(end, 0)].strip(b"\r") else 0
 
     def flush(self) -> bytes | None:
-        """What is left without a newline; None if nothing is."""
+        """Return the rest that has no newline; None if there is none."""
         rest, self._rest = self._rest, b""
         return rest or None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sparkhvd.comm.connect.commit_folder import CommitFolder
 from sparkhvd.comm.connect.launch_context import LaunchContext
 
 
@@ -16,12 +17,14 @@ class WorkerSpec:
         payload: the pickled function and its arguments.
         variables: environment variables for ``fn``.
         import_path: the ``PYTHONPATH`` of ``fn``, see ``task.worker.import_path``; None removes it.
+        commits: where an elastic job publishes commits.
     """
 
     context: LaunchContext
     payload: bytes = field(repr=False)
     variables: tuple[tuple[str, str], ...]
     import_path: str | None
+    commits: CommitFolder | None = None
 
 
 @dataclass(frozen=True)

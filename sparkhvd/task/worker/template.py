@@ -34,7 +34,7 @@ _NUMBER = struct.Struct("!q")
 _READY = b"ready"
 _FORK_SECONDS = 5.0
 _LONGEST_REQUEST = 8192
-# Of the allocator that Arrow brings along.
+# Threads of Arrow's allocator, which starts them again after a fork.
 _RESTARTED_THREADS = frozenset({"jemalloc_bg_thd"})
 
 

@@ -17,14 +17,14 @@ def test_the_nearest_names_are_suggested():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--fusion-treshold-mb", "32"], "unknown flag --fusion-treshold-mb. Did you mean --fusion-threshold-mb?"),
         (["--ssh-prot=22"], "unknown flag --ssh-prot=22. Did you mean --ssh-port?"),
         (["--zzz"], "unknown flag --zzz."),
     ],
 )
-def test_a_misspelled_flag_of_sparkhvdrun_is_answered_with_the_nearest(words, said, capsys):
+def test_the_error_for_a_misspelled_flag_of_sparkhvdrun_suggests_the_nearest_flag(words, message, capsys):
     with pytest.raises(SystemExit):
         parser().parse(["-np", "2", *words, "python", "train.py"])
-    assert capsys.readouterr().err == f"sparkhvdrun: {said} See sparkhvdrun --help.\n"
+    assert capsys.readouterr().err == f"sparkhvdrun: {message} See sparkhvdrun --help.\n"

@@ -1,4 +1,4 @@
-"""What flags, and keys of a configuration file, come to."""
+"""The settings that result from flags and from keys of a configuration file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sparkhvd.config import WITHOUT_EFFECT, Config, from_environment
 from sparkhvd.driver.hosts import parse_hosts
 from sparkhvd.errors import ConfigError
 
-# A flag, section and key that say the same, the variable of the ranks and its text, and what these read from it; None
-# where it changes nothing, which is said.
+# A flag, the section and key of the same setting, the ranks' variable and its text, and the value that they read from
+# it; None if the setting has no effect, which a warning says.
 TABLE = [
     ("fusion-threshold-mb=8", "params", "fusion_threshold_mb", 8, "FUSION_THRESHOLD", f"{8 << 20}"),
     ("cycle-time-ms=3", "params", "cycle_time_ms", 3, "CYCLE_TIME", "3"),

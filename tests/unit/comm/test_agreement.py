@@ -15,7 +15,7 @@ def group():
 
 
 def of_rank(arrays, weights, options):
-    """What rank n holds in the end that began with ``arrays[n]``."""
+    """Return a rank's arrays after the agreement; rank n begins with ``arrays[n]``."""
     rank = session.current().world.rank
     return {**arrays[rank], **agree(session.current(), arrays[rank], weights[rank], **options)}
 

@@ -26,7 +26,7 @@ def group(request):
 
 
 def inputs(dtype: str, shape: tuple[int, ...], ranks: int, seed: int) -> list[np.ndarray]:
-    """What every rank puts in; small, so that no integer type overflows."""
+    """Return the contribution of every rank; small, so that no integer type overflows."""
     draw = np.random.default_rng(seed)
     low = 0 if dtype.startswith("u") else -3
     if dtype == "bool":

@@ -18,7 +18,7 @@ _ASKED = Config(gpu_operations="nccl")
 
 
 def version_of_the_wheel() -> int:
-    """What the installed package says of itself; 0 without one."""
+    """Return the version in the metadata of the installed package; 0 without one."""
     versions = [each.version for each in distributions() if each.name.startswith("nvidia-nccl")]
     major, minor, patch = map(int, re.findall(r"\d+", versions[0])[:3]) if versions else (0, 0, 0)
     return major * 10000 + minor * 100 + patch

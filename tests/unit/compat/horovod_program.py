@@ -5,7 +5,10 @@ python -m tests.unit.compat.horovod_program
 
 from __future__ import annotations
 
+import os
 import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import horovod
 import horovod.torch as hvd
@@ -40,7 +43,7 @@ def train_torch() -> dict[str, object]:
 
 
 def train_some_ranks() -> dict[str, object]:
-    """What Horovod does beside the collectives: process sets, warnings, states, refusals."""
+    """Check Horovod's other features: process sets, warnings, states, refusals."""
     hvd.init()
     only_first = hvd.add_process_set([0])
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -160,7 +163,28 @@ def train_tensorflow() -> dict[str, object]:
     }
 
 
+def lose_a_rank(folder: str) -> list[int]:
+    hvd.init()
+    killed, state = Path(folder, "killed"), hvd.elastic.ObjectState(step=0, sizes=[])
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.ObjectState) -> list[int]:
+        state.sizes.append(size())
+        while state.step < 6:
+            hvd.allreduce(torch.ones(1))
+            state.step += 1
+            if state.step == 3 and rank() == 1 and not killed.exists():
+                killed.touch()
+                os._exit(1)
+            state.commit()
+        return state.sizes
+
+    return train(state)
+
+
 if __name__ == "__main__":
+    with TemporaryDirectory() as folder:
+        elastic = horovod.run(lose_a_rank, (folder,), min_num_proc=2, hosts="localhost:2", cooldown_range=(0.1, 1.0))
     tell(
         {
             "version": horovod.__version__,
@@ -168,6 +192,7 @@ if __name__ == "__main__":
             "some": run(train_some_ranks, num_proc=2),
             "errors": run(disagree, num_proc=2),
             "tensorflow": run(train_tensorflow, num_proc=2),
+            "elastic": elastic,
             "runner": HorovodRunner(np=-2).run(disagree),
         }
     )

@@ -1,4 +1,4 @@
-"""What Databricks sets, and what follows from it; the files of its mounts are tested with the Stores."""
+"""Databricks' environment variables and their effect; the files of its mounts are tested with the Stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What those read who type a name of Horovod's that is not here."""
+"""The messages about Horovod's names that are missing or elsewhere here."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 import sparkhvd
 
 _ELASTIC = (
-    r"Elastic training is not available under this name\. sparkhvd\.run_elastic\(\) and sparkhvdrun "
-    r"start elastic jobs on one machine: see docs/how-to/elastic\.md\. An interrupted fit resumes from its checkpoints"
-    r".*docs/how-to/resume\.md"
+    r"Elastic training is not available under this name\. sparkhvd\.run_elastic\(\) and sparkhvdrun start elastic "
+    r"jobs: see docs/how-to/elastic\.md\. An interrupted fit resumes from its checkpoints.*docs/how-to/resume\.md"
 )
 
 

@@ -17,7 +17,7 @@ _PACKAGE = _ROOT / "compat" / "horovod"
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """What ``horovod_program`` found."""
+    """The results of ``horovod_program``."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.unit.compat.horovod_program"]
     done = run_script(command, tmp_path_factory.mktemp("horovod"), 240, PYTHONPATH=f"{_ROOT}:{_PACKAGE}")
     return found_by(done)
@@ -74,6 +74,10 @@ def test_a_failed_collective_is_horovods_internal_error(program):
     assert program["runner"] == "MismatchError"
 
 
+def test_horovods_run_replaces_a_lost_rank(program):
+    assert program["elastic"] == [[2, 2], [2, 2]]
+
+
 @pytest.fixture
 def horovod(monkeypatch):
     """Put the package on the path; forget its modules afterwards."""
@@ -98,7 +102,9 @@ def test_what_is_missing_says_so_in_a_sentence(horovod, module, message):
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"min_num_proc": 1}, NotImplementedError, "Elastic training is not available"),
+        ({"slots": 2}, NotImplementedError, "horovodrun --host-discovery-script"),
+        ({"reset_limit": 2}, ValueError, "Set min_num_proc or max_num_proc"),
+        ({"min_num_proc": 3, "hosts": "localhost:2"}, SlotsError, "more than the 2 slots"),
         ({"use_mpi": True}, NotImplementedError, "horovodrun --mpi"),
         ({"hosts": "a:1", "hostfile": "hosts"}, ValueError, "Pass one of them"),
         ({"hosts": "localhost:1", "num_proc": 2}, SlotsError, "more than the 1 slot"),

@@ -1,4 +1,4 @@
-"""Which Spark is accepted, and what to do about others; tests/spark and tools/test-matrix run real ones."""
+"""The accepted versions of Spark, and the errors for others; tests/spark and tools/test-matrix run real ones."""
 
 from __future__ import annotations
 

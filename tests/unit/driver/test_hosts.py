@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkhvd.driver.host_process import SrunOptions, SshOptions, host_command
+from sparkhvd.driver.host_process import ELASTIC_JOB, SrunOptions, SshOptions, host_command
 from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 from sparkhvd.errors import ConfigError, SlotsError
 
@@ -62,6 +62,7 @@ def test_ssh_gets_one_quoted_command_and_never_asks_for_a_password():
     assert command[-6:-1] == ["-p", "2222", "-i", "/key", "node1"]
     assert command[-1].endswith("'/a path/python' -m sparkhvd.task.host.main")
     assert host_command("localhost", "", SshOptions())[0] == "env"
+    assert host_command("node1", "", SshOptions(), ELASTIC_JOB)[-1].endswith(" -m sparkhvd.task.elastic.host")
 
 
 def test_srun_starts_one_task_per_host_of_a_slurm_job():

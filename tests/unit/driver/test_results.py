@@ -100,7 +100,18 @@ class OfAnotherVersion:
         return getattr, (self.__class__, "field_that_no_longer_exists")
 
 
+def refuse_to_unpickle():
+    raise RuntimeError("Not on this machine.")
+
+
+class ForOneMachine:
+    def __reduce__(self):
+        return refuse_to_unpickle, ()
+
+
 def test_a_result_that_the_driver_cannot_unpickle_is_reported_with_its_rank():
+    with pytest.raises(LaunchError, match=r"rank 0: RuntimeError: Not on this machine\. Return plain values"):
+        unpickled([cloudpickle.dumps(ForOneMachine())])
     contents = [cloudpickle.dumps(3), cloudpickle.dumps(OfAnotherVersion())]
     with pytest.raises(LaunchError, match=r"cannot unpickle the result of rank 1: AttributeError: .*no_longer_exists"):
         unpickled(contents)

@@ -45,3 +45,14 @@ def test_one_line_names_the_layers_and_what_to_use_instead_with_several_ranks():
         "the model's batch normalization (1, 2, 3 and 2 more) sees the 32 rows of its own rank, not the 128 rows of "
         "all 4 ranks. To normalize over all of them, use sparkhvd.torch.SyncBatchNorm.convert_sync_batchnorm(model)."
     )
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_embeddings_that_count_values_in_their_batch_are_named(kind):
+    found = batch_dependence_of(torch.nn.Sequential(kind(4, 2), kind(4, 2, scale_grad_by_freq=True)))
+    assert found.remarks(1, 8) == []
+    (remark,) = found.remarks(2, 8)
+    assert remark.startswith(
+        "scale_grad_by_freq of the model's embeddings (1) counts values in the 8 rows of its own rank, not the 16 rows "
+        "of all 2 ranks. The training is therefore not that of one big batch"
+    )

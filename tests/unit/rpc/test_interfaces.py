@@ -1,4 +1,4 @@
-"""Which addresses of a machine others may reach."""
+"""The addresses of a machine that other machines can reach."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_this_machine_has_a_loopback():
 
 
 @pytest.mark.parametrize(
-    ("there", "host", "chosen"),
+    ("present", "host", "chosen"),
     [
         ([V4, V6], "10.0.0.5", [V4]),
         ([V4, V6], "fd0a::5", [V6]),
@@ -35,6 +35,6 @@ def test_this_machine_has_a_loopback():
     ],
 )
 @pytest.mark.parametrize("nics", [[], ["eth0"]])
-def test_ipv6_addresses_are_used_without_any_ipv4_address(there, host, chosen, nics, monkeypatch):
-    monkeypatch.setattr(interfaces, "interfaces", lambda: [*LOOPBACKS, *there])
+def test_ipv6_addresses_are_used_without_any_ipv4_address(present, host, chosen, nics, monkeypatch):
+    monkeypatch.setattr(interfaces, "interfaces", lambda: [*LOOPBACKS, *present])
     assert candidates(nics, host, [host, "10.0.0.6"]) == chosen

@@ -83,6 +83,20 @@ def test_options_of_horovods_stores_without_a_counterpart_are_refused_by_name():
             HDFSStore("/x", *arguments, **named)
 
 
+def test_a_file_system_without_an_exclusive_write_is_for_reading_only(tmp_path):
+    # fsspec's local files are written by the same generic method as those of SFTP, FTP and SMB.
+    (tmp_path / "rows.txt").write_bytes(b"there before")
+    store = FilesystemStore(f"local://{tmp_path}")
+    message = rf"^There cannot be a Store at local://{tmp_path}: LocalFileSystem has no exclusive write, so two jobs .*"
+    with pytest.raises(StoreError, match=message):
+        store.publish("runs/claim", b"1")
+    with pytest.raises(StoreError, match=message), store.open("runs/model", "wb") as file:
+        file.write(b"2")
+    assert store.list("") == ["rows.txt"]
+    with store.open("rows.txt", "rb") as file:
+        assert file.read() == b"there before"
+
+
 def test_a_backend_that_cannot_be_imported_names_the_package_to_install(monkeypatch):
     entry = StoreEntry("sparkhvd.store.not_there:Store", "Install it: pip install 'sparkhvd[x]'.")
     monkeypatch.setattr(registry, "STORES", {"x": entry})

@@ -115,7 +115,7 @@ def test_the_map_names_gpu_models_that_differ_between_hosts():
 
 @pytest.fixture
 def driver(tmp_path):
-    """What a driver tells of three GPUs."""
+    """A driver library that reports three GPUs."""
     for number, model in enumerate(("NVIDIA H100", "NVIDIA H100", "NVIDIA L4")):
         folder = tmp_path / f"0000:{number}5:00.0"
         folder.mkdir()

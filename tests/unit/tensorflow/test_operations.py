@@ -180,6 +180,20 @@ def combine_captured_tensors():
     assert [tensor.numpy().tolist() for tensor in combined] == [[3.0], [1.0, 2.0], [2.0]]
 
 
+def combine_tensors_of_layers():
+    """Rank 0 has made more layers before, which Keras counts in the names of their tensors."""
+    import keras  # noqa: PLC0415  (the ranks have no sources, and most of them need no Keras)
+
+    layers = [keras.layers.Dense(1, kernel_initializer="ones") for _ in range(2 - hvd.rank())]
+
+    def combine(values):
+        output = layers[-1](values)
+        return [hvd.allreduce(output, op=hvd.Sum), hvd.allgather(output), hvd.broadcast(output, 1)]
+
+    combined = graph(combine)(tf.constant([[1.0 + hvd.rank()]]))
+    assert [tensor.numpy().tolist() for tensor in combined] == [[[3.0]], [[1.0], [2.0]], [[2.0]]]
+
+
 def combine_what_all_ranks_have():
     """Rank 0 has no gradient for the first variable, and joins, so that its zeros take part there."""
     variables = [tf.Variable([1.0]) for _ in range(3)]
@@ -327,6 +341,10 @@ def test_collectives_have_second_gradients(group, in_graph):
 
 def test_a_graph_combines_eager_tensors_that_it_captures(group):
     group.run(combine_captured_tensors)
+
+
+def test_a_graph_combines_tensors_of_layers_if_one_rank_has_made_more_layers(group):
+    group.run(combine_tensors_of_layers)
 
 
 def test_a_rank_without_a_gradient_does_not_shift_the_others(group):

@@ -111,3 +111,67 @@ def test_a_state_without_a_model_takes_values_and_any_number_of_models():
     state.restore()
     assert second.bias.item() == bias
     assert state.best == 0.5
+
+
+class Odd(torch.nn.Module):
+    """Has tensors whose layout is not the plain one, and a version of its own."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+        self.register_buffer("expanded", torch.tensor([1.0]).expand(4))
+        self.register_buffer("image", torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        self.register_buffer("growing", torch.zeros(0))
+        self.versions: list[object] = []
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        self.versions.append(local_metadata.get("version"))
+        self.growing = torch.empty_like(state_dict[prefix + "growing"])
+        self.expanded = self.expanded.clone()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def test_a_commit_reuses_the_memory_of_the_last_one_and_keeps_tensors_of_any_layout():
+    model = Odd()
+    state = hvd.elastic.TorchState(model)
+    first = state._parts["model"].saved
+    addresses = {name: value.data_ptr() for name, value in first.items()}
+    for number in range(1, 4):
+        with torch.no_grad():
+            model.weight.fill_(number)
+            model.image.fill_(number)
+            model.growing = torch.full((number,), float(number))
+            model.expanded = torch.tensor([float(number)]).expand(4)
+        state.commit()
+    saved = state._parts["model"].saved
+    assert saved["image"].data_ptr() == addresses["image"]
+    assert saved["image"].is_contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.image.zero_()
+        model.growing = torch.zeros(1)
+    state.restore()
+    assert model.versions == [3]
+    assert model.weight.tolist() == [[3.0] * 2] * 3
+    assert bool((model.image == 3.0).all())
+    assert model.growing.tolist() == model.expanded[:3].tolist() == [3.0] * 3
+
+
+def test_a_commit_keeps_up_with_an_optimizer_whose_state_grows():
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    state = hvd.elastic.TorchState(model, optimizer)
+    for number in range(3):
+        step(model, optimizer)
+        optimizer.param_groups[0]["lr"] = 0.1 * number
+        state.commit()
+    expected = {name: value.clone() for name, value in optimizer.state_dict()["state"][0].items()}
+    step(model, optimizer)
+    state.restore()
+    step(model, optimizer)
+    state.restore()
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    for name, value in optimizer.state_dict()["state"][0].items():
+        assert torch.equal(value, expected[name])

@@ -1,1 +1,1 @@
-"""What Horovod's frameworks share."""
+"""Modules that Horovod's frameworks share."""

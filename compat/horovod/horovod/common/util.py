@@ -1,4 +1,4 @@
-"""What programs use of Horovod's helpers."""
+"""The helpers of Horovod that programs use."""
 
 from __future__ import annotations
 

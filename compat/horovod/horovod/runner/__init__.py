@@ -1,15 +1,15 @@
-"""``horovod.run``: runs a function on this machine or on hosts, without Spark."""
+"""``horovod.run``: runs a function on this machine or on hosts, without Spark; also as an elastic job."""
 
 from __future__ import annotations
 
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import sparkhvd
-from sparkhvd.compat.horovod import ELASTIC
 from sparkhvd.driver.hosts import parse_hostfile, parse_hosts, take_slots
 
 __all__ = ["run"]
@@ -45,17 +45,24 @@ def run(  # noqa: PLR0917  the arguments are Horovod's
     max_np: int | None = None,
     network_interfaces: Sequence[str] | None = None,
 ) -> list[Any]:
-    """Run ``func`` in ``num_proc`` processes and return its results, ordered by rank; ``sparkhvd.run`` does it.
+    """Run ``func`` in ``num_proc`` processes and return its results, ordered by rank.
 
-    ``disable_cache`` has no effect: there is no cache of checks.
+    ``sparkhvd.run`` does it; with ``min_num_proc`` or ``max_num_proc``, ``sparkhvd.run_elastic`` does, whose slots are
+    those of the hosts. ``disable_cache`` has no effect: there is no cache of checks.
 
     Raises:
         ValueError: arguments contradict each other.
-        NotImplementedError: the job would be elastic, or started by mpirun without Spark.
+        NotImplementedError: mpirun would start the job without Spark, or hosts would come from a script.
     """
-    elastic = (min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit, cooldown_range)
-    if any(value is not None for value in elastic):
-        raise NotImplementedError(ELASTIC)
+    if slots is not None:
+        raise NotImplementedError(
+            "slots is for hosts that a script prints, which horovod.run cannot take. Pass hosts='host1:2,host2:2', or "
+            "run `horovodrun --host-discovery-script`."
+        )
+    least, most = (min_np if min_num_proc is None else min_num_proc), (max_np if max_num_proc is None else max_num_proc)
+    is_elastic = least is not None or most is not None
+    if not is_elastic and (reset_limit is not None or cooldown_range is not None):
+        raise ValueError("reset_limit and cooldown_range are for elastic jobs. Set min_num_proc or max_num_proc, too.")
     if use_mpi or mpi_args:
         raise NotImplementedError(
             "horovod.run does not start mpirun here. Leave out use_mpi and mpi_args, or run `horovodrun --mpi`."
@@ -67,21 +74,23 @@ def run(  # noqa: PLR0917  the arguments are Horovod's
         num_proc = np if num_proc == 1 else num_proc
     everywhere = parse_hostfile(Path(hostfile).read_text()) if hostfile else parse_hosts(hosts) if hosts else ()
     remote = [host for host in everywhere if host.name not in _THIS_HOST]
+    num_proc = max(num_proc, least or 1)
     if everywhere:
         take_slots(everywhere, num_proc)  # refuses more ranks than slots
+    if is_elastic and everywhere and not remote:
+        most = min(most or sys.maxsize, sum(host.slots for host in everywhere))
     nics = network_interface.split(",") if network_interface else network_interfaces
-    return sparkhvd.run(
-        func,
-        args,
-        kwargs,
-        num_proc,
-        start_timeout,
-        verbose=2 if verbose else 1,
-        nics=nics if remote else None,
-        executable=executable,
-        launcher="ssh" if remote else "local",
-        hosts=",".join(host.text for host in everywhere) if remote else None,
-        ssh_port=ssh_port if remote else None,
-        ssh_identity_file=ssh_identity_file if remote else None,
-        output_filename=output_filename,
-    )
+    where: dict[str, Any] = {
+        "verbose": 2 if verbose else 1,
+        "nics": nics if remote else None,
+        "executable": executable,
+        "launcher": "ssh" if remote else "local",
+        "hosts": ",".join(host.text for host in everywhere) if remote else None,
+        "ssh_port": ssh_port if remote else None,
+        "ssh_identity_file": ssh_identity_file if remote else None,
+        "output_filename": output_filename,
+    }
+    if not is_elastic:
+        return sparkhvd.run(func, args, kwargs, num_proc, start_timeout, **where)
+    changes = {"reset_limit": reset_limit, "cooldown_range": cooldown_range}
+    return sparkhvd.run_elastic(func, args, kwargs, num_proc, least, most, start_timeout, **changes, **where)

@@ -34,7 +34,7 @@ _MODEL, _FEATURES = "regression.npy", "features.txt"
 
 @dataclass(frozen=True)
 class Package:
-    """What the ranks need of the parameters."""
+    """The parameters that the ranks need."""
 
     model: LinearRegression
     rate: float

@@ -30,7 +30,7 @@ def group(request):
 
 
 def values_of(dtype: str, shape: tuple[int, ...], rank: int) -> np.ndarray:
-    """What a rank puts in; small, so that no integer type overflows."""
+    """Return a rank's contribution; small, so that no integer type overflows."""
     draw = np.random.default_rng([rank, *shape])
     if dtype == "bool":
         return draw.integers(0, 2, shape).astype(bool)

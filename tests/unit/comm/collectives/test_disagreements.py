@@ -1,4 +1,4 @@
-"""What users do wrong: every rank is told, with the tensor, the ranks and both values; the job goes on."""
+"""Mistakes of users: the error on every rank names the tensor, the ranks and both values, and the job continues."""
 
 from __future__ import annotations
 

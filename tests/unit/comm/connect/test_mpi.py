@@ -22,7 +22,7 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun
 
 
 def run_by_mpi(tmp_path: Path, ranks: int, script: str, **variables: str) -> list[object]:
-    """What every rank's ``report(...)`` said, by rank of MPI's world; the script must end well."""
+    """Return the values of every rank's ``report(...)``, by rank of MPI's world; the script must succeed."""
     head = """
         import json, os, sys
         from pathlib import Path

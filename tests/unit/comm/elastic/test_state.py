@@ -9,7 +9,13 @@ from sparkhvd.comm import session
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.elastic.loop import run
 from sparkhvd.comm.elastic.state import ObjectState, State
-from sparkhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, NotInitializedError, PeerLostError
+from sparkhvd.errors import (
+    ConfigError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    NotInitializedError,
+    PeerLostError,
+)
 
 
 @pytest.fixture
@@ -33,6 +39,12 @@ def test_values_are_attributes_that_return_to_the_last_commit():
     state.seen.append(4)
     state.restore()
     assert state.seen == [1, 2], "the saved copy is not the live one"
+
+
+@pytest.mark.parametrize("name", ["commit", "sync", "register_reset_callbacks"])
+def test_a_value_with_the_name_of_a_method_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"{name!r}: ObjectState\.{name}\(\) is a method"):
+        ObjectState(**{"epoch": 0, name: 1})
 
 
 @pytest.mark.usefixtures("job_of_one")
@@ -111,3 +123,32 @@ def test_the_exceptions_have_horovods_meanings():
     assert pickle.loads(pickle.dumps(HostsUpdatedInterrupt(skip_sync=True))).skip_sync is True
     assert issubclass(PeerLostError, HorovodInternalError)
     assert not issubclass(HostsUpdatedInterrupt, HorovodInternalError)
+
+
+def test_the_last_commit_can_be_dumped_and_loaded_into_another_state():
+    state = ObjectState(epoch=1, seen=[1])
+    state.epoch = 2
+    state.save()
+    state.epoch = 3
+    other = ObjectState(epoch=0, seen=[])
+    other.load_commit(state.dump_commit())
+    assert (other.epoch, other.seen) == (2, [1])
+    other.epoch = 9
+    other.restore()
+    assert other.epoch == 2
+
+
+def test_a_state_that_saves_more_than_it_dumps_is_refused():
+    class Saves(ObjectState):
+        def save(self):
+            super().save()
+
+    class Dumps(Saves):
+        def dump_commit(self):
+            return b"mine"
+
+    with pytest.raises(ConfigError, match=r"Saves overrides save\(\), so it must also define dump_commit\(\)"):
+        Saves(epoch=0).dump_commit()
+    assert Dumps(epoch=0).dump_commit() == b"mine"
+    with pytest.raises(ConfigError, match=r"State must define dump_commit\(\) and load_commit\(\) so that"):
+        State().dump_commit()

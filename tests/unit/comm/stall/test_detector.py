@@ -15,8 +15,8 @@ from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.comm.stall.report import report
 from sparkhvd.comm.stall.snapshot import (
     Condition,
-    Identity,
     PendingCollective,
+    ProcessIdentity,
     decode_condition,
     decode_identity,
     encode,
@@ -272,8 +272,8 @@ def test_the_stack_of_a_thread_ends_at_its_current_line():
 def test_a_process_is_identified_by_more_than_its_pid():
     me = own_identity()
     assert process_problem(me) is None
-    assert process_problem(Identity(me.host, me.pid, me.namespace, "another start")) == "has ended"
-    assert process_problem(Identity("elsewhere", me.pid, me.namespace, "another start")) is None
+    assert process_problem(ProcessIdentity(me.host, me.pid, me.namespace, "another start")) == "has ended"
+    assert process_problem(ProcessIdentity("elsewhere", me.pid, me.namespace, "another start")) is None
 
 
 def test_snapshots_of_ranks_survive_serialization_and_invalid_ones_are_refused():
@@ -303,7 +303,7 @@ def test_snapshots_of_ranks_survive_serialization_and_invalid_ones_are_refused()
 
 
 def identity(rank, host="one"):
-    return Identity(host, 100 + rank, "", "")
+    return ProcessIdentity(host, 100 + rank, "", "")
 
 
 def test_silent_ranks_are_judged_by_the_observations_of_others():

@@ -1,4 +1,4 @@
-"""Which Store serves the URLs of files that are there already; nothing is reached here."""
+"""The Store that serves the URLs of existing files; nothing is connected to here."""
 
 from __future__ import annotations
 

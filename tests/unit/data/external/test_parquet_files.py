@@ -13,6 +13,7 @@ from pyarrow import parquet
 
 from sparkhvd.data import ParquetSource, torch_loader
 from sparkhvd.data.external.parquet_files import ColumnRequest, open_existing, selected
+from sparkhvd.data.read.readers import ReadOptions
 from sparkhvd.data.schema import columns
 from sparkhvd.errors import DataError, SchemaError, StoreError
 from sparkhvd.store import LocalStore
@@ -320,6 +321,28 @@ def test_files_may_store_the_same_type_in_different_ways(tmp_path, cache):
             assert np.concatenate([batch["l"] for batch in batches]).tolist() == [[1, 2], [3, 4]] * 4
             assert np.concatenate([batch["t"] for batch in batches]).tolist() == [1, 2] * 4
             assert np.concatenate([batch["s.a"] for batch in batches]).tolist() == [1, 2] * 4
+
+
+@pytest.mark.parametrize("replacement", ["other", "as large as before"])
+def test_a_file_that_is_replaced_during_the_training_is_named(tmp_path, replacement):
+    def write_rows(number, values):
+        rows = pa.table({"id": pa.array(values), "y": pa.array([0.0] * len(values))})
+        parquet.write_table(rows, tmp_path / f"{number}.parquet", use_dictionary=False, compression="none")
+
+    for number in range(2):
+        write_rows(number, np.arange(100.0) + 100 * number)
+    files = opened(tmp_path)
+    reading = ReadOptions(window_bytes=800)  # so small that each epoch reads the files again
+    source = ParquetSource(files.store, files.manifest, "train", World(), 10, seed=0, shuffle=True, reading=reading)
+    assert sum(batch.columns["id"].sum() for batch in source.epoch(0)) == sum(range(200))
+    size = (tmp_path / "1.parquet").stat().st_size
+    rows = 1000.0 + np.arange(100.0)
+    write_rows(1, rows if replacement == "as large as before" else np.concatenate([rows, rows]))
+    same_size = (tmp_path / "1.parquet").stat().st_size == size
+    assert same_size == (replacement == "as large as before")
+    difference = "has another footer than" if same_size else rf"has \d+ bytes, but had {size}"
+    with pytest.raises(DataError, match=rf"/1\.parquet {difference} when the training began: it was replaced"):
+        list(source.epoch(1))
 
 
 def _as_numbers(arrays):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ SCHEMA = DataSchema((ColumnSpec("row", "int64", (), "feature", "scalar"),))
 
 
 class Rows:
-    """What ``RowSource`` does, from the plan alone: rows are their ids."""
+    """Like ``RowSource``, but from the plan alone: rows are their ids."""
 
     schema = SCHEMA
 
@@ -28,6 +29,12 @@ class Rows:
 
     def rows(self):
         return self.plan.total_rows
+
+    def has_rows(self, step):
+        return self.plan.rows_in(self.rank, step) > 0
+
+    def division_of(self, epoch):
+        return self.plan
 
     def epoch(self, number, first_step=0):
         for step, batch in enumerate(self.plan.global_batches(number)):
@@ -49,7 +56,7 @@ def test_a_partial_epoch_is_finished_by_another_number_of_ranks_without_repeats(
         row for step, batch in enumerate(before.global_batches(2)) if step < done for row in np.hstack(batch)
     )
     ranks = [list(rest_of(before, after, rank, new, done).epoch(2)) for rank in range(new)]
-    assert {len(batches) for batches in ranks} == {rest_of(before, after, 0, new, done).steps_left()}
+    assert {len(batches) for batches in ranks} == {rest_of(before, after, 0, new, done).division.steps()}
     for step in zip(*ranks, strict=True):
         assert {batch.global_rows for batch in step} == {sum(batch.rows for batch in step)}
         assert all(len(batch.columns["row"]) == batch.rows <= 4 for batch in step)
@@ -85,3 +92,24 @@ def test_an_epoch_of_several_passes_is_resumed_too():
         for row in batch.columns["row"]
     )
     assert done + found == everything
+
+
+@pytest.mark.parametrize(("sizes", "done"), [((2, 3, 1), (3, 2)), ((1, 4, 2, 3), (5, 1, 2)), ((3, 3, 3), (2, 0))])
+def test_a_rest_is_finished_by_other_ranks_again_without_repeats(sizes, done):
+    plans = [plan(size, 4) for size in sizes]
+
+    def opened(index, rank):
+        if index == 0:
+            return Rows(plans[0], rank)
+        earlier = plans[0] if index == 1 else opened(index - 1, 0).division
+        world = World(rank=rank, size=sizes[index])
+        old = partial(opened, index - 1)
+        return EpochRemainder(Rows(plans[index], rank), 2, done[index - 1], old, earlier, world)
+
+    seen: Counter[int] = Counter()
+    for index, size in enumerate(sizes):
+        ranks = [list(opened(index, rank).epoch(2)) for rank in range(size)]
+        for step in list(zip(*ranks, strict=True))[: None if index == len(done) else done[index]]:
+            assert {batch.global_rows for batch in step} == {sum(batch.rows for batch in step)}
+            seen.update(int(row) for batch in step for row in batch.columns["row"])
+    assert seen == Counter(range(103))

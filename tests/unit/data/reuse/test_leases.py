@@ -106,6 +106,25 @@ def test_the_remains_of_a_killed_preparation_are_removed_at_once(store):
     assert store.list("") == []
 
 
+def test_a_file_that_arrives_after_the_removal_of_its_dataset_is_removed_by_clean(store, make_dataset):
+    gone, copied, prepared = (layout.new_dataset_id() for _ in range(3))
+    make_dataset(dataset_id=gone)
+    leases.take(store, gone, 0.0).release()
+    late = f"{layout.dataset_rows_folder(gone)}/sparkhvd_split=train/part-00001-x-c000.snappy.parquet"
+    store.publish(late, b"late")
+    make_dataset(dataset_id=copied)  # without a lease, but with a manifest
+    writing = leases.take(store, prepared, 0.0)
+    store.publish(f"{layout.dataset_rows_folder(prepared)}/part-00000.parquet", b"so far")
+    own = ["datasets/imagenet/rows/a.parquet", f"datasets/{layout.new_dataset_id()}/mine.parquet"]
+    for path in own:
+        store.publish(path, b"the user's")
+    kept = [path for path in store.list("") if path != late]
+    assert clean(store) == [gone]
+    assert store.list("") == kept
+    writing.withdraw()
+    assert clean(store) == [prepared]
+
+
 def test_a_damaged_lease_holds_nothing(store, make_dataset):
     make_dataset(dataset_id="d")
     store.publish(layout.lease_path("d", "damaged"), b'{"machine": 1')
@@ -174,16 +193,17 @@ def test_a_hold_is_renewed_until_it_is_released(store, make_dataset):
 def test_a_hold_is_renewed_only_once_it_is_old_enough(store, make_dataset, monkeypatch):
     make_dataset(dataset_id="d")
     lease, looks = leases.take(store, "d", 7.0), []
-    first, started = record_of(lease)["taken"], time.time()
+    first, started, offset = record_of(lease)["taken"], time.time(), [1.0]
 
     def now():
         looks.append(None)
-        return started + (leases.RENEW_SECONDS + 1 if len(looks) > 20 else 1)
+        return started + offset[0]
 
     monkeypatch.setattr(leases, "time", SimpleNamespace(time=now))
     held = leases.Hold(lease, check_seconds=0.001)
     wait_for(lambda: len(looks) > 10)
     assert record_of(lease)["taken"] == first
+    offset[0] = leases.RENEW_SECONDS + 1
     wait_for(lambda: record_of(lease)["taken"] > first + leases.RENEW_SECONDS)
     held.close()
 

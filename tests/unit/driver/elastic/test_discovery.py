@@ -67,6 +67,12 @@ def test_a_function_must_return_slots_by_host(found):
         DiscoveryFunction(lambda: found).find()
 
 
+@pytest.mark.parametrize("host", ["-oProxyCommand=reboot", "two words", ""])
+def test_a_function_must_return_names_of_hosts(host):
+    with pytest.raises(ConfigError, match="is not a valid host name"):
+        DiscoveryFunction(lambda: {host: 1}).find()
+
+
 class Scripted:
     """Returns or raises one value after the other, and then stays with the last."""
 
@@ -90,7 +96,11 @@ def test_changes_are_reported_and_failures_keep_the_last_slots():
     thread = DiscoveryThread(Scripted({"a": 1}, {"a": 1}, bad, bad, {"a": 1}, {"a": 2}), inbox, 0.01)
     events = [inbox.get(timeout=10) for _ in range(3)]
     thread.close()
-    assert events == [Offered({"a": 1}), DiscoveryFailed("out of order", False), Offered({"a": 2})]
+    assert events == [
+        Offered({"a": 1}),
+        DiscoveryFailed("The discovery of hosts failed: out of order", False),
+        Offered({"a": 2}),
+    ]
     assert inbox.empty()
 
 
@@ -99,7 +109,10 @@ def test_a_failure_before_the_first_slots_is_marked():
     thread = DiscoveryThread(Scripted(OSError("no network"), {"a": 1}), inbox, 0.01)
     events = [inbox.get(timeout=10) for _ in range(2)]
     thread.close()
-    assert events == [DiscoveryFailed("OSError: no network", True), Offered({"a": 1})]
+    assert events == [
+        DiscoveryFailed("The hosts of the job cannot be found out: OSError: no network", True),
+        Offered({"a": 1}),
+    ]
 
 
 def test_a_function_that_calls_sys_exit_has_failed():
@@ -107,7 +120,11 @@ def test_a_function_that_calls_sys_exit_has_failed():
     thread = DiscoveryThread(Scripted({"a": 1}, SystemExit(3), {"a": 2}), inbox, 0.01)
     events = [inbox.get(timeout=10) for _ in range(3)]
     thread.close()
-    assert events == [Offered({"a": 1}), DiscoveryFailed("SystemExit: 3", False), Offered({"a": 2})]
+    assert events == [
+        Offered({"a": 1}),
+        DiscoveryFailed("The discovery of hosts failed: SystemExit: 3", False),
+        Offered({"a": 2}),
+    ]
 
 
 def test_closing_ends_a_script_that_runs(tmp_path):

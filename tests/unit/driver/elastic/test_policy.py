@@ -10,6 +10,7 @@ from sparkhvd.driver.elastic.policy import (
     MAX_FRUITLESS,
     MAX_STATELESS,
     SETTLE_SECONDS,
+    SHORTAGE_SECONDS,
     Done,
     Fail,
     Form,
@@ -21,6 +22,7 @@ from sparkhvd.driver.elastic.policy import (
     Stop,
     View,
     decide,
+    shortage,
 )
 
 LIMITS = Limits(num_proc=2, min_size=1, max_size=3, start_timeout=60.0, elastic_timeout=30.0)
@@ -94,6 +96,23 @@ def test_a_job_below_its_smallest_size_fails_after_start_timeout_with_the_reason
     )
 
 
+def test_a_job_says_that_it_waits_for_slots_but_not_while_its_workers_start():
+    limits = dataclasses.replace(LIMITS, min_size=2)
+    late = SHORTAGE_SECONDS + 1
+    assert shortage(first(waiting(0), slots=1), limits, late) == (
+        "The job waits for slots: 1 of at least 2 ranks are ready. Offered slots: a:1. It fails after "
+        "start_timeout=60 s."
+    )
+    assert shortage(broken(slots=0, capacity={}), limits, late) == (
+        "The job waits for slots: 0 of at least 2 ranks are ready. Offered slots: none. It fails after "
+        "elastic_timeout=30 s."
+    )
+    assert not shortage(first(waiting(0), slots=1), limits, SHORTAGE_SECONDS - 1)
+    assert not shortage(first(waiting(0), member(1, Phase.STARTING)), limits, late)
+    assert not shortage(first(waiting(0), cooling=frozenset({"a"})), limits, late)
+    assert not shortage(intact(running(0, 0)), limits, late)
+
+
 def test_survivors_form_a_generation_at_once_and_the_newest_commit_is_rank_0():
     arrived = (waiting(4, 7, generation=1, rank=0), waiting(5, 8, generation=1, rank=1), waiting(9))
     assert decide(broken(*arrived), LIMITS, 0.0) == [Form((5, 4, 9))]
@@ -136,6 +155,14 @@ def test_a_job_fails_at_once_when_the_state_is_lost():
     (failure,) = decide(broken(waiting(3)), LIMITS, 0.0)
     assert isinstance(failure, Fail)
     assert "All ranks that held the state of the training were lost" in failure.why
+
+
+def test_a_job_may_start_again_a_number_of_times_when_the_state_is_lost():
+    limits = dataclasses.replace(LIMITS, max_restarts=2)
+    assert decide(broken(waiting(3), restarts=1), limits, 0.0) == [Form((3,))]
+    (failure,) = decide(broken(waiting(3), restarts=2), limits, 0.0)
+    assert isinstance(failure, Fail)
+    assert "All ranks that held the state of the training were lost 3 times" in failure.why
 
 
 def test_without_a_state_new_workers_begin_anew():

@@ -85,6 +85,31 @@ def test_a_failing_host_cools_down_longer_each_time_and_recovers():
         assert roster.view(at + seconds).cooling == frozenset()
 
 
+def test_a_failure_that_takes_all_workers_of_a_host_cools_it_once():
+    roster = Roster(Cooldown(2.0, 60.0), 0.0)
+    for worker in range(8):
+        roster.started(worker, "a", 0.0)
+    for worker in range(8):
+        roster.lost(worker, "its host was lost", 1.0 + 0.1 * worker)
+    assert roster.view(2.9).cooling == {"a"}
+    assert roster.view(3.0).cooling == frozenset()
+    roster.started(8, "a", 3.0)
+    roster.lost(8, "its host was lost", 3.0)
+    assert roster.view(6.9).cooling == {"a"}, "the next failure counts as the second"
+
+
+def test_failed_starts_count_only_when_every_offered_host_has_had_one():
+    roster = Roster(Cooldown(), 0.0)
+    roster.offer({"a": 2, "b": 1})
+    for worker, host in enumerate(["a", "b", "a"]):
+        roster.started(worker, host, 0.0)
+    roster.lost(0, "ssh cannot reach it", 1.0)
+    roster.lost(2, "ssh cannot reach it", 2.0)
+    assert roster.view(2.0).failed_starts == 0, "b may still start"
+    roster.lost(1, "raised an error", 3.0)
+    assert roster.view(3.0).failed_starts == 3
+
+
 def test_a_worker_that_is_ended_on_purpose_does_not_cool_its_host():
     roster = roster_of(2)
     roster.lost(1, "its slot is no longer offered", 1.0, failed=False)
@@ -123,10 +148,33 @@ def test_a_rank_that_returns_after_the_training_has_ended_is_kept():
     for worker in range(2):
         assert roster.finished(worker, 1, 1.0)
     assert roster.returned(1, 2.0)
-    assert not roster.waiting(0, 1, 0, "", 3.0)
     member = roster.member(1)
     assert member is not None
     assert member.phase is Phase.RETURNED
+
+
+@pytest.mark.parametrize(("reason", "expected"), [("lost rank 2", "lost rank 2"), ("", "it called hvd.init() again")])
+@pytest.mark.parametrize("others_return", [True, False])
+def test_a_rank_that_waits_after_the_training_has_ended_on_another_ends_the_job(reason, expected, others_return):
+    roster = roster_of(2)
+    assert roster.finished(0, 1, 1.0)
+    if others_return:
+        assert roster.returned(0, 2.0)
+    assert roster.waiting(1, 1, 0, reason, 3.0)
+    (failure,) = decide(roster.view(3.0), Limits(2, 1, None, 60.0, 60.0), 3.0)
+    assert isinstance(failure, Fail)
+    assert f"Rank 1 on host a left generation 1: {expected} (after the training had ended)" in failure.why
+
+
+@pytest.mark.parametrize("loses_first", [True, False])
+def test_a_job_does_not_succeed_without_the_result_of_a_lost_rank(loses_first):
+    roster = roster_of(2)
+    events = [lambda: roster.lost(1, "was killed", 1.0), lambda: roster.returned(0, 1.0)]
+    for event in events if loses_first else reversed(events):
+        assert event()
+    (failure,) = decide(roster.view(9.0), Limits(2, 1, None, 60.0, 60.0), 9.0)
+    assert isinstance(failure, Fail)
+    assert "was killed" in failure.why
 
 
 def test_resets_without_progress_are_counted_until_a_commit_or_a_loss():
@@ -186,7 +234,8 @@ class Simulation:
         assert self.limits.min_size <= len(workers) <= (self.limits.max_size or 99)
         assert not any(member.phase is Phase.RUNNING for member in view.members)
         assert self.commits[workers[0]] == max(self.commits[worker] for worker in waiting)
-        if view.stateful:
+        has_state = any(self.commits[worker] >= 0 for worker in waiting)
+        if view.stateful and (has_state or view.restarts == self.limits.max_restarts):
             assert self.commits[workers[0]] >= 0, "rank 0 is a survivor with a state"
             assert self.roster.member(workers[0]).generation > 0
         number = self.roster.formed(workers, self.now)
@@ -253,10 +302,14 @@ HISTORIES = st.lists(
     more=st.integers(0, 2),
     largest=st.none() | st.integers(0, 2),
     reset_limit=st.none() | st.integers(0, 4),
+    max_restarts=st.integers(0, 2),
 )
-def test_every_history_leads_to_valid_generations_and_to_an_end(history, smallest, more, largest, reset_limit):
+def test_every_history_leads_to_valid_generations_and_to_an_end(  # noqa: PLR0917
+    history, smallest, more, largest, reset_limit, max_restarts
+):
     num_proc = smallest + more
-    limits = Limits(num_proc, smallest, None if largest is None else num_proc + largest, 20.0, 10.0, reset_limit)
+    most = None if largest is None else num_proc + largest
+    limits = Limits(num_proc, smallest, most, 20.0, 10.0, reset_limit, max_restarts)
     run = Simulation(limits)
     run.roster.offer({"a": 3, "b": 1})
     run.settle()

@@ -80,6 +80,10 @@ def test_too_few_slots_are_reported_with_a_remedy():
     ("said", "cause"),
     [
         ("[SPARK_JOB_CANCELLED] Job 3 cancelled part of cancelled job tags mine SQLSTATE: XXKDA", "Job 3 can"),
+        (
+            "x\n: org.apache.spark.SparkException: Job 4 cancelled because SparkContext was shut down\n\tat y",
+            "Job 4 cancelled because SparkContext was shut down",
+        ),
         ("x: [OPERATION_CANCELED] Operation has been canceled. SQLSTATE: HY008", "Operation has been canceled"),
     ],
 )

@@ -68,7 +68,7 @@ def project(tmp_path, monkeypatch):
 
 
 def elsewhere(program: str, *contents: bytes, path: Path | None = None) -> str:
-    """What a process prints that has opened some pickles as ``opened``."""
+    """Return the output of a process that loads the pickles into ``opened`` and runs the code."""
     opening = "import pickle, sys; opened = [pickle.load(sys.stdin.buffer) for _ in range(int(sys.argv[1]))]; "
     command = [sys.executable, "-c", opening + program, str(len(contents))]
     environment = {"PYTHONPATH": ":".join([str(Path(__file__).parents[4]), *([str(path)] if path else [])])}
@@ -170,6 +170,12 @@ def test_pickling_restores_the_table_of_modules(project):
 
 def test_code_of_installed_packages_is_sent_by_name_only():
     assert len(dumps([subprocess.run, functools.partial], importable_nowhere)) < 100
+
+
+def test_a_module_of_a_class_of_its_own_is_sent_by_name(monkeypatch):
+    installed = type("Settings", (type(sys),), {})("settings_of_a_framework")  # like torch.backends.cudnn
+    monkeypatch.setitem(sys.modules, installed.__name__, installed)
+    assert cloudpickle.loads(dumps([installed], importable_nowhere)) == [installed]
 
 
 def test_modules_of_nested_namespace_packages_are_found_without_importing_them(tmp_path):

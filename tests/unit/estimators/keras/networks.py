@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import keras
 import numpy as np
 
-from tests.unit.estimators.arrays import dealt, schema
+import sparkhvd.keras as hvd
+from sparkhvd.comm import session
+from sparkhvd.data import ColumnSpec, DataSchema
+from sparkhvd.estimators.keras.plugin import PLUGIN
+from tests.unit.estimators.arrays import Hooks, dealt, schema, spec
 
 DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
 WEIGHTED = schema(
@@ -56,3 +62,145 @@ def parameters(data=DATA, **more):
         "schema": data,
     }
     return {**base, **more}
+
+
+# Rows of every rank in the steps of an epoch.
+EVEN = [(4, 4)] * 10
+
+
+PARTIAL_END = [(4, 4)] * 9 + [(2, 1)]
+
+
+EMPTY_END = [(4, 4)] * 9 + [(1, 0)]
+
+
+EMPTY_WITHIN = [(4, 4)] * 4 + [(8, 0)] + [(4, 4)] * 4 + [(0, 8)] + [(4, 4)]
+
+
+class Prepared(keras.Model):
+    """A model with two outputs that preprocesses its columns."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.scale = keras.layers.Normalization()
+        self.heads = [keras.layers.Dense(3, name="y"), keras.layers.Dense(1, name="z")]
+
+    def call(self, values):
+        scaled = self.scale(values)
+        return tuple(head(scaled) for head in self.heads)
+
+
+TWO_ENDED = DataSchema((*WEIGHTED.columns, ColumnSpec("z", "float64", (), "label", "scalar")))
+
+
+def both():
+    return [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
+
+
+def prepared():
+    model = Prepared()
+    model.scale.adapt(2 * rows(50)["x"] + 1)
+    model(np.zeros((1, 6), np.float32))
+    random = np.random.default_rng(3)
+    for head in model.heads:
+        head.set_weights([random.normal(size=weight.shape) / 4 for weight in head.get_weights()])
+    return model
+
+
+def two_ended_rows(count):
+    found = rows(count)
+    return {**found, "z": found["x"].sum(axis=1)}
+
+
+def gradients(model, batch, variables):
+    """Return the gradients of a loss, by the tape of the backend."""
+    features, labels = batch
+
+    def loss():
+        return keras.ops.mean(keras.ops.square(model(features) - keras.ops.cast(labels, "float32")[:, None]))
+
+    if keras.config.backend() == "tensorflow":
+        import tensorflow as tf  # noqa: PLC0415
+
+        with tf.GradientTape() as tape:
+            value = loss()
+        return value, tape.gradient(value, [variable.value for variable in variables])
+    model.zero_grad()
+    value = loss()
+    value.backward()
+    return value, [variable.value.grad for variable in variables]
+
+
+class TwoOptimizers(keras.Model):
+    """Applies the gradients of one optimizer twice per batch, and those of another one once."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.inner, self.outer = keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(1)
+        self.other = self.another()
+
+    @staticmethod
+    def another():
+        return hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
+
+    def call(self, values):
+        return self.outer(self.inner(values))
+
+    def train_step(self, data):
+        for _ in range(2):
+            _, found = gradients(self, data, self.inner.trainable_variables)
+            self.optimizer.apply(found, self.inner.trainable_variables)
+        loss, found = gradients(self, data, self.outer.trainable_variables)
+        self.other.apply(found, self.outer.trainable_variables)
+        return {"loss": loss}
+
+
+def built(kind):
+    model = kind()
+    model(np.zeros((2, 6), np.float32))
+    random = np.random.default_rng(3)
+    model.set_weights([random.normal(size=weight.shape) / 4 for weight in model.get_weights()])
+    return model
+
+
+def dropping():
+    first, *rest = network().layers
+    return keras.Sequential([keras.Input((6,)), first, keras.layers.Dropout(0.5, seed=1), *rest])
+
+
+class GlobalNoise(keras.layers.Layer):
+    """Draws with the global generators of Keras and of its backend."""
+
+    def call(self, values, training=False):
+        if not training:
+            return values
+        shape, noisy = keras.ops.shape(values), keras.random.dropout(values, 0.5)
+        if keras.config.backend() == "torch":
+            import torch  # noqa: PLC0415
+
+            return noisy + torch.rand(tuple(shape), device=noisy.device)
+        import tensorflow as tf  # noqa: PLC0415
+
+        return noisy + tf.random.get_global_generator().uniform(shape)
+
+
+def noisy():
+    first, *rest = network().layers
+    return keras.Sequential([keras.Input((6,)), first, GlobalNoise(), *rest])
+
+
+def drawn(make):
+    """Return the weights after a training with a random layer, and the layer's output for ones."""
+    world, model = session.current().world, make()
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model)), spec(DATA), world)
+    trainer.fit(source(PARTIAL_END, world.rank), None, Hooks())
+    left = trainer._model.layers[1](np.ones((4, 16)), training=True)
+    return trainer._model.get_weights(), keras.ops.convert_to_numpy(left)
+
+
+@dataclass
+class Keeping(Hooks):
+    kept: dict[str, bytes] = field(default_factory=dict)
+
+    def keep_file(self, path):
+        self.kept[path.name] = path.read_bytes()

@@ -14,16 +14,17 @@ import sparkhvd.keras as hvd
 from sparkhvd.data import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError, SchemaError
 from sparkhvd.estimators.api.validation import check_monitored_metrics
-from sparkhvd.estimators.keras import KerasEstimator, artifact
+from sparkhvd.estimators.keras import KerasEstimator
 from sparkhvd.estimators.keras.names import check_names
 from sparkhvd.estimators.keras.plugin import PLUGIN
+from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.params.named_inputs import named_inputs
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
 from sparkhvd.keras.callbacks import BestModelCheckpoint
 from sparkhvd.world import World
 from tests.scripts import run_script
 from tests.unit.estimators.arrays import schema, spec
-from tests.unit.estimators.keras.networks import DATA, network, parameters, rows
+from tests.unit.estimators.keras.networks import DATA, WEIGHTED, network, parameters, rows
 
 
 def plan_with(callback, **more):
@@ -129,6 +130,11 @@ def fails(label, output):
     raise KeyError("my bug")
 
 
+def carrying_states():
+    steps = keras.layers.Reshape((6, 1))
+    return keras.Sequential([keras.Input(batch_shape=(2, 6)), steps, keras.layers.LSTM(3, stateful=True)])
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -195,11 +201,23 @@ def fails(label, output):
             "(?s)cannot be rebuilt: .*unexpected keyword argument 'name'.*base class",
         ),
         ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, ParamError, "mixed_bfloat16"),
+        ({"model": carrying_states()}, ParamError, "put a whole sequence into each row"),
     ],
 )
 def test_invalid_parameters_are_rejected_on_the_driver(changes, error, message):
     with pytest.raises(error, match=message):
         PLUGIN.check(parameters(**changes), DATA, None)
+
+
+def mean_of_all_rows(y_true, y_pred):
+    return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True))
+
+
+def test_a_loss_that_is_one_number_for_all_rows_takes_no_weights():
+    with pytest.raises(ParamError, match="one number for all rows of a batch, so sample_weight_col cannot weight the"):
+        PLUGIN.check(parameters(WEIGHTED, loss=mean_of_all_rows, sample_weight_col="w"), WEIGHTED, None)
+    PLUGIN.check(parameters(WEIGHTED, sample_weight_col="w"), WEIGHTED, None)
+    PLUGIN.check(parameters(loss=mean_of_all_rows), DATA, None)
 
 
 def reading(*inputs):
@@ -445,7 +463,7 @@ def test_classes_with_the_same_name_in_different_packages_stay_distinct_in_anoth
 _EXPORT_TWICE = """
 from pathlib import Path
 
-from sparkhvd.estimators.keras import artifact
+from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.world import World
 from tests.unit.estimators.arrays import spec

@@ -217,3 +217,47 @@ def validated_twice(sizes, more):
 def test_the_loss_of_the_last_validation_of_an_epoch_is_reported(group, more):
     for loss, wanted in group.run(validated_twice, EVEN, more):
         assert loss == pytest.approx(wanted, rel=1e-6)
+
+
+def values_read_by_rank_0(progress_bar):
+    """Return what a callback of rank 0 alone reads of the values of an epoch, while the module computes a metric."""
+    from lightning.pytorch import Callback  # noqa: PLC0415
+
+    class Reading(Callback):
+        """Reads the values of an epoch on one rank."""
+
+        def __init__(self):
+            self.found = []
+
+        def on_train_epoch_end(self, trainer, module):
+            if trainer.is_global_zero:
+                self.found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+        def on_validation_epoch_end(self, trainer, module):
+            self.on_train_epoch_end(trainer, module)
+
+    class Computing(type(module())):
+        def on_train_epoch_end(self):
+            self.accuracy.compute()
+
+        def on_validation_epoch_end(self):
+            self.all_gather(torch.zeros(()))
+
+    rank = session.current().world.rank
+    more = {"trainer_args": {"enable_progress_bar": True}} if progress_bar else {"callbacks": [Reading()]}
+    trainer, hooks = trainer_of(Computing(), **more), Hooks()
+    trainer.fit(source(SOME_EMPTY, rank), source(SOME_EMPTY, rank), hooks)
+    found = [] if progress_bar else trainer._package.callbacks[0].found
+    return found, average_over_ranks(hooks.reports[-1], session.current())
+
+
+@pytest.mark.parametrize("progress_bar", [False, True], ids=["callback", "progress bar"])
+def test_rank_0_alone_may_read_the_values_of_an_epoch(group, progress_bar):
+    (found, record), (other, _) = group.run(values_read_by_rank_0, progress_bar)
+    assert other == []
+    assert record.train.keys() == {"loss", "accuracy", "twice"}
+    if not progress_bar:
+        of_validation, of_training = found
+        assert of_validation["val_loss"] == pytest.approx(record.validation["loss"])
+        assert of_training["twice_epoch"] == pytest.approx(record.train["twice"])
+        assert of_training["accuracy"] == pytest.approx(record.train["accuracy"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import io
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.lightning import RUN_KEY
 from sparkhvd.estimators.params import policies
 from sparkhvd.estimators.training.history import average_over_ranks
 from sparkhvd.estimators.training.hooks import RunHooks
@@ -216,6 +218,75 @@ def test_the_optimizer_of_the_best_epoch_comes_back_with_its_weights(group):
     assert rate == wanted
 
 
+def first_epoch_before_unfreezing():
+    """Return the groups of the optimizer and the frozen parameters at the end, and after restoring the first epoch."""
+    from lightning.pytorch.callbacks import BaseFinetuning  # noqa: PLC0415
+
+    class Second(BaseFinetuning):
+        def freeze_before_training(self, trained):
+            self.freeze(trained.layers[0])
+
+        def finetune_function(self, trained, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(trained.layers[0], optimizer)
+
+    model, rank, found = module(), session.current().world.rank, []
+    type(model).configure_optimizers = lambda trained: torch.optim.SGD(trained.layers[2].parameters(), 0.1)
+    trainer, hooks = trainer_of(model, 2, callbacks=[Second()]), First()
+    trainer.fit(source(EVEN, rank), None, hooks)
+    for state in (None, hooks.first) if rank == 0 else (None,):
+        if state is not None:
+            trainer.restore(state)
+        frozen = [name for name, one in trainer._package.model.named_parameters() if not one.requires_grad]
+        found.append((len(trainer._trainer.optimizers[0].param_groups), frozen))
+    return found
+
+
+def test_the_best_epoch_may_precede_a_change_of_the_optimizers_groups(group):
+    (last, first), _ = group.run(first_epoch_before_unfreezing)
+    assert last == (2, [])
+    assert first == (1, ["layers.0.weight", "layers.0.bias"])
+
+
+class Recording(First):
+    """Keeps the history, too."""
+
+    def on_epoch_end(self, report, trainer):
+        self.history = (*self.history, average_over_ranks(report, session.current()))
+        return super().on_epoch_end(report, trainer)
+
+
+def averaged_with_batch_normalization():
+    """Return the epochs and parameters of a whole run, of a fit of the run that is over, and of one that was ended."""
+    from lightning.pytorch.callbacks import StochasticWeightAveraging  # noqa: PLC0415
+
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    rank, rows_of_rank = session.current().world.rank, source(EVEN, session.current().world.rank)
+
+    def fitted_with(hooks, *states):
+        trainer = trainer_of(module("normalizing"), 2, callbacks=[StochasticWeightAveraging(0.01, swa_epoch_start=1)])
+        for state in states:
+            trainer.restore(hvd.broadcast_object(state, 0))
+        trainer.fit(rows_of_rank, None, hooks)
+        return trainer
+
+    whole = Recording()
+    trainer = fitted_with(whole)
+    over = Recording(first_epoch=len(whole.history), history=whole.history)
+    again = fitted_with(over, whole.state)
+    ended = Recording(first_epoch=2, history=whole.history[:1])  # as early stopping ends it
+    fitted_with(ended, whole.first)
+    epochs = [[report.epoch for report in hooks.reports] for hooks in (whole, over, ended)]
+    return epochs, rank or flat(trainer._package.model), rank or flat(again._package.model)
+
+
+def test_a_run_that_is_over_trains_no_epoch_that_callbacks_add(group):
+    for epochs, parameters, unchanged in group.run(averaged_with_batch_normalization):
+        assert epochs == [[0, 1, 2], [], []]
+        assert np.array_equal(parameters, unchanged)
+
+
 class Rates(Keeping):
     """Notes the learning rate at the end of every epoch, which is that of the next."""
 
@@ -303,7 +374,8 @@ def interrupted(kind, passes, by_others):
     from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: PLC0415
 
     scheduled = {"callbacks": [GradientAccumulationScheduler({0: passes})]}
-    more = {"trainer_args": {"accumulate_grad_batches": passes}} if by_others else scheduled
+    is_scheduled = not by_others and not kind.startswith("by hand")
+    more = scheduled if is_scheduled else {"trainer_args": {"accumulate_grad_batches": passes}}
     undisturbed = Hooks()
     wanted = flat(fitted(kind, undisturbed, **more)._package.model)
     state, own = broken_off(kind, **more)
@@ -323,15 +395,57 @@ def interrupted(kind, passes, by_others):
     [
         ("dropping", 1, False),
         ("dropping", 3, False),
+        ("plateau", 1, False),
+        ("plateau", 1, True),
         ("plateau by step on twice", 1, False),
         ("plateau by step on val_loss", 1, False),
         ("simple", 2, True),
+        ("by hand with old gradients", 1, False),
+        ("by hand with old gradients", 1, True),
     ],
 )
 def test_a_run_interrupted_within_an_epoch_ends_like_an_uninterrupted_one(group, kind, passes, by_others):
-    """This holds for dropout, for changes by hooks after a batch or at the start of an epoch, and for other ranks."""
+    """This holds for dropout, changes by hooks of a batch or an epoch's start, other ranks, and gradients that stay."""
     for wanted, found in group.run(interrupted, kind, passes, by_others):
         assert np.array_equal(wanted, found)
+
+
+def interrupted_after_unfreezing():
+    """Return parameters of an uninterrupted run whose hooks change learning rates, and of one resumed in epoch 1."""
+    from lightning.pytorch.callbacks import BackboneFinetuning  # noqa: PLC0415
+
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    rank = session.current().world.rank
+
+    class Halving(type(module())):
+        def __init__(self):
+            super().__init__()
+            self.backbone = self.layers[0]
+
+        def on_train_epoch_start(self):
+            super().on_train_epoch_start()
+            self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.layers[2].parameters(), 0.4)
+
+    def made():
+        tuning = BackboneFinetuning(unfreeze_backbone_at_epoch=0, backbone_initial_lr=0.01)
+        return trainer_of(Halving(), 3, callbacks=[tuning])
+
+    whole, again, hooks = made(), made(), Interrupting()
+    whole.fit(source(EVEN, rank), None, Hooks())
+    with pytest.raises(InterruptedError):
+        made().fit(source(EVEN, rank), None, hooks)
+    again.restore(hvd.broadcast_object(hooks.found[0], 0))
+    again.fit(source(EVEN, rank), None, Hooks(first_epoch=1, first_step=6, rank_state=hooks.found[1]))
+    return flat(whole._package.model), flat(again._package.model)
+
+
+def test_hooks_of_an_epochs_start_change_a_saved_learning_rate_once(group):
+    for undisturbed, resumed in group.run(interrupted_after_unfreezing):
+        assert np.array_equal(undisturbed, resumed)
 
 
 def continued_where_lightning_would_validate(done):
@@ -373,10 +487,11 @@ def whole_steps(kind, arguments):
         ("simple", {"val_check_interval": 3}, [1, 2, 4, 5, 7], [1, 2, 4, 5, 7]),
         ("simple", {"val_check_interval": 3, "check_val_every_n_epoch": 2}, [1, 2, 3, 4, 5, 6, 7], [1, 2, 4, 5, 7]),
         ("simple", {"val_check_interval": 5, "check_val_every_n_epoch": None}, [1, 2, 3, 4, 6, 7], [1, 2, 4, 5, 6, 7]),
+        ("simple", {"max_steps": 10}, [1, 2, 3, 4, 5, 6], [1, 2]),
         ("by hand in threes", {}, [3, 6], [3, 6]),
     ],
 )
-def test_no_checkpoint_is_made_before_a_validation_or_between_optimizer_steps(group, kind, arguments, first, second):
+def test_no_checkpoint_is_made_before_a_validation_or_the_end_or_between_steps(group, kind, arguments, first, second):
     wanted = [*((0, step) for step in first), *((1, step) for step in second)]
     assert group.run(whole_steps, kind, arguments) == [wanted] * SIZE
 
@@ -473,3 +588,192 @@ def test_the_buffers_of_a_plain_modules_loss_resume_and_ignore_steps_without_row
         assert np.array_equal(resumed[1], undisturbed[1])
     for rank, ((weight, _), _) in enumerate(group.run(resumed_with_a_fading_loss, SOME_EMPTY)):
         assert weight == pytest.approx(0.9 ** (2 * sum(step[rank] > 0 for step in SOME_EMPTY)))
+
+
+def continued_with_pruning(permanent, lottery):
+    """Return the parameters and the number of zeros of an uninterrupted run that prunes, and of one that resumes."""
+    from lightning.pytorch.callbacks import ModelPruning  # noqa: PLC0415
+
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    rank, found = session.current().world.rank, []
+    for stops in ((4,), (2, 3, 4)):
+        state, first = None, 0
+        for epochs in stops:
+            pruning = ModelPruning(
+                "l1_unstructured",
+                amount=lambda epoch: 0.3 if epoch < 2 else 0,
+                make_pruning_permanent=permanent,
+                use_lottery_ticket_hypothesis=lottery,
+            )
+            trainer, hooks = trainer_of(module(), epochs, callbacks=[pruning]), Keeping(first_epoch=first)
+            if state is not None:
+                trainer.restore(state)
+            trainer.fit(source(EVEN, rank), None, hooks)
+            state, first = hvd.broadcast_object(hooks.state, 0), epochs
+        layers = trainer._package.model.layers
+        weights = np.concatenate([layers[at].weight.detach().flatten().numpy() for at in (0, 2)])
+        found.append((weights, layers[0].bias.detach().numpy()))
+    return found
+
+
+@pytest.mark.parametrize(("permanent", "lottery"), [(True, False), (False, False), (True, True)])
+def test_weights_that_were_pruned_stay_pruned_in_a_resumed_run(group, permanent, lottery):
+    for undisturbed, resumed in group.run(continued_with_pruning, permanent, lottery):
+        assert np.mean(undisturbed[0] == 0) == pytest.approx(0.51, abs=0.02)
+        for one, other in zip(undisturbed, resumed, strict=True):
+            assert np.array_equal(one, other)
+
+
+def continued_in_double_precision():
+    """Return the parameters of an uninterrupted run with the precision 64-true, and of one that resumes."""
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    rank, found = session.current().world.rank, []
+    for stops in ((4,), (2, 4)):
+        state, first = None, 0
+        for epochs in stops:
+            trainer = trainer_of(module(), epochs, trainer_args={"precision": "64-true"})
+            hooks = Keeping(first_epoch=first)
+            if state is not None:
+                trainer.restore(state)
+            trainer.fit(source(EVEN, rank), None, hooks)
+            state, first = hvd.broadcast_object(hooks.state, 0), epochs
+        found.append(flat(trainer._package.model))
+    return found
+
+
+def test_a_resumed_run_keeps_the_digits_of_double_precision(group):
+    for undisturbed, resumed in group.run(continued_in_double_precision):
+        assert undisturbed.dtype == np.float64
+        assert np.array_equal(undisturbed, resumed)
+
+
+def continued_with_late_buffers():
+    """Return the parameters and a buffer of runs whose module fills, in the first epoch, a buffer that was None."""
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    class Late(type(module())):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", None)
+
+        def on_train_batch_end(self, *parts):
+            super().on_train_batch_end(*parts)
+            self.seen = (0 if self.seen is None else self.seen) + torch.ones(2)
+
+    rank, found = session.current().world.rank, []
+    for stops in ((4,), (2, 4)):
+        state, first = None, 0
+        for epochs in stops:
+            trainer, hooks = trainer_of(Late(), epochs), Keeping(first_epoch=first)
+            if state is not None:
+                trainer.restore(state)
+            trainer.fit(source(EVEN, rank), None, hooks)
+            state, first = hvd.broadcast_object(hooks.state, 0), epochs
+        found.append((flat(trainer._package.model), trainer._package.model.seen.numpy()))
+    return found
+
+
+def test_a_resumed_run_keeps_buffers_that_were_none_at_its_start(group):
+    for undisturbed, resumed in group.run(continued_with_late_buffers):
+        assert np.array_equal(undisturbed[1], np.full(2, 4 * len(EVEN)))
+        for one, other in zip(undisturbed, resumed, strict=True):
+            assert np.array_equal(one, other)
+
+
+def ended_without_validation():
+    """Return the epochs of a run whose last epoch ``max_steps`` ends before its validation, and the best epoch."""
+    rank = session.current().world.rank
+    trainer = trainer_of(module(), 9, trainer_args={"max_steps": 30})
+    run = replace(trainer._spec, checkpoints=policies.Checkpoints(best="val_loss"))
+    hooks = RunHooks(None, "r", run, session.current())
+    trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
+    return [bool(record.validation) for record in hooks.history], run.checkpoints.best_epoch(hooks.history)
+
+
+def test_an_epoch_that_ends_before_its_validation_is_not_the_best(group):
+    assert {str(found) for found in group.run(ended_without_validation)} == {"([True, True, False], 1)"}
+
+
+def annealing():
+    """Return a module that scales its loss by attributes, which its hooks and its optimizer change."""
+
+    class Counting(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure=None):
+            self.steps += 1
+            self.param_groups[0]["lr"] = 0.1 / self.steps
+            return super().step(closure)
+
+    class Annealing(type(module())):
+        def on_train_start(self):
+            self.factor, self.means, self.ends = 1.0, [torch.zeros(())], 0
+            self.planned = self.trainer.estimated_stepping_batches
+
+        def on_train_epoch_start(self):
+            super().on_train_epoch_start()
+            self.factor, self.means, self.phase = 0.9 * self.factor, [self.means[0] + 1], f"phase {self.ends}"
+
+        def training_step(self, batch, index):
+            self.means[0] *= 0.9
+            return super().training_step(batch, index) * (self.factor + self.means[0])
+
+        def on_train_epoch_end(self):
+            self.ends += 1
+
+        def configure_optimizers(self):
+            return Counting(self.parameters(), lr=0.1)
+
+    return Annealing()
+
+
+def on_rank_0(function):
+    return function() if session.current().world.rank == 0 else None
+
+
+def train_with_attributes(end):
+    """Return weights and attributes of an undisturbed run and one in two parts, and what the checkpoint lacks."""
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    rows = source(EVEN, session.current().world.rank)
+
+    class Ending(Hooks):
+        def on_step_end(self, report, trainer):
+            if (report.epoch, report.step) == end:
+                report.synchronize()
+                self.found = hvd.broadcast_object(on_rank_0(trainer.state)), report.rank_state()
+                raise InterruptedError
+
+        def on_epoch_end(self, report, trainer):
+            ends = super().on_epoch_end(report, trainer)
+            if (report.epoch + 1, 0) == end:
+                self.found = hvd.broadcast_object(on_rank_0(trainer.state)), None
+                raise InterruptedError
+            return ends
+
+    undisturbed, first, second = (trainer_of(annealing(), 3) for _ in range(3))
+    hooks = Ending()
+    undisturbed.fit(rows, None, Hooks())
+    with pytest.raises(InterruptedError):
+        first.fit(rows, None, hooks)
+    second.restore(hooks.found[0])
+    second.fit(rows, None, Hooks(first_epoch=end[0], first_step=end[1], rank_state=hooks.found[1]))
+    states = []
+    for each in (undisturbed, second):
+        trained = each._package.model
+        numbers = (trained.factor, float(trained.means[0]), trained.ends, trained.phase, trained.planned)
+        states.append((flat(trained), numbers))
+    content = torch.load(io.BytesIO(hooks.found[0]), weights_only=True)
+    return *states, content["callbacks"][RUN_KEY]["attributes"]
+
+
+@pytest.mark.parametrize("end", [(1, 5), (2, 0)], ids=["within an epoch", "between epochs"])
+def test_a_resumed_run_continues_with_numbers_and_tensors_in_attributes(group, end):
+    for undisturbed, resumed, attributes in group.run(train_with_attributes, end):
+        assert np.array_equal(undisturbed[0], resumed[0])
+        assert undisturbed[1] == resumed[1]
+        names = {name for _, name in attributes["values"]}
+        assert names == {"factor", "means", "steps", "ends", "dropped"}
+        assert attributes["missing"] == ["model.phase"]

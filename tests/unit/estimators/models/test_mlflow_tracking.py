@@ -1,4 +1,4 @@
-"""What MLflow logs of a training, and the model that it opens without Spark."""
+"""The metrics and parameters that MLflow logs, and the model that it opens without Spark."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from sparkhvd.estimators.models import mlflow_tracking, pyfunc
 from sparkhvd.estimators.models.mlflow_tracking import requirements, track
 from sparkhvd.estimators.models.outputs import OutputColumn, OutputSpec
 from sparkhvd.estimators.models.trained import ModelArtifacts
+from sparkhvd.estimators.params.policies import Checkpoints
 from sparkhvd.estimators.reports import EpochRecord
 from sparkhvd.estimators.torch import TorchEstimator, TorchModel
 from sparkhvd.estimators.torch.plugin import PLUGIN
@@ -79,6 +80,17 @@ def test_the_active_run_gets_parameters_metrics_by_epoch_and_a_model(mlflow, mod
     assert found["found"].tolist() == wanted.tolist()
 
 
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
+@pytest.mark.parametrize(("policy", "epoch"), [(Checkpoints(), 1), (Checkpoints(best="loss", mode="max"), 0)])
+def test_a_logged_model_has_the_metrics_of_its_epoch(mlflow, model, policy, epoch):
+    with mlflow.start_run():
+        track(model, {"checkpoints": policy, "run_id": None})
+    (logged,) = mlflow.search_logged_models(output_format="list")
+    losses = {metric.key: metric.value for metric in logged.metrics}
+    assert losses["val_loss"] == HISTORY[epoch].validation["loss"]
+    assert {metric.step for metric in logged.metrics} == {epoch}
+
+
 def test_the_environment_of_a_logged_model_has_its_framework():
     name, version = sparkhvd.__name__, sparkhvd.__version__
     needed = {
@@ -105,7 +117,7 @@ def test_a_training_of_an_estimator_is_logged_to_the_active_run(mlflow, model):
 @pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
 def test_a_second_training_in_one_run_gets_a_nested_run(mlflow, model, monkeypatch):
     logged = []
-    monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: logged.append(mlflow.active_run().info.run_id))
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda _, **_more: logged.append(mlflow.active_run().info.run_id))
     with mlflow.start_run() as outer:
         track(model, {"batch_size": 5, "run_id": "one"})
         track(model, {"batch_size": 6, "run_id": "two"})
@@ -119,7 +131,7 @@ def test_a_second_training_in_one_run_gets_a_nested_run(mlflow, model, monkeypat
 
 def test_a_fit_in_another_thread_gets_a_run_nested_in_the_callers(mlflow, model, monkeypatch):
     """A CrossValidator copies the estimator and fits the copies in threads."""
-    monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: None)
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda *_, **_more: None)
     estimator = TorchEstimator()
 
     def in_thread(parent, name):
@@ -142,7 +154,7 @@ def test_a_fit_in_another_thread_gets_a_run_nested_in_the_callers(mlflow, model,
 
 
 def test_only_the_names_of_the_ranks_environment_are_logged(mlflow, model, monkeypatch):
-    monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: None)
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda *_, **_more: None)
     with mlflow.start_run() as run:
         track(model, {"backend_env": {"AWS_SECRET_ACCESS_KEY": "hush", "A": None}})
     assert mlflow.get_run(run.info.run_id).data.params == {"backend_env": "A, AWS_SECRET_ACCESS_KEY"}
@@ -150,7 +162,7 @@ def test_only_the_names_of_the_ranks_environment_are_logged(mlflow, model, monke
 
 def test_a_failure_of_mlflow_is_a_warning_and_the_rest_is_still_logged(mlflow, model, caplog, monkeypatch):
     logged = []
-    monkeypatch.setattr(mlflow_tracking, "log_model", logged.append)
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda one, **_more: logged.append(one))
     with mlflow.start_run() as run:
         track(model, {"no name?!": 5})
     assert "The training could not be written to MLflow: " in caplog.text
@@ -328,7 +340,7 @@ class TwoInputs(torch.nn.Module):
 
 
 def test_parameters_are_logged_without_addresses(mlflow, model, monkeypatch):
-    monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: None)
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda *_, **_more: None)
     with mlflow.start_run() as run:
         track(model, {"loss": torch.nn.functional.mse_loss, "callbacks": [object(), "a"]})
     logged = mlflow.get_run(run.info.run_id).data.params
@@ -336,7 +348,7 @@ def test_parameters_are_logged_without_addresses(mlflow, model, monkeypatch):
 
 
 def test_the_folds_of_a_search_name_their_runs(mlflow, model, monkeypatch):
-    monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: None)
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda *_, **_more: None)
     search = {"__name__": "pyspark.ml.tuning"}
     loop = "def _fit(call, nFolds=2):\n  for i in range(nFolds):\n    call()\n  bestIndex = 0\n  call()\n"
     exec(loop, search)

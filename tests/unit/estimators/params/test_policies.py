@@ -44,6 +44,16 @@ def test_mode_max_prefers_larger_values():
     assert Checkpoints(best="val_loss").best_epoch(history(1.0, 3.0, 2.0), gone={0}) == 2
 
 
+def test_epochs_without_validation_do_not_count():
+    some = history(2.0, 1.0, 3.0)
+    partly = [EpochRecord(0, {"loss": 0.0}), *some, EpochRecord(4, {"loss": 0.0})]
+    assert Checkpoints(best="val_loss").best_epoch(partly) == 2
+    assert Checkpoints(best="val_loss").best_epoch(partly[:1]) is None
+    assert not EarlyStopping("val_loss", patience=2).ends(partly)
+    assert EarlyStopping("val_loss", patience=2).ends([*partly, *history(4.0)])
+    assert not EarlyStopping("val_loss", patience=1).ends(partly[:1])
+
+
 def test_invalid_policies_are_refused():
     with pytest.raises(ParamError, match=r"Unknown metric 'val_loos'; an epoch reports loss, val_loss, val_acc"):
         EarlyStopping("val_loos").ends(history(1.0))

@@ -1,4 +1,4 @@
-"""Which parameters make a run another one."""
+"""The parameters that are part of a run's identity."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def test_only_these_parameters_do_not_change_the_trained_model():
     of_kind = {kind: sorted({name for name, item in items if item.identity is kind}) for kind in Identity}
     assert of_kind[Identity.IN_A_MAP] == ["epochs"]
     assert of_kind[Identity.NEVER] == [
-        "keep_data", "log_every_n_steps", "logger", "mp_start_method", "output_cols", "output_types", "resume",
-        "run_id", "store", "train_reader_num_workers", "use_gpu", "val_reader_num_workers", "verbose",
+        "elastic_timeout", "keep_data", "log_every_n_steps", "logger", "mp_start_method", "output_cols",
+        "output_types", "reset_limit", "resume", "run_id", "store", "train_reader_num_workers", "use_gpu",
+        "val_reader_num_workers", "verbose",
     ]  # fmt: skip
 
 
@@ -38,6 +39,8 @@ def test_ranks_and_environment_of_a_backend_count():
     assert counted(SparkBackend(2, launcher="mpi")) == counted(SparkBackend(2, start_timeout=5.0))
     assert counted(SparkBackend(2)) != counted(SparkBackend(3))
     assert counted(SparkBackend(2)) != counted(SparkBackend(2, env={"A": "b"}))
+    assert counted(SparkBackend(min_num_proc=2)) != counted(SparkBackend(min_num_proc=3)), "another global batch"
+    assert counted(SparkBackend(3, min_num_proc=2)) == counted(SparkBackend(3, max_num_proc=4))
 
 
 def test_the_choice_of_the_best_epoch_of_checkpoints_counts():

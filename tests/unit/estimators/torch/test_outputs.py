@@ -4,10 +4,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from sparkhvd.errors import DataError
+from sparkhvd.estimators.torch.inputs import ModelInput
+from sparkhvd.estimators.torch.plugin import TorchPredictor
 from sparkhvd.estimators.torch.steps import outputs_of
 
 ONE, TWO = torch.zeros(3, 1), torch.ones(3, 2)
@@ -55,3 +58,18 @@ def test_a_result_with_several_named_tensors_is_refused_with_a_remedy():
         outputs_of({"a": ONE, "b": TWO})
     with pytest.raises(DataError, match="returned str; it must return a tensor"):
         outputs_of("nothing")
+
+
+class Frequencies(torch.nn.Module):
+    """Returns an imaginary part, of which PyTorch negates the values only when they are read."""
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        return torch.fft.fft(signal).conj().imag
+
+
+def test_outputs_that_pytorch_has_yet_to_negate_are_predicted():
+    signal = np.array([[1.0, 2.0, 4.0, 3.0]])
+    inputs = (ModelInput(("x",), None, torch.float64, None),)
+    assert Frequencies()(torch.from_numpy(signal)).is_neg()
+    (output,) = TorchPredictor(Frequencies(), inputs, torch.device("cpu")).predict({"x": signal})
+    assert np.allclose(output, -np.fft.fft(signal).imag)

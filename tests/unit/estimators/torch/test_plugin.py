@@ -200,6 +200,12 @@ def test_lazy_parameters_are_refused():
     assert PLUGIN.check(params(model), columns((3,)), None) == [(2,)]
 
 
+def test_complex_parameters_are_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2, dtype=torch.complex64))
+    with pytest.raises(ParamError, match=r"\['0\.weight', '0\.bias'\] are complex, and ranks exchange only real"):
+        PLUGIN.check(params(model), columns((3,)), None)
+
+
 @pytest.mark.parametrize("plugin", [PLUGIN, LIGHTNING], ids=["torch", "lightning"])
 def test_parameters_that_share_memory_must_be_one_parameter(plugin):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import warnings
 
 import numpy as np
@@ -15,15 +16,17 @@ from torch.nn import functional
 from sparkhvd.comm import session
 from sparkhvd.data.read.batches import Batch
 from sparkhvd.errors import ModelOutputError, ParamError
-from sparkhvd.estimators.torch import LRSchedule, TorchCallback, artifact
-from sparkhvd.estimators.torch.package import loads
+from sparkhvd.estimators.torch import LRSchedule, TorchCallback
 from sparkhvd.estimators.torch.plugin import PLUGIN
+from sparkhvd.estimators.torch.serialization import artifact
+from sparkhvd.estimators.torch.serialization.package import loads
 from sparkhvd.torch import SyncBatchNorm
 from sparkhvd.world import World
 from tests.ranks import RankGroup
-from tests.unit.estimators.arrays import ArraySource, Hooks, schema, spec
+from tests.unit.estimators.arrays import Hooks, spec
+from tests.unit.estimators.torch.networks import DATA, flat, network, rows
+from tests.unit.estimators.torch.networks import source as uneven_source
 
-DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
 SIZES = [(5, 3), (4, 4), (0, 7), (6, 1), (3, 0)] * 2
 StepLR = torch.optim.lr_scheduler.StepLR
 
@@ -34,30 +37,14 @@ def group():
         yield started
 
 
-def network():
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-
-
 def scripted():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return torch.jit.script(network())
 
 
-def rows(count):
-    random = np.random.default_rng(5)
-    return {"x": random.normal(size=(count, 6)), "y": random.integers(0, 3, count)}
-
-
 def source(rank, size=2):
-    sizes = SIZES if size == 2 else [(sum(step),) for step in SIZES]
-    mine, start = [], 0
-    for step in sizes:
-        first = start + sum(step[:rank])
-        mine.append(list(range(first, first + step[rank])))
-        start += sum(step)
-    return ArraySource(DATA, rows(start), mine, [sum(step) for step in sizes])
+    return uneven_source(SIZES if size == 2 else [(sum(step),) for step in SIZES], rank, size)
 
 
 def sgd(model):
@@ -68,10 +55,6 @@ def make(world, model=None, how=None, **params):
     model = network() if model is None else model
     given = {"model": model, "optimizer": sgd(model), "loss": functional.cross_entropy, "label_cols": ("y",)}
     return PLUGIN.trainer(PLUGIN.pack({**given, "schema": DATA, **params}), spec(DATA, **(how or {})), world)
-
-
-def flat(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
 
 
 def train(params, how):
@@ -238,6 +221,34 @@ def test_a_step_function_may_clear_the_gradients_as_those_of_horovod_do(group, p
     ):
         assert np.array_equal(mine[0], plain[0])
         assert mine[2]["loss"] == pytest.approx(plain[2]["loss"])
+
+
+def two_steps(model, optimizer, *others):
+    optimizer.zero_grad()
+    own_step(model, optimizer, *others)
+    optimizer.zero_grad()
+    return own_step(model, optimizer, *others)
+
+
+def train_with_two_steps(sizes):
+    world = session.current().world
+    trainer = make(world, train_minibatch_fn=two_steps)
+    trainer.fit(uneven_source(sizes, world.rank, world.size), None, Hooks())
+    return flat(trainer._model)
+
+
+def test_several_steps_of_a_step_function_are_those_of_one_big_batch(group):
+    sizes = [(5, 2, 1), (1, 4, 3), (3, 3, 2)]
+    found = group.run(train_with_two_steps, sizes)
+    model = network()
+    optimizer = sgd(model)
+    for batch in uneven_source([(sum(step[: group.size]),) for step in sizes], 0, 1).epoch(0):
+        for _ in range(2):
+            optimizer.zero_grad()
+            output = model(torch.from_numpy(batch.columns["x"]).float())
+            functional.cross_entropy(output, torch.from_numpy(batch.columns["y"])).backward()
+            optimizer.step()
+    assert all(differs(each, flat(model)) < 1e-6 for each in found)
 
 
 def weighing_step(model, optimizer, transform_outputs, loss_fn, inputs, labels, *others):  # noqa: PLR0917
@@ -477,10 +488,22 @@ def test_callbacks_see_the_training_and_may_stop_it(group):
 
 
 class Dropping(torch.nn.Sequential):
-    """Draws random numbers in every step."""
+    """Draws random numbers of PyTorch, NumPy and Python in every step."""
+
+    def forward(self, inputs):
+        noise = torch.from_numpy(np.random.normal(size=inputs.shape)).float()
+        return super().forward(inputs + random.gauss(0.1, 0.05) * noise)
 
 
-def train_in_two_parts():
+class Halving(TorchCallback):
+    """Halves the learning rate before every epoch."""
+
+    def on_epoch_begin(self, run, epoch):
+        for group in run.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+def train_in_two_parts(*callbacks):
     """Train without interruption; and up to the middle of the second epoch, then resume in another trainer."""
     world = session.current().world
 
@@ -489,7 +512,7 @@ def train_in_two_parts():
         model = Dropping(torch.nn.Linear(6, 8), torch.nn.Dropout(0.4), torch.nn.Linear(8, 3))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
         schedule = LRSchedule(lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.9), "step")
-        return make(world, model, {"epochs": 3}, optimizer=optimizer, lr_scheduler=schedule)
+        return make(world, model, {"epochs": 3}, optimizer=optimizer, lr_scheduler=schedule, callbacks=callbacks)
 
     class Interrupted(Hooks):
         def on_step_end(self, report, trainer):
@@ -510,11 +533,12 @@ def train_in_two_parts():
     return flat(undisturbed._model), flat(second._model), again.steps[0].step, rate
 
 
-def test_a_run_resumed_within_an_epoch_equals_an_uninterrupted_one(group):
-    for undisturbed, continued, step, rate in group.run(train_in_two_parts):
+@pytest.mark.parametrize(("callbacks", "factor"), [((), 1.0), ((Halving(),), 0.5**3)])
+def test_a_run_resumed_within_an_epoch_equals_an_uninterrupted_one(group, callbacks, factor):
+    for undisturbed, continued, step, rate in group.run(train_in_two_parts, *callbacks):
         assert np.array_equal(undisturbed, continued)
         assert step == 5
-        assert rate == pytest.approx(0.05 * 0.9**30)
+        assert rate == pytest.approx(0.05 * 0.9**30 * factor)
 
 
 def test_a_fitted_model_and_its_optimizer_start_another_training():
@@ -543,6 +567,10 @@ def test_a_fitted_model_and_its_optimizer_start_another_training():
         ({"train_minibatch_fn": own_step, "model": synchronized()}, "and SyncBatchNorm would wait for that rank"),
         ({"train_minibatch_fn": lambda model: model}, r"train_minibatch_fn cannot be called with \(model, optimizer, "),
         ({"loss_constructors": [lambda other: other], "loss": None}, r"<lambda>\(other\) cannot be called: missing"),
+        (
+            {"model": torch.nn.Sequential(torch.nn.Embedding(4, 3, sparse=True)), "clip_grad_norm": 1.0},
+            r"clip_grad_norm cannot clip the sparse gradients of embeddings \(0\)",
+        ),
         ({"callbacks": [print]}, "callbacks holds a builtin_function_or_method"),
         ({"loss_constructors": [functional.mse_loss] * 2, "loss": None}, "loss_constructors has 2 entries, but"),
         ({"metrics": {"m": torchmetrics.classification.MulticlassF1Score(3, average=None)}}, "must return one number"),

@@ -1,6 +1,7 @@
+"""All ranks of PyTorch together are one big batch: weights, losses and metrics beside plain PyTorch."""
+
 from __future__ import annotations
 
-import io
 import random
 from dataclasses import replace
 
@@ -12,67 +13,30 @@ from torch.nn import functional
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.data.schema.data_schema import DataSchema
-from sparkhvd.estimators.reports import EpochRecord, EpochReport
-from sparkhvd.estimators.torch import artifact
-from sparkhvd.estimators.torch.callbacks import TorchCallback
+from sparkhvd.estimators.reports import EpochReport
 from sparkhvd.estimators.torch.plugin import PLUGIN
-from sparkhvd.estimators.torch.safe_state import plain_numbers
-from sparkhvd.estimators.torch.schedule import LRSchedule, RunningSchedule
 from sparkhvd.estimators.training.history import average_over_ranks
 from sparkhvd.world import World
-from tests.ranks import RankGroup
 from tests.unit.estimators.arrays import ArraySource, Hooks, schema, spec
+from tests.unit.estimators.torch.networks import (
+    DATA,
+    EVEN,
+    OPTIMIZERS,
+    as_one,
+    flat,
+    make_trainer,
+    network,
+    rows,
+    source,
+)
 
-DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
-
-# Rows of every rank in the steps of an epoch; the third rank is dropped where there are two.
-EVEN = [(4, 4, 4)] * 20
 PARTIAL_END = [(4, 4, 4)] * 19 + [(2, 1, 1)]
+
+
 UNEVEN = [(5, 3, 1), (1, 7, 2), (4, 4, 4), (6, 1, 9)] * 5
+
+
 SOME_EMPTY = [(5, 0, 1), (0, 7, 0), (4, 4, 4), (3, 2, 0)] * 5
-
-OPTIMIZERS = {
-    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=np.float64(0.01)),  # as of numpy.logspace
-}
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
-def group(request):
-    with RankGroup(request.param, imports=("torch._dynamo", "sparkhvd.estimators.torch.plugin")) as started:
-        yield started
-
-
-def network():
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-
-
-def rows(count):
-    random = np.random.default_rng(5)
-    return {"x": random.normal(size=(count, 6)), "y": random.integers(0, 3, count)}
-
-
-def accuracy(output, label):
-    return (output.argmax(dim=1) == label).float().mean()
-
-
-def source(sizes, rank, world_size):
-    """Return the rows of ``rank`` if rows are assigned in order, step by step and rank by rank."""
-    sizes = [step[:world_size] for step in sizes]
-    mine, start = [], 0
-    for step in sizes:
-        first = start + sum(step[:rank])
-        mine.append(list(range(first, first + step[rank])))
-        start += sum(step)
-    return ArraySource(DATA, rows(start), mine, [sum(step) for step in sizes])
-
-
-def make_trainer(optimizer, world, **more):
-    model = network()
-    params = {"model": model, "optimizer": optimizer(model), "loss": functional.cross_entropy, "label_cols": ("y",)}
-    payload = PLUGIN.pack({**params, "metrics": [accuracy], "schema": DATA})
-    return PLUGIN.trainer(payload, spec(DATA, **more), world)
 
 
 def train_as_weighted_rank(sizes):
@@ -91,10 +55,6 @@ def train_as_weighted_rank(sizes):
 
 def weights(count):
     return np.random.default_rng(6).uniform(0.1, 3.0, count)
-
-
-def flat(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
 
 
 def train_as_rank(sizes, optimizer, more):
@@ -215,10 +175,6 @@ def test_every_rank_draws_its_own_random_numbers(group):
     assert len({tuple(numbers) for numbers in drawn}) == group.size
 
 
-def as_one(sizes):
-    return source([(sum(step),) for step in sizes], 0, 1)
-
-
 def test_validation_uses_neither_dropout_nor_gradients_and_changes_nothing(alone):
     model = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.9))
     params = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
@@ -232,132 +188,6 @@ def test_validation_uses_neither_dropout_nor_gradients_and_changes_nothing(alone
     )
     assert hooks.reports[0].validation["loss"] == (pytest.approx(wanted.item()), 1), "the mean of all ranks' rows"
     assert trained[1].num_batches_tracked.item() == 1
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(alone):
-    world, steps = session.current().world, [(8,)] * 6
-    undisturbed = make_trainer(OPTIMIZERS["Adam"], world, epochs=4)
-    undisturbed.fit(as_one(steps), None, Hooks())
-    first = make_trainer(OPTIMIZERS["Adam"], world, epochs=2)
-    first.fit(as_one(steps), None, Hooks())
-    second = make_trainer(OPTIMIZERS["Adam"], world, epochs=4)
-    second.restore(first.state())
-    hooks = Hooks(first_epoch=2)
-    second.fit(as_one(steps), None, hooks)
-    assert [report.epoch for report in hooks.reports] == [2, 3]
-    assert np.array_equal(flat(second._model), flat(undisturbed._model))
-
-
-class Unfreezing(TorchCallback):
-    """Trains the first layer from the second epoch on."""
-
-    def on_epoch_begin(self, run, epoch):
-        if epoch == 1:
-            run.model[0].requires_grad_(True)
-
-
-class CountingLoss(torch.nn.Module):
-    """Counts its calls in a buffer that no ``state_dict`` holds, and in an extra state."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("factor", torch.ones(()), persistent=False)
-        self.calls = 0
-
-    def get_extra_state(self):
-        return {"calls": self.calls}
-
-    def set_extra_state(self, state):
-        self.calls = state["calls"]
-
-    def forward(self, output, label):
-        if torch.is_grad_enabled():
-            self.factor *= 0.95
-            self.calls += 1
-        return functional.cross_entropy(output, label) * self.factor / self.calls
-
-
-@pytest.mark.parametrize("changes", [{"callbacks": [Unfreezing()]}, {"loss": CountingLoss()}], ids=["unfrozen", "loss"])
-def test_a_resumed_run_goes_on_with_unfrozen_layers_and_the_state_of_a_loss(alone, changes):
-    world, steps = session.current().world, [(8,)] * 6
-
-    def trainer(epochs):
-        model = network()
-        model[0].requires_grad_("callbacks" not in changes)
-        params = {"loss": functional.cross_entropy, **changes, "label_cols": ("y",), "schema": DATA}
-        params |= {"model": model, "optimizer": OPTIMIZERS["momentum"](model)}
-        return PLUGIN.trainer(PLUGIN.pack(params), spec(DATA, epochs), world)
-
-    undisturbed, first, second = trainer(4), trainer(2), trainer(4)
-    undisturbed.fit(as_one(steps), None, Hooks())
-    first.fit(as_one(steps), None, Hooks())
-    second.restore(first.state())
-    second.fit(as_one(steps), None, Hooks(first_epoch=2))
-    assert not np.array_equal(flat(second._model)[:96], flat(network())[:96])
-    assert np.array_equal(flat(second._model), flat(undisturbed._model))
-
-
-class Fading(torch.optim.lr_scheduler.LRScheduler):
-    """Keeps its rate as a NumPy number, and an object that is not a number."""
-
-    def __init__(self, optimizer):
-        self.rate, self.seen = np.float32(1.0), {1}
-        super().__init__(optimizer)
-
-    def get_lr(self):
-        self.rate = np.float32(self.rate * 0.5)
-        return [float(base * self.rate) for base in self.base_lrs]
-
-
-class Shrinking:
-    """A function with a state, some of which a checkpoint cannot hold."""
-
-    def __init__(self):
-        self.calls, self.seen = np.int64(0), {1}
-
-    def __call__(self, _epoch):
-        self.calls += 1
-        return 0.5**self.calls
-
-
-def two_parts(optimizer):
-    parts = [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.LambdaLR(optimizer, Shrinking())]
-    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [1])
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "omitted"),
-    [
-        (Fading, ["seen (set)"]),
-        (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, Shrinking()), ["lr_lambdas[0].seen (set)"]),
-        (two_parts, ["_schedulers[1].lr_lambdas[0].seen (set)"]),
-        (lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, np.array([1, 3, 4]), 0.5), []),
-    ],
-    ids=["own", "function", "sequence", "milestones"],
-)
-def test_a_resumed_schedule_continues_with_its_numbers_of_numpy(scheduler, omitted, caplog):
-    def rates(count, state=None):
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        schedule = RunningSchedule(LRSchedule(scheduler), optimizer, 1.0)
-        if state is not None:
-            content = torch.load(io.BytesIO(state), weights_only=True)
-            optimizer.load_state_dict(content[0])
-            schedule.restore(content[1], 1.0)
-        found = []
-        for epoch in range(count):
-            schedule.after_epoch(EpochRecord(epoch, {}))
-            found.append(optimizer.param_groups[0]["lr"])
-        buffer = io.BytesIO()
-        torch.save([plain_numbers(optimizer.state_dict()), schedule.state()], buffer)
-        schedule.state()
-        return found, buffer.getvalue()
-
-    wanted, _ = rates(5)
-    assert len(set(wanted)) > 2
-    caplog.clear()
-    first, state = rates(2)
-    assert [record.getMessage().split(": ")[1].split(". ")[0] for record in caplog.records] == omitted
-    assert first + rates(3, state)[0] == wanted
 
 
 class Noisy(torch.nn.Linear):
@@ -381,47 +211,6 @@ def test_a_seed_makes_the_global_generators_of_numpy_and_python_repeat(alone):
     assert not np.array_equal(trained(1), trained(2))
 
 
-class Growing(torch.nn.Module):
-    """A loss whose weight grows with every step."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, output, label):
-        if torch.is_grad_enabled():
-            self.steps += 1
-        return functional.cross_entropy(output, label.long().reshape(-1)) * self.steps
-
-
-def test_a_resumed_run_continues_with_the_buffers_of_its_loss(alone):
-    def make(epochs):
-        model = network()
-        params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": Growing(), "label_cols": ("y",)}
-        return PLUGIN.trainer(PLUGIN.pack({**params, "schema": DATA}), spec(DATA, epochs=epochs), World())
-
-    undisturbed, first, second = make(2), make(1), make(2)
-    undisturbed.fit(as_one([(8,)] * 3), None, Hooks())
-    first.fit(as_one([(8,)] * 3), None, Hooks())
-    second.restore(first.state())
-    second.fit(as_one([(8,)] * 3), None, Hooks(first_epoch=1))
-    assert np.array_equal(flat(second._model), flat(undisturbed._model))
-
-
-def test_the_learning_rate_survives_a_resume_and_comes_back_unscaled(alone, tmp_path):
-    def with_size(size):
-        return make_trainer(OPTIMIZERS["Adam"], replace(World(), size=size), scale_lr=True)
-
-    first = with_size(2)
-    assert first._plain_optimizer.param_groups[0]["lr"] == pytest.approx(0.02)
-    second = with_size(4)
-    second.restore(first.state())
-    assert second._plain_optimizer.param_groups[0]["lr"] == pytest.approx(0.04)
-    second.export(tmp_path)
-    optimizer = artifact.load_optimizer(tmp_path, artifact.load_model(tmp_path))
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-
-
 def test_a_hook_stops_the_training(alone):
     class Impatient(Hooks):
         def on_epoch_end(self, report: EpochReport, trainer: object) -> bool:
@@ -443,67 +232,6 @@ def test_the_report_contains_the_times_by_kind(alone):
     assert line.startswith("epoch 1/3  loss ")
     assert "rows/s  step " in line
     assert all(f"{kind} " in line for kind in ("data", "compute", "communication"))
-
-
-def normalizing():
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3), torch.nn.Dropout(0.3))
-    model.register_buffer("kept_beside", torch.zeros(6), persistent=False)
-    model.register_forward_pre_hook(keep_mean)
-    return model
-
-
-def keep_mean(model, inputs):
-    if model.training:
-        model.kept_beside += inputs[0].mean(dim=0)
-
-
-class AtStep(Hooks):
-    """Keeps the state of a checkpoint after the seventh step."""
-
-    def on_step_end(self, report, trainer):
-        if report.step == 7:
-            report.synchronize()
-            self.kept = (hvd.broadcast_object(trainer.state()), report.rank_state())
-
-
-def normalized_trainer(**more):
-    model = normalizing()
-    params = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "loss": functional.cross_entropy}
-    payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA})
-    return PLUGIN.trainer(payload, spec(DATA, **more), session.current().world)
-
-
-def train_with_buffers(sizes):
-    """Return the loss of a validation, the loss of rank 0's model after it, and the states of both runs."""
-    world = session.current().world
-    rows_of_rank = source(sizes, world.rank, world.size)
-    trainer, hooks = normalized_trainer(), AtStep()
-    trainer.fit(rows_of_rank, rows_of_rank, hooks)
-    loss = average_over_ranks(hooks.reports[-1], session.current()).validation["loss"]
-    kept, rank_state = hooks.kept
-    again = normalized_trainer()
-    again.restore(kept)
-    again.fit(rows_of_rank, None, Hooks(first_step=7, rank_state=rank_state))
-    model = hvd.broadcast_object(trainer._model).eval()
-    data = rows_of_rank.columns
-    with torch.no_grad():
-        wanted = functional.cross_entropy(model(torch.from_numpy(data["x"]).float()), torch.from_numpy(data["y"]))
-    states = [
-        {**dict(each._model.named_parameters()), **dict(each._model.named_buffers())} for each in (trainer, again)
-    ]
-    return loss, wanted.item(), [{name: value.detach().numpy() for name, value in each.items()} for each in states]
-
-
-@pytest.mark.parametrize("sizes", [[(5, 3, 2), (2, 7, 0)] * 5, [(0, 4, 4)] * 9], ids=["uneven", "no rows on rank 0"])
-def test_the_validation_measures_the_returned_model_and_resumes_bit_for_bit(group, sizes):
-    found = group.run(train_with_buffers, sizes)
-    for loss, wanted, states in found:
-        assert loss == pytest.approx(wanted, rel=1e-6)
-        for state in states:
-            for name, value in state.items():
-                assert np.array_equal(value, found[0][2][0][name]), name
-    assert found[0][2][0]["0.num_batches_tracked"] > 0
 
 
 IGNORING = {

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport
 from sparkhvd.estimators.runs.run_lease import Fence
 from sparkhvd.estimators.training import checkpoint
+from sparkhvd.estimators.training.commits import Commits
 from sparkhvd.estimators.training.hooks import RunHooks
 from sparkhvd.store import Store, layout
 from tests.ranks import RankGroup
@@ -184,6 +186,85 @@ def test_a_checkpoint_within_an_epoch_survives_saving_and_loading(tmp_path):
     assert checkpoint.load(store, checkpoint.latest(store, "r")) == content
 
 
+def commit_within_an_epoch(url):
+    store, trainer, commits = Store.create(url), Counting(), Commits()
+    how = spec(DATA, epochs=3)
+    rank = session.current().world.rank
+    hooks = RunHooks(store, "run", how, session.current(), "blocks", division_proc=5, commits=commits)
+    trainer.now = b"epoch 0 of rank %d" % rank
+    hooks.on_epoch_end(EpochReport(0, {"loss": (2.0, 2)}), trainer)
+    end = commits.checkpoint
+    commits.reset()  # so that the next step is committed
+    hooks.on_step_end(step(4, trainer, epoch=1), trainer)
+    again = RunHooks(store, "run", how, session.current(), "blocks", commits=commits)
+    return (
+        (end.epoch, end.state, end.history[0].sizes),
+        (again.first_epoch, again.first_step, again.rank_state, again.resume.checkpoint.state),
+        commits.checkpoint.within.division_proc,
+        [path.rpartition("/")[2] for path in store.list("runs/run/checkpoints")],
+    )
+
+
+def test_all_ranks_have_the_commits_of_rank_0_and_resume_there(group, tmp_path):
+    for rank, (end, position, division, files) in enumerate(group.run(commit_within_an_epoch, str(tmp_path))):
+        assert end == (0, b"epoch 0 of rank 0", (2,))
+        assert position == (1, 4, b"rank %d" % rank, b"step 4")
+        assert division == 5
+        assert files == ["epoch-00000"], "commits within an epoch stay in memory"
+
+
+def test_the_rest_of_a_repartitioned_epoch_knows_what_came_before(alone, tmp_path):
+    store, trainer, commits = Store.create(str(tmp_path)), Counting(), Commits()
+    earlier = checkpoint.EpochPosition(3, 2, 4, "blocks", {"loss": (8.0, 4.0)})
+    commits.checkpoint = checkpoint.Checkpoint(0, 5, (), b"step 3", earlier)
+    how = spec(DATA, epochs=3)
+    hooks = RunHooks(store, "run", how, alone, "blocks", commits=commits)
+    hooks.repartition_first_epoch(7)
+    assert (hooks.first_step, hooks.rank_state, hooks.first_epoch_batches) == (0, None, 7)
+    # Lightning counts the batches before the rest: the fourth of nine is the second of the last seven.
+    hooks.on_step_end(step(4, trainer, 2.0), trainer)
+    within = commits.checkpoint.within
+    assert within.parts == (checkpoint.EpochPart(3, 2, 4), checkpoint.EpochPart(2, 1, how.batch_size))
+    assert within.sums == {"loss": (16.0, 8.0)}
+    path = checkpoint.publish(Fence(store, "run", 0), commits.checkpoint)
+    assert checkpoint.load(store, path) == commits.checkpoint
+    hooks.on_epoch_end(EpochReport(0, {"loss": (8.0, 4)}), trainer)
+    assert hooks.history[0].sizes == (2, 1)
+    assert hooks.history[0].train == {"loss": 2.0}
+
+
+def test_ranks_that_share_a_fixed_number_of_shards_stay_at_their_step(alone, tmp_path):
+    store, trainer, commits = Store.create(str(tmp_path)), Counting(), Commits()
+    earlier = checkpoint.EpochPosition(3, 3, 4, "blocks", {"loss": (8.0, 4.0)}, (b"", b""), sizes=(2,))
+    commits.checkpoint = checkpoint.Checkpoint(0, 5, (), b"step 3", earlier)
+    how = spec(DATA, epochs=3, shards=3)
+    hooks = RunHooks(store, "run", how, alone, "blocks", commits=commits)
+    assert (hooks.first_step, hooks.rank_state, hooks.first_epoch_batches) == (3, None, None)
+    hooks.on_step_end(step(4, trainer, 2.0), trainer)
+    within = commits.checkpoint.within
+    assert within.parts == (checkpoint.EpochPart(4, 3, how.batch_size),)
+    assert within.sizes == (2, 1)
+    assert (how.lr_scale(1), replace(how, scale_lr=True).lr_scale(1)) == (1.0, 3.0)
+
+
+def test_the_end_of_an_epoch_that_a_lost_rank_0_did_not_save_is_saved(alone, tmp_path):
+    store, commits = Store.create(str(tmp_path)), Commits()
+    commits.checkpoint = checkpoint.Checkpoint(
+        1, 5, (EpochRecord(0, {"loss": 3.0}), EpochRecord(1, {"loss": 2.0})), b"1"
+    )
+    RunHooks(store, "run", spec(DATA, epochs=3), alone, commits=commits)
+    assert checkpoint.load(store, checkpoint.epoch_end_path(store, "run", 1)).state == b"1"
+
+
+def test_the_end_of_the_last_epoch_is_no_commit(alone, tmp_path):
+    """Ranks that resumed there would skip what callbacks do at the end of the training."""
+    commits = Commits()
+    hooks = RunHooks(Store.create(str(tmp_path)), "run", spec(DATA, epochs=2), alone, commits=commits)
+    for epoch in range(2):
+        hooks.on_epoch_end(EpochReport(epoch, {"loss": (1.0, 1)}), Counting())
+    assert commits.checkpoint.epoch == 0
+
+
 class Averaging(Counting):
     """A trainer with a callback that changes the model at the end of the training."""
 
@@ -210,3 +291,14 @@ def test_a_run_that_a_callback_ended_stays_ended_with_its_final_model(alone, tmp
     assert "Run run was ended by a callback after epoch 2, so nothing is left to train" in caplog.text
     trainer.finish(again, b"nobody has trained")
     assert RunHooks(store, "run", spec(DATA), alone).resume.checkpoint.state == at_the_end
+
+
+def test_the_final_model_is_kept_after_an_epoch_that_a_callback_adds(alone, tmp_path):
+    store, trainer = Store.create(str(tmp_path)), Averaging()
+    hooks = RunHooks(store, "run", spec(DATA, epochs=1), alone)
+    for epoch in (0, 1):
+        trainer.now = b"epoch %d" % epoch
+        hooks.on_epoch_end(EpochReport(epoch, {"loss": (1.0, 1)}), trainer)
+    trainer.finish(hooks, b"an average")
+    again = RunHooks(store, "run", spec(DATA, epochs=1), alone)
+    assert (len(again.history), again.resume.checkpoint.state) == (2, b"an average")

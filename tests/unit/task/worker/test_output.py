@@ -136,7 +136,7 @@ def test_an_open_pipe_of_another_process_does_not_block_the_task():
     pump.finish(seconds=0.01)
     assert time.monotonic() - before < 5
     for writer in held_open:
-        with pytest.raises(BrokenPipeError):  # the task has let go of its end
+        with pytest.raises(BrokenPipeError):  # the task has closed its end
             os.write(writer, b"late")
         os.close(writer)
 
@@ -159,12 +159,12 @@ def test_a_progress_bar_keeps_its_prefix_and_is_one_of_the_last_lines():
     for content in (b"one\r\n\ntwo\n\r 0%", b"\r 10%\r 20%", b"30%\r"):
         stream.handle(Output(0, "stderr", content))
     assert shown.text.replace("[0]<stderr>:", "|") == "|one\n|\n|two\n| 0%\n| 10%\n| 20%\n|30%\n"
-    pump = pumped(Taken(), b"", b"why\n" + b"".join(b"%d%%\r" % number for number in range(100)) + b"\nend\n")
+    pump = pumped(DiscardingLog(), b"", b"why\n" + b"".join(b"%d%%\r" % number for number in range(100)) + b"\nend\n")
     assert pump.stderr_tail().split("\n")[::2] == ["why", "end"]
 
 
-class Taken:
-    """A log that takes everything."""
+class DiscardingLog:
+    """A log that discards everything."""
 
     rank = 3
 
@@ -178,13 +178,13 @@ class Taken:
         return
 
 
-class Full(Taken):
+class FailingLog(DiscardingLog):
     def write(self, stream: str, content: bytes) -> None:
         raise AttributeError("nothing to write to")
 
 
 def test_a_pipe_is_read_to_its_end_even_if_its_log_raises(caplog):
-    pump = pumped(Full(), b"", b"".join(b"%09d\n" % number for number in range(50_000)))
+    pump = pumped(FailingLog(), b"", b"".join(b"%09d\n" % number for number in range(50_000)))
     assert pump.stderr_tail().endswith("\n000049999")
     assert caplog.text.count("Output of rank 3 is lost: nothing to write to") == 1
 

@@ -1,1 +1,1 @@
-"""What Horovod's estimators share."""
+"""Modules that Horovod's estimators share."""

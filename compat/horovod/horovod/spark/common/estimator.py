@@ -1,4 +1,4 @@
-"""What Horovod's estimators mean otherwise than sparkhvd's, added to the latter."""
+"""Horovod's behavior where it differs from sparkhvd's, added to sparkhvd's estimators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank knows of its Spark task."""
+"""The resources of a rank's Spark task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Horovod defines the estimator and its model."""
+"""The estimator and its model, in the module where Horovod defines them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,29 @@
+"""The addresses at which the hosts of an elastic job reach this driver."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from sparkhvd._util.addresses import LOOPBACK, is_loopback, outgoing_address
+from sparkhvd.driver.host_process import is_this_machine
+from sparkhvd.rpc.interfaces import interfaces
+
+
+def driver_addresses(hosts: Sequence[str] | None) -> tuple[str, list[str]]:
+    """Return the local address to bind, and the addresses at which the hosts may reach this driver.
+
+    If all hosts reach it at the same address, it binds only this one, which is loopback for this machine alone.
+    Otherwise it binds all addresses.
+
+    Args:
+        hosts: the names of the hosts; None if they are not known yet.
+    """
+    elsewhere = [host for host in hosts or () if not is_this_machine(host)]
+    if hosts is not None and not elsewhere:
+        return LOOPBACK, [LOOPBACK]
+    towards = list({outgoing_address(host) for host in elsewhere})
+    if len(towards) == 1 and not is_loopback(towards[0]):  # loopback: a name that only ssh resolves
+        return towards[0], towards
+    own = [one.address for one in interfaces() if not is_loopback(one.address)]
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0", own or [LOOPBACK]  # noqa: S104

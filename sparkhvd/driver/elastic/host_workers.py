@@ -1,0 +1,203 @@
+"""Workers of an elastic job on several machines, through ssh, or through srun in a Slurm job.
+
+The first worker on a host starts a process there, as the launcher ``ssh`` does; it starts the host's workers. It stays
+as long as the host offers slots or runs workers. A host whose process ends has lost its workers, and gets a new process
+with the next worker that the policy starts there.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+
+from sparkhvd._util.background import in_background
+from sparkhvd.comm.connect.launch_context import MembershipAddress
+from sparkhvd.driver.elastic.workers import Event, Placed
+from sparkhvd.driver.host_process import (
+    ELASTIC_JOB,
+    HostEnded,
+    HostProcess,
+    SrunOptions,
+    SshOptions,
+    host_command,
+    host_setup,
+    is_this_machine,
+)
+from sparkhvd.driver.launcher import warn_of_versions
+from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.rpc.messages import Output, SetRank, StartWorker, StopWorker
+from sparkhvd.task.elastic.host import END_SECONDS
+from sparkhvd.task.elastic.worker import Lost, Place, Returned
+from sparkhvd.task.failure_report import FailureReport
+from sparkhvd.task.host.messages import ElasticHostJob, HostLost, HostReady
+from sparkhvd.task.job import Job
+
+logger = logging.getLogger(__name__)
+
+# How much longer than its workers a host's process may take to end.
+_MARGIN_SECONDS = 5.0
+
+
+@dataclass
+class _Host:
+    """A host with a process of ours.
+
+    Attributes:
+        name: the user's name for it.
+        workers: the workers that it runs or shall start.
+        place: where its workers run; None until its process is ready.
+    """
+
+    name: str
+    workers: set[int] = field(default_factory=set)
+    place: Place | None = None
+    process: HostProcess | None = None
+
+
+class HostWorkers:
+    """Starts workers on the hosts of a list or of a discovery.
+
+    Args:
+        job: the job of the workers.
+        access: how to reach the hosts.
+        membership: the address of the membership server, without a worker's number.
+        stream: receives the workers' output.
+        inbox: receives their places and their ends.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        access: SshOptions | SrunOptions,
+        membership: MembershipAddress,
+        stream: LogStream,
+        inbox: queue.SimpleQueue[Event],
+    ) -> None:
+        self._job = job
+        self._access = access
+        self._membership = membership
+        self._stream = stream
+        self._inbox = inbox
+        self._setup = host_setup()
+        self._lock = threading.Lock()  # guards all below
+        self._hosts: dict[str, _Host] = {}
+        self._offered: dict[str, int] = {}
+        self._ranks: dict[int, int] = {}  # by worker, for messages
+        self._ending: list[Future[None]] = []
+
+    def note_offer(self, capacity: Mapping[str, int]) -> dict[str, str]:
+        """End the processes of hosts that neither offer slots nor run workers; return no host."""
+        with self._lock:
+            self._offered = {host: slots for host, slots in capacity.items() if slots > 0}
+            for host in list(self._hosts.values()):
+                self._end_if_unused(host)
+        return {}
+
+    def start(self, worker: int, host: str) -> None:
+        """Begin to start a worker: ``Placed`` for it follows, or ``Lost``."""
+        with self._lock:
+            try:
+                entry = self._hosts.get(host) or self._open(host)
+            except OSError as error:  # its text names the program, such as ssh
+                self._inbox.put(Lost(worker, FailureReport(worker, host, f"did not start: {error}")))
+                return
+            entry.workers.add(worker)
+            if entry.place is not None:
+                self._inbox.put(Placed(worker, entry.place))
+            self._send(entry, StartWorker(worker))
+
+    def assign(self, worker: int, rank: int) -> None:
+        """Note the rank of a worker in a new generation."""
+        with self._lock:
+            self._ranks[worker] = rank
+            if (entry := self._host_of(worker)) is not None:
+                self._send(entry, SetRank(worker, rank))
+
+    def stop(self, worker: int) -> None:
+        """Begin to end a worker; does not wait."""
+        with self._lock:
+            self._ranks.pop(worker, None)
+            if (entry := self._host_of(worker)) is not None:
+                entry.workers.discard(worker)
+                self._send(entry, StopWorker(worker))
+                self._end_if_unused(entry)
+
+    def close(self) -> None:
+        """End all workers and the processes of the hosts, and wait for their ends."""
+        with self._lock:
+            for host in list(self._hosts.values()):
+                self._end(host)
+            ending = list(self._ending)
+        wait(ending)
+
+    def _open(self, name: str) -> _Host:
+        """Start the process of a host."""
+        host = _Host(name)
+        command = host_command(name, self._job.executable, self._access, ELASTIC_JOB)
+        host.process = HostProcess(command, functools.partial(self._receive, host), END_SECONDS + _MARGIN_SECONDS)
+        by_ssh = isinstance(self._access, SshOptions) and not is_this_machine(name)
+        slots = self._offered.get(name, 1)
+        host.process.send(ElasticHostJob(self._setup, self._job, name, slots, self._membership, by_ssh))
+        self._hosts[name] = host
+        return host
+
+    def _receive(self, host: _Host, message: object) -> None:
+        """Handle a message of a host; called from the thread of its process's handle."""
+        if isinstance(message, Output):
+            self._stream.handle(message)
+        elif isinstance(message, HostReady):
+            self._note_ready(host, message)
+        elif isinstance(message, Returned | Lost):
+            with self._lock:
+                if message.worker in host.workers:
+                    host.workers.discard(message.worker)
+                    self._ranks.pop(message.worker, None)
+                    self._inbox.put(message)
+                    self._end_if_unused(host)
+        elif isinstance(message, HostLost | HostEnded):
+            self._lose(host, message.why)
+
+    def _note_ready(self, host: _Host, ready: HostReady) -> None:
+        (offer,) = ready.offers
+        warn_of_versions(self._job, [offer])
+        with self._lock:
+            host.place = Place(offer.host_hash, offer.host, offer.bind_host)
+            for worker in sorted(host.workers):
+                self._inbox.put(Placed(worker, host.place))
+
+    def _lose(self, host: _Host, why: str) -> None:
+        """Report the workers of a host whose process has ended."""
+        with self._lock:
+            what = "did not start" if host.place is None else "was lost with its host"
+            for worker in sorted(host.workers):
+                rank = self._ranks.pop(worker, worker)
+                self._inbox.put(Lost(worker, FailureReport(rank, host.name, f"{what}: {why}")))
+            host.workers.clear()
+            if self._hosts.get(host.name) is host:
+                self._end(host)
+
+    def _end_if_unused(self, host: _Host) -> None:
+        """End a host's process if it runs no worker and offers no slot, or does not get ready; holds the lock."""
+        if not host.workers and (host.place is None or host.name not in self._offered):
+            self._end(host)
+
+    def _end(self, host: _Host) -> None:
+        """End a host's process in the background; holds the lock."""
+        self._hosts.pop(host.name, None)
+        self._ending = [one for one in self._ending if not one.done()]
+        if host.process is not None:
+            host.process.hang_up()
+            self._ending.append(in_background(host.process.close, "sparkhvd-host-end"))
+
+    def _host_of(self, worker: int) -> _Host | None:
+        return next((host for host in self._hosts.values() if worker in host.workers), None)
+
+    @staticmethod
+    def _send(host: _Host, message: object) -> None:
+        if host.process is not None:
+            host.process.send(message)

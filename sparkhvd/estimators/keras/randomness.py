@@ -1,0 +1,142 @@
+"""The random generators of a rank, which are seeded when an epoch begins and restored when it is resumed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+from keras.src.random.seed_generator import global_seed_generator  # Keras does not export it
+
+from sparkhvd.estimators.keras.serialization.package import arrays_from_bytes, arrays_to_bytes
+from sparkhvd.estimators.plugin import TrainSpec
+
+States = dict[str, npt.NDArray[np.generic]]
+
+_UNORDERED_STATES = 933199  # Keras reduces the state of its global generator modulo this number
+
+
+class RandomStates:
+    """The states of the random generators of layers, Keras, its backend, NumPy and Python.
+
+    Those of layers (dropout, noise), Keras and its backend differ between ranks. NumPy and Python draw equal numbers on
+    all ranks: callbacks may set a learning rate with them.
+
+    Args:
+        model: the model.
+        spec: contains the seed of the training.
+        rank: the rank.
+        saved: the result of ``state`` if the run resumes within an epoch.
+    """
+
+    def __init__(self, model: keras.Model, spec: TrainSpec, rank: int, saved: bytes | None) -> None:
+        layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to list nested layers)
+        states = {id(g.state): g.state for layer in layers for g in layer._seed_generators}  # noqa: SLF001
+        self.variables = list(states.values())
+        self._spec = spec
+        self._rank = rank
+        self._saved = saved
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Set the states for an epoch; they differ between epochs, but not between resumed and uninterrupted runs."""
+        common, own = self._spec.seed_of(epoch, 0), self._spec.seed_of(epoch, self._rank)
+        _seed_backend(own)
+        *sequences, unordered = np.random.SeedSequence(own).spawn(len(self.variables) + 1)
+        for variable, sequence in zip(self.variables, sequences, strict=True):
+            # Some backends have signed states, so the values must fit into 31 bits.
+            _assign(variable, sequence.generate_state(2) >> 1)
+        _assign(global_seed_generator().state, unordered.generate_state(2) % _UNORDERED_STATES)
+        np.random.seed(common % 2**32)  # the last ones, because Keras draws a number when it creates its generator
+        random.seed(common)
+
+    def begin_batch(self) -> None:
+        """Restore the saved states before the first batch: the start of an epoch draws numbers again."""
+        content, self._saved = self._saved, None
+        if content is None:
+            return
+        saved = arrays_from_bytes(content)
+        for index, variable in enumerate(self.variables):
+            _assign(variable, saved[str(index)])
+        _set_process_states(saved)
+        if "keras" in saved:  # checkpoints of older versions lack it
+            _assign(global_seed_generator().state, saved["keras"])
+            _set_backend_states(saved)
+
+    def state(self) -> bytes:
+        """Return the states of this rank, for ``StepReport``."""
+        own = {str(index): _value(variable) for index, variable in enumerate(self.variables)}
+        common = {"keras": _value(global_seed_generator().state), **_process_states(), **_backend_states()}
+        return arrays_to_bytes(own | common)
+
+
+def _process_states() -> States:
+    """Return the states of the generators of NumPy and Python."""
+    _, keys, *rest = np.random.get_state(legacy=True)
+    _, numbers, gauss = random.getstate()
+    return {
+        "numpy": np.asarray(keys),
+        "numpy_rest": np.asarray(rest, np.float64),
+        "python": np.asarray(numbers, np.int64),
+        "python_rest": np.asarray([] if gauss is None else [gauss], np.float64),
+    }
+
+
+def _set_process_states(saved: Mapping[str, npt.NDArray[np.generic]]) -> None:
+    position, has_gauss, gauss = saved["numpy_rest"].tolist()
+    np.random.set_state(("MT19937", saved["numpy"].astype(np.uint32), int(position), int(has_gauss), gauss))
+    waiting = saved["python_rest"].tolist()
+    random.setstate((3, tuple(saved["python"].tolist()), waiting[0] if waiting else None))
+
+
+def _seed_backend(seed: int) -> None:
+    if keras.config.backend() == "torch":
+        import torch  # noqa: PLC0415  (only the backend in use is imported)
+
+        torch.manual_seed(seed)
+    elif keras.config.backend() == "tensorflow":
+        _tensorflow_generator(seed).reset_from_seed(seed)
+
+
+def _backend_states() -> States:
+    """Return the states of the backend's global generators, which a user's layers may use."""
+    if keras.config.backend() == "torch":
+        import torch  # noqa: PLC0415  (only the backend in use is imported)
+
+        states = {"torch": torch.get_rng_state().numpy()}
+        return states | ({"cuda": torch.cuda.get_rng_state().numpy()} if torch.cuda.is_available() else {})
+    if keras.config.backend() == "tensorflow":
+        return {"tensorflow": _tensorflow_generator().state.numpy()}
+    return {}
+
+
+def _set_backend_states(saved: States) -> None:
+    if "torch" in saved:
+        import torch  # noqa: PLC0415  (only the backend in use is imported)
+
+        torch.set_rng_state(torch.from_numpy(saved["torch"]))
+        if "cuda" in saved and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.from_numpy(saved["cuda"]))
+    if "tensorflow" in saved:
+        _tensorflow_generator().state.assign(saved["tensorflow"])
+
+
+def _tensorflow_generator(seed: int = 0) -> Any:
+    """Return TensorFlow's global generator, which must exist already if its operations are to be deterministic."""
+    import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+
+    try:
+        return tf.random.get_global_generator()
+    except RuntimeError:
+        tf.random.set_global_generator(tf.random.Generator.from_seed(seed))
+        return tf.random.get_global_generator()
+
+
+def _assign(variable: keras.Variable, state: npt.NDArray[np.generic]) -> None:
+    variable.assign(state.astype(_value(variable).dtype))
+
+
+def _value(variable: keras.Variable) -> npt.NDArray[np.generic]:
+    return np.array(keras.ops.convert_to_numpy(variable))

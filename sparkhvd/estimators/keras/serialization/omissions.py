@@ -1,0 +1,175 @@
+"""What a ``.keras`` file omits from a model although it changes the training or the output.
+
+The file omits which layers of a subclassed model, and which single variables, are frozen; the variables that the
+optimizer excludes from weight decay; values of user-written layers that their ``get_config`` does not return; and
+arguments of Keras' own losses and metrics, such as ``Huber.delta``. It would also omit words of adapted layers, see
+``vocabularies_in_configs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    import keras
+
+PlainValue = bool | int | float | str | None
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Omissions:
+    """The omitted properties of a model; layers and variables are in the order in which Keras lists them.
+
+    Attributes:
+        trained_layers: whether each layer with weights is trained.
+        trained: whether each weight is trained.
+        decayed: whether the optimizer decays each weight; empty if it decays none.
+        attributes: the public attributes of each user-written layer that are numbers, strings or None.
+        arguments: ``function_arguments`` of each loss and metric that the model is compiled with.
+    """
+
+    trained_layers: tuple[bool, ...] = ()
+    trained: tuple[bool, ...] = ()
+    decayed: tuple[bool, ...] = ()
+    attributes: tuple[Mapping[str, PlainValue], ...] = ()
+    arguments: tuple[Mapping[str, object] | None, ...] = ()
+
+    @classmethod
+    def of(cls, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None) -> Self:
+        """Return what a file of ``model`` and ``optimizer`` omits."""
+        decaying = None if getattr(optimizer, "weight_decay", None) is None else optimizer
+        return cls(
+            tuple(bool(layer.trainable) for layer in _layers(model) if layer.weights),
+            tuple(bool(weight.trainable) for weight in model.weights),
+            () if decaying is None else tuple(bool(decaying._use_weight_decay(w)) for w in model.weights),  # noqa: SLF001
+            tuple(_attributes(layer) for layer in _layers(model) if is_written_by_user(layer)),
+            tuple(_plain(function_arguments(function)) for function in _losses_and_metrics(model)),
+        )
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Iterable[Any]]) -> Self:
+        """Invert ``dataclasses.asdict``; what only other versions write is ignored."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: tuple(values) for name, values in content.items() if name in known})
+
+    def restore(self, model: keras.Model) -> None:
+        """Give a model that was loaded from the file what the file omits about its layers and weights."""
+        weighted = [layer for layer in _layers(model) if layer.weights]
+        for layer, trained in zip(weighted, self.trained_layers, strict=False):
+            layer._trainable = trained  # noqa: SLF001  (the public setter also changes the layers within)
+        for weight, trained in zip(model.weights, self.trained, strict=False):
+            weight.trainable = trained
+        own = [layer for layer in _layers(model) if is_written_by_user(layer)]
+        for layer, attributes in zip(own, self.attributes, strict=False):
+            for name, value in attributes.items():
+                if name not in vars(layer) or vars(layer)[name] != value:
+                    setattr(layer, name, value)
+
+    def restore_functions(self, model: keras.Model) -> None:
+        """Give the losses and metrics of a compiled model that was loaded from the file their arguments."""
+        for function, arguments in zip(_losses_and_metrics(model), self.arguments, strict=False):
+            if arguments is not None and function_arguments(function) is not None:
+                function._fn_kwargs = dict(arguments)  # noqa: SLF001
+
+    def restore_decay(self, optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
+        """Exclude the same weights from the weight decay of an optimizer that was loaded from the file."""
+        excluded = [weight for weight, decayed in zip(model.weights, self.decayed, strict=False) if not decayed]
+        if excluded:
+            # The public method refuses an optimizer that has variables.
+            optimizer._exclude_from_weight_decay = {optimizer._var_key(weight) for weight in excluded}  # noqa: SLF001
+            optimizer._exclude_from_weight_decay_cache = {}  # noqa: SLF001
+
+
+def lora_weights(model: keras.Model) -> list[list[keras.Variable]]:
+    """Return the weights of every layer with LoRA, which a file merges into one matrix that no longer learns."""
+    return [list(layer.weights) for layer in _layers(model) if getattr(layer, "lora_enabled", False)]
+
+
+def function_arguments(value: object) -> dict[str, object] | None:
+    """Return the arguments that a loss or a metric passes to its function; None for any other object."""
+    arguments = getattr(value, "_fn_kwargs", None)
+    return dict(arguments) if isinstance(arguments, Mapping) else None
+
+
+def leaves(value: object) -> list[Any]:
+    """Return the objects in nested lists, tuples and dicts, without None and names."""
+    if isinstance(value, Mapping):
+        return [leaf for item in value.values() for leaf in leaves(item)]
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [] if value is None or isinstance(value, str) else [value]
+
+
+def _losses_and_metrics(model: keras.Model) -> list[keras.losses.Loss | keras.metrics.Metric]:
+    """Return the objects that ``compile`` took, in order; Keras has no public way to them."""
+    loss, metrics = getattr(model, "_compile_loss", None), getattr(model, "_compile_metrics", None)
+    given = (
+        getattr(loss, "_user_loss", None),
+        getattr(metrics, "_user_metrics", None),
+        getattr(metrics, "_user_weighted_metrics", None),
+    )
+    return leaves(list(given))
+
+
+def _plain(arguments: Mapping[str, object] | None) -> Mapping[str, object] | None:
+    """Return the arguments, which a file keeps as JSON, or None if one is not a plain value."""
+    return arguments if arguments is not None and all(type(x) in _PLAIN for x in arguments.values()) else None
+
+
+def _layers(model: keras.Model) -> list[keras.Layer]:
+    return list(model._flatten_layers())  # noqa: SLF001  (no public way to list nested layers)
+
+
+@contextmanager
+def vocabularies_in_configs(model: keras.Model) -> Iterator[None]:
+    """Let a model that is saved in this block keep words that a file with one word per line cannot hold.
+
+    An empty last word and words with line breaks are such words. Keras reads them as other words, or refuses the file
+    because it finds a word twice. In the configuration of their layer they are whole.
+    """
+    lookups = [lookup for lookup in map(_lookup, _layers(model)) if lookup is not None and not _fits_into_lines(lookup)]
+    for lookup in lookups:
+        lookup.input_vocabulary = [str(word) for word in lookup.get_vocabulary()]
+        if lookup.output_mode == "tf_idf":
+            lookup.input_idf_weights = lookup.idf_weights_const.numpy().tolist()
+    try:
+        yield
+    finally:
+        for lookup in lookups:
+            lookup.input_vocabulary = lookup.input_idf_weights = None
+
+
+def _lookup(layer: keras.Layer) -> keras.layers.StringLookup | None:
+    """Return the layer with the adapted words of a layer for texts; None if it has none."""
+    import keras  # noqa: PLC0415  (readers import Keras only after its backend is known)
+
+    if not isinstance(layer, keras.layers.StringLookup | keras.layers.TextVectorization):
+        return None
+    lookup = getattr(layer, "_lookup_layer", layer)
+    return lookup if lookup.input_vocabulary is None else None  # else it is in the configuration already
+
+
+def _fits_into_lines(lookup: keras.layers.StringLookup) -> bool:
+    words = [str(word) for word in lookup.get_vocabulary()]
+    return "\n".join(words).splitlines() == words
+
+
+def is_written_by_user(value: object) -> bool:
+    """Return whether the class of a Keras object is not part of Keras or sparkhvd."""
+    return not type(value).__module__.startswith(("keras.", "keras_hub.", "sparkhvd."))
+
+
+def _attributes(layer: keras.Layer) -> dict[str, PlainValue]:
+    """Return the public attributes that hold plain values, without those that Keras sets on every model and layer."""
+    import keras  # noqa: PLC0415  (readers import Keras only after its backend is known)
+
+    set_by_keras = vars(keras.Model())
+    return {
+        name: value
+        for name, value in vars(layer).items()
+        if not name.startswith("_") and name not in set_by_keras and type(value) in _PLAIN
+    }

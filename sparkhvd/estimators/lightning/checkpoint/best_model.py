@@ -1,0 +1,106 @@
+"""The best model by a user's ``ModelCheckpoint(monitor=...)``, also for runs that resume in another process.
+
+Every process has its own folder, and Lightning discards what it knows about files in another folder. The state of the
+run therefore contains the weights of the best model, and the state of ``ModelCheckpoint`` is moved to the new folder.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
+
+import torch
+
+from sparkhvd.estimators.torch.checkpoint.safe_state import weights_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+logger = logging.getLogger(__name__)
+
+State = dict[str, Any]  # a state in a checkpoint, which only its owner can read
+
+
+class BestModel(TypedDict):
+    """The best model so far.
+
+    Attributes:
+        callback: the key of the ``ModelCheckpoint`` that chose it.
+        weights: its weights.
+    """
+
+    callback: str
+    weights: Mapping[str, torch.Tensor]
+
+
+def best_file(callbacks: Sequence[object]) -> Path | None:
+    """Return the file of the best model; None to return the last model."""
+    monitoring = _callbacks_with_best(callbacks)
+    best = next(
+        (Path(callback.best_model_path) for callback in monitoring if Path(callback.best_model_path).is_file()), None
+    )
+    if best is None and monitoring:
+        path = monitoring[0].best_model_path
+        logger.warning(
+            "The best model by ModelCheckpoint(monitor=...), %s, no longer exists; the last model is returned.", path
+        )
+    return best
+
+
+def pack_best_model(callbacks: Sequence[object]) -> BestModel | None:
+    """Return the best model so far for ``unpack_best_model``; None if there is none."""
+    for callback in _callbacks_with_best(callbacks):
+        if Path(callback.best_model_path).is_file():
+            return {"callback": callback.state_key, "weights": weights_of(Path(callback.best_model_path))}
+    return None
+
+
+def unpack_best_model(best: BestModel | None, callbacks: Sequence[Any], states: dict[str, State], writes: bool) -> None:
+    """Move the ``states`` of callbacks to the folders of this process before Lightning loads them.
+
+    Without the best model or its callback nothing changes: a score without its model would only keep worse models out.
+
+    Args:
+        best: the result of ``pack_best_model``; its file is written if it is missing.
+        callbacks: callbacks that write checkpoints.
+        states: states of all callbacks by key.
+        writes: whether this rank writes the file.
+    """
+    if best is None or best["callback"] not in {callback.state_key for callback in callbacks}:
+        return
+    for callback in callbacks:
+        state = states.get(callback.state_key)
+        if state is not None and state.get("best_k_models") and state["dirpath"] != callback.dirpath:
+            states[callback.state_key] = _move_files(state, callback.dirpath)
+    path = Path(states[best["callback"]]["best_model_path"])
+    if writes and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"state_dict": best["weights"]}, path)
+
+
+def choosing_callbacks(callbacks: Sequence[object]) -> list[ModelCheckpoint]:
+    """Return the callbacks that choose the best model by a metric."""
+    return [callback for callback in callbacks if _chooses(callback)]
+
+
+def _chooses(callback: object) -> TypeGuard[ModelCheckpoint]:
+    return getattr(callback, "monitor", None) is not None and hasattr(callback, "best_model_path")
+
+
+def _callbacks_with_best(callbacks: Sequence[object]) -> list[ModelCheckpoint]:
+    """Return the callbacks that have chosen a best model by a metric."""
+    return [callback for callback in choosing_callbacks(callbacks) if callback.best_model_path]
+
+
+def _move_files(state: State, folder: str) -> State:
+    """Return the state of a ``ModelCheckpoint`` with its files in ``folder``."""
+
+    def moved_path(path: str) -> str:
+        inside = path and Path(path).is_relative_to(state["dirpath"])
+        return str(Path(folder) / Path(path).relative_to(state["dirpath"])) if inside else path
+
+    paths = {name: moved_path(state[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
+    models = {moved_path(path): score for path, score in state["best_k_models"].items()}
+    return {**state, **paths, "dirpath": folder, "best_k_models": models}

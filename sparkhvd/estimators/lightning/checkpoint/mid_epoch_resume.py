@@ -1,0 +1,98 @@
+"""Resuming a Lightning run that was interrupted within an epoch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.estimators.torch.checkpoint.optimizer_groups import options_unchanged
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from sparkhvd.estimators.lightning.checkpoint.best_model import State
+
+
+def validates_after(trainer: Trainer, batches: int) -> bool:
+    """Whether Lightning validates after this number of batches of the epoch.
+
+    A checkpoint is made before such a validation, and a run that resumes from it would skip the validation.
+    """
+    every, epochs = trainer.val_check_batch, trainer.check_val_every_n_epoch
+    if not trainer.enable_validation or every in (None, math.inf):
+        return False  # never, by time, or at the end of the epoch
+    if epochs is None:
+        return (int(trainer.fit_loop.total_batch_idx) + 1) % int(every) == 0
+    return (int(trainer.current_epoch) + 1) % int(epochs) == 0 and batches % int(every) == 0
+
+
+def ends_by_steps(trainer: Trainer) -> bool:
+    """Whether ``max_steps`` ends the training here: a run that resumes here would train nothing and report no epoch."""
+    return 0 <= trainer.max_steps <= trainer.global_step
+
+
+def repeat_epoch_start_hooks(trainer: Trainer, call: ModuleType) -> None:
+    """Call the hooks of the epoch's start, which Lightning skips when a run resumes within an epoch.
+
+    Values that they set in callbacks and the module are lost with the interrupted process. What the checkpoint contains
+    stays as it is: a hook may multiply a learning rate, which it has done when the epoch began.
+
+    Args:
+        trainer: Lightning's Trainer, after all hooks of ``on_train_start``.
+        call: Lightning's module that calls hooks.
+    """
+    if trainer.fit_loop.restarted_mid_epoch:
+        callbacks = vars(trainer)["callbacks"][:-1]  # the last is the run's own, which Lightning does not declare
+        states = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
+        with options_unchanged(trainer.optimizers):
+            call._call_callback_hooks(trainer, "on_train_epoch_start")  # noqa: SLF001
+            call._call_lightning_module_hook(trainer, "on_train_epoch_start")  # noqa: SLF001
+        for callback, state in zip(callbacks, states, strict=True):
+            if _differ(state, callback.state_dict()):
+                callback.load_state_dict(state)
+
+
+def _differ(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two states of a callback differ; False if they hold tensors, whose comparison has no single result."""
+    try:
+        return bool(state != other)
+    except (RuntimeError, ValueError):
+        return False
+
+
+def end_epoch_with_schedulers(trainer: Trainer) -> None:
+    """Let schedulers that read a metric step at the end of the epoch within which a run resumes.
+
+    Lightning omits this step after any restart, because its checkpoints contain no metrics. Call this once the epoch's
+    first batch begins.
+    """
+    trainer.fit_loop._restarting = False  # noqa: SLF001  (the public setter also changes the loops within)
+
+
+def finish_epoch(trainer: Trainer) -> None:
+    """Let a run that resumes at the end of an epoch begin the next one, after its loops are restored.
+
+    With ``max_steps``, Lightning would end the last epoch again, without batches, and report its values anew.
+    """
+    loop = trainer.fit_loop
+    super(type(loop), type(loop)).restarting.fset(loop, False)  # type: ignore[attr-defined]  # the loop's own ignores it
+
+
+def resume_after_batch(checkpoint: State, done: int) -> None:
+    """Change a checkpoint from a batch's last hook so that Lightning resumes with the next batch.
+
+    Lightning counts a batch as completed only after its hooks, and its versions treat an incomplete batch differently.
+
+    Args:
+        checkpoint: the loaded checkpoint, changed in place before Lightning restores its loops from it.
+        done: how many batches of the epoch Lightning shall count as done.
+    """
+    loop = checkpoint["loops"]["fit_loop"]
+    progress = loop["epoch_loop.batch_progress"]
+    progress["current"] = dict.fromkeys(progress["current"], done)
+    progress["total"]["completed"] = progress["total"]["processed"]
+    progress["is_last_batch"] = False
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1

@@ -1,0 +1,31 @@
+"""Loading weights of a checkpoint into a module whose structure callbacks and the training have changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparkhvd.estimators.lightning import RUN_KEY
+from sparkhvd.estimators.torch.checkpoint.pruning import prune_only
+from sparkhvd.torch.buffers import take_new_buffers
+
+if TYPE_CHECKING:
+    from sparkhvd.estimators.lightning.checkpoint.best_model import State
+
+
+def prepare_module(module: torch.nn.Module, checkpoint: State) -> None:
+    """Let a module have the parameters and buffers that ``checkpoint`` has, so that ``load_state_dict`` succeeds."""
+    weights = checkpoint["state_dict"]
+    prune_only(module, {name: mask for name, mask in _masks(checkpoint).items() if f"{name}_orig" in weights})
+    take_new_buffers(module, weights)
+
+
+def prune_as_saved(module: torch.nn.Module, checkpoint: State) -> None:
+    """Prune a module like the one of ``checkpoint``; ``ModelPruning`` saves the pruned weights without their masks."""
+    prune_only(module, _masks(checkpoint))
+
+
+def _masks(checkpoint: State) -> dict[str, torch.Tensor]:
+    masks: dict[str, torch.Tensor] = checkpoint.get("callbacks", {}).get(RUN_KEY, {}).get("masks", {})
+    return masks

@@ -1,0 +1,255 @@
+"""Attributes as state of a training: what it changes in modules and optimizers besides their ``state_dict``."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparkhvd.comm import objects, session
+from sparkhvd.estimators.torch.checkpoint.safe_state import plain_numbers
+
+logger = logging.getLogger(__name__)
+
+Owner = nn.Module | torch.optim.Optimizer
+State = dict[str, Any]
+_Key = tuple[str, str]  # the path of a module or optimizer, and the name of its attribute
+
+# Attributes that PyTorch gives to modules and optimizers.
+_OF_MODULES: frozenset[str] = frozenset(vars(nn.Module()))
+_OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"step", "_opt_called", "_step_count"}
+# Hooks of pruning, weight and spectral normalization compute an attribute from the parameter with such an ending.
+_SOURCES = ("_orig", "_g", "_v")
+_SHOWN = 10  # attributes in a warning
+# Up to so many values and bytes of an attribute, changes are noticed.
+_MOST_VALUES, _MOST_BYTES = 10_000, 2**20
+
+
+class ChangedAttributes:
+    """The attributes that a training changes, such as counters.
+
+    Numbers, tensors, and lists and dicts of them become part of a checkpoint, if all ranks have the same value. Classes
+    with their own ``get_extra_state`` or ``state_dict`` decide themselves what is saved.
+
+    Args:
+        owners: the modules and optimizers by name; the submodules of a module belong to it.
+        beside: further attributes that a framework gives to modules.
+    """
+
+    def __init__(self, owners: Mapping[str, Owner], beside: Collection[str] = ()) -> None:
+        self.owners = dict(owners)
+        self._beside = _OF_MODULES.union(beside)
+        self._alive: list[object] = []  # objects whose ids are in the signatures
+        self._start: dict[_Key, object] = {}
+        self._resumed: dict[_Key, Any] = {}
+        self._state: State = {"values": {}, "on_gpu": [], "missing": []}
+
+    def begin(self) -> None:
+        """Notice changes from now on: what the hooks of the training's start set, they set in a resumed run, too."""
+        self._alive.clear()
+        self._start = self._signatures(self._alive)
+        self.apply()
+
+    def agree(self) -> None:
+        """Find the changed attributes for ``state()``; collective."""
+        changed = {
+            key for key, now in self._signatures([]).items() if key in self._resumed or now != self._start.get(key)
+        }
+        held = self._held()
+        values = {key: value for key, _, value in self._attributes() if key in changed}
+        kept = {key: _copy(value) for key, value in values.items() if _is_plain(value, held)}
+        own = {key: _digest(kept[key]) if key in kept else "" for key in changed}
+        everyone = objects.allgather_object(session.current(), own, name="changed attributes")
+        same = {key for key in kept if all(other.get(key) == own[key] for other in everyone)}
+        missing = {".".join(key) for other in everyone for key in other if key not in same}
+        self._state = {
+            "values": {key: value for key, value in kept.items() if key in same},
+            "on_gpu": [key for key in kept if key in same and _is_on_gpu(values[key])],
+            "missing": sorted(missing),
+        }
+
+    def state(self) -> State:
+        """Return the result of the last ``agree()``, for ``restore``."""
+        return self._state
+
+    def restore(self, state: State) -> None:
+        """Set the attributes that a checkpoint holds."""
+        self._state = state or self._state
+        self._resumed = self._state["values"]
+        self.apply()
+
+    def apply(self) -> None:
+        """Set the attributes of the checkpoint once more, after hooks that have been called before the checkpoint."""
+        owners = dict(self._parts())
+        for key, value in self._resumed.items():
+            owner, name = owners.get(key[0]), key[1]
+            if owner is not None and not _is_registered(owner, name):
+                device = self._device() if key in self._state["on_gpu"] else torch.device("cpu")
+                vars(owner)[name] = _overwritten(vars(owner).get(name), value, device)
+
+    def warn_of_missing(self) -> None:
+        """Warn of attributes that the training had changed before the checkpoint, which does not hold them."""
+        if self._state["missing"]:
+            logger.warning(
+                "The training had changed these attributes, but its checkpoint does not hold them: %s. The resumed run "
+                "begins with their original values. A checkpoint holds only numbers and tensors that are the same on "
+                "all ranks. For others, use a buffer or get_extra_state of a module, or the state of an optimizer.",
+                _listed(self._state["missing"]),
+            )
+
+    def _modules(self) -> list[nn.Module]:
+        return [owner for owner in self.owners.values() if isinstance(owner, nn.Module)]
+
+    def _device(self) -> torch.device:
+        return next(
+            (tensor.device for module in self._modules() for tensor in module.parameters()), torch.device("cpu")
+        )
+
+    def _held(self) -> set[int]:
+        """Return the ids of all parameters and buffers."""
+        return {id(tensor) for module in self._modules() for tensor in (*module.parameters(), *module.buffers())}
+
+    def _parts(self) -> Iterator[tuple[str, Owner]]:
+        """Yield the modules and optimizers whose attributes are saved here."""
+        for name, owner in self.owners.items():
+            if isinstance(owner, nn.Module):
+                yield from ((path, part) for path, part in owner.named_modules(prefix=name) if _is_saved_here(part))
+            elif type(owner).state_dict is torch.optim.Optimizer.state_dict:
+                yield name, owner
+
+    def _attributes(self) -> Iterator[tuple[_Key, Owner, Any]]:
+        for path, owner in self._parts():
+            beside = self._beside if isinstance(owner, nn.Module) else _OF_OPTIMIZERS
+            for name, value in vars(owner).items():
+                if name not in beside and not _is_derived(owner, name, value):
+                    yield (path, name), owner, value
+
+    def _signatures(self, alive: list[object]) -> dict[_Key, object]:
+        held, shared = self._held(), set[int]()
+        return {key: _signature(value, held, alive, shared) for key, _, value in self._attributes()}
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _is_saved_here(part: nn.Module) -> bool:
+    if isinstance(part, torch.jit.ScriptModule) or type(part).get_extra_state is not nn.Module.get_extra_state:
+        return False
+    return not any(kind.__module__.startswith("torchmetrics.") for kind in type(part).__mro__)
+
+
+def _is_registered(owner: Owner, name: str) -> bool:
+    if not isinstance(owner, nn.Module):
+        return False
+    return any(name in vars(owner)[kind] for kind in ("_parameters", "_buffers", "_modules"))
+
+
+def _is_derived(owner: Owner, name: str, value: object) -> bool:
+    """Whether the next forward pass computes the attribute again."""
+    if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+        return True
+    return isinstance(owner, nn.Module) and any(f"{name}{end}" in owner._parameters for end in _SOURCES)  # noqa: SLF001
+
+
+def _signature(value: Any, held: Collection[int], alive: list[object], shared: set[int]) -> tuple[object, ...]:
+    """Return what differs if a value changes, without a copy of its tensors.
+
+    Args:
+        value: the value.
+        held: ids of parameters and buffers.
+        alive: receives the objects whose ids are in the signature.
+        shared: ids of the objects of other classes that earlier signatures contain; only these do, so that an object
+            that many modules refer to, such as a configuration, is looked at once.
+    """
+    tokens: list[object] = []
+    queue, seen = deque([value]), set(shared)
+    while queue and len(tokens) < _MOST_VALUES:
+        part = queue.popleft()
+        if part is None or isinstance(part, bool | int | float | complex | str | bytes | np.generic):
+            tokens.append((type(part).__name__, repr(part)))
+        elif id(part) not in seen:
+            seen.add(id(part))
+            alive.append(part)
+            token, inner = _token(part, held)
+            tokens.append((id(part), token))
+            queue.extend(inner)
+            if token is None:
+                shared.add(id(part))
+    return tuple(tokens)
+
+
+def _token(value: Any, held: Collection[int]) -> tuple[object, Iterable[object]]:
+    """Return what differs if an object changes by itself, and the values in it."""
+    if isinstance(value, torch.Tensor):
+        is_counted = id(value) not in held and not isinstance(value, nn.Parameter) and not value.is_inference()
+        return value._version if is_counted else 0, ()  # noqa: SLF001  (torch counts the changes of a tensor)
+    if isinstance(value, np.ndarray):
+        return hashlib.sha256(value.tobytes()).digest() if value.nbytes <= _MOST_BYTES else b"", ()
+    if isinstance(value, Mapping):
+        return len(value), chain.from_iterable(value.items())
+    if isinstance(value, list | tuple | deque | set | frozenset):
+        return len(value), value
+    return None, () if callable(value) else (getattr(value, "__dict__", None),)
+
+
+def _is_plain(value: Any, held: Collection[int]) -> bool:
+    """Whether a checkpoint can hold the value; a parameter or buffer within a list must stay the same object."""
+    if isinstance(value, torch.Tensor):
+        plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+        return plain and not value.requires_grad and not value.is_meta and id(value) not in held
+    if type(value) is dict:
+        return all(type(key) in {int, str} and _is_plain(part, held) for key, part in value.items())
+    if type(value) in {list, tuple}:
+        return all(_is_plain(part, held) for part in value)
+    return value is None or type(value) in {bool, int, float} or isinstance(value, np.bool_ | np.integer | np.floating)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _copy(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copy(part) for part in value)
+    return plain_numbers(value)
+
+
+def _digest(value: Any) -> str:
+    """Return a text that is equal for equal values, for results of ``_copy``."""
+    if isinstance(value, torch.Tensor):
+        content = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
+    if isinstance(value, dict):
+        return str({key: _digest(part) for key, part in value.items()})
+    return str([_digest(part) for part in value]) if isinstance(value, list | tuple) else repr(value)
+
+
+def _is_on_gpu(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_cuda
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(_is_on_gpu(part) for part in parts)
+
+
+def _overwritten(current: Any, value: Any, device: torch.device) -> Any:
+    """Return a copy of ``value``, in the memory of ``current`` where it has the same form: others may refer to it."""
+    if isinstance(value, torch.Tensor):
+        if isinstance(current, torch.Tensor) and (current.shape, current.dtype) == (value.shape, value.dtype):
+            return value.to(current.device).clone() if 0 in current.stride() else current.copy_(value)
+        return value.to(device, copy=True)
+    if isinstance(value, dict):
+        parts = current if isinstance(current, dict) else {}
+        return {key: _overwritten(parts.get(key), part, device) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        known = current if isinstance(current, list | tuple) and len(current) == len(value) else [None] * len(value)
+        return type(value)(_overwritten(one, part, device) for one, part in zip(known, value, strict=True))
+    return value

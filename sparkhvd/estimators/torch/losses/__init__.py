@@ -1,0 +1,1 @@
+"""Losses and metrics of a torch model, exact over all ranks."""

@@ -1,0 +1,76 @@
+"""The commits of an elastic fit: checkpoints in the memory of every rank, from which the ranks resume after a change.
+
+Rank 0 makes a commit and sends it to all ranks, so any survivor can continue from it. A commit costs time, so the steps
+between two commits are chosen such that commits take about ``_SHARE`` of the training's time.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+
+from sparkhvd.comm import objects, session
+from sparkhvd.comm.elastic.state import State
+from sparkhvd.estimators.training.checkpoint import Checkpoint
+
+_SHARE = 0.02
+
+
+class Commits(State):
+    """The last commit of an elastic fit, and the steps until the next one.
+
+    Attributes:
+        checkpoint: the last commit; None before the first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checkpoint: Checkpoint | None = None
+        self._cost = 0.0  # of the last commit in seconds
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the duration of steps, which depends on the number of ranks; the first step is committed."""
+        self._interval, self._steps, self._since = 1, 0, time.monotonic()
+
+    def on_reset(self) -> None:
+        """Free the threads and files of the interrupted training, and adapt to the new ranks."""
+        gc.collect()
+        super().on_reset()
+
+    def save(self) -> None:
+        """Do nothing: ``take`` keeps the checkpoint."""
+
+    def restore(self) -> None:
+        """Do nothing: the training resumes from ``checkpoint``."""
+
+    def sync(self) -> None:
+        """Overwrite the last commit of all ranks with that of rank 0; collective."""
+        self.checkpoint = objects.broadcast_object(session.current(), self.checkpoint, name="last commit")
+
+    def is_due(self) -> bool:
+        """Count a step; return whether to commit after it, alike on every rank."""
+        self._steps += 1
+        return self._steps >= self._interval
+
+    def take(self, make: Callable[[], Checkpoint]) -> None:
+        """Commit the checkpoint that rank 0 makes; collective.
+
+        Raises:
+            HostsUpdatedInterrupt: ranks are to join or to leave, so that the ranks change now.
+        """
+        communicator = session.current()
+        begun, made = time.monotonic(), None
+        if communicator.world.rank == 0:
+            made = (make(), self._next_interval(begun))
+        self.checkpoint, self._interval = objects.broadcast_object(communicator, made, name="commit")  # type: ignore[misc]  # rank 0 has made one
+        self.commit()
+        self._since, self._steps = time.monotonic(), 0
+        self._cost = self._since - begun
+
+    def _next_interval(self, begun: float) -> int:
+        step_seconds = max((begun - self._since) / max(self._steps, 1), 1e-6)
+        cost = self._cost or time.monotonic() - begun
+        return max(1, math.ceil(cost / _SHARE / step_seconds))

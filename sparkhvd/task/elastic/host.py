@@ -1,0 +1,147 @@
+"""The workers of an elastic job on one host without Spark: ``python -m sparkhvd.task.elastic.host``.
+
+Like the process of a job with a fixed number of ranks, it is started through ssh and ends with its stdin. It also ends
+when the driver's host cannot be reached any more: ssh alone may take hours to notice that.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+
+from sparkhvd._util.addresses import address_to_bind, is_loopback, outgoing_address, with_port
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
+from sparkhvd.config import ssh_client_address
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import LaunchError, SparkHvdError
+from sparkhvd.rpc.interfaces import candidates
+from sparkhvd.rpc.messages import EndLease, Message
+from sparkhvd.rpc.protection import require_encryption
+from sparkhvd.rpc.registration import TaskOffer
+from sparkhvd.task.elastic.commands import DriverLost, carry_out_commands
+from sparkhvd.task.elastic.worker import End, Place, RunningWorkers
+from sparkhvd.task.host.host_hash import host_hash
+from sparkhvd.task.host.launcher_connection import LauncherConnection, apply_setup
+from sparkhvd.task.host.messages import ElasticHostJob, HostLost, HostReady
+from sparkhvd.task.host.versions import local_versions
+from sparkhvd.task.supervision import JOB_SECONDS
+from sparkhvd.task.worker.output import HandlerLog
+
+# For the driver to accept a connection at one of its addresses.
+_REACH_SECONDS = 3.0
+# For workers to end: after the job, while their exit handlers run, and after the loss of the driver.
+END_SECONDS = 20.0
+_LOST_SECONDS = 5.0
+# A key that nobody sets: a request for it lasts as long as the connection.
+_LINE = "line"
+
+
+def main() -> int:
+    """Take part in one job; return 0 once the launcher has ended it."""
+    launcher = LauncherConnection()
+    job = launcher.receive()
+    if not isinstance(job, ElasticHostJob):
+        raise TypeError(f"The launcher sent {type(job).__name__} instead of an ElasticHostJob.")
+    client_address = ssh_client_address() if job.by_ssh else ""
+    apply_setup(job.setup)
+    try:
+        lost = _take_part(job, launcher, client_address)
+    except (SparkHvdError, OSError) as error:
+        launcher.send(HostLost(str(error)))
+        return 1
+    if lost is not None:
+        sys.stderr.write(f"Host {job.host} cannot reach the driver's host any more: {lost.why}\n")
+        return 1
+    return 0
+
+
+def _take_part(job: ElasticHostJob, launcher: LauncherConnection, client_address: str) -> DriverLost | None:
+    """Run workers as commanded; return the loss of the driver, or None when the launcher has ended the job."""
+    if job.job.config.encrypt:
+        require_encryption(job.host)
+    commands: queue.SimpleQueue[Message | DriverLost] = queue.SimpleQueue()
+    with ExitStack() as stack:
+        line, driver = _connect(job, client_address)
+        stack.callback(line.close)
+        place = Place(host_hash(job.host), job.host, _own_address(job, driver))
+        port = job.membership.addresses[0][1]
+        workers = RunningWorkers(
+            job.job,
+            replace(job.membership, addresses=((driver, port),)),
+            max(1, len(os.sched_getaffinity(0)) // job.slots),
+            lambda: HandlerLog(launcher.send, job.job.num_proc),
+            lambda end: _report(launcher, end),
+        )
+        offer = TaskOffer(0, place.host_key, place.host, place.bind_host, versions=local_versions(job.job.versions))
+        launcher.send(HostReady((offer,), 0))
+        # Both end with this process.
+        threading.Thread(target=_receive, args=(launcher, commands), name="sparkhvd-commands", daemon=True).start()
+        threading.Thread(target=_watch, args=(line, commands), name="sparkhvd-driver-watch", daemon=True).start()
+        lost = carry_out_commands(workers, place, commands)
+        workers.close(END_SECONDS if lost is None else _LOST_SECONDS)
+        return lost
+
+
+def _connect(job: ElasticHostJob, client_address: str) -> tuple[RendezvousClient, str]:
+    """Return a connection to the membership server, and the address of the driver that answered first.
+
+    Raises:
+        LaunchError: the server does not answer at any address.
+    """
+    membership = job.membership
+    port = membership.addresses[0][1]
+    named = [host for host, _ in membership.addresses]
+    problems = []
+    for host in dict.fromkeys([client_address, *named] if client_address else named):
+        try:
+            # The core keeps trying an address at which nothing listens yet. Here, another one may be the right one.
+            socket.create_connection((host, port), _REACH_SECONDS).close()
+            deadline = Deadline.after(_REACH_SECONDS)
+            line = RendezvousClient([(host, port)], membership.token, deadline, encrypt=job.job.config.encrypt)
+        except (SparkHvdError, OSError) as error:
+            problems.append(f"{with_port(host, port)}: {error}")
+        else:
+            return line, host
+    raise LaunchError(
+        f"{job.host} cannot connect to the driver, which elastic jobs need; tried {'; '.join(problems)}. Open the TCP "
+        "ports of the driver's host to the hosts of the job."
+    )
+
+
+def _own_address(job: ElasticHostJob, driver: str) -> str:
+    """Return the address at which the other hosts reach this one best."""
+    if job.job.nics:
+        return candidates(job.job.nics, job.host, [])[0].address
+    address = address_to_bind(job.host, [driver])
+    return outgoing_address(driver) if is_loopback(address) else address  # some hosts map their own name to loopback
+
+
+def _report(launcher: LauncherConnection, end: End) -> None:
+    with suppress(OSError):  # the main thread learns of the launcher's end
+        launcher.send(end)
+
+
+def _receive(launcher: LauncherConnection, commands: queue.SimpleQueue[Message | DriverLost]) -> None:
+    try:
+        while True:
+            command = launcher.receive()
+            if isinstance(command, Message):
+                commands.put(command)
+    except (EOFError, OSError):
+        commands.put(EndLease())
+
+
+def _watch(line: RendezvousClient, commands: queue.SimpleQueue[Message | DriverLost]) -> None:
+    try:
+        line.get(_LINE, Deadline.after(JOB_SECONDS))
+    except SparkHvdError as error:
+        commands.put(DriverLost(str(error)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The Spark task of an elastic job: offers one slot to the driver, and runs the workers that the driver starts."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
+
+import pyarrow as pa
+
+from sparkhvd._util.addresses import LOOPBACK, is_loopback, outgoing_address
+from sparkhvd.comm.connect.launch_context import MembershipAddress
+from sparkhvd.config import visible_devices
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import LaunchError
+from sparkhvd.rpc.client import Client, connect
+from sparkhvd.rpc.frames import MAX_FRAME_BYTES
+from sparkhvd.rpc.interfaces import candidates
+from sparkhvd.rpc.messages import (
+    EndLease,
+    Message,
+    NextCommand,
+    OfferSlot,
+    Rejected,
+    TaskStatus,
+    WorkerLost,
+    WorkerReturned,
+)
+from sparkhvd.rpc.protection import require_encryption
+from sparkhvd.rpc.registration import Introduction, TaskOffer
+from sparkhvd.task.devices import cuda_names, device_kind, selection, unless_set
+from sparkhvd.task.elastic.commands import DriverLost, carry_out_commands
+from sparkhvd.task.elastic.worker import End, Lost, Place, RunningWorkers
+from sparkhvd.task.host.host_hash import host_hash
+from sparkhvd.task.host.versions import local_versions
+from sparkhvd.task.job import Job
+from sparkhvd.task.worker.output import DriverLog
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = MAX_FRAME_BYTES // 2  # of a result; the rest is for the message's header
+_CONNECT_SECONDS = 30.0
+_SEND_SECONDS = 60.0
+_END_SECONDS = 5.0
+# The interval at which a task asks again for a lease that another attempt holds.
+_POLL_SECONDS = 2.0
+_FOREVER = Deadline(math.inf)  # a stopped driver may resume later; the end of its host ends the connection
+
+
+def run_lease(
+    job: Job, membership: MembershipAddress, lease: int, batches: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Offer the slot of this task until the driver ends the lease; yields nothing.
+
+    Raises:
+        LaunchError: this host cannot take part in the job, or the driver was lost.
+    """
+    for _ in batches:  # Spark requires its input to be read
+        pass
+    with ExitStack() as stack:
+        offer, cpus, attempt = _describe(job, lease)
+        parent = os.getppid()
+        client = _connect(job, offer.host)
+        stack.callback(client.close)
+        client.send(TaskStatus(lease, -1, offer.host, attempt), Deadline.after(_SEND_SECONDS))
+        if not _offer_slot(client, Introduction(attempt, offer, 0), parent):
+            return
+        workers = RunningWorkers(
+            job, membership, cpus, partial(DriverLog, job), partial(_report, client), _device_variables(job, offer)
+        )
+        commands: queue.SimpleQueue[Message | DriverLost] = queue.SimpleQueue()
+        reader = threading.Thread(
+            target=_receive, args=(client, NextCommand(lease, attempt), commands), name="sparkhvd-commands", daemon=True
+        )
+        reader.start()
+        stack.callback(reader.join)
+        stack.callback(client.wake)
+        stack.callback(workers.close, _END_SECONDS)
+        place = Place(offer.host_hash, offer.host, offer.bind_host)
+        # Nothing else reports the end of the executor.
+        if carry_out_commands(workers, place, commands, lambda: os.getppid() != parent) is not None:
+            raise LaunchError(f"The task on host {offer.host} lost its connection to the driver.")
+    yield from ()
+
+
+def _describe(job: Job, lease: int) -> tuple[TaskOffer, int, int]:
+    """Return the offer of this task, its number of cores and the id of its attempt."""
+    from pyspark import TaskContext  # noqa: PLC0415 - only tasks of Spark come here
+
+    context = TaskContext.get()
+    if context is None:
+        raise LaunchError("A task of an elastic job runs only inside Spark.")
+    host, driver = socket.gethostname(), job.driver_addresses[0][0]
+    if job.config.encrypt:
+        require_encryption(host)
+    if job.nics:
+        bind_host = candidates(job.nics, host, [])[0].address
+    else:
+        bind_host = LOOPBACK if is_loopback(driver) else outgoing_address(driver)
+    gpus = context.resources().get("gpu")
+    devices = cuda_names(gpus.addresses, visible_devices()) if gpus else ()
+    kind = device_kind(devices, visible_devices())
+    offer = TaskOffer(lease, host_hash(), host, bind_host, devices, kind, local_versions(job.versions))
+    return offer, context.cpus(), context.taskAttemptId()
+
+
+def _device_variables(job: Job, offer: TaskOffer) -> tuple[tuple[str, str], ...]:
+    """Return the variables that select the GPUs of this task: every worker sees only its own."""
+    own = offer.devices
+    return unless_set(selection(own, own), job.env) if own else ()
+
+
+def _report(client: Client, end: End) -> None:
+    """Send how a worker ended; called from the worker's thread."""
+    with suppress(OSError):  # the main thread learns of the driver's loss
+        if isinstance(end, Lost):
+            client.send(WorkerLost(end.worker, end.failure.to_json()), Deadline.after(_SEND_SECONDS))
+            return
+        for start in range(0, max(1, len(end.content)), _CHUNK_BYTES):
+            chunk = end.content[start : start + _CHUNK_BYTES]
+            part = WorkerReturned(end.worker, start + _CHUNK_BYTES >= len(end.content), chunk)
+            client.send(part, Deadline.after(_SEND_SECONDS))
+
+
+def _connect(job: Job, host: str) -> Client:
+    try:
+        deadline = Deadline.after(_CONNECT_SECONDS)
+        return connect(job.driver_addresses, job.secret, deadline, encrypt=job.config.encrypt)
+    except OSError as error:
+        raise LaunchError(
+            f"Host {host} cannot connect to the driver, which elastic jobs need: {error} Check spark.driver.host and "
+            "the network between executors and driver."
+        ) from error
+
+
+def _offer_slot(client: Client, introduction: Introduction, parent: int) -> bool:
+    """Offer the slot, and return whether the driver has taken it; False if the job has ended.
+
+    Another attempt of this task may still hold the lease: a speculative one, or one whose executor was just lost.
+    """
+    waiting = threading.Event()
+    while os.getppid() == parent:
+        try:
+            answer = client.ask(OfferSlot(introduction), _FOREVER)
+        except OSError as error:
+            raise LaunchError(f"The task on host {introduction.offer.host} lost the driver: {error}") from error
+        if not isinstance(answer, Rejected):
+            return not isinstance(answer, EndLease)
+        waiting.wait(_POLL_SECONDS)
+    return False
+
+
+def _receive(client: Client, request: NextCommand, commands: queue.SimpleQueue[Message | DriverLost]) -> None:
+    try:
+        while True:
+            command = client.ask(request, _FOREVER)
+            commands.put(command)
+            if isinstance(command, EndLease):
+                return
+    except OSError as error:
+        commands.put(DriverLost(str(error)))

@@ -1,0 +1,250 @@
+"""One worker of an elastic job: its process, from its start to its end."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from sparkhvd.comm.connect.launch_context import LaunchContext, MembershipAddress
+from sparkhvd.config import changed_environment
+from sparkhvd.deadline import Deadline
+from sparkhvd.task.failure_report import CONNECTED, ENDED, IN_FN, STARTING, FailureReport, describe_exit
+from sparkhvd.task.job import RESULT_CAP_BYTES, Job
+from sparkhvd.task.supervision import EXIT_SECONDS, GRACE_SECONDS, JOB_SECONDS, TERM_SECONDS
+from sparkhvd.task.worker import spec
+from sparkhvd.task.worker.exit import Exited
+from sparkhvd.task.worker.import_path import IMPORT_PATH
+from sparkhvd.task.worker.output import RankLog
+from sparkhvd.task.worker.process import WorkerProcess, spawn_worker
+from sparkhvd.task.worker.threads import thread_defaults
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The pickled result of a worker has arrived."""
+
+    worker: int
+    content: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker raised, exited, was killed, or could not be started."""
+
+    worker: int
+    failure: FailureReport
+
+
+End = Returned | Lost
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker runs, for the other ranks.
+
+    Attributes:
+        host_key: equal for workers that may share memory.
+        host: the name of the host in messages.
+        bind_host: the address at which the other ranks reach it best.
+    """
+
+    host_key: str
+    host: str
+    bind_host: str
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """Ends a worker."""
+
+
+class ElasticWorker:
+    """A worker process, and the thread that supervises it.
+
+    Args:
+        number: the number of the worker.
+        place: where it runs.
+        job: the job.
+        membership: the address of the membership server, without a worker's number.
+        defaults: environment variables that hold where nothing else sets them.
+        log: receives its output; its rank changes with every generation.
+        report: called once with how the worker ended, from the thread; not after ``stop``.
+        variables: environment variables for ``fn``.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+
+    def __init__(  # noqa: PLR0917
+        self,
+        number: int,
+        place: Place,
+        job: Job,
+        membership: MembershipAddress,
+        defaults: Mapping[str, str],
+        log: RankLog,
+        report: Callable[[End], None],
+        variables: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        self._number = number
+        self._host = place.host
+        self._result_timeout = job.config.result_timeout
+        self._report = report
+        self._log = log
+        log.rank = number  # until its first generation
+        env = dict(job.env)
+        self._process = WorkerProcess(
+            spawn_worker(env, defaults, job.preload, job.executable, job.config.warm_seconds), log
+        )
+        self._process.output.start()
+        context = LaunchContext(
+            host_key=place.host_key,
+            bind_host=place.bind_host,
+            config=replace(job.config, network_interfaces=",".join(job.nics)) if job.nics else job.config,
+            membership=replace(membership, worker=number),
+        )
+        own = (("SPARKHVD_LOG_LEVEL", str(job.log_level)), *variables)
+        path = changed_environment(env).get(IMPORT_PATH)
+        self._process.send(spec.WorkerSpec(context, job.payload, own, path, job.commits))
+        self._thread = threading.Thread(target=self._supervise, name="sparkhvd-elastic-worker", daemon=True)
+        self._thread.start()
+
+    def set_rank(self, rank: int) -> None:
+        """Note the rank of the worker in a new generation."""
+        self._log.rank = rank
+
+    def stop(self) -> None:
+        """Begin to end the worker; does not wait."""
+        self._process.events.put(_Stop())
+
+    def wait(self, deadline: Deadline) -> bool:
+        """Wait for the end of the worker, and return whether it has ended."""
+        self._thread.join(deadline.remaining())
+        return not self._thread.is_alive()
+
+    def _supervise(self) -> None:
+        try:
+            self._await_end()
+        finally:
+            self._process.close(TERM_SECONDS)
+            self._log.close()
+
+    def _await_end(self) -> None:
+        process = self._process
+        phase, has_ended, deadline = STARTING, False, Deadline.after(JOB_SECONDS)
+        while True:
+            try:
+                event = process.events.get(timeout=deadline.remaining())
+            except queue.Empty:
+                self._lose(f"did not deliver the result of fn within {self._result_timeout:g} s after fn ended")
+                return
+            if isinstance(event, spec.Ready):
+                phase = IN_FN
+            elif isinstance(event, spec.Joined):
+                phase = CONNECTED
+            elif isinstance(event, spec.FnEnded):
+                has_ended, deadline = True, Deadline.after(event.seconds)
+            elif isinstance(event, spec.Returned):
+                self._return(event.content)
+                process.send(spec.Leave(EXIT_SECONDS))
+                process.wait_for_exit(EXIT_SECONDS)
+                return
+            elif isinstance(event, spec.Raised):
+                where = phase if event.phase is None else event.phase
+                self._lose(event.cause, where, traceback=event.traceback, secondary=event.secondary)
+                process.send(spec.Leave(GRACE_SECONDS))
+                process.wait_for_exit(GRACE_SECONDS)
+                return
+            elif isinstance(event, Exited):
+                process.close(TERM_SECONDS)  # so that its stderr is complete
+                where = ENDED if has_ended else phase
+                self._lose(describe_exit(event.returncode), where, stderr_tail=process.output.stderr_tail())
+                return
+            elif isinstance(event, _Stop):
+                return
+
+    def _return(self, content: bytes) -> None:
+        if len(content) > RESULT_CAP_BYTES:
+            self._lose(
+                f"returned {len(content):,} bytes; the driver accepts at most {RESULT_CAP_BYTES:,} of all ranks", ENDED
+            )
+        else:
+            self._report(Returned(self._number, content))
+
+    def _lose(
+        self, cause: str, phase: str = "", *, traceback: str = "", stderr_tail: str = "", secondary: bool = False
+    ) -> None:
+        report = FailureReport(
+            self._log.rank,
+            self._host,
+            cause,
+            traceback=traceback,
+            stderr_tail=stderr_tail,
+            phase=phase,
+            secondary=secondary,
+        )
+        self._report(Lost(self._number, report))
+
+
+class RunningWorkers:
+    """The workers of one process, by number; used by one thread.
+
+    Args:
+        job: their job.
+        membership: the address of the membership server, without a worker's number.
+        cpus: the number of cores of each worker.
+        open_log: returns a destination for the output of one worker.
+        report: called once with how each worker ended, from a thread of its own; not after ``stop``.
+        variables: environment variables for ``fn``.
+    """
+
+    def __init__(  # noqa: PLR0917
+        self,
+        job: Job,
+        membership: MembershipAddress,
+        cpus: int,
+        open_log: Callable[[], RankLog],
+        report: Callable[[End], None],
+        variables: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        self._job = job
+        self._membership = membership
+        self._defaults = thread_defaults(cpus)
+        self._open_log = open_log
+        self._report = report
+        self._variables = variables
+        self._workers: dict[int, ElasticWorker] = {}
+
+    def start(self, number: int, place: Place) -> None:
+        """Start a worker, or report that it did not start; forget those that have ended."""
+        ended = [known for known, one in self._workers.items() if one.wait(Deadline.after(0.0))]
+        for known in ended:
+            del self._workers[known]
+        log = self._open_log()
+        try:
+            self._workers[number] = ElasticWorker(
+                number, place, self._job, self._membership, self._defaults, log, self._report, self._variables
+            )
+        except OSError as error:
+            log.close()
+            why = f"did not start: {error.strerror or error}"
+            self._report(Lost(number, FailureReport(number, place.host, why, phase=STARTING)))
+
+    def set_rank(self, number: int, rank: int) -> None:
+        """See ``ElasticWorker``; does nothing for a worker that is not there."""
+        if number in self._workers:
+            self._workers[number].set_rank(rank)
+
+    def stop(self, number: int) -> None:
+        """See ``ElasticWorker``; does nothing for a worker that is not there."""
+        if number in self._workers:
+            self._workers[number].stop()
+
+    def close(self, seconds: float) -> list[int]:
+        """End all workers, wait for their ends, and return the numbers of those that have not ended in time."""
+        for worker in self._workers.values():
+            worker.stop()
+        deadline = Deadline.after(seconds)
+        return [number for number, worker in self._workers.items() if not worker.wait(deadline)]

@@ -1,0 +1,329 @@
+"""Elastic jobs among random losses, joins and cuts, in which every row of every epoch is accounted for.
+
+``job_on_hosts`` runs a job on network namespaces behind ssh, and ``fit`` an estimator on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+from pyspark.sql import SparkSession
+
+import sparkhvd
+from sparkhvd import Checkpoints, SparkBackend, TorchEstimator
+from sparkhvd.comm import objects, session
+from sparkhvd.comm.elastic.loop import run
+from sparkhvd.comm.elastic.sampler import ElasticSampler
+from sparkhvd.comm.elastic.state import ObjectState
+from sparkhvd.estimators.torch import TorchCallback, TorchRun
+from sparkhvd.store import Store
+from tests.launch.elastic_training import lives, log, places, sampled_state
+from tests.launch.hosts import Host
+from tests.launch.sshd import SshHosts
+from tests.spark.test_elastic_fits import ROWS as COUNTED_ROWS
+from tests.spark.test_elastic_fits import SignSGD, torch_network, uses
+from tests.waiting import happens
+
+ROWS, BATCH, RATE = 240, 4, 0.4
+LEAST, MOST = 2, 6  # ranks
+_RECENT_SECONDS = 2.0
+# Within this time after a disturbance, a job must take steps again.
+_STANDSTILL_SECONDS = 90.0
+
+
+@dataclass
+class Report:
+    """What has happened to a job.
+
+    Attributes:
+        events: how often each disturbance happened.
+        epochs: the number of epochs that the job trained.
+        sizes: the numbers of ranks with which it took steps.
+        longest: seconds of the longest standstill after a disturbance.
+        complaints: what went wrong.
+    """
+
+    events: Counter[str] = field(default_factory=Counter)
+    epochs: int = 0
+    sizes: set[int] = field(default_factory=set)
+    longest: float = 0.0
+    complaints: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        events = ", ".join(f"{count} x {name}" for name, count in sorted(self.events.items()))
+        verdict = f"FAILED: {self.complaints[:5]}" if self.complaints else "every row counted once per epoch"
+        return (
+            f"{events}; sizes {sorted(self.sizes)}; {self.epochs} epochs; longest standstill {self.longest:.1f} s: "
+            f"{verdict}"
+        )
+
+
+def features() -> tuple[np.ndarray, np.ndarray]:
+    """Return the features and labels of all rows."""
+    draw = np.random.default_rng(5)
+    rows = draw.normal(size=(ROWS, 3))
+    return rows, rows @ np.array([1.0, -2.0, 0.5]) + 0.1 * draw.normal(size=ROWS)
+
+
+def undisturbed(epochs: int) -> list[float]:
+    """Return the losses of ``train_until_stopped`` in one process."""
+    (rows, labels), weights, losses = features(), np.zeros(3), []
+    for _ in range(epochs):
+        errors = rows @ weights - labels
+        losses.append(float(np.mean(errors**2)))
+        weights = weights - RATE * (rows.T @ errors) / ROWS
+    return losses
+
+
+def train_until_stopped(folder: str) -> tuple[list[float], list[str]]:
+    """Train until a file exists; return the losses of all epochs, and which epochs lost or repeated rows.
+
+    The gradient of an epoch is summed up over its steps, so the losses do not depend on the number of ranks.
+    """
+    session.init()
+    log(folder, f"place {os.getppid()} {os.environ['SSH_CONNECTION'].split()[2]}")
+    (rows, labels), sampler = features(), ElasticSampler(range(ROWS), seed=3)
+
+    @run
+    def loop(state: ObjectState) -> tuple[list[float], list[str]]:
+        communicator = session.current()
+        while True:
+            indices = list(sampler)
+            for number in range(-(-len(indices) // BATCH)):
+                own = indices[number * BATCH : (number + 1) * BATCH]
+                everyone = objects.allgather_object(communicator, own, name="rows")
+                # The first rank that has a row uses it; the sampler pads the end of an epoch with earlier rows.
+                users = {row: rank for rank, part in reversed(list(enumerate(everyone))) for row in part}
+                fresh = [row for row in users if row not in state.seen]
+                mine = [row for row in fresh if users[row] == session.rank()]
+                errors = rows[mine] @ state.weights - labels[mine]
+                local = np.append(rows[mine].T @ errors, errors @ errors)
+                state.total = state.total + communicator.allreduce(local, name="sums") * session.size()
+                state.seen = state.seen | set(fresh)
+                state.repeats += sum(map(len, everyone)) - len(fresh)
+                sampler.record_batch(number, BATCH)
+                log(folder, f"step {session.rank()} {session.size()}")
+                time.sleep(0.01)
+                if number % 3 == 2:
+                    state.commit()
+            if len(state.seen) != ROWS or state.repeats >= MOST:
+                wrong = f"epoch {state.epoch} used {len(state.seen)} of {ROWS} rows and repeated {state.repeats}"
+                state.wrong = [*state.wrong, wrong]
+            state.losses = [*state.losses, float(state.total[3]) / ROWS]
+            state.weights = state.weights - RATE * state.total[:3] / ROWS
+            state.total, state.seen, state.repeats, state.epoch = np.zeros(4), set(), 0, state.epoch + 1
+            sampler.set_epoch(state.epoch)
+            state.commit()
+            if communicator.broadcast(np.array([Path(folder, "stop").exists()]), 0, name="stop")[0]:
+                return state.losses, state.wrong
+
+    counts = {"epoch": 0, "repeats": 0, "seen": set(), "losses": [], "wrong": []}
+    return loop(sampled_state(sampler, weights=np.zeros(3), total=np.zeros(4), **counts))
+
+
+class Disturber:
+    """Disturbs a job at random moments; ``folder`` has a log of every rank."""
+
+    def __init__(self, folder: Path, seed: int, report: Report) -> None:
+        self.folder, self.draw, self.report = folder, random.Random(seed), report
+        self.over = threading.Event()  # set when the job has ended
+        self.events: dict[str, Callable[[], bool]] = {"rank killed": self._kill_rank, "rank stopped": self._stop_rank}
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that have just taken a step."""
+        since = time.time() - _RECENT_SECONDS
+        recent = [path for path in self.folder.glob("log-*") if path.stat().st_mtime > since]
+        return [pid for path in recent if lives(pid := int(path.name.removeprefix("log-")))]
+
+    def disturb(self, seconds: float) -> None:
+        """Disturb the job for this time, or until it ends; complain if it does not go on."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.over.is_set():
+            name = self.draw.choice(sorted(self.events))
+            try:
+                self.report.events[name] += self.events[name]()
+            except (ProcessLookupError, psutil.NoSuchProcess):  # the rank has ended at the same moment
+                continue
+            began, before = time.monotonic(), self._progress()
+            if not happens(lambda before=before: self._goes_on(before), _STANDSTILL_SECONDS):
+                self.report.complaints.append(f"no step within {_STANDSTILL_SECONDS:g} s after: {name}")
+                return
+            self.report.longest = max(self.report.longest, time.monotonic() - began)
+            self.over.wait(self.draw.uniform(0.2, 2.0))
+
+    def _goes_on(self, before: int) -> bool:
+        return self.over.is_set() or self._progress() > before
+
+    def _progress(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.glob("log-*"))
+
+    def _kill_rank(self) -> bool:
+        ranks = self.ranks()
+        if len(ranks) < 2:  # the last rank has the only state
+            return False
+        os.kill(self.draw.choice(ranks), signal.SIGKILL)
+        return True
+
+    def _stop_rank(self) -> bool:
+        ranks = self.ranks()
+        if not ranks:
+            return False
+        stopped = self.draw.choice(ranks)
+        os.kill(stopped, signal.SIGSTOP)
+        time.sleep(self.draw.uniform(0.5, 3.0))
+        os.kill(stopped, signal.SIGCONT)
+        return True
+
+
+class HostDisturber(Disturber):
+    """Also kills the processes of hosts, cuts hosts off, and changes their slots."""
+
+    def __init__(self, folder: Path, seed: int, report: Report, hosts: tuple[Host, ...]) -> None:
+        super().__init__(folder, seed, report)
+        self.hosts = hosts
+        self.slots = dict.fromkeys((host.address for host in hosts), 2)
+        self.events |= {
+            "host process killed": self._kill_host,
+            "host cut off": self._cut_off,
+            "slots changed": self._change_slots,
+        }
+
+    def discover(self) -> dict[str, int]:
+        return {address: count for address, count in self.slots.items() if count}
+
+    def _busy(self) -> dict[str, int]:
+        """Return the process of every host with a rank that has just taken a step, by address."""
+        ranks = self.ranks()
+        return {address: parent for pid, parent, address in places(self.folder) if pid in ranks}
+
+    def _kill_host(self) -> bool:
+        busy = self._busy()
+        if len(busy) < 2:
+            return False
+        os.kill(busy[self.draw.choice(sorted(busy))], signal.SIGKILL)
+        return True
+
+    def _cut_off(self) -> bool:
+        busy = self._busy()
+        if len(busy) < 2:
+            return False
+        chosen = self.draw.choice(sorted(busy))
+        host = next(host for host in self.hosts if host.address == chosen)
+        subprocess.run(["ip", "-n", host.namespace, "link", "set", host.interface, "down"], check=True)
+        try:
+            time.sleep(self.draw.uniform(1.0, 12.0))
+        finally:
+            host.connect()
+        return True
+
+    def _change_slots(self) -> bool:
+        changed = self.slots | {self.draw.choice(self.hosts).address: self.draw.randint(0, 2)}
+        if changed == self.slots or sum(changed.values()) < LEAST + 2:
+            return False
+        self.slots = changed
+        return True
+
+
+@contextmanager
+def disturbed(disturber: Disturber, seconds: float) -> Iterator[None]:
+    """Disturb a job that runs in this block, then let it stop."""
+
+    def disturb() -> None:
+        try:
+            happens(lambda: disturber.over.is_set() or bool(disturber.ranks()), 60.0)
+            disturber.disturb(seconds)
+        finally:
+            (disturber.folder / "stop").touch()
+
+    thread = threading.Thread(target=disturb, name="disturber")
+    thread.start()
+    try:
+        yield
+    finally:
+        disturber.over.set()
+        thread.join()
+
+
+def job_on_hosts(folder: Path, hosts: SshHosts, seconds: float, seed: int) -> Report:
+    """Run a job of two to six ranks on hosts behind ssh, and disturb it for this time."""
+    report = Report()
+    disturber = HostDisturber(folder, seed, report, hosts.hosts)
+    with disturbed(disturber, seconds):
+        results = sparkhvd.run_elastic(
+            train_until_stopped,
+            (str(folder),),
+            num_proc=4,
+            min_num_proc=LEAST,
+            max_num_proc=MOST,
+            launcher="ssh",
+            discovery=disturber.discover,
+            ssh_identity_file=hosts.key,
+            env={"SPARKHVD_COLLECTIVE_TIMEOUT": "8"},
+            start_timeout=120,
+            elastic_timeout=120,
+            cooldown_range=(0.2, 2.0),
+            verbose=0,
+        )
+    losses, wrong = results[0]
+    report.epochs, report.complaints = len(losses), [*report.complaints, *wrong]
+    lines = [line.split() for path in folder.glob("log-*") for line in path.read_text().splitlines()]
+    report.sizes = {int(size) for kind, _, size, _ in lines if kind == "step"}
+    if not np.allclose(losses, undisturbed(len(losses)), rtol=1e-9):
+        report.complaints.append("the losses differ from those of an undisturbed training")
+    if any(result != results[0] for result in results):
+        report.complaints.append("the ranks returned different results")
+    return report
+
+
+class LogSteps(TorchCallback):
+    """Logs every step of every rank, and takes time for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step_end(self, run: TorchRun, epoch: int, step: int, loss: float | None) -> None:
+        log(str(self.folder), f"step {session.rank()} {session.size()}")
+        time.sleep(0.03)
+
+
+def fit(spark: SparkSession, folder: Path, seconds: float, seed: int, elastic_batch: str) -> Report:
+    """Fit with up to four ranks on this machine, and disturb it for this time; the weights count the uses of rows."""
+    report, model = Report(epochs=max(2, int(seconds))), torch_network()
+    estimator = TorchEstimator(
+        store=Store.create(str(folder / "store")),
+        model=model,
+        optimizer=SignSGD(model.parameters(), lr=1.0),
+        loss=lambda output, label: output.mean(),
+        callbacks=[LogSteps(folder)],
+        feature_cols=["id"],
+        label_cols=["y"],
+        batch_size=4,
+        epochs=report.epochs,
+        elastic_batch=elastic_batch,
+        checkpoints=Checkpoints(every_steps=5),
+        backend=SparkBackend(
+            3, min_num_proc=1, max_num_proc=4, launcher="local", elastic_timeout=120, cooldown_range=(0.1, 1.0)
+        ),
+        verbose=0,
+    )
+    with disturbed(Disturber(folder, seed, report), seconds):
+        fitted = estimator.fit(spark.range(COUNTED_ROWS).selectExpr("id", "0.0D y"))
+    history = fitted.getHistory()
+    report.sizes = {size for epoch in history for size in epoch["sizes"]}
+    if len(history) != report.epochs:
+        report.complaints.append(f"the history has {len(history)} of {report.epochs} epochs")
+    if uses(fitted) != {report.epochs}:
+        report.complaints.append(f"rows were used {sorted(uses(fitted))} times in {report.epochs} epochs")
+    return report

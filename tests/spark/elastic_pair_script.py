@@ -1,0 +1,69 @@
+"""Run by test_elastic.py: two elastic jobs, to each of which a fair scheduler gives one of two cores."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import threading
+import time
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+import sparkhvd
+from tests.launch import elastic_training as training
+from tests.scripts import tell
+from tests.waiting import happens
+
+
+def main(folder: Path) -> None:
+    logged = io.StringIO()
+    logging.getLogger("sparkhvd").addHandler(logging.StreamHandler(logged))
+    session = (
+        SparkSession.builder.master("local[2]")
+        .config("spark.scheduler.mode", "FAIR")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.ui.enabled", "false")
+        .config("spark.log.level", "ERROR")
+        .getOrCreate()
+    )
+    context, results, free = session.sparkContext, {}, folder / "free"
+    active = context.statusTracker().getActiveJobsIds
+
+    # With a Python of its own, a job does not ask an executor first which modules it can import.
+    options = {"num_proc": 2, "start_timeout": 120, "elastic_timeout": 60, "executable": sys.executable}
+
+    def in_pool(name: str) -> None:
+        context.setLocalProperty("spark.scheduler.pool", name)
+        own = folder / name
+        own.mkdir()
+        results[name] = sparkhvd.run_elastic(training.train, (3, str(own)), spark=session, **options)
+
+    def occupy(_: int) -> None:
+        while not free.exists():
+            time.sleep(0.1)
+
+    threads = [threading.Thread(target=lambda: context.parallelize(range(2), 2).foreach(occupy), daemon=True)]
+    threads[0].start()
+    assert happens(lambda: len(active()) == 1, 60)
+    for name in ("a", "b"):
+        threads.append(threading.Thread(target=in_pool, args=(name,), daemon=True))
+        threads[-1].start()
+    assert happens(lambda: len(active()) == 5, 60), "four tasks wait for the two cores"
+    free.touch()
+    for thread in threads:
+        thread.join()
+    happens(lambda: not active(), 10)
+    tell(
+        {
+            "results": {name: [one[:4] for one in ranks] for name, ranks in results.items()},
+            "jobs": len(active()),
+            "logged": logged.getvalue(),
+        }
+    )
+    session.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,157 @@
+"""Elastic jobs in Spark tasks, whose ranks, tasks and executors are lost and added."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+import sparkhvd
+from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, StartTimeoutError
+from tests.launch import elastic_training as training
+from tests.scripts import found_by, run_script
+from tests.waiting import happens
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+RANKS_ARE_CHILDREN = True  # tests find tasks as ancestors of a rank
+FAST = {"start_timeout": 60, "elastic_timeout": 60, "cooldown_range": (0.5, 5), "verbose": 0}
+
+
+def running_jobs(spark) -> int:
+    return len(spark.sparkContext.statusTracker().getActiveJobsIds())
+
+
+def test_a_job_without_changes_returns_the_results_in_rank_order(spark, tmp_path, capfd):
+    options = FAST | {"verbose": 1}
+    results = sparkhvd.run_elastic(training.train, (5, str(tmp_path)), num_proc=3, spark=spark, **options)
+    assert [result[:4] for result in results] == [(5, 15.0, rank, 3) for rank in range(3)]
+    assert happens(lambda: running_jobs(spark) == 0, 10)
+    assert "Rank" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["kill", "raise"])
+def test_survivors_keep_their_process_and_a_new_rank_joins(spark, tmp_path, end):
+    arguments = (10, str(tmp_path), {(5, 0, 2): end}, (2, 1, 2))
+    results = sparkhvd.run_elastic(training.train, arguments, num_proc=2, min_num_proc=1, **FAST)
+    steps, total = results[0][:2]
+    assert total == sum(range(1, steps + 1)), "every step counts once"
+    assert [result[:4] for result in results] == [(steps, total, 0, 2), (steps, total, 1, 2)]
+    assert results[0][5] == [1, 2], "rank 0 has survived"
+    assert happens(lambda: running_jobs(spark) == 0, 10)
+
+
+def test_a_result_that_is_larger_than_a_message_arrives_whole(spark):
+    results = sparkhvd.run_elastic(training.bytes_of, (3_000_001,), num_proc=2, spark=spark, **FAST)
+    assert results == [bytes([rank]) * 3_000_001 for rank in range(2)]
+
+
+def kill_task_at_step_5(folder: Path, killed: list[int]) -> None:
+    """Kill the Python process of the Spark task of one rank, once both ranks are at work."""
+    assert happens(lambda: len(list(folder.glob("log-*"))) == 2, 60)
+    path = min(folder.glob("log-*"))
+    assert happens(lambda: "step 5 " in path.read_text(), 60)
+    rank = psutil.Process(int(path.name.removeprefix("log-")))
+    task = next(one for one in rank.parents() if "pyspark" in " ".join(one.cmdline()))
+    killed.append(rank.pid)
+    os.kill(task.pid, signal.SIGKILL)
+
+
+def test_a_lost_task_ends_its_rank_and_is_replaced(spark, tmp_path, monkeypatch):
+    monkeypatch.delenv("SPARKHVD_WARM_SECONDS", raising=False)  # so that ranks are children of their tasks
+    killed: list[int] = []
+    thread = threading.Thread(target=kill_task_at_step_5, args=(tmp_path, killed))
+    thread.start()
+    arguments = (10, str(tmp_path), {}, (2, 1, 2))
+    results = sparkhvd.run_elastic(training.train, arguments, num_proc=2, min_num_proc=1, **FAST)
+    thread.join()
+    assert [result[2:4] for result in results] == [(0, 2), (1, 2)]
+    assert results[0][1] == sum(range(1, results[0][0] + 1))
+    assert killed[0] not in {result[4] for result in results}
+    assert happens(lambda: not psutil.pid_exists(killed[0]), 10)
+
+
+def test_a_job_that_gets_too_few_slots_says_so_and_leaves_no_jobs(spark, tmp_path):
+    options = FAST | {"start_timeout": 6}
+    with pytest.raises(StartTimeoutError, match=r"4 of at least 5 ranks were ready within start_timeout=6 s"):
+        sparkhvd.run_elastic(training.train, (5, str(tmp_path)), num_proc=5, **options)
+    assert happens(lambda: running_jobs(spark) == 0, 10)
+
+
+def test_a_function_that_always_fails_ends_the_job_with_its_error(spark):
+    with pytest.raises(RankFailedError, match="raised ValueError: no luck"):
+        sparkhvd.run_elastic(training.fail, num_proc=2, **FAST | {"cooldown_range": (0.05, 0.1)})
+    assert happens(lambda: running_jobs(spark) == 0, 10)
+
+
+def test_a_task_that_cannot_run_ends_the_job_with_the_reason(spark):
+    with pytest.raises(LaunchError, match=r"None of the network interfaces \['nic9'\] has an address"):
+        sparkhvd.run_elastic(training.fail, num_proc=2, nics=["nic9"], **FAST)
+    assert happens(lambda: running_jobs(spark) == 0, 10)
+
+
+@pytest.mark.parametrize("cancel", ["all jobs", "the job group", "one job"])
+def test_cancelling_its_spark_jobs_ends_the_job_with_one_error(spark, tmp_path, cancel):
+    context, threads = spark.sparkContext, []
+
+    def cancel_at_step_5() -> None:
+        assert happens(lambda: any("step 5 " in path.read_text() for path in tmp_path.glob("log-*")), 60)
+        threads.extend(thread.name for thread in threading.enumerate())
+        if cancel == "all jobs":
+            context.cancelAllJobs()
+        elif cancel == "the job group":
+            context.cancelJobGroup("of the user")
+        else:
+            context._jsc.sc().cancelJob(min(context.statusTracker().getActiveJobsIds()))
+
+    thread = threading.Thread(target=cancel_at_step_5)
+    thread.start()
+    context.setJobGroup("of the user", "an elastic job")
+    try:
+        with pytest.raises(
+            LaunchError, match=r"^Spark aborted the job: it was cancelled \(Job \d+ cancelled "
+        ) as caught:
+            sparkhvd.run_elastic(training.train, (9, str(tmp_path), {}, (9,)), num_proc=2, min_num_proc=1, **FAST)
+    finally:
+        context.setLocalProperty("spark.jobGroup.id", None)
+        thread.join()
+    assert not isinstance(caught.value, RankFailedError)
+    assert sum(name in {"sparkhvd-lease", "sparkhvd-job"} for name in threads) == 2, "one thread per Spark task"
+    assert happens(lambda: running_jobs(spark) == 0, 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"discovery": dict}, "discovery is for launcher='local'"),
+        ({"launcher": "barrier"}, r"starts no elastic jobs; expected one of \['auto', 'spark', 'local', 'ssh'\]"),
+        ({"launcher": "local", "spark": object()}, "spark has no effect with launcher='local'"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        sparkhvd.run_elastic(training.fail, num_proc=1, **arguments)
+
+
+def test_two_jobs_that_each_hold_half_of_the_slots_run_one_after_the_other(tmp_path):
+    script = Path(__file__).with_name("elastic_pair_script.py")
+    found = found_by(run_script([sys.executable, script, tmp_path], tmp_path, 400))
+    assert found["results"] == {"a": [[3, 6.0, 0, 2], [3, 6.0, 1, 2]], "b": [[3, 6.0, 0, 2], [3, 6.0, 1, 2]]}
+    assert found["jobs"] == 0
+    assert "The job held 1 of the 2 slots that it needs to start" in found["logged"]
+
+
+@pytest.mark.cluster
+def test_a_job_grows_by_dynamic_allocation_and_survives_the_loss_of_an_executor(tmp_path):
+    script = Path(__file__).with_name("elastic_script.py")
+    found = found_by(run_script([sys.executable, script, tmp_path], tmp_path, 400))
+    assert found["sizes"] == [1, 2, 1, 2], "grown by a new executor, which was killed and replaced"
+    assert found["ranks"] == [[0, 2], [1, 2]]
+    assert found["total"] == found["expected"]
+    assert found["first"], "the first rank has kept its process"
+    assert found["jobs"] == 0

@@ -1,0 +1,240 @@
+"""Estimators whose ranks are lost and join while they train: every row still counts once per epoch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparkhvd import Checkpoints, KerasEstimator, LightningEstimator, SparkBackend, TorchEstimator
+from sparkhvd.errors import ConfigError, ParamError, RankFailedError
+from sparkhvd.estimators.torch import TorchCallback
+from sparkhvd.store import Store
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+ROWS, EPOCHS = 120, 3
+OFTEN = Checkpoints(every_steps=2)
+CHANGES = {"start_timeout": 120, "elastic_timeout": 120, "cooldown_range": (0.1, 0.5)}
+
+
+class SignSGD(torch.optim.SGD):
+    """Subtracts the learning rate from every parameter with a gradient, so that a weight counts the uses of its row."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(torch.sign(parameter.grad) * group["lr"])
+        return loss
+
+
+class Killer:
+    """Kills a rank of an epoch from a step on, one after the other, if there are at least so many ranks."""
+
+    def __init__(self, folder: Path, kills: list[tuple[int, int, int]], least: int = 2) -> None:
+        self.folder, self.kills, self.least = folder, kills, least
+
+    def __call__(self, epoch: int, step: int) -> None:
+        time.sleep(0.03)
+        rank, size = (int(os.environ[f"SPARKHVD_{name}"]) for name in ("RANK", "SIZE"))
+        done = len(list(self.folder.glob("killed-*")))
+        if done < len(self.kills) and size >= self.least:
+            at_epoch, at_step, of_rank = self.kills[done]
+            if (epoch, rank) == (at_epoch, of_rank) and step >= at_step:
+                (self.folder / f"killed-{done}").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillTorch(TorchCallback):
+    def __init__(self, killer):
+        self.killer = killer
+
+    def on_step_end(self, run, epoch, step, loss):
+        self.killer(epoch, step)
+
+
+def torch_network():
+    model = torch.nn.Sequential(torch.nn.Embedding(ROWS, 1), torch.nn.Flatten(0))
+    torch.nn.init.zeros_(model[0].weight)
+    return model
+
+
+def torch_estimator(killer, common):
+    model = torch_network()
+    training = {"optimizer": SignSGD(model.parameters(), lr=1.0), "loss": lambda output, label: output.mean()}
+    return TorchEstimator(model=model, callbacks=[KillTorch(killer)], **training, **common)
+
+
+def lightning_estimator(killer, common):
+    import lightning.pytorch as lightning  # noqa: PLC0415
+
+    class Kill(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            killer(trainer.current_epoch, batch_idx)
+
+    class Counting(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = torch_network()
+
+        def forward(self, rows):
+            return self.network(rows)
+
+        def training_step(self, batch, batch_idx):
+            return self.network(batch["id"]).mean()
+
+        def configure_optimizers(self):
+            return SignSGD(self.parameters(), lr=1.0)
+
+    return LightningEstimator(model=Counting(), callbacks=[Kill()], **common)
+
+
+def keras_estimator(killer, common):
+    import keras  # noqa: PLC0415
+
+    class Kill(keras.callbacks.Callback):
+        epoch = 0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch, logs=None):
+            killer(self.epoch, batch)
+
+    def mean_output(label, output):
+        return keras.ops.sum(output, axis=-1)
+
+    table = keras.layers.Embedding(ROWS, 1, embeddings_initializer="zeros")
+    model = keras.Sequential([keras.Input((1,), dtype="int64"), table, keras.layers.Flatten()])
+    # A gradient is at least a 36th, so all that is not zero is clipped to the same value.
+    optimizer = keras.optimizers.SGD(1024.0, clipvalue=1 / 1024)
+    return KerasEstimator(model=model, optimizer=optimizer, loss=mean_output, callbacks=[Kill()], **common)
+
+
+ESTIMATORS = {"torch": torch_estimator, "lightning": lightning_estimator, "keras": keras_estimator}
+
+
+def uses(fitted) -> set[int]:
+    """Return how often the rows were trained on."""
+    model = fitted.getModel()
+    weights = model.get_weights()[0] if hasattr(model, "get_weights") else next(model.parameters()).detach().numpy()
+    assert len(weights) == ROWS
+    return {round(-float(weight)) for weight in weights.ravel()}
+
+
+@pytest.fixture
+def fit(spark, tmp_path):
+    def run(framework, kills, *, least=2, **params):
+        common = {"feature_cols": ["id"], "label_cols": ["y"], "batch_size": 4, "epochs": EPOCHS, "random_seed": 3}
+        common |= {"store": Store.create(str(tmp_path / "store")), "scale_lr": False, "verbose": 0, **params}
+        df = spark.range(ROWS).selectExpr("id", "0.0D y")
+        return ESTIMATORS[framework](Killer(tmp_path, kills, least), common).fit(df)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("framework", "batch"), [("torch", "global"), ("torch", "rank"), ("lightning", "global"), ("keras", "global")]
+)
+def test_every_row_counts_once_per_epoch_although_ranks_are_lost_and_join(fit, framework, batch, tmp_path):
+    """The first epoch loses two ranks: usually, the rest of its rest is divided anew, too."""
+    backend = SparkBackend(3, min_num_proc=1, launcher="local", **CHANGES)
+    fitted = fit(framework, [(0, 4, 1), (0, 3, 0)], checkpoints=OFTEN, backend=backend, elastic_batch=batch)
+    assert uses(fitted) == {EPOCHS}
+    assert len(list(tmp_path.glob("killed-*"))) == 2
+    sizes = [entry["sizes"] for entry in fitted.getHistory()]
+    assert len(sizes) == EPOCHS
+    assert sizes[0][0] == 3
+
+
+def test_a_change_of_the_ranks_changes_neither_the_weights_nor_the_history(spark, tmp_path):
+    df = spark.range(101).selectExpr("array(id / 101, cos(id), 1.0D) AS x", "sin(id) AS y")
+
+    def trained(name, kills, **params):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1), torch.nn.Flatten(0))
+        model.double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        estimator = TorchEstimator(
+            store=Store.create(str(tmp_path / name)),
+            model=model,
+            optimizer=optimizer,
+            loss=torch.nn.functional.mse_loss,
+            callbacks=[KillTorch(Killer(tmp_path, kills))],
+            feature_cols=["x"],
+            label_cols=["y"],
+            batch_size=4,
+            epochs=EPOCHS,
+            random_seed=3,
+            scale_lr=True,
+            checkpoints=OFTEN,
+            verbose=0,
+            **params,
+        )
+        return estimator.fit(df)
+
+    elastic = SparkBackend(3, min_num_proc=1, launcher="local", **CHANGES)
+    fixed = trained("fixed", [], num_proc=3, backend="local")
+    changed = trained("elastic", [(0, 4, 1), (1, 3, 0)], backend=elastic)
+    assert len(list(tmp_path.glob("killed-*"))) == 2
+    for one, other in zip(changed.getModel().parameters(), fixed.getModel().parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    losses = [[entry["train"]["loss"] for entry in fitted.getHistory()] for fitted in (changed, fixed)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+def test_ranks_in_spark_tasks_are_replaced(fit, spark, tmp_path):
+    fitted = fit("torch", [(1, 4, 1)], checkpoints=OFTEN, num_proc=2, min_num_proc=1, elastic_timeout=120)
+    assert uses(fitted) == {EPOCHS}
+    assert len(list(tmp_path.glob("killed-*"))) == 1
+    assert [entry["sizes"][0] for entry in fitted.getHistory()][:2] == [2, 2]
+    assert not spark.sparkContext.statusTracker().getActiveJobsIds()
+
+
+def test_a_fit_continues_from_its_store_after_all_ranks_were_lost(fit):
+    backend = SparkBackend(1, min_num_proc=1, launcher="local", **CHANGES)
+    fitted = fit("torch", [(1, 10, 0)], least=1, backend=backend)
+    assert uses(fitted) == {EPOCHS}
+    assert len(fitted.getHistory()) == EPOCHS
+
+
+def test_a_fit_that_loses_all_its_ranks_every_time_ends_with_the_reason(fit):
+    backend = SparkBackend(1, min_num_proc=1, launcher="local", **CHANGES)
+    kills = [(1, 10, 0)] * 9
+    with pytest.raises(RankFailedError, match=r"lost 4 times, so it cannot continue(.|\n)*SIGKILL"):
+        fit("torch", kills, least=1, backend=backend)
+
+
+def test_without_changes_the_weights_are_those_of_a_fixed_fit(fit, tmp_path):
+    other = Store.create(str(tmp_path / "other"))
+    elastic = fit("torch", [], num_proc=2, max_num_proc=2, backend="local")
+    fixed = fit("torch", [], num_proc=2, backend="local", store=other)
+    assert torch.equal(elastic.getModel()[0].weight, fixed.getModel()[0].weight)
+    assert [entry["train"] for entry in elastic.getHistory()] == [entry["train"] for entry in fixed.getHistory()]
+    assert [entry["sizes"] for entry in elastic.getHistory()] == [[2]] * EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({"store": None}, ParamError, "keeps its rows and checkpoints in a Store"),
+        ({"data": "direct"}, ParamError, "data='direct' cannot divide the rest of an epoch anew"),
+        ({"reader": "petastorm"}, ParamError, "reader='petastorm' cannot divide the rest of an epoch anew"),
+        ({"backend": "mpi"}, ConfigError, "The launcher 'mpi' cannot start elastic ranks"),
+        ({"num_proc": 1}, ConfigError, "must not decrease in this order"),
+        ({"min_num_proc": None, "elastic_timeout": 5.0}, ConfigError, "elastic_timeout is for elastic training"),
+        ({"num_proc": None, "backend": SparkBackend(2)}, ParamError, '"backend" and "min_num_proc"'),
+    ],
+)
+def test_what_elastic_fits_cannot_do_is_refused_before_any_job(fit, params, error, message):
+    with pytest.raises(error, match=message):
+        fit("torch", [], **{"num_proc": 3, "min_num_proc": 2, **params})

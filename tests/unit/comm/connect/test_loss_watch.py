@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from sparkhvd.comm.connect.loss_watch import LossWatch
+from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
+from sparkhvd.deadline import Deadline
+from tests.waiting import happens
+
+
+@pytest.fixture
+def server():
+    with RendezvousServer(b"secret") as running:
+        yield running
+
+
+def watch(server: RendezvousServer, key: str, reasons: list[str]) -> LossWatch:
+    client = RendezvousClient([("127.0.0.1", server.port)], b"secret", Deadline.after(10))
+    return LossWatch(client, key, reasons.append)
+
+
+def threads() -> int:
+    return sum(thread.name == "sparkhvd-loss-watch" for thread in threading.enumerate())
+
+
+def test_a_loss_is_reported_once_also_if_it_came_before_the_watch(server):
+    early: list[str] = []
+    with watch(server, "loss", early):
+        assert not early
+        server.set("loss", b"Rank 1 is lost.")
+        server.set("loss", b"Rank 2 is lost, too.")
+        assert happens(lambda: early == ["Rank 1 is lost."], 10)
+        assert happens(lambda: threads() == 0, 10)
+    late: list[str] = []
+    with watch(server, "loss", late):
+        assert happens(lambda: late == ["Rank 1 is lost."], 10)
+
+
+def test_a_watch_that_is_closed_while_it_waits_ends_at_once_and_does_not_hear_later_losses(server):
+    first: list[str] = []
+    second: list[str] = []
+    watch(server, "loss/1", first).close()
+    with watch(server, "loss/2", second) as other:
+        server.set("loss/1", b"late")
+        server.set("loss/2", b"in time")
+        assert happens(lambda: second == ["in time"], 10)
+        other.close()
+        assert threads() == 0
+    assert not first
+
+
+def test_no_loss_is_reported_after_a_watch_is_closed_however_the_two_coincide(server):
+    for number in range(200):
+        reasons: list[str] = []
+        one = watch(server, f"loss/{number}", reasons)
+        setter = threading.Thread(target=server.set, args=(f"loss/{number}", b"why"))
+        setter.start()
+        one.close()
+        at_close = list(reasons)
+        setter.join()
+        assert threads() == 0
+        assert reasons == at_close
+
+
+def test_a_watch_ends_with_its_server():
+    reasons: list[str] = []
+    with RendezvousServer(b"secret") as server:
+        one = watch(server, "loss", reasons)
+    assert happens(lambda: threads() == 0, 10)
+    one.close()
+    assert not reasons

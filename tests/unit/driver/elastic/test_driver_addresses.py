@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import socket
+
+from sparkhvd._util.addresses import is_loopback, outgoing_address
+from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.elastic.driver_addresses import driver_addresses
+from sparkhvd.rpc.interfaces import interfaces
+
+ELSEWHERE = "192.0.2.77"  # an address for documentation (RFC 5737)
+
+
+def own_addresses() -> list[str]:
+    return [one.address for one in interfaces() if not is_loopback(one.address)] or ["127.0.0.1"]
+
+
+def test_a_job_on_this_machine_alone_is_served_on_loopback():
+    assert driver_addresses(["localhost", "127.0.0.1", socket.gethostname()]) == ("127.0.0.1", ["127.0.0.1"])
+
+
+def test_hosts_behind_one_interface_are_served_at_its_address_alone():
+    address = outgoing_address(ELSEWHERE)
+    expected = (address, [address]) if not is_loopback(address) else driver_addresses(None)
+    assert driver_addresses(["localhost", ELSEWHERE]) == expected
+
+
+def test_hosts_that_are_unknown_or_known_to_ssh_alone_are_served_at_all_addresses():
+    for hosts in (None, ["localhost", "no.host.invalid"], [ELSEWHERE, "no.host.invalid"]):
+        bound, addresses = driver_addresses(hosts)
+        assert addresses == own_addresses()
+        with RendezvousServer(b"token", bound) as server:
+            for address in addresses:
+                RendezvousClient([(address, server.port)], b"token", Deadline.after(10)).close()

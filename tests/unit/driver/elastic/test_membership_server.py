@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.comm.communicator import Communicator
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.membership import SYNCED, WAITING, Assignment, Membership, Report, report_key, token_of
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.elastic.membership_server import MembershipServer
+from sparkhvd.driver.elastic.workers import Reported
+from sparkhvd.errors import HorovodInternalError, PeerLostError
+from sparkhvd.world import World
+from tests.waiting import happens
+
+
+@pytest.fixture
+def _restored_environment() -> Iterator[None]:
+    """Undo the variables that every generation sets for the rank."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def readers() -> int:
+    return sum(thread.name == "sparkhvd-elastic-reports" for thread in threading.enumerate())
+
+
+def test_a_worker_that_is_forgotten_costs_no_thread_and_is_not_heard_any_more():
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    server = MembershipServer(b"secret", inbox)
+    address = server.address
+    with RendezvousClient(address.addresses, address.token, Deadline.after(10)) as client:
+
+        def report(worker: int, number: int, kind: str) -> None:
+            client.set(report_key(worker, number), Report(kind, 0).to_json(), Deadline.after(10))
+
+        for worker in range(20):
+            server.listen_to(worker)
+            report(worker, 0, WAITING)
+            assert inbox.get(timeout=10) == Reported(worker, Report(WAITING, 0))
+            if worker < 19:
+                server.forget(worker)
+                server.forget(worker)  # a second time does nothing
+        assert readers() == 1
+        report(3, 1, SYNCED)
+        report(3, 2, SYNCED)
+        report(19, 1, SYNCED)
+        assert inbox.get(timeout=10) == Reported(19, Report(SYNCED, 0))
+        assert inbox.empty()
+    server.close()
+    assert readers() == 0
+
+
+def test_ranks_whose_training_has_ended_are_not_asked_to_leave():
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    server = MembershipServer(b"secret", inbox)
+    server.listen_to(0)
+    membership = Membership(LaunchContext(membership=replace(server.address, worker=0)))
+    server.notify(membership.generation)
+    assert happens(membership.is_notified, 10)
+    membership.finished()
+    assert not membership.is_notified()
+    membership.close()
+    server.close()
+
+
+def own_assignment(generation: int, size: int, port: int) -> Assignment:
+    return Assignment(generation, World(0, size, 0, size), port, "", "127.0.0.1")
+
+
+def peer(server: MembershipServer, generation: int, port: int) -> Communicator:
+    """Connect as rank 1 of 2."""
+    context = LaunchContext(
+        World(1, 2, 1, 2), (("127.0.0.1", port),), token_of(server.address.token, generation), "", "127.0.0.1"
+    )
+    return Communicator(context, scope=f"generation-{generation}")
+
+
+@pytest.mark.usefixtures("_restored_environment")
+def test_a_loss_that_the_driver_reports_ends_the_collectives_of_its_generation_and_of_no_other():
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    server = MembershipServer(b"secret", inbox)
+    server.listen_to(0)
+    session.set_launch_context(LaunchContext(membership=replace(server.address, worker=0)))
+    peers: list[Communicator] = []
+
+    def connect(generation: int) -> None:
+        assert inbox.get(timeout=30) == Reported(0, Report(WAITING, generation - 1))
+        port = server.open_rendezvous(generation)
+        server.assign(0, generation - 1, own_assignment(generation, 2, port))
+        peers.append(peer(server, generation, port))
+
+    try:
+        for generation in (1, 2):
+            thread = threading.Thread(target=connect, args=(generation,))
+            thread.start()
+            session.init()
+            thread.join()
+            if generation == 1:
+                waiting = session.current().allreduce_async(np.ones(1), name="step")
+                server.report_loss(1, "Rank 1 on host far was lost with its host.")
+                with pytest.raises(PeerLostError, match="Rank 1 on host far was lost with its host") as caught:
+                    waiting.wait(30)
+                assert isinstance(caught.value, HorovodInternalError)
+                session.shutdown()
+                peers.pop().close()
+        server.report_loss(1, "Rank 1 of the first generation is lost again.")
+        theirs = peers[0].allreduce_async(np.ones(1), name="step")
+        assert session.current().allreduce(np.ones(1), name="step") == theirs.wait(30) == 1
+    finally:
+        session.shutdown()
+        for one in peers:
+            one.close()
+        session.set_launch_context(LaunchContext())
+        server.close()
+
+
+@pytest.mark.usefixtures("_restored_environment")
+def test_two_hundred_generations_leave_no_more_keys_than_one():
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    server = MembershipServer(b"secret", inbox)
+    kept = Membership(LaunchContext(membership=replace(server.address, worker=0)))
+    server.listen_to(0)
+    counts = []
+
+    def live(generations: int) -> None:
+        for _ in range(generations):
+            kept.next_generation()
+            kept.synced()
+
+    for generations in (1, 200):
+        thread = threading.Thread(target=live, args=(generations,))
+        thread.start()
+        for _ in range(generations):
+            before = kept.generation
+            assert inbox.get(timeout=30).report.kind == WAITING
+            lost = 1 + before  # a worker that is new in every generation
+            server.listen_to(lost)
+            with RendezvousClient(server.address.addresses, b"secret", Deadline.after(10)) as client:
+                client.set(report_key(lost, 0), Report(WAITING, 0).to_json(), Deadline.after(10))
+            assert inbox.get(timeout=30) == Reported(lost, Report(WAITING, 0))
+            generation = before + 1
+            port = server.open_rendezvous(generation)
+            for worker, left in ((0, before), (lost, 0)):
+                server.assign(worker, left, own_assignment(generation, 1, port))
+            assert inbox.get(timeout=30) == Reported(0, Report(SYNCED, generation))
+            server.notify(generation)
+            server.report_loss(generation, "why")
+            server.forget(lost)
+        thread.join()
+        counts.append(server._server.erase(""))
+    kept.close()
+    server.close()
+    assert counts[0] == counts[1] == 4, "the assignment, a report, the notice and the loss of the last generation"

@@ -1,0 +1,396 @@
+"""Losses, masks, weights and metrics with Keras: those of two ranks are those of all their rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
+from sparkhvd.estimators.keras.plugin import PLUGIN
+from sparkhvd.estimators.keras.serialization import artifact
+from sparkhvd.estimators.training.history import average_over_ranks
+from tests.unit.estimators.arrays import ArraySource, Hooks, dealt, schema, spec
+from tests.unit.estimators.keras.networks import (
+    DATA,
+    EMPTY_END,
+    EMPTY_WITHIN,
+    PARTIAL_END,
+    TWO_ENDED,
+    WEIGHTED,
+    Keeping,
+    both,
+    built,
+    network,
+    parameters,
+    prepared,
+    rows,
+    source,
+    two_ended_rows,
+)
+
+
+def ignoring():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+
+
+SEQUENCE_COLUMNS = {"x": ("feature", "int64", (5,), "array"), "y": ("label", "float64", (5, 1), "array")}
+
+
+SEQUENCES = schema(**SEQUENCE_COLUMNS)
+
+
+WEIGHTED_SEQUENCES = schema(**SEQUENCE_COLUMNS, w=("weight", "float64", (), "scalar"))
+
+
+def masking():
+    layers = [keras.layers.Embedding(4, 3, mask_zero=True), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
+    random = np.random.default_rng(3)
+    model.set_weights([random.normal(size=weight.shape) / 4 for weight in model.get_weights()])
+    return model
+
+
+def sequences(count):
+    random = np.random.default_rng(2)
+    made = {"x": random.integers(0, 4, (count, 5)), "y": random.normal(size=(count, 5, 1))}
+    return {**made, "w": random.uniform(size=count)}
+
+
+def parts_of(kind, count):
+    """Return the model, its loss, the columns and the rows."""
+    if kind == "masked":
+        return masking(), "mse", SEQUENCES, sequences(count)
+    if kind == "masked and weighted":
+        return masking(), "mse", WEIGHTED_SEQUENCES, sequences(count)
+    return network(), ignoring(), WEIGHTED if kind == "weighted" else DATA, rows(count)
+
+
+def train_on_what_counts(kind, sizes):
+    model, loss, data, made = parts_of(kind, sum(map(sum, sizes)))
+    given = parameters(data, model=model, loss=loss, optimizer=keras.optimizers.SGD(0.1), metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data, epochs=2), session.current().world)
+    own = dealt({name: made[name] for name in data.names()}, sizes, session.current().world.rank, data)
+    trainer.fit(own, own, hooks := Hooks())
+    record = average_over_ranks(hooks.reports[-1], session.current())
+    return trainer._model.get_weights(), record.train["loss"], record.validation["loss"]
+
+
+@pytest.mark.parametrize("kind", ["ignored", "weighted", "masked", "masked and weighted"])
+def test_losses_with_masks_divide_by_the_unmasked_values_of_all_ranks(group, kind):
+    """Check training and validation; one rank has no row in a step, and no unmasked row in another."""
+    sizes = [*PARTIAL_END[:3], (4, 4), (3, 1), (2, 0)]
+    (mine, loss, validation), (other, _, _) = group.run(train_on_what_counts, kind, sizes)
+    model, plain_loss, _, made = parts_of(kind, sum(map(sum, sizes)))
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=plain_loss)
+
+    def weighted(part):
+        """Return one weight per row; for sequences in the shape that makes plain Keras use it for all time steps."""
+        weights = {"weighted": made.get("w"), "masked and weighted": made["w"][:, None]}.get(kind)
+        return None if weights is None else weights[part]
+
+    def mean(step):
+        """Return the mean of the batches' losses, weighted by their rows."""
+        ends = np.cumsum([sum(size) for size in sizes])
+        parts = [slice(end - sum(size), end) for end, size in zip(ends, sizes, strict=True)]
+        losses = [float(step(made["x"][part], made["y"][part], weighted(part))) for part in parts]
+        return sum(each * sum(size) for each, size in zip(losses, sizes, strict=True)) / ends[-1]
+
+    trained = [mean(model.train_on_batch) for _ in range(2)][-1]
+    tested = mean(model.test_on_batch)
+    for one, two, plain in zip(mine, other, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+        np.testing.assert_allclose(one, plain, rtol=1e-4, atol=1e-6)
+    assert (loss, validation) == pytest.approx((trained, tested), rel=1e-4)
+
+
+CALLS: list[int] = []
+
+
+def squares(labels, outputs):
+    """Return one loss per value; this loss does not average over the outputs."""
+    CALLS.append(1)
+    return keras.ops.square(outputs - labels)
+
+
+def train_with_a_loss_per_value(outputs):
+    columns = {"x": ("feature", "float64", (2,), "array"), "y": ("label", "float64", (outputs,), "array")}
+    data = schema(**columns, w=("weight", "float64", (), "scalar"))
+    random, count = np.random.default_rng(4), 16
+    made = {
+        "x": random.normal(size=(count, 2)),
+        "y": random.normal(size=(count, outputs)),
+        "w": random.uniform(size=count),
+    }
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(outputs, kernel_initializer="zeros")])
+    given = parameters(data, model=model, loss=squares, optimizer=keras.optimizers.SGD(0.1), metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data, epochs=1), session.current().world)
+    own = dealt(made, [(4, 4), (4, 4)], session.current().world.rank, data)
+    trainer.fit(own, None, Hooks())
+    return trainer._model.get_weights(), made
+
+
+@pytest.mark.parametrize("outputs", [3, 4])  # 4 is the number of rows of a rank, which would hide a wrong alignment
+def test_the_weight_of_a_row_applies_to_all_its_values_if_the_loss_does_not_average_them(group, outputs):
+    (mine, made), _ = group.run(train_with_a_loss_per_value, outputs)
+    kernel, bias = np.zeros((2, outputs)), np.zeros(outputs)
+    for part in (slice(0, 8), slice(8, 16)):
+        x, y, w = (made[name][part] for name in ("x", "y", "w"))
+        slope = 2 * (x @ kernel + bias - y) * w[:, None] / y.size
+        kernel, bias = kernel - 0.1 * x.T @ slope, bias - 0.1 * slope.sum(axis=0)
+    np.testing.assert_allclose(mine[0], kernel, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(mine[1], bias, rtol=1e-4, atol=1e-6)
+
+
+def count_calls_of_a_loss_for_sequences(weighted):
+    model, loss = masking(), squares
+    model.compile(optimizer="sgd", loss=loss, run_eagerly=True)
+    divide_over_ranks(model, CurrentBatch())
+    made = sequences(4)
+    model.train_on_batch(made["x"], made["y"])  # builds the loss
+    CALLS.clear()
+    model.train_on_batch(made["x"], made["y"], made["w"] if weighted else None)
+    return len(CALLS)
+
+
+def test_weights_of_rows_cost_no_second_computation_of_the_loss():
+    assert (
+        count_calls_of_a_loss_for_sequences(weighted=True) == count_calls_of_a_loss_for_sequences(weighted=False) == 1
+    )
+
+
+class RowsSoFar(keras.metrics.Metric):
+    """Counts rows and is never reset: it goes on from epoch to epoch."""
+
+    def __init__(self, name="rows_so_far", **more):
+        super().__init__(name=name, **more)
+        self.count = self.add_variable(shape=(), initializer="zeros", name="count")
+
+    def update_state(self, labels, outputs, sample_weight=None):
+        self.count.assign_add(keras.ops.cast(keras.ops.shape(outputs)[0], "float32"))
+
+    def reset_state(self):
+        pass
+
+    def result(self):
+        return self.count * 1.0
+
+
+def rows_counted_in_all_epochs():
+    world = session.current().world
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(metrics=[RowsSoFar()])), spec(DATA, epochs=3), world)
+    hooks = Hooks()
+    sizes = [(4, 4)] * 3 + [(2, 1)]
+    trainer.fit(source(sizes, world.rank), source([(3, 2)], world.rank), hooks)
+    return [average_over_ranks(report, session.current()) for report in hooks.reports]
+
+
+def test_a_metric_that_is_not_reset_counts_the_rows_of_all_ranks_once(group):
+    """27 rows to train on and 5 to validate with per epoch."""
+    for records in group.run(rows_counted_in_all_epochs):
+        assert [record.train["rows_so_far"] for record in records] == [27, 59, 91]
+        assert [record.validation["rows_so_far"] for record in records] == [32, 64, 96]
+
+
+class Largest(keras.metrics.Metric):
+    """The largest output, a metric that is not a sum."""
+
+    def __init__(self, name="largest", **settings):
+        super().__init__(name=name, **settings)
+        self.value = self.add_variable((), "zeros", aggregation="mean", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
+
+    def result(self):
+        return self.value
+
+
+def no_means():
+    metrics = keras.metrics
+    return [
+        metrics.AUC(name="auc"),
+        metrics.Precision(name="precision"),
+        metrics.F1Score("macro", 0.5, name="f1"),
+        metrics.R2Score(name="r2"),
+        metrics.BinaryIoU(name="iou"),
+        Largest(),
+    ]
+
+
+BINARY = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (1,), "array"))
+
+
+def two_classes():
+    model = keras.Sequential([*network().layers, keras.layers.Dense(1, activation="sigmoid")])
+    model(np.zeros((1, 6), np.float32))
+    model.layers[-1].set_weights([np.full((3, 1), 0.4), np.zeros(1)])
+    return model
+
+
+def two_class_rows(count):
+    found = rows(count)
+    return {"x": found["x"], "y": (found["y"] + (found["x"][:, 0] > 0) > 1).astype(np.int64)[:, None]}
+
+
+def train_with_no_means(sizes):
+    rank, count = session.current().world.rank, sum(map(sum, sizes))
+    given = parameters(BINARY, model=two_classes(), loss="binary_crossentropy", metrics=no_means())
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(BINARY, epochs=2), session.current().world)
+    hooks = Hooks()
+    trainer.fit(*(dealt(two_class_rows(count), sizes, rank, BINARY) for _ in range(2)), hooks)
+    return [average_over_ranks(report, session.current()) for report in hooks.reports]
+
+
+@pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_WITHIN, [(7, 1)] * 9 + [(0, 3)]])
+def test_metrics_that_are_not_means_cover_all_rows(group, sizes):
+    records, others = group.run(train_with_no_means, sizes)
+    assert records[-1].train == others[-1].train
+    model, data = two_classes(), two_class_rows(sum(map(sum, sizes)))
+    model.compile(optimizer=keras.optimizers.Adam(0.02), loss="binary_crossentropy", metrics=no_means())
+    past = model.fit(**data, batch_size=8, epochs=2, validation_data=tuple(data.values()), shuffle=False, verbose=0)
+    for epoch, record in enumerate(records):
+        for sign, found in (("", record.train), ("val_", record.validation)):
+            wanted = {name: float(past.history[sign + name][epoch]) for name in found if name != "largest"}
+            assert {name: value for name, value in found.items() if name != "largest"} == pytest.approx(
+                wanted, rel=1e-3
+            )
+            assert 0.5 < found["largest"] < float(past.history[f"{sign}largest"][epoch]) + 1e-6
+
+
+def evaluate_two_losses(sizes):
+    world, plain = session.current().world, source(sizes, session.current().world.rank, WEIGHTED)
+    still = keras.optimizers.SGD(0.0)
+    given = parameters(TWO_ENDED, model=prepared(), loss=both(), optimizer=still, metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(TWO_ENDED, epochs=1), world)
+    own = ArraySource(TWO_ENDED, two_ended_rows(plain.rows()), plain.mine, plain.everyones)
+    trainer.fit(own, own, hooks := Hooks())
+    record = average_over_ranks(hooks.reports[-1], session.current())
+    names = ("sparse_categorical_crossentropy_loss", "mse_loss")
+    return [[values[name] for name in names] for values in (record.train, record.validation)]
+
+
+@pytest.mark.parametrize("sizes", [[(4, 1)], [*PARTIAL_END[:2], (5, 2)], [(4, 4), (3, 0)]])
+def test_the_loss_of_every_output_is_a_mean_over_the_rows_of_all_ranks(group, sizes):
+    (trained, tested), others = group.run(evaluate_two_losses, sizes)
+    model, data = prepared(), two_ended_rows(sum(map(sum, sizes)))
+    kinds, sums = model(data["x"])
+    wanted = [
+        float((keras.ops.convert_to_numpy(losses).reshape(-1) * data["w"]).mean())
+        for losses in (
+            keras.losses.sparse_categorical_crossentropy(data["y"], kinds, from_logits=True),
+            keras.losses.mean_squared_error(data["z"][:, None], sums),
+        )
+    ]
+    assert trained == pytest.approx(wanted, rel=1e-4)
+    assert tested == pytest.approx(wanted, rel=1e-4)
+    assert others == [trained, tested]
+
+
+class Ranking(keras.Model):
+    """Reports a metric beside a value of its own."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.outer, self.auc = keras.layers.Dense(1, activation="sigmoid"), keras.metrics.AUC(name="auc")
+
+    def call(self, values):
+        return self.outer(values)
+
+    def report(self, data):
+        features, labels = data
+        self.auc.update_state(keras.ops.minimum(labels, 1)[:, None], self(features))
+        return {"auc": self.auc.result(), "rows": keras.ops.shape(features)[0]}
+
+    def train_step(self, data):
+        return self.report(data)
+
+    def test_step(self, data):
+        return self.report(data)
+
+
+def report_ranking(sizes):
+    world, hooks = session.current().world, Hooks()
+    given = parameters(model=built(Ranking), metrics=None, loss="mse", optimizer=keras.optimizers.SGD(0.1))
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA), world)
+    trainer.fit(source(sizes, world.rank), source(sizes, world.rank), hooks)
+    record = average_over_ranks(hooks.reports[-1], session.current())
+    return record.train["auc"], record.validation["auc"]
+
+
+@pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_END], ids=["fewer rows at the end", "a rank without rows"])
+def test_metrics_cover_all_rows_also_beside_other_values_of_a_user_defined_step(group, sizes):
+    model, data = built(Ranking), rows(sum(map(sum, sizes)))
+    wanted = keras.metrics.AUC()
+    wanted.update_state(np.minimum(data["y"], 1)[:, None], model(data["x"].astype(np.float32)))
+    for found in group.run(report_ranking, sizes):
+        assert found == pytest.approx([float(wanted.result())] * 2, rel=1e-5)
+
+
+class Counting(keras.layers.Layer):
+    """Counts the rows that it was trained on."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False)
+
+    def call(self, values, training=False):
+        if training:
+            self.seen.assign_add(keras.ops.shape(values)[0])
+        return values
+
+
+class Equal(Hooks):
+    """Keeps the model that a checkpoint within the epoch would contain."""
+
+    def on_step_end(self, report, trainer):
+        super().on_step_end(report, trainer)
+        if report.step == 2:
+            report.rank_state()
+            self.within = trainer.state()
+
+
+def train_with_own_statistics(sizes, folder):
+    """Return the states within an epoch and at its end, and the validation losses in training and after export."""
+    start, rank = network(), session.current().world.rank
+    layers = [keras.layers.BatchNormalization(momentum=0.8), Counting()]
+    model = keras.Sequential([keras.Input((6,)), *layers, *start.layers])
+    saved = keras.callbacks.ModelCheckpoint("within.keras", save_freq=3)
+    packed = PLUGIN.pack(parameters(model=model, optimizer="sgd", checkpoint_callback=saved))
+    trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2), session.current().world)
+    train = source(sizes, rank)
+    train.columns["x"] += 3 * rank  # the ranks' rows differ, as with sorted files
+    validation = source(sizes, rank)
+    validation.columns["x"] = train.columns["x"]
+    hooks = type("Kept", (Equal, Keeping), {})()
+    trainer.fit(train, validation, hooks)
+    record = average_over_ranks(hooks.reports[-1], session.current())
+    own = Path(folder, str(rank))
+    own.mkdir()
+    trainer.export(own)
+    loaded, all_rows = artifact.load_model(own, compiled=True), [row for step in validation.mine for row in step]
+    scores = loaded.evaluate(
+        validation.columns["x"][all_rows], validation.columns["y"][all_rows], verbose=0, return_dict=True
+    )
+    losses = session.current().allreduce(np.array([scores["loss"] * len(all_rows), len(all_rows)]), ReduceOp.SUM)
+    weights = [np.asarray(each) for each in loaded.get_weights()]
+    return hooks.within, weights, record.validation["loss"], losses[0] / losses[1], hooks.kept.get("within.keras")
+
+
+@pytest.mark.parametrize("sizes", [[(4, 4)] * 5 + [(3, 0)]])
+def test_the_validation_loss_is_that_of_the_exported_model(group, sizes, tmp_path):
+    """Every rank updates the moving statistics of BatchNormalization from its own rows."""
+    (within, weights, loss, exported, saved), (other_within, others, _, _, _) = group.run(
+        train_with_own_statistics, sizes, str(tmp_path)
+    )
+    assert loss == pytest.approx(exported, rel=1e-5)
+    assert within == other_within, "a checkpoint within an epoch keeps what all ranks have"
+    for one, other in zip(weights, others, strict=True):
+        np.testing.assert_array_equal(one, other)
+    mean, counted = weights[2], weights[4]
+    assert 1.0 < mean.mean() < 2.0, "the mean lies between those of the ranks' rows, 0 and 3"
+    assert counted == 2 * 23, "integers are those of rank 0"
+    assert saved is not None

@@ -1,0 +1,363 @@
+"""Interrupted and resumed training with Keras, and what callbacks stop, keep and export."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import sparkhvd.keras as hvd
+from sparkhvd.comm import session
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.estimators.keras.plugin import PLUGIN
+from sparkhvd.estimators.keras.serialization import artifact
+from sparkhvd.estimators.params.policies import Checkpoints
+from sparkhvd.estimators.reports import EpochRecord
+from tests.unit.estimators.arrays import ArraySource, Hooks, spec
+from tests.unit.estimators.keras.networks import (
+    DATA,
+    EVEN,
+    PARTIAL_END,
+    Keeping,
+    TwoOptimizers,
+    built,
+    dropping,
+    network,
+    noisy,
+    parameters,
+    rows,
+    source,
+)
+
+
+class TwoWithMomentum(TwoOptimizers):
+    @staticmethod
+    def another():
+        return hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
+
+
+class StopOn(keras.callbacks.Callback):
+    """Stops the training within an epoch, on one rank."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = batch == 2 and session.current().world.rank == 1
+
+
+class Together(Hooks):
+    """Ends the training on all ranks when one rank stops, as an estimator's hooks do."""
+
+    def on_epoch_end(self, report, trainer):
+        return bool(session.current().allreduce(np.array([float(super().on_epoch_end(report, trainer))]))[0] == 1)
+
+
+def stop_on_one_rank():
+    packed = PLUGIN.pack(parameters(callbacks=[StopOn()]))
+    trainer, hooks = PLUGIN.trainer(packed, spec(DATA, epochs=3), session.current().world), Together()
+    trainer.fit(source(EVEN, session.current().world.rank), None, hooks)
+    return len(hooks.steps)
+
+
+def test_a_callback_that_stops_one_rank_within_an_epoch_ends_the_training_of_all_after_it(group):
+    assert group.run(stop_on_one_rank) == [10, 10]
+
+
+def averaging():
+    return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7)
+
+
+def train_averages(folder):
+    trainer = PLUGIN.trainer(
+        PLUGIN.pack(parameters(optimizer=averaging())), spec(DATA, epochs=2), session.current().world
+    )
+    trainer.fit(source(EVEN, session.current().world.rank), None, Hooks())
+    trained, own = trainer._model.get_weights(), Path(folder, str(session.current().world.rank))
+    own.mkdir()
+    trainer.export(own)
+    return trained, artifact.load_model(own, compiled=False).get_weights()
+
+
+def test_the_exported_model_has_the_averages_of_its_weights_and_the_checkpoint_has_not(group, tmp_path):
+    (trained, exported), _ = group.run(train_averages, str(tmp_path))
+    model, data = network(), rows(80)
+    model.compile(optimizer=averaging(), loss=parameters()["loss"])
+    model.fit(data["x"], data["y"], 8, 2, shuffle=False, verbose=0)
+    for raw, average, plain in zip(trained, exported, model.get_weights(), strict=True):
+        np.testing.assert_allclose(average, plain, rtol=1e-4, atol=1e-6)
+        assert not np.allclose(raw, plain, rtol=1e-3)
+
+
+def swapping():
+    return keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+
+
+class RandomRate(keras.callbacks.Callback):
+    """Draws the learning rate of every batch."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        drawn = (np.random.uniform(), random.random(), np.random.normal())
+        self.model.optimizer.learning_rate = 0.05 + 0.01 * sum(drawn)
+
+
+def halved(epoch, rate):
+    return rate / 2
+
+
+CALLBACKS = {"random": RandomRate, "scheduled": partial(keras.callbacks.LearningRateScheduler, halved)}
+
+
+def in_bfloat16():
+    layers = [keras.layers.Dense(units, dtype="bfloat16") for units in (16, 3)]
+    return keras.Sequential([keras.Input((6,)), *layers])
+
+
+MODELS = {"bfloat16": in_bfloat16, "global generators": noisy}
+
+
+def resumable(kind):
+    """Return parameters with a state of their own between two epochs of ten batches."""
+    if kind == "accumulated":  # the last batch of an epoch is the first one of a step
+        return {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)}
+    if kind == "swapped":
+        return {"optimizer": averaging(), "callbacks": [swapping()]}
+    if kind in CALLBACKS:
+        return {"callbacks": [CALLBACKS[kind]()]}
+    if kind in MODELS:
+        return {"model": MODELS[kind]()}
+    if kind == "two optimizers":
+        return {"model": built(TwoWithMomentum), "optimizer": keras.optimizers.SGD(0.1), "loss": "mse", "metrics": None}
+    return {}
+
+
+def continue_from_state(kind):
+    """Train three epochs at once, and the last two with another trainer: the results are equal."""
+    world = session.current().world
+
+    class Keep(Hooks):
+        def on_epoch_end(self, report, trainer):
+            if report.epoch == 0:  # as the Store does
+                self.kept = session.current().broadcast(np.frombuffer(trainer.state(), np.uint8), 0).tobytes()
+            return super().on_epoch_end(report, trainer)
+
+    def make():
+        return PLUGIN.trainer(PLUGIN.pack(parameters(**resumable(kind))), spec(DATA, epochs=3), world)
+
+    undisturbed, hooks = make(), Keep()
+    undisturbed.fit(source(PARTIAL_END, world.rank), None, hooks)
+    resumed = make()
+    resumed.restore(hooks.kept)
+    resumed.fit(source(PARTIAL_END, world.rank), None, Hooks(first_epoch=1))
+    for one, two in zip(undisturbed._model.get_weights(), resumed._model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "accumulated", "swapped", *CALLBACKS, "bfloat16", "two optimizers", "global generators"]
+)
+def test_a_resumed_training_equals_an_uninterrupted_one(group, kind):
+    group.run(continue_from_state, kind)
+
+
+def extend(kind):
+    """Train three epochs at once, and after a training of one epoch: the results are equal."""
+    world = session.current().world
+
+    def trained(epochs, hooks, state=None):
+        trainer = PLUGIN.trainer(PLUGIN.pack(parameters(**resumable(kind))), spec(DATA, epochs=epochs), world)
+        if state is not None:
+            trainer.restore(state)
+        trainer.fit(source(EVEN, world.rank), None, hooks)
+        return trainer
+
+    kept = session.current().broadcast(np.frombuffer(trained(1, Hooks()).state(), np.uint8), 0).tobytes()
+    extended, undisturbed = trained(3, Hooks(first_epoch=1), kept), trained(3, Hooks())
+    for one, two in zip(undisturbed._model.get_weights(), extended._model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("kind", ["plain", "swapped"])
+def test_a_training_that_more_epochs_extend_equals_one_that_had_them_from_the_start(group, kind):
+    group.run(extend, kind)
+
+
+def export_while_swapped(folder):
+    """Train two epochs; export the first one, the best, and return its weights as callbacks saw them."""
+    packed = PLUGIN.pack(parameters(**resumable("swapped")))
+    trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2), session.current().world)
+    kept = []
+
+    class Keep(Hooks):
+        def on_epoch_end(self, report, trainer):
+            kept.append((trainer.state(), trainer._model.get_weights()))
+            return super().on_epoch_end(report, trainer)
+
+    trainer.fit(source(EVEN, session.current().world.rank), None, Keep())
+    (state, seen), _ = kept
+    trainer.restore(state)
+    own = Path(folder, str(session.current().world.rank))
+    own.mkdir()
+    trainer.export(own)
+    exported = artifact.load_model(own, compiled=True)
+    averages = [keras.ops.convert_to_numpy(v) for v in exported.optimizer._model_variables_moving_average]
+    return seen, exported.get_weights(), averages
+
+
+def test_the_best_epoch_is_exported_with_the_averaged_weights_that_its_callbacks_saw(group, tmp_path):
+    (seen, exported, averages), _ = group.run(export_while_swapped, str(tmp_path))
+    for wanted, one, two in zip(seen, exported, averages, strict=True):
+        np.testing.assert_array_equal(one, wanted)
+        np.testing.assert_array_equal(two, wanted)
+
+
+class Rates(keras.callbacks.Callback):
+    """Records the learning rate of every batch."""
+
+    def on_train_begin(self, logs=None):
+        self.noted = getattr(self, "noted", [])
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.noted.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+
+
+@dataclass
+class Begun(ArraySource):
+    """Delivers the rest of the second epoch as if other ranks had begun it."""
+
+    def epoch(self, number, first_step=0):
+        assert first_step == 0
+        return super().epoch(number, 4 if number == 1 else 0)
+
+
+def rates_within_an_epoch():
+    """Return the rates of three epochs at once, and of the rest after other ranks did four batches of the second."""
+    rank, found = session.current().world.rank, []
+    for hooks in (Hooks(), Hooks(first_epoch=1, first_epoch_batches=6)):
+        whole = source(EVEN, rank)
+        rows_left = Begun(whole.schema, whole.columns, whole.mine, whole.everyones)
+        callbacks = [hvd.callbacks.LearningRateWarmupCallback(0.02, warmup_epochs=3), Rates()]
+        trainer = PLUGIN.trainer(
+            PLUGIN.pack(parameters(callbacks=callbacks)), spec(DATA, epochs=3), session.current().world
+        )
+        trainer.fit(rows_left if hooks.first_epoch else whole, None, hooks)
+        assert len(hooks.reports) == 3 - hooks.first_epoch
+        found.append(trainer._package.callbacks[1].noted)
+    return found
+
+
+def test_the_learning_rate_continues_in_an_epoch_that_other_ranks_began(group):
+    for whole, rest in group.run(rates_within_an_epoch):
+        assert whole == sorted(set(whole)), "the rate rises with every batch"
+        assert rest == pytest.approx(whole[14:])
+
+
+def continue_within_an_epoch(kind):
+    """Train three epochs at once; and up to the middle of the second, resumed there by another trainer."""
+    world = session.current().world
+
+    def make():
+        warmup = hvd.callbacks.LearningRateWarmupCallback(0.02, warmup_epochs=3)
+        given = {"model": dropping(), "callbacks": [warmup], **resumable(kind)}
+        return PLUGIN.trainer(PLUGIN.pack(parameters(**given)), spec(DATA, epochs=3), world)
+
+    class Interrupted(Hooks):
+        def on_step_end(self, report, trainer):
+            if (report.epoch, report.step) == (1, 4):
+                own = report.rank_state()
+                state = session.current().broadcast(np.frombuffer(trainer.state(), np.uint8), 0)  # as the Store does
+                self.kept = state.tobytes(), report.sums(), own
+                raise InterruptedError
+
+    undisturbed, whole = make(), Hooks()
+    undisturbed.fit(source(PARTIAL_END, world.rank), None, whole)
+    first, hooks = make(), Interrupted()
+    with contextlib.suppress(InterruptedError):
+        first.fit(source(PARTIAL_END, world.rank), None, hooks)
+    resumed, again = make(), Hooks(first_epoch=1, first_step=4, rank_state=hooks.kept[2])
+    resumed.restore(hooks.kept[0])
+    resumed.fit(source(PARTIAL_END, world.rank), None, again)
+    assert [(step.epoch, step.step, step.steps) for step in again.steps[:7]] == [
+        *((1, step, 10) for step in range(5, 11)),
+        (2, 1, 10),
+    ]
+    for one, two in zip(undisturbed._model.get_weights(), resumed._model.get_weights(), strict=True):
+        if kind == "accumulated":  # a checkpoint within a step averages sums, which rounds
+            np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-7)
+        else:
+            np.testing.assert_array_equal(one, two)
+    parts = hooks.kept[1]["loss"], again.reports[0].train["loss"], whole.reports[1].train["loss"]
+    (before, count), (after, rest), (total, rows_of_all) = session.current().allreduce(np.array(parts), ReduceOp.SUM)
+    assert count + rest == rows_of_all
+    assert before + after == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["plain", "accumulated", "swapped", *CALLBACKS, "global generators"])
+def test_resuming_within_an_epoch_equals_an_uninterrupted_training(group, kind):
+    group.run(continue_within_an_epoch, kind)
+
+
+@dataclass
+class StopAfter(keras.callbacks.Callback):
+    epochs: int
+
+    def __post_init__(self):
+        super().__init__()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch + 1 >= self.epochs
+
+
+def stop_and_export(folder):
+    world = session.current().world
+    packed = PLUGIN.pack(parameters(callbacks=[StopAfter(1)]))
+    trainer = PLUGIN.trainer(packed, spec(DATA, epochs=5, scale_lr=True), world)
+    assert float(keras.ops.convert_to_numpy(trainer._model.optimizer.learning_rate)) == pytest.approx(0.04)
+    hooks = Hooks()
+    trainer.fit(source(EVEN, world.rank), None, hooks)
+    assert len(hooks.reports) == 1, "the user's callback must end the training"
+    own = Path(folder, str(world.rank))
+    own.mkdir()
+    trainer.export(own)
+    model = artifact.load_model(own, compiled=True)
+    assert float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)) == pytest.approx(0.02)
+    batch = rows(5)
+    (predicted,) = PLUGIN.predictor(own).predict({"x": batch["x"]})
+    np.testing.assert_allclose(predicted, model.predict(batch["x"], verbose=0), rtol=1e-6)
+
+
+def test_callbacks_run_and_the_model_is_exported(group, tmp_path):
+    group.run(stop_and_export, str(tmp_path))
+
+
+def save_by_callback(save_best_only, history):
+    """Return the kept files, and the final weights."""
+    callback = keras.callbacks.ModelCheckpoint("some/where/{epoch}.keras", "loss", save_best_only=save_best_only)
+    policy = Checkpoints(best="loss") if save_best_only else Checkpoints()
+    packed = PLUGIN.pack(parameters(checkpoint_callback=callback))
+    world = session.current().world
+    trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2, checkpoints=policy, scale_lr=True), world)
+    hooks = Keeping(first_epoch=len(history), history=history)
+    trainer.fit(source(PARTIAL_END, world.rank), None, hooks)
+    assert float(keras.ops.convert_to_numpy(trainer._model.optimizer.learning_rate)) == pytest.approx(2 * 0.02)
+    return hooks.kept, trainer._model.get_weights()
+
+
+def test_rank_0_keeps_what_the_checkpoint_callback_saves(group, tmp_path):
+    (kept, wanted), (by_another, _) = group.run(save_by_callback, True, ())
+    assert (sorted(kept), by_another) == (["1.keras", "2.keras"], {})
+    (tmp_path / "kept.keras").write_bytes(kept["2.keras"])
+    model = keras.saving.load_model(tmp_path / "kept.keras")
+    for one, other in zip(model.get_weights(), wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+    assert rate == pytest.approx(0.02), "training it further would scale it again"
+
+
+def test_a_resumed_run_knows_its_best_epoch(group):
+    before = (EpochRecord(0, {"loss": 1e-9}),)
+    assert [kept for kept, _ in group.run(save_by_callback, True, before)] == [{}, {}]
+    assert [sorted(kept) for kept, _ in group.run(save_by_callback, False, before)] == [["2.keras"], []]

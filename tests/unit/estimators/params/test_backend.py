@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import sparkhvd
+from sparkhvd import SparkBackend
+from sparkhvd.errors import ConfigError
+from sparkhvd.estimators.params.backend import ELASTIC_ARGUMENTS
+
+
+def test_the_arguments_of_elastic_backends_are_those_of_run_elastic():
+    assert set(ELASTIC_ARGUMENTS) <= set(inspect.signature(sparkhvd.run_elastic).parameters)
+    assert not set(ELASTIC_ARGUMENTS) & set(inspect.signature(sparkhvd.run).parameters)
+
+
+def test_a_backend_is_elastic_if_its_number_of_ranks_has_a_limit():
+    assert not SparkBackend(2, launcher="local").is_elastic
+    assert SparkBackend(2, min_num_proc=1).is_elastic
+    assert SparkBackend(2, max_num_proc=4).without_env().is_elastic
+    assert [SparkBackend(**sizes).largest for sizes in ({}, {"num_proc": 2}, {"min_num_proc": 3})] == [None, 2, 3]
+    assert SparkBackend(2, max_num_proc=4).largest == 4
+
+
+def test_the_ranks_of_an_elastic_backend_are_not_counted_against_the_slots_of_today():
+    assert SparkBackend(50, min_num_proc=40).reserve() == 50
+    assert SparkBackend(min_num_proc=40, max_num_proc=60).num_processes() == 40
+
+
+@pytest.mark.parametrize("argument", ["gpus_per_task", "rows", "use_mpi"])
+def test_an_elastic_backend_refuses_arguments_that_run_elastic_lacks(argument):
+    with pytest.raises(TypeError, match=argument):
+        SparkBackend(2, min_num_proc=1, **{argument: None})
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        (SparkBackend(2, reset_limit=1), "reset_limit is for elastic training"),
+        (SparkBackend(2, max_num_proc=1), "must not decrease in this order"),
+        (SparkBackend(2, min_num_proc=1, launcher="barrier"), "The launcher 'barrier' cannot start elastic ranks"),
+        (SparkBackend(2, min_num_proc=1, max_restarts=-1), "max_restarts must be an integer of at least 0"),
+    ],
+)
+def test_arguments_of_elastic_backends_that_contradict_each_other_are_refused(backend, message):
+    with pytest.raises(ConfigError, match=message):
+        backend.check_elastic()

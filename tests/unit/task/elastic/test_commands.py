@@ -1,0 +1,45 @@
+"""Commands to a process that holds slots; the workers are real processes, which cannot start here."""
+
+from __future__ import annotations
+
+import queue
+
+from sparkhvd.comm.connect.launch_context import MembershipAddress
+from sparkhvd.rpc.messages import EndLease, SetRank, StartWorker, StopWorker
+from sparkhvd.task.elastic.commands import DriverLost, carry_out_commands
+from sparkhvd.task.elastic.worker import Lost, Place, RunningWorkers
+from sparkhvd.task.failure_report import STARTING, FailureReport
+from sparkhvd.task.job import Job
+from sparkhvd.task.worker.output import HandlerLog
+
+PLACE = Place("key", "node1", "127.0.0.1")
+
+
+def outcome(*commands, is_orphaned=lambda: False):
+    """Return how the commands ended, and the reported ends of workers."""
+    arriving, ends = queue.SimpleQueue(), []
+    for command in commands:
+        arriving.put(command)
+    job = Job(b"", 1, executable="/no/such/python")
+    workers = RunningWorkers(job, MembershipAddress(-1, (), b""), 1, lambda: HandlerLog(lambda _: None, 1), ends.append)
+    lost = carry_out_commands(workers, PLACE, arriving, is_orphaned)
+    assert workers.close(1.0) == []
+    return lost, ends, arriving.qsize()
+
+
+def test_a_worker_that_cannot_start_is_reported_and_the_process_stays_for_the_next():
+    lost, ends, left = outcome(StartWorker(3), SetRank(3, 0), StopWorker(3), StartWorker(4), EndLease())
+    why = "did not start: No such file or directory"
+    assert ends == [Lost(number, FailureReport(number, "node1", why, phase=STARTING)) for number in (3, 4)]
+    assert (lost, left) == (None, 0)
+
+
+def test_nothing_is_carried_out_after_the_end_or_the_loss_of_the_driver():
+    assert outcome(EndLease(), StartWorker(1)) == (None, [], 1)
+    assert outcome(DriverLost("unplugged"), StartWorker(1)) == (DriverLost("unplugged"), [], 1)
+
+
+def test_an_orphaned_process_waits_for_no_command():
+    assert outcome(StartWorker(1), is_orphaned=lambda: True) == (None, [], 1)
+    answers = iter([False, True])
+    assert outcome(is_orphaned=lambda: next(answers)) == (None, [], 0)
