@@ -71,6 +71,7 @@ _LASTING_VARIABLES = (
 _ports_of_data_nodes: set[int] = set()
 _OF_THE_HDFS_CLIENT = frozenset({"anon_inode:[eventfd]", "anon_inode:[eventpoll]"})
 _TEMPORARY_FOLDER = pytest.StashKey[Path]()
+_ERROR_LINE = re.compile(r"(Caused by: |Fatal Python error)|[\w.]*(Error|Exception|Exit|Interrupt|Failed)\b")
 # A Java whose JVMs start in half the processor time; the `make` targets of the tests create it.
 _TEST_JAVA = Path(sys.prefix) / "test-java"
 
@@ -115,6 +116,21 @@ def pytest_configure(config: pytest.Config) -> None:
         # For JVMs that live for seconds, the second compiler and parallel collection cost more than they save.
         "SPARK_SUBMIT_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     }
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print each cause once, with the first test that it failed, in a line that `make check` repeats at its end."""
+    failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+    tests_by_causes = {_causes(report.longreprtext): report.nodeid for report in reversed(failed)}
+    for causes, test in tests_by_causes.items():
+        terminalreporter.write_line(f"CAUSE {test}: {causes}")
+
+
+def _causes(text: str) -> str:
+    """Return the last error lines of a failure's text: of a Java exception, what it was caused by."""
+    lines = [line.removeprefix("E ").strip() for line in text.splitlines()]
+    errors = list(dict.fromkeys(line[:300] for line in lines if _ERROR_LINE.match(line)))
+    return " / ".join(errors[-4:]) or text[-300:].replace("\n", " ")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
