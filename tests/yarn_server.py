@@ -57,7 +57,7 @@ def _configuration(folder: Path, containers: Path, addresses: dict[str, str]) ->
                 "yarn.nodemanager.webapp.address": any_port,
                 "yarn.nodemanager.local-dirs": containers,
                 "yarn.nodemanager.log-dirs": folder / "logs",
-                "yarn.nodemanager.resource.memory-mb": 4096,
+                "yarn.nodemanager.resource.memory-mb": 8192,
                 "yarn.nodemanager.resource.cpu-vcores": 8,
                 "yarn.nodemanager.vmem-check-enabled": "false",
                 "yarn.nodemanager.disk-health-checker.enable": "false",

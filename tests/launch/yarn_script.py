@@ -42,6 +42,7 @@ def main(staging: str, store: str, discovery: str) -> None:
     settings = {
         "spark.executor.instances": "2",
         "spark.executor.memory": "600m",
+        "spark.executor.memoryOverhead": "2g",  # for the ranks; YARN ends containers that use more
         "spark.executor.resource.gpu.amount": "1",
         "spark.executor.resource.gpu.discoveryScript": discovery,
         "spark.task.resource.gpu.amount": "1",
