@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from sparkhvd._util.counts import counted
-from sparkhvd._util.framework_imports import gc_paused_for_import
+from sparkhvd._util.framework_imports import gc_paused_for_import, keep_triton_from_tensorflow
 from sparkhvd.config import visible_devices
 from sparkhvd.data.schema import columns as columns_of
 from sparkhvd.data.schema.data_schema import ColumnSpec
@@ -85,6 +85,7 @@ def _predictor(spec: PredictSpec) -> Predictor:
     gpu = _assigned_gpu()
     key = (spec.files, spec.function, gpu)
     if key not in _loaded:
+        keep_triton_from_tensorflow()  # Spark's Python worker, which it reuses, may have loaded a Keras model before
         function = cloudpickle.loads(spec.function) if spec.function else None
         plugin = _import_plugin(spec.plugin)
         with local_copies(spec.store, spec.files, _application_folder()) as folder:

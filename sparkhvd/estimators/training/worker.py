@@ -16,6 +16,7 @@ from typing import Literal
 import cloudpickle
 
 from sparkhvd._util.counts import counted
+from sparkhvd._util.framework_imports import keep_triton_from_tensorflow
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.elastic import loop as elastic
@@ -148,7 +149,8 @@ class RankRows:
 
 
 def find_plugin(name: str) -> FrameworkPlugin:
-    """Return the plug-in at ``module:name``."""
+    """Return the plug-in at ``module:name``, whose framework it imports."""
+    keep_triton_from_tensorflow()
     plugin: FrameworkPlugin = resolve_name(name)
     return plugin
 

@@ -17,6 +17,14 @@ linear = torch.compile(torch.nn.Linear(2, 1))
 print(tuple(linear(torch.ones(3, 2)).shape))
 """
 
+_PLUGIN_AFTER_TENSORFLOW = """
+import sys
+import tensorflow
+from sparkhvd.estimators.training.worker import find_plugin
+find_plugin(sys.argv[1])
+print(sys.modules.get("triton"))
+"""
+
 _WITH_TRITON_FIRST = """
 import triton
 import tensorflow
@@ -27,14 +35,20 @@ print(has_triton_package())
 """
 
 
-def _run(script: str) -> str:
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+def _run(script: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", script, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
 
 def test_lightning_is_imported_and_torch_compiles_in_a_process_that_has_loaded_tensorflow() -> None:
     assert _run(_LIGHTNING_AFTER_TENSORFLOW) == "Trainer\n(3, 1)\n"
+
+
+@pytest.mark.parametrize("framework", ["torch", "lightning"])
+def test_the_estimators_are_imported_without_triton_in_a_process_that_has_loaded_tensorflow(framework: str) -> None:
+    assert _run(_PLUGIN_AFTER_TENSORFLOW, f"sparkhvd.estimators.{framework}.plugin:PLUGIN") == "None\n"
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="PyTorch without triton")

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -22,9 +23,8 @@ Owner = nn.Module | torch.optim.Optimizer
 State = dict[str, Any]
 _Key = tuple[str, str]  # the path of a module or optimizer, and the name of its attribute
 
-# Attributes that PyTorch gives to modules and optimizers.
+# Attributes that PyTorch gives to modules.
 _OF_MODULES: frozenset[str] = frozenset(vars(nn.Module()))
-_OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"step", "_opt_called", "_step_count"}
 # Hooks of pruning, weight and spectral normalization compute an attribute from the parameter with such an ending.
 _SOURCES = ("_orig", "_g", "_v")
 _SHOWN = 10  # attributes in a warning
@@ -126,7 +126,7 @@ class ChangedAttributes:
 
     def _attributes(self) -> Iterator[tuple[_Key, Owner, Any]]:
         for path, owner in self._parts():
-            beside = self._beside if isinstance(owner, nn.Module) else _OF_OPTIMIZERS
+            beside = self._beside if isinstance(owner, nn.Module) else _of_optimizers()
             for name, value in vars(owner).items():
                 if name not in beside and not _is_derived(owner, name, value):
                     yield (path, name), owner, value
@@ -151,6 +151,12 @@ def _is_registered(owner: Owner, name: str) -> bool:
     if not isinstance(owner, nn.Module):
         return False
     return any(name in vars(owner)[kind] for kind in ("_parameters", "_buffers", "_modules"))
+
+
+@cache
+def _of_optimizers() -> frozenset[str]:
+    """Return the attributes that PyTorch gives to optimizers; the first optimizer imports torch._dynamo."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"step", "_opt_called", "_step_count"}
 
 
 def _is_derived(owner: Owner, name: str, value: object) -> bool:

@@ -62,7 +62,7 @@ def load_model(folder: Path) -> torch.nn.Module:
 
     Loading runs the code in ``module.pkl``, so open only files that you trust.
     """
-    keep_triton_from_tensorflow()  # a reused Python worker may have loaded a Keras model before
+    keep_triton_from_tensorflow()  # the process may have loaded a Keras model before
     if (folder / SCRIPT).exists():
         return script_of((folder / SCRIPT).read_bytes()).eval()
     weights: Mapping[str, torch.Tensor] = torch.load(folder / STATE, weights_only=True, map_location="cpu")
