@@ -10,8 +10,6 @@
 namespace sparkhvd {
 namespace {
 
-constexpr size_t kCacheLine = 64;
-
 // Returns the reduction inside a group. Its result is a contribution to the reduction among groups.
 Reduction Unfinished(const Reduction& whole) {
   Reduction part = whole;

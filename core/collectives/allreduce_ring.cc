@@ -5,12 +5,6 @@
 #include "collectives/slices.h"
 
 namespace sparkhvd {
-namespace {
-
-constexpr size_t kCacheLine = 64;
-
-}  // namespace
-
 // The ring algorithm (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 // workstations", 2009). The data is cut into one slice per rank. In N - 1 steps, partial results
 // move to the right until every rank holds the complete result of its slice. In N - 1 more steps,

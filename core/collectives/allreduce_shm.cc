@@ -12,8 +12,6 @@
 namespace sparkhvd {
 namespace {
 
-constexpr size_t kCacheLine = 64;
-
 constexpr size_t kBlockBytes = size_t{8} << 10;
 
 // One step: write this member's contribution, then read all of them.

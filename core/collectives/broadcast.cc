@@ -10,7 +10,7 @@ namespace sparkhvd {
 namespace {
 
 // Pieces let a rank forward the beginning while the rest still arrives.
-constexpr size_t kPieceBytes = size_t{512} << 10;
+constexpr size_t kBroadcastPieceBytes = size_t{512} << 10;
 
 Status PostToChildren(Transport& transport, const std::vector<int>& children, ConstBytes piece,
                       std::vector<Ticket>& tickets) {
@@ -39,8 +39,8 @@ Status BroadcastTree(Transport& transport, int root, const std::byte* source, By
   }
   if (relative_rank == 0) CopyBytes(target.data(), source, target.size());
   std::vector<Ticket> sends;
-  for (size_t done = 0; done < target.size(); done += kPieceBytes) {
-    const Bytes piece = target.Sub(done, std::min(kPieceBytes, target.size() - done));
+  for (size_t done = 0; done < target.size(); done += kBroadcastPieceBytes) {
+    const Bytes piece = target.Sub(done, std::min(kBroadcastPieceBytes, target.size() - done));
     if (relative_rank != 0) {
       const Result<Ticket> posted = transport.PostReceive(rank_at(relative_rank - lowest), piece);
       SHVD_TRY(posted.status());

@@ -11,13 +11,13 @@ namespace {
 
 // A slice is sent in pieces during the reduction: one is combined, still in the cache, while the
 // next arrives.
-constexpr size_t kPieceBytes = size_t{256} << 10;
+constexpr size_t kRingPieceBytes = size_t{256} << 10;
 
 // Receives a slice piece by piece. Combines each piece with this rank's data while the next one
 // arrives.
 Status ReceiveAndCombine(const Ring& ring, Slice slice, std::vector<std::byte>& scratch) {
   const Bytes own = ring.View(slice);
-  const size_t piece = std::max(kPieceBytes / ring.width(), size_t{1}) * ring.width();
+  const size_t piece = std::max(kRingPieceBytes / ring.width(), size_t{1}) * ring.width();
   const int from = ring.Neighbour(-1);
   const size_t pieces = (own.size() + piece - 1) / piece;
   const auto length = [&](size_t index) { return std::min(piece, own.size() - index * piece); };
@@ -51,7 +51,7 @@ Status ReceiveAndCombine(const Ring& ring, Slice slice, std::vector<std::byte>& 
 // Sends a slice in the pieces that ReceiveAndCombine expects.
 Status PostPieces(const Ring& ring, Slice slice, std::vector<Ticket>& tickets) {
   const ConstBytes bytes = ring.View(slice);
-  const size_t piece = std::max(kPieceBytes / ring.width(), size_t{1}) * ring.width();
+  const size_t piece = std::max(kRingPieceBytes / ring.width(), size_t{1}) * ring.width();
   for (size_t done = 0; done < bytes.size(); done += piece) {
     const Result<Ticket> posted = ring.transport.PostSend(
         ring.Neighbour(1), bytes.Sub(done, std::min(piece, bytes.size() - done)));

@@ -6,6 +6,8 @@
 
 namespace sparkhvd {
 
+constexpr size_t kCacheLine = 64;
+
 struct Slice {
   size_t begin = 0;
   size_t count = 0;

@@ -5,7 +5,7 @@
 namespace sparkhvd {
 namespace {
 
-constexpr double kAnswerSeconds = 30.0;
+constexpr double kMessageAnswerSeconds = 30.0;
 
 }  // namespace
 
@@ -18,7 +18,7 @@ Result<std::unique_ptr<MessageServer>> MessageServer::Start(const HostPort& addr
   options.purpose = kMessagePurpose;
   options.encrypt = encrypt;
   options.frames = kMessageLimits;
-  options.answer_seconds = kAnswerSeconds;
+  options.answer_seconds = kMessageAnswerSeconds;
   options.thread_name = thread_name;
   std::unique_ptr<MessageServer> messages(new MessageServer);
   auto server = FrameServer::Start(std::move(options), *messages);

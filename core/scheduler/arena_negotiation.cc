@@ -16,7 +16,7 @@ namespace {
 
 // The room for a message in the first round of a cycle. Data that is sent with the message follows
 // it. A longer message continues in further rounds, which carry no such data.
-constexpr size_t kFrameBytes = 1024;
+constexpr size_t kArenaFrameBytes = 1024;
 
 // The head of a frame.
 struct Head {
@@ -30,7 +30,7 @@ class ArenaNegotiation final : public Negotiation {
       : Negotiation(steps.count(), cache_capacity),
         steps_(steps),
         timeout_s_(timeout_s),
-        frame_bytes_(std::min(kFrameBytes, steps.SlotBytes())),
+        frame_bytes_(std::min(kArenaFrameBytes, steps.SlotBytes())),
         round_(steps.StartRound()),
         messages_(static_cast<size_t>(steps.count())) {}
 

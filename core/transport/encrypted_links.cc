@@ -33,7 +33,7 @@ constexpr size_t kRecordBytes = kLengthBytes + kContentBytes + kCipherTagBytes;
 // Before a record in its buffer, so that the content is aligned.
 constexpr size_t kMargin = alignof(std::max_align_t) - kLengthBytes;
 constexpr std::chrono::milliseconds kFarewellTime(1000);
-constexpr std::chrono::seconds kCheckInterval(1);  // between checks of the peers' hosts
+constexpr std::chrono::seconds kHostCheckInterval(1);  // between checks of the peers' hosts
 
 // Returns the number of bytes that the other host has not acknowledged.
 int BytesOnTheirWay(int fd) {
@@ -278,7 +278,7 @@ class EncryptedLinks::Pump {
     std::vector<pollfd> fds;
     fds.reserve(2 * tunnels.size() + 1);  // so that no allocation can fail later
     bool quiet = false;                   // no data has moved, and none is in transit
-    Deadline next_check = Deadline::After(kCheckInterval);
+    Deadline next_check = Deadline::After(kHostCheckInterval);
     while (!Finished()) {
       fds.clear();
       fds.push_back({leaving_seen_ ? -1 : wake_.get(), POLLIN, 0});
@@ -287,7 +287,7 @@ class EncryptedLinks::Pump {
       const int timeout = leaving_seen_ ? leave_by_.RemainingMillis() : patience;
       quiet = ::poll(fds.data(), fds.size(), timeout) == 0;
       if (next_check.Expired()) {  // also while links are busy or full
-        next_check = Deadline::After(kCheckInterval);
+        next_check = Deadline::After(kHostCheckInterval);
         for (Tunnel& tunnel : tunnels) tunnel.EndIfHostIsSilent(silence_);
       }
       quiet = quiet && std::none_of(tunnels.begin(), tunnels.end(),

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/deadlines.h"
 #include "base/wire.h"
 #include "rendezvous/dial.h"
 #include "rendezvous/message_server.h"
@@ -21,8 +22,6 @@ namespace sparkhvd {
 namespace {
 
 constexpr FrameLimits kSmall = {1000, 30.0};
-
-Deadline Late() { return Deadline::AfterSeconds(30); }
 
 Digest KeyOf(char letter) {
   Digest key;

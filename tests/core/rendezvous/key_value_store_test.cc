@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/deadlines.h"
 #include "base/leak_check.h"
 #include "rendezvous/blocking_dial.h"
 #include "rendezvous/handshake.h"
@@ -24,9 +25,6 @@
 
 namespace sparkhvd {
 namespace {
-
-Deadline Soon() { return Deadline::After(std::chrono::milliseconds(30)); }
-Deadline Late() { return Deadline::AfterSeconds(30); }
 
 // A store from the view of two parties.
 struct Parties {

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/deadlines.h"
 #include "base/leak_check.h"
 #include "rendezvous/dial.h"
 #include "rendezvous/store_frames.h"
@@ -18,8 +19,6 @@
 
 namespace sparkhvd {
 namespace {
-
-Deadline Late() { return Deadline::AfterSeconds(30); }
 
 class RendezvousServer : public testing::Test {
  protected:

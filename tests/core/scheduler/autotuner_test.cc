@@ -112,19 +112,19 @@ void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
 
 class Autotuning : public ::testing::TestWithParam<Layout> {};
 
-constexpr size_t kTensors = 8;
+constexpr size_t kTunedTensors = 8;
 constexpr size_t kLengths[] = {1, 40, 3000, 20000};  // below and above every switch point
 
 void Step(int rank, int size, Rank& self, const std::string& set) {
   std::vector<std::vector<float>> data;
   std::vector<Pointer> operations;
-  for (size_t i = 0; i < kTensors; ++i) {
+  for (size_t i = 0; i < kTunedTensors; ++i) {
     data.emplace_back(kLengths[i % 4] + i, static_cast<float>(rank + 1) * static_cast<float>(i));
   }
-  for (size_t i = 0; i < kTensors; ++i) {
+  for (size_t i = 0; i < kTunedTensors; ++i) {
     operations.push_back(self.Allreduce(set + std::to_string(i), data[i]));
   }
-  for (size_t i = 0; i < kTensors; ++i) {
+  for (size_t i = 0; i < kTunedTensors; ++i) {
     ASSERT_TRUE(self.engine.Wait(*operations[i], Patience()).ok());
     const auto sum = static_cast<float>(size * (size + 1) / 2 * static_cast<int>(i));
     ASSERT_EQ(data[i], std::vector<float>(data[i].size(), sum)) << i;

@@ -10,14 +10,13 @@
 namespace sparkhvd {
 namespace {
 
-using State = Cycle::State;
 using std::chrono::microseconds;
 
 Deadline AtOnce() { return Deadline::AfterSeconds(0); }
 
 TEST(Cycle, RunsWhatAllRanksHaveSubmitted) {
   ScriptedCycle self;
-  EXPECT_EQ(self.cycle.state(), State::kIdle);
+  EXPECT_EQ(self.cycle.state(), Cycle::State::kIdle);
   EXPECT_FALSE(self.cycle.due()) << "an idle engine needs no cycle";
   self.OthersAgree();
   for (const int round : {1, 2}) {  // the second one by its id in the cache
@@ -25,7 +24,7 @@ TEST(Cycle, RunsWhatAllRanksHaveSubmitted) {
     EXPECT_TRUE(self.cycle.Run(Patience()).ok());
     EXPECT_TRUE(operation->done());
     EXPECT_TRUE(operation->outcome().ok()) << operation->outcome().message();
-    EXPECT_EQ(self.cycle.state(), State::kIdle);
+    EXPECT_EQ(self.cycle.state(), Cycle::State::kIdle);
     EXPECT_TRUE(self.cycle.made_progress());
     EXPECT_EQ(self.counters.operations.load(), static_cast<uint64_t>(round));
     EXPECT_EQ(self.counters.cache_hits.load(), static_cast<uint64_t>(round - 1));
@@ -40,7 +39,7 @@ TEST(Cycle, APauseGrowsUntilOtherRanksAct) {
     EXPECT_TRUE(self.cycle.Run(Patience()).ok());
     return self.negotiation.announced;
   }();
-  EXPECT_EQ(self.cycle.state(), State::kPending);
+  EXPECT_EQ(self.cycle.state(), Cycle::State::kPending);
   EXPECT_EQ(self.cycle.pause(), microseconds(0)) << "a submission is progress";
   EXPECT_TRUE(self.cycle.due().has_value());
   microseconds expected{50};
@@ -55,7 +54,7 @@ TEST(Cycle, APauseGrowsUntilOtherRanksAct) {
   EXPECT_TRUE(self.cycle.Run(Patience()).ok());
   EXPECT_TRUE(operation->done());
   EXPECT_EQ(self.cycle.pause(), microseconds(0));
-  EXPECT_EQ(self.cycle.state(), State::kIdle);
+  EXPECT_EQ(self.cycle.state(), Cycle::State::kIdle);
 }
 
 TEST(Cycle, StaysEnteredWhenThePatienceEndsAndContinuesInTheNextRun) {
@@ -64,7 +63,7 @@ TEST(Cycle, StaysEnteredWhenThePatienceEndsAndContinuesInTheNextRun) {
   self.OthersAreLate();
   for (int turn = 0; turn < 2; ++turn) {
     EXPECT_TRUE(self.cycle.Run(AtOnce()).ok());
-    EXPECT_EQ(self.cycle.state(), State::kEntered);
+    EXPECT_EQ(self.cycle.state(), Cycle::State::kEntered);
     EXPECT_EQ(self.cycle.due(), SubmissionQueue::kAtOnce);
     EXPECT_FALSE(self.cycle.made_progress());
   }
@@ -74,7 +73,7 @@ TEST(Cycle, StaysEnteredWhenThePatienceEndsAndContinuesInTheNextRun) {
   EXPECT_EQ(self.negotiation.entered, 1) << "a cycle is entered once";
   EXPECT_TRUE(first->done());
   EXPECT_FALSE(second->done()) << "submitted after the cycle was entered";
-  EXPECT_EQ(self.cycle.state(), State::kIdle);
+  EXPECT_EQ(self.cycle.state(), Cycle::State::kIdle);
   EXPECT_TRUE(self.cycle.Run(Patience()).ok());
   EXPECT_TRUE(second->done());
 }
@@ -85,7 +84,7 @@ TEST(Cycle, FailsAtItsOwnDeadlineAndNamesThePendingOperations) {
   self.OthersAreLate();
   ExpectFailure(self.cycle.Run(AtOnce()), StatusCode::kTimeout,
                 {"pending here (allreduce 'a')", "rank 7 is missing"});
-  EXPECT_EQ(self.cycle.state(), State::kFailed);
+  EXPECT_EQ(self.cycle.state(), Cycle::State::kFailed);
   EXPECT_FALSE(self.cycle.due());
   EXPECT_FALSE(operation->done()) << "the end of the engine gives it its outcome";
 }
@@ -102,12 +101,12 @@ TEST(Cycle, NoCycleFollowsAFailedOne) {
     }
     static_cast<void>(self.Submit("a"));
     ExpectFailure(self.cycle.Run(Patience()), StatusCode::kPeerLost, {"rank 1 has left"});
-    EXPECT_EQ(self.cycle.state(), State::kFailed);
+    EXPECT_EQ(self.cycle.state(), Cycle::State::kFailed);
     self.negotiation.enter = Status();
     self.OthersAgree();
     ExpectFailure(self.cycle.Run(Patience()), StatusCode::kInternal,
                   {"no cycle can follow a failed one"});
-    EXPECT_EQ(self.cycle.state(), State::kFailed);
+    EXPECT_EQ(self.cycle.state(), Cycle::State::kFailed);
     EXPECT_EQ(self.negotiation.entered, 1);
   }
 }
@@ -117,7 +116,7 @@ TEST(Cycle, AnExceptionIsAFailure) {
   static_cast<void>(self.Submit("a"));
   self.negotiation.conclude = [](Deadline) -> Result<Outcome> { throw std::bad_alloc(); };
   ExpectFailure(self.cycle.Run(Patience()), StatusCode::kIo, {"memory"});
-  EXPECT_EQ(self.cycle.state(), State::kFailed);
+  EXPECT_EQ(self.cycle.state(), Cycle::State::kFailed);
 }
 
 TEST(Cycle, FailsWhenTheRanksAgreeOnWhatIsNotPendingHere) {
@@ -132,7 +131,7 @@ TEST(Cycle, FailsWhenTheRanksAgreeOnWhatIsNotPendingHere) {
     };
     ExpectFailure(self.cycle.Run(Patience()), StatusCode::kInternal,
                   {cached ? "operation 3" : "operation 'unknown'", "not pending here"});
-    EXPECT_EQ(self.cycle.state(), State::kFailed);
+    EXPECT_EQ(self.cycle.state(), Cycle::State::kFailed);
   }
 }
 
@@ -146,7 +145,7 @@ TEST(Cycle, ARefusedOperationFailsAloneAndItsNameIsFree) {
   };
   EXPECT_TRUE(self.cycle.Run(Patience()).ok());
   ExpectFailure(operation->outcome(), StatusCode::kMismatch, {"allreduce 'a'", "shapes differ"});
-  EXPECT_EQ(self.cycle.state(), State::kIdle);
+  EXPECT_EQ(self.cycle.state(), Cycle::State::kIdle);
   EXPECT_FALSE(self.queue.HasInFlight());
   self.OthersAgree();
   const Pointer again = self.Submit("a");

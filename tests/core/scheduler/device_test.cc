@@ -10,8 +10,6 @@
 namespace sparkhvd {
 namespace {
 
-std::byte* BytesOf(std::vector<float>& data) { return reinterpret_cast<std::byte*>(data.data()); }
-
 class EngineDevices : public ::testing::TestWithParam<std::vector<int>> {
  protected:
   int size() const { return static_cast<int>(GetParam().size()); }

@@ -11,8 +11,6 @@ namespace {
 
 using Submission = Engine::Submission;
 
-std::byte* BytesOf(std::vector<float>& data) { return reinterpret_cast<std::byte*>(data.data()); }
-
 Request Of(OperationKind kind, const std::string& name, std::vector<int64_t> shape) {
   Request request;
   request.kind = kind;

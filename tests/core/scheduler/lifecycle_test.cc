@@ -11,8 +11,6 @@
 namespace sparkhvd {
 namespace {
 
-using State = Lifecycle::State;
-
 // A lifecycle whose thread waits for the end, and a count of its effects on the links.
 struct Life {
   Life(int rank, std::shared_ptr<KeyValueStore> store)
@@ -44,20 +42,20 @@ const Status kSecond(StatusCode::kTimeout, "the second reason");
 TEST(Lifecycle, PassesThroughEveryStateInOrder) {
   Life life(0, nullptr);
   Gate gate(2);
-  EXPECT_EQ(life.lifecycle.state(), State::kRunning);
+  EXPECT_EQ(life.lifecycle.state(), Lifecycle::State::kRunning);
   life.lifecycle.Start({}, [&] { gate.Meet(); });
-  EXPECT_EQ(life.lifecycle.state(), State::kRunning);
+  EXPECT_EQ(life.lifecycle.state(), Lifecycle::State::kRunning);
   EXPECT_TRUE(life.lifecycle.Reason().ok());
   ExpectFailure(life.lifecycle.Shutdown(Deadline::AfterSeconds(0)), StatusCode::kTimeout,
                 {"the engine has not ended yet"});
-  EXPECT_EQ(life.lifecycle.state(), State::kEnding);
+  EXPECT_EQ(life.lifecycle.state(), Lifecycle::State::kEnding);
   EXPECT_EQ(life.closes, 0) << "the thread may use the links";
   gate.Meet();
   EXPECT_TRUE(life.lifecycle.Shutdown(Patience()).ok());
-  EXPECT_EQ(life.lifecycle.state(), State::kLeft);
+  EXPECT_EQ(life.lifecycle.state(), Lifecycle::State::kLeft);
   EXPECT_EQ(life.closes, 1);
   EXPECT_TRUE(life.lifecycle.Shutdown(Patience()).ok());
-  EXPECT_EQ(life.lifecycle.state(), State::kLeft);
+  EXPECT_EQ(life.lifecycle.state(), Lifecycle::State::kLeft);
   EXPECT_EQ(life.closes, 1) << "the links are closed once";
 }
 
@@ -90,7 +88,7 @@ TEST(Lifecycle, TheFirstReasonStays) {
   EXPECT_TRUE(life.lifecycle.Shutdown(Patience()).ok());
   ExpectFailure(life.lifecycle.Failure(), StatusCode::kPeerLost, {"the first reason"});
   ExpectFailure(life.Push("late"), StatusCode::kPeerLost, {"the first reason"});
-  EXPECT_EQ(life.lifecycle.state(), State::kLeft);
+  EXPECT_EQ(life.lifecycle.state(), Lifecycle::State::kLeft);
 }
 
 TEST(Lifecycle, NothingLeavesTheLastState) {
@@ -99,14 +97,14 @@ TEST(Lifecycle, NothingLeavesTheLastState) {
   EXPECT_TRUE(life.lifecycle.Shutdown(Patience()).ok());
   life.lifecycle.End(kFirst);
   life.lifecycle.Abort("a late abort");
-  EXPECT_EQ(life.lifecycle.state(), State::kLeft);
+  EXPECT_EQ(life.lifecycle.state(), Lifecycle::State::kLeft);
   EXPECT_TRUE(life.lifecycle.Failure().ok());
 }
 
 TEST(Lifecycle, ShutdownNeedsNoThread) {
   Life life(0, nullptr);
   EXPECT_TRUE(life.lifecycle.Shutdown(Deadline::AfterSeconds(0)).ok());
-  EXPECT_EQ(life.lifecycle.state(), State::kLeft);
+  EXPECT_EQ(life.lifecycle.state(), Lifecycle::State::kLeft);
   EXPECT_EQ(life.closes, 1);
 }
 
@@ -117,7 +115,7 @@ TEST(Lifecycle, AbortReachesTheOtherRanksOverTheBoard) {
   EXPECT_TRUE(two.lifecycle.Poll().ok());
   one.lifecycle.Abort("the user said so");
   ExpectFailure(one.lifecycle.Failure(), StatusCode::kAborted, {"the user said so"});
-  EXPECT_EQ(one.lifecycle.state(), State::kEnding);
+  EXPECT_EQ(one.lifecycle.state(), Lifecycle::State::kEnding);
   EXPECT_EQ(one.aborts, 1);
   // The broken link is only a consequence of the abort.
   two.lifecycle.EndTogether(Status(StatusCode::kPeerLost, "rank 1 has left"));
@@ -130,14 +128,14 @@ TEST(Lifecycle, PollFindsTheFailureOfAnotherRank) {
   Life two(2, store);
   one.lifecycle.EndTogether(kFirst);
   ExpectFailure(two.lifecycle.Poll(), StatusCode::kPeerLost, {"rank 1", "the first reason"});
-  EXPECT_EQ(two.lifecycle.state(), State::kRunning) << "the caller decides";
+  EXPECT_EQ(two.lifecycle.state(), Lifecycle::State::kRunning) << "the caller decides";
   ExpectFailure(one.lifecycle.Poll(), StatusCode::kPeerLost, {"the first reason"});
 }
 
 TEST(Lifecycle, AThreadThatStopsTooEarlyIsAFailure) {
   Life life(0, nullptr);
   life.lifecycle.Start({}, [] {});
-  while (life.lifecycle.state() != State::kEnded) std::this_thread::yield();
+  while (life.lifecycle.state() != Lifecycle::State::kEnded) std::this_thread::yield();
   ExpectFailure(life.lifecycle.Failure(), StatusCode::kInternal, {"thread has stopped"});
   EXPECT_TRUE(life.lifecycle.Shutdown(Patience()).ok());
 }
@@ -146,7 +144,7 @@ TEST(Lifecycle, AProcessorCoreThatDoesNotExistEndsTheEngine) {
   Life life(0, nullptr);
   life.lifecycle.Start(
       1'000'000, [&life] { EXPECT_EQ(life.queue.AwaitTurn(), SubmissionQueue::Turn::kClosed); });
-  while (life.lifecycle.state() != State::kEnded) std::this_thread::yield();
+  while (life.lifecycle.state() != Lifecycle::State::kEnded) std::this_thread::yield();
   EXPECT_FALSE(life.lifecycle.Failure().ok());
   EXPECT_EQ(life.aborts, 1);
 }
@@ -162,7 +160,7 @@ TEST(Lifecycle, ManyThreadsMayEndItAtOnce) {
       threads.emplace_back([&] { EXPECT_TRUE(life.lifecycle.Shutdown(Patience()).ok()); });
     }
     for (std::thread& thread : threads) thread.join();
-    EXPECT_EQ(life.lifecycle.state(), State::kLeft);
+    EXPECT_EQ(life.lifecycle.state(), Lifecycle::State::kLeft);
     EXPECT_EQ(life.closes, 1);
     EXPECT_FALSE(life.lifecycle.Reason().ok());
   }

@@ -14,15 +14,15 @@ void OnOneHostWithoutSharedMemory(MeshOptions* options) { options->shared_memory
 void OnAHostEach(MeshOptions* options) { options->host_key = std::to_string(options->rank); }
 void OnTwoHosts(MeshOptions* options) { options->host_key = std::to_string(options->rank % 2); }
 
-struct Layout {
+struct LinkLayout {
   const char* name;
   void (*place)(MeshOptions*);
   std::vector<int> neighbours_of_rank_0;
 };
 
-void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+void PrintTo(const LinkLayout& layout, std::ostream* out) { *out << layout.name; }
 
-class EngineLinks : public ::testing::TestWithParam<Layout> {
+class EngineLinks : public ::testing::TestWithParam<LinkLayout> {
  protected:
   void OnEveryRank(const std::function<void(int, Rank&)>& body, double timeout_s = 30) {
     sparkhvd::OnEveryRank(Connect(kSize, GetParam().place), Quick(timeout_s), body);
@@ -140,10 +140,10 @@ TEST_P(EngineLinks, ARankThatNeverComesIsNamed) {
 
 INSTANTIATE_TEST_SUITE_P(
     Layouts, EngineLinks,
-    ::testing::Values(Layout{"OneHost", OnOneHost, {0, 1, 2}},
-                      Layout{"OneHostWithoutSharedMemory", OnOneHostWithoutSharedMemory, {0}},
-                      Layout{"AHostEach", OnAHostEach, {0}},
-                      Layout{"TwoHosts", OnTwoHosts, {0, 2}}),
+    ::testing::Values(LinkLayout{"OneHost", OnOneHost, {0, 1, 2}},
+                      LinkLayout{"OneHostWithoutSharedMemory", OnOneHostWithoutSharedMemory, {0}},
+                      LinkLayout{"AHostEach", OnAHostEach, {0}},
+                      LinkLayout{"TwoHosts", OnTwoHosts, {0, 2}}),
     [](const auto& chosen) { return std::string(chosen.param.name); });
 
 }  // namespace

@@ -57,16 +57,16 @@ __attribute__((noinline)) void operator delete(void* memory, size_t) noexcept { 
 namespace sparkhvd {
 namespace {
 
-struct Layout {
+struct FailureLayout {
   const char* name;
   int size;
   // The host of every rank.
   std::vector<int> hosts;
 };
 
-void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+void PrintTo(const FailureLayout& layout, std::ostream* out) { *out << layout.name; }
 
-class FailingMemory : public testing::TestWithParam<Layout> {
+class FailingMemory : public testing::TestWithParam<FailureLayout> {
  protected:
   ~FailingMemory() override { countdown.store(-1); }
 
@@ -78,7 +78,7 @@ class FailingMemory : public testing::TestWithParam<Layout> {
   }
 };
 
-constexpr int64_t kRows = 3000;  // each of two floats
+constexpr int64_t kRowsPerRank = 3000;  // each of two floats
 
 // Returns one operation of each kind. The fusible ones are fused.
 std::vector<Request> AllKinds() {
@@ -90,7 +90,7 @@ std::vector<Request> AllKinds() {
     Request request;
     request.kind = kind;
     request.name = "a tensor whose name needs memory/" + std::to_string(requests.size());
-    request.shape = {kRows, 2};
+    request.shape = {kRowsPerRank, 2};
     if (requests.size() == 2) request.op = ReduceOp::kAdasum;
     if (kind == OperationKind::kBarrier) request.shape = {0};
     requests.push_back(request);
@@ -106,11 +106,11 @@ std::vector<Status> SubmitAndWait(Rank& self, int size) {
   std::vector<Request> requests = AllKinds();
   std::vector<Pointer> operations;
   for (Request& request : requests) {
-    sources.emplace_back(2 * kRows, 1.0F);
-    targets.emplace_back(2 * kRows, 0.0F);
+    sources.emplace_back(2 * kRowsPerRank, 1.0F);
+    targets.emplace_back(2 * kRowsPerRank, 0.0F);
     if (request.kind == OperationKind::kAlltoall) {
       request.splits.assign(static_cast<size_t>(size), 0);
-      request.splits[0] = kRows;
+      request.splits[0] = kRowsPerRank;
     }
   }
   outcomes.reserve(requests.size());
@@ -194,9 +194,9 @@ TEST_P(FailingMemory, OfAWorkBufferIsTheReasonOnEveryRank) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, FailingMemory,
-                         testing::Values(Layout{"OneHost", 2, {0, 0}},
-                                         Layout{"TwoHosts", 2, {0, 1}},
-                                         Layout{"TwoAndOne", 3, {0, 0, 1}}),
+                         testing::Values(FailureLayout{"OneHost", 2, {0, 0}},
+                                         FailureLayout{"TwoHosts", 2, {0, 1}},
+                                         FailureLayout{"TwoAndOne", 3, {0, 0, 1}}),
                          [](const auto& entry) { return entry.param.name; });
 
 }  // namespace

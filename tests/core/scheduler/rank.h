@@ -21,6 +21,10 @@ using Pointer = std::shared_ptr<Operation>;
 
 inline Deadline Patience() { return Deadline::AfterSeconds(30); }
 
+inline std::byte* BytesOf(std::vector<float>& data) {
+  return reinterpret_cast<std::byte*>(data.data());
+}
+
 // Synchronizes the threads of a test without the engine.
 class Gate {
  public:

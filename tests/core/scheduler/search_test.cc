@@ -12,7 +12,7 @@ namespace {
 using Point = GridSearch::Point;
 using Score = std::function<double(const Point&)>;
 
-const std::vector<size_t> kLengths = {6, 1, 4, 5};
+const std::vector<size_t> kGridLengths = {6, 1, 4, 5};
 constexpr size_t kSamples = 70;
 
 Point BestOf(GridSearch search, const Score& score) {
@@ -43,10 +43,10 @@ TEST(Median, IsInTheMiddle) {
 }
 
 TEST(GridSearch, FindsTheMaximumAnywhere) {
-  for (size_t a = 0; a < kLengths[0]; ++a) {
-    for (size_t c = 0; c < kLengths[2]; ++c) {
+  for (size_t a = 0; a < kGridLengths[0]; ++a) {
+    for (size_t c = 0; c < kGridLengths[2]; ++c) {
       const Point top = {a, 0, c, 4};
-      const GridSearch search(kLengths, {5, 0, 1, 2}, kSamples);
+      const GridSearch search(kGridLengths, {5, 0, 1, 2}, kSamples);
       EXPECT_EQ(BestOf(search, [&top](const Point& point) { return Hill(point, top); }), top);
     }
   }
@@ -60,10 +60,11 @@ TEST(GridSearch, FindsAPointNearTheMaximumDespiteNoise) {
   int good = 0;
   for (int trial = 0; trial < 100; ++trial) {
     double drift = 1;  // the machine becomes steadily slower
-    const Point best = BestOf(GridSearch(kLengths, {5, 0, 1, 2}, kSamples), [&](const Point& at) {
-      const double hiccup = dice(random) == 0 ? 0.3 : 1;
-      return Hill(at, top) * (1 + noise(random)) * hiccup * (drift *= 0.995);
-    });
+    const Point best =
+        BestOf(GridSearch(kGridLengths, {5, 0, 1, 2}, kSamples), [&](const Point& at) {
+          const double hiccup = dice(random) == 0 ? 0.3 : 1;
+          return Hill(at, top) * (1 + noise(random)) * hiccup * (drift *= 0.995);
+        });
     if (Hill(best, top) > 0.8) ++good;
   }
   EXPECT_GE(good, 90) << "of 100";
@@ -76,7 +77,7 @@ TEST(GridSearch, NoiseAloneChangesLittle) {
   int changes = 0;
   for (int trial = 0; trial < 200; ++trial) {
     const auto score = [&](const Point&) { return noise(random); };
-    const Point best = BestOf(GridSearch(kLengths, start, kSamples), score);
+    const Point best = BestOf(GridSearch(kGridLengths, start, kSamples), score);
     for (size_t axis = 0; axis < best.size(); ++axis) changes += best[axis] != start[axis] ? 1 : 0;
   }
   EXPECT_LE(changes, 60) << "of 600 choices";
@@ -85,18 +86,18 @@ TEST(GridSearch, NoiseAloneChangesLittle) {
 TEST(GridSearch, KeepsTheInitialPointUnlessAnotherIsClearlyBetter) {
   const Point start = {5, 0, 1, 2};
   const auto flat = [&start](const Point& point) { return point == start ? 1.0 : 1.015; };
-  EXPECT_EQ(BestOf(GridSearch(kLengths, start, kSamples), flat), start);
+  EXPECT_EQ(BestOf(GridSearch(kGridLengths, start, kSamples), flat), start);
   const auto better = [&start](const Point& point) { return point[0] == start[0] ? 1.0 : 1.03; };
-  EXPECT_NE(BestOf(GridSearch(kLengths, start, kSamples), better), start);
+  EXPECT_NE(BestOf(GridSearch(kGridLengths, start, kSamples), better), start);
 }
 
 TEST(GridSearch, KeepsTheBestSoFarWhenTheSamplesAreUsedUp) {
   const auto hill = [](const Point& point) { return Hill(point, {1, 0, 2, 4}); };
   const Point start = {5, 0, 1, 2};
-  EXPECT_EQ(BestOf(GridSearch(kLengths, start, 0), hill), start);
-  EXPECT_EQ(BestOf(GridSearch(kLengths, start, 17), hill), start) << "too few for a final";
+  EXPECT_EQ(BestOf(GridSearch(kGridLengths, start, 0), hill), start);
+  EXPECT_EQ(BestOf(GridSearch(kGridLengths, start, 17), hill), start) << "too few for a final";
   for (size_t samples = 18; samples < kSamples; ++samples) {
-    const Point best = BestOf(GridSearch(kLengths, start, samples), hill);
+    const Point best = BestOf(GridSearch(kGridLengths, start, samples), hill);
     EXPECT_EQ(best[0], 1u) << samples;
     EXPECT_GE(hill(best), hill({1, 0, 1, 2})) << samples;
   }

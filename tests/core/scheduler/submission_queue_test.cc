@@ -14,7 +14,7 @@ namespace {
 
 using Turn = SubmissionQueue::Turn;
 
-Pointer Named(const std::string& name, OperationKind kind = OperationKind::kBarrier) {
+Pointer OperationNamed(const std::string& name, OperationKind kind = OperationKind::kBarrier) {
   Request request;
   request.name = name;
   request.kind = kind;
@@ -52,53 +52,54 @@ class Submissions : public ::testing::Test {
 };
 
 TEST_F(Submissions, AreTakenOnceInTheOrderOfTheirPushes) {
-  EXPECT_TRUE(Push({Named("b")}).ok());
-  EXPECT_TRUE(Push({Named("c"), Named("a")}, Start::kWithWaiter).ok());
+  EXPECT_TRUE(Push({OperationNamed("b")}).ok());
+  EXPECT_TRUE(Push({OperationNamed("c"), OperationNamed("a")}, Start::kWithWaiter).ok());
   EXPECT_EQ(Names(queue.Take()), (std::vector<std::string>{"b", "c", "a"}));
   EXPECT_TRUE(queue.Take().empty());
 }
 
 TEST_F(Submissions, ANameIsInFlightUntilItIsReleased) {
-  const Pointer first = Named("same");
+  const Pointer first = OperationNamed("same");
   EXPECT_FALSE(queue.HasInFlight());
   EXPECT_TRUE(Push({first}).ok());
   static_cast<void>(queue.Take());
   EXPECT_TRUE(queue.HasInFlight());
-  ExpectFailure(Push({Named("same")}), StatusCode::kInvalidArgument,
+  ExpectFailure(Push({OperationNamed("same")}), StatusCode::kInvalidArgument,
                 {"barrier 'same'", "already in flight"});
   Release(first);
   EXPECT_FALSE(queue.HasInFlight());
-  EXPECT_TRUE(Push({Named("same")}).ok());
+  EXPECT_TRUE(Push({OperationNamed("same")}).ok());
 }
 
 TEST_F(Submissions, ARefusedPushLeavesNothingBehind) {
-  const Pointer taken = Named("taken");
+  const Pointer taken = OperationNamed("taken");
   EXPECT_TRUE(Push({taken}).ok());
-  EXPECT_FALSE(Push({Named("new"), Named("taken")}).ok());
-  EXPECT_FALSE(Push({Named("twice"), Named("twice")}).ok());
+  EXPECT_FALSE(Push({OperationNamed("new"), OperationNamed("taken")}).ok());
+  EXPECT_FALSE(Push({OperationNamed("twice"), OperationNamed("twice")}).ok());
   EXPECT_EQ(Names(queue.Take()), std::vector<std::string>{"taken"});
-  EXPECT_TRUE(Push({Named("new"), Named("twice")}).ok()) << "the names are free";
+  EXPECT_TRUE(Push({OperationNamed("new"), OperationNamed("twice")}).ok()) << "the names are free";
   EXPECT_TRUE(queue.HasInFlight());
-  EXPECT_FALSE(Push({Named("taken")}).ok()) << "the name of the earlier push is not free";
+  EXPECT_FALSE(Push({OperationNamed("taken")}).ok()) << "the name of the earlier push is not free";
 }
 
 TEST_F(Submissions, AJoinRefusesOtherOperationsUntilItIsReleased) {
-  const Pointer join = Named(kJoinName, OperationKind::kJoin);
+  const Pointer join = OperationNamed(kJoinName, OperationKind::kJoin);
   EXPECT_TRUE(Push({join}).ok());
-  ExpectFailure(Push({Named("late")}), StatusCode::kInvalidArgument,
+  ExpectFailure(Push({OperationNamed("late")}), StatusCode::kInvalidArgument,
                 {"barrier 'late'", "has joined"});
   Release(join);
-  EXPECT_TRUE(Push({Named("late")}).ok());
+  EXPECT_TRUE(Push({OperationNamed("late")}).ok());
 }
 
 TEST_F(Submissions, AreRefusedWithTheFirstReasonAfterClose) {
-  const Pointer early = Named("early");
+  const Pointer early = OperationNamed("early");
   EXPECT_TRUE(Push({early}).ok());
   EXPECT_FALSE(queue.closed());
   queue.Close(Status(StatusCode::kAborted, "first reason"));
   queue.Close(Status(StatusCode::kPeerLost, "second reason"));
   EXPECT_TRUE(queue.closed());
-  ExpectFailure(Push({Named("late")}), StatusCode::kAborted, {"barrier 'late'", "first reason"});
+  ExpectFailure(Push({OperationNamed("late")}), StatusCode::kAborted,
+                {"barrier 'late'", "first reason"});
   EXPECT_EQ(queue.AnyInFlight(), early) << "it needs an outcome";
   EXPECT_TRUE(queue.Take().empty()) << "it will not run";
   Release(early);
@@ -107,7 +108,7 @@ TEST_F(Submissions, AreRefusedWithTheFirstReasonAfterClose) {
 
 TEST_F(Submissions, GiveTheEnginesThreadATurn) {
   for (int round = 0; round < 200; ++round) {
-    const Pointer operation = Named("a");
+    const Pointer operation = OperationNamed("a");
     std::future<Turn> turn = AwaitTurn();
     EXPECT_TRUE(Push({operation}).ok());
     ASSERT_EQ(Get(turn), Turn::kSubmissions);
@@ -119,7 +120,7 @@ TEST_F(Submissions, GiveTheEnginesThreadATurn) {
 
 TEST_F(Submissions, WithAWaiterGiveTheEnginesThreadATurnOnceTheWaiterLeaves) {
   for (int round = 0; round < 200; ++round) {
-    const Pointer operation = Named("a");
+    const Pointer operation = OperationNamed("a");
     std::future<Turn> turn = AwaitTurn();
     EXPECT_TRUE(Push({operation}, Start::kWithWaiter).ok());
     queue.StartNow();
@@ -134,7 +135,7 @@ TEST_F(Submissions, WaitWhileAnotherThreadHasTheTurn) {
   ASSERT_TRUE(queue.TryTurn());
   EXPECT_FALSE(queue.TryTurn());
   std::future<Turn> turn = AwaitTurn();
-  EXPECT_TRUE(Push({Named("a")}).ok());
+  EXPECT_TRUE(Push({OperationNamed("a")}).ok());
   queue.StartNow();
   EXPECT_TRUE(Waits(turn));
   queue.EndTurn({});
@@ -149,7 +150,7 @@ TEST_F(Submissions, WorkThatATurnLeavesIsDueOnTheEnginesThread) {
   queue.EndTurn(due);
   EXPECT_EQ(Get(turn), Turn::kDue);
   EXPECT_GE(Deadline::Clock::now(), due);
-  EXPECT_TRUE(Push({Named("a")}).ok());
+  EXPECT_TRUE(Push({OperationNamed("a")}).ok());
   EXPECT_EQ(queue.AwaitNextTurn(SubmissionQueue::kAtOnce), Turn::kDue) << "before the gathering";
   EXPECT_EQ(queue.AwaitNextTurn(Deadline::Clock::now() + std::chrono::hours(1)),
             Turn::kSubmissions);

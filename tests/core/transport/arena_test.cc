@@ -14,7 +14,7 @@
 namespace sparkhvd {
 namespace {
 
-std::vector<Mesh> InProcess(int size) {
+std::vector<Mesh> ArenaInProcess(int size) {
   return InProcessMeshes(std::vector<int>(static_cast<size_t>(size), 0), true, 10'000);
 }
 std::vector<Mesh> Memfd(int size) { return Connect(size); }
@@ -146,7 +146,7 @@ TEST_P(ArenaContract, LeavesNothingOpenOrMapped) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Arenas, ArenaContract,
-                         testing::Values(MeshKind{"InProcess", InProcess},
+                         testing::Values(MeshKind{"InProcess", ArenaInProcess},
                                          MeshKind{"Memfd", Memfd}),
                          KindName);
 

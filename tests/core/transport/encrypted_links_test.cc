@@ -36,16 +36,16 @@ std::pair<UniqueFd, UniqueFd> Pair() {
 }
 
 // One side: the plain end, and the end that replaces the network.
-struct Side {
+struct LinkEnd {
   std::unique_ptr<EncryptedLinks> links;
   UniqueFd plain;
   UniqueFd network;
 };
 
-Side MakeSide(const LinkKeys& keys) {
+LinkEnd MakeLinkEnd(const LinkKeys& keys) {
   auto made = EncryptedLinks::Make();
   EXPECT_TRUE(made.ok()) << made.status().message();
-  Side side{std::move(made).value(), UniqueFd(), UniqueFd()};
+  LinkEnd side{std::move(made).value(), UniqueFd(), UniqueFd()};
   auto [link, network] = Pair();
   auto plain = side.links->Add(std::move(link), keys);
   EXPECT_TRUE(plain.ok()) << plain.status().message();
@@ -92,8 +92,8 @@ TEST(LinkCipher, NamesTheMissingLibrary) {
 }
 
 TEST(EncryptedLinks, HideTheirContent) {
-  Side here = MakeSide(kHere);
-  Side there = MakeSide(kThere);
+  LinkEnd here = MakeLinkEnd(kHere);
+  LinkEnd there = MakeLinkEnd(kThere);
   const std::string text = "the gradient of the loss, again and again; ";
   std::string sent;
   while (sent.size() < 300'000) sent += text;
@@ -166,7 +166,7 @@ TEST(EncryptedLinks, UseMemoryOnlyWhileDataMoves) {
 
 TEST(EncryptedLinks, DetectAlteredRepeatedAndForgedData) {
   const auto record_of = [](const std::string& text) {
-    Side here = MakeSide(kHere);
+    LinkEnd here = MakeLinkEnd(kHere);
     EXPECT_TRUE(WriteExactly(here.plain.get(), AsBytes(text), Late()).ok());
     return ReadText(here.network.get(), 4 + text.size() + kCipherTagBytes);
   };
@@ -176,13 +176,13 @@ TEST(EncryptedLinks, DetectAlteredRepeatedAndForgedData) {
   const std::string huge = std::string("\xff\xff\xff\x7f", 4) + std::string(100, 'x');
   const std::string empty(4 + kCipherTagBytes, '\0');
   for (const std::string& bad : {altered, huge, empty, std::string(64, 'G')}) {
-    Side there = MakeSide(kThere);
+    LinkEnd there = MakeLinkEnd(kThere);
     EXPECT_TRUE(WriteExactly(there.network.get(), AsBytes(bad), Late()).ok());
     std::byte first{};
     EXPECT_EQ(ReadExactly(there.plain.get(), Bytes(&first, 1), Late()).code(),
               StatusCode::kPeerLost);
   }
-  Side there = MakeSide(kThere);
+  LinkEnd there = MakeLinkEnd(kThere);
   EXPECT_TRUE(WriteExactly(there.network.get(), AsBytes(good + good), Late()).ok());
   EXPECT_EQ(ReadText(there.plain.get(), 5), "hello");
   std::byte again{};

@@ -8,13 +8,11 @@
 #include <thread>
 #include <vector>
 
+#include "base/deadlines.h"
 #include "rendezvous/in_process_store.h"
 #include "transport/mesh.h"
 
 namespace sparkhvd {
-
-inline Deadline Soon() { return Deadline::After(std::chrono::milliseconds(30)); }
-inline Deadline Late() { return Deadline::AfterSeconds(60); }
 
 // Runs `body` for every rank on a separate thread.
 inline void ForEachRank(int size, const std::function<void(int)>& body) {

@@ -63,7 +63,7 @@ void ExchangeAll(Transport& transport, size_t bytes) {
   }
 }
 
-std::vector<Mesh> InProcess(int size) {
+std::vector<Mesh> LinksInProcess(int size) {
   return InProcessMeshes(std::vector<int>(static_cast<size_t>(size), 0), false);
 }
 std::vector<Mesh> Unix(int size) { return Connect(size); }
@@ -84,7 +84,7 @@ std::vector<Mesh> TinyTcp(int size) {
 class TransportContract : public testing::TestWithParam<MeshKind> {
  protected:
   std::vector<Mesh> Make(int size) const { return GetParam().make(size); }
-  bool InOneProcess() const { return GetParam().make == InProcess; }
+  bool InOneProcess() const { return GetParam().make == LinksInProcess; }
 };
 
 TEST_P(TransportContract, CarriesEveryLengthBetweenEveryPair) {
@@ -305,8 +305,9 @@ TEST_P(TransportContract, LeavesNoThreadAndNoDescriptor) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, TransportContract,
-                         testing::Values(MeshKind{"InProcess", InProcess}, MeshKind{"Unix", Unix},
-                                         MeshKind{"Tcp", Tcp}, MeshKind{"TinyUnix", TinyUnix},
+                         testing::Values(MeshKind{"InProcess", LinksInProcess},
+                                         MeshKind{"Unix", Unix}, MeshKind{"Tcp", Tcp},
+                                         MeshKind{"TinyUnix", TinyUnix},
                                          MeshKind{"TinyTcp", TinyTcp}),
                          KindName);
 
