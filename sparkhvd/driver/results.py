@@ -77,9 +77,9 @@ def unpickled(contents: Sequence[bytes]) -> list[Any]:
     return results
 
 
-def failure_of(report: FailureReport) -> LaunchError:
-    """Return the exception for a failure report."""
-    message = f"{report.sentence().removesuffix('.')}."
+def failure_of(report: FailureReport, note: str = "") -> LaunchError:
+    """Return the exception for a failure report; ``note`` follows its sentence."""
+    message = f"{report.sentence().removesuffix('.')}. {note}".rstrip()
     if report.traceback:
         message += f"\n\nTraceback of rank {report.rank}:\n{report.traceback}"
     elif report.stderr_tail:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -123,12 +124,12 @@ def keras_estimator(killer, common):
 ESTIMATORS = {"torch": torch_estimator, "lightning": lightning_estimator, "keras": keras_estimator}
 
 
-def uses(fitted) -> set[int]:
-    """Return how often the rows were trained on."""
+def uses(fitted) -> list[int]:
+    """Return how often each row was trained on."""
     model = fitted.getModel()
     weights = model.get_weights()[0] if hasattr(model, "get_weights") else next(model.parameters()).detach().numpy()
     assert len(weights) == ROWS
-    return {round(-float(weight)) for weight in weights.ravel()}
+    return [round(-float(weight)) for weight in weights.ravel()]
 
 
 @pytest.fixture
@@ -149,11 +150,24 @@ def test_every_row_counts_once_per_epoch_although_ranks_are_lost_and_join(fit, f
     """The first epoch loses two ranks: usually, the rest of its rest is divided anew, too."""
     backend = SparkBackend(3, min_num_proc=1, launcher="local", **CHANGES)
     fitted = fit(framework, [(0, 4, 1), (0, 3, 0)], checkpoints=OFTEN, backend=backend, elastic_batch=batch)
-    assert uses(fitted) == {EPOCHS}
+    assert uses(fitted) == [EPOCHS] * ROWS
     assert len(list(tmp_path.glob("killed-*"))) == 2
     sizes = [entry["sizes"] for entry in fitted.getHistory()]
     assert len(sizes) == EPOCHS
     assert sizes[0][0] == 3
+
+
+@pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
+@pytest.mark.parametrize("batch", ["global", "rank"])
+def test_a_shortened_epoch_trains_on_the_same_number_of_rows_after_losses(fit, framework, batch, tmp_path):
+    """With ``elastic_batch="rank"``, the rest of an epoch has more steps than a whole one: fewer ranks share it."""
+    backend = SparkBackend(3, min_num_proc=1, max_num_proc=3, launcher="local", **CHANGES | {"cooldown_range": (60, 60)})
+    params = {"checkpoints": OFTEN, "backend": backend, "elastic_batch": batch, "train_steps_per_epoch": 8, "epochs": 1}
+    fitted = fit(framework, [(0, 2, 1), (0, 2, 0)], **params)
+    assert len(list(tmp_path.glob("killed-*"))) == 2
+    (entry,) = fitted.getHistory()
+    assert entry["sizes"] == [3, 2, 1]
+    assert Counter(uses(fitted)) == {1: 8 * 3 * 4, 0: ROWS - 8 * 3 * 4}
 
 
 def test_a_change_of_the_ranks_changes_neither_the_weights_nor_the_history(spark, tmp_path):
@@ -194,7 +208,7 @@ def test_a_change_of_the_ranks_changes_neither_the_weights_nor_the_history(spark
 
 def test_ranks_in_spark_tasks_are_replaced(fit, spark, tmp_path):
     fitted = fit("torch", [(1, 4, 1)], checkpoints=OFTEN, num_proc=2, min_num_proc=1, elastic_timeout=120)
-    assert uses(fitted) == {EPOCHS}
+    assert uses(fitted) == [EPOCHS] * ROWS
     assert len(list(tmp_path.glob("killed-*"))) == 1
     assert [entry["sizes"][0] for entry in fitted.getHistory()][:2] == [2, 2]
     assert not spark.sparkContext.statusTracker().getActiveJobsIds()
@@ -203,7 +217,7 @@ def test_ranks_in_spark_tasks_are_replaced(fit, spark, tmp_path):
 def test_a_fit_continues_from_its_store_after_all_ranks_were_lost(fit):
     backend = SparkBackend(1, min_num_proc=1, launcher="local", **CHANGES)
     fitted = fit("torch", [(1, 10, 0)], least=1, backend=backend)
-    assert uses(fitted) == {EPOCHS}
+    assert uses(fitted) == [EPOCHS] * ROWS
     assert len(fitted.getHistory()) == EPOCHS
 
 

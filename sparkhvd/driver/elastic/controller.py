@@ -158,11 +158,7 @@ class Controller:
             self._results[event.worker] = event.content
             self._roster.returned(event.worker, now)
         elif isinstance(event, Lost):
-            failure = event.failure
-            if self._roster.member(event.worker) is not None:
-                self._failures.append(failure)
-                logger.warning("%s.", failure.sentence().removesuffix("."))
-            self._lose(event.worker, failure.sentence(), failed=True)
+            self._handle_failure(event.worker, event.failure)
         elif isinstance(event, Offered):
             self._roster.offer(self._usable(event.capacity))
         elif isinstance(event, DiscoveryFailed):
@@ -185,8 +181,17 @@ class Controller:
         elif report.kind == PUBLISHED:
             if member is not None and member.generation == report.generation == self._roster.generation:
                 self._published = report.path
+                self._roster.published()
         else:
             logger.warning("Worker %d sent an unknown report %r.", worker, report.kind)
+
+    def _handle_failure(self, worker: int, failure: FailureReport) -> None:
+        if self._roster.member(worker) is not None:
+            self._failures.append(failure)
+            logger.warning("%s.", failure.sentence().removesuffix("."))
+            if not failure.secondary:
+                self._roster.raised(worker, failure.error, is_final=failure.is_final)
+        self._lose(worker, failure.sentence(), failed=True)
 
     def _lose(self, worker: int, reason: str, *, failed: bool) -> None:
         member = self._roster.member(worker)
@@ -208,6 +213,9 @@ class Controller:
 
     def _error(self, decision: Fail) -> LaunchError:
         """Return the error for a failed job: that of the first rank that failed in the last generation, if one did."""
+        for failure in self._failures:
+            if failure.error and failure.error == decision.error:
+                return failure_of(failure, decision.why)
         primary = [failure for failure in self._failures if not failure.secondary] or self._failures
         if not decision.started and not primary:
             return StartTimeoutError(decision.why)

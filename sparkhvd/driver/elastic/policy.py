@@ -20,6 +20,8 @@ MAX_FRUITLESS = 3
 MAX_STATELESS = 5
 # The time that a job may wait for slots before it says so.
 SHORTAGE_SECONDS = 10.0
+# Generations that the same error of the user's function ends without a new commit in between, unless the user sets it.
+MAX_SAME_ERRORS = 3
 # Failures of num_proc workers each, in a row, before any worker has reached hvd.init().
 MAX_FAILED_STARTS = 3
 
@@ -69,6 +71,7 @@ class Limits:
         elastic_timeout: seconds for the next generation to form, and for a survivor to leave a broken one.
         reset_limit: the largest number of generations after the first; None sets no limit.
         max_restarts: how often the job may start again after all ranks with its state were lost.
+        max_same_errors: how many generations the same error may end without a new commit in between.
     """
 
     num_proc: int
@@ -78,6 +81,7 @@ class Limits:
     elastic_timeout: float
     reset_limit: int | None = None
     max_restarts: int = 0
+    max_same_errors: int = MAX_SAME_ERRORS
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,9 @@ class View:
         failed_starts: workers that failed before ``hvd.init()`` since the last one that reached it; 0 as long as an
             offered host has had no such failure.
         failed_end: why a rank failed, or left its generation, after others had finished; empty if none has.
+        final_error: an error of the user's function that every try would raise; empty if there was none.
+        same_error: the error of the user's function that has ended the most generations since the last new commit.
+        same_errors: how many generations it has ended.
         reasons: the latest failures, oldest first.
     """
 
@@ -114,6 +121,9 @@ class View:
     fruitless: int = 0
     failed_starts: int = 0
     failed_end: str = ""
+    final_error: str = ""
+    same_error: str = ""
+    same_errors: int = 0
     reasons: tuple[str, ...] = field(default=())
 
 
@@ -154,10 +164,17 @@ class Done:
 
 @dataclass(frozen=True)
 class Fail:
-    """End the job with this error; ``started`` tells whether any generation has formed."""
+    """End the job.
+
+    Attributes:
+        why: the reason.
+        started: whether any generation has formed.
+        error: the error of the user's function that ended it; empty if it was something else.
+    """
 
     why: str
     started: bool
+    error: str = ""
 
 
 Decision = Start | Stop | Notify | Form | Done | Fail
@@ -168,6 +185,9 @@ def decide(view: View, limits: Limits, now: float) -> list[Decision]:
     current = [member for member in view.members if member.generation == view.generation > 0]
     if view.failed_end:
         return [Fail(_with_reasons("A rank failed after others had finished, so its result is missing.", view), True)]
+    if view.final_error:
+        why = "Every try would raise this error, so the job has ended."
+        return [Fail(why, view.generation > 0, view.final_error)]
     if any(member.phase in {Phase.FINISHED, Phase.RETURNED} for member in view.members):
         if all(member.phase is Phase.RETURNED for member in current):
             return [Done(tuple(member.worker for member in sorted(current, key=lambda one: one.rank)))]
@@ -244,8 +264,9 @@ def _next_generation(view: View, limits: Limits, leaving: frozenset[int], now: f
         key=lambda member: (-member.commit, member.rank if member.generation else 0, member.worker),
     )
     holders = [member for member in waiting if member.commit >= 0]
-    if hopeless := _hopeless(view, limits, holders):
-        return Fail(_with_reasons(hopeless, view), view.generation > 0)
+    returns = view.same_errors >= limits.max_same_errors
+    if hopeless := _same_error(view) if returns else _hopeless(view, limits, holders):
+        return Fail(_with_reasons(hopeless, view), view.generation > 0, view.same_error if returns else "")
     candidates = [member for member in waiting if member.worker not in leaving]
     if candidates and holders and candidates[0].commit < holders[0].commit:
         candidates.insert(0, holders[0])  # it hands over the state, and leaves in the following generation
@@ -272,6 +293,15 @@ def _too_few(view: View, limits: Limits, ready: int, starting: Sequence[Member])
         listed = ", ".join(f"{member.worker} on host {member.host}" for member in starting)
         text += f" Workers that have not reached hvd.init(): {listed}."
     return text
+
+
+def _same_error(view: View) -> str:
+    if view.same_errors == 1:
+        return "The job has ended, because max_same_errors=1."
+    return (
+        f"This error was raised {view.same_errors} times without a new commit in between, so it probably returns every "
+        f"time. The job has reached max_same_errors={view.same_errors}."
+    )
 
 
 def _hopeless(view: View, limits: Limits, holders: Sequence[Member]) -> str:

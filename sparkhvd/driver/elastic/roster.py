@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from sparkhvd.driver.elastic.policy import Member, Phase, View
 
@@ -48,10 +49,14 @@ class Roster:
         self._fruitless = 0
         self._failed_starts = 0
         self._hosts_of_failed_starts: set[str] = set()
-        self._newest = 0  # the newest commit at the end of the previous generation
+        self._newest = 0  # the commit that the current generation began with
         self._undisturbed = True  # whether the current generation has lost no member and was not asked to regroup
         self._has_finished = False  # whether the training function has returned on all ranks
         self._failed_end = ""
+        self._has_published = False  # whether the current generation has put a commit into the job's Store
+        self._raised: set[str] = set()  # what the user's function raised in the current generation
+        self._same_errors: dict[str, int] = {}  # generations that an error has ended, since the last new commit
+        self._final_error = ""
         self._reasons: deque[str] = deque(maxlen=_MAX_REASONS)
 
     @property
@@ -64,6 +69,7 @@ class Roster:
 
     def view(self, now: float) -> View:
         cooling = frozenset(host for host, until in self._cooling.items() if until > now)
+        same_error, same_errors = max(self._errors_so_far().items(), key=itemgetter(1), default=("", 0))
         return View(
             generation=self._generation,
             members=tuple(self._members.values()),
@@ -77,6 +83,9 @@ class Roster:
             fruitless=self._fruitless,
             failed_starts=self._failed_starts if self._capacity.keys() <= self._hosts_of_failed_starts else 0,
             failed_end=self._failed_end,
+            final_error=self._final_error,
+            same_error=same_error,
+            same_errors=same_errors,
             reasons=tuple(self._reasons),
         )
 
@@ -119,7 +128,12 @@ class Roster:
             return False
         self._members[worker] = replace(member, commit=max(commit, 0))
         self._stateful = True
+        self._newest = max(self._newest, commit)  # a Store may have had a newer one than the members
         return True
+
+    def published(self) -> None:
+        """Note that the current generation has put a commit into the job's Store."""
+        self._has_published = True
 
     def finished(self, worker: int, generation: int, now: float) -> bool:
         """Note that the training function has returned on all ranks of a generation."""
@@ -142,6 +156,17 @@ class Roster:
             return self.lost(worker, _early_return(member), now)
         self._members[worker] = replace(member, phase=Phase.RETURNED, since=now)
         return True
+
+    def raised(self, worker: int, error: str, *, is_final: bool) -> None:
+        """Note what the user's function raised in a worker, before it is lost; see ``FailureReport``."""
+        member = self._members.get(worker)
+        if member is None or not error:
+            return
+        if member.phase is Phase.RUNNING:
+            self._raised.add(error)
+        # A new worker that fails while others train may have a fault of its host.
+        if is_final and (self._idle or member.phase is not Phase.STARTING):
+            self._final_error = self._final_error or error
 
     def lost(self, worker: int, reason: str, now: float, *, failed: bool = True) -> bool:
         """Note the end of a worker; ``failed`` counts as a failure of its host."""
@@ -176,8 +201,11 @@ class Roster:
         newest = max(0, *commits)
         self._restarts += self._stateful and max(commits) < 0
         if self._generation > 0:
-            fruitless = self._undisturbed and newest <= self._newest
+            fruitless = self._undisturbed and not self._has_progressed()
             self._fruitless = self._fruitless + 1 if fruitless else 0
+        self._same_errors = self._errors_so_far()
+        self._raised.clear()
+        self._has_published = False
         self._newest = newest
         self._generation += 1
         for rank, worker in enumerate(workers):
@@ -192,6 +220,16 @@ class Roster:
         """Set the ranks of the members of the current generation, where hosts require another order."""
         for worker, rank in ranks.items():
             self._members[worker] = replace(self._members[worker], rank=rank)
+
+    def _has_progressed(self) -> bool:
+        """Return whether the next generation begins with a newer state than the current one began with."""
+        newest = max((member.commit for member in self._members.values()), default=-1)
+        return newest > self._newest if newest >= 0 else self._has_published
+
+    def _errors_so_far(self) -> dict[str, int]:
+        """Return how many generations each error of the user's function has ended since the last new commit."""
+        before = {} if self._has_progressed() else self._same_errors
+        return {**before, **{error: before.get(error, 0) + 1 for error in self._raised}}
 
     def _lose_early_returns(self, now: float) -> None:
         """Lose the ranks whose ``fn`` returned in a generation that another member has left to continue."""

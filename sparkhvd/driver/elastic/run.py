@@ -24,7 +24,7 @@ from sparkhvd.driver.elastic.driver_addresses import driver_addresses
 from sparkhvd.driver.elastic.host_workers import HostWorkers
 from sparkhvd.driver.elastic.local_workers import LocalWorkers, own_host
 from sparkhvd.driver.elastic.membership_server import MembershipServer
-from sparkhvd.driver.elastic.policy import Limits
+from sparkhvd.driver.elastic.policy import MAX_SAME_ERRORS, Limits
 from sparkhvd.driver.elastic.roster import Cooldown
 from sparkhvd.driver.elastic.spark_workers import SparkWorkers
 from sparkhvd.driver.elastic.workers import Event, Offered, Workers
@@ -73,6 +73,7 @@ class ElasticOptions:
     reset_limit: int | None = None
     cooldown_range: tuple[float, float] | None = None
     max_restarts: int | None = 0
+    max_same_errors: int | None = None
     store: Store | None = None
     commit_interval: float = DEFAULT_COMMIT_INTERVAL
     discovery: Discovery | None = field(default=None, repr=False)
@@ -107,6 +108,7 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
     ssh_identity_file: str | None = None,
     cooldown_range: tuple[float, float] | None = None,
     max_restarts: int | None = None,
+    max_same_errors: int | None = None,
     store: Store | str | None = None,
     commit_interval: float = DEFAULT_COMMIT_INTERVAL,
     executable: str | None = None,
@@ -162,6 +164,9 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         max_restarts: how often the job starts again with new ranks after all ranks that held its state were lost. None
             is 3 with ``store``, and else 0: without a Store, ``fn`` must find its state by itself, such as in a
             checkpoint.
+        max_same_errors: how often ``fn`` may raise the same error, of the same type and with the same first line,
+            before the job fails with it; a new commit in between begins the count anew, and ranks that raise it
+            together count once. None is 3. A ``DataError``, ``ParamError`` or ``MismatchError`` ends the job at once.
         store: a Store or its URL, where rank 0 publishes commits. If all ranks are lost, new ones resume from the last
             published commit. All hosts must reach it; the job deletes its commits when it succeeds.
         commit_interval: seconds from one published commit to the next; 0 publishes every commit. The ranks wait while
@@ -174,7 +179,8 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         The results of ``fn`` of the ranks of the last generation, ordered by rank; at most 256 MB in all.
 
     Raises:
-        RankFailedError: ranks failed, and the job could not continue; the message lists the reasons.
+        RankFailedError: ranks failed, and the job could not continue; the message lists the reasons. ``rank`` and
+            ``remote_traceback`` are those of the error that ended it.
         StartTimeoutError: fewer than ``min_num_proc`` ranks were ready within ``start_timeout``.
         LaunchError: too few slots were left for ``elastic_timeout``, no Spark task could start, or discovery failed at
             the start.
@@ -207,6 +213,7 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         reset_limit=reset_limit,
         cooldown_range=cooldown_range,
         max_restarts=max_restarts,
+        max_same_errors=max_same_errors,
         store=None if store is None else store_at("store", store),
         commit_interval=commit_interval,
         discovery=_discovery(discovery),
@@ -351,7 +358,14 @@ def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits,
         ConfigError: a limit has a value that cannot work, or the limits contradict each other.
         SlotsError: the hosts have too few slots.
     """
-    least = {"num_proc": 1, "min_num_proc": 1, "max_num_proc": 1, "reset_limit": 0, "max_restarts": 0}
+    least = {
+        "num_proc": 1,
+        "min_num_proc": 1,
+        "max_num_proc": 1,
+        "reset_limit": 0,
+        "max_restarts": 0,
+        "max_same_errors": 1,
+    }
     for name, number in least.items():
         value = getattr(elastic, name)
         if value is not None and not is_count(value, number):
@@ -378,8 +392,17 @@ def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits,
     cooldown = _cooldown(elastic.cooldown_range)
     default_restarts = 0 if elastic.store is None else _RESTARTS_WITH_STORE
     restarts = default_restarts if elastic.max_restarts is None else plain_count(elastic.max_restarts) or 0
-    reset_limit = plain_count(elastic.reset_limit)
-    return Limits(num_proc, smallest, largest, start_timeout, timeout, reset_limit, restarts), cooldown
+    limits = Limits(
+        num_proc,
+        smallest,
+        largest,
+        start_timeout,
+        timeout,
+        reset_limit=plain_count(elastic.reset_limit),
+        max_restarts=restarts,
+        max_same_errors=plain_count(elastic.max_same_errors) or MAX_SAME_ERRORS,
+    )
+    return limits, cooldown
 
 
 def _cooldown(seconds: tuple[float, float] | None) -> Cooldown:

@@ -112,6 +112,7 @@ class RankLoader:
 
     Attributes:
         share: share of the latest batch in its step.
+        batches_left: the steps of an epoch that resumes with more of them than a whole one has; None otherwise.
         rows: rows returned in the current epoch.
         waited: seconds spent waiting for them.
     """
@@ -130,12 +131,13 @@ class RankLoader:
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
         self.repeats_first_epoch = False  # as Lightning's overfit_batches wants it
         self.used = False
+        self.batches_left: int | None = None
         self._within = (-1, 0, 0)
         self.share, self.rows, self.waited, self.started = BatchShare(), 0, 0.0, time.monotonic()
 
     def __len__(self) -> int:
-        """Return the number of steps per epoch, the same on every rank."""
-        return self._source.steps()
+        """Return the number of steps of this epoch, the same on every rank."""
+        return self.batches_left or self._source.steps()
 
     def __iter__(self) -> Iterator[LightningBatch]:
         self.close()

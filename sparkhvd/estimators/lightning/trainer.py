@@ -16,15 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparkhvd._util.counts import counted
 from sparkhvd.comm import objects, session
 from sparkhvd.config import scratch_folder
 from sparkhvd.data.read.batches import BatchSource
-from sparkhvd.errors import DataError, ParamError
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, RUN_KEY
 from sparkhvd.estimators.lightning.batches import BatchFormat, Columns, LightningBatch, RankLoader, build_batch_format
 from sparkhvd.estimators.lightning.checkpoint import best_model
-from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import ends_by_steps, resume_after_batch, validates_after
+from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import (
+    ends_by_steps,
+    reload_batches,
+    resume_after_batch,
+    validates_after,
+)
 from sparkhvd.estimators.lightning.checkpoint.weights import prepare_module
 from sparkhvd.estimators.lightning.package import LightningPackage, lightning_module
 from sparkhvd.estimators.lightning.steps import (
@@ -224,13 +228,9 @@ class LightningTrainer:
             return None
         if left is not None:
             # Another number of ranks resumes the epoch: Lightning's count must reach its length with the last batch.
-            done = len(feed.train) - left
-            if done < 0:
-                raise DataError(
-                    f"The run was interrupted with {counted(left, 'batch', 'batches')} of its epoch left, but an epoch "
-                    f"now has only {counted(len(feed.train), 'batch', 'batches')}, so Lightning cannot resume there. "
-                    "Resume with the original batch_size or num_proc."
-                )
+            done = max(len(feed.train) - left, 0)
+            # Fewer ranks may leave more steps than ``train_steps_per_epoch`` allows a whole epoch.
+            self._ends.batches_left = left if left > len(feed.train) else None
         feed.train.begin_within(hooks.first_epoch, hooks.first_step, done)
         feed.within_epoch = True
         return done
@@ -330,6 +330,7 @@ class RunCallback:
         self._lr_scale = lr_scale
         self._finder = finder
         self.batches_done: int | None = None  # of the epoch in which the run resumes
+        self.batches_left: int | None = None  # in that epoch, if it resumes with more than a whole epoch has
         self.is_over = False  # whether the run ended early, or after an epoch that a callback has added
         self._loaded: State = {}
         self._best: BestModel | None = None
@@ -391,6 +392,9 @@ class RunCallback:
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Complete a resumed epoch: schedulers that read a metric step only after the checkpoint is made."""
         self._optimizer_steps = int(trainer.global_step)
+        if self.batches_left is not None:  # not before, as learning rate schedules are made for whole epochs
+            self._feed.train.batches_left, self.batches_left = self.batches_left, None
+            reload_batches(trainer)
         if not self._loaded:
             return
         take_buffers(module, self._loaded.get("buffers", {}))
@@ -482,6 +486,9 @@ class RunCallback:
         feed.sums, feed.communicated, feed.validated = {}, 0.0, False
         if not self._hooks.on_epoch_end(report, self._owner):
             trainer.should_stop = True
+        if feed.train.batches_left is not None:
+            feed.train.batches_left = None
+            reload_batches(trainer)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
         strategy_of(trainer).ended = True

@@ -54,7 +54,15 @@ class Backend(Protocol):
 
 
 # Arguments of ``run_elastic``; one of the first two makes the ranks elastic.
-ELASTIC_ARGUMENTS = ("min_num_proc", "max_num_proc", "elastic_timeout", "reset_limit", "cooldown_range", "max_restarts")
+ELASTIC_ARGUMENTS = (
+    "min_num_proc",
+    "max_num_proc",
+    "elastic_timeout",
+    "reset_limit",
+    "cooldown_range",
+    "max_restarts",
+    "max_same_errors",
+)
 # How often a fit starts again from the last checkpoint in its Store after all ranks were lost.
 _MAX_RESTARTS = 3
 

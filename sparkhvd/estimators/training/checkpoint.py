@@ -112,8 +112,8 @@ def division_digest(manifest: Manifest, order: Sequence[object]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, also: Collection[int] = ()) -> None:
-    """Publish a checkpoint, then delete the run's earlier checkpoints except those to keep.
+def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, also: Collection[int] = ()) -> str:
+    """Publish a checkpoint, then delete the run's earlier checkpoints except those to keep; return its path.
 
     Args:
         fence: the run, and the right to publish in it.
@@ -139,6 +139,7 @@ def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, also: Collection[i
         is_kept = is_kept and position != here  # an earlier rank 0 may have saved the same position before it was lost
         if other != path and not is_kept and layout.token_of(other) <= fence.token:
             store.delete(other)
+    return path
 
 
 def publish(fence: Fence, checkpoint: Checkpoint) -> str:

@@ -29,11 +29,16 @@ class Commits(State):
         super().__init__()
         self.checkpoint: Checkpoint | None = None
         self._cost = 0.0  # of the last commit in seconds
+        self._interval = 1  # the steps from one commit to the next
         self.reset()
 
     def reset(self) -> None:
-        """Forget the duration of steps, which depends on the number of ranks; the first step is committed."""
-        self._interval, self._steps, self._since = 1, 0, time.monotonic()
+        """Measure the duration of steps anew, which depends on the number of ranks.
+
+        The next commit is as many steps away as before the change. If it came earlier, an error that returns at the
+        same step would have a new commit before it each time, and so look like progress to the driver.
+        """
+        self._steps, self._since = 0, time.monotonic()
 
     def on_reset(self) -> None:
         """Free the threads and files of the interrupted training, and adapt to the new ranks."""
@@ -48,7 +53,8 @@ class Commits(State):
 
     def sync(self) -> None:
         """Overwrite the last commit of all ranks with that of rank 0; collective."""
-        self.checkpoint = objects.broadcast_object(session.current(), self.checkpoint, name="last commit")
+        kept = (self.checkpoint, self._interval)
+        self.checkpoint, self._interval = objects.broadcast_object(session.current(), kept, name="last commit")
 
     def is_due(self) -> bool:
         """Count a step; return whether to commit after it, alike on every rank."""
@@ -69,6 +75,11 @@ class Commits(State):
         self.commit()
         self._since, self._steps = time.monotonic(), 0
         self._cost = self._since - begun
+
+    def published(self, path: str) -> None:
+        """Report to the driver that a checkpoint is in the Store: new ranks begin with it if all are lost."""
+        if (membership := session.membership()) is not None:
+            membership.published(path)
 
     def _next_interval(self, begun: float) -> int:
         step_seconds = max((begun - self._since) / max(self._steps, 1), 1e-6)

@@ -255,7 +255,9 @@ class RunHooks:
 
     def _save(self, fence: Fence, content: Checkpoint) -> None:
         best = self._best_epoch()
-        checkpoint.save(fence, content, self._spec.checkpoints.keep, () if best is None else (best,))
+        path = checkpoint.save(fence, content, self._spec.checkpoints.keep, () if best is None else (best,))
+        if self._commits is not None:
+            self._commits.published(path)
 
     def _save_lost_end(self, committed: Checkpoint | None) -> None:
         """Save the end of an epoch that the last rank 0 had committed, but perhaps not saved, before it was lost."""

@@ -153,7 +153,17 @@ class ElasticWorker:
                 return
             elif isinstance(event, spec.Raised):
                 where = phase if event.phase is None else event.phase
-                self._lose(event.cause, where, traceback=event.traceback, secondary=event.secondary)
+                failure = FailureReport(
+                    self._log.rank,
+                    self._host,
+                    event.cause,
+                    traceback=event.traceback,
+                    phase=where,
+                    secondary=event.secondary,
+                    error=event.error,
+                    is_final=event.is_final,
+                )
+                self._report(Lost(self._number, failure))
                 process.send(spec.Leave(GRACE_SECONDS))
                 process.wait_for_exit(GRACE_SECONDS)
                 return
@@ -173,18 +183,8 @@ class ElasticWorker:
         else:
             self._report(Returned(self._number, content))
 
-    def _lose(
-        self, cause: str, phase: str = "", *, traceback: str = "", stderr_tail: str = "", secondary: bool = False
-    ) -> None:
-        report = FailureReport(
-            self._log.rank,
-            self._host,
-            cause,
-            traceback=traceback,
-            stderr_tail=stderr_tail,
-            phase=phase,
-            secondary=secondary,
-        )
+    def _lose(self, cause: str, phase: str = "", *, stderr_tail: str = "") -> None:
+        report = FailureReport(self._log.rank, self._host, cause, stderr_tail=stderr_tail, phase=phase)
         self._report(Lost(self._number, report))
 
 

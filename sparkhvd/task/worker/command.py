@@ -13,7 +13,15 @@ from sparkhvd.task.failure_report import describe_exit
 
 
 class CommandEndedError(LaunchError):
-    """The program of a rank failed; the message completes "Rank 1 on host X ..."."""
+    """The program of a rank failed; the message completes "Rank 1 on host X ...".
+
+    Attributes:
+        code: its exit code, negative if a signal ended it; None if it could not be started.
+    """
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def run_command(command: Sequence[str]) -> int:
@@ -29,7 +37,7 @@ def run_command(command: Sequence[str]) -> int:
             hint = f". Start a Python file as: python {' '.join(command)}" if _is_python(command) else ""
             raise CommandEndedError(f"could not start {command[0]!r}: {error.strerror or error}{hint}") from error
     if code != 0:
-        raise CommandEndedError(f"{describe_exit(code)}: {' '.join(command)}")
+        raise CommandEndedError(f"{describe_exit(code)}: {' '.join(command)}", code)
     return code
 
 

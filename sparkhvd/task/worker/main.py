@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -25,7 +26,14 @@ import cloudpickle
 from sparkhvd._util.framework_imports import gc_paused_for_import
 from sparkhvd.comm import session
 from sparkhvd.config import export, scratch_folder
-from sparkhvd.errors import CollectiveError, DeadlineExceededError, MismatchError
+from sparkhvd.errors import (
+    CollectiveError,
+    DataError,
+    DeadlineExceededError,
+    HorovodInternalError,
+    MismatchError,
+    ParamError,
+)
 from sparkhvd.task.failure_report import ENDED, STARTING
 from sparkhvd.task.user_code.pickling import dumps
 from sparkhvd.task.worker.command import CommandEndedError
@@ -41,6 +49,12 @@ _STACKS_AFTER = 0.8
 _STDERR = 2
 # How the messages of the core name a rank.
 _RANKS = re.compile(r"\branks? (\d+)")
+# Errors of the program or its input, which every try would raise.
+_FINAL_ERRORS = (DataError, MismatchError, ParamError)
+# Shells add the number of a signal to this, and programs that handle one exit likewise.
+_SIGNAL_CODES = 128
+# What differs between two messages about the same kind of object.
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
 def main(arguments: list[str]) -> int:
@@ -179,11 +193,26 @@ def _end_child(error: BaseException | None) -> NoReturn:
 
 
 def _ended(error: BaseException) -> Raised:
-    if isinstance(error, CommandEndedError):
-        return Raised(str(error), traceback="", secondary=False, phase="")  # what the program wrote to stderr says it
+    if isinstance(error, CommandEndedError):  # what the program wrote to stderr says it
+        return Raised(str(error), traceback="", secondary=False, phase="", error=_own_error(error))
     if isinstance(error, SystemExit):
-        return _raised(error, f"called sys.exit({error.code!r})")
-    return _raised(error, f"raised {type(error).__name__}: {_message(error) or _raising_line(error)}")
+        cause = f"called sys.exit({error.code!r})"
+    else:
+        cause = f"raised {type(error).__name__}: {_message(error) or _raising_line(error)}"
+    is_final = isinstance(error, _FINAL_ERRORS)
+    return replace(_raised(error, cause), error=_own_error(error), is_final=is_final)
+
+
+def _own_error(error: BaseException) -> str:
+    """Return ``FailureReport.error`` for what ``fn`` raised; empty if a signal or a collective was the cause."""
+    if isinstance(error, SystemExit | CommandEndedError):
+        code = error.code
+        ended_itself = not isinstance(code, int) or 0 < code < _SIGNAL_CODES
+        return f"exit code {code}" if ended_itself else ""
+    if isinstance(error, MismatchError) or not isinstance(error, HorovodInternalError | KeyboardInterrupt):
+        line = (_message(error) or _raising_line(error)).partition("\n")[0]
+        return f"{type(error).__name__}: {_ADDRESS.sub('0x...', line)}"
+    return ""
 
 
 def _message(error: BaseException) -> str:

@@ -60,12 +60,16 @@ class Raised:
         traceback: the Python traceback, or empty.
         secondary: whether the loss of another rank was the cause.
         phase: the phase of the rank; None is within ``fn``, empty when ``cause`` contains it.
+        error: see ``FailureReport``.
+        is_final: see ``FailureReport``.
     """
 
     cause: str
     traceback: str
     secondary: bool
     phase: str | None = None
+    error: str = ""
+    is_final: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sparkhvd.task.failure_report import FailureReport, describe_exit
@@ -22,6 +24,7 @@ def test_every_exit_status_is_described_precisely(returncode, words):
 
 def test_a_failure_report_survives_serialization():
     report = FailureReport(3, "node-1", "raised ValueError: é", traceback="trace", stderr_tail="tail", secondary=True)
+    report = replace(report, error="ValueError: é", is_final=True)
     assert FailureReport.from_json(report.to_json()) == report
 
 

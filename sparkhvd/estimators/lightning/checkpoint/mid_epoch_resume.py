@@ -81,6 +81,11 @@ def finish_epoch(trainer: Trainer) -> None:
     super(type(loop), type(loop)).restarting.fset(loop, False)  # type: ignore[attr-defined]  # the loop's own ignores it
 
 
+def reload_batches(trainer: Trainer) -> None:
+    """Let Lightning ask for the number of batches again, before it begins or resumes the next epoch."""
+    trainer.fit_loop._combined_loader = None  # noqa: SLF001  (the public option counts epochs)
+
+
 def resume_after_batch(checkpoint: State, done: int) -> None:
     """Change a checkpoint from a batch's last hook so that Lightning resumes with the next batch.
 

@@ -256,6 +256,39 @@ def test_the_state_moves_to_other_hosts_before_the_last_holder_leaves():
     assert decide(view, limits, 0.0) == [Notify()]
 
 
+def test_an_error_that_returns_without_progress_ends_the_job_once_the_survivors_have_arrived():
+    returns = {"same_error": "ValueError: no luck", "reasons": ("Rank 1 raised ValueError: no luck",)}
+    survivor = waiting(0, 1, generation=1, rank=0)
+    assert decide(broken(survivor, slots=1, **returns, same_errors=2), LIMITS, 0.0) == [Form((0,))]
+    on_its_way = broken(survivor, running(1, 1), slots=2, gathered_since=None, **returns, same_errors=3)
+    assert decide(on_its_way, LIMITS, 0.0) == []
+    for members in ((survivor,), ()):
+        (failure,) = decide(broken(*members, **returns, same_errors=3), LIMITS, 0.0)
+        assert failure == Fail(
+            "This error was raised 3 times without a new commit in between, so it probably returns every time. The job "
+            "has reached max_same_errors=3. What happened before:\n- Rank 1 raised ValueError: no luck",
+            started=True,
+            error="ValueError: no luck",
+        )
+
+
+def test_max_same_errors_sets_how_often_an_error_may_return():
+    returns = {"same_error": "ValueError: no luck", "same_errors": 1}
+    (failure,) = decide(broken(**returns), dataclasses.replace(LIMITS, max_same_errors=1, max_restarts=9), 0.0)
+    assert failure.why == "The job has ended, because max_same_errors=1."
+    seldom = dataclasses.replace(LIMITS, max_same_errors=9, max_restarts=9)
+    assert not any(isinstance(one, Fail) for one in decide(broken(**returns | {"same_errors": 8}), seldom, 0.0))
+
+
+@pytest.mark.parametrize(
+    "view", [first(), intact(running(0, 0)), broken(running(0, 0), waiting(1, 1, generation=1, rank=1))]
+)
+def test_an_error_that_every_try_would_raise_ends_the_job_at_once(view):
+    (failure,) = decide(dataclasses.replace(view, final_error="DataError: no rows"), LIMITS, 0.0)
+    assert failure.why == "Every try would raise this error, so the job has ended."
+    assert (failure.error, failure.started) == ("DataError: no rows", view.generation > 0)
+
+
 def test_results_are_those_of_the_last_generation_in_rank_order():
     ended = [member(7, Phase.RETURNED, generation=1, rank=1), member(8, Phase.RETURNED, generation=1, rank=0)]
     assert decide(intact(*ended, waiting(9)), LIMITS, 0.0) == [Done((8, 7))]

@@ -188,6 +188,91 @@ def test_resets_without_progress_are_counted_until_a_commit_or_a_loss():
     assert counts == [0, 1, 2, 0]
 
 
+def count_errors(roster: Roster) -> tuple[str, int]:
+    view = roster.view(99.0)
+    return view.same_error, view.same_errors
+
+
+def test_an_error_is_counted_per_generation_until_a_new_commit():
+    roster = roster_of(3)
+    counts = []
+    for generation, commit in [(1, 0), (2, 0), (3, 4), (4, 4), (5, 4)]:
+        newest = 2 + generation
+        for worker in (newest - 2, newest - 1) if generation > 1 else (1, 2):  # both raise it: that counts once
+            roster.raised(worker, "ValueError: no luck", is_final=False)
+            roster.lost(worker, "raised ValueError: no luck", float(generation))
+        roster.waiting(0, generation, commit, "lost a rank", float(generation))
+        counts.append(count_errors(roster))
+        for worker in (newest, newest + 1):
+            roster.started(worker, "a", float(generation))
+            roster.waiting(worker, 0, -1, "", float(generation))
+        roster.formed((0, newest, newest + 1), float(generation))
+        for worker in (0, newest, newest + 1):
+            roster.synced(worker, generation + 1, commit)
+    assert counts == [("ValueError: no luck", count) for count in (1, 2, 1, 2, 3)]
+
+
+def test_another_loss_in_between_does_not_begin_the_count_of_an_error_anew():
+    roster = roster_of(1)
+    for worker, error in enumerate(["ValueError: no luck", "", "ValueError: no luck", "OSError: disk full"]):
+        if worker:
+            roster.started(worker, "a", 1.0)
+            roster.waiting(worker, 0, -1, "", 1.0)
+            roster.formed((worker,), 1.0)
+            roster.synced(worker, worker + 1, 0)
+        roster.raised(worker, error, is_final=False)
+        roster.lost(worker, error or "was killed", 1.0)
+    assert count_errors(roster) == ("ValueError: no luck", 2)
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_after_the_loss_of_all_ranks_only_a_published_commit_is_progress(published):
+    roster = roster_of(1)
+    roster.raised(0, "ValueError: no luck", is_final=False)
+    roster.lost(0, "raised ValueError: no luck", 1.0)
+    roster.started(1, "a", 1.0)
+    roster.waiting(1, 0, -1, "", 1.0)
+    roster.formed((1,), 1.0)
+    roster.synced(1, 2, 7)  # it has read commit 7 from the Store
+    if published:
+        roster.published()
+    roster.raised(1, "ValueError: no luck", is_final=False)
+    roster.lost(1, "raised ValueError: no luck", 2.0)
+    assert count_errors(roster) == ("ValueError: no luck", 1 if published else 2)
+
+
+def test_a_commit_that_a_generation_has_read_from_a_store_is_no_progress():
+    roster = roster_of(2)
+    for worker in range(2):
+        roster.lost(worker, "was killed", 1.0)
+        roster.started(2 + worker, "a", 1.0)
+        roster.waiting(2 + worker, 0, -1, "", 1.0)
+    roster.formed((2, 3), 1.0)
+    for worker in (2, 3):
+        roster.synced(worker, 2, 7)
+    for generation in (2, 3):
+        for worker in (2, 3):
+            roster.waiting(worker, generation, 7, "an error", 2.0)
+        roster.formed((2, 3), 2.0)
+        for worker in (2, 3):
+            roster.synced(worker, generation + 1, 7)
+    assert roster.view(9.0).fruitless == 2
+
+
+def test_an_error_that_every_try_would_raise_is_noted_unless_a_new_worker_may_have_a_fault_of_its_host():
+    roster = roster_of(1)
+    roster.started(5, "b", 1.0)
+    roster.raised(5, "DataError: no rows", is_final=True)
+    roster.lost(5, "raised DataError: no rows", 1.0)
+    assert not roster.view(1.0).final_error
+    roster.raised(0, "DataError: no rows", is_final=True)
+    assert roster.view(1.0).final_error == "DataError: no rows"
+    before = Roster(Cooldown(), 0.0)
+    before.started(0, "a", 0.0)
+    before.raised(0, "ParamError: no column", is_final=True)
+    assert before.view(0.0).final_error == "ParamError: no column"
+
+
 class Simulation:
     """Random workers against roster and policy; checks what must hold for every generation."""
 
@@ -200,6 +285,9 @@ class Simulation:
         self.sent: list[tuple[str, int, int, int]] = []  # reports that may come again
         self.end: Fail | Done | None = None
         self.has_run = False
+        self.first_commit = 0  # of the current generation
+        self.raised = False  # whether a member of the current generation has raised
+        self.raised_before = 0  # how many generations have ended so since the last new commit
 
     def settle(self) -> None:
         for _ in range(200):
@@ -238,6 +326,12 @@ class Simulation:
         if view.stateful and (has_state or view.restarts == self.limits.max_restarts):
             assert self.commits[workers[0]] >= 0, "rank 0 is a survivor with a state"
             assert self.roster.member(workers[0]).generation > 0
+        newest = max(self.commits[worker] for worker in waiting)
+        if newest > self.first_commit:
+            self.raised_before = 0
+        self.raised_before += self.raised
+        assert self.raised_before < self.limits.max_same_errors, "the same error has returned too often"
+        self.raised, self.first_commit = False, max(newest, 0)
         number = self.roster.formed(workers, self.now)
         assert number == view.generation + 1
         assert self.limits.reset_limit is None or number - 1 <= self.limits.reset_limit
@@ -279,7 +373,10 @@ class Simulation:
 
     def act_on(self, worker: int, act: str) -> None:
         member = self.roster.member(worker)
-        if act == "lose":
+        if act == "raise":
+            self.raised |= member.phase is Phase.RUNNING
+            self.roster.raised(worker, "ValueError: no luck", is_final=False)
+        if act in {"lose", "raise"}:
             self.roster.lost(worker, f"worker {worker} was killed", self.now)
         elif act == "arrive" and member.phase in {Phase.STARTING, Phase.RUNNING}:
             self.report("waiting", worker, member.generation, self.commits[worker])
@@ -289,7 +386,7 @@ class Simulation:
             self.commits[worker] += 1
 
 
-ACTS = ("capacity", "again", "lose", "arrive", "all arrive", "sync", "all sync", "commit", "commit")
+ACTS = ("capacity", "again", "lose", "raise", "raise", "arrive", "all arrive", "sync", "all sync", "commit", "commit")
 HISTORIES = st.lists(
     st.tuples(st.sampled_from(ACTS), st.integers(0, 40), st.sampled_from([0.0, 0.1, 1.0, 7.0])), max_size=60
 )
@@ -330,3 +427,4 @@ def test_every_history_leads_to_valid_generations_and_to_an_end(  # noqa: PLR091
     elif isinstance(run.end, Fail):
         assert run.end.why
         assert run.end.started == run.has_run
+        assert bool(run.end.error) == ("max_same_errors" in run.end.why)

@@ -410,6 +410,53 @@ def test_a_run_interrupted_within_an_epoch_ends_like_an_uninterrupted_one(group,
         assert np.array_equal(wanted, found)
 
 
+@dataclass
+class LongRest(ArraySource):
+    """Provides a rest of the second epoch that has more steps than a whole one."""
+
+    def epoch(self, number, first_step=0):
+        steps = slice(None) if number == 1 else slice(len(SOME_EMPTY))
+        whole = ArraySource(self.schema, self.columns, self.mine[steps], self.everyones[steps])
+        return whole.epoch(number, first_step)
+
+    def steps(self):
+        return len(SOME_EMPTY)
+
+
+def resumed_with_a_long_rest(kind):
+    """Return the steps of the epochs that were trained, the validated ones, and how many steps Lightning estimated."""
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    class Estimating(type(module(kind))):
+        def configure_optimizers(self):
+            self.estimated = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    rank, hooks = session.current().world.rank, Interrupting()
+    with pytest.raises(InterruptedError):
+        trainer_of(module(kind), 3).fit(source(LONGER, rank), source(EVEN, rank), hooks)
+    model, again = Estimating(), Hooks(first_epoch=1, first_epoch_batches=len(LONGER))
+    trainer, whole = trainer_of(model, 3), source(LONGER, rank)
+    trainer.restore(hvd.broadcast_object(hooks.found[0], 0))
+    trainer.fit(LongRest(whole.schema, whole.columns, whole.mine, whole.everyones), source(EVEN, rank), again)
+    steps = [(report.epoch, report.step, report.steps) for report in again.steps]
+    rows = [report.train["loss"][1] for report in again.reports]
+    return steps, rows, [bool(report.validation) for report in again.reports], trainer._package.model.estimated
+
+
+@pytest.mark.parametrize("kind", ["simple", "plateau by step on twice"])
+def test_an_epoch_may_resume_with_more_steps_than_a_whole_one_has(group, kind):
+    long, short = len(LONGER), len(SOME_EMPTY)
+    for rank, (steps, rows, validated, estimated) in enumerate(group.run(resumed_with_a_long_rest, kind)):
+        assert steps == [
+            *((1, step + 1, long) for step in range(long)),
+            *((2, step + 1, short) for step in range(short)),
+        ]
+        assert rows == [sum(step[rank] for step in sizes) for sizes in (LONGER, SOME_EMPTY)]
+        assert validated == [True, True]
+        assert estimated == 3 * short
+
+
 def interrupted_after_unfreezing():
     """Return parameters of an uninterrupted run whose hooks change learning rates, and of one resumed in epoch 1."""
     from lightning.pytorch.callbacks import BackboneFinetuning  # noqa: PLC0415

@@ -193,8 +193,9 @@ def commit_within_an_epoch(url):
     hooks = RunHooks(store, "run", how, session.current(), "blocks", division_proc=5, commits=commits)
     trainer.now = b"epoch 0 of rank %d" % rank
     hooks.on_epoch_end(EpochReport(0, {"loss": (2.0, 2)}), trainer)
-    end = commits.checkpoint
-    commits.reset()  # so that the next step is committed
+    end, commits = commits.checkpoint, Commits()  # the first step after it is committed
+    commits.checkpoint = end
+    hooks = RunHooks(store, "run", how, session.current(), "blocks", division_proc=5, commits=commits)
     hooks.on_step_end(step(4, trainer, epoch=1), trainer)
     again = RunHooks(store, "run", how, session.current(), "blocks", commits=commits)
     return (
@@ -211,6 +212,20 @@ def test_all_ranks_have_the_commits_of_rank_0_and_resume_there(group, tmp_path):
         assert position == (1, 4, b"rank %d" % rank, b"step 4")
         assert division == 5
         assert files == ["epoch-00000"], "commits within an epoch stay in memory"
+
+
+def sync_commits_of_another_generation():
+    commits = Commits()
+    if session.rank() == 0:
+        commits._interval, commits._steps = 3, 2
+    commits.on_reset()
+    commits.sync()
+    return [commits.is_due() for _ in range(4)]
+
+
+def test_a_change_of_the_ranks_brings_no_commit_forward(group):
+    """An error that returns at the same step would otherwise have a new commit before it each time."""
+    assert group.run(sync_commits_of_another_generation) == [[False, False, True, True]] * 2
 
 
 def test_the_rest_of_a_repartitioned_epoch_knows_what_came_before(alone, tmp_path):

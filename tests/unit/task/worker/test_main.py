@@ -14,8 +14,16 @@ import pytest
 
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.config import Config
-from sparkhvd.errors import CollectiveError, DeadlineExceededError, MismatchError, PeerLostError
+from sparkhvd.errors import (
+    CollectiveError,
+    DeadlineExceededError,
+    MismatchError,
+    ParamError,
+    PeerLostError,
+    SchemaError,
+)
 from sparkhvd.task.job import Job
+from sparkhvd.task.worker.command import CommandEndedError
 from sparkhvd.task.worker.exit import Exited
 from sparkhvd.task.worker.main import run_payload
 from sparkhvd.task.worker.output import DriverLog
@@ -104,6 +112,32 @@ def test_the_loss_of_a_peer_is_a_secondary_failure(error, secondary):
 
 def test_a_wrapped_loss_of_a_peer_is_a_secondary_failure_too():
     assert run_payload(call(throw_from, RuntimeError("step failed"), PeerLostError("gone"))).secondary
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("no luck\nat all"), "ValueError: no luck"),
+        (TypeError("cannot add <Row object at 0x7f32A1>"), "TypeError: cannot add <Row object at 0x...>"),
+        (MismatchError("shapes differ"), "MismatchError: shapes differ"),
+        (SystemExit(3), "exit code 3"),
+        (SystemExit("no rows"), "exit code no rows"),
+        (CommandEndedError("ended with exit code 1: python train.py", 1), "exit code 1"),
+        (CommandEndedError("was killed by signal 9 (SIGKILL): python train.py", -9), ""),
+        (SystemExit(143), ""),
+        (KeyboardInterrupt(), ""),
+        (PeerLostError("gone"), ""),
+        (DeadlineExceededError("late"), ""),
+    ],
+)
+def test_an_error_of_fn_itself_is_reported_alike_whenever_it_is_raised(error, expected):
+    assert run_payload(call(throw, error)).error == expected
+
+
+@pytest.mark.parametrize("error", [ParamError("rows"), SchemaError("no column"), MismatchError("shapes differ")])
+def test_an_error_of_the_program_or_its_input_is_final(error):
+    assert run_payload(call(throw, error)).is_final
+    assert not run_payload(call(throw, ValueError(str(error)))).is_final
 
 
 def test_a_module_missing_on_the_worker_is_named_with_a_remedy():
