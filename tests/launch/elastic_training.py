@@ -167,6 +167,22 @@ def always_fail_on_the_last_rank(folder: str):
     loop(state)
 
 
+def fail_at_a_step(folder: str, ranks: tuple[int, ...], error: Exception):
+    """Raise the same error whenever these ranks have taken three steps."""
+    session.init()
+    state = ObjectState(step=0, total=0.0)
+
+    @run
+    def loop(state):
+        while state.step < 9:
+            if state.step == 3 and session.rank() in ranks:
+                log(folder, "end")
+                raise error
+            take_step(state, folder)
+
+    loop(state)
+
+
 def swallow(folder: str):
     """A training that catches everything."""
     session.init()

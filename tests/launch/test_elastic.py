@@ -15,7 +15,7 @@ import torch
 
 import sparkhvd
 from sparkhvd.driver.elastic import policy
-from sparkhvd.errors import ConfigError, LaunchError, MismatchError, RankFailedError, StartTimeoutError
+from sparkhvd.errors import ConfigError, DataError, LaunchError, MismatchError, RankFailedError, StartTimeoutError
 from tests.launch import elastic_training as training
 
 FAST = {"launcher": "local", "start_timeout": 60, "elastic_timeout": 30, "cooldown_range": (0.5, 5), "verbose": 0}
@@ -33,10 +33,10 @@ def steps(folder: Path) -> list[tuple[int, int, int, float, int]]:
     return sorted(found, key=lambda one: one[3])
 
 
-def end_of(folder: Path) -> float:
-    """Return the time at which the first rank ended itself."""
+def end_times(folder: Path) -> list[float]:
+    """Return the times at which ranks ended themselves."""
     lines = [line for path in folder.glob("log-*") for line in path.read_text().splitlines()]
-    return min(float(line.split()[1]) for line in lines if line.startswith("end"))
+    return [float(line.split()[1]) for line in lines if line.startswith("end")]
 
 
 def test_a_job_without_changes_returns_the_results_in_rank_order(tmp_path):
@@ -62,7 +62,7 @@ def test_survivors_keep_their_process_and_lose_no_commit_and_a_new_rank_joins(tm
     assert results[0][1] == results[1][1] == sum(range(1, results[0][0] + 1))
     assert results[0][5] == [1, 2], "the reset callbacks ran once per change"
     alone = min(one[3] for one in done if one[2] == 1)
-    assert alone - end_of(tmp_path) < 5.0
+    assert alone - min(end_times(tmp_path)) < 5.0
 
 
 @pytest.fixture
@@ -182,11 +182,37 @@ def test_an_error_that_returns_every_time_ends_the_job(tmp_path):
     assert len(list(tmp_path.glob("call-*"))) == 4
 
 
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_an_error_that_returns_at_the_same_step_ends_the_job(tmp_path, ranks):
+    options = FAST | {"cooldown_range": (0.1, 0.1), "max_restarts": 9}
+    with pytest.raises(RankFailedError) as caught:
+        sparkhvd.run_elastic(
+            training.fail_at_a_step, (str(tmp_path), ranks, ValueError("no luck")), num_proc=2, **options
+        )
+    first, *rest = str(caught.value).splitlines()
+    assert re.match(
+        rf"Rank {caught.value.rank} on host .* raised ValueError: no luck \(in fn, after init\(\)\)\. Ranks have "
+        "failed like this 3 times without a new commit in between",
+        first,
+    )
+    assert caught.value.rank in ranks
+    assert "in fail_at_a_step" in caught.value.remote_traceback
+    assert caught.value.remote_traceback in "\n".join([*rest, ""])
+    assert len(end_times(tmp_path)) == 3 * len(ranks)
+
+
+def test_an_error_of_the_input_ends_the_job_at_its_first_report(tmp_path):
+    options = FAST | {"max_restarts": 9}
+    arguments = (str(tmp_path), (1,), DataError("no rows today"))
+    with pytest.raises(RankFailedError, match=r"^Rank 1 .* raised DataError: no rows today .* Every try would raise"):
+        sparkhvd.run_elastic(training.fail_at_a_step, arguments, num_proc=2, **options)
+    assert len(end_times(tmp_path)) == 1
+
+
 def test_a_state_that_cannot_be_pickled_ends_the_job():
     options = FAST | {"cooldown_range": (0.1, 0.1)}
-    with pytest.raises(RankFailedError, match="all ended before their ranks had synchronized a state") as caught:
+    with pytest.raises(RankFailedError, match=r"^Rank 0 .*cannot pickle '_thread.lock' object.* failed like this 3 "):
         sparkhvd.run_elastic(training.keep_a_lock_in_the_state, num_proc=2, min_num_proc=1, **options)
-    assert "cannot pickle '_thread.lock' object" in str(caught.value)
 
 
 def test_an_error_before_init_that_returns_every_time_ends_the_job_long_before_start_timeout():
@@ -311,6 +337,7 @@ def test_no_rank_that_can_start_ends_in_a_start_timeout(tmp_path):
         ({"num_proc": 0}, "num_proc must be an integer of at least 1, got 0"),
         ({"min_num_proc": 3}, "must not decrease in this order"),
         ({"reset_limit": -1}, "reset_limit must be"),
+        ({"max_same_errors": 0}, "max_same_errors must be an integer of at least 1, got 0"),
         ({"elastic_timeout": 0}, "elastic_timeout must be a positive number"),
         ({"cooldown_range": (5, 1)}, "cooldown_range"),
         ({"discovery": "/does/not/exist"}, "not an executable file"),

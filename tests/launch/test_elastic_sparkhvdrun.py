@@ -51,6 +51,16 @@ def test_a_program_survives_the_loss_of_a_rank_and_gets_a_new_one(tmp_path):
     assert len(pids(tmp_path)) == 3
 
 
+def test_a_program_that_fails_every_time_ends_the_job():
+    program = "from sparkhvd.comm import session; session.init(); raise SystemExit(4)"
+    limits = ("-np", 2, "--min-np", 1, "--blacklist-cooldown-range", 0.1, 0.1)
+    with start(*limits, sys.executable, "-c", program) as running:
+        _, stderr = running.communicate(timeout=90)
+    assert running.returncode == 1
+    assert "ended with exit code 4: " in stderr
+    assert "Ranks have failed like this 3 times without a new commit in between" in stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_the_command(tmp_path, number):
     with start("-np", 2, "--min-np", 1, sys.executable, TRAIN, tmp_path, 10**9) as running:

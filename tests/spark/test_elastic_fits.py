@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -161,7 +162,9 @@ def test_every_row_counts_once_per_epoch_although_ranks_are_lost_and_join(fit, f
 @pytest.mark.parametrize("batch", ["global", "rank"])
 def test_a_shortened_epoch_trains_on_the_same_number_of_rows_after_losses(fit, framework, batch, tmp_path):
     """With ``elastic_batch="rank"``, the rest of an epoch has more steps than a whole one: fewer ranks share it."""
-    backend = SparkBackend(3, min_num_proc=1, max_num_proc=3, launcher="local", **CHANGES | {"cooldown_range": (60, 60)})
+    backend = SparkBackend(
+        3, min_num_proc=1, max_num_proc=3, launcher="local", **CHANGES | {"cooldown_range": (60, 60)}
+    )
     params = {"checkpoints": OFTEN, "backend": backend, "elastic_batch": batch, "train_steps_per_epoch": 8, "epochs": 1}
     fitted = fit(framework, [(0, 2, 1), (0, 2, 0)], **params)
     assert len(list(tmp_path.glob("killed-*"))) == 2
@@ -226,6 +229,64 @@ def test_a_fit_that_loses_all_its_ranks_every_time_ends_with_the_reason(fit):
     kills = [(1, 10, 0)] * 9
     with pytest.raises(RankFailedError, match=r"lost 4 times, so it cannot continue(.|\n)*SIGKILL"):
         fit("torch", kills, least=1, backend=backend)
+
+
+def loss_that_fails_from(folder: Path, label: float):
+    """Return a loss that fails on a rank, but not on the driver, for rows with this label or a larger one."""
+
+    def loss(output, labels):
+        if "SPARKHVD_RANK" in os.environ and float(labels.max()) >= label:
+            (folder / f"failed-{os.getpid()}").touch()
+            raise ZeroDivisionError("bad row")
+        return output.mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(("first_bad", "failures"), [(0, {3, 4, 5, 6}), (ROWS - 1, {3})])
+def test_a_loss_that_fails_every_time_ends_the_fit_with_its_error(spark, tmp_path, first_bad, failures):
+    """With one bad row, the other rank survives the first failure and then reaches that row itself."""
+    model = torch_network()
+    estimator = TorchEstimator(
+        backend=SparkBackend(2, min_num_proc=1, **CHANGES),
+        store=Store.create(str(tmp_path / "store")),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        loss=loss_that_fails_from(tmp_path, first_bad),
+        feature_cols=["id"],
+        label_cols=["y"],
+        batch_size=4,
+        epochs=EPOCHS,
+        random_seed=3,
+        verbose=0,
+    )
+    with pytest.raises(RankFailedError) as caught:
+        estimator.fit(spark.range(ROWS).selectExpr("id", "double(id) y"))
+    assert re.match(
+        rf"Rank {caught.value.rank} on host .* raised ZeroDivisionError: bad row \(in training\)\. Ranks have failed "
+        "like this 3 times without a new commit in between",
+        str(caught.value),
+    )
+    assert "in loss" in caught.value.remote_traceback
+    assert len(list(tmp_path.glob("failed-*"))) in failures
+
+
+def test_a_loss_that_is_not_finite_ends_the_fit_at_its_first_report(spark, tmp_path):
+    model = torch_network()
+    estimator = TorchEstimator(
+        backend=SparkBackend(2, min_num_proc=1, launcher="local", **CHANGES),
+        store=Store.create(str(tmp_path / "store")),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        loss=lambda output, labels: (output * float("nan")).mean(),
+        feature_cols=["id"],
+        label_cols=["y"],
+        batch_size=4,
+        terminate_on_nan=True,
+        verbose=0,
+    )
+    with pytest.raises(RankFailedError, match=r"DataError: The loss of epoch 1 of 1, step 1 .* Every try would raise"):
+        estimator.fit(spark.range(ROWS).selectExpr("id", "0.0D y"))
 
 
 def test_without_changes_the_weights_are_those_of_a_fixed_fit(fit, tmp_path):

@@ -299,8 +299,8 @@ def _same_error(view: View) -> str:
     if view.same_errors == 1:
         return "The job has ended, because max_same_errors=1."
     return (
-        f"This error was raised {view.same_errors} times without a new commit in between, so it probably returns every "
-        f"time. The job has reached max_same_errors={view.same_errors}."
+        f"Ranks have failed like this {view.same_errors} times without a new commit in between, so the same error "
+        f"probably returns every time. The job has reached max_same_errors={view.same_errors}."
     )
 
 

@@ -265,8 +265,9 @@ def test_an_error_that_returns_without_progress_ends_the_job_once_the_survivors_
     for members in ((survivor,), ()):
         (failure,) = decide(broken(*members, **returns, same_errors=3), LIMITS, 0.0)
         assert failure == Fail(
-            "This error was raised 3 times without a new commit in between, so it probably returns every time. The job "
-            "has reached max_same_errors=3. What happened before:\n- Rank 1 raised ValueError: no luck",
+            "Ranks have failed like this 3 times without a new commit in between, so the same error probably returns "
+            "every time. The job has reached max_same_errors=3. What happened before:\n"
+            "- Rank 1 raised ValueError: no luck",
             started=True,
             error="ValueError: no luck",
         )
