@@ -9,6 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
+from sparkhvd._util.texts import first_line
 from sparkhvd.comm import session
 from sparkhvd.comm.connect.commit_folder import number_of
 from sparkhvd.comm.connect.membership import Membership
@@ -65,7 +66,7 @@ def _run(membership: Membership, state: State, train: Callable[[], Result]) -> R
             raise  # an error of the program, which would return every time
         except HorovodInternalError as error:
             logger.info("A collective failed, so this rank returns to its last commit: %s", error)
-            membership.reason = _first_line(error)
+            membership.reason = first_line(error)
             state.restore()
         except HostsUpdatedInterrupt:
             membership.reason = ""
@@ -107,7 +108,3 @@ def _leave_generation() -> None:
         session.shutdown()
     except SparkHvdError as error:  # its ranks are lost anyway
         logger.debug("The previous generation ended with an error: %s", error)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -7,6 +7,7 @@ import queue
 import time
 from collections.abc import Mapping, Sequence
 
+from sparkhvd._util.texts import first_line
 from sparkhvd.comm.connect.membership import FINISHED, PUBLISHED, SYNCED, WAITING, Assignment, Report
 from sparkhvd.driver.elastic.membership_server import MembershipServer
 from sparkhvd.driver.elastic.policy import (
@@ -23,12 +24,12 @@ from sparkhvd.driver.elastic.policy import (
     shortage,
 )
 from sparkhvd.driver.elastic.roster import Cooldown, Roster
-from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered, Placed, Reported, Workers
+from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered, Reported, Workers, WorkerStarting
 from sparkhvd.driver.results import failure_of
 from sparkhvd.errors import LaunchError, StartTimeoutError
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.assignment import assign
-from sparkhvd.task.elastic.worker import Lost, Place, Returned
+from sparkhvd.task.elastic.worker import Lost, WorkerLocation, WorkerResult
 from sparkhvd.task.failure_report import FailureReport
 from sparkhvd.task.job import RESULT_CAP_BYTES
 
@@ -62,7 +63,7 @@ class Controller:
         self._membership = membership
         self._inbox = inbox
         self._roster = Roster(cooldown, time.monotonic())
-        self._places: dict[int, Place] = {}
+        self._locations: dict[int, WorkerLocation] = {}
         self._results: dict[int, bytes] = {}
         self._failures: list[FailureReport] = []
         self._next_worker = 0
@@ -134,8 +135,8 @@ class Controller:
         self._failures.clear()
         port = self._membership.open_rendezvous(generation)
         offers = [
-            TaskOffer(index, place.host_key, place.host, place.bind_host)
-            for index, place in enumerate(self._places[worker] for worker in workers)
+            TaskOffer(index, location.host_key, location.host, location.bind_host)
+            for index, location in enumerate(self._locations[worker] for worker in workers)
         ]
         slots = assign(offers)  # rank 0 stays first; the others are grouped by host
         self._roster.renumber({workers[slot.offer.task_index]: slot.world.rank for slot in slots})
@@ -151,10 +152,10 @@ class Controller:
         now = time.monotonic()
         if isinstance(event, Reported):
             self._handle_report(event.worker, event.report, now)
-        elif isinstance(event, Placed):
+        elif isinstance(event, WorkerStarting):
             if self._roster.member(event.worker) is not None:
-                self._places[event.worker] = event.place
-        elif isinstance(event, Returned):
+                self._locations[event.worker] = event.location
+        elif isinstance(event, WorkerResult):
             self._results[event.worker] = event.content
             self._roster.returned(event.worker, now)
         elif isinstance(event, Lost):
@@ -198,9 +199,9 @@ class Controller:
         self._roster.lost(worker, reason, time.monotonic(), failed=failed)
         if self._roster.member(worker) is None:
             self._membership.forget(worker)
-            self._places.pop(worker, None)
+            self._locations.pop(worker, None)
         if member is not None and member.phase is Phase.RUNNING:
-            self._membership.report_loss(member.generation, _first_line(reason))
+            self._membership.report_loss(member.generation, first_line(reason))
             self._membership.close_rendezvous()
 
     def _usable(self, capacity: Mapping[str, int]) -> dict[str, int]:
@@ -234,7 +235,3 @@ class Controller:
                 "Write large results to a Store from within fn and return their path."
             )
         return results
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from sparkhvd._util.background import in_background
 from sparkhvd.comm.connect.launch_context import MembershipAddress
-from sparkhvd.driver.elastic.workers import Event, Placed
+from sparkhvd.driver.elastic.workers import Event, WorkerStarting
 from sparkhvd.driver.host_process import (
     ELASTIC_JOB,
     HostEnded,
@@ -32,7 +32,7 @@ from sparkhvd.driver.launcher import warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.rpc.messages import Output, SetRank, StartWorker, StopWorker
 from sparkhvd.task.elastic.host import END_SECONDS
-from sparkhvd.task.elastic.worker import Lost, Place, Returned
+from sparkhvd.task.elastic.worker import Lost, WorkerLocation, WorkerResult
 from sparkhvd.task.failure_report import FailureReport
 from sparkhvd.task.host.messages import ElasticHostJob, HostLost, HostReady
 from sparkhvd.task.job import Job
@@ -50,12 +50,12 @@ class _Host:
     Attributes:
         name: the user's name for it.
         workers: the workers that it runs or shall start.
-        place: where its workers run; None until its process is ready.
+        location: where its workers run; None until its process is ready.
     """
 
     name: str
     workers: set[int] = field(default_factory=set)
-    place: Place | None = None
+    location: WorkerLocation | None = None
     process: HostProcess | None = None
 
 
@@ -67,7 +67,7 @@ class HostWorkers:
         access: how to reach the hosts.
         membership: the address of the membership server, without a worker's number.
         stream: receives the workers' output.
-        inbox: receives their places and their ends.
+        inbox: receives their locations and their ends.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class HostWorkers:
         return {}
 
     def start(self, worker: int, host: str) -> None:
-        """Begin to start a worker: ``Placed`` for it follows, or ``Lost``."""
+        """Begin to start a worker: ``WorkerStarting`` for it follows, or ``Lost``."""
         with self._lock:
             try:
                 entry = self._hosts.get(host) or self._open(host)
@@ -107,8 +107,8 @@ class HostWorkers:
                 self._inbox.put(Lost(worker, FailureReport(worker, host, f"did not start: {error}")))
                 return
             entry.workers.add(worker)
-            if entry.place is not None:
-                self._inbox.put(Placed(worker, entry.place))
+            if entry.location is not None:
+                self._inbox.put(WorkerStarting(worker, entry.location))
             self._send(entry, StartWorker(worker))
 
     def assign(self, worker: int, rank: int) -> None:
@@ -152,7 +152,7 @@ class HostWorkers:
             self._stream.handle(message)
         elif isinstance(message, HostReady):
             self._note_ready(host, message)
-        elif isinstance(message, Returned | Lost):
+        elif isinstance(message, WorkerResult | Lost):
             with self._lock:
                 if message.worker in host.workers:
                     host.workers.discard(message.worker)
@@ -166,14 +166,14 @@ class HostWorkers:
         (offer,) = ready.offers
         warn_of_versions(self._job, [offer])
         with self._lock:
-            host.place = Place(offer.host_hash, offer.host, offer.bind_host)
+            host.location = WorkerLocation(offer.host_hash, offer.host, offer.bind_host)
             for worker in sorted(host.workers):
-                self._inbox.put(Placed(worker, host.place))
+                self._inbox.put(WorkerStarting(worker, host.location))
 
     def _lose(self, host: _Host, why: str) -> None:
         """Report the workers of a host whose process has ended."""
         with self._lock:
-            what = "did not start" if host.place is None else "was lost with its host"
+            what = "did not start" if host.location is None else "was lost with its host"
             for worker in sorted(host.workers):
                 rank = self._ranks.pop(worker, worker)
                 self._inbox.put(Lost(worker, FailureReport(rank, host.name, f"{what}: {why}")))
@@ -183,7 +183,7 @@ class HostWorkers:
 
     def _end_if_unused(self, host: _Host) -> None:
         """End a host's process if it runs no worker and offers no slot, or does not get ready; holds the lock."""
-        if not host.workers and (host.place is None or host.name not in self._offered):
+        if not host.workers and (host.location is None or host.name not in self._offered):
             self._end(host)
 
     def _end(self, host: _Host) -> None:

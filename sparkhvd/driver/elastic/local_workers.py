@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd.comm.connect.launch_context import MembershipAddress
-from sparkhvd.driver.elastic.workers import Event, Placed
+from sparkhvd.driver.elastic.workers import Event, WorkerStarting
 from sparkhvd.driver.host_process import is_this_machine
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.task.elastic.worker import Place, RunningWorkers
+from sparkhvd.task.elastic.worker import RunningWorkers, WorkerLocation
 from sparkhvd.task.host.host_hash import host_hash
 from sparkhvd.task.job import Job
 from sparkhvd.task.worker.output import HandlerLog
@@ -30,7 +30,7 @@ class LocalWorkers:
         job: the job of the workers; ``num_proc`` is the number of ranks that share the cores.
         membership: the address of the membership server, without a worker's number.
         stream: receives the workers' output.
-        inbox: receives their places and their ends.
+        inbox: receives their locations and their ends.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class LocalWorkers:
         }
 
     def start(self, worker: int, host: str) -> None:
-        """Start a worker: report ``Placed``, or ``Lost``."""
-        place = Place(host_hash(), host, LOOPBACK)
-        self._inbox.put(Placed(worker, place))
-        self._workers.start(worker, place)
+        """Start a worker: report ``WorkerStarting``, or ``Lost``."""
+        location = WorkerLocation(host_hash(), host, LOOPBACK)
+        self._inbox.put(WorkerStarting(worker, location))
+        self._workers.start(worker, location)
 
     def assign(self, worker: int, rank: int) -> None:
         """Note the rank of a worker in a new generation."""

@@ -58,7 +58,7 @@ _LAUNCHERS = ("auto", "spark", "local", "ssh")
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """The arguments of ``run_elastic`` that concern the number and the places of ranks, mostly under the same names.
+    """The arguments of ``run_elastic`` that concern the number and the locations of ranks, mostly under the same names.
 
     Attributes:
         launcher: ``spark``, ``local`` or ``ssh``.

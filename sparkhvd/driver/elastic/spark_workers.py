@@ -28,7 +28,7 @@ from sparkhvd.comm.connect.launch_context import MembershipAddress
 from sparkhvd.compat.spark import inheriting, is_connect, is_stopped
 from sparkhvd.data.spark.job import add_tag, cancel, new_tag
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered, Placed
+from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered, WorkerStarting
 from sparkhvd.driver.launcher import warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark.driver_address import driver_hosts
@@ -50,7 +50,7 @@ from sparkhvd.rpc.messages import (
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.elastic.lease import run_lease
-from sparkhvd.task.elastic.worker import Lost, Place, Returned
+from sparkhvd.task.elastic.worker import Lost, WorkerLocation, WorkerResult
 from sparkhvd.task.entry import TaskFunction, entry_of
 from sparkhvd.task.failure_report import FailureReport
 from sparkhvd.task.job import RESULT_SCHEMA, Job
@@ -142,7 +142,9 @@ class LeaseBook:
             if lease is None:
                 return False
             lease.worker = worker
-            self._inbox.put(Placed(worker, Place(lease.offer.host_hash, lease.offer.host, lease.offer.bind_host)))
+            self._inbox.put(
+                WorkerStarting(worker, WorkerLocation(lease.offer.host_hash, lease.offer.host, lease.offer.bind_host))
+            )
         self._command(lease, StartWorker(worker))
         return True
 
@@ -248,7 +250,7 @@ class LeaseBook:
                 return
             del self._results[message.worker]
         self._free(message.worker)
-        self._inbox.put(Returned(message.worker, b"".join(parts)))
+        self._inbox.put(WorkerResult(message.worker, b"".join(parts)))
 
     def _free(self, worker: int) -> None:
         with self._lock:
@@ -330,7 +332,7 @@ class SparkWorkers:
         return {}
 
     def start(self, worker: int, host: str) -> None:
-        """Start a worker: report ``Placed``, or ``Lost``."""
+        """Start a worker: report ``WorkerStarting``, or ``Lost``."""
         if not self._book.start(worker, host):
             self._inbox.put(Lost(worker, FailureReport(worker, host, "did not start: its Spark task has just ended")))
 

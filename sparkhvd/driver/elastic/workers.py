@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sparkhvd.comm.connect.membership import Report
-from sparkhvd.task.elastic.worker import Lost, Place, Returned
+from sparkhvd.task.elastic.worker import Lost, WorkerLocation, WorkerResult
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Reported:
 
 
 @dataclass(frozen=True)
-class Placed:
+class WorkerStarting:
     """A worker is about to start, and will run here."""
 
     worker: int
-    place: Place
+    location: WorkerLocation
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class DiscoveryFailed:
     is_final: bool
 
 
-Event = Reported | Placed | Returned | Lost | Offered | DiscoveryFailed
+Event = Reported | WorkerStarting | WorkerResult | Lost | Offered | DiscoveryFailed
 
 
 class Workers(Protocol):
-    """Starts and ends workers on the hosts of one kind of cluster; their places and ends arrive as events."""
+    """Starts and ends workers on the hosts of one kind of cluster; their locations and ends arrive as events."""
 
     def note_offer(self, capacity: Mapping[str, int]) -> Mapping[str, str]:
         """Note the slots that are offered now; return why no worker can run on some of their hosts."""
 
     def start(self, worker: int, host: str) -> None:
-        """Begin to start a worker. ``Placed`` for it arrives before its own reports; ``Lost`` if it cannot start."""
+        """Begin to start a worker: ``WorkerStarting`` arrives before its own reports; ``Lost`` if it cannot start."""
 
     def assign(self, worker: int, rank: int) -> None:
         """Note the rank of a worker in a new generation."""

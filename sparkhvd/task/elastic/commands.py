@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sparkhvd.rpc.messages import EndLease, Message, SetRank, StartWorker, StopWorker
-from sparkhvd.task.elastic.worker import Place, RunningWorkers
+from sparkhvd.task.elastic.worker import RunningWorkers, WorkerLocation
 
 # The interval at which the process checks whether it is orphaned.
 _POLL_SECONDS = 2.0
@@ -22,7 +22,7 @@ class DriverLost:
 
 def carry_out_commands(
     workers: RunningWorkers,
-    place: Place,
+    location: WorkerLocation,
     commands: queue.SimpleQueue[Message | DriverLost],
     is_orphaned: Callable[[], bool] = lambda: False,
 ) -> DriverLost | None:
@@ -30,7 +30,7 @@ def carry_out_commands(
 
     Args:
         workers: the workers of this process.
-        place: where they run.
+        location: where they run.
         commands: the commands, as they arrive.
         is_orphaned: whether the process that this one must not outlive has ended.
 
@@ -47,7 +47,7 @@ def carry_out_commands(
         if isinstance(command, EndLease):
             return None
         if isinstance(command, StartWorker):
-            workers.start(command.worker, place)
+            workers.start(command.worker, location)
         elif isinstance(command, SetRank):
             workers.set_rank(command.worker, command.rank)
         elif isinstance(command, StopWorker):

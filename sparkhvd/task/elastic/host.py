@@ -24,7 +24,7 @@ from sparkhvd.rpc.messages import EndLease, Message
 from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.elastic.commands import DriverLost, carry_out_commands
-from sparkhvd.task.elastic.worker import End, Place, RunningWorkers
+from sparkhvd.task.elastic.worker import End, RunningWorkers, WorkerLocation
 from sparkhvd.task.host.host_hash import host_hash
 from sparkhvd.task.host.launcher_connection import LauncherConnection, apply_setup
 from sparkhvd.task.host.messages import ElasticHostJob, HostLost, HostReady
@@ -68,7 +68,7 @@ def _take_part(job: ElasticHostJob, launcher: LauncherConnection, client_address
     with ExitStack() as stack:
         line, driver = _connect(job, client_address)
         stack.callback(line.close)
-        place = Place(host_hash(job.host), job.host, _own_address(job, driver))
+        location = WorkerLocation(host_hash(job.host), job.host, _own_address(job, driver))
         port = job.membership.addresses[0][1]
         workers = RunningWorkers(
             job.job,
@@ -77,12 +77,14 @@ def _take_part(job: ElasticHostJob, launcher: LauncherConnection, client_address
             lambda: HandlerLog(launcher.send, job.job.num_proc),
             lambda end: _report(launcher, end),
         )
-        offer = TaskOffer(0, place.host_key, place.host, place.bind_host, versions=local_versions(job.job.versions))
+        offer = TaskOffer(
+            0, location.host_key, location.host, location.bind_host, versions=local_versions(job.job.versions)
+        )
         launcher.send(HostReady((offer,), 0))
         # Both end with this process.
         threading.Thread(target=_receive, args=(launcher, commands), name="sparkhvd-commands", daemon=True).start()
         threading.Thread(target=_watch, args=(line, commands), name="sparkhvd-driver-watch", daemon=True).start()
-        lost = carry_out_commands(workers, place, commands)
+        lost = carry_out_commands(workers, location, commands)
         workers.close(END_SECONDS if lost is None else _LOST_SECONDS)
         return lost
 

@@ -36,7 +36,7 @@ from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.task.devices import cuda_names, device_kind, selection, unless_set
 from sparkhvd.task.elastic.commands import DriverLost, carry_out_commands
-from sparkhvd.task.elastic.worker import End, Lost, Place, RunningWorkers
+from sparkhvd.task.elastic.worker import End, Lost, RunningWorkers, WorkerLocation
 from sparkhvd.task.host.host_hash import host_hash
 from sparkhvd.task.host.versions import local_versions
 from sparkhvd.task.job import Job
@@ -82,9 +82,9 @@ def run_lease(
         stack.callback(reader.join)
         stack.callback(client.wake)
         stack.callback(workers.close, _END_SECONDS)
-        place = Place(offer.host_hash, offer.host, offer.bind_host)
+        location = WorkerLocation(offer.host_hash, offer.host, offer.bind_host)
         # Nothing else reports the end of the executor.
-        if carry_out_commands(workers, place, commands, lambda: os.getppid() != parent) is not None:
+        if carry_out_commands(workers, location, commands, lambda: os.getppid() != parent) is not None:
             raise LaunchError(f"The task on host {offer.host} lost its connection to the driver.")
     yield from ()
 

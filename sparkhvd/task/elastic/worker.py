@@ -22,7 +22,7 @@ from sparkhvd.task.worker.threads import thread_defaults
 
 
 @dataclass(frozen=True)
-class Returned:
+class WorkerResult:
     """The pickled result of a worker has arrived."""
 
     worker: int
@@ -37,11 +37,11 @@ class Lost:
     failure: FailureReport
 
 
-End = Returned | Lost
+End = WorkerResult | Lost
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerLocation:
     """Where a worker runs, for the other ranks.
 
     Attributes:
@@ -65,7 +65,7 @@ class ElasticWorker:
 
     Args:
         number: the number of the worker.
-        place: where it runs.
+        location: where it runs.
         job: the job.
         membership: the address of the membership server, without a worker's number.
         defaults: environment variables that hold where nothing else sets them.
@@ -80,7 +80,7 @@ class ElasticWorker:
     def __init__(  # noqa: PLR0917
         self,
         number: int,
-        place: Place,
+        location: WorkerLocation,
         job: Job,
         membership: MembershipAddress,
         defaults: Mapping[str, str],
@@ -89,7 +89,7 @@ class ElasticWorker:
         variables: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self._number = number
-        self._host = place.host
+        self._host = location.host
         self._result_timeout = job.config.result_timeout
         self._report = report
         self._log = log
@@ -100,8 +100,8 @@ class ElasticWorker:
         )
         self._process.output.start()
         context = LaunchContext(
-            host_key=place.host_key,
-            bind_host=place.bind_host,
+            host_key=location.host_key,
+            bind_host=location.bind_host,
             config=replace(job.config, network_interfaces=",".join(job.nics)) if job.nics else job.config,
             membership=replace(membership, worker=number),
         )
@@ -181,7 +181,7 @@ class ElasticWorker:
                 f"returned {len(content):,} bytes; the driver accepts at most {RESULT_CAP_BYTES:,} of all ranks", ENDED
             )
         else:
-            self._report(Returned(self._number, content))
+            self._report(WorkerResult(self._number, content))
 
     def _lose(self, cause: str, phase: str = "", *, stderr_tail: str = "") -> None:
         report = FailureReport(self._log.rank, self._host, cause, stderr_tail=stderr_tail, phase=phase)
@@ -217,7 +217,7 @@ class RunningWorkers:
         self._variables = variables
         self._workers: dict[int, ElasticWorker] = {}
 
-    def start(self, number: int, place: Place) -> None:
+    def start(self, number: int, location: WorkerLocation) -> None:
         """Start a worker, or report that it did not start; forget those that have ended."""
         ended = [known for known, one in self._workers.items() if one.wait(Deadline.after(0.0))]
         for known in ended:
@@ -225,12 +225,12 @@ class RunningWorkers:
         log = self._open_log()
         try:
             self._workers[number] = ElasticWorker(
-                number, place, self._job, self._membership, self._defaults, log, self._report, self._variables
+                number, location, self._job, self._membership, self._defaults, log, self._report, self._variables
             )
         except OSError as error:
             log.close()
             why = f"did not start: {error.strerror or error}"
-            self._report(Lost(number, FailureReport(number, place.host, why, phase=STARTING)))
+            self._report(Lost(number, FailureReport(number, location.host, why, phase=STARTING)))
 
     def set_rank(self, number: int, rank: int) -> None:
         """See ``ElasticWorker``; does nothing for a worker that is not there."""

@@ -24,6 +24,7 @@ from typing import NoReturn
 import cloudpickle
 
 from sparkhvd._util.framework_imports import gc_paused_for_import
+from sparkhvd._util.texts import first_line
 from sparkhvd.comm import session
 from sparkhvd.config import export, scratch_folder
 from sparkhvd.errors import (
@@ -210,7 +211,7 @@ def _own_error(error: BaseException) -> str:
         ended_itself = not isinstance(code, int) or 0 < code < _SIGNAL_CODES
         return f"exit code {code}" if ended_itself else ""
     if isinstance(error, MismatchError) or not isinstance(error, HorovodInternalError | KeyboardInterrupt):
-        line = (_message(error) or _raising_line(error)).partition("\n")[0]
+        line = first_line(_message(error) or _raising_line(error))
         return f"{type(error).__name__}: {_ADDRESS.sub('0x...', line)}"
     return ""
 

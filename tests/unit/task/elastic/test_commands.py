@@ -7,12 +7,12 @@ import queue
 from sparkhvd.comm.connect.launch_context import MembershipAddress
 from sparkhvd.rpc.messages import EndLease, SetRank, StartWorker, StopWorker
 from sparkhvd.task.elastic.commands import DriverLost, carry_out_commands
-from sparkhvd.task.elastic.worker import Lost, Place, RunningWorkers
+from sparkhvd.task.elastic.worker import Lost, RunningWorkers, WorkerLocation
 from sparkhvd.task.failure_report import STARTING, FailureReport
 from sparkhvd.task.job import Job
 from sparkhvd.task.worker.output import HandlerLog
 
-PLACE = Place("key", "node1", "127.0.0.1")
+LOCATION = WorkerLocation("key", "node1", "127.0.0.1")
 
 
 def outcome(*commands, is_orphaned=lambda: False):
@@ -22,7 +22,7 @@ def outcome(*commands, is_orphaned=lambda: False):
         arriving.put(command)
     job = Job(b"", 1, executable="/no/such/python")
     workers = RunningWorkers(job, MembershipAddress(-1, (), b""), 1, lambda: HandlerLog(lambda _: None, 1), ends.append)
-    lost = carry_out_commands(workers, PLACE, arriving, is_orphaned)
+    lost = carry_out_commands(workers, LOCATION, arriving, is_orphaned)
     assert workers.close(1.0) == []
     return lost, ends, arriving.qsize()
 
