@@ -400,13 +400,14 @@ HISTORIES = st.lists(
     largest=st.none() | st.integers(0, 2),
     reset_limit=st.none() | st.integers(0, 4),
     max_restarts=st.integers(0, 2),
+    max_same_errors=st.integers(1, 3),
 )
 def test_every_history_leads_to_valid_generations_and_to_an_end(  # noqa: PLR0917
-    history, smallest, more, largest, reset_limit, max_restarts
+    history, smallest, more, largest, reset_limit, max_restarts, max_same_errors
 ):
     num_proc = smallest + more
     most = None if largest is None else num_proc + largest
-    limits = Limits(num_proc, smallest, most, 20.0, 10.0, reset_limit, max_restarts)
+    limits = Limits(num_proc, smallest, most, 20.0, 10.0, reset_limit, max_restarts, max_same_errors)
     run = Simulation(limits)
     run.roster.offer({"a": 3, "b": 1})
     run.settle()
