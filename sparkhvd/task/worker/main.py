@@ -206,10 +206,8 @@ def _ended(error: BaseException) -> Raised:
 
 def _own_error(error: BaseException) -> str:
     """Return ``FailureReport.error`` for what ``fn`` raised; empty if a signal or a collective was the cause."""
-    if isinstance(error, SystemExit | CommandEndedError):
-        code = error.code
-        ended_itself = not isinstance(code, int) or 0 < code < _SIGNAL_CODES
-        return f"exit code {code}" if ended_itself else ""
+    if isinstance(error, SystemExit | CommandEndedError) and isinstance(error.code, int):
+        return f"exit code {error.code}" if 0 < error.code < _SIGNAL_CODES else ""
     if isinstance(error, MismatchError) or not isinstance(error, HorovodInternalError | KeyboardInterrupt):
         line = first_line(_message(error) or _raising_line(error))
         return f"{type(error).__name__}: {_ADDRESS.sub('0x...', line)}"

@@ -121,7 +121,7 @@ def test_a_wrapped_loss_of_a_peer_is_a_secondary_failure_too():
         (TypeError("cannot add <Row object at 0x7f32A1>"), "TypeError: cannot add <Row object at 0x...>"),
         (MismatchError("shapes differ"), "MismatchError: shapes differ"),
         (SystemExit(3), "exit code 3"),
-        (SystemExit("no rows"), "exit code no rows"),
+        (SystemExit("no rows"), "SystemExit: no rows"),
         (CommandEndedError("ended with exit code 1: python train.py", 1), "exit code 1"),
         (CommandEndedError("was killed by signal 9 (SIGKILL): python train.py", -9), ""),
         (SystemExit(143), ""),
