@@ -53,6 +53,9 @@ class Roster:
         self._undisturbed = True  # whether the current generation has lost no member and was not asked to regroup
         self._has_finished = False  # whether the training function has returned on all ranks
         self._failed_end = ""
+        # The newest commit so far; 0 again after the job has begun anew with a newer commit from its Store.
+        self._furthest = 0
+        self._begins_further = False  # whether the Store has got a commit since the job began, or began anew
         self._has_published = False  # whether the current generation has put a commit into the job's Store
         self._raised: set[str] = set()  # what the user's function raised in the current generation
         self._same_errors: dict[str, int] = {}  # generations that an error has ended, since the last new commit
@@ -129,11 +132,12 @@ class Roster:
         self._members[worker] = replace(member, commit=max(commit, 0))
         self._stateful = True
         self._newest = max(self._newest, commit)  # a Store may have had a newer one than the members
+        self._furthest = max(self._furthest, commit)
         return True
 
     def published(self) -> None:
         """Note that the current generation has put a commit into the job's Store."""
-        self._has_published = True
+        self._has_published = self._begins_further = True
 
     def finished(self, worker: int, generation: int, now: float) -> bool:
         """Note that the training function has returned on all ranks of a generation."""
@@ -199,13 +203,17 @@ class Roster:
         """Begin the next generation and return its number."""
         commits = [self._members[worker].commit for worker in workers]
         newest = max(0, *commits)
-        self._restarts += self._stateful and max(commits) < 0
+        begins_anew = self._stateful and max(commits) < 0
+        self._restarts += begins_anew
         if self._generation > 0:
-            fruitless = self._undisturbed and not self._has_progressed()
+            fruitless = self._undisturbed and newest <= self._newest
             self._fruitless = self._fruitless + 1 if fruitless else 0
         self._same_errors = self._errors_so_far()
         self._raised.clear()
         self._has_published = False
+        self._furthest = max(self._furthest, newest)
+        if begins_anew and self._begins_further:
+            self._furthest, self._begins_further = 0, False
         self._newest = newest
         self._generation += 1
         for rank, worker in enumerate(workers):
@@ -222,9 +230,12 @@ class Roster:
             self._members[worker] = replace(self._members[worker], rank=rank)
 
     def _has_progressed(self) -> bool:
-        """Return whether the next generation begins with a newer state than the current one began with."""
+        """Return whether the current generation has made a commit that is newer than all before.
+
+        A job that has begun anew repeats commits, in which the same error may return.
+        """
         newest = max((member.commit for member in self._members.values()), default=-1)
-        return newest > self._newest if newest >= 0 else self._has_published
+        return newest > self._furthest or self._has_published
 
     def _errors_so_far(self) -> dict[str, int]:
         """Return how many generations each error of the user's function has ended since the last new commit."""

@@ -241,6 +241,31 @@ def test_after_the_loss_of_all_ranks_only_a_published_commit_is_progress(publish
     assert count_errors(roster) == ("ValueError: no luck", 1 if published else 2)
 
 
+def test_commits_that_a_job_repeats_after_it_has_begun_anew_are_no_progress():
+    roster = roster_of(2)
+
+    def fail(worker: int) -> None:
+        roster.raised(worker, "ValueError: no luck", is_final=False)
+        roster.lost(worker, "raised ValueError: no luck", 1.0)
+
+    fail(1)
+    roster.waiting(0, 1, 1, "lost a rank", 1.0)
+    roster.formed((0,), 1.0)
+    roster.synced(0, 2, 1)
+    fail(0)
+    for worker in (2, 3):
+        roster.started(worker, "a", 1.0)
+        roster.waiting(worker, 0, -1, "", 1.0)
+    roster.formed((2,), 1.0)
+    roster.synced(2, 3, 0)
+    roster.notified()
+    roster.waiting(2, 3, 1, "", 1.0)  # worker 3 joins after the first commit
+    roster.formed((2, 3), 1.0)
+    fail(3)
+    roster.waiting(2, 4, 1, "lost a rank", 1.0)
+    assert count_errors(roster) == ("ValueError: no luck", 3)
+
+
 def test_a_commit_that_a_generation_has_read_from_a_store_is_no_progress():
     roster = roster_of(2)
     for worker in range(2):
@@ -285,7 +310,7 @@ class Simulation:
         self.sent: list[tuple[str, int, int, int]] = []  # reports that may come again
         self.end: Fail | Done | None = None
         self.has_run = False
-        self.first_commit = 0  # of the current generation
+        self.first_commit = 0  # the newest of all earlier generations
         self.raised = False  # whether a member of the current generation has raised
         self.raised_before = 0  # how many generations have ended so since the last new commit
 
@@ -331,7 +356,7 @@ class Simulation:
             self.raised_before = 0
         self.raised_before += self.raised
         assert self.raised_before < self.limits.max_same_errors, "the same error has returned too often"
-        self.raised, self.first_commit = False, max(newest, 0)
+        self.raised, self.first_commit = False, max(newest, self.first_commit)
         number = self.roster.formed(workers, self.now)
         assert number == view.generation + 1
         assert self.limits.reset_limit is None or number - 1 <= self.limits.reset_limit
