@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "base/deadline.h"
@@ -13,38 +14,31 @@
 
 namespace sparkhvd {
 
-// The part of a sender's data for one receiver: `count` of its `total` rows (or bytes), from
-// `begin` on.
-struct Section {
-  size_t begin = 0;
-  size_t count = 0;
-  size_t total = 0;
+// What a rank sends: `splits[r]` rows of `row_bytes` bytes to rank r, in the order of the ranks. No
+// split is negative.
+struct RowsToSend {
+  ConstBytes data;
+  const std::vector<int64_t>& splits;
+  size_t row_bytes;
 };
 
-// Returns the parts of consecutive rows, by receiver. No split is negative.
-std::vector<Section> SectionsOf(const std::vector<int64_t>& splits);
+// Returns memory for `rows[s]` rows of every rank s, in the order of the ranks. Fails if a number
+// is negative or the rows are too many. Called once.
+using RowsTarget = std::function<Result<Bytes>(const std::vector<int64_t>& rows)>;
 
-// Returns the counts of parts of rows.
-std::vector<int64_t> RowsOf(const std::vector<Section>& sections);
+// A rank only knows how many rows it sends. It learns from each other rank how many it receives.
+// No rank learns about rows between others, so that the cost of a rank grows with the number of
+// ranks and not with its square. With rows of 0 bytes, ranks exchange only the numbers of rows.
+// `scratch` is working memory that the caller may keep for the next call.
+Status AlltoallLinks(Transport& transport, const RowsToSend& own, const RowsTarget& target_of,
+                     std::vector<std::byte>& scratch, Deadline deadline);
 
-// Tells every rank the part for it. Returns the sections for this rank, by sender. No rank learns
-// of sections between others, so that the cost of a rank grows with the number of ranks and not
-// with its square.
-Result<std::vector<Section>> ExchangeSections(Transport& transport,
-                                              const std::vector<Section>& sections,
-                                              Deadline deadline);
-Result<std::vector<Section>> ExchangeSections(ArenaSteps& steps,
-                                              const std::vector<Section>& sections,
-                                              Deadline deadline);
+// The same among the members of an arena.
+Status AlltoallShm(ArenaSteps& steps, const RowsToSend& own, const RowsTarget& target_of,
+                   Deadline deadline);
 
-// Sends `sent[r]` bytes to rank r and receives `received[s]` bytes from rank s. `source` is in the
-// order of the receivers, and `target` is in the order of the senders.
-Status AlltoallPairwise(Transport& transport, ConstBytes source, const std::vector<size_t>& sent,
-                        Bytes target, const std::vector<size_t>& received, Deadline deadline);
-
-// Like AlltoallPairwise, among the members of an arena. `received` holds parts of the senders'
-// bytes.
-Status AlltoallShm(ArenaSteps& steps, ConstBytes source, Bytes target,
-                   const std::vector<Section>& received, Deadline deadline);
+// Returns how many bytes of rows fit into one message with their number. More rows for one rank
+// follow in a second message.
+size_t AlltoallShortBytes(int ranks);
 
 }  // namespace sparkhvd

@@ -61,10 +61,8 @@ Status Dispatcher::RunOnDevice(const std::vector<Ready>& ready,
     return parts_.execution.Broadcast(0, bytes.data(), bytes, deadline);
   };
   links.highest = [&](int64_t* number) { return parts_.execution.Highest(number, deadline); };
-  links.exchange = [&](const std::vector<int64_t>& splits) -> Result<std::vector<int64_t>> {
-    const auto sections = parts_.execution.ExchangeRows(splits, deadline);
-    SHVD_TRY(sections.status());
-    return RowsOf(sections.value());
+  links.exchange = [&](const std::vector<int64_t>& splits) {
+    return parts_.execution.ExchangeRows(splits, deadline);
   };
   return parts_.devices.Run(group, waiting, links);
 }

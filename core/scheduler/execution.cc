@@ -276,39 +276,42 @@ Status Execution::Gather(Operation& operation, const std::vector<int64_t>& rows,
   return Status();
 }
 
-Result<std::vector<Section>> Execution::ExchangeRows(const std::vector<int64_t>& splits,
+Result<std::vector<int64_t>> Execution::ExchangeRows(const std::vector<int64_t>& splits,
                                                      Deadline deadline) {
-  const std::vector<Section> sections = SectionsOf(splits);
-  return algorithm_ == Algorithm::kArena ? ExchangeSections(*steps_, sections, deadline)
-                                         : ExchangeSections(transport_, sections, deadline);
+  std::vector<int64_t> received;
+  const auto target_of = [&received](const std::vector<int64_t>& rows) -> Result<Bytes> {
+    received = rows;
+    return Bytes();
+  };
+  SHVD_TRY(Exchange(RowsToSend{ConstBytes(), splits, 0}, target_of, deadline));
+  return received;
+}
+
+Status Execution::Exchange(const RowsToSend& own, const RowsTarget& target_of, Deadline deadline) {
+  return algorithm_ == Algorithm::kArena
+             ? AlltoallShm(*steps_, own, target_of, deadline)
+             : AlltoallLinks(transport_, own, target_of, scratch_, deadline);
 }
 
 Status Execution::Exchange(Operation& operation, Deadline deadline) {
   const Request& request = operation.request();
-  const auto size = static_cast<size_t>(transport_.size());
-  Result<std::vector<Section>> sections = ExchangeRows(request.splits, deadline);
-  SHVD_TRY(sections.status());
-  std::vector<int64_t> rows = RowsOf(sections.value());
-  const auto sent = BytesOf(request, request.splits, size);
-  SHVD_TRY(sent.status());
-  const auto received = BytesOf(request, rows, size);
-  SHVD_TRY(received.status());
-  const size_t total = std::accumulate(received.value().begin(), received.value().end(), size_t{0});
-  Result<std::unique_ptr<std::byte[]>> output = Allocate(total);
-  SHVD_TRY(output.status());
+  std::unique_ptr<std::byte[]> output;
+  size_t total = 0;
+  std::vector<int64_t> received;
+  const auto target_of = [&](const std::vector<int64_t>& rows) -> Result<Bytes> {
+    const auto lengths = BytesOf(request, rows, rows.size());
+    SHVD_TRY(lengths.status());
+    total = std::accumulate(lengths.value().begin(), lengths.value().end(), size_t{0});
+    Result<std::unique_ptr<std::byte[]>> memory = Allocate(total);
+    SHVD_TRY(memory.status());
+    output = std::move(memory).value();
+    received = rows;
+    return Bytes(output.get(), total);
+  };
   const ConstBytes source(operation.source(), operation.bytes());
-  const Bytes target(output.value().get(), total);
-  if (algorithm_ == Algorithm::kArena) {
-    const size_t row_bytes = RowElements(request) * SizeOf(request.dtype);
-    for (Section& section : sections.value()) {
-      section = {section.begin * row_bytes, section.count * row_bytes, section.total * row_bytes};
-    }
-    SHVD_TRY(AlltoallShm(*steps_, source, target, sections.value(), deadline));
-  } else {
-    SHVD_TRY(
-        AlltoallPairwise(transport_, source, sent.value(), target, received.value(), deadline));
-  }
-  operation.SetOutput(std::move(output).value(), total, std::move(rows));
+  const size_t row_bytes = RowElements(request) * SizeOf(request.dtype);
+  SHVD_TRY(Exchange(RowsToSend{source, request.splits, row_bytes}, target_of, deadline));
+  operation.SetOutput(std::move(output), total, std::move(received));
   return Status();
 }
 

@@ -60,8 +60,8 @@ class Execution {
   // Copies the root's bytes to all ranks. On the root, the target may be the source.
   Status Broadcast(int root, const std::byte* source, Bytes target, Deadline deadline);
 
-  // Tells every rank the part of this rank's rows for it. Returns those for this rank, by sender.
-  Result<std::vector<Section>> ExchangeRows(const std::vector<int64_t>& splits, Deadline deadline);
+  // Tells every rank the number of this rank's rows for it. Returns those for this rank, by sender.
+  Result<std::vector<int64_t>> ExchangeRows(const std::vector<int64_t>& splits, Deadline deadline);
 
   // Sets `number` to the highest value of all ranks.
   Status Highest(int64_t* number, Deadline deadline);
@@ -75,6 +75,7 @@ class Execution {
   Status ReduceAlone(const Operation& operation, Deadline deadline);
   Status Gather(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
   Status Exchange(Operation& operation, Deadline deadline);
+  Status Exchange(const RowsToSend& own, const RowsTarget& target_of, Deadline deadline);
   Status ReduceScatter(const Operation& operation, Deadline deadline);
   void Enter(const Operation& operation, Phase phase) const;
 

@@ -381,6 +381,9 @@ class EncryptedTransport final : public Transport {
   Result<Ticket> PostReceive(int peer, Bytes data) override {
     return transport_->PostReceive(peer, data);
   }
+  Result<Ticket> PostReceiveUpTo(int peer, Bytes data, size_t* length) override {
+    return transport_->PostReceiveUpTo(peer, data, length);
+  }
   Status Wait(Span<const Ticket> tickets, Deadline deadline) override {
     return transport_->Wait(tickets, deadline);
   }

@@ -15,15 +15,15 @@ std::string TransferName(Direction direction, int peer) {
   return what + std::to_string(peer);
 }
 
-Status LateTransfer(Direction direction, int peer, size_t done, size_t size) {
+Status LateTransfer(Direction direction, int peer, size_t done, size_t size, const char* known) {
   return Status(StatusCode::kTimeout, TransferName(direction, peer) + ": " + std::to_string(done) +
-                                          " of " + std::to_string(size) +
+                                          " of " + known + std::to_string(size) +
                                           " bytes when the deadline passed");
 }
 
-Status LengthMismatch(int peer, size_t sent, size_t expected) {
+Status LengthMismatch(int peer, size_t sent, size_t expected, const char* known) {
   return Status(StatusCode::kInternal, "rank " + std::to_string(peer) + " sent " +
-                                           std::to_string(sent) + " bytes where " +
+                                           std::to_string(sent) + " bytes where " + known +
                                            std::to_string(expected) + " were expected");
 }
 

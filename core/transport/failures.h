@@ -17,11 +17,16 @@ std::string RankNames(const std::vector<int>& ranks);
 // Returns "send to rank 3" or "receive from rank 3".
 std::string TransferName(Direction direction, int peer);
 
+// What a receiver knows about the length of a message. The text precedes the number in messages.
+constexpr char kExactly[] = "";
+constexpr char kAtMost[] = "at most ";
+
 // Returns kTimeout: "receive from rank 5: 0 of 65536 bytes when the deadline passed".
-Status LateTransfer(Direction direction, int peer, size_t done, size_t size);
+Status LateTransfer(Direction direction, int peer, size_t done, size_t size,
+                    const char* known = kExactly);
 
 // Returns kInternal: both sides of a transfer must agree on its length.
-Status LengthMismatch(int peer, size_t sent, size_t expected);
+Status LengthMismatch(int peer, size_t sent, size_t expected, const char* known = kExactly);
 
 // Returns kPeerLost: "lost rank 3: <how>".
 Status PeerLost(int peer, const std::string& how);

@@ -22,14 +22,16 @@ class Hub {
       : members_(static_cast<size_t>(size)),
         channels_(static_cast<size_t>(size) * static_cast<size_t>(size)) {}
 
-  Result<Ticket> Post(int rank, int peer, Direction direction, std::byte* data, size_t size) {
+  // `length` is that of a PostReceiveUpTo, otherwise null.
+  Result<Ticket> Post(int rank, int peer, Direction direction, std::byte* data, size_t size,
+                      size_t* length = nullptr) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Member& member = At(rank);
     if (member.broken) return *member.broken;
     const Ticket ticket = ++member.last_ticket;
     const bool sending = direction == Direction::kSend;
     Channel& channel = sending ? ChannelOf(rank, peer) : ChannelOf(peer, rank);
-    member.pending.emplace(ticket, Transfer{direction, peer, data, size});
+    member.pending.emplace(ticket, Transfer{direction, peer, data, size, length});
     (sending ? channel.sends : channel.receives).push_back(ticket);
     Match(channel, sending ? rank : peer, sending ? peer : rank);
     return ticket;
@@ -48,7 +50,8 @@ class Hub {
       }
       if (deadline.Expired()) {
         const Transfer& transfer = open->second;
-        const Status late = LateTransfer(transfer.direction, transfer.peer, 0, transfer.size);
+        const Status late = LateTransfer(transfer.direction, transfer.peer, 0, transfer.size,
+                                         transfer.length != nullptr ? kAtMost : kExactly);
         Leave(rank, late);
         return late;
       }
@@ -75,6 +78,7 @@ class Hub {
     int peer;
     std::byte* data;  // a send only reads it
     size_t size;
+    size_t* length;  // null if `size` is the length
   };
   struct Member {
     Ticket last_ticket = 0;
@@ -101,10 +105,12 @@ class Hub {
       const auto receive = receiver.pending.find(channel.receives.front());
       const size_t sent = send->second.size;
       const size_t expected = receive->second.size;
-      if (sent != expected) {
-        Leave(to, LengthMismatch(from, sent, expected));
+      size_t* const length = receive->second.length;
+      if (length != nullptr ? sent > expected : sent != expected) {
+        Leave(to, LengthMismatch(from, sent, expected, length != nullptr ? kAtMost : kExactly));
         return;
       }
+      if (length != nullptr) *length = sent;
       if (sent > 0) std::memcpy(receive->second.data, send->second.data, sent);
       sender.pending.erase(send);
       receiver.pending.erase(receive);
@@ -171,6 +177,11 @@ class InProcessTransport final : public Transport {
   Result<Ticket> PostReceive(int peer, Bytes data) override {
     SHVD_TRY(CheckPeer(peer, rank_, size_));
     return hub_->Post(rank_, peer, Direction::kReceive, data.data(), data.size());
+  }
+
+  Result<Ticket> PostReceiveUpTo(int peer, Bytes data, size_t* length) override {
+    SHVD_TRY(CheckPeer(peer, rank_, size_));
+    return hub_->Post(rank_, peer, Direction::kReceive, data.data(), data.size(), length);
   }
 
   Status Wait(Span<const Ticket> tickets, Deadline deadline) override {

@@ -44,6 +44,7 @@ struct Operation {
   Ticket ticket;
   std::byte* data;  // a send only reads it
   size_t size;
+  size_t* length;  // set by a receive that learns its size from the header; null otherwise
   std::array<std::byte, kMessageHeaderBytes> header;
   size_t done = 0;  // bytes of header and data that have moved
 
@@ -58,9 +59,10 @@ class Remaining {
     if (operation.done < kMessageHeaderBytes) {
       Add(operation.header.data() + operation.done, kMessageHeaderBytes - operation.done);
     }
+    message_.msg_iov = parts_.data();
+    if (operation.length != nullptr) return;  // what follows may be the next message
     const size_t offset = operation.payload_done();
     Add(operation.data + offset, std::min(operation.size - offset, kBytesPerCall));
-    message_.msg_iov = parts_.data();
   }
   Remaining(const Remaining&) = delete;
   Remaining& operator=(const Remaining&) = delete;
@@ -220,12 +222,19 @@ class Link {
     return true;
   }
 
-  bool CheckHeader(const Operation& operation) {
+  bool CheckHeader(Operation& operation) {
     auto header = DecodeMessageHeader(ConstBytes(operation.header.data(), operation.header.size()));
     if (!header.ok()) {
       failure_ = header.status().Annotate(Front());
     } else if (header.value().farewell) {
       ReadFarewell(header.value(), ConstBytes(operation.data, operation.payload_done()));
+    } else if (operation.length != nullptr) {
+      if (header.value().length > operation.size) {
+        failure_ = LengthMismatch(peer_, header.value().length, operation.size, kAtMost);
+        return false;
+      }
+      operation.size = *operation.length = header.value().length;
+      operation.length = nullptr;
     } else if (header.value().length != operation.size) {
       failure_ = LengthMismatch(peer_, header.value().length, operation.size);
     }
@@ -307,6 +316,10 @@ class SocketTransport final : public Transport {
     return Post(Direction::kReceive, peer, data.data(), data.size());
   }
 
+  Result<Ticket> PostReceiveUpTo(int peer, Bytes data, size_t* length) override {
+    return Post(Direction::kReceive, peer, data.data(), data.size(), length);
+  }
+
   Status Wait(Span<const Ticket> tickets, Deadline deadline) override {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
@@ -334,11 +347,12 @@ class SocketTransport final : public Transport {
   }
 
  private:
-  Result<Ticket> Post(Direction direction, int peer, std::byte* data, size_t size) {
+  Result<Ticket> Post(Direction direction, int peer, std::byte* data, size_t size,
+                      size_t* length = nullptr) {
     SHVD_TRY(CheckPeer(peer, rank_, this->size()));
     const std::lock_guard<std::mutex> lock(mutex_);
     if (broken_) return *broken_;
-    Operation operation{++last_ticket_, data, size, {}};
+    Operation operation{++last_ticket_, data, size, length, {}};
     const bool sending = direction == Direction::kSend;
     if (sending) operation.header = EncodeMessageHeader({false, size, StatusCode::kAborted});
     open_.insert(operation.ticket);
@@ -380,7 +394,8 @@ class SocketTransport final : public Transport {
       Direction direction{};
       const Operation* operation = link.Find(ticket, &direction);
       if (operation == nullptr) continue;
-      return LateTransfer(direction, link.peer(), operation->payload_done(), operation->size);
+      return LateTransfer(direction, link.peer(), operation->payload_done(), operation->size,
+                          operation->length != nullptr ? kAtMost : kExactly);
     }
     return Status(StatusCode::kInternal, "an open ticket belongs to no link");
   }

@@ -15,9 +15,10 @@ namespace sparkhvd {
 using Ticket = uint64_t;
 
 // Point-to-point transfers among `size` ranks. Messages from one rank to another arrive in the
-// order in which they were posted. Both sides know the length: a send of n bytes matches a receive
-// of exactly n bytes, and n may be 0. The caller keeps the memory alive until Wait returns. One
-// thread posts and waits at a time. Any thread may call Abort.
+// order in which they were posted. Both sides know the length, unless the receiver posts
+// PostReceiveUpTo: a send of n bytes matches a receive of exactly n bytes, and n may be 0. The
+// caller keeps the memory alive until Wait returns. One thread posts and waits at a time. Any
+// thread may call Abort.
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -27,6 +28,8 @@ class Transport {
 
   virtual Result<Ticket> PostSend(int peer, ConstBytes data) = 0;
   virtual Result<Ticket> PostReceive(int peer, Bytes data) = 0;
+  // Receives a message of at most data.size() bytes. Wait sets `length`.
+  virtual Result<Ticket> PostReceiveUpTo(int peer, Bytes data, size_t* length) = 0;
 
   // Returns once all tickets are complete, or with the first failure: kTimeout ("receive from rank
   // 5: 0 of 65536 bytes"), kPeerLost if a peer of a pending ticket has ended, or the reason passed

@@ -27,6 +27,9 @@ class TransportSubset final : public Transport {
   Result<Ticket> PostReceive(int peer, Bytes data) override {
     return whole_.PostReceive(ranks_[static_cast<size_t>(peer)], data);
   }
+  Result<Ticket> PostReceiveUpTo(int peer, Bytes data, size_t* length) override {
+    return whole_.PostReceiveUpTo(ranks_[static_cast<size_t>(peer)], data, length);
+  }
   Status Wait(Span<const Ticket> tickets, Deadline deadline) override {
     return whole_.Wait(tickets, deadline);
   }

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "collectives/alltoall.h"
+#include "collectives/exchange.h"
 #include "collectives/identity.h"
 #include "collectives/kernels.h"
 #include "collectives/ranks.h"
@@ -103,46 +104,113 @@ TEST_P(ScatterTest, ReducescatterAveragesOverTheNumberOfRanks) {
   });
 }
 
-TEST_P(ScatterTest, AlltoallDeliversPartsInTheOrderOfTheSenders) {
-  Run([this](int rank, Mesh& mesh, ArenaSteps* steps) {
-    const auto parts = static_cast<size_t>(size());
-    const auto me = static_cast<size_t>(rank);
-    // Empty, unequal parts including empty ones, and more than an arena's slot.
-    for (const size_t unit : {size_t{0}, size_t{1}, size_t{997}, size_t{100003}}) {
-      std::vector<size_t> lengths(parts * parts);
-      for (size_t i = 0; i < lengths.size(); ++i) lengths[i] = unit * ((i * i + i / 3) % 4);
-      const auto own = lengths.begin() + static_cast<ptrdiff_t>(me * parts);
-      const std::vector<int64_t> splits(own, own + static_cast<ptrdiff_t>(parts));
-      const auto value = [](size_t sender, size_t receiver, size_t i) {
-        return static_cast<std::byte>(sender * 31 + receiver * 7 + i);
-      };
-      std::vector<std::byte> source;
-      std::vector<std::byte> expected;
-      for (size_t other = 0; other < parts; ++other) {
-        for (size_t i = 0; i < lengths[me * parts + other]; ++i) {
-          source.push_back(value(me, other, i));
-        }
-        for (size_t i = 0; i < lengths[other * parts + me]; ++i) {
-          expected.push_back(value(other, me, i));
-        }
-      }
-      const auto exchanged = steps != nullptr
-                                 ? ExchangeSections(*steps, SectionsOf(splits), Soon())
-                                 : ExchangeSections(*mesh.transport, SectionsOf(splits), Soon());
-      SHVD_TRY(exchanged.status());
-      std::vector<size_t> from_all;
-      for (const Section& section : exchanged.value()) from_all.push_back(section.count);
-      std::vector<std::byte> target(expected.size());
-      const ConstBytes sent(source.data(), source.size());
-      const Bytes received(target.data(), target.size());
-      SHVD_TRY(steps != nullptr
-                   ? AlltoallShm(*steps, sent, received, exchanged.value(), Soon())
-                   : AlltoallPairwise(*mesh.transport, sent, {splits.begin(), splits.end()},
-                                      received, from_all, Soon()));
-      EXPECT_TRUE(target == expected) << "unit " << unit;
+// Runs an alltoall in which rank s sends `rows_between(s, r)` rows of `row_bytes` to rank r, and
+// checks what this rank receives.
+Status CheckAlltoall(Mesh& mesh, ArenaSteps* steps, size_t row_bytes,
+                     const std::function<size_t(size_t, size_t)>& rows_between) {
+  const auto me = static_cast<size_t>(mesh.transport->rank());
+  const auto ranks = static_cast<size_t>(mesh.transport->size());
+  const auto append = [&](std::vector<std::byte>& bytes, size_t sender, size_t receiver) {
+    for (size_t i = 0; i < rows_between(sender, receiver) * row_bytes; ++i) {
+      bytes.push_back(static_cast<std::byte>(sender * 31 + receiver * 7 + i));
     }
-    return Status();
+  };
+  std::vector<int64_t> splits;
+  std::vector<int64_t> expected_rows;
+  std::vector<std::byte> source;
+  std::vector<std::byte> expected;
+  for (size_t other = 0; other < ranks; ++other) {
+    splits.push_back(static_cast<int64_t>(rows_between(me, other)));
+    expected_rows.push_back(static_cast<int64_t>(rows_between(other, me)));
+    append(source, me, other);
+    append(expected, other, me);
+  }
+  std::vector<std::byte> target;
+  const auto target_of = [&](const std::vector<int64_t>& rows) -> Result<Bytes> {
+    EXPECT_EQ(rows, expected_rows);
+    target.resize(expected.size());
+    return Bytes(target.data(), target.size());
+  };
+  const RowsToSend own{ConstBytes(source.data(), source.size()), splits, row_bytes};
+  std::vector<std::byte> scratch;
+  SHVD_TRY(steps != nullptr ? AlltoallShm(*steps, own, target_of, Soon())
+                            : AlltoallLinks(*mesh.transport, own, target_of, scratch, Soon()));
+  EXPECT_TRUE(target == expected);
+  return Status();
+}
+
+TEST_P(ScatterTest, AlltoallDeliversPartsInTheOrderOfTheSenders) {
+  Run([this](int, Mesh& mesh, ArenaSteps* steps) {
+    // Nothing, unequal parts including empty, short and long ones, and more than an arena's slot.
+    const size_t limit = AlltoallShortBytes(size());
+    for (const size_t unit : {size_t{0}, size_t{1}, limit / 3 + 1, limit, size_t{100003}}) {
+      const auto unequal = [unit](size_t sender, size_t receiver) {
+        const size_t i = sender * 5 + receiver;
+        return unit * ((i * i + i / 3) % 4);
+      };
+      SHVD_TRY(CheckAlltoall(mesh, steps, 1, unequal).Annotate("unit " + std::to_string(unit)));
+    }
+    return CheckAlltoall(mesh, steps, 12, [](size_t sender, size_t) { return sender * 200; });
   });
+}
+
+TEST_P(ScatterTest, AlltoallOfEmptyRowsTellsTheirNumbers) {
+  Run([](int, Mesh& mesh, ArenaSteps* steps) {
+    return CheckAlltoall(mesh, steps, 0,
+                         [](size_t sender, size_t receiver) { return 100 * sender + receiver; });
+  });
+}
+
+// The numbers of rows and the rows take several rounds, and one round has some of both.
+TEST(Alltoall, OfManyRanksFitsIntoASmallArena) {
+  std::vector<Mesh> meshes = InProcessMeshes(std::vector<int>(50, 0), true, 4096);
+  ExpectAllOk(OnEveryRank(meshes, [](int, Mesh& mesh) {
+    ArenaSteps steps(*mesh.arena);
+    SHVD_TRY(CheckAlltoall(mesh, &steps, 40, [](size_t, size_t) { return size_t{0}; }));
+    return CheckAlltoall(mesh, &steps, 40,
+                         [](size_t sender, size_t receiver) { return (sender + receiver) % 9; });
+  }));
+}
+
+TEST(Alltoall, FailsIfThereIsNoMemoryForTheRows) {
+  const Status full(StatusCode::kIo, "no memory");
+  for (const bool arena : {false, true}) {
+    std::vector<Mesh> meshes = InProcessMeshes({0, 0});
+    const std::vector<Status> statuses = OnEveryRank(meshes, [&](int, Mesh& mesh) {
+      const std::vector<int64_t> splits{1, 2};
+      const std::vector<std::byte> source(3);
+      const RowsToSend own{ConstBytes(source.data(), source.size()), splits, 1};
+      const auto target_of = [&](const std::vector<int64_t>&) -> Result<Bytes> { return full; };
+      std::vector<std::byte> scratch;
+      ArenaSteps steps(*mesh.arena);
+      return arena ? AlltoallShm(steps, own, target_of, Soon())
+                   : AlltoallLinks(*mesh.transport, own, target_of, scratch, Soon());
+    });
+    for (const Status& status : statuses) EXPECT_EQ(status.message(), "no memory");
+  }
+}
+
+TEST(Alltoall, RefusesAPartThatDoesNotMatchItsNumberOfRows) {
+  const std::vector<std::byte> zeros(AlltoallShortBytes(2) + 8);
+  // Without a whole number of rows, with bytes beyond the announced 0 rows, and with too many.
+  for (const size_t bytes : {size_t{7}, size_t{9}, zeros.size()}) {
+    std::vector<Mesh> meshes = InProcessMeshes({0, 1});
+    const std::vector<Status> statuses = OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+      std::vector<std::byte> scratch(64);
+      if (rank == 1) {
+        return Exchange(*mesh.transport, 0, ConstBytes(zeros.data(), bytes), 0,
+                        Bytes(scratch.data(), 8), Soon());
+      }
+      const std::vector<int64_t> splits{0, 0};
+      const auto none = [](const std::vector<int64_t>&) -> Result<Bytes> { return Bytes(); };
+      return AlltoallLinks(*mesh.transport, {ConstBytes(), splits, 1}, none, scratch, Soon());
+    });
+    EXPECT_EQ(statuses[0].code(), StatusCode::kInternal);
+    EXPECT_NE(statuses[0].message().find("rank 1 sent " + std::to_string(bytes) +
+                                         " bytes, which do not match its number of rows"),
+              std::string::npos)
+        << statuses[0].message();
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, ScatterTest,

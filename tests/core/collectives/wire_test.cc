@@ -35,6 +35,9 @@ class CountingTransport final : public Transport {
   Result<Ticket> PostReceive(int peer, Bytes data) override {
     return inner_->PostReceive(peer, data);
   }
+  Result<Ticket> PostReceiveUpTo(int peer, Bytes data, size_t* length) override {
+    return inner_->PostReceiveUpTo(peer, data, length);
+  }
   Status Wait(Span<const Ticket> tickets, Deadline deadline) override {
     return inner_->Wait(tickets, deadline);
   }

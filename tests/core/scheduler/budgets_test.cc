@@ -35,6 +35,9 @@ class CountingTransport final : public Transport {
   Result<Ticket> PostReceive(int peer, Bytes data) override {
     return transport_->PostReceive(peer, data);
   }
+  Result<Ticket> PostReceiveUpTo(int peer, Bytes data, size_t* length) override {
+    return transport_->PostReceiveUpTo(peer, data, length);
+  }
   Status Wait(Span<const Ticket> tickets, Deadline deadline) override {
     return transport_->Wait(tickets, deadline);
   }
@@ -68,8 +71,8 @@ const std::vector<Budget> kBudgets{
      [](size_t ranks) { return Cost{ranks - 1, (ranks - 1) * kBytes / ranks}; }},
     {OperationKind::kAlltoall,
      [](size_t ranks) {
-       const size_t rows = 24 * (ranks - 1);  // the part for each rank: begin, count and total
-       return Cost{2 * (ranks - 1), rows + (ranks - 1) * kBytes / ranks};
+       const size_t rows = 8 * (ranks - 1);  // their number for each rank
+       return Cost{ranks - 1, rows + (ranks - 1) * kBytes / ranks};
      }},
     {OperationKind::kBroadcast,
      [](size_t ranks) {

@@ -275,11 +275,80 @@ TEST_P(TransportContract, DetectsADisagreementAboutALength) {
   EXPECT_EQ(status.message(), "rank 0 sent 16 bytes where 8 were expected");
 }
 
+TEST_P(TransportContract, ReceivesMessagesOfUnknownLengthBetweenOthers) {
+  auto meshes = Make(2);
+  const std::vector<size_t> lengths{0, 1, 64, 0, 65536, 65537, 3};
+  ForEachRank(2, [&](int rank) {
+    Transport& transport = *meshes[static_cast<size_t>(rank)].transport;
+    // Messages follow each other closely, so that one read could return several.
+    std::vector<Buffer> buffers;
+    std::vector<size_t> received(lengths.size(), 99);
+    for (size_t i = 0; i < lengths.size(); ++i) {
+      const bool exact = i % 3 == 2;
+      buffers.push_back(rank == 0 ? Pattern(static_cast<int>(i), 1, lengths[i])
+                                  : Buffer(exact ? lengths[i] : 65537));
+    }
+    std::vector<Ticket> tickets;
+    for (size_t i = 0; i < lengths.size(); ++i) {
+      const bool exact = i % 3 == 2;
+      tickets.push_back(
+          Posted(rank == 0 ? transport.PostSend(1, View(buffers[i]))
+                 : exact   ? transport.PostReceive(0, Writable(buffers[i]))
+                           : transport.PostReceiveUpTo(0, Writable(buffers[i]), &received[i])));
+    }
+    const Status status = WaitFor(transport, tickets, Late());
+    ASSERT_TRUE(status.ok()) << status.message();
+    for (size_t i = 0; rank == 1 && i < lengths.size(); ++i) {
+      EXPECT_EQ(received[i], i % 3 == 2 ? 99 : lengths[i]) << "message " << i;
+      buffers[i].resize(lengths[i]);
+      EXPECT_EQ(buffers[i], Pattern(static_cast<int>(i), 1, lengths[i])) << "message " << i;
+    }
+  });
+}
+
+TEST_P(TransportContract, RefusesAMessageThatIsLongerThanExpected) {
+  auto meshes = Make(2);
+  const Buffer sent(16);
+  Buffer received(15);
+  size_t length = 0;
+  (void)Posted(meshes[0].transport->PostSend(1, View(sent)));
+  const auto ticket = meshes[1].transport->PostReceiveUpTo(0, Writable(received), &length);
+  const Status status =
+      ticket.ok() ? WaitFor(*meshes[1].transport, {ticket.value()}, Late()) : ticket.status();
+  EXPECT_EQ(status.code(), StatusCode::kInternal);
+  EXPECT_EQ(status.message(), "rank 0 sent 16 bytes where at most 15 were expected");
+}
+
+TEST_P(TransportContract, NamesThePeerThatNeverSendsAMessageOfUnknownLength) {
+  auto meshes = Make(2);
+  Buffer buffer(8);
+  size_t length = 0;
+  Transport& transport = *meshes[0].transport;
+  const Ticket ticket = Posted(transport.PostReceiveUpTo(1, Writable(buffer), &length));
+  const Status status = WaitFor(transport, {ticket}, Soon());
+  EXPECT_EQ(status.code(), StatusCode::kTimeout);
+  EXPECT_EQ(status.message(), "receive from rank 1: 0 of at most 8 bytes when the deadline passed");
+}
+
+TEST_P(TransportContract, SendsTheReasonOfAnAbortToReceiversOfUnknownLengths) {
+  auto meshes = Make(2);
+  Buffer buffer(8);
+  size_t length = 0;
+  Transport& transport = *meshes[0].transport;
+  const Ticket ticket = Posted(transport.PostReceiveUpTo(1, Writable(buffer), &length));
+  meshes[1].transport->Abort(Status(StatusCode::kMismatch, "shapes differ"));
+  EXPECT_EQ(WaitFor(transport, {ticket}, Late()).message(),
+            "receive from rank 1: rank 1 aborted: shapes differ");
+}
+
 TEST_P(TransportContract, RefusesPeersThatDoNotExist) {
   auto meshes = Make(2);
   Buffer buffer(1);
   for (const int peer : {-1, 0, 2}) {
     EXPECT_EQ(meshes[0].transport->PostSend(peer, View(buffer)).status().code(),
+              StatusCode::kInvalidArgument);
+    size_t length = 0;
+    EXPECT_EQ(meshes[0].transport->PostReceiveUpTo(peer, Writable(buffer), &length).status().code(),
               StatusCode::kInvalidArgument);
     EXPECT_EQ(meshes[0].transport->PostReceive(peer, Writable(buffer)).status().message(),
               "rank 0 of 2 has no link to rank " + std::to_string(peer) +
