@@ -111,6 +111,10 @@ class RendezvousServer:
     def port(self) -> int: ...
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str, timeout_s: float) -> bytes: ...
+    @property
+    def requests(self) -> int:
+        """The number of requests that clients have sent."""
+
     def erase(self, prefix: str) -> int:
         """Delete all keys that begin with ``prefix``, and return their number."""
 
@@ -129,6 +133,12 @@ class RendezvousClient:
     def set(self, key: str, value: bytes, timeout_s: float) -> None: ...
     def get(self, key: str, timeout_s: float) -> bytes:
         """Return the value of ``key``, waiting until it is set; ``peer_lost`` when the server ends."""
+
+    def get_all(self, prefix: str, first: int, end: int, timeout_s: float) -> list[bytes]:
+        """Return the values of the keys ``prefix`` + number for ``first`` <= number < ``end``, once all are set."""
+
+    def missing(self, prefix: str, first: int, end: int, timeout_s: float) -> list[int]:
+        """Return those of the numbers whose keys are not set, without waiting for them."""
 
     def close(self) -> None: ...
 

@@ -52,6 +52,30 @@ py::bytes Get(KeyValueStore& store, const std::string& key, double timeout_s) {
   return py::bytes(value);
 }
 
+std::vector<py::bytes> GetAll(KeyValueStore& store, const std::string& prefix, uint32_t first,
+                              uint32_t end, double timeout_s) {
+  std::vector<std::string> values;
+  Check(WaitInSlices(
+      timeout_s,
+      [&](Deadline deadline) {
+        auto result = store.GetAll(prefix, {first, end}, deadline);
+        if (!result.ok()) return result.status();
+        values = std::move(result).value();
+        return Status();
+      },
+      [] { return false; }));
+  return {values.begin(), values.end()};
+}
+
+std::vector<uint32_t> Missing(KeyValueStore& store, const std::string& prefix, uint32_t first,
+                              uint32_t end, double timeout_s) {
+  auto missing = [&] {
+    const GilRelease release;
+    return store.Missing(prefix, {first, end}, Deadline::AfterSeconds(timeout_s));
+  }();
+  return Take(std::move(missing));
+}
+
 void Set(KeyValueStore& store, const std::string& key, const std::string& value, double timeout_s) {
   const GilRelease release;
   Check(store.Set(key, value, Deadline::AfterSeconds(timeout_s)));
@@ -86,6 +110,7 @@ void RegisterRendezvous(py::module_& module) {
            arg("encrypt") = false)
       .def_property_readonly("port",
                              [](const TcpStoreServer& server) { return server.address().port; })
+      .def_property_readonly("requests", &TcpStoreServer::requests)
       .def(
           "set",
           [](TcpStoreServer& server, const std::string& key, const py::bytes& value) {
@@ -114,6 +139,16 @@ void RegisterRendezvous(py::module_& module) {
             return Get(*self.client, key, timeout_s);
           },
           arg("key"), arg("timeout_s"))
+      .def(
+          "get_all",
+          [](RendezvousClient& self, const std::string& prefix, uint32_t first, uint32_t end,
+             double timeout_s) { return GetAll(*self.client, prefix, first, end, timeout_s); },
+          arg("prefix"), arg("first"), arg("end"), arg("timeout_s"))
+      .def(
+          "missing",
+          [](RendezvousClient& self, const std::string& prefix, uint32_t first, uint32_t end,
+             double timeout_s) { return Missing(*self.client, prefix, first, end, timeout_s); },
+          arg("prefix"), arg("first"), arg("end"), arg("timeout_s"))
       .def(
           "close", [](RendezvousClient& self) { self.client->Close(); },
           py::call_guard<GilRelease>());

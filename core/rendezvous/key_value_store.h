@@ -1,6 +1,7 @@
 // The key-value store of a job's ranks, for addresses, agreements and failures.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,6 +10,12 @@
 #include "base/status.h"
 
 namespace sparkhvd {
+
+// The numbers from `first` to `end` - 1, in which the names of related keys end.
+struct NumberRange {
+  uint32_t first = 0;
+  uint32_t end = 0;
+};
 
 // Makes the store set a key if the process ends without notice. A will ends before its store.
 class Will {
@@ -32,18 +39,33 @@ class KeyValueStore {
   // the server has ended.
   virtual Result<std::string> Get(const std::string& key, Deadline deadline) = 0;
 
-  // Waits until all keys from `prefix`0 to `prefix`(count - 1) are set, and returns their values in
-  // this order. Fails like Get. A remote store answers with few messages, whatever `count` is.
-  virtual Result<std::vector<std::string>> GetAll(const std::string& prefix, size_t count,
+  // Waits until all keys are set that consist of `prefix` and one of `numbers`, and returns their
+  // values in this order. Fails like Get. A remote store answers with few messages, however many
+  // keys there are.
+  virtual Result<std::vector<std::string>> GetAll(const std::string& prefix, NumberRange numbers,
                                                   Deadline deadline) {
     std::vector<std::string> values;
-    values.reserve(count);
-    while (values.size() < count) {
-      auto value = Get(prefix + std::to_string(values.size()), deadline);
+    for (uint32_t number = numbers.first; number < numbers.end; ++number) {
+      auto value = Get(prefix + std::to_string(number), deadline);
       if (!value.ok()) return value.status();
       values.push_back(std::move(value).value());
     }
     return values;
+  }
+
+  // Returns those of `numbers` whose keys are not set, without waiting for them. The deadline is
+  // for the answer of a remote store, which is one message.
+  virtual Result<std::vector<uint32_t>> Missing(const std::string& prefix, NumberRange numbers,
+                                                Deadline deadline) {
+    (void)deadline;
+    std::vector<uint32_t> missing;
+    for (uint32_t number = numbers.first; number < numbers.end; ++number) {
+      const Status status =
+          Get(prefix + std::to_string(number), Deadline::AfterSeconds(0)).status();
+      if (status.code() == StatusCode::kTimeout) missing.push_back(number);
+      if (!status.ok() && status.code() != StatusCode::kTimeout) return status;
+    }
+    return missing;
   }
 
   // Ends the use of `key`, or of the prefix `key`, on this side: discards the state that a

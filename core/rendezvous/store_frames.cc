@@ -40,8 +40,14 @@ Result<StoreRequest> DecodeStoreRequest(ConstBytes bytes) {
     case StoreRequestKind::kGet:
       return request.value.empty() ? Result<StoreRequest>(request) : malformed;
     case StoreRequestKind::kGetAll:
-      return DecodeNumberRange(AsBytes(request.value)).ok() ? Result<StoreRequest>(request)
-                                                            : malformed;
+    case StoreRequestKind::kMissing: {
+      const auto range = DecodeNumberRange(AsBytes(request.value));
+      if (!range.ok()) return malformed;
+      const uint32_t numbers = range.value().end - range.value().first;
+      const bool many = numbers > kMostNumbersOfMissing;
+      return many && request.kind == StoreRequestKind::kMissing ? malformed
+                                                                : Result<StoreRequest>(request);
+    }
   }
   return malformed;
 }
@@ -60,6 +66,23 @@ Result<NumberRange> DecodeNumberRange(ConstBytes bytes) {
                              LoadLittleEndian<uint32_t>(bytes.data() + 4)};
   if (range.first >= range.end) return malformed;
   return range;
+}
+
+void AppendToMissing(std::string* answer, uint32_t number) {
+  std::array<std::byte, sizeof(number)> bytes;
+  StoreLittleEndian(number, bytes.data());
+  answer->append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+Result<std::vector<uint32_t>> DecodeMissing(ConstBytes bytes) {
+  if (bytes.size() % sizeof(uint32_t) != 0) {
+    return Status(StatusCode::kInvalidArgument, "malformed rendezvous numbers");
+  }
+  std::vector<uint32_t> numbers;
+  for (size_t at = 0; at < bytes.size(); at += sizeof(uint32_t)) {
+    numbers.push_back(LoadLittleEndian<uint32_t>(bytes.data() + at));
+  }
+  return numbers;
 }
 
 bool AppendToAnswer(std::string* answer, const std::string& value) {

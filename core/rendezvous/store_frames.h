@@ -9,6 +9,7 @@
 #include "base/span.h"
 #include "base/status.h"
 #include "rendezvous/frames.h"
+#include "rendezvous/key_value_store.h"
 
 namespace sparkhvd {
 
@@ -19,24 +20,27 @@ constexpr size_t kMaxValueBytes = size_t{16} << 20;
 inline constexpr char kStorePurpose[] = "rendezvous";
 
 // A will is a Set that the server carries out when the connection ends. An empty will withdraws it.
-enum class StoreRequestKind : uint32_t { kSet = 1, kGet = 2, kWill = 3, kGetAll = 4 };
+enum class StoreRequestKind : uint32_t { kSet = 1, kGet = 2, kWill = 3, kGetAll = 4, kMissing = 5 };
 
-// The answer to a Get is the value, that to a GetAll some values, and the others are empty.
+// The answer to a Get is the value, that to a GetAll some values, that to a Missing numbers, and
+// the others are empty.
 struct StoreRequest {
   StoreRequestKind kind = StoreRequestKind::kGet;
   std::string key;
   std::string value;
 };
 
-// A GetAll waits for the keys that end in these numbers. The key of its request is their prefix.
-struct NumberRange {
-  uint32_t first = 0;
-  uint32_t end = 0;
-};
-
+// The value of a GetAll or Missing. The key of the request is the prefix.
 std::string EncodeNumberRange(NumberRange range);
 // Fails with kInvalidArgument for an empty range.
 Result<NumberRange> DecodeNumberRange(ConstBytes bytes);
+
+// Limits the time that the server takes for one Missing. The client asks for the rest.
+constexpr uint32_t kMostNumbersOfMissing = uint32_t{1} << 16;
+
+void AppendToMissing(std::string* answer, uint32_t number);
+// Fails with kInvalidArgument for bytes that are no whole numbers.
+Result<std::vector<uint32_t>> DecodeMissing(ConstBytes bytes);
 
 // Appends `value` to the answer to a GetAll. Returns false, and appends nothing, if the answer
 // would be longer than a value may be; the client then asks for the rest.

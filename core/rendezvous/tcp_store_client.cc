@@ -93,35 +93,57 @@ TcpStoreClient::TcpStoreClient(HostPort server, std::string token, bool require_
 
 TcpStoreClient::~TcpStoreClient() { Close(); }
 
-Status TcpStoreClient::Set(const std::string& key, const std::string& value, Deadline deadline) {
+Result<std::string> TcpStoreClient::AskNow(const StoreRequest& request, Deadline deadline) {
   if (guard_.InChild()) return Status(StatusCode::kShutDown, kForked);
-  SHVD_TRY(CheckStoreSizes(key, value.size()));
+  SHVD_TRY(CheckStoreSizes(request.key, request.value.size()));
   auto taken = Take(deadline);
-  if (!taken.ok()) return Explain(taken.status(), key, true);
-  const Status status = Ask(taken.value(), {StoreRequestKind::kSet, key, value}, deadline).status();
-  ReleaseConnection(std::move(taken).value(), status.ok());
-  return status.ok() ? status : Explain(status, key, true);
+  if (!taken.ok()) return Explain(taken.status(), request.key, request.kind);
+  auto answer = Ask(taken.value(), request, deadline);
+  ReleaseConnection(std::move(taken).value(), answer.ok());
+  if (!answer.ok()) return Explain(answer.status(), request.key, request.kind);
+  return answer;
+}
+
+Status TcpStoreClient::Set(const std::string& key, const std::string& value, Deadline deadline) {
+  return AskNow({StoreRequestKind::kSet, key, value}, deadline).status();
 }
 
 Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadline) {
   return Await({StoreRequestKind::kGet, key, ""}, deadline);
 }
 
-Result<std::vector<std::string>> TcpStoreClient::GetAll(const std::string& prefix, size_t count,
-                                                        Deadline deadline) {
+Result<std::vector<std::string>> TcpStoreClient::GetAll(const std::string& prefix,
+                                                        NumberRange numbers, Deadline deadline) {
   std::vector<std::string> values;
-  while (values.size() < count) {
-    const NumberRange rest = {static_cast<uint32_t>(values.size()), static_cast<uint32_t>(count)};
+  for (NumberRange rest = numbers; rest.first < rest.end;) {
     auto answer = Await({StoreRequestKind::kGetAll, prefix, EncodeNumberRange(rest)}, deadline);
     if (!answer.ok()) return answer.status();
     auto some = DecodeAnswer(AsBytes(answer.value()));
-    if (!some.ok()) return Explain(some.status(), prefix, false);
-    if (some.value().size() > count - values.size()) {
-      return Explain(Status(StatusCode::kInternal, "more values than keys"), prefix, false);
+    if (!some.ok()) return Explain(some.status(), prefix, StoreRequestKind::kGetAll);
+    if (some.value().size() > rest.end - rest.first) {
+      return Explain(Status(StatusCode::kInternal, "more values than keys"), prefix,
+                     StoreRequestKind::kGetAll);
     }
+    rest.first += static_cast<uint32_t>(some.value().size());
     std::move(some.value().begin(), some.value().end(), std::back_inserter(values));
   }
   return values;
+}
+
+Result<std::vector<uint32_t>> TcpStoreClient::Missing(const std::string& prefix,
+                                                      NumberRange numbers, Deadline deadline) {
+  std::vector<uint32_t> missing;
+  for (NumberRange rest = numbers; rest.first < rest.end;) {
+    const uint32_t asked = std::min(rest.end - rest.first, kMostNumbersOfMissing);
+    const NumberRange part = {rest.first, rest.first + asked};
+    auto answer = AskNow({StoreRequestKind::kMissing, prefix, EncodeNumberRange(part)}, deadline);
+    if (!answer.ok()) return answer.status();
+    auto some = DecodeMissing(AsBytes(answer.value()));
+    if (!some.ok()) return Explain(some.status(), prefix, StoreRequestKind::kMissing);
+    missing.insert(missing.end(), some.value().begin(), some.value().end());
+    rest.first = part.end;
+  }
+  return missing;
 }
 
 Result<std::string> TcpStoreClient::Await(const StoreRequest& request, Deadline deadline) {
@@ -133,22 +155,22 @@ Result<std::string> TcpStoreClient::Await(const StoreRequest& request, Deadline 
   if (!connection) {
     // The request is sent even if no time is left to wait for the value.
     auto taken = Take(deadline.Expired() ? Deadline::AfterSeconds(kAnswerSeconds) : deadline);
-    if (!taken.ok()) return Explain(taken.status(), key, false);
+    if (!taken.ok()) return Explain(taken.status(), key, request.kind);
     connection.emplace(std::move(taken).value());
     const Status sent = connection->Send(AsBytes(encoded), Deadline::AfterSeconds(kAnswerSeconds));
     if (!sent.ok()) {
       ReleaseConnection(*std::move(connection), false);
-      return Explain(sent, key, false);
+      return Explain(sent, key, request.kind);
     }
   }
   const Status answered = AwaitEvents(connection->fd(), POLLIN, deadline);
   if (answered.code() == StatusCode::kTimeout) {
     LeaveAsked({key, encoded, *std::move(connection)});
-    return Explain(answered, key, false);
+    return Explain(answered, key, request.kind);
   }
   auto answer = connection->Receive(Deadline::AfterSeconds(kAnswerSeconds));
   ReleaseConnection(*std::move(connection), answer.ok());
-  if (!answer.ok()) return Explain(answer.status(), key, false);
+  if (!answer.ok()) return Explain(answer.status(), key, request.kind);
   return answer;
 }
 
@@ -158,14 +180,14 @@ Result<std::unique_ptr<Will>> TcpStoreClient::LeaveWill(const std::string& key,
   if (guard_.InChild()) return Status(StatusCode::kShutDown, kForked);
   SHVD_TRY(CheckStoreSizes(key, value.size()));
   auto taken = Take(deadline);
-  if (!taken.ok()) return Explain(taken.status(), key, true);
+  if (!taken.ok()) return Explain(taken.status(), key, StoreRequestKind::kWill);
   const Status status =
       Ask(taken.value(), {StoreRequestKind::kWill, key, value}, deadline).status();
   if (status.ok()) {
     return std::unique_ptr<Will>(std::make_unique<ConnectedWill>(*this, std::move(taken).value()));
   }
   ReleaseConnection(std::move(taken).value(), false);
-  return Explain(status, key, true);
+  return Explain(status, key, StoreRequestKind::kWill);
 }
 
 void TcpStoreClient::StopAsking(const std::string& key) {
@@ -246,15 +268,20 @@ void TcpStoreClient::ReleaseConnection(FrameConnection connection, bool reusable
   }
 }
 
-Status TcpStoreClient::Explain(const Status& failure, const std::string& key, bool set) {
+Status TcpStoreClient::Explain(const Status& failure, const std::string& key,
+                               StoreRequestKind kind) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return Status(StatusCode::kShutDown, "the rendezvous client was closed");
-  const std::string what = (set ? "set key '" : "get key '") + key + "'";
+  const bool waits = kind == StoreRequestKind::kGet || kind == StoreRequestKind::kGetAll;
+  if (failure.code() == StatusCode::kTimeout && waits) return MissingKey(key);
+  const std::string what = (waits                                ? "get key '"
+                            : kind == StoreRequestKind::kMissing ? "look up key '"
+                                                                 : "set key '") +
+                           key + "'";
   if (failure.code() == StatusCode::kPeerLost) {
     return Status(StatusCode::kPeerLost, what + ": lost the rendezvous server at " +
                                              ToText(server_) + ": " + failure.message());
   }
-  if (failure.code() == StatusCode::kTimeout && !set) return MissingKey(key);
   return failure.Annotate(what + " at " + ToText(server_));
 }
 

@@ -35,8 +35,10 @@ class TcpStoreClient final : public KeyValueStore {
 
   Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
   Result<std::string> Get(const std::string& key, Deadline deadline) override;
-  Result<std::vector<std::string>> GetAll(const std::string& prefix, size_t count,
+  Result<std::vector<std::string>> GetAll(const std::string& prefix, NumberRange numbers,
                                           Deadline deadline) override;
+  Result<std::vector<uint32_t>> Missing(const std::string& prefix, NumberRange numbers,
+                                        Deadline deadline) override;
   void StopAsking(const std::string& key) override;
   // Reserves a connection for the will until it is withdrawn.
   Result<std::unique_ptr<Will>> LeaveWill(const std::string& key, const std::string& value,
@@ -59,13 +61,15 @@ class TcpStoreClient final : public KeyValueStore {
 
   static Result<std::string> Ask(FrameConnection& connection, const StoreRequest& request,
                                  Deadline deadline);
+  // Sends a request that the server answers at once.
+  Result<std::string> AskNow(const StoreRequest& request, Deadline deadline);
   // Sends a Get or a GetAll, unless the server already has it, and waits for the answer.
   Result<std::string> Await(const StoreRequest& request, Deadline deadline);
   Result<FrameConnection> Take(Deadline deadline);
   std::optional<FrameConnection> TakeAsked(const std::string& request);
   void ReleaseConnection(FrameConnection connection, bool reusable);
   void LeaveAsked(Asked asked);
-  Status Explain(const Status& failure, const std::string& key, bool set);
+  Status Explain(const Status& failure, const std::string& key, StoreRequestKind kind);
 
   const HostPort server_;
   const std::string token_;

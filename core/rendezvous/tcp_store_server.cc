@@ -1,5 +1,6 @@
 #include "rendezvous/tcp_store_server.h"
 
+#include <atomic>
 #include <map>
 #include <optional>
 #include <set>
@@ -16,6 +17,7 @@ class TcpStoreServer::Handler final : public FrameHandler {
   explicit Handler(InProcessStore& values) : values_(values) {}
 
   bool OnFrame(FrameServer& server, uint64_t connection, std::string frame) override {
+    requests_.fetch_add(1, std::memory_order_relaxed);
     auto request = DecodeStoreRequest(AsBytes(frame));
     if (!request.ok() || waiting_.count(connection) > 0) {
       server.Drop(connection);
@@ -33,6 +35,11 @@ class TcpStoreServer::Handler final : public FrameHandler {
       }
       question.connections.insert(connection);
       waiting_[connection] = entry;
+      return true;
+    }
+    if (kind == StoreRequestKind::kMissing) {
+      const NumberRange numbers = DecodeNumberRange(AsBytes(value)).value();
+      server.Send(connection, std::make_shared<const std::string>(MissingOf(key, numbers)));
       return true;
     }
     if (kind == StoreRequestKind::kWill) {
@@ -81,6 +88,8 @@ class TcpStoreServer::Handler final : public FrameHandler {
     }
   }
 
+  uint64_t requests() const { return requests_.load(std::memory_order_relaxed); }
+
  private:
   struct Numbers {
     NumberRange rest;  // the numbers whose values are not in the answer yet
@@ -108,7 +117,16 @@ class TcpStoreServer::Handler final : public FrameHandler {
     return std::move(answer);
   }
 
+  std::string MissingOf(const std::string& prefix, NumberRange numbers) const {
+    std::string answer;
+    for (uint32_t number = numbers.first; number < numbers.end; ++number) {
+      if (!values_.Find(prefix + std::to_string(number))) AppendToMissing(&answer, number);
+    }
+    return answer;
+  }
+
   InProcessStore& values_;
+  std::atomic<uint64_t> requests_{0};
   Questions questions_;
   std::map<uint64_t, Questions::iterator> waiting_;  // by connection
   std::map<uint64_t, StoreRequest> wills_;
@@ -147,6 +165,8 @@ Status TcpStoreServer::Set(const std::string& key, const std::string& value, Dea
 Result<std::string> TcpStoreServer::Get(const std::string& key, Deadline deadline) {
   return values_.Get(key, deadline);
 }
+
+uint64_t TcpStoreServer::requests() const { return handler_->requests(); }
 
 void TcpStoreServer::Close() {
   if (!server_) return;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -36,6 +37,9 @@ class TcpStoreServer final : public KeyValueStore {
   // Deletes all keys that begin with `prefix`, and returns their number. They can be set again.
   // Only the server's owner knows which keys no client will ask for any more.
   size_t Erase(const std::string& prefix) { return values_.Erase(prefix); }
+
+  // Returns how many requests clients have sent.
+  uint64_t requests() const;
 
   // Ends all connections and the thread. Clients and local waiters wake with kPeerLost. A second
   // call is harmless, but two threads must not call it at once. In a forked child, it leaves the

@@ -33,21 +33,21 @@ Status FailureBoard::Look() const {
   return note.ok() ? DecodeFailure(note.value()).value_or(Status()) : Status();
 }
 
-// Rank 0 waits for all other ranks, and they wait for rank 0.
+// Rank 0 waits for all other ranks, and they wait for rank 0. Each sends a constant number of
+// requests.
 Status FailureBoard::AwaitAllDone(int rank, int size, Deadline deadline) const {
   if (!store || size == 1) return Status();
   const std::string all = scope + "/done";
-  const auto of = [&all](int one) { return all + "/" + std::to_string(one); };
-  const auto await = [&](const std::string& key) {
-    const Status status = store->Get(key, deadline).status();
-    if (!status.ok()) store->StopAsking(key);
-    return status;
-  };
+  const std::string prefix = all + "/";
   if (rank != 0) {
-    SHVD_TRY(store->Set(of(rank), "", deadline));
-    return await(all);
+    SHVD_TRY(store->Set(prefix + std::to_string(rank), "", deadline));
+    const Status status = store->Get(all, deadline).status();
+    if (!status.ok()) store->StopAsking(all);
+    return status;
   }
-  for (int one = 1; one < size; ++one) SHVD_TRY(await(of(one)));
+  const Status status = store->GetAll(prefix, {1, static_cast<uint32_t>(size)}, deadline).status();
+  if (!status.ok()) store->StopAsking(prefix);
+  SHVD_TRY(status);
   return store->Set(all, "", deadline);
 }
 

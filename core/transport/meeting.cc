@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/failure_note.h"
+#include "rendezvous/in_process_store.h"
 #include "transport/failures.h"
 
 namespace sparkhvd {
@@ -13,7 +14,6 @@ constexpr std::chrono::milliseconds kSlice(100);
 // Long enough for a server on another host, and short enough not to delay a failure.
 constexpr double kBoardSeconds = 2.0;
 // For a key that may be missing.
-constexpr double kAskSeconds = 0.5;
 
 }  // namespace
 
@@ -34,7 +34,7 @@ Result<std::vector<std::string>> Meeting::GetAll(const std::string& what, int ra
   while (true) {
     const Deadline slice =
         Deadline::After(std::min<std::chrono::nanoseconds>(kSlice, deadline_.Remaining()));
-    auto values = store_.GetAll(prefix, static_cast<size_t>(ranks), slice);
+    auto values = store_.GetAll(prefix, {0, static_cast<uint32_t>(ranks)}, slice);
     if (values.ok() || values.status().code() != StatusCode::kTimeout) return values;
     const Status others = Check();
     if (others.ok() && !deadline_.Expired()) continue;
@@ -44,16 +44,12 @@ Result<std::vector<std::string>> Meeting::GetAll(const std::string& what, int ra
 }
 
 Status Meeting::FirstMissing(const std::string& what, int ranks, const Status& late) {
-  const Deadline end = Deadline::AfterSeconds(kBoardSeconds);
-  for (int rank = 0; rank < ranks; ++rank) {
-    const std::string key = scope_ + "/" + what + "/" + std::to_string(rank);
-    const auto value = store_.Get(key, Deadline::Earlier(end, Deadline::AfterSeconds(kAskSeconds)));
-    store_.StopAsking(key);
-    if (value.ok()) continue;
-    return value.status().Annotate("rank " + std::to_string(rank_) + " waits for the " + what +
-                                   " of rank " + std::to_string(rank));
-  }
-  return late;
+  const auto missing = store_.Missing(scope_ + "/" + what + "/", {0, static_cast<uint32_t>(ranks)},
+                                      Deadline::AfterSeconds(kBoardSeconds));
+  if (!missing.ok() || missing.value().empty()) return late;
+  const std::string first = std::to_string(missing.value().front());
+  return MissingKey(scope_ + "/" + what + "/" + first)
+      .Annotate("rank " + std::to_string(rank_) + " waits for the " + what + " of rank " + first);
 }
 
 Status Meeting::Check() {

@@ -161,9 +161,9 @@ def open_channel(
     config = context.config
     peers, files_of_link = len(ranks) - 1, _FILES_OF_TUNNEL if config.encrypt else _FILES_OF_LINK
     allow_files(files_of_link * peers, _FILES_OF_NEIGHBOUR * peers, f"A connection to {counted(peers, 'other rank')}")
-    keys = [f"{scope}/address/{index}" for index in range(len(ranks))]  # ConnectMesh in the core uses the same keys
+    prefix = f"{scope}/address/"  # ConnectMesh in the core uses the same keys
     try:
-        with warning_of_stragglers(rendezvous, context, keys, ranks, label or INIT), translated():
+        with warning_of_stragglers(rendezvous, context, prefix, ranks, label or INIT), translated():
             offered = addresses_to_offer(context.bind_host, config.network_interfaces, _core.local_addresses())
             engine = _core.Engine(
                 ranks.index(context.world.rank),
@@ -192,6 +192,6 @@ def open_channel(
     except DeadlineExceededError as error:
         if rendezvous is None:
             raise
-        raise straggler_error(rendezvous, context, keys, ranks, label or INIT) or error from None
+        raise straggler_error(rendezvous, context, prefix, ranks, label or INIT) or error from None
     suggestion = nccl.Suggestion(config.gpu_operations == "automatic" and engine.rank == 0 and not label)
     return Channel(engine, ranks, Waits(config.collective_timeout), device_libraries is not None, suggestion)

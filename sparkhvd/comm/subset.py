@@ -32,11 +32,11 @@ def subset(context: LaunchContext, ranks: Sequence[int], scope: str) -> LaunchCo
         return dataclasses.replace(context, world=World(), rendezvous=())
     deadline = Deadline.after(context.config.start_timeout)
     with RendezvousClient(context.rendezvous, context.token, deadline, encrypt=context.config.encrypt) as store:
-        store.set(f"{scope}/host/{mine}", context.host_key.encode(), deadline)
-        keys = [f"{scope}/host/{index}" for index in range(len(ranks))]
+        prefix = f"{scope}/host/"
+        store.set(f"{prefix}{mine}", context.host_key.encode(), deadline)
         try:
-            with warning_of_stragglers(store, context, keys, ranks, INIT):
-                hosts = [store.get(key, deadline).decode() for key in keys]
+            with warning_of_stragglers(store, context, prefix, ranks, INIT):
+                hosts = [host.decode() for host in store.get_all(prefix, range(len(ranks)), deadline)]
         except DeadlineExceededError as error:
-            raise straggler_error(store, context, keys, ranks, INIT) or error from None
+            raise straggler_error(store, context, prefix, ranks, INIT) or error from None
     return dataclasses.replace(context, world=layout(hosts)[mine], members=tuple(ranks))

@@ -14,7 +14,6 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +38,7 @@ from sparkhvd.task.worker.spec import FnEnded, Joined, Leave, Raised, Ready, Ret
 logger = logging.getLogger(__name__)
 
 OUTCOME = "outcome"
+_FINISHED, _LEFT = "finished/", "left/"
 # A job may run for weeks. Events end these waits, and the loss of the server is an event.
 JOB_SECONDS = 400 * 86400.0
 # For one request to the rendezvous server, which responds at once unless its host is overloaded.
@@ -272,16 +272,17 @@ def publish_outcome(client: RendezvousClient, hosts: Sequence[str], result_cap: 
     A failing rank publishes its outcome before it finishes, so this one only counts if no rank failed. After a
     failure the wait is short, because hosts of missing ranks may be lost.
     """
-    deadline, sizes = Deadline.after(JOB_SECONDS), list[int]()
-    while len(sizes) < len(hosts):
+    deadline = Deadline.after(JOB_SECONDS)
+    sizes: list[bytes] | None = None
+    while sizes is None:
         try:
-            sizes.append(int(client.get(finished_key(len(sizes)), deadline.capped(_POLL_SECONDS))))
+            sizes = client.get_all(_FINISHED, range(len(hosts)), deadline.capped(_POLL_SECONDS))
         except DeadlineExceededError:
             if deadline.expired():
                 return
             if _has_failed(client):
                 deadline = deadline.capped(_FAILED_SECONDS)
-    report = size_failure(sizes, hosts, result_cap)
+    report = size_failure([int(size) for size in sizes], hosts, result_cap)
     client.set(OUTCOME, b"" if report is None else report.to_json(), Deadline.after(NOTE_SECONDS))
 
 
@@ -306,18 +307,17 @@ def size_failure(sizes: Sequence[int], hosts: Sequence[str], cap: int) -> Failur
 
 
 def wait_for_leave(client: RendezvousClient, size: int, seconds: float = 5.0) -> None:
-    """Wait until the other tasks have read the outcome, before the server closes."""
-    deadline = Deadline(time.monotonic() + seconds)
-    for rank in range(1, size):
-        try:
-            client.get(left_key(rank), deadline)
-        except DeadlineExceededError:
-            logger.warning("Rank %d did not confirm that it has read the job's outcome.", rank)
+    """Wait until all tasks have read the outcome, before the server closes."""
+    try:
+        client.get_all(_LEFT, range(size), Deadline.after(seconds))
+    except DeadlineExceededError:
+        missing = ", ".join(str(rank) for rank in client.missing(_LEFT, range(size)))
+        logger.warning("These ranks did not confirm that they have read the job's outcome: %s.", missing)
 
 
 def finished_key(rank: int) -> str:
-    return f"finished/{rank}"
+    return f"{_FINISHED}{rank}"
 
 
 def left_key(rank: int) -> str:
-    return f"left/{rank}"
+    return f"{_LEFT}{rank}"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from sparkhvd import _core
 from sparkhvd._util.closable import Closable
 from sparkhvd.comm.failures import translated
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import NotInitializedError
+from sparkhvd.errors import DeadlineExceededError, NotInitializedError
+
+# The time for a response that waits for no other process.
+_RESPONSE_SECONDS = 10.0
 
 
 class RendezvousServer(Closable):
@@ -33,6 +37,11 @@ class RendezvousServer(Closable):
     def port(self) -> int:
         """Return the port that clients connect to."""
         return self._port
+
+    @property
+    def requests(self) -> int:
+        """Return the number of requests that clients have sent; one that waits again for a key sends no other."""
+        return self._open().requests
 
     def set(self, key: str, value: bytes) -> None:
         """Store ``value`` and wake all threads and clients that wait for ``key``."""
@@ -101,6 +110,52 @@ class RendezvousClient(Closable):
         """
         with translated():
             return self.core.get(key, deadline.remaining())
+
+    def get_all(self, prefix: str, numbers: range, deadline: Deadline) -> list[bytes]:
+        """Return the values of the keys ``prefix`` + number, waiting until all are set; one request.
+
+        Raises:
+            DeadlineExceededError: not all of them were set in time.
+            PeerLostError: the server has ended.
+        """
+        with translated():
+            return self.core.get_all(prefix, numbers.start, numbers.stop, deadline.remaining())
+
+    def missing(self, prefix: str, numbers: range) -> list[int]:
+        """Return those of the numbers whose keys are not set now; one request.
+
+        Raises:
+            DeadlineExceededError: the server does not respond.
+            PeerLostError: the server has ended.
+        """
+        with translated():
+            return self.core.missing(prefix, numbers.start, numbers.stop, _RESPONSE_SECONDS)
+
+    def get_present(self, prefix: str, numbers: range, deadline: Deadline | None = None) -> dict[int, bytes]:
+        """Return the values of those of the keys ``prefix`` + number that are set, by number.
+
+        It takes one request if all keys are set within the deadline. Otherwise it takes one or two, and one for each
+        run of consecutive numbers.
+
+        Args:
+            prefix: the keys without their numbers.
+            numbers: consecutive numbers.
+            deadline: the end of the wait for all keys; None does not wait.
+
+        Raises:
+            PeerLostError: the server has ended.
+        """
+        if deadline is not None:
+            with suppress(DeadlineExceededError):
+                return dict(zip(numbers, self.get_all(prefix, numbers, deadline), strict=True))
+        values: dict[int, bytes] = {}
+        with suppress(DeadlineExceededError):  # the server is overloaded
+            first = numbers.start
+            for missing in (*self.missing(prefix, numbers), numbers.stop):
+                run, first = range(first, missing), missing + 1
+                if run:
+                    values.update(zip(run, self.get_all(prefix, run, Deadline.after(_RESPONSE_SECONDS)), strict=True))
+        return values
 
     def close(self) -> None:
         """Disconnect from the server. Closing twice is fine."""

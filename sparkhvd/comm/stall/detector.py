@@ -180,7 +180,8 @@ class StallDetector:
 
     def _own_condition(self) -> Condition:
         neighbours = self._channels[0].engine.host_ranks()
-        problems = {rank: process_problem(identity) for rank, identity in self._identities(neighbours).items()}
+        identities = self._identities(range(min(neighbours), max(neighbours) + 1))
+        problems = {rank: process_problem(identities[rank]) for rank in neighbours if rank in identities}
         return Condition(
             pending=self._pending(),
             operations=self._completed(),
@@ -192,26 +193,16 @@ class StallDetector:
 
     def _collect(self, question: int) -> StallReport:
         """Return the report on all answers that arrive within a few seconds."""
-        deadline = Deadline.after(_ANSWER_SECONDS)
-        conditions: dict[int, Condition] = {}
-        for rank in range(self._world.size):
-            try:
-                content = self._rendezvous.get(self._key(f"answer/{question}", rank), deadline)
-            except DeadlineExceededError:
-                continue
-            conditions[rank] = decode_condition(content)
-        identities = self._identities(range(self._world.size))
-        return report(conditions, identities, dict(self._sets), since=self._patience / 2)
+        everyone = range(self._world.size)
+        answers = self._rendezvous.get_present(
+            self._prefix(f"answer/{question}"), everyone, Deadline.after(_ANSWER_SECONDS)
+        )
+        conditions = {rank: decode_condition(answer) for rank, answer in answers.items()}
+        return report(conditions, self._identities(everyone), dict(self._sets), since=self._patience / 2)
 
-    def _identities(self, ranks: list[int] | range) -> dict[int, ProcessIdentity]:
-        deadline = Deadline.after(_ANSWER_SECONDS)
-        identities = {}
-        for rank in ranks:
-            try:
-                identities[rank] = decode_identity(self._rendezvous.get(self._key("who", rank), deadline))
-            except DeadlineExceededError:
-                continue
-        return identities
+    def _identities(self, ranks: range) -> dict[int, ProcessIdentity]:
+        posted = self._rendezvous.get_present(self._prefix("who"), ranks)
+        return {rank: decode_identity(identity) for rank, identity in posted.items()}
 
     def _end_job(self) -> None:
         known = self._watched.report
@@ -232,8 +223,11 @@ class StallDetector:
         with suppress(SparkHvdError):  # the job ends in any case
             publish_straggler(self._rendezvous, straggler)
 
+    def _prefix(self, what: str) -> str:
+        return f"{self._scope}/doctor/{what}/"
+
     def _key(self, what: str, number: int) -> str:
-        return f"{self._scope}/doctor/{what}/{number}"
+        return f"{self._prefix(what)}{number}"
 
     @staticmethod
     def _store_deadline() -> Deadline:

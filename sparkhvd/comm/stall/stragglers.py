@@ -22,6 +22,7 @@ _KEY = "absent"
 _STORE_SECONDS = 10.0
 # The wait for a key in the rendezvous, which answers only once the key is set.
 _LOOKUP_SECONDS = 1.0
+_LEAST_PAUSE_SECONDS = 1.0
 _MAX_NAMED = 4
 
 
@@ -57,15 +58,15 @@ def published_straggler(rendezvous: RendezvousClient) -> Straggler | None:
 
 @contextmanager
 def warning_of_stragglers(
-    rendezvous: RendezvousClient | None, context: LaunchContext, keys: Sequence[str], ranks: Sequence[int], what: str
+    rendezvous: RendezvousClient | None, context: LaunchContext, prefix: str, ranks: Sequence[int], what: str
 ) -> Iterator[None]:
     """Within this block, log missing ranks after ``stall_check_seconds``, then after twice the time, and so on.
 
     Args:
         rendezvous: where each rank sets its key when it arrives; None if no other rank takes part.
         context: the launch context of this rank.
-        keys: one for each rank.
-        ranks: the ranks, in the order of ``keys``.
+        prefix: the key of a rank is this text and the index of the rank in ``ranks``.
+        ranks: the ranks.
         what: the name of the meeting point, such as ``init()``.
     """
     if rendezvous is None or len(ranks) == 1 or not context.config.stall_check:
@@ -75,11 +76,11 @@ def warning_of_stragglers(
 
     def watch() -> None:
         index = ranks.index(context.world.rank)
-        began, pause = time.monotonic(), max(context.config.stall_check_seconds, _LOOKUP_SECONDS)
+        began, pause = time.monotonic(), max(context.config.stall_check_seconds, _LEAST_PAUSE_SECONDS)
         while not all_arrived.wait(pause):
             waited, pause = round(time.monotonic() - began), 2 * pause
             with suppress(SparkHvdError):  # the waiting thread gets the error too
-                missing = _missing(rendezvous, keys, all_arrived)
+                missing = rendezvous.missing(prefix, range(len(ranks)))
                 if missing and not all_arrived.is_set() and should_warn(index, missing):
                     _log.warning(
                         "Rank %d has waited %d s for %s to reach %s. It gives up after start_timeout=%g s.",
@@ -102,21 +103,21 @@ def should_warn(index: int, missing: Sequence[int]) -> bool:
 
 
 def straggler_error(
-    rendezvous: RendezvousClient, context: LaunchContext, keys: Sequence[str], ranks: Sequence[int], what: str
+    rendezvous: RendezvousClient, context: LaunchContext, prefix: str, ranks: Sequence[int], what: str
 ) -> DeadlineExceededError | None:
     """Return the error for ranks that did not arrive in time, and publish the first; None if none is known.
 
     Args:
         rendezvous: where each rank sets its key when it arrives.
         context: the launch context of this rank.
-        keys: one for each rank.
-        ranks: the ranks, in the order of ``keys``.
+        prefix: the key of a rank is this text and the index of the rank in ``ranks``.
+        ranks: the ranks.
         what: the name of the meeting point, such as ``init()``.
     """
     own = context.world.rank
     try:
-        missing = _missing(rendezvous, keys) if _is_set(rendezvous, keys[ranks.index(own)]) else []
-        if not missing:
+        missing = rendezvous.missing(prefix, range(len(ranks)))
+        if not missing or ranks.index(own) in missing:
             return None
         waited = f"waited start_timeout={context.config.start_timeout:g} s for {_named(missing, ranks)} to reach {what}"
         publish_straggler(
@@ -129,24 +130,6 @@ def straggler_error(
     )
 
 
-def _missing(rendezvous: RendezvousClient, keys: Sequence[str], stop: threading.Event | None = None) -> list[int]:
-    """Return the indices of the first keys that are not set; ``stop`` ends the search."""
-    missing: list[int] = []
-    for index, key in enumerate(keys):
-        if len(missing) == _MAX_NAMED or (stop is not None and stop.is_set()):
-            break
-        if not _is_set(rendezvous, key):
-            missing.append(index)
-    return missing
-
-
 def _named(missing: Sequence[int], ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(missing) > 1 else ''} {', '.join(str(ranks[index]) for index in missing)}"
-
-
-def _is_set(rendezvous: RendezvousClient, key: str) -> bool:
-    try:
-        rendezvous.get(key, Deadline.after(_LOOKUP_SECONDS))
-    except DeadlineExceededError:
-        return False
-    return True
+    named = [str(ranks[index]) for index in missing[:_MAX_NAMED]]
+    return f"rank{'s' if len(named) > 1 else ''} {', '.join(named)}"

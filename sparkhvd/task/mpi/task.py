@@ -56,6 +56,8 @@ _DRIVER_SECONDS = 5.0
 _ORTED_SECONDS = 3.0
 # The interval at which a host that waits for other hosts' ranks checks whether the job has ended.
 _POLL_SECONDS = 1.0
+# Each host publishes the ranks that ``mpirun`` started on it under this text and its index.
+_RANKS = "mpi/ranks/"
 
 
 @dataclass(frozen=True)
@@ -213,21 +215,18 @@ def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], has_ende
     """
     plan = part.plan
     hosts = list(dict.fromkeys(slot.offer.host_hash for slot in plan.slots))
-    ranks_of: dict[str, list[int]] = {}
+    published: list[bytes] | None = None
     with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
-        client.set(_ranks_key(own[0].offer.host_hash), json.dumps(ranks).encode(), Deadline.after(NOTE_SECONDS))
-        while len(ranks_of) < len(hosts):
-            host = hosts[len(ranks_of)]
+        mine = hosts.index(own[0].offer.host_hash)
+        client.set(f"{_RANKS}{mine}", json.dumps(ranks).encode(), Deadline.after(NOTE_SECONDS))
+        while published is None:
             try:
-                ranks_of[host] = json.loads(client.get(_ranks_key(host), part.deadline.capped(_POLL_SECONDS)))
+                published = client.get_all(_RANKS, range(len(hosts)), part.deadline.capped(_POLL_SECONDS))
             except DeadlineExceededError:
                 if has_ended() or part.deadline.expired():
                     raise LaunchError("not all hosts have their ranks") from None
+    ranks_of = dict(zip(hosts, map(json.loads, published), strict=True))
     return replace(plan, slots=tuple(assign_started([slot.offer for slot in plan.slots], ranks_of)))
-
-
-def _ranks_key(host_hash: str) -> str:
-    return f"mpi/ranks/{host_hash}"
 
 
 @contextmanager

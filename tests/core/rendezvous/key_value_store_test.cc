@@ -147,17 +147,37 @@ TEST_P(KeyValueStoreContract, ReturnsAllValuesOfAPrefixInOrder) {
   Parties parties = GetParam().make();
   const std::vector<std::string> values = {"zero", "", std::string("a\0b", 3), "three"};
   auto all = std::async(std::launch::async,
-                        [&parties] { return parties.reader->GetAll("all/", 4, Late()); });
+                        [&parties] { return parties.reader->GetAll("all/", {0, 4}, Late()); });
   for (size_t i = values.size(); i-- > 0;) {
-    EXPECT_EQ(parties.reader->GetAll("all/", 4, Soon()).status().code(), StatusCode::kTimeout);
+    EXPECT_EQ(parties.reader->GetAll("all/", {0, 4}, Soon()).status().code(), StatusCode::kTimeout);
     ASSERT_TRUE(parties.writer->Set("all/" + std::to_string(i), values[i], Late()).ok());
   }
   const auto answer = all.get();
   ASSERT_TRUE(answer.ok()) << answer.status().message();
   EXPECT_EQ(answer.value(), values);
-  EXPECT_EQ(parties.reader->GetAll("all/", 2, Late()).value(),
+  EXPECT_EQ(parties.reader->GetAll("all/", {0, 2}, Late()).value(),
             std::vector<std::string>(values.begin(), values.begin() + 2));
-  EXPECT_TRUE(parties.reader->GetAll("none/", 0, Late()).value().empty());
+  EXPECT_TRUE(parties.reader->GetAll("none/", {0, 0}, Late()).value().empty());
+}
+
+TEST_P(KeyValueStoreContract, ReturnsTheValuesOfARangeAndTheNumbersThatAreMissing) {
+  Parties parties = GetParam().make();
+  EXPECT_EQ(parties.reader->Missing("some/", {0, 3}, Late()).value(),
+            (std::vector<uint32_t>{0, 1, 2}));
+  for (const char* number : {"2", "3", "5", "70000"}) {
+    ASSERT_TRUE(parties.writer->Set(std::string("some/") + number, number, Late()).ok());
+  }
+  EXPECT_EQ(parties.reader->Missing("some/", {1, 8}, Late()).value(),
+            (std::vector<uint32_t>{1, 4, 6, 7}));
+  EXPECT_TRUE(parties.reader->Missing("some/", {2, 4}, Late()).value().empty());
+  EXPECT_TRUE(parties.reader->Missing("some/", {0, 0}, Late()).value().empty());
+  EXPECT_EQ(parties.reader->GetAll("some/", {2, 4}, Late()).value(),
+            (std::vector<std::string>{"2", "3"}));
+  // More numbers than a server looks up at once.
+  const auto many = parties.reader->Missing("some/", {0, 70'002}, Late());
+  ASSERT_TRUE(many.ok()) << many.status().message();
+  EXPECT_EQ(many.value().size(), 70'002u - 4);
+  EXPECT_EQ(many.value().back(), 70'001u);
 }
 
 TEST_P(KeyValueStoreContract, ReturnsMoreValuesThanOneAnswerHolds) {
@@ -168,7 +188,8 @@ TEST_P(KeyValueStoreContract, ReturnsMoreValuesThanOneAnswerHolds) {
   for (size_t i = 0; i < values.size(); ++i) {
     ASSERT_TRUE(parties.writer->Set("large/" + std::to_string(i), values[i], Late()).ok());
   }
-  const auto answer = parties.reader->GetAll("large/", values.size(), Late());
+  const auto answer =
+      parties.reader->GetAll("large/", {0, static_cast<uint32_t>(values.size())}, Late());
   ASSERT_TRUE(answer.ok()) << answer.status().message();
   EXPECT_TRUE(answer.value() == values);
 }
@@ -230,7 +251,7 @@ TEST(TcpStore, AnswersEqualRequestsOfAllClientsThatStillWait) {
   std::vector<std::unique_ptr<TcpStoreClient>> clients;
   for (int i = 0; i < 4; ++i) clients.push_back(ConnectTo(*server));
   for (const auto& client : clients) {  // the server keeps the requests
-    EXPECT_EQ(client->GetAll("all/", 2, Deadline::AfterSeconds(0)).status().code(),
+    EXPECT_EQ(client->GetAll("all/", {0, 2}, Deadline::AfterSeconds(0)).status().code(),
               StatusCode::kTimeout);
     EXPECT_EQ(client->Get("one", Deadline::AfterSeconds(0)).status().code(), StatusCode::kTimeout);
   }
@@ -239,11 +260,29 @@ TEST(TcpStore, AnswersEqualRequestsOfAllClientsThatStillWait) {
     ASSERT_TRUE(server->Set(key, key, Late()).ok());
   }
   for (const auto& client : clients) {
-    const auto all = client->GetAll("all/", 2, Late());
+    const auto all = client->GetAll("all/", {0, 2}, Late());
     ASSERT_TRUE(all.ok()) << all.status().message();
     EXPECT_EQ(all.value(), (std::vector<std::string>{"all/0", "all/1"}));
     EXPECT_EQ(client->Get("one", Late()).value(), "one");
   }
+}
+
+// Ranks poll for months: for a loss, a question, a failure.
+TEST(TcpStore, ReceivesOneRequestHoweverOftenItsClientPollsForAKey) {
+  auto server = StartServer();
+  auto client = ConnectTo(*server);
+  for (int time = 0; time < 20; ++time) {
+    EXPECT_FALSE(client->Get("loss", Deadline::AfterSeconds(0)).ok());
+    EXPECT_FALSE(client->GetAll("done/", {0, 1000}, Deadline::AfterSeconds(0)).ok());
+  }
+  ASSERT_TRUE(server->Set("loss", "rank 1", Late()).ok());
+  EXPECT_EQ(client->Get("loss", Late()).value(), "rank 1");
+  for (int number = 0; number < 1000; ++number) {
+    ASSERT_TRUE(server->Set("done/" + std::to_string(number), "", Late()).ok());
+  }
+  EXPECT_EQ(client->GetAll("done/", {0, 1000}, Late()).value().size(), 1000u);
+  EXPECT_TRUE(client->Missing("done/", {0, 1000}, Late()).value().empty());
+  EXPECT_EQ(server->requests(), 3u);
 }
 
 TEST(TcpStore, WakesLocalWaitersWhenItCloses) {

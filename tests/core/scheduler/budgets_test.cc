@@ -6,9 +6,12 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "rendezvous/tcp_store_client.h"
+#include "rendezvous/tcp_store_server.h"
 #include "scheduler/rank.h"
 
 namespace sparkhvd {
@@ -179,6 +182,23 @@ TEST_P(Budgets, RanksThatShareMemoryUseNoLinks) {
       EXPECT_EQ(cost.messages, 0u) << Name(budget.kind);
     }
   }
+}
+
+TEST_P(Budgets, TheEndOfAllRanksCostsEachTwoRequests) {
+  auto server = TcpStoreServer::Start({"127.0.0.1", 0}, "secret");
+  ASSERT_TRUE(server.ok()) << server.status().message();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < GetParam(); ++rank) {
+    threads.emplace_back([&, rank] {
+      auto client = TcpStoreClient::Connect({server.value()->address()}, "secret", Patience());
+      ASSERT_TRUE(client.ok()) << client.status().message();
+      const FailureBoard board{std::move(client).value(), "test"};
+      const Status status = board.AwaitAllDone(rank, GetParam(), Patience());
+      EXPECT_TRUE(status.ok()) << status.message();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(server.value()->requests(), 2 * ranks());
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Budgets, ::testing::Values(4, 8, 16, 32));

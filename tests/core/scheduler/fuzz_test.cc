@@ -143,6 +143,8 @@ TEST(Fuzz, StoreRequests) {
   const std::string range = EncodeNumberRange({1, 3});
   seeds.push_back(
       ToInput(AsBytes(EncodeStoreRequest({StoreRequestKind::kGetAll, "a prefix", range}))));
+  seeds.push_back(
+      ToInput(AsBytes(EncodeStoreRequest({StoreRequestKind::kMissing, "a prefix", range}))));
   Fuzz(seeds, [](const FuzzInput& input) {
     const auto request = DecodeStoreRequest(View(input));
     if (!request.ok()) return;
@@ -203,6 +205,7 @@ TEST(Fuzz, TheStoreServerOutlivesAMemberThatSendsNonsense) {
        {StoreRequest{StoreRequestKind::kSet, "key", "value"},
         StoreRequest{StoreRequestKind::kGet, "key", ""},
         StoreRequest{StoreRequestKind::kGetAll, "key", EncodeNumberRange({0, 2})},
+        StoreRequest{StoreRequestKind::kMissing, "key", EncodeNumberRange({0, 2})},
         StoreRequest{StoreRequestKind::kWill, "key", "value"}}) {
     seeds.push_back(ToInput(AsBytes(EncodeStoreRequest(request))));
   }

@@ -80,6 +80,21 @@ TEST(Meeting, AllRanksReportTheFirstFailure) {
   EXPECT_EQ(second.GetAll("never", 2).status().message(), cause.message());
 }
 
+TEST(Meeting, NamesTheFirstMissingRankOfMany) {
+  auto server = StartServer();
+  auto client = ConnectTo(*server);
+  Meeting meeting(*client, "test", 0, Soon(), {});
+  for (const int rank : {0, 1, 3}) {
+    ASSERT_TRUE(server->Set("test/address/" + std::to_string(rank), "", Late()).ok());
+  }
+  const Status status = meeting.GetAll("address", 1000).status();
+  EXPECT_EQ(status.code(), StatusCode::kTimeout);
+  EXPECT_EQ(status.message(),
+            "rank 0 waits for the address of rank 2: key 'test/address/2' was not set before the "
+            "deadline");
+  EXPECT_EQ(server->requests(), 3u) << "all addresses, a failure, and the missing addresses";
+}
+
 TEST(Meeting, AnInterruptionEndsAWait) {
   InProcessStore store;
   Meeting meeting(store, "test", 3, Late(),

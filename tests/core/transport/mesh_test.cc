@@ -129,9 +129,9 @@ class CountingStore final : public KeyValueStore {
     if (key != "test/connect-failure") ++single_gets;
     return values_.Get(key, deadline);
   }
-  Result<std::vector<std::string>> GetAll(const std::string& prefix, size_t count,
+  Result<std::vector<std::string>> GetAll(const std::string& prefix, NumberRange numbers,
                                           Deadline deadline) override {
-    return values_.GetAll(prefix, count, deadline);
+    return values_.GetAll(prefix, numbers, deadline);
   }
 
   std::atomic<int> single_gets{0};
@@ -168,10 +168,10 @@ class BudgetedStore final : public KeyValueStore {
     if (value.ok()) bytes += value.value().size();
     return value;
   }
-  Result<std::vector<std::string>> GetAll(const std::string& prefix, size_t count,
+  Result<std::vector<std::string>> GetAll(const std::string& prefix, NumberRange numbers,
                                           Deadline deadline) override {
     Send("get all " + prefix);
-    auto values = values_.GetAll(prefix, count, deadline);
+    auto values = values_.GetAll(prefix, numbers, deadline);
     if (!values.ok()) return values;
     for (const std::string& value : values.value()) bytes += value.size();
     return values;

@@ -27,8 +27,12 @@ from sparkhvd.task.supervision import (
     ServerLost,
     Supervision,
     await_outcome,
+    finished_key,
+    left_key,
+    publish_outcome,
     size_failure,
     supervise,
+    wait_for_leave,
     watch_outcome,
 )
 from sparkhvd.task.worker.output import DriverLog, HandlerLog
@@ -185,6 +189,42 @@ def test_the_end_of_the_server_is_an_event():
     assert isinstance(events.get(timeout=30.0), ServerLost)
     watcher.join()
     listening.close()
+
+
+@pytest.mark.parametrize("size", [2, 300])
+def test_the_end_of_a_job_costs_its_first_task_a_constant_number_of_requests(size, caplog):
+    with (
+        RendezvousServer(TOKEN) as server,
+        RendezvousClient([("127.0.0.1", server.port)], TOKEN, Deadline.after(30.0)) as client,
+    ):
+        for rank in range(size):
+            server.set(finished_key(rank), b"3")
+        publish_outcome(client, ["host"] * size, 3 * size)
+        assert client.get(OUTCOME, Deadline.after(30.0)) == b""
+        assert server.requests == 3, "all sizes, the outcome, and the request of this test"
+        for rank in range(size):
+            server.set(left_key(rank), b"")
+        wait_for_leave(client, size)
+        assert server.requests == 4
+    assert caplog.messages == []
+
+
+def test_after_a_failure_the_first_task_does_not_wait_for_lost_ranks(client, monkeypatch):
+    monkeypatch.setattr(supervising, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(supervising, "_FAILED_SECONDS", 0.05)
+    failure = FailureReport(2, "host", "was lost").to_json()
+    client.set(OUTCOME, failure, Deadline.after(30.0))
+    for rank in (0, 1):
+        client.set(finished_key(rank), b"3", Deadline.after(30.0))
+    publish_outcome(client, ["host"] * 3, 100)
+    assert client.get(OUTCOME, Deadline.after(30.0)) == failure
+
+
+def test_tasks_that_did_not_read_the_outcome_are_named(client, caplog):
+    for rank in (0, 2, 3):
+        client.set(left_key(rank), b"", Deadline.after(30.0))
+    wait_for_leave(client, 6, seconds=0.05)
+    assert caplog.messages == ["These ranks did not confirm that they have read the job's outcome: 1, 4, 5."]
 
 
 def test_results_above_the_cap_name_the_largest():

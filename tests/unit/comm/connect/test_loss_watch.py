@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from sparkhvd.comm.connect import loss_watch
 from sparkhvd.comm.connect.loss_watch import LossWatch
 from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.deadline import Deadline
@@ -62,6 +63,24 @@ def test_no_loss_is_reported_after_a_watch_is_closed_however_the_two_coincide(se
         setter.join()
         assert threads() == 0
         assert reasons == at_close
+
+
+def test_a_watch_sends_one_request_however_long_it_waits(server, monkeypatch):
+    monkeypatch.setattr(loss_watch, "_GLANCE_SECONDS", 0.01)
+    waits: list[str] = []
+
+    class Counted(RendezvousClient):
+        def get(self, key: str, deadline: Deadline) -> bytes:
+            waits.append(key)
+            return super().get(key, deadline)
+
+    reasons: list[str] = []
+    with LossWatch(Counted([("127.0.0.1", server.port)], b"secret", Deadline.after(10)), "loss", reasons.append):
+        assert happens(lambda: len(waits) > 20, 10)
+        assert server.requests == 1
+        server.set("loss", b"Rank 1 is lost.")
+        assert happens(lambda: reasons == ["Rank 1 is lost."], 10)
+        assert server.requests == 1
 
 
 def test_a_watch_ends_with_its_server():

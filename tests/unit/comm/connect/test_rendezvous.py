@@ -39,6 +39,35 @@ def test_a_wait_for_a_missing_key_ends_at_the_deadline(server):
         client.get("never", Deadline.after(0.1))
 
 
+def test_the_values_of_many_keys_come_with_one_request(server):
+    for number in range(1000):
+        server.set(f"rank/{number}", str(number).encode())
+    with client_of(server) as client:
+        values = [str(number).encode() for number in range(1000)]
+        assert client.get_all("rank/", range(1000), Deadline.after(10.0)) == values
+        assert client.get_all("rank/", range(2, 4), Deadline.after(10.0)) == [b"2", b"3"]
+        assert client.missing("rank/", range(1000)) == []
+        assert client.get_present("rank/", range(1000), Deadline.after(10.0)) == dict(enumerate(values))
+    assert server.requests == 4
+
+
+def test_missing_keys_are_found_without_asking_for_each(server):
+    numbers = range(2, 1000)
+    for number in set(numbers) - {2, 500, 501, 999}:
+        server.set(f"rank/{number}", str(number).encode())
+    expected = {number: str(number).encode() for number in numbers if number not in {2, 500, 501, 999}}
+    with client_of(server) as client:
+        assert client.missing("rank/", range(1001)) == [0, 1, 2, 500, 501, 999, 1000]
+        with pytest.raises(DeadlineExceededError, match="key 'rank/' was not set before the deadline"):
+            client.get_all("rank/", numbers, Deadline.after(0.1))
+        assert server.requests == 2
+        assert client.get_present("rank/", numbers) == expected
+        assert server.requests == 2 + 3, "the missing keys and two runs"
+        assert client.get_present("rank/", numbers, Deadline.after(0.1)) == expected
+        assert server.requests == 5 + 3, "the server still had the request for all"
+        assert client.get_present("none/", numbers) == {}
+
+
 def test_a_client_without_the_secret_is_rejected(server):
     with pytest.raises(AuthenticationError):
         client_of(server, b"another secret!!")

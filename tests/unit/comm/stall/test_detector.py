@@ -5,13 +5,17 @@ import os
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sparkhvd.comm import session
-from sparkhvd.comm.connect.rendezvous import RendezvousClient
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
+from sparkhvd.comm.stall import detector
+from sparkhvd.comm.stall.detector import StallDetector
 from sparkhvd.comm.stall.report import report
 from sparkhvd.comm.stall.snapshot import (
     Condition,
@@ -25,9 +29,12 @@ from sparkhvd.comm.stall.snapshot import (
     stacks,
 )
 from sparkhvd.comm.stall.stragglers import published_straggler
+from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import CollectiveError, PeerLostError, SparkHvdError
+from sparkhvd.world import World
 from tests.ranks import RankGroup
+from tests.waiting import wait_for as wait_for_condition
 
 SECONDS = 30.0
 
@@ -300,6 +307,49 @@ def test_snapshots_of_ranks_survive_serialization_and_invalid_ones_are_refused()
             decode_condition(content)
         with pytest.raises(CollectiveError, match="cannot be read"):
             decode_identity(content)
+
+
+class WaitingEngine:
+    """An engine whose only collective waits for ever."""
+
+    def pending(self):
+        return [("allreduce 'gradient'", 5.0)]
+
+    def counters(self):
+        return {"operations": 0}
+
+    def host_ranks(self):
+        return [0, 1]
+
+
+@dataclass
+class WaitingChannel:
+    engine: WaitingEngine
+
+
+@pytest.mark.parametrize("size", [10, 200])
+def test_a_report_costs_a_rank_a_constant_number_of_requests(size, monkeypatch):
+    monkeypatch.setattr(detector, "_ANSWER_SECONDS", 0.1)
+    context = LaunchContext(world=World(rank=0, size=size), config=Config(stall_check_seconds=1.0))
+    with (
+        RendezvousServer(b"secret") as server,
+        RendezvousClient([("127.0.0.1", server.port)], b"secret", Deadline.after(SECONDS)) as client,
+    ):
+        for rank in range(1, size):
+            server.set(f"job/doctor/who/{rank}", encode(own_identity()))
+            if rank != size // 2:
+                server.set(f"job/doctor/answer/0/{rank}", encode(Condition()))
+        watching = StallDetector({0: WaitingChannel(WaitingEngine())}, {0: tuple(range(size))}, client, context, "job")
+        try:
+            wait_for_condition(lambda: watching.last_report is not None)
+            assert list(watching.last_report.silent) == [size // 2]
+            # This rank's identity, the question twice, the answer, all answers, which are missing and the two runs of
+            # the others, and the identities of the neighbours and of all ranks with what is missing there. The wait
+            # for the next question may have begun.
+            assert 12 <= server.requests <= 13
+        finally:
+            client.close()
+            watching.close()
 
 
 def identity(rank, host="one"):
