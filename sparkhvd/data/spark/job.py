@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd.compat.spark import inheriting, is_connect
+from sparkhvd.data.spark.executor_packages import import_failure
 from sparkhvd.deadline import Deadline
+from sparkhvd.errors import LaunchError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -33,6 +35,7 @@ def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.
 
     Raises:
         TimeoutError: it took longer than ``seconds``.
+        LaunchError: the executors cannot import sparkhvd.
         Exception: what ``action`` raised.
     """
     tag = new_tag()
@@ -48,7 +51,12 @@ def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.
     except BaseException:
         cancel(spark, tag, done)
         raise
-    return done.result()
+    try:
+        return done.result()
+    except Exception as error:
+        if message := import_failure(str(error)):
+            raise LaunchError(message) from error
+        raise
 
 
 def counting(rows: DataFrame) -> tuple[DataFrame, Callable[[], int]]:

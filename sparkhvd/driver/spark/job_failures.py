@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from sparkhvd.data.spark.executor_packages import import_failure
 from sparkhvd.rpc.messages import TaskStatus
 
 _MAX_TEXT = 4000
@@ -41,11 +42,8 @@ def spark_failure(
         tasks: the last status that each task sent to the driver, by index; None if tasks cannot reach it.
     """
     text = str(error)
-    if re.search(r"No module named 'sparkhvd['.]", text):
-        return (
-            "The executors cannot import sparkhvd, or have a different version of it. Install this version on every "
-            "node, in the Python that PYSPARK_PYTHON or spark.pyspark.python names."
-        )
+    if message := import_failure(text):
+        return message
     if (versions := _VERSIONS.search(text)) is not None:
         return versions[0]
     if has_ended(error):

@@ -178,7 +178,7 @@ class Code:
         if module.is_compiled:
             raise ParamError(
                 f"The compiled module {module.name!r} ({module.file}) cannot be sent to the executors, and they cannot "
-                "import it. Install it there, or build a wheel of the project and send it with --py-files."
+                "import it. Install it there, or send an environment that has it with spark.archives."
             )
         loaded = importlib.import_module(module.name)  # a function may import it only when it is called
         if module.name not in cloudpickle.list_registry_pickle_by_value():

@@ -13,11 +13,24 @@ ABORTED = (
 LAST = "This was the last of 4 attempts.\n\nSpark's own error: org.apache"
 
 
-def test_an_executor_without_sparkhvd_has_a_message_of_its_own():
-    assert "Install this version on every node" in spark_failure(
-        RuntimeError("x\nNo module named 'sparkhvd'\n\tat org.y")
-    )
-    assert "a different version" in spark_failure(RuntimeError("x\nNo module named 'sparkhvd.task.entry'\n\tat org.y"))
+@pytest.mark.parametrize("module", ["sparkhvd", "sparkhvd.task.entry", "cloudpickle", "fsspec.core"])
+def test_an_executor_that_cannot_import_sparkhvd_has_a_message_of_its_own(module):
+    failure = spark_failure(RuntimeError(f"x\nModuleNotFoundError: No module named '{module}'\n\tat org.y"))
+    assert failure.startswith(f"The executors cannot import {module}: they lack sparkhvd or a package that it needs, ")
+    assert "Install this version on every node" in failure
+    assert "not even as a wheel" in failure
+
+
+def test_a_missing_module_of_the_users_is_not_taken_for_sparkhvd():
+    failure = spark_failure(RuntimeError(f"{ABORTED}Traceback (most\n  File a\nE: No module named 'sparkhvd_extras'\n"))
+    assert failure.startswith("Spark aborted the job: task 1 failed with E: No module named 'sparkhvd_extras'.")
+
+
+def test_an_executor_without_the_compiled_core_passes_its_message_on():
+    said = "The sparkhvd in /x.zip/sparkhvd on host a has no compiled core (_core.so). It is in an archive, ..."
+    code = '  File "/x.zip/sparkhvd/_core.py"\n    f"The sparkhvd in {folder} has no compiled core (_core{suffix})"\n'
+    text = f"{ABORTED}Traceback (most recent call last):\n{code}ImportError: {said}\n\tat org.y"
+    assert spark_failure(RuntimeError(text)) == said
 
 
 @pytest.mark.parametrize(

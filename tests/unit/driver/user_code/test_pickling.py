@@ -157,7 +157,7 @@ def test_a_compiled_module_that_others_cannot_import_is_refused(project, tmp_pat
     fast = type(math)("fast")
     fast.__file__, fast.Kind = str(target), type("Kind", (), {"__module__": "fast"})
     sys.modules["fast"] = fast
-    with pytest.raises(ParamError, match=r"The compiled module 'fast' .* cannot be sent .*--py-files"):
+    with pytest.raises(ParamError, match=r"The compiled module 'fast' .* cannot be sent .*spark\.archives"):
         dumps(fast.Kind, importable_nowhere)
 
 

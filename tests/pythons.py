@@ -1,0 +1,25 @@
+"""Pythons with a part of the packages of this one: virtual environments that share the files of packages with it."""
+
+from __future__ import annotations
+
+import sysconfig
+import venv
+from collections.abc import Iterable
+from importlib.metadata import distribution
+from pathlib import Path
+
+# pyspark, and what it needs to run functions on Arrow batches.
+OF_SPARK = ("pyspark", "py4j", "numpy", "pandas", "pyarrow", "python-dateutil", "pytz", "six", "tzdata")
+
+
+def python_with(folder: Path, distributions: Iterable[str]) -> Path:
+    """Create an environment in ``folder`` with these distributions alone, and return its Python."""
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    packages = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+    here = Path(sysconfig.get_path("purelib"))
+    for name in distributions:
+        files = distribution(name).files or ()
+        for top in {file.parts[0] for file in files if file.parts[0] not in {"..", "__pycache__"}}:
+            (packages / top).symlink_to(here / top)
+    return python

@@ -1,0 +1,49 @@
+"""Executors that cannot import sparkhvd, or its compiled core, say so, and what to send instead."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import sparkhvd
+from tests.pythons import OF_SPARK, python_with
+from tests.scripts import ROOT, found_by, run_script
+
+pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).with_name("incomplete_executors_script.py")
+
+
+@pytest.fixture(scope="module")
+def messages(tmp_path_factory):
+    """What a driver shows after Spark has sent a wheel to executors, and after it has sent a zip file; by suffix."""
+    folder = tmp_path_factory.mktemp("incomplete")
+    files = [folder / f"sparkhvd-{sparkhvd.__version__}-cp311-cp311-linux_x86_64.whl", folder / "sparkhvd.zip"]
+    for target in files:
+        with zipfile.ZipFile(target, "w") as file:
+            for path in (ROOT / "sparkhvd").rglob("*"):
+                if path.suffix in {".py", ".so"}:
+                    file.write(path, path.relative_to(ROOT))
+    python = python_with(folder / "python", (*OF_SPARK, "cloudpickle", "fsspec"))
+    variables = {"PYTHONPATH": "", "SPARK_WORKER_DIR": str(folder)}
+    return found_by(run_script([sys.executable, SCRIPT, python, *files], folder, 500, **variables))
+
+
+def test_a_wheel_as_a_python_file_is_reported_as_a_missing_installation(messages):
+    missing, remedy = "LaunchError: The executors cannot import sparkhvd: they lack", "not even as a wheel"
+    assert messages[".whl"]["run"].startswith(missing)
+    assert messages[".whl"]["fit"].startswith(missing)
+    assert all(remedy in message for message in messages[".whl"].values())
+
+
+def test_a_zip_file_with_compiled_modules_is_reported_as_one_that_python_cannot_load(messages):
+    for action in ("run", "fit"):
+        message = messages[".zip"][action]
+        assert message.startswith("LaunchError: The sparkhvd in ")
+        assert "sparkhvd.zip/sparkhvd on host " in message
+        assert "send a packed environment with spark.archives" in message
+        assert "Traceback" not in message
+    assert "FAIL  tasks  The sparkhvd in " in messages[".zip"]["preflight"]
