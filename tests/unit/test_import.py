@@ -1,12 +1,10 @@
-"""The cost and the names of ``import sparkhvd``, and the content of the wheel."""
+"""The cost and the names of ``import sparkhvd``."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -62,44 +60,6 @@ def test_public_names_resolve_by_from_import_and_come_from_their_home() -> None:
 def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
     with pytest.raises(AttributeError, match="module 'sparkhvd' has no attribute 'Stor'"):
         sparkhvd.Stor  # noqa: B018
-
-
-@pytest.mark.timeout(600)  # it compiles the core
-def test_wheel_holds_the_compiled_core_and_every_module(tmp_path: Path) -> None:
-    _build_wheel(tmp_path)
-
-    (wheel,) = tmp_path.glob("sparkhvd-*.whl")
-    content = zipfile.ZipFile(wheel).namelist()
-    assert [name for name in content if name.startswith("sparkhvd/_core.") and name.endswith(".so")]
-    assert "sparkhvd/py.typed" in content
-    modules = {str(path.relative_to(_ROOT)) for path in (_ROOT / "sparkhvd").rglob("*.py")}
-    assert modules <= set(content)
-    assert not [name for name in content if name.startswith(("tests/", "core/"))]
-
-
-def _build_wheel(folder: Path) -> None:
-    """With the build tools of this environment, and without any framework: they are hidden from the build."""
-    blocked = folder / "blocked"
-    for name in ("torch", "tensorflow", "pyspark"):
-        (blocked / name).mkdir(parents=True)
-        (blocked / name / "__init__.py").write_text(f"raise ImportError('the build imported {name}')\n")
-    # What setuptools would leave in the source; the core's own build folder is used as it is.
-    settings = folder / "settings.cfg"
-    settings.write_text(f"[build]\nbuild_base={folder / 'build'}\n[egg_info]\negg_base={folder}\n")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(folder)]
-    result = subprocess.run(
-        [*command, str(_ROOT)],
-        env=os.environ
-        | {
-            "DIST_EXTRA_CONFIG": str(settings),
-            "PYTHONPATH": str(blocked),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(
