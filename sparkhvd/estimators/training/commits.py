@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.elastic.state import State
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.training.checkpoint import Checkpoint
 
 _SHARE = 0.02
@@ -66,12 +67,20 @@ class Commits(State):
 
         Raises:
             HostsUpdatedInterrupt: ranks are to join or to leave, so that the ranks change now.
+            ParamError: rank 0 refused to make the checkpoint; raised on all ranks, as any other rank 0 would refuse it.
         """
         communicator = session.current()
-        begun, made = time.monotonic(), None
+        begun = time.monotonic()
+        made: tuple[Checkpoint, int] | ParamError | None = None
         if communicator.world.rank == 0:
-            made = (make(), self._next_interval(begun))
-        self.checkpoint, self._interval = objects.broadcast_object(communicator, made, name="commit")  # type: ignore[misc]  # rank 0 has made one
+            try:
+                made = (make(), self._next_interval(begun))
+            except ParamError as error:
+                made = error
+        made = objects.broadcast_object(communicator, made, name="commit")
+        if isinstance(made, ParamError):
+            raise made
+        self.checkpoint, self._interval = made  # type: ignore[misc]  # rank 0 has made one
         self.commit()
         self._since, self._steps = time.monotonic(), 0
         self._cost = self._since - begun

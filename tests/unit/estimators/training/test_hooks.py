@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from sparkhvd.comm import session
-from sparkhvd.errors import DataError
+from sparkhvd.errors import DataError, ParamError
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport
 from sparkhvd.estimators.runs.run_lease import Fence
@@ -226,6 +226,21 @@ def sync_commits_of_another_generation():
 def test_a_change_of_the_ranks_brings_no_commit_forward(group):
     """An error that returns at the same step would otherwise have a new commit before it each time."""
     assert group.run(sync_commits_of_another_generation) == [[False, False, True, True]] * 2
+
+
+def refused_commit(url):
+    class Refusing(Counting):
+        def state(self):
+            raise ParamError("It holds an object.")
+
+    hooks = RunHooks(Store.create(url), "run", spec(DATA, epochs=3), session.current(), commits=Commits())
+    with pytest.raises(ParamError) as refusal:
+        hooks.on_epoch_end(EpochReport(0, {"loss": (2.0, 2)}), Refusing())
+    return str(refusal.value)
+
+
+def test_a_checkpoint_that_rank_0_refuses_to_commit_is_refused_on_all_ranks(group, tmp_path):
+    assert group.run(refused_commit, str(tmp_path)) == ["It holds an object."] * 2
 
 
 def test_the_rest_of_a_repartitioned_epoch_knows_what_came_before(alone, tmp_path):
