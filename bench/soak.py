@@ -1,7 +1,7 @@
 """Endurance: a hundred kills, a thousand cycles of init and shutdown, ten minutes of fuzzing, strangers all the while.
 
-Also every row of the fault matrix of the launchers, elastic jobs and fits among random losses and joins, and a model
-above 2 GB.
+Also every row of the fault matrix of the launchers, elastic jobs and fits among random losses and joins, a model above
+2 GB, and the wheels in empty environments.
 
 Writes a report to ``bench/results/soak.txt``. ``make soak`` runs it for its full length.
 """
@@ -40,7 +40,19 @@ _ROOT = Path(__file__).parents[1]
 _DECODERS = 12  # the tests with Fuzz in their name
 _MEGABYTE = 1 << 20
 _TABLES = (FAULTS, mpi.MPI_FAULTS, PORT_FAULTS, EXECUTOR_FAULTS, DRIVER_FAULTS, CUT_OFF_FAULTS)
-_PARTS = ("kills", "cycles", "faults", "elastic", "large", "random", "fuzz", "races", "properties", "repeats")
+_PARTS = (
+    "kills",
+    "cycles",
+    "faults",
+    "elastic",
+    "large",
+    "random",
+    "fuzz",
+    "races",
+    "properties",
+    "repeats",
+    "packages",
+)
 _FAILURE = re.compile("NOT NAMED|FAILED")
 _LIMITS = {fault.name: fault.seconds for table in _TABLES for fault in table}
 _LIMITS |= {fault.name: LIMIT_SECONDS for fault in ELASTIC_FAULTS}
@@ -175,6 +187,16 @@ def repeats() -> str:
     return f"tests with the mark soak: {verdict}" + ("" if done.returncode == 0 else f"\n  FAILED:\n{done.stdout}")
 
 
+def packages() -> str:
+    """Build the wheels, and run a small program with each set of extras in an environment that has nothing else."""
+    lines = ["wheels in empty environments:"]
+    for command in ("wheels", "test-wheels"):
+        done = subprocess.run([_ROOT / "tools" / command], capture_output=True, text=True, check=False, timeout=7200)
+        if done.returncode:
+            return "\n".join([*lines, f"  FAILED: tools/{command}", done.stdout, done.stderr])
+    return "\n".join([*lines, *(f"  {line}" for line in done.stdout.splitlines())])
+
+
 def faults() -> str:
     """Produce every row of the fault matrix, including lost executors and drivers, and hosts that are cut off."""
     lines = [
@@ -302,6 +324,7 @@ def main() -> int:
         "races": races,
         "properties": properties,
         "repeats": repeats,
+        "packages": packages,
     }
     with options.report.open("w") as report:
         _write(report, f"Endurance, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores")
