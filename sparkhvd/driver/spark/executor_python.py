@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparkhvd.compat.spark import is_connect
+from sparkhvd.data.spark.job import is_local
 from sparkhvd.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ def check_executor_python(spark: SparkSession) -> None:
     if is_connect(spark) or not str(spark.sparkContext.master).startswith("local"):
         return
     configured = str(spark.sparkContext.pythonExec)
+    is_relative = os.sep in configured and not Path(configured).is_absolute()
+    if is_relative and not is_local(str(spark.sparkContext.master)):
+        return  # it is in the folder of an executor, where Spark unpacks archives
     python = shutil.which(configured) or configured
     if Path(python).parent == Path(sys.executable).parent:  # two names of one environment
         return

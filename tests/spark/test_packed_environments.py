@@ -1,0 +1,47 @@
+"""Executors train with an environment that travels with the job; the Python of their machine has no packages."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pythons import OF_SPARK, python_with
+from tests.scripts import ROOT, found_by, run_script
+
+pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).with_name("packed_environment_script.py")
+# pyspark is that of the executor. What torch needs.
+PACKAGES = (*OF_SPARK[2:], "cloudpickle", "fsspec", "torch", "typing_extensions", "sympy", "mpmath", "networkx")
+MORE = ("jinja2", "markupsafe", "filelock", "setuptools")
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    """An environment with sparkhvd, packed like those of users; the packages beside it are links to those here."""
+    pytest.importorskip("venv_pack", reason="tools/make-venv renews an older environment")
+    import venv_pack  # noqa: PLC0415
+
+    folder = tmp_path_factory.mktemp("packed")
+    python = python_with(folder / "environment", (*PACKAGES, *MORE))
+    (packages,) = (folder / "environment" / "lib").glob("python*/site-packages")
+    shutil.copytree(ROOT / "sparkhvd", packages / "sparkhvd", ignore=shutil.ignore_patterns("__pycache__"))
+    assert python.exists()
+    return venv_pack.pack(prefix=str(folder / "environment"), output=str(folder / "training.tar.gz"))
+
+
+@pytest.mark.usefixtures("connect_port")
+@pytest.mark.parametrize("how", ["archives", "artifacts"])
+def test_ranks_run_in_the_environment_that_was_sent(how, archive, tmp_path):
+    bare = Path(sys.executable).resolve()  # without the packages of this environment
+    variables = {"PYTHONPATH": "", "PYSPARK_PYTHON": str(bare), "SPARK_WORKER_DIR": str(tmp_path)}
+    found = found_by(run_script([sys.executable, SCRIPT, how, archive], tmp_path, 900, **variables))
+    for python, package, total in found["ranks"]:
+        assert python.endswith("training/bin/python")
+        assert f"{Path(python).parents[1]}/lib" in package
+        assert total == 2.0
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["predictions"] == 64
