@@ -18,6 +18,7 @@ from fsspec.asyn import AsyncFileSystem
 
 from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd._util.suggestions import did_you_mean
+from sparkhvd._util.texts import first_line
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
 from sparkhvd.store.access.connection import Connection
@@ -255,7 +256,7 @@ class FilesystemStore(Store):
         if isinstance(error, TimeoutError) and not str(error):
             return "the server did not answer in time"
         text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        return text.strip().partition("\n")[0].rstrip(".")
+        return first_line(text).rstrip(".")
 
     def _ranges(self, location: str) -> Ranges:
         filesystem = self._filesystem()
