@@ -34,6 +34,9 @@ from sparkhvd.world import layout
 
 CASE_SECONDS = 60.0
 _START_SECONDS = 150.0  # importing a framework is slow on a busy machine
+# A case that still runs after this time prints its stacks: in time to show why a rank does not reach the others, which
+# give up after 30 s.
+_STACKS_SECONDS = 25.0
 _ROOT = Path(__file__).parents[1]
 
 
@@ -201,10 +204,13 @@ def _serve(link: Connection) -> None:
 
 
 def _outcome(case: Callable[..., Any], arguments: tuple[Any, ...]) -> Outcome:
+    faulthandler.dump_traceback_later(_STACKS_SECONDS)
     try:
         return Outcome(value=case(*arguments))
     except BaseException:  # noqa: BLE001  whatever a case raises is its outcome
         return Outcome(failure=traceback.format_exc())
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def main() -> None:
