@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,11 +33,11 @@ from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
 from sparkhvd.world import layout
 
-CASE_SECONDS = 60.0
+CASE_SECONDS = 180.0
 _START_SECONDS = 150.0  # importing a framework is slow on a busy machine
-# A case that still runs after this time prints its stacks: in time to show why a rank does not reach the others, which
-# give up after 30 s.
-_STACKS_SECONDS = 25.0
+_COLLECTIVE_SECONDS = 90.0
+# A case that still runs after this time prints its stacks, which show why a rank does not reach the others.
+_STACKS_SECONDS = 80.0
 _ROOT = Path(__file__).parents[1]
 
 
@@ -51,6 +52,8 @@ class Outcome:
 
 class RankGroup:
     """Run ``size`` processes as the ranks of one job; a context manager.
+
+    After a case that failed, the next one gets new processes.
 
     Args:
         size: the number of ranks.
@@ -69,35 +72,30 @@ class RankGroup:
         *,
         hosts: tuple[str, ...] | None = None,
         imports: tuple[str, ...] = (),
-        collective_timeout: float = 30.0,
+        collective_timeout: float = _COLLECTIVE_SECONDS,
         connect: bool = True,
         server_host: str = "127.0.0.1",
         places: tuple[tuple[str, tuple[str, ...]], ...] = (),
         **settings: Any,
     ) -> None:
-        token = secrets.token_bytes(16)
-        hosts = hosts or ("one",) * size
-        config = Config(**{"collective_timeout": collective_timeout, "start_timeout": _START_SECONDS} | settings)
         self.size = size
-        self._server = RendezvousServer(token, server_host, encrypt=config.encrypt)
+        self._hosts = hosts or ("one",) * size
+        self._config = Config(**{"collective_timeout": collective_timeout, "start_timeout": _START_SECONDS} | settings)
+        self._server_host = server_host
+        self._places = places
+        self._imports = imports
+        self._connect = connect
+        self._environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
-        try:
-            for world, host in zip(layout(hosts), hosts, strict=True):
-                address = ((server_host, self._server.port),)
-                bind_host, prefix = places[world.rank] if places else ("127.0.0.1", ())
-                context = LaunchContext(world, address, token, host_key=host, bind_host=bind_host, config=config)
-                self._start(context, prefix, imports, connect)
-            self._receive(Deadline.after(_START_SECONDS), "start")
-        except BaseException:
-            self.close()
-            raise
+        self._open()
 
     def run(self, case: Callable[..., Any], *arguments: Any, seconds: float = CASE_SECONDS) -> list[Any]:
         """Return the value of ``case(*arguments)`` of every rank in rank order; fail the test if a rank failed."""
         outcomes = self.outcomes(case, *arguments, seconds=seconds)
         bad = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.failure or outcome.died}
         if bad:
+            self._reopen()
             shown = "\n".join(f"rank {rank}: {outcome.failure or 'the process died'}" for rank, outcome in bad.items())
             raise AssertionError(f"{case.__name__} failed on ranks {sorted(bad)}:\n{shown}")
         return [outcome.value for outcome in outcomes]
@@ -112,7 +110,15 @@ class RankGroup:
             cloudpickle.unregister_pickle_by_value(module)
         for link in self._links:
             link.send_bytes(content)
-        return self._receive(Deadline.after(seconds), case.__name__)
+        outcomes = self._receive(Deadline.after(seconds))
+        late = sorted(set(range(self.size)) - outcomes.keys())
+        if late:
+            for rank in late:
+                self._processes[rank].send_signal(signal.SIGUSR1)  # prints its stacks
+            time.sleep(1.0)
+            self._reopen()
+            raise AssertionError(f"{case.__name__}: ranks {late} did not answer in time; their stacks are on stderr")
+        return [outcomes[rank] for rank in range(self.size)]
 
     @property
     def port(self) -> int:
@@ -149,32 +155,50 @@ class RankGroup:
     ) -> None:
         self.close()
 
-    def _start(self, context: LaunchContext, prefix: tuple[str, ...], imports: tuple[str, ...], connect: bool) -> None:
+    def _open(self) -> None:
+        token = secrets.token_bytes(16)
+        self._server = RendezvousServer(token, self._server_host, encrypt=self._config.encrypt)
+        try:
+            for world, host in zip(layout(self._hosts), self._hosts, strict=True):
+                address = ((self._server_host, self._server.port),)
+                bind_host, prefix = self._places[world.rank] if self._places else ("127.0.0.1", ())
+                context = LaunchContext(world, address, token, host_key=host, bind_host=bind_host, config=self._config)
+                self._start(context, prefix)
+            started = self._receive(Deadline.after(_START_SECONDS))
+            assert len(started) == self.size, f"of {self.size} ranks, only {sorted(started)} started in time"
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, context: LaunchContext, prefix: tuple[str, ...]) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "tests.ranks", str(theirs.fileno())],
                 cwd=_ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=self._environment,
                 pass_fds=[theirs.fileno()],
             )
             self._processes.append(process)
             self._links.append(Connection(ours.detach()))
-        self._links[-1].send_bytes(cloudpickle.dumps((context, imports, connect)))
+        self._links[-1].send_bytes(cloudpickle.dumps((context, self._imports, self._connect)))
 
-    def _receive(self, deadline: Deadline, what: str) -> list[Outcome]:
+    def _reopen(self) -> None:
+        """Start the ranks anew after a case that may have left them in different states."""
+        self.close()
+        self._open()
+
+    def _receive(self, deadline: Deadline) -> dict[int, Outcome]:
+        """Return the next outcomes by rank, without those that are late."""
         missing = {link: rank for rank, link in enumerate(self._links)}
         outcomes: dict[int, Outcome] = {}
         while missing:
             ready = wait(list(missing), timeout=deadline.remaining())
             if not ready:
-                late = sorted(missing.values())
-                for rank in late:
-                    self._processes[rank].send_signal(signal.SIGUSR1)  # prints its stacks
-                raise AssertionError(f"{what}: ranks {late} did not answer in time; their stacks are on stderr")
+                return outcomes
             for link in ready:
                 outcomes[missing.pop(link)] = _answer(link)
-        return [outcomes[rank] for rank in range(self.size)]
+        return outcomes
 
 
 def _answer(link: Connection) -> Outcome:

@@ -97,6 +97,13 @@ class TrainHooks(Protocol):
         """The value of this rank's ``StepReport.rank_state`` at ``first_step``."""
 
     @property
+    def metrics(self) -> Sequence[bytes]:
+        """The ranks' values of ``StepReport.metrics`` in the first epoch before the interruption.
+
+        Each of them is to be taken over by one rank; there may be more or fewer of them than ranks.
+        """
+
+    @property
     def history(self) -> Sequence[EpochRecord]:
         """The completed epochs, including those before an interruption."""
 

@@ -88,6 +88,10 @@ def _do_nothing() -> None:
     """Do nothing."""
 
 
+def _no_state() -> bytes:
+    return b""
+
+
 @dataclass(frozen=True)
 class StepReport:
     """A trainer's report after a training step.
@@ -97,11 +101,13 @@ class StepReport:
         step: completed batches of the epoch, including those before an interruption.
         steps: batches of the whole epoch.
         loss: of this rank in this step; None if it had no rows.
-        sums: this rank's metrics of the epoch so far, as in ``EpochReport.train``.
+        sums: this rank's metrics of the epoch so far, as in ``EpochReport.train``, without those in ``metrics``.
         rank_state: returns this rank's own state that a resumed run needs, such as the state of random numbers.
         whole: whether the trainer's state is complete; False while gradients accumulate over several batches.
         synchronize: synchronizes the state that each rank updates on its own, such as running statistics; a
             collective, called before a checkpoint within the epoch.
+        metrics: returns this rank's state of the metrics that ``sums`` lacks, with the earlier states that it has taken
+            over (``TrainHooks.metrics``); empty without such metrics.
     """
 
     epoch: int
@@ -112,3 +118,4 @@ class StepReport:
     rank_state: Callable[[], bytes]
     whole: bool = True
     synchronize: Callable[[], None] = _do_nothing
+    metrics: Callable[[], bytes] = _no_state

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import keras
 import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
 
 Logs = dict[str, float] | None  # the values that callbacks get, by metric
 
@@ -25,10 +28,24 @@ class MetricSums:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._start: dict[int, npt.NDArray[np.float64]] = {}  # by id of the variable
+        self._earlier: list[dict[str, npt.NDArray[np.generic]]] = []
 
-    def begin(self) -> None:
-        """Note the values at the start of an epoch or a validation: a metric without a reset begins with a sum."""
-        self._start = {id(variable): _flat(variable) for variable in self._variables()}
+    def begin(self, earlier: Sequence[bytes] = ()) -> None:
+        """Note the values at the start of an epoch or a validation: a metric without a reset begins with a sum.
+
+        Args:
+            earlier: results of ``state`` from the part of the epoch before an interruption, which this rank takes over.
+        """
+        self._start = {id(variable): _flat(variable) for variable in self._variables().values()}
+        self._earlier = [arrays_from_bytes(state) for state in earlier]
+
+    def cover(self, logs: Mapping[str, object]) -> bool:
+        """Return whether the variables determine all values of ``logs``, as Keras' own training step reports them."""
+        return all(map(_is_sum, _metrics(self._model))) and logs.keys() == self._model.get_metrics_result().keys()
+
+    def state(self) -> bytes:
+        """Return what this rank has added to the variables since the start, with what it has taken over."""
+        return arrays_to_bytes(self._added())
 
     def sum_over_ranks(self, name: str) -> None:
         """Set the variables to their values at the start and what all ranks have added since; collective.
@@ -36,25 +53,30 @@ class MetricSums:
         Args:
             name: the name of the collective.
         """
-        variables = self._variables()
+        variables, added = self._variables(), self._added()
         if not variables:
             return
-        values = [_flat(variable) for variable in variables]
-        starts = [
-            self._start.get(id(variable), np.zeros(len(v))) for variable, v in zip(variables, values, strict=True)
-        ]
-        start = np.concatenate(starts)
-        start[~np.isfinite(start)] = 0.0
-        added = session.current().allreduce(np.concatenate(values) - start, ReduceOp.SUM, name=name)
-        total = start + added.astype(np.float64)
-        ends = np.cumsum([len(value) for value in values])[:-1]
-        for variable, summed in zip(variables, np.split(total, ends), strict=True):
-            variable.assign(
-                summed.reshape(variable.shape).astype(np.asarray(keras.ops.convert_to_numpy(variable)).dtype)
-            )
+        sums = session.current().allreduce(np.concatenate(list(added.values())), ReduceOp.SUM, name=name)
+        ends = np.cumsum([len(value) for value in added.values()])[:-1]
+        for variable, added_by_all in zip(variables.values(), np.split(sums.astype(np.float64), ends), strict=True):
+            total = (self._start_of(variable) + added_by_all).reshape(variable.shape)
+            variable.assign(total.astype(np.asarray(keras.ops.convert_to_numpy(variable)).dtype))
 
-    def _variables(self) -> list[keras.Variable]:
-        return [variable for metric in _metrics(self._model) if _is_sum(metric) for variable in metric.variables]
+    def _added(self) -> dict[str, npt.NDArray[np.float64]]:
+        added = {key: _flat(variable) - self._start_of(variable) for key, variable in self._variables().items()}
+        for known in self._earlier:
+            for key in added.keys() & known.keys():
+                added[key] = added[key] + known[key].astype(np.float64)
+        return added
+
+    def _start_of(self, variable: keras.Variable) -> npt.NDArray[np.float64]:
+        start = self._start.get(id(variable), np.zeros(1))
+        return np.where(np.isfinite(start), start, 0.0)
+
+    def _variables(self) -> dict[str, keras.Variable]:
+        """Return the variables by keys that are equal on all ranks and in a resumed run; Keras numbers their names."""
+        variables = [variable for metric in _metrics(self._model) if _is_sum(metric) for variable in metric.variables]
+        return {f"{index} {tuple(variable.shape)}": variable for index, variable in enumerate(variables)}
 
 
 def _flat(variable: keras.Variable) -> npt.NDArray[np.float64]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from keras.src.random.seed_generator import global_seed_generator  # Keras does not export it
 
-from sparkhvd.estimators.keras.serialization.package import arrays_from_bytes, arrays_to_bytes
+from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
 from sparkhvd.estimators.plugin import TrainSpec
 
 States = dict[str, npt.NDArray[np.generic]]

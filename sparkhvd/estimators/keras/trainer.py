@@ -16,6 +16,7 @@ import numpy.typing as npt
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.data.read.batches import BatchSource
+from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.metrics import Logs, MetricSums, summed_results
@@ -23,8 +24,6 @@ from sparkhvd.estimators.keras.randomness import RandomStates
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.keras.serialization.package import (
     Package,
-    arrays_from_bytes,
-    arrays_to_bytes,
     optimizers_beside,
     reject_own_optimizers,
 )
@@ -138,6 +137,7 @@ class KerasTrainer:
             current,
             saves_within,
             self._spec.epochs,
+            hooks.metrics[session.current().world.rank :: session.current().world.size],
         )
         end = _EpochEnd(begin, data, hooks, self, seeds)
         saving = self._saving(hooks)
@@ -246,9 +246,11 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         current: CurrentBatch,
         saves_within: bool,
         epochs: int,
+        earlier_metrics: Sequence[bytes],
     ) -> None:
         super().__init__()
         self._epochs = epochs
+        self._earlier_metrics = earlier_metrics  # which this rank takes over in the epoch that the run resumes within
         self._statistics = statistics
         self._current = current
         self._equal_rows = 0  # this rank's rows in the epoch at the last synchronization of the statistics
@@ -269,7 +271,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        self._sums = MetricSums(model)
+        self.sums = MetricSums(model)
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Set the number of epochs for all callbacks; the ``fit`` of an interrupted epoch knows its own end only."""
@@ -287,7 +289,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
         self._seeds.begin_batch()
         if batch == 0:  # Keras has reset the metrics
-            self._sums.begin()
+            self.sums.begin(self._earlier_metrics if self._data.begins_within() else ())
         self._save_variables(batch, self._data)
         self._current.begin(self._data, batch)
 
@@ -300,7 +302,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
             self.equalize(batch)
         if last:
             self.metrics.times = self._times()
-            self._sums.sum_over_ranks(f"epoch {self._data.epoch} metrics")  # Keras then computes the logs from them
+            self.sums.sum_over_ranks(f"epoch {self._data.epoch} metrics")  # Keras then computes the logs from them
             self._summed = summed_results(self.model)
 
     def equalize(self, batch: int) -> None:
@@ -312,7 +314,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
     def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
         if self._validation is not None:
             if batch == 0:
-                self._sums.begin()
+                self.sums.begin()
             self._save_variables(batch, self._validation)
             self._current.begin(self._validation, batch)
 
@@ -321,7 +323,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         if self._validation is not None:
             self._restore_variables(batch, self._validation)
             if batch == len(self._validation) - 1:
-                self._sums.sum_over_ranks(f"epoch {self._data.epoch} validation metrics")
+                self.sums.sum_over_ranks(f"epoch {self._data.epoch} validation metrics")
                 self._summed |= {f"val_{name}": value for name, value in summed_results(self.model).items()}
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -372,6 +374,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._seeds = seeds
+        self._logs: dict[str, float] = {}  # of this rank's last step with rows in the epoch
         self._wants_end = False
         self.ended = False
         self._begin = begin
@@ -395,19 +398,26 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _report(self, batch: int, logs: Logs) -> None:
         data = self._data
-        values, rows = dict(logs or {}), data.rows_until(batch)
+        rows, is_empty, variables = data.rows_until(batch), data.was_empty(batch), self._begin.sums
+        if not is_empty or not rows:  # the logs of an empty step count its placeholder row
+            self._logs = dict(logs or {})
+        values = self._logs
 
         def sums() -> dict[str, tuple[float, int]]:
-            return {name: (float(value) * rows if rows else 0.0, rows) for name, value in values.items()}
+            means = {} if variables.cover(values) else values
+            return {name: (float(value) * rows if rows else 0.0, rows) for name, value in means.items()}
 
-        loss = None if data.was_empty(batch) or "loss" not in values else float(values["loss"])
+        def metrics() -> bytes:
+            return variables.state() if variables.cover(values) else b""
+
+        loss = None if is_empty or "loss" not in values else float(values["loss"])
         step = data.first_step + batch + 1
 
         def rank_state() -> bytes:
             self._begin.equalize(batch)  # every rank calls this before rank 0 keeps the model
             return self._seeds.state()
 
-        report = StepReport(data.epoch, step, data.first_step + len(data), loss, sums, rank_state)
+        report = StepReport(data.epoch, step, data.first_step + len(data), loss, sums, rank_state, metrics=metrics)
         self._hooks.on_step_end(report, self._trainer)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002

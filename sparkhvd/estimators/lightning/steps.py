@@ -17,6 +17,7 @@ import torch
 from sparkhvd.errors import DataError
 from sparkhvd.estimators.lightning.attributes import attributes_unchanged
 from sparkhvd.estimators.lightning.batches import BatchShare, RankLoader
+from sparkhvd.estimators.lightning.checkpoint.epoch_values import EpochValues, within_step
 from sparkhvd.estimators.lightning.checkpoint.hot_start import load_earlier_states
 from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import (
     end_epoch_with_schedulers,
@@ -51,6 +52,7 @@ class Feed:
     Attributes:
         train: the training rows.
         validation: the validation rows.
+        values: what torchmetrics and ``log`` accumulate in the epoch.
         sums: per stage, the sum over rows of the losses that steps returned, and the number of these rows.
         logged: per stage, the names that were logged for whole epochs.
         communicated: seconds spent waiting for the other ranks' gradients.
@@ -64,6 +66,7 @@ class Feed:
 
     train: RankLoader
     validation: RankLoader | None
+    values: EpochValues
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     logged: dict[str, set[str]] = field(default_factory=lambda: {"train": set(), "validation": set()})
     rank_zero_logged: dict[str, set[str]] = field(default_factory=lambda: {"train": set(), "validation": set()})
@@ -161,6 +164,7 @@ class EstimatorSteps:
             self.feed.within_epoch = False
             trainer = self.lightning_module.trainer
             trainer.val_check_batch = self._validates_every
+            self.feed.values.restore_metrics(self.lightning_module)
             end_epoch_with_schedulers(trainer)
 
     def training_step(self, *batch: object, **named: object) -> object:
@@ -298,22 +302,24 @@ class DistributedLog:
             options = {**dict(zip(names, rest, strict=False)), **options}
         trainer = self._module.trainer
         stage = "validation" if trainer.validating or trainer.sanity_checking else "train"
-        within_step = _within_step(self._module._current_fx_name or "")  # noqa: SLF001  (Lightning decides by it too)
+        of_step = within_step(self._module._current_fx_name or "")  # noqa: SLF001  (Lightning decides by it too)
         of_epoch = options.get("on_epoch")
-        of_epoch = not (within_step and stage == "train") if of_epoch is None else of_epoch
+        of_epoch = not (of_step and stage == "train") if of_epoch is None else of_epoch
         if of_epoch and options.get("rank_zero_only"):
             self._feed.rank_zero_logged[stage].add(name)
         elif of_epoch:
             self._feed.logged[stage].add(name)
             options["sync_dist"] = True
         share = self._feed.share(stage)
-        if within_step and (share.is_substitute or options.get("batch_size") is None):
+        if of_step and (share.is_substitute or options.get("batch_size") is None):
             options["batch_size"] = share.rows
-        if within_step and share.is_substitute:
+        if of_step and share.is_substitute:
             value = _neutral(value, options.get("reduce_fx", "mean"))
-        elif within_step and options.get("batch_size") == 0:
+        elif of_step and options.get("batch_size") == 0:
             value = _finite(value)  # a mean over no rows is NaN, and so is 0 times NaN
         self._log(name, value, **options)
+        if stage == "train":
+            self._feed.values.add_logged(trainer)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return the same object, because callbacks copy the module to average its weights."""
@@ -367,11 +373,6 @@ def _neutral(value: Any, reduction: object) -> Any:
         return _NEUTRAL[name]
     dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
     return torch.full_like(value, _NEUTRAL[name], dtype=dtype)
-
-
-def _within_step(hook: str) -> bool:
-    """Whether a Lightning hook belongs to one batch."""
-    return not hook.startswith("on_") or any(part in hook for part in ("batch", "backward", "zero_grad", "step"))
 
 
 def scale_lr(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], factor: float) -> None:

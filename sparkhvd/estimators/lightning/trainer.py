@@ -23,6 +23,7 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, RUN_KEY
 from sparkhvd.estimators.lightning.batches import BatchFormat, Columns, LightningBatch, RankLoader, build_batch_format
 from sparkhvd.estimators.lightning.checkpoint import best_model
+from sparkhvd.estimators.lightning.checkpoint.epoch_values import EpochValues
 from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import (
     ends_by_steps,
     reload_batches,
@@ -101,7 +102,8 @@ class LightningTrainer:
         form: Callable[[Columns], LightningBatch] = dict if self._package.plain else self._batch_of
         size = self._world.size
         validation = None if val is None else RankLoader(val, form, size, self._spec.sample)
-        feed = Feed(RankLoader(train, form, size, self._spec.sample), validation)
+        values = EpochValues(hooks.metrics, self._world.rank, size)
+        feed = Feed(RankLoader(train, form, size, self._spec.sample), validation, values)
         if self._package.objective is not None:
             feed.train.divisors = loss_divisors(self._package.objective, self._spec.schema, self._spec.labels)
         with (
@@ -453,6 +455,7 @@ class RunCallback:
             lambda: random_state(trainer.strategy.root_device),
             whole=stepped and not validates_after(trainer, self._batches) and not ends_by_steps(trainer),
             synchronize=strategy_of(trainer).synchronize_state,
+            metrics=lambda: feed.values.state(trainer),
         )
         self._hooks.on_step_end(report, self._owner)
 

@@ -213,8 +213,9 @@ class TorchTrainer:
         self, source: BatchSource, epoch: int, hooks: TrainHooks, run: TorchRun, watch: Stopwatch
     ) -> EpochMetrics:
         self._model.train()
-        measures = EpochMetrics(self._package.objective, self._device)
         first = epoch == hooks.first_epoch
+        earlier = hooks.metrics[self._world.rank :: self._world.size] if first else ()
+        measures = EpochMetrics(self._package.objective, self._device, earlier=earlier)
         step = hooks.first_step if first else 0
         steps = (hooks.first_epoch_batches if first else None) or source.steps()
         optimizer: Any = run.optimizer
@@ -237,6 +238,7 @@ class TorchTrainer:
                     measures.sums,
                     lambda: random_state(self._device),
                     synchronize=self._synchronize_state,
+                    metrics=measures.state,
                 )
                 hooks.on_step_end(report, self)
                 watch.lap("compute")

@@ -1,8 +1,8 @@
 """Checkpoints of a run in its Store: one object per checkpoint.
 
-A checkpoint is a line of JSON (position of the run, seed, history), then the state of each rank, and then the trainer's
-state, which is the same on all ranks. It is published atomically, so a reader never sees a partial checkpoint. Old
-checkpoints are deleted after the next one is published.
+A checkpoint is a line of JSON (position of the run, seed, history), then the state of each rank and of its metrics, and
+then the trainer's state, which is the same on all ranks. It is published atomically, so a reader never sees a partial
+checkpoint. Old checkpoints are deleted after the next one is published.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from sparkhvd.data.schema.manifest import Manifest
@@ -50,6 +51,7 @@ class EpochPosition(EpochPart):
         division: digest of the division of the rows into batches; the next batch is known only if it is unchanged.
         sums: the epoch's metrics so far: (sum over the rows of all ranks, rows) by name.
         rank_states: the state of each rank, such as that of its random number generators.
+        metrics: the state of each rank's metrics that are not in ``sums``; empty if there are none.
         division_proc: the number of ranks that the rows in the Store were divided for; 0 is ``num_proc``.
         earlier: the earlier parts of the epoch, each of which began with what the one before had left.
         sizes: the numbers of ranks that have trained the epoch so far; empty in checkpoints of older versions.
@@ -58,6 +60,7 @@ class EpochPosition(EpochPart):
     division: str
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     rank_states: tuple[bytes, ...] = ()
+    metrics: tuple[bytes, ...] = ()
     division_proc: int = 0
     earlier: tuple[EpochPart, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -226,7 +229,7 @@ def _checkpoints(paths: Sequence[str]) -> list[str]:
 
 def _content(checkpoint: Checkpoint) -> bytes:
     within = checkpoint.within
-    rank_states = () if within is None else within.rank_states
+    rank_states, metrics = ((), ()) if within is None else (within.rank_states, within.metrics)
     header: dict[str, Any] = {
         "format": _FORMAT,
         "format_version": _FORMAT_VERSION,
@@ -237,36 +240,39 @@ def _content(checkpoint: Checkpoint) -> bytes:
         "ended": checkpoint.ended,
         "within": None,
         "rank_states": [len(state) for state in rank_states],
+        "metrics": [len(state) for state in metrics],
     }
     if within is not None:
         names = ("step", "num_proc", "batch_size", "division", "sums", "division_proc", "sizes")
         earlier = [asdict(part) for part in within.earlier]
         header["within"] = {**{name: getattr(within, name) for name in names}, "earlier": earlier}
-    return b"".join([json.dumps(header).encode(), b"\n", *rank_states, checkpoint.state])
+    return b"".join([json.dumps(header).encode(), b"\n", *rank_states, *metrics, checkpoint.state])
 
 
 def _from_json(content: dict[str, Any], rest: bytes) -> Checkpoint:
     if (content["format"], content["format_version"]) != (_FORMAT, _FORMAT_VERSION):
         raise ValueError(f"format {content['format']!r} version {content['format_version']!r}")
     history = tuple(record_from_json(record) for record in content["history"])
-    rank_states, offset = [], 0
-    for size in content["rank_states"]:
-        rank_states.append(rest[offset : offset + size])
-        offset += size
+    sizes_of_states = [*content["rank_states"], *content.get("metrics", ())]
+    ends = list(accumulate(sizes_of_states))
+    states = [rest[end - size : end] for size, end in zip(sizes_of_states, ends, strict=True)]
+    ranks = len(content["rank_states"])
     within = None
     if (position := content["within"]) is not None:
         sums = {name: (float(total), float(rows)) for name, (total, rows) in position["sums"].items()}
         earlier = tuple(EpochPart(**part) for part in position.get("earlier", ()))
         sizes = tuple(position.get("sizes", ()))
         within = EpochPosition(
-            **{**position, "sums": sums, "rank_states": tuple(rank_states), "earlier": earlier, "sizes": sizes}
+            **{**position, "sums": sums, "earlier": earlier, "sizes": sizes},
+            rank_states=tuple(states[:ranks]),
+            metrics=tuple(states[ranks:]),
         )
     facts = content.get("model")
     return Checkpoint(
         epoch=int(content["epoch"]),
         seed=int(content["seed"]),
         history=history,
-        state=rest[offset:],
+        state=rest[sum(sizes_of_states) :],
         within=within,
         model=None if facts is None else facts_from_json(facts),
         ended=bool(content.get("ended", False)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -104,6 +104,11 @@ class RunHooks:
     def rank_state(self) -> bytes | None:
         """See ``TrainHooks``."""
         return self.resume.rank_state(self._communicator.world)
+
+    @property
+    def metrics(self) -> Sequence[bytes]:
+        """See ``TrainHooks``."""
+        return self.resume.earlier_metrics
 
     def repartition_first_epoch(self, batches: int) -> None:
         """Make the first epoch the rest of an epoch that other ranks started, in ``batches`` batches."""
@@ -277,7 +282,8 @@ class RunHooks:
         report.synchronize()
         before = self.resume.earlier_sums(report.epoch)
         sums = _totals(report.sums(), before, communicator, f"epoch {report.epoch} step {report.step} sums")
-        states = objects.allgather_object(communicator, report.rank_state(), name=f"states of ranks at {report.step}")
+        own = (report.rank_state(), report.metrics())
+        states = objects.allgather_object(communicator, own, name=f"states of ranks at {report.step}")
 
         def make() -> Checkpoint:
             earlier = self.resume.earlier_parts(report.epoch)
@@ -289,7 +295,8 @@ class RunHooks:
                 batch_size=self._spec.batch_size,
                 division=self._division,
                 sums=sums,
-                rank_states=tuple(states),
+                rank_states=tuple(state for state, _ in states),
+                metrics=tuple(metrics for _, metrics in states if metrics),
                 division_proc=self._division_proc,
                 earlier=earlier,
                 sizes=self._sizes(report.epoch),

@@ -74,6 +74,11 @@ class ResumeState:
         """Return the metrics of the part of an epoch that was trained before the interruption."""
         return {} if self.within is None or epoch != self.first_epoch else self.within.sums
 
+    @property
+    def earlier_metrics(self) -> tuple[bytes, ...]:
+        """The states of metrics from the part of the first epoch that was trained before the interruption."""
+        return () if self.within is None else self.within.metrics
+
     def earlier_sizes(self, epoch: int) -> tuple[int, ...]:
         """Return the numbers of ranks that trained the earlier part of an epoch."""
         if self.within is None or epoch != self.first_epoch:

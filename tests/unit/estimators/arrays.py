@@ -61,6 +61,7 @@ class Hooks:
     first_step: int = 0
     first_epoch_batches: int | None = None
     rank_state: bytes | None = None
+    metrics: tuple[bytes, ...] = ()
     steps: list[StepReport] = field(default_factory=list)
     history: tuple[EpochRecord, ...] = ()
     ended: bool = False

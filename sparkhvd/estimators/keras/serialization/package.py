@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -398,20 +397,3 @@ def from_configs(value: object) -> Any:
             rebuilt._fn_kwargs = value.arguments  # noqa: SLF001
         return rebuilt
     return value
-
-
-def arrays_to_bytes(arrays: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
-    """Serialize arrays by name into one file, which loads without running code.
-
-    Types that NumPy lacks, such as bfloat16, become float32, which holds all their values.
-    """
-    buffer = io.BytesIO()
-    known = {name: array.astype(np.float32) if array.dtype.kind == "V" else array for name, array in arrays.items()}
-    np.savez(buffer, **known)  # type: ignore[arg-type]  # numpy's stubs know allow_pickle only
-    return buffer.getvalue()
-
-
-def arrays_from_bytes(content: bytes) -> dict[str, npt.NDArray[np.generic]]:
-    """Invert ``arrays_to_bytes``."""
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        return dict(arrays)

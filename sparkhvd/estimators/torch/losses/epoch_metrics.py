@@ -15,7 +15,8 @@ from sparkhvd.comm import objects
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.estimators.torch.losses.divisors import LossFactors, batch_divisors, counted_rows
-from sparkhvd.estimators.torch.losses.objective import Metric, Objective, is_stateful
+from sparkhvd.estimators.torch.losses.metric_states import States, from_bytes, merge_into, states_of, to_bytes
+from sparkhvd.estimators.torch.losses.objective import Metric, Objective
 
 
 class EpochMetrics:
@@ -25,15 +26,24 @@ class EpochMetrics:
         objective: the losses and metrics.
         device: the device of outputs and labels.
         validating: whether batches are added by ``add_validation`` instead of ``add``.
+        earlier: results of ``state`` from the part of the epoch before an interruption, which this rank takes over.
     """
 
-    def __init__(self, objective: Objective, device: torch.device, *, validating: bool = False) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        device: torch.device,
+        *,
+        validating: bool = False,
+        earlier: Sequence[bytes] = (),
+    ) -> None:
         self._objective = objective
         self._names = [name for name in objective.names() if name not in {m.name for m in objective.stateful()}]
         self._rows = 0
         self._rows_of_loss = 0
         self._totals: dict[str, float] = {}
         self._stateful = [(metric, _reset_copy(metric, device)) for metric in objective.stateful()]
+        self._earlier: list[dict[str, list[States]]] = [from_bytes(state) for state in earlier]
         # Per loss: the sum of divisor times loss, and the sum of the divisors.
         self._counted = np.zeros((len(objective.losses), 2)) if validating else None
 
@@ -89,13 +99,22 @@ class EpochMetrics:
         rows = {"loss": self._rows_of_loss}
         return {name: (self._totals.get(name, 0.0), rows.get(name, self._rows)) for name in self._names}
 
+    def state(self) -> bytes:
+        """Return the states of torchmetrics, with those that this rank has taken over; empty without torchmetrics."""
+        if not self._stateful:
+            return b""
+        return to_bytes({metric.name: self._states(metric.name, state) for metric, state in self._stateful})
+
+    def _states(self, name: str, state: Any) -> list[States]:
+        return [states_of(state), *(states for known in self._earlier for states in known.get(name, ()))]
+
     def report(self, communicator: Communicator) -> dict[str, tuple[float, int]]:
         """Return all metrics in the form of an epoch report; collective."""
         metrics = self.sums()
         if self._counted is not None:
             metrics["loss"] = self._validation_loss(self._counted, communicator)
         for metric, state in self._stateful:
-            value = merge_states(state, communicator, metric.name)
+            value = _value_over_ranks(state, self._states(metric.name, state), communicator, metric.name)
             # The value is the same on every rank, so only rank 0 reports it.
             metrics[metric.name] = (value, 1) if communicator.world.rank == 0 else (0.0, 0)
         return {name: metrics[name] for name in self._objective.names()}
@@ -112,49 +131,24 @@ def weighted_mean_loss(weights: Sequence[float], totals: npt.NDArray[np.float64]
     return sum(weight * mean for weight, mean in zip(weights, means, strict=True))
 
 
-def merge_states(state: Any, communicator: Communicator, name: str) -> float:
+def _value_over_ranks(metric: Any, own: list[States], communicator: Communicator, name: str) -> float:
     """Return the value of a torchmetrics metric over the rows of all ranks; NaN without rows. Collective.
 
-    Metrics that are composed of others (sums, wrappers) keep their state in their parts, so each part is merged alone.
+    Args:
+        metric: the metric.
+        own: its states on this rank.
+        communicator: the communicator of all ranks.
+        name: the name of the metric.
     """
-    mine = [_state(part) for part in _parts(state)]
-    gathered = objects.allgather_object(communicator, mine, name=f"state of metric {name}")
-    if not any(known is not None for states in gathered for known in states):
+    gathered = objects.allgather_object(communicator, own, name=f"state of metric {name}")
+    states = [of_part for of_rank in gathered for of_part in of_rank]
+    if not any(known is not None for of_part in states for known in of_part):
         return float("nan")
-    total = copy.deepcopy(state)
-    for part, states in zip(_parts(total), zip(*gathered, strict=True), strict=True):
-        _merge(part, [known for known in states if known is not None])
+    total = copy.deepcopy(metric)
+    merge_into(total, states)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # for example: no positive samples
         return float(total.compute())
-
-
-def _parts(metric: Any) -> list[Any]:
-    """Return the metric and its parts, in the same order on every rank."""
-    return [part for part in metric.modules() if is_stateful(part) and hasattr(part, "metric_state")]
-
-
-def _state(metric: Any) -> dict[str, Any] | None:
-    """Return a metric's own state on this rank; None if it has seen no rows."""
-    return {key: _on_cpu(value) for key, value in metric.metric_state.items()} if metric.update_called else None
-
-
-def _merge(total: Any, states: Sequence[dict[str, Any]]) -> None:
-    total._update_count = len(states)  # noqa: SLF001
-    total._computed = None  # noqa: SLF001
-    if not states:
-        return
-    for attribute, reduction in total._reductions.items():  # noqa: SLF001  (its public sync needs torch.distributed)
-        parts = [state[attribute] for state in states]
-        if isinstance(parts[0], list):
-            setattr(total, attribute, [tensor.to(total.device) for part in parts for tensor in part])
-        else:
-            stacked = torch.stack([part.to(total.device) for part in parts])
-            setattr(total, attribute, stacked if reduction is None else reduction(stacked))
-
-
-def _on_cpu(value: Any) -> Any:
-    return [tensor.cpu() for tensor in value] if isinstance(value, list) else value.cpu()
 
 
 def _reset_copy(metric: Metric, device: torch.device) -> Any:

@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 
 import sparkhvd.keras as hvd
-from sparkhvd.comm import session
-from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm import objects, session
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.params.policies import Checkpoints
 from sparkhvd.estimators.reports import EpochRecord
 from tests.unit.estimators.arrays import ArraySource, Hooks, spec
+from tests.unit.estimators.interruptions import values_of_epochs
 from tests.unit.estimators.keras.networks import (
     DATA,
+    EMPTY_WITHIN,
     EVEN,
     PARTIAL_END,
     Keeping,
@@ -269,7 +270,7 @@ def continue_within_an_epoch(kind):
             if (report.epoch, report.step) == (1, 4):
                 own = report.rank_state()
                 state = session.current().broadcast(np.frombuffer(trainer.state(), np.uint8), 0)  # as the Store does
-                self.kept = state.tobytes(), report.sums(), own
+                self.kept = state.tobytes(), tuple(objects.allgather_object(session.current(), report.metrics())), own
                 raise InterruptedError
 
     undisturbed, whole = make(), Hooks()
@@ -277,8 +278,9 @@ def continue_within_an_epoch(kind):
     first, hooks = make(), Interrupted()
     with contextlib.suppress(InterruptedError):
         first.fit(source(PARTIAL_END, world.rank), None, hooks)
-    resumed, again = make(), Hooks(first_epoch=1, first_step=4, rank_state=hooks.kept[2])
-    resumed.restore(hooks.kept[0])
+    state, metrics, own = hooks.kept
+    resumed, again = make(), Hooks(first_epoch=1, first_step=4, rank_state=own, metrics=metrics)
+    resumed.restore(state)
     resumed.fit(source(PARTIAL_END, world.rank), None, again)
     assert [(step.epoch, step.step, step.steps) for step in again.steps[:7]] == [
         *((1, step, 10) for step in range(5, 11)),
@@ -289,15 +291,55 @@ def continue_within_an_epoch(kind):
             np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-7)
         else:
             np.testing.assert_array_equal(one, two)
-    parts = hooks.kept[1]["loss"], again.reports[0].train["loss"], whole.reports[1].train["loss"]
-    (before, count), (after, rest), (total, rows_of_all) = session.current().allreduce(np.array(parts), ReduceOp.SUM)
-    assert count + rest == rows_of_all
-    assert before + after == pytest.approx(total, rel=1e-4)
+    means = [total / rows for total, rows in (report.train["loss"] for report in (again.reports[0], whole.reports[1]))]
+    assert means[0] == pytest.approx(means[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["plain", "accumulated", "swapped", *CALLBACKS, "global generators"])
 def test_resuming_within_an_epoch_equals_an_uninterrupted_training(group, kind):
     group.run(continue_within_an_epoch, kind)
+
+
+class Halving(keras.Model):
+    """Reports a value that no metric computes, beside its metrics."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.network = network()
+
+    def call(self, values):
+        return self.network(values)
+
+    def train_step(self, *data):
+        logs = super().train_step(*data)
+        return {**logs, "half": logs["accuracy"] / 2}
+
+
+def train_with_metrics(kind, sizes, interruptions):
+    world = session.current().world
+    how = spec(DATA, epochs=2)
+
+    def make():
+        if kind == "own step":
+            model, metrics = built(Halving), ["accuracy"]
+        else:
+            model, metrics = network(), ["accuracy", keras.metrics.MeanIoU(3, "iou", sparse_y_pred=False)]
+        return PLUGIN.trainer(PLUGIN.pack(parameters(model=model, metrics=metrics)), how, world)
+
+    return values_of_epochs(make, source(sizes, world.rank), how, interruptions)
+
+
+@pytest.mark.parametrize("kind", ["own step", "sums"])
+@pytest.mark.parametrize(
+    ("sizes", "interruptions"),
+    [(PARTIAL_END, [(0, 2)]), (EMPTY_WITHIN, [(1, 3), (1, 5), (1, 10)])],
+    ids=["once", "three times in an epoch and after empty steps"],
+)
+def test_the_metrics_of_an_interrupted_epoch_are_over_all_of_its_rows(group, kind, sizes, interruptions):
+    for undisturbed, resumed in group.run(train_with_metrics, kind, sizes, interruptions):
+        assert len(undisturbed) == len(resumed) == 2
+        for one, other in zip(undisturbed, resumed, strict=True):
+            assert one == tuple(pytest.approx(values, rel=1e-5) for values in other)
 
 
 @dataclass

@@ -11,8 +11,9 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.estimators.training.history import average_over_ranks
-from tests.unit.estimators.arrays import Hooks
-from tests.unit.estimators.lightning.networks import EVEN, SOME_EMPTY, module, rows, source, trainer_of
+from tests.unit.estimators.arrays import Hooks, spec
+from tests.unit.estimators.interruptions import values_of_epochs
+from tests.unit.estimators.lightning.networks import DATA, EVEN, SOME_EMPTY, module, rows, source, trainer_of
 
 
 def logged_by_rank_0():
@@ -261,3 +262,53 @@ def test_rank_0_alone_may_read_the_values_of_an_epoch(group, progress_bar):
         assert of_validation["val_loss"] == pytest.approx(record.validation["loss"])
         assert of_training["twice_epoch"] == pytest.approx(record.train["twice"])
         assert of_training["accuracy"] == pytest.approx(record.train["accuracy"])
+
+
+def logged_in_interrupted_epochs(interruptions):
+    from torchmetrics import MetricCollection  # noqa: PLC0415
+    from torchmetrics.classification import (  # noqa: PLC0415
+        MulticlassAUROC,
+        MulticlassF1Score,
+        MulticlassPrecision,
+        MulticlassRecall,
+    )
+
+    class Measured(type(module())):
+        def __init__(self):
+            super().__init__()
+            self.f1, self.auroc = MulticlassF1Score(3), MulticlassAUROC(3)
+            self.grouped = MetricCollection([MulticlassPrecision(3), MulticlassRecall(3)])  # they share their states
+
+        def on_train_epoch_start(self):
+            super().on_train_epoch_start()
+            self.log("epoch", 1.0 + self.current_epoch, reduce_fx="sum")
+
+        def training_step(self, batch, index):
+            output = self(batch["x"]).detach()
+            self.auroc.update(output, batch["y"])
+            self.f1(output, batch["y"])
+            self.grouped.update(output, batch["y"])
+            self.log("f1", self.f1, on_step=True, on_epoch=True)
+            self.log_dict(self.grouped, on_step=False, on_epoch=True)
+            for reduction in ("sum", "max", "min", "mean"):
+                self.log(reduction, output[0, 0], reduce_fx=reduction, on_step=False, on_epoch=True)
+            if self.trainer.is_global_zero:
+                self.log("of rank 0", float(index), rank_zero_only=True, on_step=False, on_epoch=True)
+            return super().training_step(batch, index)
+
+        def on_train_epoch_end(self):
+            self.log("auroc", self.auroc.compute())
+            self.auroc.reset()
+
+    how, rank = spec(DATA, 2), session.current().world.rank
+    rows_of_rank = source([*SOME_EMPTY, *SOME_EMPTY], rank)
+    return values_of_epochs(lambda: trainer_of(Measured(), 2), rows_of_rank, how, interruptions)
+
+
+@pytest.mark.parametrize("interruptions", [[(0, 2)], [(1, 3), (1, 6)]], ids=["once", "twice in an epoch"])
+def test_the_values_of_an_interrupted_epoch_are_over_all_of_its_rows(group, interruptions):
+    for undisturbed, resumed in group.run(logged_in_interrupted_epochs, interruptions):
+        assert len(undisturbed) == len(resumed) == 2
+        for one, other in zip(undisturbed, resumed, strict=True):
+            assert one == tuple(pytest.approx(values, rel=1e-5) for values in other)
+        assert {"f1", "auroc", "sum", "max", "of rank 0", "MulticlassRecall"} <= set(resumed[0][0])

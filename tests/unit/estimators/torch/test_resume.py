@@ -25,10 +25,12 @@ from sparkhvd.estimators.torch.serialization import artifact
 from sparkhvd.estimators.training.history import average_over_ranks
 from sparkhvd.world import World
 from tests.unit.estimators.arrays import Hooks, spec
+from tests.unit.estimators.interruptions import values_of_epochs
 from tests.unit.estimators.torch.networks import (
     DATA,
     EVEN,
     OPTIMIZERS,
+    accuracy,
     as_one,
     flat,
     make_trainer,
@@ -454,3 +456,32 @@ def test_a_resumed_run_continues_with_numbers_and_tensors_in_attributes(group, e
         assert all(np.array_equal(one, other) for one, other in zip(undisturbed, resumed, strict=True))
         assert len(messages) == (1 if rank == 0 else 0)
         assert rank > 0 or f"does not hold them: {missing}. The resumed run begins with" in messages[0]
+
+
+def train_with_metrics(interruptions):
+    from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score  # noqa: PLC0415
+
+    metrics = {
+        "auroc": MulticlassAUROC(3),  # keeps all predictions
+        "f1": MulticlassF1Score(3, average="macro"),
+        "accuracy": accuracy,
+    }
+    world = session.current().world
+    sizes = [(4, 4, 4), (3, 0, 5), (1, 4, 2), (0, 0, 7), (4, 4, 4)]
+    rows_of_rank = source([size[: world.size - 1] + size[-1:] for size in sizes], world.rank, world.size)
+
+    def make():
+        model = network()
+        params = {"model": model, "optimizer": OPTIMIZERS["Adam"](model), "loss": functional.cross_entropy}
+        payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA, "metrics": metrics})
+        return PLUGIN.trainer(payload, spec(DATA, epochs=2), world)
+
+    return values_of_epochs(make, rows_of_rank, spec(DATA, epochs=2), interruptions)
+
+
+@pytest.mark.parametrize("interruptions", [[(0, 2)], [(1, 1), (1, 4)]], ids=["once", "twice in an epoch"])
+def test_the_metrics_of_an_interrupted_epoch_are_over_all_of_its_rows(group, interruptions):
+    for undisturbed, resumed in group.run(train_with_metrics, interruptions):
+        assert len(undisturbed) == len(resumed) == 2
+        for one, other in zip(undisturbed, resumed, strict=True):
+            assert one == tuple(pytest.approx(values, rel=1e-6) for values in other)

@@ -1,0 +1,113 @@
+"""What torchmetrics and ``log`` have accumulated in an epoch, for the run that resumes within it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.estimators.torch.losses.metric_states import (
+    States,
+    can_continue,
+    from_bytes,
+    merge_into,
+    parts_of,
+    state_of_part,
+    states_of,
+    to_bytes,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class EpochValues:
+    """The values of the epoch that is being trained, and those of its part before an interruption.
+
+    Args:
+        earlier: the results of ``state`` on the ranks that trained the earlier part; empty if there is none.
+        rank: this rank.
+        size: the number of ranks.
+    """
+
+    def __init__(self, earlier: Sequence[bytes], rank: int, size: int) -> None:
+        self._earlier = [from_bytes(state) for state in earlier]
+        self._rank = rank
+        self._size = size
+        # The logged values that are not added yet, by Lightning's keys; Lightning knows a value from its first use.
+        self._logged: dict[str, list[dict[str, Any]]] = {}
+        for state in self._earlier[rank::size]:
+            for key, values in state["logged"].items():
+                self._logged.setdefault(key, []).extend(values)
+
+    def state(self, trainer: Trainer) -> bytes:
+        """Return the values of this rank in the epoch so far, with those that it has taken over."""
+        module = trainer.lightning_module
+        modules: Iterator[Any] = module.modules()
+        for part in modules:
+            if hasattr(part, "compute_groups"):  # only one metric of a group in a MetricCollection is up to date
+                list(part.values(copy_state=False))
+        logged: dict[str, list[Any]] = {
+            key: [state_of_part(value)]
+            for key, value in _results(trainer).items()
+            if _accumulates(value) and not value.has_reset
+        }
+        logged.update(self._logged)
+        return to_bytes({"metrics": states_of(module), "logged": logged})
+
+    def restore_metrics(self, module: LightningModule) -> None:
+        """Continue the torchmetrics of the module with their earlier states, each of which one rank takes."""
+        states: list[States] = [state["metrics"] for state in self._earlier]
+        if not states:
+            return
+        parts = parts_of(module)
+        lost = [not can_continue(part) and len(states) > self._size for part in parts]
+        if any(lost) and self._rank == 0:
+            names = sorted({type(part).__name__ for part, is_lost in zip(parts, lost, strict=True) if is_lost})
+            logger.warning(
+                "The epoch continues on fewer ranks, and these metrics cannot merge the states of several: %s. Their "
+                "values in this epoch are over its rest only.",
+                ", ".join(names),
+            )
+        own = [
+            [None if is_lost else state for state, is_lost in zip(of_rank, lost, strict=True)]
+            for of_rank in states[self._rank :: self._size]
+        ]
+        merge_into(module, own)
+
+    def add_logged(self, trainer: Trainer) -> None:
+        """Add the earlier values to those that have been logged in the meantime."""
+        results = _results(trainer)
+        for key in self._logged.keys() & results.keys():
+            value = results[key]
+            for state in self._logged.pop(key):
+                if _accumulates(value):
+                    _add(value, state)
+
+
+def within_step(hook: str) -> bool:
+    """Whether a Lightning hook belongs to one batch."""
+    return not hook.startswith("on_") or any(part in hook for part in ("batch", "backward", "zero_grad", "step"))
+
+
+def _results(trainer: Trainer) -> Any:
+    return trainer.fit_loop.epoch_loop._results  # noqa: SLF001  (Lightning has no public access)
+
+
+def _accumulates(value: Any) -> bool:
+    """Whether Lightning accumulates a logged value over the batches of an epoch."""
+    meta = value.meta
+    return bool(value.is_tensor and meta.on_epoch and not meta.is_custom_reduction and within_step(meta.fx))
+
+
+def _add(value: Any, state: dict[str, Any]) -> None:
+    earlier = state["value"].to(value.value.device)
+    if value.meta.is_max_reduction or value.meta.is_min_reduction:
+        value.value = value.meta.reduce_fx(value.value, earlier)
+    else:
+        value.value = value.value + earlier
+    if value.meta.is_mean_reduction:
+        value.cumulated_batch_size = value.cumulated_batch_size + state["cumulated_batch_size"].to(earlier.device)
+    value._computed = None  # noqa: SLF001

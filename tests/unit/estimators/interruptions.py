@@ -1,0 +1,65 @@
+"""Trainings that are interrupted within epochs, on a rank of a group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from sparkhvd.comm import session
+from sparkhvd.data.read.batches import BatchSource
+from sparkhvd.estimators.plugin import Trainer, TrainSpec
+from sparkhvd.estimators.reports import StepReport
+from sparkhvd.estimators.training.commits import Commits
+from sparkhvd.estimators.training.hooks import RunHooks
+
+
+class EveryStep(Commits):
+    """Commits after every step."""
+
+    def is_due(self) -> bool:
+        return True
+
+
+class Interrupting(RunHooks):
+    """Ends the training after a step; ``position`` is its epoch and its number."""
+
+    position = (-1, -1)
+
+    def on_step_end(self, report: StepReport, trainer: Trainer) -> None:
+        super().on_step_end(report, trainer)
+        if (report.epoch, report.step) == self.position:
+            raise InterruptedError
+
+
+Values = list[tuple[dict[str, float], dict[str, float]]]
+
+
+def values_of_epochs(
+    make: Callable[[], Trainer], rows: BatchSource, how: TrainSpec, interruptions: Sequence[tuple[int, int]]
+) -> tuple[Values, Values]:
+    """Return the metrics of an undisturbed training, and of one that is interrupted and resumed from commits.
+
+    Args:
+        make: returns a new trainer.
+        rows: to train and to validate with.
+        how: how to train.
+        interruptions: epochs and steps, in their order.
+    """
+
+    def train(commits: Commits | None, position: tuple[int, int]) -> RunHooks:
+        hooks = Interrupting(None, "run", how, session.current(), commits=commits)
+        hooks.position = position
+        trainer = make()
+        if hooks.resume.checkpoint is not None:
+            trainer.restore(hooks.resume.checkpoint.state)
+        with contextlib.suppress(InterruptedError):
+            trainer.fit(rows, rows, hooks)
+        return hooks
+
+    undisturbed, commits = train(None, (-1, -1)), EveryStep()
+    for position in interruptions:
+        hooks = train(commits, position)
+        assert (hooks.resume.checkpoint is None) == (position == interruptions[0])
+        assert len(hooks.history) == position[0], "the training was not interrupted there"
+    resumed = train(commits, (-1, -1))
+    return tuple([(record.train, record.validation) for record in hooks.history] for hooks in (undisturbed, resumed))
