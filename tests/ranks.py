@@ -6,6 +6,7 @@ session. Functions are pickled by value, so they can stand next to the assertion
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -34,6 +35,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.world import layout
 
 CASE_SECONDS = 180.0
+_END_SECONDS = 15.0
 _START_SECONDS = 150.0  # importing a framework is slow on a busy machine
 _COLLECTIVE_SECONDS = 90.0
 # A case that still runs after this time prints its stacks, which show why a rank does not reach the others.
@@ -86,7 +88,8 @@ class RankGroup:
         self._imports = imports
         self._connect = connect
         self._environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._starters: list[subprocess.Popen[bytes]] = []
+        self._pids: list[int] = []
         self._links: list[Connection] = []
         self._open()
 
@@ -114,7 +117,7 @@ class RankGroup:
         late = sorted(set(range(self.size)) - outcomes.keys())
         if late:
             for rank in late:
-                self._processes[rank].send_signal(signal.SIGUSR1)  # prints its stacks
+                os.kill(self._pids[rank], signal.SIGUSR1)  # prints its stacks
             time.sleep(1.0)
             self._reopen()
             raise AssertionError(f"{case.__name__}: ranks {late} did not answer in time; their stacks are on stderr")
@@ -126,25 +129,32 @@ class RankGroup:
         return self._server.port
 
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return list(self._pids)
 
     def kill(self, rank: int) -> None:
         """Kill one rank with ``kill -9`` and wait for its end."""
-        self._processes[rank].kill()
-        self._processes[rank].wait()
+        process = os.pidfd_open(self._pids[rank])
+        try:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            wait([process], timeout=_END_SECONDS)
+        finally:
+            os.close(process)
 
     def close(self) -> None:
         """End the processes: close their links, then use force if that is not enough."""
         for link in self._links:
             link.close()
-        deadline = Deadline.after(15.0)
-        for process in self._processes:
+        deadline = Deadline.after(_END_SECONDS)
+        for starter in self._starters:
             try:
-                process.wait(deadline.remaining())
+                starter.wait(deadline.remaining())
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._links, self._processes = [], []
+                for pid in self._pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                starter.kill()
+                starter.wait()
+        self._links, self._starters, self._pids = [], [], []
         self._server.close()
 
     def __enter__(self) -> Self:
@@ -158,30 +168,37 @@ class RankGroup:
     def _open(self) -> None:
         token = secrets.token_bytes(16)
         self._server = RendezvousServer(token, self._server_host, encrypt=self._config.encrypt)
+        places = self._places or (("127.0.0.1", ()),) * self.size
         try:
-            for world, host in zip(layout(self._hosts), self._hosts, strict=True):
+            if self._places:
+                for _, prefix in places:
+                    self._start(1, prefix)
+            else:
+                self._start(self.size)
+            for world, host, (bind_host, _), link in zip(
+                layout(self._hosts), self._hosts, places, self._links, strict=True
+            ):
                 address = ((self._server_host, self._server.port),)
-                bind_host, prefix = self._places[world.rank] if self._places else ("127.0.0.1", ())
                 context = LaunchContext(world, address, token, host_key=host, bind_host=bind_host, config=self._config)
-                self._start(context, prefix)
+                link.send_bytes(cloudpickle.dumps((context, self._connect)))
             started = self._receive(Deadline.after(_START_SECONDS))
             assert len(started) == self.size, f"of {self.size} ranks, only {sorted(started)} started in time"
+            self._pids = [started[rank].value for rank in range(self.size)]
         except BaseException:
             self.close()
             raise
 
-    def _start(self, context: LaunchContext, prefix: tuple[str, ...]) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "tests.ranks", str(theirs.fileno())],
-                cwd=_ROOT,
-                env=self._environment,
-                pass_fds=[theirs.fileno()],
-            )
-            self._processes.append(process)
-            self._links.append(Connection(ours.detach()))
-        self._links[-1].send_bytes(cloudpickle.dumps((context, self._imports, self._connect)))
+    def _start(self, count: int, prefix: tuple[str, ...] = ()) -> None:
+        """Start a process that imports the modules and forks ``count`` ranks."""
+        pairs = [socket.socketpair() for _ in range(count)]
+        links = [str(theirs.fileno()) for _, theirs in pairs]
+        command = [*prefix, sys.executable, "-m", "tests.ranks", ",".join(self._imports), *links]
+        self._links += [Connection(ours.detach()) for ours, _ in pairs]
+        self._starters.append(
+            subprocess.Popen(command, cwd=_ROOT, env=self._environment, pass_fds=[int(link) for link in links])
+        )
+        for _, theirs in pairs:
+            theirs.close()
 
     def _reopen(self) -> None:
         """Start the ranks anew after a case that may have left them in different states."""
@@ -210,14 +227,11 @@ def _answer(link: Connection) -> Outcome:
 
 def _serve(link: Connection) -> None:
     """Run a rank: start, then run cases until the link closes."""
-    context, imports, connect = cloudpickle.loads(link.recv_bytes())
-    with gc_paused_for_import():
-        for module in imports:
-            __import__(module)
+    context, connect = cloudpickle.loads(link.recv_bytes())
     session.set_launch_context(context)
     if connect:
         session.init()
-    link.send_bytes(cloudpickle.dumps(Outcome()))
+    link.send_bytes(cloudpickle.dumps(Outcome(os.getpid())))
     try:
         while True:
             case, arguments = cloudpickle.loads(link.recv_bytes())
@@ -239,8 +253,24 @@ def _outcome(case: Callable[..., Any], arguments: tuple[Any, ...]) -> Outcome:
 
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)
-    with Connection(int(sys.argv[1])) as parent:
-        _serve(parent)
+    imports, links = sys.argv[1], [int(link) for link in sys.argv[2:]]
+    with gc_paused_for_import():
+        for module in filter(None, imports.split(",")):
+            __import__(module)
+    for link in links:
+        if os.fork() == 0:
+            for other in links:
+                if other != link:
+                    os.close(other)
+            if numpy := sys.modules.get("numpy"):
+                numpy.random.seed()
+            with Connection(link) as parent:
+                _serve(parent)
+            return
+    for link in links:
+        os.close(link)
+    for _ in links:
+        os.wait()
 
 
 if __name__ == "__main__":

@@ -111,7 +111,8 @@ def assert_equal(model, wanted):
 @pytest.mark.parametrize(
     ("num_proc", "count", "epochs"),
     [
-        (2, 20 * 2 * BATCH + 7, 1),  # the last batch is partial and uneven
+        # The last batch is partial and uneven.
+        pytest.param(2, 20 * 2 * BATCH + 7, 1, marks=pytest.mark.soak),
         (3, 10 * 3 * BATCH + 2, 2),  # in the last step one rank has no row
     ],
 )
@@ -143,7 +144,13 @@ def classifier():
         (TorchEstimator, 1, "id % 3", torch.nn.CrossEntropyLoss(torch.tensor([1.0, 8.0, 0.2]), ignore_index=0)),
         # With more rows of a class on one of the ranks than on the other, which counts none of its labels.
         (TorchEstimator, 2, "IF(id < 19, 0, id % 3)", torch.nn.CrossEntropyLoss(ignore_index=0)),
-        (LightningEstimator, 1, "IF(id < 19, 0, id % 3)", torch.nn.CrossEntropyLoss(torch.tensor([1.0, 8.0, 0.2]))),
+        pytest.param(
+            LightningEstimator,
+            1,
+            "IF(id < 19, 0, id % 3)",
+            torch.nn.CrossEntropyLoss(torch.tensor([1.0, 8.0, 0.2])),
+            marks=pytest.mark.soak,
+        ),
         (LightningEstimator, 2, "IF(id < 19, 0, id % 3)", torch.nn.CrossEntropyLoss(ignore_index=0)),
     ],
     ids=["torch-both", "torch-none_counts", "lightning-weights", "lightning-none_counts"],

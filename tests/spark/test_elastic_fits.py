@@ -162,7 +162,7 @@ def test_every_row_counts_once_per_epoch_although_ranks_are_lost_and_join(fit, f
     ("framework", "batch"),
     [
         ("lightning", "rank"),
-        ("keras", "rank"),
+        pytest.param("keras", "rank", marks=pytest.mark.soak),
         pytest.param("torch", "rank", marks=pytest.mark.soak),
         pytest.param("lightning", "global", marks=pytest.mark.soak),
     ],

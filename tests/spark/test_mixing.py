@@ -70,7 +70,7 @@ def assert_fair(folder):
         assert np.abs(shares - 0.5).max() < 0.35, "a batch of nearly one class"
 
 
-@pytest.mark.parametrize("labels", LABELS)
+@pytest.mark.parametrize("labels", ["sorted", pytest.param("alternating", marks=pytest.mark.soak)])
 def test_every_batch_of_every_rank_has_all_classes_through_a_store(spark, tmp_path, labels):
     estimator(tmp_path / "notes", store=Store.create(str(tmp_path / "store"))).fit(rows_of(spark, labels))
     assert_fair(tmp_path / "notes")

@@ -116,6 +116,7 @@ def test_a_run_that_lost_a_rank_ends_like_an_uninterrupted_one(interrupted, undi
 
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*")  # within Lightning 2.6 with torch 2.13
 @pytest.mark.timeout(400)
+@pytest.mark.soak
 @pytest.mark.parametrize("framework", ["keras", "lightning"])
 def test_a_run_of_other_frameworks_resumes_with_another_launcher(store, df, framework, tmp_path):
     undisturbed = trainings.estimator(framework, store, backend="local").fit(df)
@@ -313,6 +314,7 @@ def test_a_user_defined_loader_provides_the_batches(store, df):
     assert 0 < held_out < history[0]["validation"]["loss"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("framework", ["lightning", "keras"])
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*")  # within Lightning 2.6 with torch 2.13
 def test_a_user_defined_loader_serves_the_other_frameworks_too(store, df, framework):

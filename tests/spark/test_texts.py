@@ -19,8 +19,18 @@ def with_ids(columns):
     return {**columns, "b": np.array([WORDS.index(word) for word in columns["b"]], np.float64)}
 
 
-@pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
-@pytest.mark.parametrize("path", ["store", "direct"])
+@pytest.mark.parametrize(
+    ("path", "framework"),
+    [
+        ("store", "keras"),
+        ("direct", "torch"),
+        ("direct", "lightning"),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (("store", "torch"), ("store", "lightning"), ("direct", "keras"))
+        ),
+    ],
+)
 def test_texts_are_converted_to_numbers_by_a_transformation_function(spark, tmp_path, framework, path):
     numbers = spark.range(40).selectExpr("id / 40.0D AS a", "id % 3 * 1.0D AS b", "a * 2 - b AS y")
     words = sql.array(*map(sql.lit, WORDS))

@@ -1,4 +1,4 @@
-// Which cases ThreadSanitizer, which slows tests down tenfold, is spared.
+// Which cases the sanitizers, which slow tests down up to tenfold, are spared.
 #pragma once
 
 #include <cstdlib>
@@ -17,5 +17,12 @@ constexpr bool kThreadSanitizer = false;
 inline bool Thorough() {
   return !kThreadSanitizer || std::getenv("SPARKHVD_TEST_THOROUGHLY") != nullptr;
 }
+
+// Whether a sanitizer is at work.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
 
 }  // namespace sparkhvd

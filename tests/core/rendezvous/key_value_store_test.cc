@@ -15,6 +15,7 @@
 
 #include "base/deadlines.h"
 #include "base/leak_check.h"
+#include "base/thorough.h"
 #include "rendezvous/blocking_dial.h"
 #include "rendezvous/handshake.h"
 #include "rendezvous/in_process_store.h"
@@ -181,6 +182,9 @@ TEST_P(KeyValueStoreContract, ReturnsTheValuesOfARangeAndTheNumbersThatAreMissin
 }
 
 TEST_P(KeyValueStoreContract, ReturnsMoreValuesThanOneAnswerHolds) {
+  if (kSanitized && std::string(GetParam().name) != "TwoClients") {
+    GTEST_SKIP() << "the same large values by the same code";
+  }
   Parties parties = GetParam().make();
   std::vector<std::string> values;
   for (const char fill : {'a', 'b'}) values.emplace_back(kMaxValueBytes - 2, fill);
