@@ -57,6 +57,20 @@ def test_links_to_files_have_targets(page: str) -> None:
     assert [target for target in targets if not (_ROOT / target).exists()] == []
 
 
+def test_lines_of_prose_have_at_most_100_characters() -> None:
+    """Outside code and tables, so that a page reads well in an editor and a change shows as one line."""
+    pages = [page for page in sorted((_ROOT / "docs").rglob("*.md")) if page.parent.name != "adr"]
+    long = []
+    for page in pages:
+        prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        long += [
+            f"{page.relative_to(_ROOT)}: {line}"
+            for line in prose.splitlines()
+            if len(line) > 100 and not line.lstrip().startswith("|")
+        ]
+    assert long == []
+
+
 def test_settings_page_matches_the_declarations() -> None:
     rows = [
         f"| `{variable_of(name)}` | {_names(each.readers)} | {_shown(getattr(Config(), name))} | {each.meaning} |"
