@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchmetrics
 
 from sparkhvd import Checkpoints, KerasEstimator, LightningEstimator, SparkBackend, TorchEstimator
 from sparkhvd.errors import ConfigError, ParamError, RankFailedError
@@ -70,10 +71,24 @@ def torch_network():
     return model
 
 
+class Rows(torchmetrics.Metric):
+    """Counts rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("count", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, output, label):
+        self.count += len(output)
+
+    def compute(self):
+        return self.count
+
+
 def torch_estimator(killer, common):
     model = torch_network()
     training = {"optimizer": SignSGD(model.parameters(), lr=1.0), "loss": lambda output, label: output.mean()}
-    return TorchEstimator(model=model, callbacks=[KillTorch(killer)], **training, **common)
+    return TorchEstimator(model=model, metrics={"rows": Rows()}, callbacks=[KillTorch(killer)], **training, **common)
 
 
 def lightning_estimator(killer, common):
@@ -87,12 +102,17 @@ def lightning_estimator(killer, common):
         def __init__(self):
             super().__init__()
             self.network = torch_network()
+            self.rows = Rows()
 
         def forward(self, rows):
             return self.network(rows)
 
         def training_step(self, batch, batch_idx):
-            return self.network(batch["id"]).mean()
+            output = self.network(batch["id"])
+            self.rows.update(output, None)
+            self.log("rows", self.rows, on_step=False, on_epoch=True)
+            self.log("logged rows", float(len(output)), reduce_fx="sum", on_step=False, on_epoch=True)
+            return output.mean()
 
         def configure_optimizers(self):
             return SignSGD(self.parameters(), lr=1.0)
@@ -115,11 +135,23 @@ def keras_estimator(killer, common):
     def mean_output(label, output):
         return keras.ops.sum(output, axis=-1)
 
+    class Counted(keras.metrics.Metric):
+        def __init__(self, name="rows", **settings):
+            super().__init__(name=name, **settings)
+            self.count = self.add_variable((), "zeros", name="count")
+
+        def update_state(self, label, output, sample_weight=None):
+            self.count.assign_add(keras.ops.cast(keras.ops.shape(output)[0], "float32"))
+
+        def result(self):
+            return self.count
+
     table = keras.layers.Embedding(ROWS, 1, embeddings_initializer="zeros")
     model = keras.Sequential([keras.Input((1,), dtype="int64"), table, keras.layers.Flatten()])
     # A gradient is at least a 36th, so all that is not zero is clipped to the same value.
     optimizer = keras.optimizers.SGD(1024.0, clipvalue=1 / 1024)
-    return KerasEstimator(model=model, optimizer=optimizer, loss=mean_output, callbacks=[Kill()], **common)
+    training = {"optimizer": optimizer, "loss": mean_output, "metrics": [Counted()], "callbacks": [Kill()]}
+    return KerasEstimator(model=model, custom_objects={"Counted": Counted}, **training, **common)
 
 
 ESTIMATORS = {"torch": torch_estimator, "lightning": lightning_estimator, "keras": keras_estimator}
@@ -156,6 +188,11 @@ def test_every_row_counts_once_per_epoch_although_ranks_are_lost_and_join(fit, f
     sizes = [entry["sizes"] for entry in fitted.getHistory()]
     assert len(sizes) == EPOCHS
     assert sizes[0][0] == 3
+    counted = [
+        value for entry in fitted.getHistory() for metric in entry["train"]["all_metrics"] for value in metric.values()
+    ]
+    assert counted == [ROWS] * len(counted), "the metrics of an epoch do not cover each of its rows once"
+    assert len(counted) == EPOCHS * (2 if framework == "lightning" else 1)
 
 
 @pytest.mark.parametrize(
