@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.estimators.torch.losses.metric_states import (
     States,
     can_continue,
+    fits,
     from_bytes,
     merge_into,
     parts_of,
@@ -59,7 +60,7 @@ class EpochValues:
 
     def restore_metrics(self, module: LightningModule) -> None:
         """Continue the torchmetrics of the module with their earlier states, each of which one rank takes."""
-        states: list[States] = [state["metrics"] for state in self._earlier]
+        states: list[States] = [state["metrics"] for state in self._earlier if fits(state["metrics"], module)]
         if not states:
             return
         parts = parts_of(module)

@@ -15,7 +15,7 @@ from sparkhvd.comm import objects
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.estimators.torch.losses.divisors import LossFactors, batch_divisors, counted_rows
-from sparkhvd.estimators.torch.losses.metric_states import States, from_bytes, merge_into, states_of, to_bytes
+from sparkhvd.estimators.torch.losses.metric_states import States, fits, from_bytes, merge_into, states_of, to_bytes
 from sparkhvd.estimators.torch.losses.objective import Metric, Objective
 
 
@@ -106,7 +106,8 @@ class EpochMetrics:
         return to_bytes({metric.name: self._states(metric.name, state) for metric, state in self._stateful})
 
     def _states(self, name: str, state: Any) -> list[States]:
-        return [states_of(state), *(states for known in self._earlier for states in known.get(name, ()))]
+        earlier = [states for known in self._earlier for states in known.get(name, ())]
+        return [states_of(state), *(states for states in earlier if fits(states, state))]
 
     def report(self, communicator: Communicator) -> dict[str, tuple[float, int]]:
         """Return all metrics in the form of an epoch report; collective."""

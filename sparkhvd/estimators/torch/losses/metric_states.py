@@ -36,6 +36,14 @@ def merge_into(metric: Any, states: Sequence[States]) -> None:
         _merge(part, [state for of_rank in states if (state := of_rank[index]) is not None])
 
 
+def fits(states: States, metric: Any) -> bool:
+    """Whether states are those of such a metric, which a resumed run may have replaced with another one."""
+    parts = parts_of(metric)
+    return len(states) == len(parts) and all(
+        state is None or state.keys() == part.metric_state.keys() for state, part in zip(states, parts, strict=True)
+    )
+
+
 def can_continue(part: Any) -> bool:
     """Whether a part can be updated after the states of several ranks were merged into it.
 
