@@ -49,7 +49,7 @@ _MARK = "SPARKHVD_TEST_RUN"
 # The time that a thread, process or file may still take to end.
 _GRACE_SECONDS = float(os.environ.get("SPARKHVD_TEST_LEAK_GRACE", "10"))
 # Spark's JVM and its pool of Python workers serve later tests; multiprocessing's tracker lives as long as this process.
-_LASTING_PROCESS = re.compile(r"SparkSubmit.*pyspark-shell|spark[._]daemon|multiprocessing\.resource_tracker")
+_LASTING_PROCESS = re.compile(r"SparkSubmit.*pyspark-shell|pyspark[./]daemon|multiprocessing\.resource_tracker")
 _LASTING_THREAD_MODULES = ("py4j", "pyspark")
 # fsspec's event loop and thread pool live as long as the process.
 _LASTING_THREAD_NAMES = ("fsspecIO", "asyncio_")
@@ -153,7 +153,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.driver.memory", "1g")
         .config("spark.python.worker.faulthandler.enabled", "true")
-        .config("spark.python.daemon.module", "tests.spark_daemon")
         .config("spark.local.dir", str(folder / "local"))
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
         .config("spark.log.level", "ERROR")
