@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,7 +117,6 @@ class RankGroup:
         if late:
             for rank in late:
                 os.kill(self._pids[rank], signal.SIGUSR1)  # prints its stacks
-            time.sleep(1.0)
             self._reopen()
             raise AssertionError(f"{case.__name__}: ranks {late} did not answer in time; their stacks are on stderr")
         return [outcomes[rank] for rank in range(self.size)]

@@ -43,7 +43,7 @@ class ArraySource:
 
 
 def dealt(columns: dict[str, np.ndarray], sizes: Sequence[Sequence[int]], rank: int, of: DataSchema) -> ArraySource:
-    """The rows that ``rank`` has when rows are dealt out in order, step by step and rank by rank."""
+    """Return the rows of a rank: in every step, each rank in turn takes the next rows."""
     mine, start = [], 0
     for step in sizes:
         first = start + sum(step[:rank])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
+import pytest
+
 from sparkhvd.comm import session
 from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.estimators.plugin import Trainer, TrainSpec
@@ -63,3 +65,10 @@ def values_of_epochs(
         assert len(hooks.history) == position[0], "the training was not interrupted there"
     resumed = train(commits, (-1, -1))
     return tuple([(record.train, record.validation) for record in hooks.history] for hooks in (undisturbed, resumed))
+
+
+def assert_equal_values(undisturbed: Values, resumed: Values, rel: float) -> None:
+    """Compare the metrics of two epochs, by ``values_of_epochs``."""
+    assert len(undisturbed) == len(resumed) == 2
+    for one, other in zip(undisturbed, resumed, strict=True):
+        assert one == tuple(pytest.approx(values, rel=rel) for values in other)

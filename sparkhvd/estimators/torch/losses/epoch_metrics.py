@@ -43,7 +43,11 @@ class EpochMetrics:
         self._rows_of_loss = 0
         self._totals: dict[str, float] = {}
         self._stateful = [(metric, _reset_copy(metric, device)) for metric in objective.stateful()]
-        self._earlier: list[dict[str, list[States]]] = [from_bytes(state) for state in earlier]
+        loaded: list[dict[str, list[States]]] = [from_bytes(state) for state in earlier]
+        self._earlier = {
+            metric.name: [states for known in loaded for states in known.get(metric.name, ()) if fits(states, state)]
+            for metric, state in self._stateful
+        }
         # Per loss: the sum of divisor times loss, and the sum of the divisors.
         self._counted = np.zeros((len(objective.losses), 2)) if validating else None
 
@@ -106,8 +110,7 @@ class EpochMetrics:
         return to_bytes({metric.name: self._states(metric.name, state) for metric, state in self._stateful})
 
     def _states(self, name: str, state: Any) -> list[States]:
-        earlier = [states for known in self._earlier for states in known.get(name, ())]
-        return [states_of(state), *(states for states in earlier if fits(states, state))]
+        return [states_of(state), *self._earlier[name]]
 
     def report(self, communicator: Communicator) -> dict[str, tuple[float, int]]:
         """Return all metrics in the form of an epoch report; collective."""

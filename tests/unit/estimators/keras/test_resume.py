@@ -19,7 +19,7 @@ from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.params.policies import Checkpoints
 from sparkhvd.estimators.reports import EpochRecord
 from tests.unit.estimators.arrays import ArraySource, Hooks, spec
-from tests.unit.estimators.interruptions import values_of_epochs
+from tests.unit.estimators.interruptions import assert_equal_values, values_of_epochs
 from tests.unit.estimators.keras.networks import (
     DATA,
     EMPTY_WITHIN,
@@ -337,9 +337,7 @@ def train_with_metrics(kind, sizes, interruptions):
 )
 def test_the_metrics_of_an_interrupted_epoch_are_over_all_of_its_rows(group, kind, sizes, interruptions):
     for undisturbed, resumed in group.run(train_with_metrics, kind, sizes, interruptions):
-        assert len(undisturbed) == len(resumed) == 2
-        for one, other in zip(undisturbed, resumed, strict=True):
-            assert one == tuple(pytest.approx(values, rel=1e-5) for values in other)
+        assert_equal_values(undisturbed, resumed, rel=1e-5)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.estimators.training.history import average_over_ranks
 from tests.unit.estimators.arrays import Hooks, spec
-from tests.unit.estimators.interruptions import values_of_epochs
+from tests.unit.estimators.interruptions import assert_equal_values, values_of_epochs
 from tests.unit.estimators.lightning.networks import DATA, EVEN, SOME_EMPTY, module, rows, source, trainer_of
 
 
@@ -308,7 +308,5 @@ def logged_in_interrupted_epochs(interruptions):
 @pytest.mark.parametrize("interruptions", [[(0, 2)], [(1, 3), (1, 6)]], ids=["once", "twice in an epoch"])
 def test_the_values_of_an_interrupted_epoch_are_over_all_of_its_rows(group, interruptions):
     for undisturbed, resumed in group.run(logged_in_interrupted_epochs, interruptions):
-        assert len(undisturbed) == len(resumed) == 2
-        for one, other in zip(undisturbed, resumed, strict=True):
-            assert one == tuple(pytest.approx(values, rel=1e-5) for values in other)
+        assert_equal_values(undisturbed, resumed, rel=1e-5)
         assert {"f1", "auroc", "sum", "max", "of rank 0", "MulticlassRecall"} <= set(resumed[0][0])
