@@ -230,7 +230,7 @@ class LightningTrainer:
             return None
         if left is not None:
             # Another number of ranks resumes the epoch: Lightning's count must reach its length with the last batch.
-            done = max(len(feed.train) - left, 0)
+            done = self._ends.batches_before = max(len(feed.train) - left, 0)
             # Fewer ranks may leave more steps than ``train_steps_per_epoch`` allows a whole epoch.
             self._ends.batches_left = left if left > len(feed.train) else None
         feed.train.begin_within(hooks.first_epoch, hooks.first_step, done)
@@ -332,6 +332,7 @@ class RunCallback:
         self._lr_scale = lr_scale
         self._finder = finder
         self.batches_done: int | None = None  # of the epoch in which the run resumes
+        self.batches_before = 0  # of the batches done, those before other ranks took over the rest of that epoch
         self.batches_left: int | None = None  # in that epoch, if it resumes with more than a whole epoch has
         self.is_over = False  # whether the run ended early, or after an epoch that a callback has added
         self._loaded: State = {}
@@ -448,8 +449,8 @@ class RunCallback:
         stepped, self._optimizer_steps = trainer.global_step > self._optimizer_steps, int(trainer.global_step)
         report = StepReport(
             int(trainer.current_epoch),
-            self._batches,
-            int(trainer.num_training_batches),
+            self._batches - self.batches_before,
+            int(trainer.num_training_batches) - self.batches_before,
             feed.loss,
             lambda: {"loss": feed.sums.get("train", (0.0, 0))},
             lambda: random_state(trainer.strategy.root_device),
@@ -476,7 +477,7 @@ class RunCallback:
         feed = self._feed
         feed.train.close()
         strategy_of(trainer).synchronize_state()  # only rank 0 makes the checkpoint
-        self._batches, self._metrics = 0, _numbers(trainer.callback_metrics)
+        self._batches, self._metrics, self.batches_before = 0, _numbers(trainer.callback_metrics), 0
         rows = max(1, feed.train.rows)
         train = {"loss": feed.sums.get("train", (0.0, 0)), **self._logged("train", rows)}
         validation = {}

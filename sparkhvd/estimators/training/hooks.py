@@ -286,11 +286,8 @@ class RunHooks:
         states = objects.allgather_object(communicator, own, name=f"states of ranks at {report.step}")
 
         def make() -> Checkpoint:
-            earlier = self.resume.earlier_parts(report.epoch)
-            # Some trainers count the earlier batches of an epoch whose rest they train.
-            counted_before = report.steps - (self.resume.repartitioned_batches or 0) if earlier else 0
             within = EpochPosition(
-                step=report.step - counted_before,
+                step=report.step,
                 num_proc=self._spec.shards or communicator.world.size,
                 batch_size=self._spec.batch_size,
                 division=self._division,
@@ -298,7 +295,7 @@ class RunHooks:
                 rank_states=tuple(state for state, _ in states),
                 metrics=tuple(metrics for _, metrics in states if metrics),
                 division_proc=self._division_proc,
-                earlier=earlier,
+                earlier=self.resume.earlier_parts(report.epoch),
                 sizes=self._sizes(report.epoch),
             )
             content = replace(self._checkpoint(report.epoch, trainer), within=within)

@@ -384,7 +384,10 @@ def interrupted(kind, passes, by_others):
         rows_left, hooks = begun_by_others(6)
     found = flat(fitted(kind, hooks, rows_left, state, **more)._package.model)
     steps = [(report.epoch, report.step, report.whole) for report in hooks.steps]
-    assert steps == [(r.epoch, r.step, r.whole) for r in undisturbed.steps if (r.epoch, r.step) > (1, 6)]
+    before = {1: 6} if by_others else {}
+    assert steps == [
+        (r.epoch, r.step - before.get(r.epoch, 0), r.whole) for r in undisturbed.steps if (r.epoch, r.step) > (1, 6)
+    ]
     one, other = (average_over_ranks(each.reports[-1], session.current()) for each in (hooks, undisturbed))
     assert (one.train, one.validation) == (other.train, other.validation)
     return wanted, found
@@ -408,6 +411,21 @@ def test_a_run_interrupted_within_an_epoch_ends_like_an_uninterrupted_one(group,
     """This holds for dropout, changes by hooks of a batch or an epoch's start, other ranks, and gradients that stay."""
     for wanted, found in group.run(interrupted, kind, passes, by_others):
         assert np.array_equal(wanted, found)
+
+
+def resumed_by_others_with_a_limit(done, limit):
+    """Return the steps that ranks report which take over the rest of an epoch of at most ``limit`` steps."""
+    limited = {"trainer_args": {"limit_train_batches": limit}}
+    state, _ = broken_off("simple", **limited)
+    rows_left, hooks = begun_by_others(done)
+    fitted("simple", hooks, rows_left, state, **limited)
+    return [(report.step, report.steps) for report in hooks.steps if report.epoch == 1]
+
+
+def test_steps_of_an_epoch_that_other_ranks_began_are_those_of_its_rest(group):
+    """Checkpoints hold this position; resuming from another one would skip rows or repeat them."""
+    for steps in group.run(resumed_by_others_with_a_limit, 6, 9):
+        assert steps == [(1, 3), (2, 3), (3, 3)]
 
 
 @dataclass
@@ -510,7 +528,7 @@ def continued_where_lightning_would_validate(done):
     rows_left, hooks = begun_by_others(done)
     more = {"trainer_args": {"val_check_interval": 7}, "callbacks": [Validations()]}
     trainer = fitted("plateau by step on twice", hooks, rows_left, state, 2, **more)
-    assert [report.step for report in hooks.steps] == list(range(done + 1, 15))
+    assert [report.step for report in hooks.steps] == list(range(1, 15 - done))
     return trainer._package.callbacks[0].after, trainer._trainer.fit_loop.epoch_loop._batches_that_stepped
 
 

@@ -251,11 +251,10 @@ def test_the_rest_of_a_repartitioned_epoch_knows_what_came_before(alone, tmp_pat
     hooks = RunHooks(store, "run", how, alone, "blocks", commits=commits)
     hooks.repartition_first_epoch(7)
     assert (hooks.first_step, hooks.rank_state, hooks.first_epoch_batches) == (0, None, 7)
-    # Lightning counts the batches before the rest: the fourth of nine is the second of the last seven.
-    hooks.on_step_end(step(4, trainer, 2.0), trainer)
+    hooks.on_step_end(step(2, trainer, 2.0), trainer)
     within = commits.checkpoint.within
     assert within.parts == (checkpoint.EpochPart(3, 2, 4), checkpoint.EpochPart(2, 1, how.batch_size))
-    assert within.sums == {"loss": (16.0, 8.0)}
+    assert within.sums == {"loss": (12.0, 6.0)}
     path = checkpoint.publish(Fence(store, "run", 0), commits.checkpoint)
     assert checkpoint.load(store, path) == commits.checkpoint
     hooks.on_epoch_end(EpochReport(0, {"loss": (8.0, 4)}), trainer)
