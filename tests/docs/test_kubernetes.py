@@ -20,6 +20,8 @@ _MANIFESTS = [
     for path in sorted(_FOLDER.glob("*.yaml"))
     for manifest in yaml.safe_load_all(path.read_text())
 ]
+_OPERATOR = "operator.yaml"
+_OF_KUBERNETES = [(file, manifest) for file, manifest in _MANIFESTS if file != _OPERATOR]
 
 
 def _of_kind(kind: str) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def _settings() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("file", "manifest"), _MANIFESTS, ids=[f"{file}-{found['kind']}" for file, found in _MANIFESTS]
+    ("file", "manifest"), _OF_KUBERNETES, ids=[f"{file}-{manifest['kind']}" for file, manifest in _OF_KUBERNETES]
 )
 @pytest.mark.parametrize("version", ["1.30", "1.37"])
 def test_a_manifest_follows_the_schema_of_kubernetes(file: str, manifest: dict[str, Any], version: str) -> None:
@@ -87,6 +89,39 @@ def test_variables_of_the_arguments_are_in_the_environment() -> None:
     container = _driver()["spec"]["containers"][0]
     used = set(re.findall(r"\$\((\w+)\)", " ".join(container["args"])))
     assert used == {variable["name"] for variable in container["env"]}
+
+
+def test_the_operators_manifest_has_only_fields_of_the_operator() -> None:
+    models = pytest.importorskip("kubeflow_spark_api.models", reason="tools/make-venv renews an older environment")
+
+    def known(manifest: dict[str, Any]) -> dict[str, Any]:
+        fields: dict[str, Any] = models.SparkV1beta2SparkApplication.from_dict(manifest).to_dict()
+        return fields
+
+    application = _of_kind("SparkApplication")
+    assert known(application) == application
+    wrong = {**application, "spec": {**application["spec"], "restart": "Never"}}
+    assert known(wrong) == application
+
+
+def test_the_operator_starts_the_same_training_as_the_job() -> None:
+    job, settings, spec = _driver()["spec"], _settings(), _of_kind("SparkApplication")["spec"]
+    driver, executor = spec["driver"], spec["executor"]
+    assert spec["image"] == settings["spark.kubernetes.container.image"]
+    assert f"apache/spark:{spec['sparkVersion']}-" in (_FOLDER / "Dockerfile").read_text()
+    assert spec["mainApplicationFile"] == f"local://{job['containers'][0]['args'][-1]}"
+    assert spec["sparkConf"].items() <= settings.items()
+    for name, value in executor.items():
+        if isinstance(value, (int, str)):
+            assert str(value) == settings[f"spark.executor.{name}"]
+    template = _of_kind("Pod")["spec"]
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert list(volumes.values()) == [*job["volumes"], *template["volumes"]]
+    assert driver["serviceAccount"] == job["serviceAccountName"]
+    assert driver["podSecurityContext"] == executor["podSecurityContext"] == job["securityContext"]
+    assert driver["volumeMounts"] == job["containers"][0]["volumeMounts"]
+    store = next(mount for mount in driver["volumeMounts"] if mount["name"] == "store")
+    assert executor["volumeMounts"] == [store, *template["containers"][0]["volumeMounts"]]
 
 
 @pytest.mark.spark
