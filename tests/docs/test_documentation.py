@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from bench.plots import plots
 from sparkhvd import KerasEstimator, LightningEstimator, TorchEstimator
+from sparkhvd.compat import spark as versions
 from sparkhvd.config import WITHOUT_EFFECT, Config, declarations, variable_of
 from sparkhvd.estimators.lightning.retired import RETIRED_OF_LIGHTNING
 from sparkhvd.estimators.params.params import RETIRED
@@ -69,6 +73,20 @@ def test_lines_of_prose_have_at_most_100_characters() -> None:
             if len(line) > 100 and not line.lstrip().startswith("|")
         ]
     assert long == []
+
+
+def test_the_runtimes_of_services_are_those_that_sparkhvd_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (_ROOT / "docs" / "platforms" / "services.md").read_text()
+    rows = re.findall(
+        r"^\| (.+?) \| (\d[\d.]+) \| (\d\.\d+)(?: to [\d.]+)? \| (no: Python|yes.*?) \|", page, re.MULTILINE
+    )
+    assert len(rows) == 12
+    requires = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    for runtime, spark, python, supported in rows:
+        monkeypatch.setattr(versions, "pyspark_version", lambda spark=spark: spark)
+        session: Any = SimpleNamespace(version=spark)
+        versions.check_spark(session)
+        assert SpecifierSet(requires).contains(python) == supported.startswith("yes"), runtime
 
 
 def test_settings_page_matches_the_declarations() -> None:
