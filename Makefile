@@ -15,13 +15,13 @@ quickstart: .venv/.core-built ## Train a small network on a Spark DataFrame with
 	@echo
 	@echo "To go on: source .venv/bin/activate, then follow docs/start.md; 'make docs' builds the documentation's site."
 
-# Three parts at any time on two cores, as tests often wait: for a server, for a deadline, and an installation for the
+# Four parts at any time on two cores, as tests often wait: for a server, for a deadline, and an installation for the
 # network. The order is that of their starts, the longest first. What lies in none of these folders of tests/ is in `rest`.
 # The tests of tests/spark that start clusters of their own are `clusters`.
 FOLDERS := launch docs contract
 PYTHON_PARTS := $(addprefix test-python-,rest spark launch docs clusters contract)
 OTHER_PARTS := $(addprefix check-,petastorm lint site)
-SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --jobs=3
+SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --jobs=4
 PYTEST := $(RUN) python -X faulthandler -m pytest --durations=10
 
 .PHONY: $(PYTHON_PARTS) $(OTHER_PARTS)

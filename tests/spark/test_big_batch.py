@@ -33,7 +33,7 @@ def frame(spark, count, partitions):
     """Rows in partitions of uneven size."""
     x, y = rows(count)
     data = [([float(v) for v in features], float(label)) for features, label in zip(x, y, strict=True)]
-    return spark.createDataFrame(data, "x array<double>, y double").coalesce(partitions)
+    return spark.createDataFrame(data, "x array<double>, y double").repartition(partitions, "y")
 
 
 def network():

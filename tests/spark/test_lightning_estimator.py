@@ -24,7 +24,7 @@ def frame(spark):
     random = np.random.default_rng(0)
     x = random.normal(size=(ROWS, 3))
     data = [([float(v) for v in row], int(row[0] > row[1])) for row in x]
-    return spark.createDataFrame(data, "x array<double>, y int").coalesce(3)
+    return spark.createDataFrame(data, "x array<double>, y int").repartition(3)
 
 
 def module():

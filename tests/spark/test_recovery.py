@@ -304,7 +304,7 @@ class NoRows(OwnModule):
 def test_a_user_defined_loader_provides_the_batches(store, df):
     """Three files for two ranks: two steps, in the last of which one rank has nothing."""
     own = estimator(store, backend="local", data_module=OwnModule, validation=0.2, epochs=2)
-    fitted = own.fit(df.coalesce(3))
+    fitted = own.fit(df.repartition(3))
     model, optimizer = fitted.getModelAndOptimizer()
     steps = int(optimizer.state[model[0].weight]["step"])
     assert steps == 4
@@ -319,7 +319,7 @@ def test_a_user_defined_loader_provides_the_batches(store, df):
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*")  # within Lightning 2.6 with torch 2.13
 def test_a_user_defined_loader_serves_the_other_frameworks_too(store, df, framework):
     own = trainings.estimator(framework, store, backend="local", data_module=OwnModule, checkpoints=None)
-    first, second = own.fit(df.coalesce(3)).getHistory()
+    first, second = own.fit(df.repartition(3)).getHistory()
     assert 0 < second["train"]["loss"] < first["train"]["loss"]
     with pytest.raises(RankFailedError, match="there are no rows today"):
         own.setDataModule(NoRows).fit(df)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import sys
 import uuid
@@ -15,7 +16,7 @@ import torch
 from pyarrow import parquet
 from pyspark.sql import functions
 
-from sparkhvd import Store, TorchModel
+from sparkhvd import Checkpoints, Store, TorchModel
 from sparkhvd.data.prepare import arrow_writer
 from sparkhvd.data.prepare.prepared_data import prepare_data
 from sparkhvd.data.prepare.store_check import check_store, judge
@@ -25,8 +26,9 @@ from sparkhvd.store import HDFSStore, layout
 from sparkhvd.store.probe import new_store_probe
 from tests import lines
 from tests.hadoop import s3a_jars
-from tests.s3_server import BUCKET, SECRET
+from tests.s3_server import BUCKET, SECRET, options_for
 from tests.scripts import found_by, run_script
+from tests.stores.faulty_s3 import faulty_s3
 
 pytestmark = pytest.mark.spark
 
@@ -83,6 +85,29 @@ def test_an_estimator_trains_on_a_store_and_its_model_predicts_from_there(spark,
     assert loaded.transform(line(spark)).select("y", "y__output").collect() == predicted
     with pytest.raises(ParamError, match=r"needs a path in that Store, but .* is a URL"):
         trained.write().within(store).save(f"{store.url}/again")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.filterwarnings("ignore:.*only affects:UserWarning")
+def test_a_fit_and_its_resumption_over_a_bad_connection_end_like_those_over_a_good_one(spark, s3, tmp_path):
+    def trained(store):
+        settings = {"validation": 0.25, "batch_size": 4, "run_id": "run", "checkpoints": Checkpoints(every_steps=2)}
+        lines.estimator(store, epochs=2, **settings).fit(line(spark))
+        model = lines.estimator(store, epochs=4, **settings).fit(line(spark))
+        losses = [(record.train["loss"], record.validation["loss"]) for record in model.trained.history]
+        return losses, [parameter.tolist() for parameter in model.getModel().parameters()]
+
+    chance = random.Random(5)
+    with faulty_s3(s3.endpoint) as relay:
+        relay.choose = lambda method, path: (
+            chance.choice(["busy", "refuse", "lose", "cut"]) if chance.random() < 0.15 else None
+        )
+        bad = Store.create(f"s3://{BUCKET}/{uuid.uuid4().hex}", storage_options=options_for(relay.endpoint))
+        assert trained(bad) == trained(Store.create(str(tmp_path)))
+        bad._connection.close()
+    assert sum(not request.endswith("passed") for request in relay.seen) > 20
 
 
 @pytest.fixture
@@ -249,7 +274,7 @@ def test_a_shared_store_passes_the_check_without_leftovers(spark, hdfs, s3, stor
     check_store(spark, store)
     (job,) = set(spark.sparkContext.statusTracker().getJobIdsForGroup(None)) - before
     (stage,) = spark.sparkContext.statusTracker().getJobInfo(job).stageIds
-    assert spark.sparkContext.statusTracker().getStageInfo(stage).numTasks == 4  # the slots
+    assert spark.sparkContext.statusTracker().getStageInfo(stage).numTasks == spark.sparkContext.defaultParallelism
     assert store.list("") == []
 
 

@@ -53,7 +53,7 @@ def xor(spark):
         (int(i), float(a), float(b), int(x ^ y), bool(i % 5 == 0), Vectors.dense([a, b]))
         for i, ((a, b), (x, y)) in enumerate(zip(noisy, bits, strict=True))
     ]
-    df = spark.createDataFrame(rows, XOR).coalesce(3)
+    df = spark.createDataFrame(rows, XOR).repartition(3)
     df = df.cache()
     df.count()
     yield df
