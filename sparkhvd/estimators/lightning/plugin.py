@@ -156,7 +156,7 @@ class LightningPlugin:
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> LightningTrainer:
         """Return the trainer of one rank."""
-        return LightningTrainer(_unpack(payload), spec, world)
+        return LightningTrainer(unpack(payload), spec, world)
 
     def export(self, params: Mapping[str, object], schema: DataSchema, folder: Path) -> None:
         """Write the model of ``params`` without an optimizer."""
@@ -170,7 +170,8 @@ class LightningPlugin:
 PLUGIN = LightningPlugin()
 
 
-def _unpack(payload: bytes) -> LightningPackage:
+def unpack(payload: bytes) -> LightningPackage:
+    """Return what ``LightningPlugin.pack`` has packed."""
     package: LightningPackage = cloudpickle.loads(payload)
     refuse_separated(package.model, package.optimizers)
     return package
@@ -301,7 +302,7 @@ def _check_trainer_args(trainer_args: Mapping[str, object], params: Mapping[str,
 
 def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, synthetic: bool = False) -> list[tuple[int, ...]]:
     """Return the shapes of the outputs for some rows; nothing if only real rows can show them."""
-    package = _unpack(payload)
+    package = unpack(payload)
     _refuse_created_optimizers(package)
     sample = {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
     outputs = _forward(package, schema, sample, synthetic=synthetic)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from horovod.spark.common.estimator import HorovodsMeaning
+from horovod.spark.lightning.lightning_1 import restore_names
 from sparkhvd.estimators import lightning as _ours
 
 __all__ = ["MIN_PL_VERSION", "TorchEstimator", "TorchModel"]
@@ -11,6 +12,10 @@ MIN_PL_VERSION = "2.4"
 
 TorchModel = _ours.LightningModel
 
+restore_names()  # programs import them after this module
+
 
 class TorchEstimator(HorovodsMeaning, _ours.LightningEstimator):
-    """See ``sparkhvd.LightningEstimator``."""
+    """See ``sparkhvd.LightningEstimator``; takes modules with the hooks of Lightning 1, too."""
+
+    plugin = "horovod.spark.lightning.plugin:PLUGIN"

@@ -1,0 +1,74 @@
+"""What programs for Lightning 1 use and Lightning 2 lacks; Horovod 0.28 knew Lightning 1 only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+from sparkhvd.estimators.lightning.package import LightningPackage
+from sparkhvd.lightning.flavour import flavour_of, import_lightning
+
+_EPOCH_ENDS = ("training_epoch_end", "validation_epoch_end")
+
+
+def restore_names() -> None:
+    """Add the names that Lightning 2 has removed, if it is installed as ``pytorch_lightning``."""
+    if find_spec("pytorch_lightning") is None:
+        return
+    from lightning_utilities.core.imports import module_available  # noqa: PLC0415 - with Lightning only
+    from pytorch_lightning import utilities  # noqa: PLC0415
+
+    if not hasattr(utilities, "_module_available"):
+        utilities._module_available = module_available  # noqa: SLF001
+
+
+def with_epoch_ends(package: LightningPackage) -> LightningPackage:
+    """Let a callback call ``training_epoch_end`` and ``validation_epoch_end``, which Lightning 2 refuses in a module.
+
+    They get the outputs of the steps of the epoch on this rank, but for those that are None, as in Lightning 1.
+    """
+    model, flavour = package.model, flavour_of(package.model)
+    functions = {name: getattr(model, name) for name in _EPOCH_ENDS if callable(getattr(model, name, None))}
+    if flavour is None or not functions:
+        return package
+    for name in functions:
+        setattr(model, name, None)  # hides the method of the class from Lightning
+    kind = type("EpochEnds", (_EpochEnds, import_lightning(flavour).Callback), {})
+    return replace(package, callbacks=(*package.callbacks, kind(functions)))
+
+
+class _EpochEnds:
+    """A Lightning callback that collects the outputs of steps."""
+
+    def __init__(self, functions: dict[str, Callable[[list[Any]], None]]) -> None:
+        super().__init__()
+        self._functions = functions
+        self._outputs: dict[str, list[Any]] = {name: [] for name in functions}
+
+    def on_train_batch_end(self, _trainer: Any, _module: Any, outputs: Any, *_batch: Any) -> None:
+        self._collect("training_epoch_end", outputs)
+
+    def on_train_epoch_end(self, _trainer: Any, _module: Any) -> None:
+        self._end("training_epoch_end")
+
+    def on_validation_batch_end(self, _trainer: Any, _module: Any, outputs: Any, *_batch: Any) -> None:
+        self._collect("validation_epoch_end", outputs)
+
+    def on_validation_epoch_end(self, _trainer: Any, _module: Any) -> None:
+        self._end("validation_epoch_end")
+
+    def on_fit_end(self, _trainer: Any, module: Any) -> None:
+        """Return the module as it was."""
+        for name in self._functions:
+            delattr(module, name)
+
+    def _collect(self, name: str, outputs: Any) -> None:
+        if name in self._functions and outputs is not None:
+            self._outputs[name].append(outputs)
+
+    def _end(self, name: str) -> None:
+        if name in self._functions:
+            outputs, self._outputs[name] = self._outputs[name], []
+            self._functions[name](outputs)
