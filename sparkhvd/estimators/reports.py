@@ -98,8 +98,8 @@ class StepReport:
 
     Attributes:
         epoch: from 0.
-        step: completed batches of the epoch, including those before an interruption. If the rest of the epoch was divided
-            anew among other ranks, only the batches of the rest count, here and in ``steps``.
+        step: completed batches of the epoch, including those before an interruption. If the rest of the epoch was
+            divided anew among other ranks, only the batches of the rest count, here and in ``steps``.
         steps: batches of the whole epoch.
         loss: of this rank in this step; None if it had no rows.
         sums: this rank's metrics of the epoch so far, as in ``EpochReport.train``, without those in ``metrics``.

@@ -59,6 +59,11 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         self._trained = trained
         self.retained_files: RetainedFiles | None = None
 
+    @classmethod
+    def of_artifacts(cls, trained: ModelArtifacts, **params: Any) -> Self:
+        """Return the model of a training; a subclass with a constructor of its own may override it."""
+        return cls(trained, **params)
+
     @property
     def trained(self) -> ModelArtifacts:
         """The files, columns and history of the training."""

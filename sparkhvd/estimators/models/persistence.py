@@ -76,7 +76,8 @@ class PersistableModel(Persistable, Protocol):
 
     retained_files: RetainedFiles | None
 
-    def __init__(self, trained: ModelArtifacts, **values: object) -> None: ...
+    @classmethod
+    def of_artifacts(cls, trained: ModelArtifacts, **params: Any) -> Self: ...
     @property
     def trained(self) -> ModelArtifacts: ...
 
@@ -229,7 +230,7 @@ def _read_model(kind: type[M], store: Store, metadata: Metadata, folder: str) ->
         outputs=tuple(_from_json(OutputSpec, output) for output in content["outputs"]),
         history=tuple(record_from_json(record) for record in content["history"]),
     )
-    model = kind(trained, **metadata["paramMap"], **_read_objects(store, folder))
+    model = kind.of_artifacts(trained, **metadata["paramMap"], **_read_objects(store, folder))
     model._resetUid(metadata["uid"])  # noqa: SLF001
     if is_pipeline_part(f"{store.url}/{folder}") or saved_folder.is_transient(folder):
         model.retained_files = RetainedFiles(store, trained.files)

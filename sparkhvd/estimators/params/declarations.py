@@ -227,12 +227,13 @@ class Declarations(Params):
 
         return set_default
 
+    def _getter_of_retired(self, name: str) -> Callable[[], object]:
+        raise AttributeError(self._retired(name))
+
     def __getattr__(self, name: str) -> Callable[..., object]:
         """Explain in the error for a setter or getter of a retired name what to do instead."""
         accessor = name[3:].lower() if name.startswith(("set", "get")) else ""
         for retired in type(self).retired:
             if accessor == retired.replace("_", ""):
-                if name.startswith("set"):
-                    return self._setter_of_retired(retired)
-                raise AttributeError(self._retired(retired))
+                return self._setter_of_retired(retired) if name.startswith("set") else self._getter_of_retired(retired)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

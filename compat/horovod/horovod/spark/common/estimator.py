@@ -11,7 +11,9 @@ import numpy as np
 from sparkhvd.config import environment_for_hosts
 from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.models.model import TrainedModel
+from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.params import EstimatorParams
+from sparkhvd.estimators.training.worker import TrainResult
 
 __all__ = ["HorovodEstimator", "HorovodModel"]
 
@@ -62,5 +64,28 @@ class HorovodsMeaning(EstimatorParams):
             values["transformation_fn"] = RowByRow(function)
         return super()._set(**values)
 
+    def get_model_class(self) -> type[TrainedModel]:
+        """Return the class of the fitted model; a subclass may name its own, see ``_get_model_kwargs``."""
+        kind: type[TrainedModel] = self.model_class
+        return kind
+
+    def _get_model_kwargs(
+        self, model: object, history: object, optimizer: object, run_id: str, metadata: object
+    ) -> dict[str, Any]:
+        """Return the arguments of the class that a subclass has named, with ``metadata`` as ``_metadata``."""
+        return {"model": model, "history": history, "optimizer": optimizer, "run_id": run_id, "_metadata": metadata}
+
+    def _model(self, plan: FitPlan, result: TrainResult) -> TrainedModel:
+        fitted: TrainedModel = super()._model(plan, result)  # type: ignore[misc]  # of the class after this one
+        kind = self.get_model_class()
+        if kind is self.model_class:
+            return fitted
+        run_id = fitted.getOrDefault("run_id")
+        return kind(**self._get_model_kwargs(fitted.getModel(), fitted.getHistory(), None, run_id, fitted.trained))
+
     def _setter_of_retired(self, name: str) -> Callable[[object], Any]:
         return lambda value: self.setParams(**{name: value})
+
+    def _getter_of_retired(self, name: str) -> Callable[[], object]:
+        del name
+        return lambda: None

@@ -1,0 +1,101 @@
+"""What programs that derive from Horovod's models rely on, added to sparkhvd's models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
+
+import cloudpickle
+import numpy as np
+
+from sparkhvd.driver.user_code.pickling import dumps
+from sparkhvd.estimators.models.model import TrainedModel
+from sparkhvd.estimators.models.outputs import spark_type
+from sparkhvd.estimators.models.trained import ModelArtifacts
+from sparkhvd.estimators.params.declarations import Declared, declared
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, Row
+
+# Parameters of Horovod's models that the artifacts of the training hold here.
+_HELD_BY_ARTIFACTS = ("model", "optimizer", "history", "loss", "loss_constructors", "custom_objects")
+
+
+class DerivableModel(TrainedModel):
+    """A model that subclasses create from parameters alone, before a class of sparkhvd's in the bases.
+
+    A subclass that defines ``get_prediction_fn`` predicts row by row with the function that it returns.
+    """
+
+    input_shapes: Declared[Sequence[Sequence[int]] | None] = declared("Shapes of the inputs.", default=None)
+
+    def __init__(self, trained: ModelArtifacts | None = None, **values: Any) -> None:
+        # A subclass sets the artifacts later, as its ``_metadata``.
+        super().__init__(trained, **values)  # type: ignore[arg-type]
+
+    @classmethod
+    def of_artifacts(cls, trained: ModelArtifacts, **params: Any) -> Self:
+        """See ``TrainedModel.of_artifacts``; the constructor of a subclass may take other arguments."""
+        model = cls()
+        model._set(_metadata=trained, **params)
+        return model
+
+    def _set(self, **values: Any) -> Self:
+        trained = values.pop("_metadata", None)
+        if trained is not None:
+            self._trained = trained
+        return super()._set(**_of_params(values))
+
+    def _setDefault(self, **values: Any) -> Self:  # noqa: N802  (pyspark's name)
+        values.pop("_metadata", None)
+        return super()._setDefault(**_of_params(values))
+
+    def get_prediction_fn(self) -> Callable[[Any, Row], Any]:
+        """Return a function of the model and a row that returns its outputs; here, sparkhvd's own prediction."""
+        raise NotImplementedError("A subclass that predicts row by row defines get_prediction_fn().")
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        if type(self).get_prediction_fn is DerivableModel.get_prediction_fn:
+            return super()._transform(dataset)
+        from pyspark.ml.functions import array_to_vector  # noqa: PLC0415
+        from pyspark.sql.functions import col, struct, udf  # noqa: PLC0415
+        from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType  # noqa: PLC0415
+
+        columns = self.output_columns(dataset.columns)
+        fields = [StructField(str(index), ArrayType(DoubleType())) for index in range(len(columns))]
+        predict = RowPredictor(dumps((self.getModel(), self.get_prediction_fn())))
+        row = struct(*(col("`" + name.replace("`", "``") + "`").alias(name) for name in dataset.columns))
+        predicted = udf(predict, StructType(fields))(row)
+        outputs = []
+        for index, column in enumerate(columns):
+            values = predicted.getField(str(index))
+            output = array_to_vector(values) if column.vector else values.getItem(0).cast(spark_type(column))
+            outputs.append(output.alias(column.name))
+        return dataset.select("*", *outputs)
+
+
+class RowPredictor:
+    """The outputs of a model for one row, on an executor; ``content`` has the model and the prediction function."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def __call__(self, row: Row) -> tuple[list[float], ...]:
+        """Return the values of every output."""
+        model, predict = _unpickled(self.content)
+        outputs = predict(model, row)
+        parts = outputs if isinstance(outputs, list | tuple) else [outputs]
+        return tuple([float(value) for value in np.asarray(part).reshape(-1)] for part in parts)
+
+
+@cache
+def _unpickled(content: bytes) -> tuple[Any, Callable[[Any, Row], Any]]:
+    model, predict = cloudpickle.loads(content)
+    return model, predict
+
+
+def _of_params(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the parameters that sparkhvd's models have, by their names."""
+    names = {"outputCols": "output_cols"}
+    return {names.get(name, name): value for name, value in values.items() if name not in _HELD_BY_ARTIFACTS}
