@@ -42,8 +42,8 @@ def world_communicator() -> MPI.Intracomm:
         from mpi4py import MPI  # noqa: PLC0415  importing it initializes MPI
     except ImportError as error:
         raise ConfigError(
-            "mpirun started this process, but mpi4py, which provides its rank, cannot be imported. Install it with "
-            "pip install 'sparkhvd[mpi]'."
+            f"mpirun started this process, but mpi4py, which provides its rank, cannot be imported ({error}). If it is "
+            "not installed, run pip install 'sparkhvd[mpi]'."
         ) from error
     if (started := mpirun_size()) > 1 and MPI.COMM_WORLD.Get_size() == 1:
         raise ConfigError(
