@@ -65,7 +65,7 @@ test-petastorm: .venv/.core-built ## petastorm's own reader, in an environment o
 	@tools/petastorm-venv build/petastorm
 	@JAVA_HOME="$$(tools/java-home)" PYTHONPATH=. build/petastorm/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/petastorm
 
-test-matrix: .venv/.core-built ## What depends on Spark, with Spark 3.5 and the lowest versions of all packages, and with Spark 4.0
+test-matrix: .venv/.core-built ## What depends on Spark, with other versions of Python, Spark and all packages
 	@tools/test-matrix
 
 test-oldest: .venv/.core-built ## One test of each part with Spark 3.5 and the lowest versions of all packages

@@ -1,7 +1,7 @@
 """Endurance: a hundred kills, a thousand cycles of init and shutdown, ten minutes of fuzzing, strangers all the while.
 
 Also every row of the fault matrix of the launchers, elastic jobs and fits among random losses and joins, a model above
-2 GB, and the wheels in empty environments.
+2 GB, the wheels in empty environments, and the tests with other versions of Python, Spark and all packages.
 
 Writes a report to ``bench/results/soak.txt``. ``make soak`` runs it for its full length.
 """
@@ -52,8 +52,10 @@ _PARTS = (
     "properties",
     "repeats",
     "packages",
+    "versions",
 )
 _FAILURE = re.compile("NOT NAMED|FAILED")
+_VERDICT = re.compile(r"\d (passed|failed|errors?)\b.* in \d|: skipped, ")  # of a set of tools/test-matrix
 _LIMITS = {fault.name: fault.seconds for table in _TABLES for fault in table}
 _LIMITS |= {fault.name: LIMIT_SECONDS for fault in ELASTIC_FAULTS}
 
@@ -197,6 +199,17 @@ def packages() -> str:
     return "\n".join([*lines, *(f"  {line}" for line in done.stdout.splitlines())])
 
 
+def versions() -> str:
+    """Run the tests of what depends on Spark with other versions of Python, Spark and all packages."""
+    command = [_ROOT / "tools" / "test-matrix"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=6 * 3600)
+    verdicts = [line for line in done.stdout.splitlines() if _VERDICT.search(line)]
+    lines = ["tests with other versions:", *(f"  {line}" for line in verdicts)]
+    if done.returncode:
+        lines += ["  FAILED:", done.stdout, done.stderr]
+    return "\n".join(lines)
+
+
 def faults() -> str:
     """Produce every row of the fault matrix, including lost executors and drivers, and hosts that are cut off."""
     lines = [
@@ -325,6 +338,7 @@ def main() -> int:
         "properties": properties,
         "repeats": repeats,
         "packages": packages,
+        "versions": versions,
     }
     with options.report.open("w") as report:
         _write(report, f"Endurance, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores")

@@ -381,10 +381,10 @@ def warn_ignored_variables(environment: Mapping[str, str] | None = None) -> None
         _log.warning("These variables are set but have no effect here: %s.", "; ".join(reasons))
 
 
-def started_by_mpi(environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether mpirun started this process as one of several."""
+def mpirun_size(environment: Mapping[str, str] | None = None) -> int:
+    """Return how many processes mpirun started, this one among them; 1 without mpirun."""
     env = os.environ if environment is None else environment
-    return any(int(env[name]) > 1 for name in _MPI_SIZES if env.get(name, "").isdecimal())
+    return max([1, *(int(env[name]) for name in _MPI_SIZES if env.get(name, "").isdecimal())])
 
 
 def warn_if_horovod_rank(environment: Mapping[str, str] | None = None) -> None:

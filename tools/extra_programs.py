@@ -226,7 +226,8 @@ def _spark_and_keras() -> None:
 
 
 def _spark_and_lightning() -> None:
-    _fit(sparkhvd.LightningEstimator(model=_line(), input_shapes=[[-1, 1]], label_shapes=[[-1, 1]], **_COLUMNS))
+    shapes = {"input_shapes": [[-1, 1]], "label_shapes": [[-1, 1]]}
+    _fit(sparkhvd.LightningEstimator(model=_line(), batch_format="tuple", **shapes, **_COLUMNS))
 
 
 PROGRAMS: MappingProxyType[str, Callable[[], None]] = MappingProxyType(

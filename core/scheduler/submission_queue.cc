@@ -3,6 +3,8 @@
 #include <chrono>
 #include <utility>
 
+#include "base/wait.h"
+
 namespace sparkhvd {
 namespace {
 
@@ -97,14 +99,14 @@ SubmissionQueue::Turn SubmissionQueue::AwaitNextTurn(Due due) {
 SubmissionQueue::Turn SubmissionQueue::Await(std::unique_lock<std::mutex>& lock) {
   while (true) {
     if (turn_taken_) {
-      wake_.wait(lock);
+      AwaitNotification(wake_, lock);
       continue;
     }
     if (refusal_) return Turn::kClosed;
     const bool submissions = !queue_.empty() && due_ != kAtOnce;
     const Due next = submissions ? gathered_ : due_;
     if (!next) {
-      wake_.wait(lock);
+      AwaitNotification(wake_, lock);
     } else if (next == kAtOnce || Clock::now() >= *next) {
       turn_taken_ = true;
       return submissions ? Turn::kSubmissions : Turn::kDue;

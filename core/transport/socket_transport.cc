@@ -24,6 +24,7 @@
 #include <utility>
 
 #include "base/io_status.h"
+#include "base/wait.h"
 #include "rendezvous/socket.h"
 #include "transport/failures.h"
 #include "transport/message_header.h"
@@ -366,7 +367,7 @@ class SocketTransport final : public Transport {
   // A mutex is not fair: while data flows, this thread could lock it repeatedly before an aborting
   // thread gets it.
   void LetAbortIn(std::unique_lock<std::mutex>& lock) {
-    aborted_.wait(lock, [this] { return aborts_waiting_.load() == 0; });
+    while (aborts_waiting_.load() != 0) AwaitNotification(aborted_, lock);
   }
 
   bool AdvanceLinks() {

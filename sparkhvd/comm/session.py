@@ -24,7 +24,7 @@ from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet
 from sparkhvd.comm.stall.report import StallReport
 from sparkhvd.comm.subset import subset
-from sparkhvd.config import Config, from_environment, started_by_mpi, warn_if_horovod_rank, warn_ignored_variables
+from sparkhvd.config import Config, from_environment, mpirun_size, warn_if_horovod_rank, warn_ignored_variables
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import (
     ConfigError,
@@ -297,7 +297,7 @@ def _is_of_mpi(comm: object) -> bool:
     """Return whether the ranks come from MPI."""
     if comm is not None and not isinstance(comm, Sequence):
         return True
-    return _session.context is None and started_by_mpi()
+    return _session.context is None and mpirun_size() > 1
 
 
 def _join_job(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from sparkhvd._util.addresses import address_to_bind
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.rendezvous import RendezvousServer
-from sparkhvd.config import Config
+from sparkhvd.config import Config, mpirun_size
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import CollectiveError, ConfigError, DeadlineExceededError
 from sparkhvd.world import layout
@@ -36,15 +36,20 @@ def world_communicator() -> MPI.Intracomm:
     """Return MPI's communicator of all processes.
 
     Raises:
-        ConfigError: mpi4py is not installed.
+        ConfigError: mpi4py is not installed, or does not belong to the ``mpirun`` that started this process.
     """
     try:
         from mpi4py import MPI  # noqa: PLC0415  importing it initializes MPI
     except ImportError as error:
         raise ConfigError(
-            "mpirun started this process, but mpi4py, which provides its rank, cannot be imported. Install it with "
-            "pip install 'sparkhvd[mpi]'."
+            f"mpirun started this process, but mpi4py, which provides its rank, cannot be imported ({error}). If it is "
+            "not installed, run pip install 'sparkhvd[mpi]'."
         ) from error
+    if (started := mpirun_size()) > 1 and MPI.COMM_WORLD.Get_size() == 1:
+        raise ConfigError(
+            f"mpirun started {started} processes, but mpi4py uses another MPI than mpirun and finds only this one "
+            f"({MPI.Get_library_version().split(',')[0].strip()}). Start the program with the mpirun of that MPI."
+        )
     return MPI.COMM_WORLD
 
 

@@ -15,6 +15,8 @@ from sparkhvd.errors import LaunchError
 from sparkhvd.task.mpi.job import RANK_COMMAND
 
 _VERSION_SECONDS = 20.0
+# Where its name is not mpirun, Open MPI 4 calls itself OpenRTE.
+_OPEN_MPI = re.compile(r"\((?:Open MPI|OpenRTE)\) v?((\d+)\S*)")
 _AGENT = "sparkhvd.driver.mpi.remote_shell"
 _LAST_VERSION_WITH_ORTED = 4
 # The prefix of environment variables that set a parameter.
@@ -26,6 +28,8 @@ TRANSPORTS = {"pml": "ob1", "btl": "^openib,ofi"}
 def find_mpirun(*, with_orted: bool = True) -> str:
     """Return the path of Open MPI's ``mpirun`` on this machine.
 
+    Where ``mpirun`` is another MPI's, that is ``mpirun.openmpi``, Debian's name for it beside MPICH.
+
     Args:
         with_orted: whether it must start hosts with ``orted``, like Open MPI up to version 4.
 
@@ -36,25 +40,39 @@ def find_mpirun(*, with_orted: bool = True) -> str:
     if path is None:
         raise LaunchError(
             "mpirun was not found on the driver's PATH. Install Open MPI 4 on the driver and on every node (Debian: "
-            "openmpi-bin), or use launcher='barrier', which needs no MPI."
+            f"openmpi-bin), or {_without_mpi(with_orted)}."
         )
-    try:
-        version_output = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{path} --version failed: {error}.") from error
-    if "Open MPI" not in version_output.stdout:
-        first = next(iter((version_output.stdout + version_output.stderr).splitlines()), "nothing")
-        raise LaunchError(f"{path} is not Open MPI's; its version is {first!r}. The mpi launcher needs Open MPI 4.")
-    version = re.search(r"Open MPI\) v?(\d+)\S*", version_output.stdout)
-    if with_orted and version is not None and int(version[1]) > _LAST_VERSION_WITH_ORTED:
+    version = _version_of(path)
+    if _OPEN_MPI.search(version) is None and (other := shutil.which("mpirun.openmpi")) is not None:
+        path, version = other, _version_of(other)
+    number = _OPEN_MPI.search(version)
+    if number is None:
+        first = next(iter(version.splitlines()), "nothing")
         raise LaunchError(
-            f"{path} belongs to {version[0].replace(')', '')}, which starts hosts with prted. The mpi launcher needs "
+            f"{path} is not Open MPI's; its version is {first!r}. Put Open MPI's mpirun first on the PATH, or "
+            f"{_without_mpi(with_orted)}."
+        )
+    if with_orted and int(number[2]) > _LAST_VERSION_WITH_ORTED:
+        raise LaunchError(
+            f"{path} belongs to Open MPI {number[1]}, which starts hosts with prted. The mpi launcher needs "
             "the orted of Open MPI 4: install version 4.1 and put it first on the PATH of driver and executors, or use "
             "launcher='barrier', which needs no MPI."
         )
     return path
+
+
+def _version_of(mpirun: str) -> str:
+    try:
+        output = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{mpirun} --version failed: {error}.") from error
+    return output.stdout or output.stderr
+
+
+def _without_mpi(on_spark: bool) -> str:
+    return "use launcher='barrier', which needs no MPI" if on_spark else "leave out --mpi"
 
 
 def parameters_of(arguments: Sequence[str], environment: Mapping[str, str]) -> set[str]:

@@ -162,6 +162,22 @@ def test_a_launchers_context_takes_precedence_over_mpi(tmp_path):
     assert run_by_mpi(tmp_path, 2, script) == [[1, False]] * 2
 
 
+@needs_mpirun
+def test_processes_of_another_mpis_mpirun_do_not_train_alone():
+    code = "import warnings; warnings.simplefilter('ignore'); from sparkhvd.comm import session; session.init()"
+    environment = {**os.environ, "PMI_SIZE": "2", "PMI_RANK": "0"}  # as MPICH's sets them; mpi4py finds Open MPI
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment,
+    )
+    assert "ConfigError: mpirun started 2 processes, but mpi4py uses another MPI than mpirun" in done.stderr
+
+
 # Ranks of a launcher, without MPI.
 
 

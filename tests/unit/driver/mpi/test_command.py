@@ -1,8 +1,46 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from sparkhvd.driver.mpi.command import interface_parameters, parameters_of
+from sparkhvd.driver.mpi.command import find_mpirun, interface_parameters, parameters_of
+from sparkhvd.errors import LaunchError
+
+_OTHERS = {
+    "MPICH": "HYDRA build details:",
+    "Intel": "Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005 (id: 74c4a23)",
+}
+
+
+def program(folder: Path, name: str, version: str) -> str:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho '{version}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("version", _OTHERS.values(), ids=_OTHERS.keys())
+@pytest.mark.parametrize(
+    ("with_orted", "instead"),
+    [(True, r"use launcher='barrier', which needs no MPI\."), (False, r"leave out --mpi\.")],
+    ids=["on Spark", "sparkhvdrun"],
+)
+def test_mpirun_of_another_mpi_is_refused_with_what_to_use(version, with_orted, instead, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program(tmp_path, "mpirun", version)
+    with pytest.raises(LaunchError) as caught:
+        find_mpirun(with_orted=with_orted)
+    assert caught.match(rf"mpirun is not Open MPI's; .* Put Open MPI's mpirun first on the PATH, or {instead}$")
+    assert version in str(caught.value)
+
+
+@pytest.mark.parametrize("version", _OTHERS.values(), ids=_OTHERS.keys())
+def test_open_mpi_is_found_beside_another_mpi(version, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program(tmp_path, "mpirun", version)
+    debians = program(tmp_path, "mpirun.openmpi", "mpirun.openmpi (OpenRTE) 4.1.4")
+    assert find_mpirun() == debians
 
 
 @pytest.mark.parametrize(
