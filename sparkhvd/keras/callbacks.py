@@ -45,7 +45,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def _broadcast(self) -> None:
         self._done = True
-        broadcast_variables(shared_variables(self.model, self.model.optimizer), self._root_rank)
+        broadcast_variables(self._variables(), self._root_rank)
+
+    def _variables(self) -> list[Any]:
+        """Return the variables to broadcast, in the same order on all ranks."""
+        return shared_variables(self.model, self.model.optimizer)
 
 
 def is_built(model: Any) -> bool:

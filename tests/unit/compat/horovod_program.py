@@ -127,6 +127,12 @@ def train_tensorflow() -> dict[str, object]:
         hvd_keras.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1),
     ]
     model.fit(np.ones((4, 2)), np.full((4, 1), 1.0 + hvd.rank()), verbose=0, callbacks=callbacks)
+    constant = keras.initializers.Constant(hvd.rank())
+    frozen = [keras.layers.Dense(1, use_bias=False, kernel_initializer=constant, trainable=False) for _ in range(2)]
+    unequal = keras.Sequential([keras.Input((1,)), *frozen])
+    unequal.compile(loss="mse")
+    start = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(1, "", frozen[0].variables)
+    unequal.fit(np.ones((1, 1)), np.ones((1, 1)), verbose=0, callbacks=[start])
     weights = hvd_keras.allgather(model.layers[0].kernel[None], name="weights").numpy()
     errors = []
     for call in (
@@ -151,6 +157,7 @@ def train_tensorflow() -> dict[str, object]:
     local = hvd.DistributedGradientTape(local, process_set=only_first)
     return {
         "errors": errors,
+        "kernels": [float(layer.kernel[0, 0]) for layer in frozen],
         "mixed": [mixed[0].values.numpy().tolist(), mixed[0].indices.numpy().tolist(), mixed[1].numpy().tolist()],
         "adasum": orthogonal.gradient(total, axes).numpy().tolist(),
         "local": float(local.gradient(own, weight)),

@@ -57,6 +57,7 @@ def test_a_tensorflow_and_keras_program_runs_unchanged(program):
     for number, rank in enumerate(program["tensorflow"]):
         assert rank == {
             "errors": [["FailedPreconditionError"], ["InvalidArgumentError"], ["NotImplementedError"]],
+            "kernels": [number, 1.0],
             "mixed": [[[1], [1]], [0, 1], [2.0]],
             "adasum": [1.0, 1.0],
             "local": 1.0 + number,

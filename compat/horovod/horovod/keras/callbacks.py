@@ -19,10 +19,14 @@ LearningRateWarmupCallback = _ours.LearningRateWarmupCallback
 
 
 class BroadcastGlobalVariablesCallback(_ours.BroadcastGlobalVariablesCallback):
-    """See ``sparkhvd.keras``; ``device`` and ``local_variables`` have no effect."""
+    """See ``sparkhvd.keras``; ``local_variables`` keep each rank's values, and ``device`` has no effect."""
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:  # noqa: ARG002
         super().__init__(root_rank)
+        self._local_ids = {id(variable) for variable in local_variables or ()}
+
+    def _variables(self) -> list[Any]:
+        return [variable for variable in super()._variables() if id(variable) not in self._local_ids]
 
 
 class MetricAverageCallback(_ours.MetricAverageCallback):
