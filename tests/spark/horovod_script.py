@@ -1,6 +1,6 @@
 """Programs written for Horovod's estimators, as test_horovod_estimators.py runs them in processes of their own.
 
-python -m tests.spark.horovod_script FOLDER torch|keras
+python -m tests.spark.horovod_script FOLDER torch|keras|derived
 """
 
 from __future__ import annotations
@@ -79,12 +79,34 @@ def train_keras(df: DataFrame, folder: str, **common: Any) -> dict[str, object]:
     }
 
 
+def train_derived(df: DataFrame, folder: str, **common: Any) -> dict[str, object]:
+    from tests.spark.horovod_derived import LengthEstimator, LengthModel  # noqa: PLC0415
+
+    words = df.selectExpr("repeat('a', CAST(x AS int)) AS word", "y")
+    settings = {name: value for name, value in common.items() if not name.endswith("_cols")}
+    estimator = LengthEstimator(backend=SparkBackend(2), validation=0.25, random_seed=1, scale_lr=False, **settings)
+    fitted = estimator.fit(words)
+    fitted.save(f"{folder}/model")
+
+    def predicted(model: LengthModel) -> list[float]:
+        return [row["predicted"] for row in model.transform(words).orderBy("y").collect()]
+
+    return {
+        "class": type(fitted).__name__,
+        "weight": fitted.getModel().layer.weight.item(),
+        "hook": callable(fitted.getModel().validation_epoch_end),
+        "history": fitted.getHistory(),
+        "predicted": predicted(fitted),
+        "loaded": predicted(LengthModel.load(f"{folder}/model")),
+    }
+
+
 def main(folder: str, framework: str) -> None:
     os.environ["OF_THE_DRIVER"] = "here"
     builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
     spark = builder.config("spark.sql.shuffle.partitions", "2").getOrCreate()
     df = spark.range(16).selectExpr("CAST(id AS float) AS x", "CAST(id AS float) AS y").repartition(2)
-    train = {"torch": train_torch, "keras": train_keras}[framework]
+    train = {"torch": train_torch, "keras": train_keras, "derived": train_derived}[framework]
     common = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "epochs": 1, "verbose": 0}
     tell(train(df, folder, store=Store.create(f"{folder}/store"), **common))
     spark.stop()

@@ -37,3 +37,15 @@ def test_a_program_for_keras_keeps_its_meaning(tmp_path):
     assert found["scale_lr"]
     assert found["history"]["loss"] == found["history"]["val_loss"] == 1
     assert found["loaded"]
+
+
+def test_classes_that_derive_from_horovods_for_lightning_1_fit_predict_and_are_saved(tmp_path):
+    found = found_by(run(tmp_path, "derived"))
+    assert found["class"] == "LengthModel"
+    assert found["weight"] > 0
+    assert found["hook"], "the module is returned as it was"
+    assert found["predicted"] == pytest.approx([2 * row * found["weight"] for row in _ROWS])
+    assert found["loaded"] == found["predicted"]
+    (epoch,) = found["history"]
+    assert epoch["train"]["all_metrics"] == [{"steps": 1}]
+    assert epoch["validation"]["all_metrics"] == [{"batches": 1}]

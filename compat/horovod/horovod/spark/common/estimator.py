@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,6 +40,8 @@ class RowByRow:
 class HorovodsMeaning(EstimatorParams):
     """Parameters with Horovod's defaults and meaning, before a class of sparkhvd's in the bases."""
 
+    model_class: ClassVar[type[TrainedModel]]
+
     def __init__(self, *unnamed: Any, **values: Any) -> None:
         super().__init__(*unnamed)
         self._setDefault(scale_lr=True, backend_env=environment_for_hosts())
@@ -66,8 +68,7 @@ class HorovodsMeaning(EstimatorParams):
 
     def get_model_class(self) -> type[TrainedModel]:
         """Return the class of the fitted model; a subclass may name its own, see ``_get_model_kwargs``."""
-        kind: type[TrainedModel] = self.model_class
-        return kind
+        return self.model_class
 
     def _get_model_kwargs(
         self, model: object, history: object, optimizer: object, run_id: str, metadata: object

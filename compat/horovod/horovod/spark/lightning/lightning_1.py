@@ -20,8 +20,7 @@ def restore_names() -> None:
     from lightning_utilities.core.imports import module_available  # noqa: PLC0415 - with Lightning only
     from pytorch_lightning import utilities  # noqa: PLC0415
 
-    if not hasattr(utilities, "_module_available"):
-        utilities._module_available = module_available  # noqa: SLF001
+    vars(utilities).setdefault("_module_available", module_available)
 
 
 def with_epoch_ends(package: LightningPackage) -> LightningPackage:
