@@ -15,6 +15,7 @@ class BatchDependence:
         local: names of the normalizing layers that see this rank's rows only.
         synchronized: what to use instead to normalize over the rows of all ranks.
         pairs: names of the normalizing layers that cannot train on a single row.
+        pixels: names of the normalizing layers that can train on a single row only if it has several pixels there.
         losses: names of the losses that are not a mean over rows but a number of the whole batch.
         frequencies: names of the embeddings that divide gradients by the frequency of a value in the batch.
     """
@@ -22,8 +23,14 @@ class BatchDependence:
     local: tuple[str, ...] = ()
     synchronized: str = ""
     pairs: tuple[str, ...] = ()
+    pixels: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
     frequencies: tuple[str, ...] = ()
+
+    @property
+    def avoids_single_rows(self) -> bool:
+        """Whether a batch with a single row may fail."""
+        return bool(self.pairs or self.pixels)
 
     def remarks(self, num_proc: int, batch_size: int) -> list[str]:
         """Return warnings of one line each for the log; none if all ranks together equal one big batch."""

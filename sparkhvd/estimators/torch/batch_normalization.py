@@ -23,5 +23,6 @@ def batch_dependence_of(model: object) -> BatchDependence:
         local=tuple(name for name, layer in layers if not isinstance(layer, _SYNCHRONIZED)),
         synchronized="sparkhvd.torch.SyncBatchNorm.convert_sync_batchnorm(model)",
         pairs=tuple(name for name, layer in layers if isinstance(layer, _OF_ROWS)),
+        pixels=tuple(name for name, layer in layers if not isinstance(layer, _OF_ROWS)),
         frequencies=tuple(name for name, one in named if isinstance(one, _EMBEDDINGS) and one.scale_grad_by_freq),
     )

@@ -269,7 +269,7 @@ def _split_readings(spec: TrainSpec) -> tuple[_SplitReading, _SplitReading]:
             spec.shuffle,
             spec.train_steps_per_epoch,
             reading,
-            bool(spec.batch_dependence.pairs),
+            spec.batch_dependence.avoids_single_rows,
             spec.shards,
         ),
         _SplitReading("validation", spec.val_batch_size, False, spec.validation_steps_per_epoch, val_reading),

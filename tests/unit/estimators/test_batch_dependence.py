@@ -14,20 +14,21 @@ def network(*layers):
 
 
 @pytest.mark.parametrize(
-    ("layer", "local", "pairs"),
+    ("layer", "local", "pairs", "pixels"),
     [
-        (torch.nn.BatchNorm1d(4), ("1",), ("1",)),
-        (torch.nn.LazyBatchNorm1d(), ("1",), ("1",)),
-        (torch.nn.BatchNorm2d(4), ("1",), ()),  # trains on the pixels of one row
-        (SyncBatchNorm(4), (), ("1",)),
-        (torch.nn.LayerNorm(4), (), ()),
-        (torch.nn.InstanceNorm1d(4), (), ()),
+        (torch.nn.BatchNorm1d(4), ("1",), ("1",), ()),
+        (torch.nn.LazyBatchNorm1d(), ("1",), ("1",), ()),
+        (torch.nn.BatchNorm2d(4), ("1",), (), ("1",)),
+        (SyncBatchNorm(4), (), ("1",), ()),
+        (torch.nn.LayerNorm(4), (), (), ()),
+        (torch.nn.InstanceNorm1d(4), (), (), ()),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_the_layers_that_normalize_by_their_batch_are_found(layer, local, pairs):
+def test_the_layers_that_normalize_by_their_batch_are_found(layer, local, pairs, pixels):
     found = batch_dependence_of(network(layer))
-    assert (found.local, found.pairs) == (local, pairs)
+    assert (found.local, found.pairs, found.pixels) == (local, pairs, pixels)
+    assert found.avoids_single_rows == bool(pairs or pixels)
 
 
 def test_a_trainer_that_synchronizes_the_layers_needs_no_advice():
