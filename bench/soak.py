@@ -34,7 +34,7 @@ from tests.launch.hosts import why_not
 from tests.launch.losses import DRIVER_FAULTS, EXECUTOR_FAULTS, lost_driver, lost_executors
 from tests.mpi import faults as mpi
 from tests.ranks import RankGroup
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 
 _ROOT = Path(__file__).parents[1]
 _DECODERS = 12  # the tests with Fuzz in their name
@@ -280,7 +280,7 @@ def _cut_off(folder: Path) -> list[str]:
     command = [sys.executable, "-m", "tests.launch.namespaces_script", folder, "thoroughly"]
     done = run_script(command, folder, 1200)
     try:
-        found = found_by(done)["cut off"]
+        found = results_of(done)["cut off"]
     except AssertionError:
         return [f"  host cut off: FAILED: {done.stderr[-3000:]}"]
     return [_line(name, row["seconds"], row["error"], row["wrong"]) for name, row in found.items()]

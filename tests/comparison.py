@@ -77,7 +77,7 @@ class Player:
         for submit in mine:
             checks += submit()
         self._own.shuffle(checks)
-        wrong = [f"{check.what}: {said}" for check in checks if (said := check.want(check.handle.wait()))]
+        wrong = [f"{check.what}: {message}" for check in checks if (message := check.want(check.handle.wait()))]
         self.results += len(checks)
         if self._draw.random() < 0.15:
             wrong += self._join()
@@ -247,13 +247,13 @@ class Player:
         if steps[last] != max(steps):
             wrong.append(f"rank {last} is said to have joined last of {steps}")
         self.results += 3 * steps[rank] + 1
-        return [f"join {steps}: {said}" for said in wrong if said]
+        return [f"join {steps}: {message}" for message in wrong if message]
 
 
 def compare(hosts: tuple[str, ...], seed: int, seconds: float, **settings: Any) -> tuple[int, list[str]]:
     """Play rounds on one rank per entry of ``hosts`` for this long; return the number of results and the mistakes."""
     found, wrong = _on_threads(hosts, lambda me: _play(me, seed, seconds), **settings)
-    return found, [f"seed {seed}, {said}" for said in wrong]
+    return found, [f"seed {seed}, {message}" for message in wrong]
 
 
 def compare_large(hosts: tuple[str, ...]) -> tuple[int, list[str]]:
@@ -326,7 +326,7 @@ def _on_threads(
             thread.start()
         for thread in threads:
             thread.join()
-    wrong = [f"{hosts}, rank {rank}: {said}" for rank, (_, all_) in enumerate(found) for said in all_]
+    wrong = [f"{hosts}, rank {rank}: {message}" for rank, (_, all_) in enumerate(found) for message in all_]
     return sum(count for count, _ in found), wrong
 
 

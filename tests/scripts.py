@@ -62,14 +62,14 @@ def run_in_session(script: Path, arguments: Sequence[str], folder: Path, session
     return printed.getvalue()
 
 
-def tell(found: dict[str, Any]) -> None:
-    """Print a script's results for ``found_by``."""
+def print_results(found: dict[str, Any]) -> None:
+    """Print a script's results for ``results_of``."""
     print("FOUND " + json.dumps(found), flush=True)
 
 
-def found_by(done: subprocess.CompletedProcess[str], more: str = "") -> dict[str, Any]:
+def results_of(done: subprocess.CompletedProcess[str], more: str = "") -> dict[str, Any]:
     """Return a script's results; if there are none, fail with all of its output and ``more``."""
-    said = re.search(r"^FOUND (\{.*\})$", done.stdout, re.MULTILINE)
-    assert said, f"{done.stdout}{done.stderr}{more}"
-    found: dict[str, Any] = json.loads(said[1])
+    line = re.search(r"^FOUND (\{.*\})$", done.stdout, re.MULTILINE)
+    assert line, f"{done.stdout}{done.stderr}{more}"
+    found: dict[str, Any] = json.loads(line[1])
     return found

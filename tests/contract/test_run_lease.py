@@ -110,9 +110,9 @@ def test_a_fit_on_another_machine_that_shows_life_is_not_taken_over_and_a_suspen
         process.send_signal(signal.SIGCONT)
         process.stdin.write("\n")
         process.stdin.flush()
-        said = process.stdout.readline()
-        assert said.startswith("FENCED Run 'r' in "), said
-        assert "was taken over by another fit" in said
+        message = process.stdout.readline()
+        assert message.startswith("FENCED Run 'r' in "), message
+        assert "was taken over by another fit" in message
         assert (latest(store).epoch, latest(store).state) == (1, b"ours")
         lease.check()
         lease.release()

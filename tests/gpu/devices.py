@@ -13,8 +13,8 @@ def listed() -> list[str]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    said = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=False)
-    return [line for line in said.stdout.splitlines() if line.startswith("GPU ")] if said.returncode == 0 else []
+    listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=False)
+    return [line for line in listing.stdout.splitlines() if line.startswith("GPU ")] if listing.returncode == 0 else []
 
 
 GPUS = listed()

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparkhvd import KerasEstimator, TorchCallback
 from tests import lines
-from tests.scripts import tell
+from tests.scripts import print_results
 
 
 class OnGpu(TorchCallback):
@@ -65,7 +65,7 @@ def main(script: str, gpus: int) -> None:
         found["transform"] = error(fitted.setPredictionFn(predict_on_gpu).setOutputTypes(["double"]).transform(df))
     finally:
         session.stop()
-    tell(found)
+    print_results(found)
 
 
 if __name__ == "__main__":

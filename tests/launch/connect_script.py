@@ -25,7 +25,7 @@ import sparkhvd
 from sparkhvd import SparkBackend, Store, TorchModel
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
 from tests import lines
-from tests.scripts import tell
+from tests.scripts import print_results
 from tests.waiting import wait_for
 
 ADDRESS = "sc://localhost:15002"
@@ -283,7 +283,7 @@ def main() -> None:
         found["places after it"] = sparkhvd.run(place, num_proc=2)
     finally:
         spark.stop()
-    tell(found)
+    print_results(found)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from sparkhvd import Store
 from sparkhvd.task.main import run_task
 from sparkhvd.task.mpi.task import run_mpi_task
 from tests import lines
-from tests.scripts import tell
+from tests.scripts import print_results
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -82,7 +82,7 @@ def main(folder: Path) -> None:
             found["error"] = max(lines.errors(session, None, num_proc=None))
     finally:
         session.stop()
-    tell(found)
+    print_results(found)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import sparkhvd
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from tests.launch.misbehaviour import barrier_task, go_wrong, mpi_task, train
 from tests.launch.strangers import calling
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 from tests.waiting import happens
 
 PHASES = ("before registration", "at rendezvous", "in mid-training", "at the end")
@@ -189,10 +189,10 @@ def _rows() -> list[Fault]:
     rows = []
     for launcher in LAUNCHERS:
         for phase in PHASES:
-            for how, (said, importing, packing) in _SAID.items():
-                words = _NAMED + (packing if phase == "at the end" else said)
+            for how, (message, importing, packing) in _SAID.items():
+                words = _NAMED + (packing if phase == "at the end" else message)
                 if phase == "before registration":
-                    of_any = rf"Rank \d on host \S+ {said}"
+                    of_any = rf"Rank \d on host \S+ {message}"
                     words = of_any if how in {"exit", "kill"} else _IMPORTING + importing
                 if words[: len(_IMPORTING)] != _IMPORTING:
                     words += rf"[^\n]* \({WHEN[phase]}\)"
@@ -344,7 +344,7 @@ def ports_taken(folder: Path, *more: str) -> dict[str, tuple[float, str, list[st
     """Run ``ports_script`` in a network namespace with few ports: by row, seconds, error and complaints."""
     prepare = "ip link set lo up && sysctl -qw net.ipv4.ip_local_port_range='40000 40299' && exec \"$@\""
     command = [sys.executable, "-m", "tests.launch.ports_script", str(folder), *more]
-    return found_by(run_script(["unshare", "--net", "sh", "-c", prepare, "sh", *command], folder, _LONG))
+    return results_of(run_script(["unshare", "--net", "sh", "-c", prepare, "sh", *command], folder, _LONG))
 
 
 def complaints(fault: Fault, ended: Ended) -> list[str]:

@@ -14,7 +14,7 @@ import sparkhvd
 from sparkhvd import SparkBackend, Store
 from sparkhvd.errors import SlotsError
 from tests import lines
-from tests.scripts import tell
+from tests.scripts import print_results
 
 
 def devices() -> dict[str, object]:
@@ -88,7 +88,7 @@ def main(script: str) -> None:
         found["fit without a Store"] = fitted(session, None)
     finally:
         session.stop()
-    tell(found)
+    print_results(found)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 import sparkhvd
 from tests.launch import hosts
 from tests.launch.namespaces_script import place
-from tests.scripts import tell
+from tests.scripts import print_results
 
 HOSTS = 2
 
@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
             report = sparkhvd.preflight(session, HOSTS, timeout=100.0, stdout=sys.stderr)
             launched = {one: sparkhvd.run(place, num_proc=HOSTS, launcher=one) for one in ("barrier", "mpi")}
             hosts_seen = sorted(task.host for task in report.tasks)
-            tell(
+            print_results(
                 {
                     **launched,
                     "problems": report.problems,

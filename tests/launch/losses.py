@@ -16,7 +16,7 @@ from pyspark.sql import SparkSession
 
 from sparkhvd.errors import LaunchError
 from tests.launch.faults import LAUNCHERS, PHASES, SECONDS, WHEN, Fault
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 from tests.waiting import happens
 
 ATTEMPTS = 2
@@ -92,7 +92,7 @@ def session_on(master: str) -> SparkSession:
 def lost_executors(folder: Path) -> dict[str, tuple[float, str, list[str]]]:
     """Produce ``EXECUTOR_FAULTS`` on one cluster: by row, seconds, error and complaints."""
     command = [sys.executable, "-m", "tests.launch.losses_script", str(folder)]
-    return found_by(run_script(command, folder, 900, **_environment(folder)))
+    return results_of(run_script(command, folder, 900, **_environment(folder)))
 
 
 def lost_driver(fault: Fault, folder: Path) -> tuple[float, str, list[str]]:
@@ -103,13 +103,13 @@ def lost_driver(fault: Fault, folder: Path) -> tuple[float, str, list[str]]:
     """
     environment = _environment(folder) | {_MARK: uuid.uuid4().hex}
     memory = set(Path("/dev/shm").iterdir())
-    with (folder / "said").open("w") as said:  # not a pipe, which processes that survive the driver would hold open
+    with (folder / "output").open("w") as output:  # not a pipe, which processes that survive the driver would hold open
         subprocess.run(
             [sys.executable, "-m", "tests.launch.losses_script", str(folder), fault.name],
             cwd=_ROOT,
             env=environment,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             check=False,
             timeout=300,
         )
@@ -117,7 +117,7 @@ def lost_driver(fault: Fault, folder: Path) -> tuple[float, str, list[str]]:
     seconds = time.time() - float((folder / "when").read_text())
     error, wrong = "", []
     if fault.error is not None:
-        _, error, wrong = json.loads((folder / "said").read_text().rpartition("FOUND ")[2])[fault.name]
+        _, error, wrong = json.loads((folder / "output").read_text().rpartition("FOUND ")[2])[fault.name]
     if not seconds < fault.seconds:
         wrong.append(f"the last process had ended after {seconds:.1f} s")
     if left := _marked(environment[_MARK]):

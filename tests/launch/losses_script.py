@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from tests.launch.faults import Fault, complaints, produced
 from tests.launch.losses import DRIVER_FAULTS, EXECUTOR_FAULTS, session_on
-from tests.scripts import tell
+from tests.scripts import print_results
 
 _CLUSTER = "local-cluster[2,1,700]"
 
@@ -34,7 +34,7 @@ def main(folder: Path, names: list[str]) -> None:
             place = folder / str(number)
             place.mkdir()
             rows[fault.name] = found(fault, place, spark)
-    tell(rows)
+    print_results(rows)
     if spark is not None and not names:
         spark.stop()
 

@@ -25,7 +25,7 @@ from tests.hdfs_server import running_hdfs
 from tests.launch import hosts, wire
 from tests.launch.faults import CUT_OFF_FAULTS, Fault, complaints, produced
 from tests.s3_server import BUCKET, running_s3
-from tests.scripts import tell
+from tests.scripts import print_results
 
 HOSTS = 4
 
@@ -186,7 +186,7 @@ def main(folder: Path, thoroughly: bool) -> None:
             }
         finally:
             session.stop()
-    tell(found)
+    print_results(found)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from tests.launch.faults import PHASES, PORT_FAULTS, complaints, produced
-from tests.scripts import tell
+from tests.scripts import print_results
 
 
 def main(folder: Path, thoroughly: bool) -> None:
@@ -29,7 +29,7 @@ def main(folder: Path, thoroughly: bool) -> None:
         place.mkdir(parents=True)
         ended = produced(fault, place, spark)
         found[fault.name] = [ended.seconds, type(ended.error).__name__, complaints(fault, ended)]
-    tell(found)
+    print_results(found)
     if spark is not None:
         spark.stop()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.s3_server import BUCKET, SECRET
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 
 SCRIPT = Path(__file__).with_name("connect_script.py")
 
@@ -24,7 +24,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1"]}\'\n')
     discovery.chmod(0o755)
     done = run_script([sys.executable, SCRIPT], tmp_path, 580, S3_STORE=json.dumps(store), GPU_SCRIPT=str(discovery))
-    found = found_by(done)
+    found = results_of(done)
     assert found["module"] == "pyspark.sql.connect.session"
     assert found["places"] == [[0, 2], [1, 2]]
     assert {"[0]<stdout>:hello", "[1]<stdout>:hello"} <= set(done.stdout.splitlines())

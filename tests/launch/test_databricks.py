@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_ranks_run_and_train_in_the_environment_of_databricks(mounted, tmp_path)
     discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1"]}\'\n')
     discovery.chmod(0o755)
     command = [sys.executable, "-m", "tests.launch.databricks_script", tmp_path, mounted.name]
-    found = found_by(run_script(command, tmp_path, 280, DATABRICKS_RUNTIME_VERSION="16.4"))
+    found = results_of(run_script(command, tmp_path, 280, DATABRICKS_RUNTIME_VERSION="16.4"))
     for launcher in ("barrier", "mpi"):
         ranks, printed = found[launcher], found[f"printed, {launcher}"].splitlines()
         assert sorted(rank["own"][0] for rank in ranks) == ["4", "5"], "CUDA's names, not Spark's"

@@ -307,8 +307,10 @@ def test_a_job_that_waits_for_slots_says_so_once(tmp_path, monkeypatch, caplog):
     options = FAST | {"start_timeout": 4, "discovery": lambda: {"localhost": 1}}
     with pytest.raises(StartTimeoutError, match="Only 1 of at least 2 ranks"):
         sparkhvd.run_elastic(training.train, (1, str(tmp_path)), num_proc=2, **options)
-    said = [text for text in caplog.messages if text.startswith("The job waits for slots: 1 of at least 2 ranks are")]
-    assert len(said) == 1
+    printed = [
+        text for text in caplog.messages if text.startswith("The job waits for slots: 1 of at least 2 ranks are")
+    ]
+    assert len(printed) == 1
 
 
 def test_no_rank_that_can_start_ends_in_a_start_timeout(tmp_path):

@@ -124,19 +124,19 @@ def test_a_job_moves_with_the_hosts_of_a_script_which_may_fail_and_name_hosts_th
     script.write_text(f"#!/bin/sh\ncat {slots}\n")
     script.chmod(0o755)
 
-    def tell(text: str) -> None:
+    def discover(text: str) -> None:
         (tmp_path / "new").write_text(text)
         (tmp_path / "new").rename(slots)
 
     def change_hosts() -> None:
         wait_for(lambda: bool(steps(tmp_path)))
-        tell("<html>")
+        discover("<html>")
         wait_for(lambda: "printed the line '<html>'" in caplog.text)
-        tell(f"{one.address}\n{other.address}:1\nno.host.invalid:1\n")
+        discover(f"{one.address}\n{other.address}:1\nno.host.invalid:1\n")
         wait_for(lambda: any(step[2] == 2 for step in steps(tmp_path)))
-        tell(f"{other.address}\n")
+        discover(f"{other.address}\n")
 
-    tell(f"{one.address}:1\n")
+    discover(f"{one.address}:1\n")
     thread = threading.Thread(target=change_hosts, name="changer")
     thread.start()
     results = sparkhvd.run_elastic(

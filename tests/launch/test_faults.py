@@ -29,23 +29,23 @@ def test_the_driver_reports_the_failure_soon_without_leftovers(fault, spark, tmp
 
 def gather_alone(waited: Path, _batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """A task that looks for the others by Spark's means; the second one does not come."""
-    place, said = current_task_info(), []
+    place, message = current_task_info(), []
     if place.index == 0:
         try:
             all_gather("here", Job(b"", 2, config=Config(start_timeout=1.0)), place)
         except LaunchError as error:
-            said.append(str(error))
+            message.append(str(error))
         waited.touch()
     assert happens(waited.exists, 60.0)
-    yield pa.RecordBatch.from_pydict({"said": said})
+    yield pa.RecordBatch.from_pydict({"message": message})
 
 
 def test_without_a_driver_connection_a_task_waits_for_a_missing_one_until_the_timeout(spark, tmp_path):
     task = functools.partial(gather_alone, tmp_path / "waited")
-    rows = spark.range(2, numPartitions=2).mapInArrow(task, "said string", barrier=True).collect()
+    rows = spark.range(2, numPartitions=2).mapInArrow(task, "message string", barrier=True).collect()
     assert len(rows) == 1
-    assert "Task 0 on host" in rows[0].said
-    assert "waited start_timeout=1 s for the other tasks of this job" in rows[0].said
+    assert "Task 0 on host" in rows[0].message
+    assert "waited start_timeout=1 s for the other tasks of this job" in rows[0].message
 
 
 def test_a_job_whose_driver_is_killed_leaves_no_processes(tmp_path):

@@ -12,7 +12,7 @@ import sparkhvd
 from sparkhvd import SparkBackend
 from sparkhvd.errors import ConfigError, LaunchError
 from tests import lines
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 
 SCRIPT = Path(__file__).with_name("gpu_script.py")
 
@@ -25,7 +25,7 @@ def test_ranks_get_the_gpus_that_spark_assigns_to_their_tasks(tmp_path):
     discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1", "2", "3"]}\'\n')
     discovery.chmod(0o755)
     done = run_script([sys.executable, SCRIPT, discovery], tmp_path, 280)
-    found = found_by(done)
+    found = results_of(done)
     two = found["two each"]
     firsts, rest = [one["own"][0] for one in two], [one["own"][1] for one in two]
     assert {*firsts, *rest} == {"0", "1", "2", "3"}

@@ -11,7 +11,7 @@ import pytest
 import sparkhvd
 from tests.launch import hosts
 from tests.launch.namespaces_script import place
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 
 
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
@@ -41,7 +41,7 @@ def test_an_ipv6_loopback_address_is_this_machine():
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
 def test_spark_with_ipv6_only_runs_the_barrier_and_mpi_launchers(tmp_path):
     done = run_script([sys.executable, "-m", "tests.launch.ipv6_script", tmp_path], tmp_path, 280)
-    found = found_by(done)
+    found = results_of(done)
     assert found["problems"] == []
     assert sorted(ip_address(host) for host in found["hosts"]) == [ip_address(host) for host in found["addresses"]]
     for launcher in ("barrier", "mpi"):

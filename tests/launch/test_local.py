@@ -65,8 +65,8 @@ def test_without_verbosity_output_goes_only_to_the_given_stream_or_folder(tmp_pa
 
 def environment() -> tuple[dict[str, str], str, list[str]]:
     """Return a rank's environment, its Python, and the import path of a Python that it starts."""
-    said = subprocess.run([sys.executable, "-c", "import sys; print(sys.path)"], capture_output=True, check=True)
-    return dict(os.environ), sys.executable, ast.literal_eval(said.stdout.decode())
+    done = subprocess.run([sys.executable, "-c", "import sys; print(sys.path)"], capture_output=True, check=True)
+    return dict(os.environ), sys.executable, ast.literal_eval(done.stdout.decode())
 
 
 def test_a_rank_and_its_programs_have_the_environment_of_its_task(monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.hosts import why_not
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ def found(tmp_path_factory) -> dict:
         pytest.skip(why_not())
     folder = tmp_path_factory.mktemp("hosts")
     done = run_script([sys.executable, "-m", "tests.launch.namespaces_script", folder], folder, 580)
-    return found_by(done)
+    return results_of(done)
 
 
 def test_the_preflight_examines_every_host(found):
@@ -61,10 +61,10 @@ def test_encryption_hides_all_traffic_between_hosts(found, launcher):
 
 
 def test_an_unreachable_host_is_named_before_mpirun_starts(found):
-    said = found["mpi, one apart"]
-    assert said.startswith("Some hosts have no address at which both the driver and another host reach them: {")
-    named = [address for address in found["addresses"] if f"'{address}': [" in said]
-    assert len(named) == 2, f"it, and the one that it probes: {said}"
+    message = found["mpi, one apart"]
+    assert message.startswith("Some hosts have no address at which both the driver and another host reach them: {")
+    named = [address for address in found["addresses"] if f"'{address}': [" in message]
+    assert len(named) == 2, f"it, and the one that it probes: {message}"
     assert found["addresses"][1] in named
 
 

@@ -97,17 +97,17 @@ def test_rows_that_take_too_long_time_out_and_cancel_their_job(spark):
 
     endless = spark.range(0, 10**12, 1, 1).selectExpr("sum(sqrt(id)) AS x")
     report = sparkhvd.preflight(spark, estimator=Slow(), df=endless, timeout=1.0, stdout=io.StringIO())
-    (said,) = [check for check in report.checks if check.name == "model"]
-    assert said.verdict is Verdict.FAIL
-    assert said.says.startswith("5 rows of df did not pass through the model within 1 s. If df is costly to compute")
+    (check,) = [check for check in report.checks if check.name == "model"]
+    assert check.verdict is Verdict.FAIL
+    assert check.says.startswith("5 rows of df did not pass through the model within 1 s. If df is costly to compute")
     wait_for(lambda: not spark.sparkContext.statusTracker().getActiveJobsIds())  # the query was cancelled
 
 
 def test_the_exit_code_of_the_doctor_is_its_verdict(spark, tmp_path, capsys):
     assert main(["doctor", "-np", "2", "--store", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "sparkhvd preflight: ready" in said
-    assert f"store          file://{tmp_path}: a local folder, and all tasks run on this machine" in said
+    printed = capsys.readouterr().out
+    assert "sparkhvd preflight: ready" in printed
+    assert f"store          file://{tmp_path}: a local folder, and all tasks run on this machine" in printed
     assert main(["doctor", "-np", "9"]) == 1
     assert main(["doctor", "--conf", "nothing"]) == 1
     assert "--conf must be NAME=VALUE, like spark.executor.cores=4, got 'nothing'." in capsys.readouterr().err
@@ -197,12 +197,12 @@ def test_the_preflight_checks_encryption_on_request(spark):
     quiet = sparkhvd.preflight(spark, stdout=io.StringIO())
     assert "encryption" not in [check.name for check in quiet.checks]
     own = estimator_of(None, TwoInputs(2), sparkhvd.SparkBackend(2, env={"SPARKHVD_ENCRYPT": "1"}))
-    (said,) = [
+    (check,) = [
         check
         for check in sparkhvd.preflight(spark, estimator=own, stdout=io.StringIO()).checks
         if check.name == "encryption"
     ]
-    assert said == Check("encryption", Verdict.OK, "all hosts can encrypt the job's connections")
+    assert check == Check("encryption", Verdict.OK, "all hosts can encrypt the job's connections")
 
 
 def test_an_invalid_preflight_is_refused(spark):

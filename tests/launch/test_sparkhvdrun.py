@@ -34,7 +34,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def said(done: subprocess.CompletedProcess[str], prefix: str = r"\[(\d+)\]<stdout>:") -> dict[int, dict]:
+def values_by_rank(done: subprocess.CompletedProcess[str], prefix: str = r"\[(\d+)\]<stdout>:") -> dict[int, dict]:
     # Not by lines: what mpirun reads of a rank may end before its newline; then the next one follows on the same line.
     found = re.findall(prefix + r"(\{[^}]*\})", done.stdout)
     assert found, done.stdout + done.stderr
@@ -52,7 +52,7 @@ def test_a_program_runs_once_per_rank_with_the_settings_of_flags_and_file(tmp_pa
         *(sys.executable, TRAIN, "an argument", "--with=dashes"),
     )
     assert done.returncode == 0, done.stderr
-    found = said(done)
+    found = values_by_rank(done)
     assert [found[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
     assert [one["total"] for one in found.values()] == [3.0, 3.0]
     assert found[0]["arguments"] == ["an argument", "--with=dashes"]
@@ -143,7 +143,7 @@ def test_mpirun_starts_the_ranks_on_request(tmp_path):
         *(sys.executable, TRAIN, "x"),
     )
     assert done.returncode == 0, done.stderr
-    found = said(done, r"\[1,(\d+)\]<stdout>:")
+    found = values_by_rank(done, r"\[1,(\d+)\]<stdout>:")
     assert [found[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
     assert [one["total"] for one in found.values()] == [3.0, 3.0]
     assert [found[0]["cache"], found[0]["start_timeout"]] == [9, 77.0]
@@ -169,21 +169,23 @@ def test_mpirun_passes_the_environment_to_the_ranks_on_all_hosts(tmp_path):
 def test_hosts_of_this_machine_need_no_ssh_and_count_as_hosts():
     done = sparkhvdrun("-H", f"localhost:2,{socket.gethostname()}:2", "-np", "3", sys.executable, TRAIN)
     assert done.returncode == 0, done.stderr
-    assert [said(done)[rank]["place"] for rank in range(3)] == [[0, 3, 0, 0], [1, 3, 1, 0], [2, 3, 0, 1]]
+    assert [values_by_rank(done)[rank]["place"] for rank in range(3)] == [[0, 3, 0, 0], [1, 3, 1, 0], [2, 3, 0, 1]]
 
 
 def test_in_a_batch_job_the_hosts_of_the_job_are_used_unless_flags_name_others():
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": f"localhost,{socket.gethostname()}"}
     alone = environment() | job | {"SLURM_TASKS_PER_NODE": "1(x2)"}
     done = sparkhvdrun("-np", "3", sys.executable, TRAIN, env=alone)  # all hosts are this machine
-    assert [said(done)[rank]["place"] for rank in range(3)] == [[0, 3, 0, 0], [1, 3, 1, 0], [2, 3, 2, 0]], done.stderr
+    assert [values_by_rank(done)[rank]["place"] for rank in range(3)] == [[0, 3, 0, 0], [1, 3, 1, 0], [2, 3, 2, 0]], (
+        done.stderr
+    )
     cluster = environment() | job | {"SLURM_JOB_NODELIST": "no-such[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}
     done = sparkhvdrun("-np", "4", sys.executable, TRAIN, env=cluster)
     assert done.returncode == 1
     assert "Slurm job 17 has the hosts no-such1:2,no-such2:1" in done.stderr
     assert "num_proc=4 is more than the 3 slots of the hosts (no-such1:2,no-such2:1)" in done.stderr
     done = sparkhvdrun("-H", "localhost:2", sys.executable, TRAIN, env=cluster)
-    assert [said(done)[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]], done.stderr
+    assert [values_by_rank(done)[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]], done.stderr
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,8 @@ def test_sparkhvdrun_reaches_hosts_with_the_given_port_and_key(flag, more, ssh_s
         check=False,
     )
     job = "1," if more else ""  # as mpirun counts them
-    said = [f"[{job}{rank}]<stdout>:{rank} 3 True" for rank in range(3)]
-    assert sorted(done.stdout.splitlines()) == said, done.stderr
+    lines = [f"[{job}{rank}]<stdout>:{rank} 3 True" for rank in range(3)]
+    assert sorted(done.stdout.splitlines()) == lines, done.stderr
 
 
 def test_a_host_that_ssh_does_not_reach_is_named_with_sshs_error(ssh_server, monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 from tests.yarn_server import running_yarn
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -26,7 +26,7 @@ def found(tmp_path_factory, hdfs) -> Iterator[dict]:
         command = [sys.executable, SCRIPT, folder / "staging", f"{hdfs.url}/store", discovery]
         done = run_script(command, folder, 400, HADOOP_CONF_DIR=str(conf))
         logs = "".join(path.read_text()[-2000:] for path in folder.glob("logs/*/*/std*"))
-        yield found_by(done, logs)
+        yield results_of(done, logs)
     shutil.rmtree(folder)
 
 

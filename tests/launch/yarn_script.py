@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 import sparkhvd
 from sparkhvd import Store
 from tests import lines
-from tests.scripts import tell
+from tests.scripts import print_results
 
 
 def place() -> dict[str, object]:
@@ -67,7 +67,7 @@ def main(staging: str, store: str, discovery: str) -> None:
         found["errors"] = lines.errors(session, Store.create(store))
     finally:
         session.stop()
-    tell(found)
+    print_results(found)
 
 
 if __name__ == "__main__":

@@ -32,14 +32,14 @@ def run(*args, **options):
 
 def secrets_in_environments():
     """Return the secrets in the initial environments of all processes of this host."""
-    said = set()
+    secrets = set()
     for environment in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = environment.read_bytes().split(b"\0")
         except OSError:
             continue
-        said |= {one for one in variables if one.startswith(b"SPARKHVD_") and b"SECRET" in one.partition(b"=")[0]}
-    return {one.partition(b"=")[2].decode() for one in said}
+        secrets |= {one for one in variables if one.startswith(b"SPARKHVD_") and b"SECRET" in one.partition(b"=")[0]}
+    return {one.partition(b"=")[2].decode() for one in secrets}
 
 
 def meet_through_both_worlds():

@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparkhvd import EarlyStopping, Store
 from sparkhvd.errors import SparkHvdError
-from tests.scripts import tell
+from tests.scripts import print_results
 
 FOLDER = Path(sys.argv[1])
 
@@ -64,7 +64,7 @@ if __name__ == "__main__":
     pipeline.write().save(str(FOLDER / "pipeline"))
     wrapped = LinearTransformer.from_model(model.get_model(), df, feature_cols=["a", "b"], label_cols=["y"])
 
-    tell(
+    print_results(
         {
             "direct weights": list(direct.get_model().weights),
             "weights": list(model.get_model().weights),

@@ -18,7 +18,7 @@ from sparkhvd.errors import SlotsError
 from sparkhvd.rpc.messages import Message
 from tests.launch.faults import FAULTS, complaints, produced
 from tests.launch.losses import EXECUTOR_FAULTS
-from tests.scripts import tell
+from tests.scripts import print_results
 from tests.spark import trainings
 from tests.waiting import happens
 
@@ -130,7 +130,7 @@ def main(master: str, folder: Path) -> None:
         found["executor lost"] = mpi_without_an_executor(session, folder.with_name("executor lost"))
     finally:
         session.stop()
-    tell(found)
+    print_results(found)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 
 import sparkhvd
 from sparkhvd.errors import LaunchError
-from tests.scripts import tell
+from tests.scripts import print_results
 
 
 def rank() -> str:
@@ -21,9 +21,9 @@ def main(how: str, master: str) -> None:
     builder = builder.remote(master) if how == "remote" else builder.master(master)
     session = builder.config("spark.ui.enabled", "false").config("spark.log.level", "ERROR").getOrCreate()
     try:
-        tell({"ranks": sparkhvd.run(rank, num_proc=2)})
+        print_results({"ranks": sparkhvd.run(rank, num_proc=2)})
     except LaunchError as error:
-        tell({"refused": str(error)})
+        print_results({"refused": str(error)})
     finally:
         session.stop()
 

@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 
 import sparkhvd
 from tests.launch import elastic_training as training
-from tests.scripts import tell
+from tests.scripts import print_results
 from tests.waiting import happens
 
 
@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
     for thread in threads:
         thread.join()
     happens(lambda: not active(), 10)
-    tell(
+    print_results(
         {
             "results": {name: [one[:4] for one in ranks] for name, ranks in results.items()},
             "jobs": len(active()),

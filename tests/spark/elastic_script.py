@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 
 import sparkhvd
 from tests.launch import elastic_training as training
-from tests.scripts import tell
+from tests.scripts import print_results
 from tests.waiting import happens
 
 
@@ -67,7 +67,7 @@ def main(folder: Path) -> None:
     beginners = [path.name for path in folder.glob("log-*") if path.read_text().startswith("step 1 ")]
     jobs = session.sparkContext.statusTracker()
     happens(lambda: not jobs.getActiveJobsIds(), 10)
-    tell(
+    print_results(
         {
             "sizes": [1, *results[0][5]],
             "ranks": [result[2:4] for result in results],

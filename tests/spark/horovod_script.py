@@ -14,7 +14,7 @@ from horovod.spark.common.backend import SparkBackend
 from horovod.spark.common.store import Store
 from pyspark.sql import DataFrame, SparkSession
 
-from tests.scripts import tell
+from tests.scripts import print_results
 
 
 def double(row: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def main(folder: str, framework: str) -> None:
     df = spark.range(16).selectExpr("CAST(id AS float) AS x", "CAST(id AS float) AS y").repartition(2)
     train = {"torch": train_torch, "keras": train_keras, "derived": train_derived}[framework]
     common = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "epochs": 1, "verbose": 0}
-    tell(train(df, folder, store=Store.create(f"{folder}/store"), **common))
+    print_results(train(df, folder, store=Store.create(f"{folder}/store"), **common))
     spark.stop()
 
 

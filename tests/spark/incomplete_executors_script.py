@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 
 import sparkhvd
 from sparkhvd.errors import SparkHvdError
-from tests.scripts import tell
+from tests.scripts import print_results
 
 
 def rank() -> int:
@@ -60,7 +60,7 @@ def main(python: str, *files: str) -> None:
     for file in files:
         spark.sparkContext.addPyFile(file)
         found[Path(file).suffix] = {name: failure_of(action) for name, action in actions.items()}
-    tell(found)
+    print_results(found)
     spark.stop()
 
 

@@ -10,7 +10,7 @@ from pyspark.sql import SparkSession
 
 import sparkhvd.keras as hvd
 from sparkhvd import KerasEstimator, KerasModel, Store
-from tests.scripts import tell
+from tests.scripts import print_results
 
 ROWS, EPOCHS = 37, 3  # the second of two ranks has fewer
 
@@ -86,10 +86,10 @@ def main() -> None:
     builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
     spark = builder.config("spark.log.level", "ERROR").config("spark.sql.shuffle.partitions", "1").getOrCreate()
     try:
-        said = found(spark, Path.cwd())
+        results = found(spark, Path.cwd())
     finally:
         spark.stop()
-    tell(said)
+    print_results(results)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from pyspark.sql import SparkSession
 
 import sparkhvd
-from tests.scripts import tell
+from tests.scripts import print_results
 
 MASTER, PYTHON = "local-cluster[2,1,1024]", "./training/bin/python"
 
@@ -58,7 +58,9 @@ def main(how: str, archive: str) -> None:
     df = spark.range(64).selectExpr("cast(id / 64 as float) x", "cast(id / 32 as float) y")
     model = estimator.fit(df)
     losses = [record["train"]["loss"] for record in model.getHistory()]
-    tell({"ranks": sparkhvd.run(where, num_proc=2), "losses": losses, "predictions": model.transform(df).count()})
+    print_results(
+        {"ranks": sparkhvd.run(where, num_proc=2), "losses": losses, "predictions": model.transform(df).count()}
+    )
     spark.stop()
 
 

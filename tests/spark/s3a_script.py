@@ -13,13 +13,13 @@ from sparkhvd import Store, TorchModel
 from sparkhvd.data.spark.settings import spark_can_write
 from tests import lines
 from tests.s3_server import BUCKET
-from tests.scripts import tell
+from tests.scripts import print_results
 
 OTHER_BUCKET = f"{BUCKET}-told-by-options"
 
 
 def session(jars: Path, options: dict) -> SparkSession:
-    """A session whose connector knows how to reach one bucket, and of the other only what Stores tell it."""
+    """A session whose connector knows how to reach one bucket, and of the other only what Stores print_results it."""
     builder = SparkSession.builder.master("local[2]").config("spark.jars", ",".join(map(str, jars.glob("*.jar"))))
     settings = {
         "access.key": options["key"],
@@ -59,7 +59,7 @@ def main(jars: str, options: dict) -> None:
         found["loaded by its URL"] = model.transform(lines.points(spark)).count()
     finally:
         spark.stop()
-    tell(found)
+    print_results(found)
 
 
 if __name__ == "__main__":

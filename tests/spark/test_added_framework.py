@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.scripts import ROOT, found_by, run_script
+from tests.scripts import ROOT, results_of, run_script
 
 pytestmark = pytest.mark.spark
 
@@ -22,7 +22,7 @@ def found(tmp_path_factory) -> tuple[dict[str, Any], str]:
     folder = tmp_path_factory.mktemp("added")
     script = Path(__file__).with_name("added_framework_script.py")
     done = run_script([sys.executable, script, folder], folder, 250, PYTHONPATH=f"{SITE}:{ROOT}")
-    return found_by(done), done.stderr
+    return results_of(done), done.stderr
 
 
 def test_two_ranks_train_its_model_with_and_without_a_store(found):

@@ -14,7 +14,7 @@ import pytest
 import sparkhvd
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, StartTimeoutError
 from tests.launch import elastic_training as training
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 from tests.waiting import happens
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
@@ -140,7 +140,7 @@ def test_arguments_that_contradict_each_other_are_refused(arguments, message):
 
 def test_two_jobs_that_each_hold_half_of_the_slots_run_one_after_the_other(tmp_path):
     script = Path(__file__).with_name("elastic_pair_script.py")
-    found = found_by(run_script([sys.executable, script, tmp_path], tmp_path, 400))
+    found = results_of(run_script([sys.executable, script, tmp_path], tmp_path, 400))
     assert found["results"] == {"a": [[3, 6.0, 0, 2], [3, 6.0, 1, 2]], "b": [[3, 6.0, 0, 2], [3, 6.0, 1, 2]]}
     assert found["jobs"] == 0
     assert "The job held 1 of the 2 slots that it needs to start" in found["logged"]
@@ -149,7 +149,7 @@ def test_two_jobs_that_each_hold_half_of_the_slots_run_one_after_the_other(tmp_p
 @pytest.mark.cluster
 def test_a_job_grows_by_dynamic_allocation_and_survives_the_loss_of_an_executor(tmp_path):
     script = Path(__file__).with_name("elastic_script.py")
-    found = found_by(run_script([sys.executable, script, tmp_path], tmp_path, 400))
+    found = results_of(run_script([sys.executable, script, tmp_path], tmp_path, 400))
     assert found["sizes"] == [1, 2, 1, 2], "grown by a new executor, which was killed and replaced"
     assert found["ranks"] == [[0, 2], [1, 2]]
     assert found["total"] == found["expected"]

@@ -8,7 +8,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from tests.scripts import ROOT, found_by, run_script
+from tests.scripts import ROOT, results_of, run_script
 
 pytestmark = pytest.mark.spark
 
@@ -22,7 +22,7 @@ def run(folder: Path, framework: str) -> CompletedProcess[str]:
 
 def test_a_program_for_pytorch_keeps_its_meaning(tmp_path):
     program = run(tmp_path, "torch")
-    found = found_by(program)
+    found = results_of(program)
     assert found["ranks"] == ["0", "1"]
     assert found["columns"] == ["x", "y", "y__output"]
     # One step over all 16 rows from a weight of 0, with x doubled and the rate of 0.0005 times 2 ranks.
@@ -33,14 +33,14 @@ def test_a_program_for_pytorch_keeps_its_meaning(tmp_path):
 
 
 def test_a_program_for_keras_keeps_its_meaning(tmp_path):
-    found = found_by(run(tmp_path, "keras"))
+    found = results_of(run(tmp_path, "keras"))
     assert found["scale_lr"]
     assert found["history"]["loss"] == found["history"]["val_loss"] == 1
     assert found["loaded"]
 
 
 def test_classes_that_derive_from_horovods_for_lightning_1_fit_predict_and_are_saved(tmp_path):
-    found = found_by(run(tmp_path, "derived"))
+    found = results_of(run(tmp_path, "derived"))
     assert found["class"] == "LengthModel"
     assert found["weight"] > 0
     assert found["hook"], "the module is returned as it was"

@@ -10,7 +10,7 @@ import pytest
 
 import sparkhvd
 from tests.pythons import OF_SPARK, python_with
-from tests.scripts import ROOT, found_by, run_script
+from tests.scripts import ROOT, results_of, run_script
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -29,7 +29,7 @@ def messages(tmp_path_factory):
                     file.write(path, path.relative_to(ROOT))
     python = python_with(folder / "python", (*OF_SPARK, "cloudpickle", "fsspec"))
     variables = {"PYTHONPATH": "", "SPARK_WORKER_DIR": str(folder)}
-    return found_by(run_script([sys.executable, SCRIPT, python, *files], folder, 500, **variables))
+    return results_of(run_script([sys.executable, SCRIPT, python, *files], folder, 500, **variables))
 
 
 def test_a_wheel_as_a_python_file_is_reported_as_a_missing_installation(messages):

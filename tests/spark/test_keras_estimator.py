@@ -12,7 +12,7 @@ from pyspark.ml.feature import VectorAssembler
 from sparkhvd import KerasEstimator, KerasModel, Store
 from sparkhvd.errors import ModelOutputError, ParamError, SchemaError
 from sparkhvd.keras.callbacks import BestModelCheckpoint
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]  # the ranks and the executors import TensorFlow
 
@@ -138,23 +138,23 @@ def reviews(spark):
     rows = []
     for number in range(160):
         verdict = "good" if number % 2 else "bad"
-        said = [*random.choice(words[:3], 2), verdict, words[5]]
-        rows.append((" ".join(said), ["cup", "pot", None][number % 3], float(number % 5), number % 2))
-    return spark.createDataFrame(rows, "said string, kind string, price double, liked int")
+        text = [*random.choice(words[:3], 2), verdict, words[5]]
+        rows.append((" ".join(text), ["cup", "pot", None][number % 3], float(number % 5), number % 2))
+    return spark.createDataFrame(rows, "review string, kind string, price double, liked int")
 
 
 def reader_of_texts(reviews):
     """A model of strings that learned its words from the rows."""
     keras.utils.set_random_seed(2)
-    told = keras.layers.TextVectorization(max_tokens=20, output_sequence_length=4)
-    told.adapt([row["said"] for row in reviews.collect()])
+    vectorize = keras.layers.TextVectorization(max_tokens=20, output_sequence_length=4)
+    vectorize.adapt([row["review"] for row in reviews.collect()])
     lookup = keras.layers.StringLookup(vocabulary=["cup", "pot", "none"], output_mode="one_hot")
     inputs = {
-        "said": keras.Input((1,), dtype="string", name="said"),
+        "review": keras.Input((1,), dtype="string", name="review"),
         "kind": keras.Input((), dtype="string", name="kind"),
         "price": keras.Input((1,), name="price"),
     }
-    words = keras.layers.Flatten()(keras.layers.Embedding(20, 4)(told(inputs["said"])))
+    words = keras.layers.Flatten()(keras.layers.Embedding(20, 4)(vectorize(inputs["review"])))
     joined = keras.layers.Concatenate()([words, lookup(inputs["kind"]), inputs["price"]])
     return keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid", name="liked")(joined))
 
@@ -163,18 +163,18 @@ def test_texts_reach_the_preprocessing_layers_of_a_model(reviews, store, tmp_pat
     given = {
         "model": reader_of_texts(reviews),
         "loss": "binary_crossentropy",
-        "feature_cols": ["said", "kind", "price"],
+        "feature_cols": ["review", "kind", "price"],
         "label_cols": ["liked"],
         "fill": {"kind": "none"},
     }
     estimated = estimator(store, **given, epochs=8)
     estimated.describe(reviews)
-    assert "feature said: str" in capsys.readouterr().out
+    assert "feature review: str" in capsys.readouterr().out
     trained = estimated.fit(reviews)
     assert trained.getHistory()[-1]["validation"]["all_metrics"][0]["accuracy"] > 0.9
-    rows = trained.transform(reviews).select("said", "kind", "price", "liked__output").collect()
+    rows = trained.transform(reviews).select("review", "kind", "price", "liked__output").collect()
     asked = {
-        "said": np.array([[row["said"]] for row in rows], object),
+        "review": np.array([[row["review"]] for row in rows], object),
         "kind": np.array([row["kind"] or "none" for row in rows], object),
         "price": np.array([[row["price"]] for row in rows], np.float32),
     }
@@ -190,7 +190,7 @@ def test_texts_reach_the_preprocessing_layers_of_a_model(reviews, store, tmp_pat
 
 def test_keras_on_pytorch_trains_as_one_big_batch_and_predicts(tmp_path):
     script = Path(__file__).with_name("keras_torch_script.py")
-    found = found_by(run_script([sys.executable, script], tmp_path / "of the script", 240, KERAS_BACKEND="torch"))
+    found = results_of(run_script([sys.executable, script], tmp_path / "of the script", 240, KERAS_BACKEND="torch"))
     assert found["moved"] > 0.05
     assert found["through a Store"] < 1e-5
     assert found["from a fitted model"] < 1e-5

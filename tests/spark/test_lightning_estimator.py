@@ -108,9 +108,9 @@ def test_a_saved_model_predicts_the_same_inside_a_pipeline(fitted, frame, tmp_pa
 
 def test_describe_shows_the_columns_and_the_modules_outputs(frame, capsys):
     LightningEstimator(num_proc=2, model=module(), feature_cols=["x"], label_cols=["y"]).describe(frame)
-    said = capsys.readouterr().out
-    assert "input 0 is x" in said
-    assert "output 0 is y" in said
+    text = capsys.readouterr().out
+    assert "input 0 is x" in text
+    assert "output 0 is y" in text
 
 
 class Sides(torch.nn.Module):

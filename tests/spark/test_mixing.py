@@ -94,9 +94,9 @@ def test_a_last_batch_of_one_row_does_not_end_a_training_with_batch_normalizatio
     rows = rows_of(spark, "sorted").limit(2 * 24 + 1)  # 25 and 24 rows in batches of 8
     trained = estimator(tmp_path / "notes", store=store, batch_size=8, epochs=2).fit(rows)
     assert len(trained.getHistory()) == 2
-    said = [record.getMessage() for record in caplog.records if "SyncBatchNorm" in record.getMessage()]
-    assert len(said) == 1
-    assert "(1) sees the 8 rows of its own rank, not the 16 rows of all 2 ranks" in said[0]
+    messages = [record.getMessage() for record in caplog.records if "SyncBatchNorm" in record.getMessage()]
+    assert len(messages) == 1
+    assert "(1) sees the 8 rows of its own rank, not the 16 rows of all 2 ranks" in messages[0]
 
 
 def test_batches_of_one_row_are_refused_before_a_training_with_batch_normalization(spark, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.pythons import OF_SPARK, python_with
-from tests.scripts import ROOT, found_by, run_script
+from tests.scripts import ROOT, results_of, run_script
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(600)]
 
@@ -38,7 +38,7 @@ def archive(tmp_path_factory):
 def test_ranks_run_in_the_environment_that_was_sent(how, archive, tmp_path):
     bare = Path(sys.executable).resolve()  # without the packages of this environment
     variables = {"PYTHONPATH": "", "PYSPARK_PYTHON": str(bare), "SPARK_WORKER_DIR": str(tmp_path)}
-    found = found_by(run_script([sys.executable, SCRIPT, how, archive], tmp_path, 900, **variables))
+    found = results_of(run_script([sys.executable, SCRIPT, how, archive], tmp_path, 900, **variables))
     for python, package, total in found["ranks"]:
         assert python.endswith("training/bin/python")
         assert f"{Path(python).parents[1]}/lib" in package

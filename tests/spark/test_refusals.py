@@ -63,8 +63,8 @@ def test_a_hot_start_is_refused_before_any_job(spark, tmp_path, monkeypatch, fra
         spark.sparkContext.statusTracker().getJobIdsForGroup,
     )
     made, before = estimator(framework, Store.create(str(tmp_path / "store")), checkpoints=None), jobs()
-    given, said = case
-    with pytest.raises((ParamError, SchemaError), match=said):
+    given, message = case
+    with pytest.raises((ParamError, SchemaError), match=message):
         made.setParams(**given).fit(frame)
     assert jobs() == before
 
@@ -94,12 +94,12 @@ def test_a_run_is_not_resumed_with_another_model(spark, tmp_path, monkeypatch, f
     estimator(framework, store, **given).setParams(**another(framework, 16)).fit(frame)
     written = kept(store)
     other = estimator(framework, store, **{**given, "epochs": 2}).setParams(**another(framework, 32))
-    said = (
+    message = (
         r"Run 'once' cannot resume from its checkpoint file:.*epoch-00000-by-\d+, which belongs to another model: its "
     )
     with pytest.raises(
         ParamError,
-        match=said + r"weight '0.*' has the shape .*16.*, but this fit's model has .*32.* \(and 2 more .* differ",
+        match=message + r"weight '0.*' has the shape .*16.*, but this fit's model has .*32.* \(and 2 more .* differ",
     ):
         other.fit(frame)
     assert kept(store) == written

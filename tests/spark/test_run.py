@@ -144,8 +144,8 @@ def test_executors_with_another_version_of_a_framework_are_one_warning(spark, mo
     (tmp_path / "torch-77.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 77.0\n")
     monkeypatch.syspath_prepend(tmp_path)  # of the driver
     sparkhvd.run(place, num_proc=2, launcher=launcher, preload=["torch"], verbose=0)
-    (said,) = [record.message for record in caplog.records if "77.0" in record.message]
-    assert re.match(rf"torch is 77\.0 on the driver, {re.escape(installed)} on [\w.]+\. Objects pickled", said)
+    (printed,) = [record.message for record in caplog.records if "77.0" in record.message]
+    assert re.match(rf"torch is 77\.0 on the driver, {re.escape(installed)} on [\w.]+\. Objects pickled", printed)
     caplog.clear()
     sparkhvd.run(place, num_proc=2, launcher=launcher, preload=["torch"], executable=sys.executable, verbose=0)
     assert "77.0" not in caplog.text, "another Python has packages of its own"
@@ -173,18 +173,18 @@ def wait_for_file(path: str) -> None:
 
 def test_an_unreachable_driver_is_logged_while_the_ranks_run(spark, monkeypatch, tmp_path):
     def note(record) -> bool:
-        said.append(record.getMessage())
+        printed.append(record.getMessage())
         (tmp_path / "said").touch()
         return True
 
-    said: list[str] = []
+    printed: list[str] = []
     monkeypatch.setattr(Job, "with_driver_addresses", lambda job, addresses: job)
     monkeypatch.setattr(barrier_stage, "_POLL_SECONDS", 0.5)
     monkeypatch.setattr(barrier.logger, "filters", [note])
     for rows in (None, spark.range(4).repartition(2)):
         (tmp_path / "said").unlink(missing_ok=True)
         sparkhvd.run(wait_for_file, (str(tmp_path / "said"),), num_proc=2, spark=spark, rows=rows)
-    assert [words[:46] for words in said] == ["No task of this job has reached this driver (1"] * 2
+    assert [words[:46] for words in printed] == ["No task of this job has reached this driver (1"] * 2
 
 
 def test_without_verbosity_output_goes_to_the_given_stream_or_folder(spark, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyspark
 import pytest
 
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -39,14 +39,14 @@ def local_cluster(tmp_path_factory) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("how", ["master", "remote"])
 def test_dynamic_allocation_is_refused_on_a_cluster_and_ignored_on_a_local_master(how, tmp_path):
     script = SCRIPT.with_name("dynamic_allocation_script.py")
-    local = found_by(run_script([sys.executable, script, how, "local[2]"], tmp_path, 100))
+    local = results_of(run_script([sys.executable, script, how, "local[2]"], tmp_path, 100))
     assert local == {"ranks": ["0", "1"]}
-    cluster = found_by(run_script([sys.executable, script, how, "local-cluster[1,1,1024]"], tmp_path, 100))
+    cluster = results_of(run_script([sys.executable, script, how, "local-cluster[1,1,1024]"], tmp_path, 100))
     assert re.search(r"does not run barrier stages .*dynamicAllocation.enabled=false", cluster["refused"])
 
 
 def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(local_cluster):
-    done, found = local_cluster, found_by(local_cluster)
+    done, found = local_cluster, results_of(local_cluster)
     assert found["places"] == PLACES
     assert found["met"] == ["Introductions", "Introductions"], "Spark numbers the tasks of two executors as well"
     assert done.stdout.count("[0]<stdout>:hello") == done.stdout.count("[1]<stdout>:hello") == 1
@@ -57,7 +57,7 @@ def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(l
 
 @pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
 def test_a_fit_that_loses_an_executor_resumes_from_its_last_checkpoint(local_cluster, framework):
-    found = found_by(local_cluster)[framework]
+    found = results_of(local_cluster)[framework]
     assert found["resumed"] == found["undisturbed"]
     first, second = ([step for step in found["steps"] if step.startswith(epoch)] for epoch in ("0.", "1."))
     assert len(first) == 8, "the first epoch was trained once"
@@ -66,11 +66,11 @@ def test_a_fit_that_loses_an_executor_resumes_from_its_last_checkpoint(local_clu
 
 
 def test_with_open_mpi_a_lost_executor_is_one_error_without_leftovers(local_cluster):
-    assert found_by(local_cluster)["executor lost"] == []
+    assert results_of(local_cluster)["executor lost"] == []
 
 
 def test_with_open_mpi_an_interrupted_job_whose_tasks_wait_for_one_costs_no_executor(local_cluster):
-    assert found_by(local_cluster)["interrupted"] == []
+    assert results_of(local_cluster)["interrupted"] == []
 
 
 # A mount namespace of its own, in which nothing of an NVIDIA driver is to be seen.
@@ -192,7 +192,7 @@ def test_a_function_typed_into_the_pyspark_shell_runs_on_all_slots_and_gpus_of_a
     settings += [f"spark.{one}.extraJavaOptions=-XX:TieredStopAtLevel=1" for one in ("driver", "executor")]
     options = [option for setting in settings for option in ("--conf", setting)]
     done = start([SPARK_HOME / "bin" / "pyspark", "--master", standalone.master, *options], tmp_path, SHELL_INPUT)
-    found = found_by(done)
+    found = results_of(done)
     assert "SlotsError: num_proc=3 is more than the 2 slots of the cluster after waiting" in done.stderr
     if not can_isolate():
         assert found["places"] == PLACES
@@ -200,10 +200,10 @@ def test_a_function_typed_into_the_pyspark_shell_runs_on_all_slots_and_gpus_of_a
         return
     assert found["places"] == [one | {"local_rank": 0, "cross_size": 2} for one in PLACES]
     assert sorted(found["devices"]) == sorted(found["devices again"]) == [[["0"], "0"], [["5"], "5"]]
-    for said in found["refused"]:
+    for message in found["refused"]:
         assert re.match(
             r"Ranks must all run on GPUs or all on CPUs: task \d on host 127\.0\.0\.1 has a GPU \(NVIDIA L4\), "
             r"task \d on host 127\.0\.0\.1 has none",
-            said,
+            message,
         )
     assert done.stdout.count("[0]<stdout>:The ranks have different GPUs: GPU (NVIDIA H100) on host 127.0.0.1; ") == 1

@@ -65,10 +65,10 @@ def test_a_parameter_grid_is_searched_in_parallel_and_fits_share_prepared_rows(l
     best = found.bestModel.stages[-1]
     assert len(best.getHistory()) == 12
     assert len({path.split("/")[1] for path in store.list("runs")}) == 5, "every fit is a run of its own"
-    said = [record.getMessage() for record in caplog.records]
-    prepared = [line.split()[2].rstrip(":") for line in said if line.startswith("Prepared dataset")]
+    messages = [record.getMessage() for record in caplog.records]
+    prepared = [line.split()[2].rstrip(":") for line in messages if line.startswith("Prepared dataset")]
     assert len(prepared) == 3, "one of the rows of each fold and one of all rows"
-    assert sum("already holds these rows" in line for line in said) == 2
+    assert sum("already holds these rows" in line for line in messages) == 2
     assert {path.split("/")[1] for path in store.list("datasets")} == {prepared[-1]}, "nobody can want the other again"
     assert evaluator.evaluate(found.transform(line)) == pytest.approx(many, abs=0.2)
     gc.collect()  # pyspark leaves its pool to that, with a warning

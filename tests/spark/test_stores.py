@@ -27,7 +27,7 @@ from sparkhvd.store.probe import new_store_probe
 from tests import lines
 from tests.hadoop import s3a_jars
 from tests.s3_server import BUCKET, SECRET, options_for
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 from tests.stores.faulty_s3 import faulty_s3
 
 pytestmark = pytest.mark.spark
@@ -134,7 +134,7 @@ def sparks_own_credentials(spark, s3):
 @pytest.mark.timeout(300)
 def test_spark_writes_the_rows_to_s3_with_its_own_connector_if_present(s3, tmp_path):
     script = Path(__file__).with_name("s3a_script.py")
-    found = found_by(run_script([sys.executable, script, s3a_jars(), json.dumps(s3.options)], tmp_path, 280))
+    found = results_of(run_script([sys.executable, script, s3a_jars(), json.dumps(s3.options)], tmp_path, 280))
     assert found["loaded by its URL"] == 64
     for told in ("spark", "options"):
         by = found[told]

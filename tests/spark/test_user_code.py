@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.scripts import ROOT, found_by, run_script
+from tests.scripts import ROOT, results_of, run_script
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -23,7 +23,7 @@ def trial(request, tmp_path_factory) -> tuple[str, Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp(request.param)
     shared = {"PYTHONPATH": f"{PROJECT}:{ROOT}"} if request.param == "everywhere" else {}
     done = run_script([sys.executable, SCRIPT, PROJECT, folder], folder, 500, **shared)
-    return request.param, folder, found_by(done)
+    return request.param, folder, results_of(done)
 
 
 @pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])

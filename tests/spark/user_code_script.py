@@ -29,7 +29,7 @@ from sparkhvd import (  # noqa: E402
     TorchModel,
 )
 from sparkhvd.driver.user_code import importable  # noqa: E402
-from tests.scripts import tell  # noqa: E402
+from tests.scripts import print_results  # noqa: E402
 
 
 def estimators() -> dict[str, Any]:
@@ -97,5 +97,5 @@ if __name__ == "__main__":
     found["run"] = sparkhvd.run(recognised, (modes.Mode.TIMES, modes.MISSING, Half), num_proc=2, spark=spark)
     found["forward is its module's"] = torch_model.Net.forward.__globals__ is vars(torch_model)
     found["questions"] = len(jobs)
-    tell(found)
+    print_results(found)
     spark.stop()

@@ -167,13 +167,13 @@ def test_mpirun_gets_the_options_for_binding_output_and_its_own_arguments():
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("--fusion-threshold-mb=inf", "--fusion-threshold-mb='inf': cannot convert float infinity to integer."),
         ("--log-level=loud", "--log-level: HOROVOD_LOG_LEVEL must be one of"),
         ("--cache-capacity=many", "--cache-capacity: HOROVOD_CACHE_CAPACITY must be a number, got 'many'"),
     ],
 )
-def test_an_invalid_value_is_refused_with_its_flag(word, said):
-    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+def test_an_invalid_value_is_refused_with_its_flag(word, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         variables(parser().parse_args([word, "program"]), {})

@@ -18,7 +18,7 @@ from horovod.runner import run
 from horovod.torch.mpi_ops import rank, size
 from sparkdl import HorovodRunner
 
-from tests.scripts import tell
+from tests.scripts import print_results
 
 
 def train_torch() -> dict[str, object]:
@@ -192,7 +192,7 @@ def lose_a_rank(folder: str) -> list[int]:
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
         elastic = horovod.run(lose_a_rank, (folder,), min_num_proc=2, hosts="localhost:2", cooldown_range=(0.1, 1.0))
-    tell(
+    print_results(
         {
             "version": horovod.__version__,
             "torch": horovod.run(train_torch, np=2, hosts="localhost:2", use_gloo=True),

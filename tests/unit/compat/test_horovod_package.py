@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparkhvd.errors import SlotsError
-from tests.scripts import found_by, run_script
+from tests.scripts import results_of, run_script
 
 _ROOT = Path(__file__).parents[3]
 _PACKAGE = _ROOT / "compat" / "horovod"
@@ -20,7 +20,7 @@ def program(tmp_path_factory):
     """The results of ``horovod_program``."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.unit.compat.horovod_program"]
     done = run_script(command, tmp_path_factory.mktemp("horovod"), 240, PYTHONPATH=f"{_ROOT}:{_PACKAGE}")
-    return found_by(done)
+    return results_of(done)
 
 
 def test_the_version_is_the_one_whose_interface_it_has(program):

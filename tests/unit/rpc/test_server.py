@@ -239,9 +239,9 @@ def test_an_invalid_message_closes_its_own_connection_with_one_log_line(caplog):
                 frames.send(malformed, soon())
                 with pytest.raises(ConnectionResetError):
                     frames.receive(soon())
-            said = [record.getMessage() for record in caplog.records]
-            assert len(said) == number + 1
-            assert said[-1].startswith(
+            messages = [record.getMessage() for record in caplog.records]
+            assert len(messages) == number + 1
+            assert messages[-1].startswith(
                 "the server closed the connection to a peer that knows the job's secret but sent an"
             )
         assert other.ask(Flush(), soon()) == Acknowledged()

@@ -35,16 +35,16 @@ def test_a_scheme_that_nothing_serves_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "reason"),
     [
         ("gs://bucket/x", r"\(Please install gcsfs to access .*\)\. Install it: pip install 'gcsfs>=2024\.12'\."),
         ("abfss://c@a.dfs.core.windows.net/x", r"\(.*: abfss\)\. Install it: pip install 'adlfs>=2024\.12'\."),
         ("dvc://x", r"\(Install dvc to access DVCFileSystem\)\."),
     ],
 )
-def test_a_missing_package_of_a_file_system_is_named(url, said, monkeypatch):
+def test_a_missing_package_of_a_file_system_is_named(url, reason, monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(StoreError, match=rf"^The Store for \w+:// needs a package that is not installed {said}$"):
+    with pytest.raises(StoreError, match=rf"^The Store for \w+:// needs a package that is not installed {reason}$"):
         Store.create(url)
 
 

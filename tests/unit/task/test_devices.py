@@ -43,9 +43,11 @@ def test_containers_with_separate_gpu_indices_count_as_separate_hosts():
         (3, 1, 2),
     ]
     assert seen(found) == ["0,1"] * 4
-    said = device_map(found).splitlines()
-    assert len(said) == 5
-    assert said[4].startswith("Containers on host node use the same GPU indices: sparkhvd assumes that YARN isolates")
+    message = device_map(found).splitlines()
+    assert len(message) == 5
+    assert message[4].startswith(
+        "Containers on host node use the same GPU indices: sparkhvd assumes that YARN isolates"
+    )
 
 
 def test_containers_with_distinct_gpu_names_share_their_host():
@@ -91,9 +93,9 @@ def test_the_map_has_a_line_per_rank():
 
 
 def test_ranks_with_the_same_gpu_are_reported():
-    said = device_map(slots(("a", ("0",)), ("b", ("0",)), ("a", ("0",)), ("b", ("1",)))).splitlines()
-    assert len(said) == 5
-    assert said[4].startswith(
+    message = device_map(slots(("a", ("0",)), ("b", ("0",)), ("a", ("0",)), ("b", ("1",)))).splitlines()
+    assert len(message) == 5
+    assert message[4].startswith(
         "Spark assigned GPU 0 on host node-a to ranks 0, 1. On such a host each rank sees only its"
     )
     both = device_map(slots(*[("a", (name,)) for name in "0011"])).splitlines()[-1]
@@ -149,8 +151,8 @@ def test_the_device_kind_considers_assigned_or_visible_gpus_only(assigned, visib
 def test_ranks_with_and_without_gpus_are_refused_unless_the_job_assigns_devices():
     one, other = TaskOffer(0, "a", "node-a", "", (), "GPU (NVIDIA H100)"), TaskOffer(1, "b", "node-b", "")
     job = Job(b"", 2)
-    said = mixed_devices([one, other], job)
-    assert "task 0 on host node-a has a GPU (NVIDIA H100), task 1 on host node-b has none" in said
-    assert 'env={"CUDA_VISIBLE_DEVICES": ""}' in said
+    message = mixed_devices([one, other], job)
+    assert "task 0 on host node-a has a GPU (NVIDIA H100), task 1 on host node-b has none" in message
+    assert 'env={"CUDA_VISIBLE_DEVICES": ""}' in message
     assert mixed_devices([one, one], job) == mixed_devices([other, other], job) == ""
     assert mixed_devices([one, other], Job(b"", 2, env=(("CUDA_VISIBLE_DEVICES", ""),))) == ""

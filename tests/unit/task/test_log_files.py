@@ -68,9 +68,9 @@ def test_a_task_writes_its_log_files_and_reports_a_failing_store(files, capsys, 
     log.rank = 0
     log.write("stdout", b"lost")
     log.close()
-    said = capsys.readouterr().err
-    assert "the Store cannot store the stdout of rank 0" in said
-    assert said.endswith("[0]<stdout>:lost\n")
+    message = capsys.readouterr().err
+    assert "the Store cannot store the stdout of rank 0" in message
+    assert message.endswith("[0]<stdout>:lost\n")
 
 
 def test_the_driver_writes_the_log_files_of_local_ranks(files):
@@ -88,8 +88,8 @@ def test_the_driver_shows_output_that_the_store_rejects_with_one_warning(files, 
         stream.handle(Output(1, "stdout", b"%d" % number))
     stream.close()
     assert capsys.readouterr().out == "".join(f"[1]<stdout>:{number}\n" for number in range(300))
-    (said,) = caplog.messages
-    assert said.startswith("The Store cannot store the stdout of rank 1, so it is written here: ")
+    (message,) = caplog.messages
+    assert message.startswith("The Store cannot store the stdout of rank 1, so it is written here: ")
 
 
 def test_a_failing_store_is_an_error_of_the_next_write(tmp_path, monkeypatch):

@@ -60,10 +60,10 @@ def test_a_rendezvous_that_cannot_start_is_an_error_on_all_ranks(tmp_path):
             except CollectiveError as error:
                 report(str(error))
     """
-    said = run_by_mpi(tmp_path, 2, script)
-    assert said[0] == said[1]
-    assert said[0].startswith("Rank 0 on host ")
-    assert said[0].endswith("cannot start the rendezvous server: no port is left")
+    messages = run_by_mpi(tmp_path, 2, script)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("Rank 0 on host ")
+    assert messages[0].endswith("cannot start the rendezvous server: no port is left")
 
 
 @needs_mpirun

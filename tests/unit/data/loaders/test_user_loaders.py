@@ -110,7 +110,7 @@ def refused(kind):
     ],
 )
 def test_batches_that_cannot_be_trained_on_are_refused(group, kind, message):
-    assert all(message in said for said in group.run(refused, kind))
+    assert all(message in text for text in group.run(refused, kind))
 
 
 def test_a_data_module_is_passed_as_a_class():

@@ -24,6 +24,6 @@ CLUSTER = {"spark.master": "spark://one:7077"}
     ],
 )
 def test_a_warning_says_when_spark_sends_the_secret_unencrypted(settings, readable):
-    said = unencrypted_spark(SimpleNamespace(conf=settings))
-    assert bool(said) is readable
-    assert not readable or "Set spark.authenticate and spark.network.crypto.enabled" in said
+    message = unencrypted_spark(SimpleNamespace(conf=settings))
+    assert bool(message) is readable
+    assert not readable or "Set spark.authenticate and spark.network.crypto.enabled" in message

@@ -27,14 +27,14 @@ def test_a_missing_module_of_the_users_is_not_taken_for_sparkhvd():
 
 
 def test_an_executor_without_the_compiled_core_passes_its_message_on():
-    said = "The sparkhvd in /x.zip/sparkhvd on host a has no compiled core (_core.so). It is in an archive, ..."
+    message = "The sparkhvd in /x.zip/sparkhvd on host a has no compiled core (_core.so). It is in an archive, ..."
     code = '  File "/x.zip/sparkhvd/_core.py"\n    f"The sparkhvd in {folder} has no compiled core (_core{suffix})"\n'
-    text = f"{ABORTED}Traceback (most recent call last):\n{code}ImportError: {said}\n\tat org.y"
-    assert spark_failure(RuntimeError(text)) == said
+    text = f"{ABORTED}Traceback (most recent call last):\n{code}ImportError: {message}\n\tat org.y"
+    assert spark_failure(RuntimeError(text)) == message
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("message", "cause"),
     [
         (
             "ExecutorLostFailure (executor 6 exited caused by one of the running tasks) Reason: Ended with 137",
@@ -54,15 +54,15 @@ def test_an_executor_without_the_compiled_core_passes_its_message_on():
         ),
     ],
 )
-def test_the_cause_precedes_the_error_of_spark(said, cause):
-    failure = spark_failure(RuntimeError(ABORTED + said), lambda executor: f"node-{executor}")
+def test_the_cause_precedes_the_error_of_spark(message, cause):
+    failure = spark_failure(RuntimeError(ABORTED + message), lambda executor: f"node-{executor}")
     assert failure.startswith(f"Spark aborted the job: {cause} {LAST}")
     assert "\tat org.y" not in failure
 
 
 def test_a_task_is_named_with_its_host():
-    said = RuntimeError(f"{ABORTED}org.apache.spark.SparkException: Python worker exited unexpectedly (crashed).")
-    failure = spark_failure(said, task_hosts={0: "node-a", 1: "node-b"})
+    error = RuntimeError(f"{ABORTED}org.apache.spark.SparkException: Python worker exited unexpectedly (crashed).")
+    failure = spark_failure(error, task_hosts={0: "node-a", 1: "node-b"})
     assert failure.startswith("Spark aborted the job: the Python worker of task 1 on host node-b was killed or crashed")
     raised = RuntimeError(f"{ABORTED}Traceback (most recent call last):\n  File a\nValueError: no luck\n SQL")
     failure = spark_failure(raised, task_hosts={1: "node-b"})
@@ -70,11 +70,11 @@ def test_a_task_is_named_with_its_host():
 
 
 def test_a_task_is_named_with_its_rank_and_phase_if_it_has_reported_them():
-    said = RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone")
-    failure = spark_failure(said, tasks={1: TaskStatus(1, 3, "node-b", 9, "in fn")})
+    error = RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone")
+    failure = spark_failure(error, tasks={1: TaskStatus(1, 3, "node-b", 9, "in fn")})
     assert failure.startswith("Spark aborted the job: executor 2, which ran task 1 (rank 3, in fn), was lost (gone).")
     for tasks in ({}, {1: TaskStatus(1, -1, "node-b", 9)}):
-        early = spark_failure(said, tasks=tasks)
+        early = spark_failure(error, tasks=tasks)
         assert early.startswith(
             "Spark aborted the job: executor 2, which ran task 1 (before its rank was assigned), was"
         )
@@ -84,13 +84,13 @@ def test_a_task_is_named_with_its_rank_and_phase_if_it_has_reported_them():
 
 
 def test_too_few_slots_are_reported_with_a_remedy():
-    said = "[SPARK-24819]: Barrier execution mode does not allow run a barrier stage that requires more slots than"
-    failure = spark_failure(RuntimeError(said))
+    message = "[SPARK-24819]: Barrier execution mode does not allow run a barrier stage that requires more slots than"
+    failure = spark_failure(RuntimeError(message))
     assert failure.startswith("Spark aborted the job: the cluster has fewer slots than this job has ranks, given the ")
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("message", "cause"),
     [
         ("[SPARK_JOB_CANCELLED] Job 3 cancelled part of cancelled job tags mine SQLSTATE: XXKDA", "Job 3 can"),
         (
@@ -100,8 +100,8 @@ def test_too_few_slots_are_reported_with_a_remedy():
         ("x: [OPERATION_CANCELED] Operation has been canceled. SQLSTATE: HY008", "Operation has been canceled"),
     ],
 )
-def test_the_error_of_a_cancelled_job_names_how_it_was_cancelled(said, cause):
-    failure = spark_failure(RuntimeError(f"An error occurred.\n{said}\n\tat org.y"))
+def test_the_error_of_a_cancelled_job_names_how_it_was_cancelled(message, cause):
+    failure = spark_failure(RuntimeError(f"An error occurred.\n{message}\n\tat org.y"))
     assert failure.startswith(f"Spark aborted the job: it was cancelled ({cause}")
     assert failure.splitlines()[0].endswith(").")
 

@@ -73,15 +73,15 @@ def test_a_sparse_column_that_is_stored_dense_is_refused(store, prepared, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("by", "said"),
+    ("by", "message"),
     [(None, r"prepared without validation\. Leave validation out"), (0.5, r"prepared with validation=0\.5\.")],
 )
-def test_prepared_rows_are_not_split_again(store, prepared, by, said):
+def test_prepared_rows_are_not_split_again(store, prepared, by, message):
     parts = {"validation": None if by is None else prepared.manifest.train, "validated_by": by}
     store.delete(prepared.manifest.path)
     store.publish(prepared.manifest.path, replace(prepared.manifest, **parts).to_json())
     with (
-        pytest.raises(DataError, match=rf"validation=0\.25 cannot split prepared rows; these were {said}"),
+        pytest.raises(DataError, match=rf"validation=0\.25 cannot split prepared rows; these were {message}"),
         rows_of(store, "d", validation=0.25),
     ):
         pass

@@ -102,9 +102,9 @@ def test_columns_are_matched_by_name_before_order():
     PLUGIN.check({**given, "early_stopping": watching}, data, None)
     with pytest.raises(ParamError, match="early_stopping monitors 'val_small_mae', but an epoch reports loss"):
         PLUGIN.check({**given, "metrics": {"large": ["accuracy"]}, "early_stopping": watching}, data, None)
-    said = PLUGIN.mapping(given, data)
-    assert "'first' is first as rows x [2]" in said
-    assert "'large' is large" in said
+    printed = PLUGIN.mapping(given, data)
+    assert "'first' is first as rows x [2]" in printed
+    assert "'large' is large" in printed
     trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data), World(0, 1, 0, 1, 0, 1))
     assert "Doubled" in {type(layer).__name__ for layer in trainer._model.layers}
 

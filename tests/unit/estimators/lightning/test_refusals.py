@@ -78,7 +78,7 @@ def refused(more):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"loss": torch.nn.functional.cross_entropy}, "loss is only for plain modules"),
         ({"model": torch.nn.Linear(6, 3)}, "plain Linear, which needs optimizer="),
@@ -112,9 +112,9 @@ def refused(more):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_unsupported_parameters_are_refused_on_the_driver(group, more, said):
+def test_unsupported_parameters_are_refused_on_the_driver(group, more, message):
     found = group.run(refused, more)[0]
-    assert said == found or (isinstance(said, str) and said in found)
+    assert message == found or (isinstance(message, str) and message in found)
 
 
 def particular(raises):
@@ -170,7 +170,7 @@ def misread(batch_format, kind):
 
 
 @pytest.mark.parametrize(
-    ("batch_format", "kind", "said"),
+    ("batch_format", "kind", "message"),
     [
         ("dict", "unpacked", "(?s)must be Tensor, not str \\(line .* with the keys 'x', 'y'. .*batch_format='tuple'"),
         ("dict", "by name", "KeyError: 'z' .* with the keys 'x', 'y'"),
@@ -178,5 +178,5 @@ def misread(batch_format, kind):
         ("dict", "own", "own"),
     ],
 )
-def test_an_error_from_the_wrong_batch_format_comes_with_a_hint(group, batch_format, kind, said):
-    assert re.search(said, group.run(misread, batch_format, kind)[0])
+def test_an_error_from_the_wrong_batch_format_comes_with_a_hint(group, batch_format, kind, message):
+    assert re.search(message, group.run(misread, batch_format, kind)[0])

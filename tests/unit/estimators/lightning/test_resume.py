@@ -578,8 +578,8 @@ def kept_with_an_object():
 
 
 def test_a_checkpoint_that_could_not_be_opened_is_refused_when_it_is_made(group):
-    said, others = group.run(kept_with_an_object)
-    assert "(on_save_checkpoint, or state_dict of callbacks) holds tests.unit.estimators.arrays.ArraySource" in said
+    message, others = group.run(kept_with_an_object)
+    assert "(on_save_checkpoint, or state_dict of callbacks) holds tests.unit.estimators.arrays.ArraySource" in message
     assert others is None
 
 

@@ -153,11 +153,11 @@ def test_the_repr_of_an_estimator_hides_secrets(tmp_path):
     estimator = EstimatorParams(
         feature_cols=[f"x{i}" for i in range(8)], backend_env={"TOKEN": "secret"}, store=str(tmp_path), epochs=3
     )
-    said = repr(estimator)
-    assert "feature_cols=['x0', 'x1', 'x2', 'x3', 'x4', 'x5', ...]" in said
-    assert f"store={estimator.getStore().url}" in said
-    assert "epochs=3" in said
-    assert "secret" not in said
+    text = repr(estimator)
+    assert "feature_cols=['x0', 'x1', 'x2', 'x3', 'x4', 'x5', ...]" in text
+    assert f"store={estimator.getStore().url}" in text
+    assert "epochs=3" in text
+    assert "secret" not in text
 
 
 def test_a_store_may_be_passed_as_a_url(tmp_path):

@@ -18,8 +18,8 @@ def test_a_host_is_reachable_if_one_of_its_addresses_is():
     with closing(Server(_secret_of(1, SECRET), _IgnoreMessages())) as server:
         own = {"index": 0, "host": "here", "key": "a", "addresses": []}
         there = {"index": 1, "host": "there", "key": "b", "addresses": [["127.0.0.1", closed]]}
-        (said,) = _unreachable(own, [own, there], SECRET)
-        assert said.startswith(f"here cannot reach there: No server answered; tried 127.0.0.1:{closed}: ")
+        (message,) = _unreachable(own, [own, there], SECRET)
+        assert message.startswith(f"here cannot reach there: No server answered; tried 127.0.0.1:{closed}: ")
         there["addresses"].append(["127.0.0.1", server.port])
         assert _unreachable(own, [own, there], SECRET) == ()
         own["key"], there["key"], there["index"] = "b", "a", 2
@@ -37,9 +37,9 @@ def test_a_task_listens_on_the_interface_of_its_rank(monkeypatch):
     assert _addresses((), first) == (["10.0.0.2"], ()), "the ranks meet there"
     assert _addresses(("eth0",), second) == (["10.0.0.1"], ())
     assert _addresses((), alone) == (["127.0.0.1"], ())
-    listening, (said,) = _addresses(("eth7",), second)
+    listening, (message,) = _addresses(("eth7",), second)
     assert listening == ["10.0.0.2"]
-    assert said == (
+    assert message == (
         "None of the network interfaces ['eth7'] has an address on host b; "
         "its interfaces are ['lo', 'eth0', 'ib0']. Set nics to some of these"
     )

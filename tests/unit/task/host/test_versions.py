@@ -16,11 +16,11 @@ def test_versions_that_differ_from_the_drivers_are_named_with_their_hosts():
     assert not different_versions(driver, [])
     assert not different_versions(driver, offers(("a", driver), ("b", ("torch 2.8.0+cu128", "keras 3.1"))))
     assert not different_versions(driver, offers(("a", ("keras 3.1",)))), "what is missing says so itself"
-    said = different_versions(
+    message = different_versions(
         driver,
         offers(("a", driver), ("b", ("torch 2.7", "keras 3.0")), ("b", ("torch 2.7",)), ("c", ("torch 2.6",))),
     )
-    assert said.startswith(
+    assert message.startswith(
         "torch is 2.8.0+cpu on the driver, 2.6 on c, 2.7 on b; keras is 3.1 on the driver, 3.0 on b. "
     )
     many = different_versions(driver, offers(*((f"n{number}", ("keras 3.0",)) for number in range(7))))

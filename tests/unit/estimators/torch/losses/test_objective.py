@@ -179,9 +179,9 @@ def test_an_error_in_the_users_code_is_reported_with_its_line_and_without_advice
     with pytest.raises(ModelOutputError) as caught:
         objective(mine).try_out([torch.zeros(2)], {"y": np.zeros(2)})
     line = mine.__code__.co_firstlineno + 1
-    said = f'line {line} of {Path(__file__).name}, in mine: raise kind("my bug")'
+    text = f'line {line} of {Path(__file__).name}, in mine: raise kind("my bug")'
     assert str(caught.value).startswith(f"The loss mine raised {kind.__name__}: ")
-    assert said in str(caught.value)
+    assert text in str(caught.value)
     assert "label_shapes" not in str(caught.value)
 
 
