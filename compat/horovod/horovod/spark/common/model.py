@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 import cloudpickle
@@ -52,7 +52,7 @@ class DerivableModel(TrainedModel):
         return super()._setDefault(**_of_params(values))
 
     def get_prediction_fn(self) -> Callable[[Any, Row], Any]:
-        """Return a function of the model and a row that returns its outputs; here, sparkhvd's own prediction."""
+        """Return a function of (model, row) that returns the outputs; without it, sparkhvd predicts batch by batch."""
         raise NotImplementedError("A subclass that predicts row by row defines get_prediction_fn().")
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
@@ -89,7 +89,7 @@ class RowPredictor:
         return tuple([float(value) for value in np.asarray(part).reshape(-1)] for part in parts)
 
 
-@cache
+@lru_cache(maxsize=2)  # a Python worker of Spark outlives the models that it predicts with
 def _unpickled(content: bytes) -> tuple[Any, Callable[[Any, Row], Any]]:
     model, predict = cloudpickle.loads(content)
     return model, predict
