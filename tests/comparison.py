@@ -245,7 +245,7 @@ class Player:
             wrong.append(_equal(rows, np.array(there)))
         last = self._me.join()
         if steps[last] != max(steps):
-            wrong.append(f"rank {last} is said to have joined last of {steps}")
+            wrong.append(f"rank {last} is reported as the last to join of {steps}")
         self.results += 3 * steps[rank] + 1
         return [f"join {steps}: {message}" for message in wrong if message]
 

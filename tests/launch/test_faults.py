@@ -29,15 +29,15 @@ def test_the_driver_reports_the_failure_soon_without_leftovers(fault, spark, tmp
 
 def gather_alone(waited: Path, _batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """A task that looks for the others by Spark's means; the second one does not come."""
-    place, message = current_task_info(), []
+    place, messages = current_task_info(), []
     if place.index == 0:
         try:
             all_gather("here", Job(b"", 2, config=Config(start_timeout=1.0)), place)
         except LaunchError as error:
-            message.append(str(error))
+            messages.append(str(error))
         waited.touch()
     assert happens(waited.exists, 60.0)
-    yield pa.RecordBatch.from_pydict({"message": message})
+    yield pa.RecordBatch.from_pydict({"message": messages})
 
 
 def test_without_a_driver_connection_a_task_waits_for_a_missing_one_until_the_timeout(spark, tmp_path):

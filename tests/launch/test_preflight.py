@@ -80,7 +80,7 @@ def test_the_preflight_reports_all_problems_at_once(spark, rows):
     assert "num_proc=9 is more than the 4 slots of the cluster" in failed["slots"]
     assert "is not shared: the executor on host" in failed["store"]
     assert "mat1 and mat2 shapes cannot be multiplied" in failed["model"]
-    assert len(report.tasks) == 4, "the slots that are there are asked all the same"
+    assert len(report.tasks) == 4, "the existing slots are examined nevertheless"
     assert "3 to solve" in printed.getvalue()
 
 

@@ -43,11 +43,9 @@ def test_containers_with_separate_gpu_indices_count_as_separate_hosts():
         (3, 1, 2),
     ]
     assert seen(found) == ["0,1"] * 4
-    message = device_map(found).splitlines()
-    assert len(message) == 5
-    assert message[4].startswith(
-        "Containers on host node use the same GPU indices: sparkhvd assumes that YARN isolates"
-    )
+    lines = device_map(found).splitlines()
+    assert len(lines) == 5
+    assert lines[4].startswith("Containers on host node use the same GPU indices: sparkhvd assumes that YARN isolates")
 
 
 def test_containers_with_distinct_gpu_names_share_their_host():
@@ -93,9 +91,9 @@ def test_the_map_has_a_line_per_rank():
 
 
 def test_ranks_with_the_same_gpu_are_reported():
-    message = device_map(slots(("a", ("0",)), ("b", ("0",)), ("a", ("0",)), ("b", ("1",)))).splitlines()
-    assert len(message) == 5
-    assert message[4].startswith(
+    lines = device_map(slots(("a", ("0",)), ("b", ("0",)), ("a", ("0",)), ("b", ("1",)))).splitlines()
+    assert len(lines) == 5
+    assert lines[4].startswith(
         "Spark assigned GPU 0 on host node-a to ranks 0, 1. On such a host each rank sees only its"
     )
     both = device_map(slots(*[("a", (name,)) for name in "0011"])).splitlines()[-1]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import cloudpickle
 import numpy as np
 
+from sparkhvd.data.schema.selection import quoted
 from sparkhvd.driver.user_code.pickling import dumps
 from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.models.outputs import spark_type
@@ -19,14 +20,17 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
 
 # Parameters of Horovod's models that the artifacts of the training hold here.
-_HELD_BY_ARTIFACTS = ("model", "optimizer", "history", "loss", "loss_constructors", "custom_objects")
+_HELD_BY_ARTIFACTS = ("_metadata", "model", "optimizer", "history", "loss", "loss_constructors", "custom_objects")
 
 
 class DerivableModel(TrainedModel):
     """A model that subclasses create from parameters alone, before a class of sparkhvd's in the bases.
 
-    A subclass that defines ``get_prediction_fn`` predicts row by row with the function that it returns.
+    A subclass that defines ``get_prediction_fn`` predicts row by row with the function that it returns, of the model
+    and a row.
     """
+
+    get_prediction_fn: Callable[[], Callable[[Any, Row], Any]] | None = None
 
     input_shapes: Declared[Sequence[Sequence[int]] | None] = declared("Shapes of the inputs.", default=None)
 
@@ -42,21 +46,15 @@ class DerivableModel(TrainedModel):
         return model
 
     def _set(self, **values: Any) -> Self:
-        trained = values.pop("_metadata", None)
-        if trained is not None:
+        if (trained := values.get("_metadata")) is not None:
             self._trained = trained
         return super()._set(**_of_params(values))
 
     def _setDefault(self, **values: Any) -> Self:  # noqa: N802  (pyspark's name)
-        values.pop("_metadata", None)
         return super()._setDefault(**_of_params(values))
 
-    def get_prediction_fn(self) -> Callable[[Any, Row], Any]:
-        """Return a function of (model, row) that returns the outputs; without it, sparkhvd predicts batch by batch."""
-        raise NotImplementedError("A subclass that predicts row by row defines get_prediction_fn().")
-
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        if type(self).get_prediction_fn is DerivableModel.get_prediction_fn:
+        if self.get_prediction_fn is None:
             return super()._transform(dataset)
         from pyspark.ml.functions import array_to_vector  # noqa: PLC0415
         from pyspark.sql.functions import col, struct, udf  # noqa: PLC0415
@@ -65,7 +63,7 @@ class DerivableModel(TrainedModel):
         columns = self.output_columns(dataset.columns)
         fields = [StructField(str(index), ArrayType(DoubleType())) for index in range(len(columns))]
         predict = RowPredictor(dumps((self.getModel(), self.get_prediction_fn())))
-        row = struct(*(col("`" + name.replace("`", "``") + "`").alias(name) for name in dataset.columns))
+        row = struct(*(col(quoted(name)).alias(name) for name in dataset.columns))
         predicted = udf(predict, StructType(fields))(row)
         outputs = []
         for index, column in enumerate(columns):
