@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, RankFailedError
+from sparkhvd.rpc.frames import is_host_unreachable
 from tests.launch.faults import left_of
 from tests.mpi.faults import MPI_FAULTS, complaints, produced, stay
 from tests.mpi.tasks import SECONDS, Launched
@@ -179,6 +181,27 @@ def test_the_first_rank_that_ends_early_is_named_though_mpirun_kills_the_others(
 @pytest.mark.parametrize("fault", MPI_FAULTS, ids=lambda fault: fault.name)
 def test_every_failure_of_open_mpi_is_one_error_without_leftovers(fault, tmp_path):
     assert complaints(fault, produced(fault, tmp_path)) == []
+
+
+def test_a_lost_task_is_named_even_if_mpirun_ends_before_its_loss_is_detected(monkeypatch, tmp_path):
+    launched = Launched(stay, tmp_path, env={"FAULT_FOLDER": str(tmp_path)})
+    ended = launched.handle._mpirun_ended
+    has_ended = threading.Event()
+
+    def detect(error: OSError) -> bool:
+        has_ended.wait(SECONDS)
+        time.sleep(1.0)
+        return is_host_unreachable(error)
+
+    with closing(launched.handle):
+        wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+        monkeypatch.setattr(launched.handle._mpirun, "_on_end", lambda *end: (has_ended.set(), ended(*end)))
+        monkeypatch.setattr("sparkhvd.driver.launchers.mpi.is_host_unreachable", detect)
+        launched.stage.processes[1].kill()
+        with pytest.raises(LaunchError, match=r"Task 1 on host 127\.0\.0\.1, that of rank 1, was lost \("):
+            launched.handle.results()
+    assert has_ended.is_set()
+    assert left_of(tmp_path) == []
 
 
 def test_a_full_disk_for_the_files_of_mpirun_is_a_clear_error(monkeypatch):

@@ -29,6 +29,7 @@ from sparkhvd.driver.mpi.command import (
     parameters_of,
 )
 from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
+from sparkhvd.driver.mpi.remote_shell import LOST_TASK
 from sparkhvd.driver.mpi.ring import connect_ring
 from sparkhvd.driver.mpi.service import DriverService, mpi_hosts
 from sparkhvd.driver.results import failure_of, lost_task, results_of, tasks_not_ready
@@ -335,5 +336,8 @@ class MpiHandle:
         thread.start()
 
     def _mpirun_ended(self, code: int, output: str) -> None:
+        if LOST_TASK in output:
+            # The connection of ``_watch`` breaks for the same reason at about the same time; its error says more.
+            self._wake.wait(UNANSWERED_SECONDS)
         if code != 0:
             self._fail(f"mpirun {describe_exit(code)}. Its last output:\n{output or 'none'}")

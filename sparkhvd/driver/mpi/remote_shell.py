@@ -24,6 +24,9 @@ DRIVER_ADDRESSES = "SPARKHVD_AGENT_DRIVER"
 DRIVER_SECRET = "SPARKHVD_AGENT_SECRET"  # noqa: S105 - the name of a variable; a path in memory of the driver
 DRIVER_ENCRYPTS = "SPARKHVD_AGENT_ENCRYPTS"
 
+# Begins the line that an agent prints when it has lost the task that executes its orted.
+LOST_TASK = "sparkhvd lost the Spark task that executes orted on"
+
 _SECONDS = 20.0
 _FAILED = 1
 
@@ -59,7 +62,11 @@ def execute(
         raise LaunchError(f"The driver sent an unexpected answer of type {type(task).__name__}.")
     address = (task.server.address, task.server.port)
     dial = partial(connect, [address], secret, encrypt=encrypt)
-    answer = _ask(dial, ExecuteOrted(tuple(command)), Deadline(math.inf))
+    try:
+        answer = _ask(dial, ExecuteOrted(tuple(command)), Deadline(math.inf))
+    except OSError:
+        sys.stderr.write(f"{LOST_TASK} {host}.\n")
+        raise
     if not isinstance(answer, Executed):
         raise LaunchError(f"The task sent an unexpected answer of type {type(answer).__name__}.")
     return answer
