@@ -20,6 +20,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,6 +119,29 @@ def pytest_configure(config: pytest.Config) -> None:
     }
 
 
+@contextmanager
+def _without_the_name_of_the_test() -> Iterator[None]:
+    """Hide it from the processes that a test starts: a warm process forks ranks only in its own environment."""
+    name = os.environ.pop("PYTEST_CURRENT_TEST", None)
+    try:
+        yield
+    finally:
+        if name is not None:
+            os.environ["PYTEST_CURRENT_TEST"] = name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[Any]:
+    with _without_the_name_of_the_test():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Iterator[Any]:
+    with _without_the_name_of_the_test():
+        return (yield)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print each cause once, with the first test that it failed, in a line that `make check` repeats at its end."""
     failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
@@ -166,15 +190,13 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 
 
 @pytest.fixture(scope="module")
-def warm_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def warm_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fork the ranks of a module from one warm process; importing the frameworks would take most of the time.
 
     A module whose tests need each rank to be a child of its task sets ``RANKS_ARE_CHILDREN``.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARKHVD_WARM_SECONDS", "0" if hasattr(request.module, "RANKS_ARE_CHILDREN") else "60")
-        # torch makes the folder as soon as an optimizer is used, and keeps it for the life of the process.
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("torchinductor")))
         yield
 
 
@@ -369,13 +391,13 @@ def _descriptors() -> Counter[str]:
 
 
 def _kept_for_reuse() -> set[str]:
-    """Return the connections with Spark's JVM, the data nodes and the template of ranks, which are kept for reuse."""
+    """Return the connections with Spark's JVM, the data nodes and the templates of ranks, which are kept for reuse."""
     ports = {f":{port:04X}" for port in _spark_ports() | _ports_of_data_nodes}
-    template = {f"socket:[{os.fstat(TEMPLATES.link.fileno()).st_ino}]"} if TEMPLATES.link else set()
+    templates = {f"socket:[{os.fstat(link.fileno()).st_ino}]" for link in TEMPLATES.links}
     if not ports:
-        return template
+        return templates
     lines = [line.split() for table in ("tcp", "tcp6") for line in _read(f"/proc/self/net/{table}").splitlines()[1:]]
-    return template | {
+    return templates | {
         f"socket:[{cells[9]}]" for cells in lines if not ports.isdisjoint({cells[1][-5:], cells[2][-5:]})
     }
 

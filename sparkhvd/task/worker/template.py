@@ -34,6 +34,8 @@ _NUMBER = struct.Struct("!q")
 _READY = b"ready"
 _FORK_SECONDS = 5.0
 _LONGEST_REQUEST = 8192
+# Each holds the memory of its imports: as many as there are frameworks with an estimator.
+_MOST_TEMPLATES = 3
 # Threads of Arrow's allocator, which starts them again after a fork.
 _RESTARTED_THREADS = frozenset({"jemalloc_bg_thd"})
 
@@ -78,18 +80,40 @@ class ForkedProcess:
             self._parent.recv(1)  # returns when the worker's parent has released the id
 
 
-class Templates:
-    """The template of this process. There is one at most, that of the latest origin.
+@dataclass
+class _Template:
+    """The link to a template, and whether it has split off and serves requests."""
 
-    Attributes:
-        link: the socket to it, if there is one.
+    link: socket.socket
+    ready: bool = False
+
+    def has_ended(self) -> bool:
+        """Read what came from the template: that it is ready, then its end."""
+        try:
+            while self.link.recv(len(_READY)):
+                self.ready = True
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+
+class Templates:
+    """The templates of this process, one per origin: those of the origins that were last used.
+
+    Jobs of different frameworks, and functions between fits, alternate without losing each other's template.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._origin: Origin | None = None
-        self.link: socket.socket | None = None
-        self._ready = False
+        self._by_origin: dict[Origin, _Template] = {}  # in the order of their last use
+
+    @property
+    def links(self) -> list[socket.socket]:
+        """The sockets to the templates."""
+        with self._lock:
+            return [template.link for template in self._by_origin.values()]
 
     def fork(self, origin: Origin, descriptors: Sequence[int], scratch: str | None) -> ForkedProcess | None:
         """Fork a worker from the template.
@@ -104,15 +128,16 @@ class Templates:
             socket closed, once the caller has closed the descriptors, and ends.
         """
         with self._lock:
-            if origin != self._origin or self.link is None or self._has_ended(self.link) or not self._ready:
+            template = self._living(origin)
+            if template is None or not template.ready:
                 return None
             own, other = socket.socketpair()
             own.settimeout(_FORK_SECONDS)
             with other, contextlib.suppress(OSError):
-                socket.send_fds(self.link, [pickle.dumps(scratch)], [*descriptors, other.fileno()])
+                socket.send_fds(template.link, [pickle.dumps(scratch)], [*descriptors, other.fileno()])
             if (pid := _receive_number(own)) is None:
                 own.close()
-                self._drop()
+                self._drop(origin)
                 return None
             own.settimeout(None)
             return ForkedProcess(pid, own)
@@ -124,34 +149,31 @@ class Templates:
             None if the template of this origin exists, or another worker is about to split it off.
         """
         with self._lock:
-            if origin == self._origin and self.link is not None and not self._has_ended(self.link):
+            if self._living(origin) is not None:
                 return None
-            self._drop()
-            self.link, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self.link.setblocking(False)
-            self._origin = origin
+            while len(self._by_origin) >= _MOST_TEMPLATES:
+                self._drop(next(iter(self._by_origin)))
+            own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            own.setblocking(False)
+            self._by_origin[origin] = _Template(own)
             return other
 
     def close(self) -> None:
-        """End the template; the workers that it forked go on."""
+        """End the templates; the workers that they forked go on."""
         with self._lock:
-            self._drop()
+            for origin in list(self._by_origin):
+                self._drop(origin)
 
-    def _has_ended(self, link: socket.socket) -> bool:
-        """Read what came from the template: that it is ready, then its end."""
-        try:
-            while link.recv(len(_READY)):
-                self._ready = True
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
+    def _living(self, origin: Origin) -> _Template | None:
+        """Return the template of an origin, which is then the last used one; those that have ended are dropped."""
+        for other in [other for other, template in self._by_origin.items() if template.has_ended()]:
+            self._drop(other)
+        if (template := self._by_origin.pop(origin, None)) is not None:
+            self._by_origin[origin] = template
+        return template
 
-    def _drop(self) -> None:
-        if self.link is not None:
-            self.link.close()
-        self.link, self._origin, self._ready = None, None, False
+    def _drop(self, origin: Origin) -> None:
+        self._by_origin.pop(origin).link.close()
 
 
 def split_off_template(

@@ -112,6 +112,17 @@ def test_a_worker_with_other_variables_is_not_forked(imported, change):
     assert first == own
 
 
+def test_jobs_of_three_kinds_alternate_without_new_imports_and_a_fourth_replaces_the_oldest(imported):
+    def imported_by(kind: str) -> int:
+        return result(spawn(imported, KIND=kind), where_imported)[0]
+
+    first = {kind: imported_by(kind) for kind in "abc"}
+    assert len(set(first.values())) == 3
+    assert {kind: imported_by(kind) for kind in "abc"} == first
+    imported_by("d")
+    assert [imported_by(kind) == first[kind] for kind in "bca"] == [True, True, False]
+
+
 def state() -> dict[str, object]:
     Path(os.environ["SPARKHVD_SCRATCH"], "file").write_text("1")
     return {
