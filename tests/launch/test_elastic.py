@@ -350,9 +350,16 @@ def test_arguments_that_cannot_work_are_rejected(arguments, message):
         sparkhvd.run_elastic(os.getpid, **{"num_proc": 2, "launcher": "local"} | arguments)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_tensorflow_function_outlives_the_loss_of_a_rank_and_averages_over_those_that_are_left(tmp_path):
     results = sparkhvd.run_elastic(
-        training.train_tensorflow, (str(tmp_path), 12), num_proc=2, min_num_proc=1, preload=("tensorflow",), **FAST
+        training.train_tensorflow,
+        (str(tmp_path), 12),
+        num_proc=2,
+        min_num_proc=1,
+        env={"KERAS_BACKEND": "tensorflow"},
+        preload=("keras",),
+        **FAST,
     )
     table, bias = np.zeros((4, 2)), 0.0
     for step in range(12):
@@ -366,6 +373,7 @@ def test_a_tensorflow_function_outlives_the_loss_of_a_rank_and_averages_over_tho
         assert found_bias == pytest.approx(bias, rel=1e-4)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_a_keras_training_that_loses_a_rank_ends_with_the_weights_of_an_undisturbed_one(tmp_path, backend):
     results = sparkhvd.run_elastic(
@@ -374,6 +382,7 @@ def test_a_keras_training_that_loses_a_rank_ends_with_the_weights_of_an_undistur
         num_proc=2,
         min_num_proc=1,
         env={"KERAS_BACKEND": backend},
+        preload=("keras", *(["torch._dynamo"] if backend == "torch" else [])),
         **FAST,
     )
     model, optimizer = training.keras_model()
@@ -387,9 +396,10 @@ def test_a_keras_training_that_loses_a_rank_ends_with_the_weights_of_an_undistur
             np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_torch_training_that_loses_a_rank_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
     results = sparkhvd.run_elastic(
-        training.train_torch, (str(tmp_path), 12, 8), num_proc=2, min_num_proc=1, preload=("torch",), **FAST
+        training.train_torch, (str(tmp_path), 12, 8), num_proc=2, min_num_proc=1, preload=("torch._dynamo",), **FAST
     )
     steps_done, weights = results[0]
     model = torch.nn.Linear(4, 1)
@@ -407,7 +417,8 @@ def test_a_torch_training_that_loses_a_rank_ends_with_the_weights_of_an_undistur
     assert len(results) == 1
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_model_whose_state_dict_holds_copies_is_synchronized():
-    options = FAST | {"preload": ("torch",)}
+    options = FAST | {"preload": ("torch._dynamo",)}
     weights = sparkhvd.run_elastic(training.synchronize_a_model_whose_state_dict_holds_copies, num_proc=2, **options)
     assert weights == [5.0, 5.0]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sparkhvd.config import SCRATCH, export
+from sparkhvd.deadline import Deadline
 from sparkhvd.task.worker.exit import Exited, wait_for_child
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ _COMMAND_NAME = Path("/proc/self/comm")
 _NUMBER = struct.Struct("!q")
 _READY = b"ready"
 _FORK_SECONDS = 5.0
+# The longest that workers wait for the imports of the one that splits the template off.
+_SPLIT_SECONDS = 60.0
+_LOOK_SECONDS = 0.5
 _LONGEST_REQUEST = 8192
 # Each holds the memory of its imports: as many as there are frameworks with an estimator.
 _MOST_TEMPLATES = 3
@@ -98,6 +102,15 @@ class _Template:
             return True
         return True
 
+    def await_news(self, deadline: Deadline) -> None:
+        """Return when something came from the template, at the deadline, or soon after the link was closed."""
+        news: list[socket.socket] = []
+        while not news and not deadline.expired():
+            try:
+                news, _, _ = select.select([self.link], [], [], deadline.capped(_LOOK_SECONDS).remaining())
+            except (OSError, ValueError):  # another thread has closed it
+                return
+
 
 class Templates:
     """The templates of this process, one per origin: those of the origins that were last used.
@@ -108,6 +121,7 @@ class Templates:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_origin: dict[Origin, _Template] = {}  # in the order of their last use
+        self._failed: set[int] = set()  # hashes of origins whose last template ended before it was ready
 
     @property
     def links(self) -> list[socket.socket]:
@@ -118,6 +132,9 @@ class Templates:
     def fork(self, origin: Origin, descriptors: Sequence[int], scratch: str | None) -> ForkedProcess | None:
         """Fork a worker from the template.
 
+        If another worker is about to split it off, wait for that: it takes as long as this worker's own imports would,
+        but no processor time and little memory. After a failure, the next workers of the origin do not wait.
+
         Args:
             origin: the worker's.
             descriptors: its private socket, its stdout and its stderr.
@@ -127,6 +144,11 @@ class Templates:
             The worker; None if no template of this origin is ready. A worker that came too late finds its private
             socket closed, once the caller has closed the descriptors, and ends.
         """
+        with self._lock:
+            template = self._living(origin)
+            waits = template is not None and not template.ready and hash(origin) not in self._failed
+        if template is not None and waits:
+            template.await_news(Deadline.after(_SPLIT_SECONDS))
         with self._lock:
             template = self._living(origin)
             if template is None or not template.ready:
@@ -166,11 +188,17 @@ class Templates:
 
     def _living(self, origin: Origin) -> _Template | None:
         """Return the template of an origin, which is then the last used one; those that have ended are dropped."""
-        for other in [other for other, template in self._by_origin.items() if template.has_ended()]:
-            self._drop(other)
-        if (template := self._by_origin.pop(origin, None)) is not None:
-            self._by_origin[origin] = template
-        return template
+        for other, template in list(self._by_origin.items()):
+            has_ended = template.has_ended()
+            if template.ready:
+                self._failed.discard(hash(other))
+            elif has_ended:
+                self._failed.add(hash(other))
+            if has_ended:
+                self._drop(other)
+        if (found := self._by_origin.pop(origin, None)) is not None:
+            self._by_origin[origin] = found
+        return found
 
     def _drop(self, origin: Origin) -> None:
         self._by_origin.pop(origin).link.close()

@@ -17,6 +17,7 @@ import pytest
 
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.task.worker import process as process_module
+from sparkhvd.task.worker import template as template_module
 from sparkhvd.task.worker.exit import Exited
 from sparkhvd.task.worker.process import WorkerProcess, spawn_worker
 from sparkhvd.task.worker.spec import FnEnded, Leave, Raised, Ready, Returned, WorkerSpec
@@ -121,6 +122,36 @@ def test_jobs_of_three_kinds_alternate_without_new_imports_and_a_fourth_replaces
     assert {kind: imported_by(kind) for kind in "abc"} == first
     imported_by("d")
     assert [imported_by(kind) == first[kind] for kind in "bca"] == [True, True, False]
+
+
+def test_workers_that_start_together_import_once(imported):
+    workers = [spawn(imported) for _ in range(3)]
+    found = [result(worker, where_imported) for worker in workers]
+    assert len({own for _, own in found}) == 3
+    assert {first for first, _ in found} == {found[0][1]}
+
+
+def test_workers_import_by_themselves_if_the_first_one_leaves_no_template(tmp_path, monkeypatch):
+    (tmp_path / "imported_once.py").write_text(
+        "import os, threading\nIMPORTED_IN = os.getpid()\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    waits = []
+    monkeypatch.setattr(template_module._Template, "await_news", counted(template_module._Template.await_news, waits))
+    for _ in range(2):
+        workers = [spawn("imported_once") for _ in range(2)]
+        for first, own in [result(worker, where_imported) for worker in workers]:
+            assert first == own
+    assert len(waits) == 1, "only the first job waits in vain"
+
+
+def counted(method: Callable[..., None], calls: list[object]) -> Callable[..., None]:
+    def call(*arguments: object) -> None:
+        calls.append(arguments)
+        method(*arguments)
+
+    return call
 
 
 def state() -> dict[str, object]:
