@@ -173,8 +173,8 @@ class Config:
     warm_seconds: float = setting(
         0.0,
         non_negative_number,
-        "Seconds for which an idle process that has imported the frameworks stays with each task slot, so that ranks "
-        "of the next job start from it at once; 0 keeps none. It ends with Spark's Python worker or with the driver.",
+        "Seconds for which an idle process that has imported the frameworks stays with each executor, so that ranks of "
+        "the next job start from it at once; 0 keeps none. It ends with the executor or the driver.",
     )
     fusion_threshold: int | None = setting(
         None,

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from sparkhvd.task.worker.process import TEMPLATES
 from sparkhvd.task.worker.template import TEMPLATE_NAME
 
 if TYPE_CHECKING:
@@ -391,15 +390,12 @@ def _descriptors() -> Counter[str]:
 
 
 def _kept_for_reuse() -> set[str]:
-    """Return the connections with Spark's JVM, the data nodes and the templates of ranks, which are kept for reuse."""
+    """Return the connections with Spark's JVM and the data nodes, which are kept for reuse."""
     ports = {f":{port:04X}" for port in _spark_ports() | _ports_of_data_nodes}
-    templates = {f"socket:[{os.fstat(link.fileno()).st_ino}]" for link in TEMPLATES.links}
     if not ports:
-        return templates
+        return set()
     lines = [line.split() for table in ("tcp", "tcp6") for line in _read(f"/proc/self/net/{table}").splitlines()[1:]]
-    return templates | {
-        f"socket:[{cells[9]}]" for cells in lines if not ports.isdisjoint({cells[1][-5:], cells[2][-5:]})
-    }
+    return {f"socket:[{cells[9]}]" for cells in lines if not ports.isdisjoint({cells[1][-5:], cells[2][-5:]})}
 
 
 def _spark_ports() -> set[int]:

@@ -41,7 +41,7 @@ from sparkhvd.task.worker.command import CommandEndedError
 from sparkhvd.task.worker.import_path import IMPORT_PATH
 from sparkhvd.task.worker.scratch import remove_scratch
 from sparkhvd.task.worker.spec import FnEnded, Joined, Leave, Raised, Ready, Returned, WorkerSpec
-from sparkhvd.task.worker.template import native_threads, split_off_template
+from sparkhvd.task.worker.template import Offer, native_threads, split_off_template
 
 # The task answers a report at once. Without an answer the process ends after this time.
 _LEAVE_SECONDS = 10.0
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     """Import the modules, wait for the spec, run ``fn`` and report. The report, not the exit code, has the details."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--template-fd", type=int)
+    parser.add_argument("--template-fds", type=int, nargs=2)
     parser.add_argument("--warm-seconds", type=float, default=0.0)
     parser.add_argument("preload", nargs="*")
     options = parser.parse_args(arguments)
@@ -76,9 +76,10 @@ def main(arguments: list[str]) -> int:
         for name in options.preload:
             with contextlib.suppress(ImportError):  # fn says it better, if it needs the module
                 importlib.import_module(name)
-    if options.template_fd is not None:
-        link = socket.socket(fileno=options.template_fd)
-        if (control := split_off_template(link, options.warm_seconds, connection, threads)) is not None:
+    if options.template_fds is not None:
+        listener, owner = options.template_fds
+        offer = Offer(socket.socket(fileno=listener), owner)
+        if (control := split_off_template(offer, options.warm_seconds, connection, threads)) is not None:
             connection, inbox = _connect(control)
     try:
         spec = inbox.get()

@@ -22,7 +22,7 @@ from sparkhvd.task.worker.exit import Exited, wait_for_child
 from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
 from sparkhvd.task.worker.output import OutputPump, RankLog
 from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
-from sparkhvd.task.worker.template import Origin, Templates
+from sparkhvd.task.worker.template import ForkedProcess, Origin, Templates
 
 # After the end of a process group: how long a process that left the group may still write to its pipes.
 OUTPUT_SECONDS = 2.0
@@ -100,18 +100,22 @@ def spawn_worker(
     # Only a warm start asks for the current folder, which may have been removed.
     origin = Origin.of(command, environment) if warm_seconds > 0 else None
     try:
-        if origin is not None:
-            with _channels() as channels:
-                if (forked := TEMPLATES.fork(origin, channels.of_worker, scratch)) is not None:
-                    return channels.spawned(forked, scratch)
-        with _channels() as channels, ExitStack() as stack:
+        with ExitStack() as stack:
+            arguments: list[str] = []
+            passed: list[int] = []
+            if origin is not None:
+                with _channels() as channels:
+                    found = TEMPLATES.fork(origin, channels.of_worker, scratch)
+                    if isinstance(found, ForkedProcess):
+                        return channels.spawned(found, scratch)
+                if found is not None:
+                    stack.callback(found.close)
+                    passed += found.descriptors
+                    arguments += ["--template-fds", *map(str, passed), "--warm-seconds", str(warm_seconds)]
+            channels = stack.enter_context(_channels())
             control, stdout, stderr = channels.of_worker
-            arguments = ["--control-fd", str(control)]
-            passed = [control]
-            if origin is not None and (link := TEMPLATES.offer(origin)) is not None:
-                stack.enter_context(link)
-                arguments += ["--template-fd", str(link.fileno()), "--warm-seconds", str(warm_seconds)]
-                passed.append(link.fileno())
+            arguments += ["--control-fd", str(control)]
+            passed.append(control)
             process = subprocess.Popen(
                 [*command, *arguments],
                 pass_fds=passed,

@@ -1,12 +1,14 @@
 """Warm starts: a process that has imported the frameworks stays behind and forks the workers of later jobs.
 
-The first worker splits it off right after its imports and before any code of the user, so that a template costs no
-import of its own. The process that starts the workers holds the only socket to the template, which ends with it.
+The first worker splits this template off right after its imports and before any code of the user, so that a template
+costs no import of its own. It serves all tasks of an executor, or all workers of a driver: they find it by the name of
+its socket, which says what it has imported. It ends with the executor or the driver.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import logging
 import os
@@ -16,7 +18,7 @@ import signal
 import socket
 import struct
 import sys
-import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -32,14 +34,17 @@ logger = logging.getLogger(__name__)
 TEMPLATE_NAME = "sparkhvd-warm"  # in the output of ps and top
 _COMMAND_NAME = Path("/proc/self/comm")
 _NUMBER = struct.Struct("!q")
-_READY = b"ready"
+_CREDENTIALS = struct.Struct("3i")  # the process, user and group at the other end of a socket
+_END = b"end"
 _FORK_SECONDS = 5.0
 # The longest that workers wait for the imports of the one that splits the template off.
 _SPLIT_SECONDS = 60.0
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.02
 _LONGEST_REQUEST = 8192
+_DESCRIPTORS = 4
 # Each holds the memory of its imports: as many as there are frameworks with an estimator.
 _MOST_TEMPLATES = 3
+_SOCKETS = Path("/proc/net/unix")
 # Threads of Arrow's allocator, which starts them again after a fork.
 _RESTARTED_THREADS = frozenset({"jemalloc_bg_thd"})
 
@@ -49,7 +54,8 @@ class Origin:
     """What determines the state of a worker after its imports. Only workers of equal origins share a template.
 
     Attributes:
-        owner: the id of the process that starts them.
+        owner: the id of the process with which the template ends: the one that starts the workers, or in a task of
+            Spark its parent, which starts Spark's Python workers and lives as long as the executor.
         command: Python and the modules to import.
         environment: all variables but that of the scratch folder.
         folder: the current folder.
@@ -62,8 +68,21 @@ class Origin:
 
     @classmethod
     def of(cls, command: Sequence[str], environment: Mapping[str, str]) -> Origin:
+        pyspark = sys.modules.get("pyspark")
+        in_task = pyspark is not None and pyspark.TaskContext.get() is not None
         variables = frozenset((name, value) for name, value in environment.items() if name != SCRATCH)
-        return cls(os.getpid(), tuple(command), variables, str(Path.cwd()))
+        return cls(os.getppid() if in_task else os.getpid(), tuple(command), variables, str(Path.cwd()))
+
+    @property
+    def address(self) -> str:
+        """The name of the template's socket, in the kernel's own namespace: no file is left behind."""
+        state = repr((self.command, sorted(self.environment), self.folder))
+        return _prefix(self.owner) + hashlib.sha256(state.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def _prefix(owner: int) -> str:
+    """Return how the names of the templates of an owner begin; containers may have processes of the same number."""
+    return f"\0sparkhvd-warm-{os.geteuid()}-{Path('/proc/self/ns/pid').stat().st_ino}-{owner}-"
 
 
 class ForkedProcess:
@@ -84,53 +103,35 @@ class ForkedProcess:
             self._parent.recv(1)  # returns when the worker's parent has released the id
 
 
-@dataclass
-class _Template:
-    """The link to a template, and whether it has split off and serves requests."""
+@dataclass(frozen=True)
+class Offer:
+    """What a worker needs to split a template off; close it once the worker has been started.
 
-    link: socket.socket
-    ready: bool = False
+    Attributes:
+        listener: the bound socket of the template, which listens once it is ready.
+        owner: a descriptor of the template's owner, which becomes readable at its end.
+    """
 
-    def has_ended(self) -> bool:
-        """Read what came from the template: that it is ready, then its end."""
-        try:
-            while self.link.recv(len(_READY)):
-                self.ready = True
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
+    listener: socket.socket
+    owner: int
 
-    def await_news(self, deadline: Deadline) -> None:
-        """Return when something came from the template, at the deadline, or soon after the link was closed."""
-        news: list[socket.socket] = []
-        while not news and not deadline.expired():
-            try:
-                news, _, _ = select.select([self.link], [], [], deadline.capped(_LOOK_SECONDS).remaining())
-            except (OSError, ValueError):  # another thread has closed it
-                return
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        return self.listener.fileno(), self.owner
+
+    def close(self) -> None:
+        self.listener.close()
+        os.close(self.owner)
 
 
 class Templates:
-    """The templates of this process, one per origin: those of the origins that were last used.
-
-    Jobs of different frameworks, and functions between fits, alternate without losing each other's template.
-    """
+    """The templates that this process can fork workers from."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_origin: dict[Origin, _Template] = {}  # in the order of their last use
-        self._failed: set[int] = set()  # hashes of origins whose last template ended before it was ready
+        self._failed: set[int] = set()  # hashes of origins that were waited for in vain
 
-    @property
-    def links(self) -> list[socket.socket]:
-        """The sockets to the templates."""
-        with self._lock:
-            return [template.link for template in self._by_origin.values()]
-
-    def fork(self, origin: Origin, descriptors: Sequence[int], scratch: str | None) -> ForkedProcess | None:
-        """Fork a worker from the template.
+    def fork(self, origin: Origin, descriptors: Sequence[int], scratch: str | None) -> ForkedProcess | Offer | None:
+        """Fork a worker from the template of its origin.
 
         If another worker is about to split it off, wait for that: it takes as long as this worker's own imports would,
         but no processor time and little memory. After a failure, the next workers of the origin do not wait.
@@ -141,79 +142,117 @@ class Templates:
             scratch: its scratch folder.
 
         Returns:
-            The worker; None if no template of this origin is ready. A worker that came too late finds its private
-            socket closed, once the caller has closed the descriptors, and ends.
+            The worker. If there is no template, an offer for a new worker to split it off; None if that is not
+            possible. A worker that came too late finds its private socket closed, once the caller has closed the
+            descriptors, and ends.
         """
-        with self._lock:
-            template = self._living(origin)
-            waits = template is not None and not template.ready and hash(origin) not in self._failed
-        if template is not None and waits:
-            template.await_news(Deadline.after(_SPLIT_SECONDS))
-        with self._lock:
-            template = self._living(origin)
-            if template is None or not template.ready:
+        address, deadline = origin.address, Deadline.after(_SPLIT_SECONDS)
+        is_first = True
+        while (link := _connect(address)) is None:
+            if (listener := _bind(address)) is not None:
+                if is_first:
+                    return _offer(origin, listener)
+                listener.close()  # the other worker has ended, or cannot split it off
+                self._failed.add(hash(origin))
+            if hash(origin) in self._failed or deadline.expired():
                 return None
-            own, other = socket.socketpair()
-            own.settimeout(_FORK_SECONDS)
-            with other, contextlib.suppress(OSError):
-                socket.send_fds(template.link, [pickle.dumps(scratch)], [*descriptors, other.fileno()])
-            if (pid := _receive_number(own)) is None:
-                own.close()
-                self._drop(origin)
-                return None
-            own.settimeout(None)
-            return ForkedProcess(pid, own)
-
-    def offer(self, origin: Origin) -> socket.socket | None:
-        """Return the template's end of a new link, for a worker of this origin to split the template off with.
-
-        Returns:
-            None if the template of this origin exists, or another worker is about to split it off.
-        """
-        with self._lock:
-            if self._living(origin) is not None:
-                return None
-            while len(self._by_origin) >= _MOST_TEMPLATES:
-                self._drop(next(iter(self._by_origin)))
-            own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            own.setblocking(False)
-            self._by_origin[origin] = _Template(own)
-            return other
+            is_first = False
+            time.sleep(_LOOK_SECONDS)
+        self._failed.discard(hash(origin))
+        own, other = socket.socketpair()
+        own.settimeout(_FORK_SECONDS)
+        with link, other, contextlib.suppress(OSError):
+            socket.send_fds(link, [pickle.dumps(scratch)], [*descriptors, other.fileno()])
+        if (pid := _receive_number(own)) is None:
+            own.close()
+            return None
+        own.settimeout(None)
+        return ForkedProcess(pid, own)
 
     def close(self) -> None:
-        """End the templates; the workers that they forked go on."""
-        with self._lock:
-            for origin in list(self._by_origin):
-                self._drop(origin)
+        """End the templates of which this process is the owner; the workers that they forked go on."""
+        _end_oldest(os.getpid(), 0)
 
-    def _living(self, origin: Origin) -> _Template | None:
-        """Return the template of an origin, which is then the last used one; those that have ended are dropped."""
-        for other, template in list(self._by_origin.items()):
-            has_ended = template.has_ended()
-            if template.ready:
-                self._failed.discard(hash(other))
-            elif has_ended:
-                self._failed.add(hash(other))
-            if has_ended:
-                self._drop(other)
-        if (found := self._by_origin.pop(origin, None)) is not None:
-            self._by_origin[origin] = found
-        return found
 
-    def _drop(self, origin: Origin) -> None:
-        self._by_origin.pop(origin).link.close()
+def _offer(origin: Origin, listener: socket.socket) -> Offer | None:
+    try:
+        offer = Offer(listener, os.pidfd_open(origin.owner))
+    except OSError:  # the owner has just ended, or the kernel is older than Linux 5.3
+        listener.close()
+        return None
+    _end_oldest(origin.owner, _MOST_TEMPLATES - 1)
+    return offer
+
+
+def _end_oldest(owner: int, spared: int) -> None:
+    """End the templates of an owner except so many."""
+    with contextlib.ExitStack() as stack:
+        links = [stack.enter_context(link) for name in _addresses(owner) if (link := _connect(name)) is not None]
+        links.sort(key=_start_time, reverse=True)
+        for link in links[spared:]:
+            with contextlib.suppress(OSError):  # it has just ended
+                link.sendall(_END)
+
+
+def _addresses(owner: int) -> set[str]:
+    """Return the names of the sockets of the templates of an owner."""
+    prefix = _prefix(owner).replace("\0", "@")
+    names = (line.split()[-1] for line in _SOCKETS.read_text(errors="replace").splitlines())
+    return {name.replace("@", "\0", 1) for name in names if name.startswith(prefix)}
+
+
+def _start_time(link: socket.socket) -> int:
+    """Return when the process at the other end started, in the kernel's ticks."""
+    with contextlib.suppress(OSError):  # it has just ended
+        return int(Path(f"/proc/{_credentials(link)[0]}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
+
+
+def _bind(address: str) -> socket.socket | None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        return None
+    return listener
+
+
+def _connect(address: str) -> socket.socket | None:
+    """Return a connection to a template that listens."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        link.settimeout(_FORK_SECONDS)
+        link.connect(address)
+        if _is_own(link):
+            return link
+    except OSError:
+        pass
+    link.close()
+    return None
+
+
+def _is_own(link: socket.socket) -> bool:
+    """Return whether the other end belongs to this user: anyone on this host may take or call a name."""
+    return _credentials(link)[1] == os.geteuid()
+
+
+def _credentials(link: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end."""
+    process, user, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(process), int(user)
 
 
 def split_off_template(
-    link: socket.socket, idle_seconds: float, control: Connection, known_threads: frozenset[int]
+    offer: Offer, idle_seconds: float, control: Connection, known_threads: frozenset[int]
 ) -> int | None:
-    """Fork the template, which serves ``link`` until the link closes or is idle for too long.
+    """Fork the template, which serves until its owner ends or it is idle for too long.
 
     Call it in the main thread. A fork copies no other thread, so nothing is forked where an import has started threads,
     which its library would miss.
 
     Args:
-        link: the template's end of the link; closed here.
+        offer: closed here.
         idle_seconds: how long the template waits for the next request.
         control: this worker's private socket, which the template closes.
         known_threads: those from before the imports: the one that reads ``control``, and those of NumPy's BLAS, which
@@ -222,7 +261,7 @@ def split_off_template(
     Returns:
         None in this process; in every worker that the template forks, the descriptor of its private socket.
     """
-    with link:
+    with contextlib.closing(offer):
         if native_threads() - known_threads:
             logger.debug("No warm start: an import has started threads, which a fork would end.")
             return None
@@ -236,42 +275,55 @@ def split_off_template(
         try:
             os.close(waiting)
             os.setsid()  # it outlives the process group of this worker
-            link.sendall(_READY)
+            offer.listener.listen()
             os.close(leaving)
             own_name = _COMMAND_NAME.read_text()
             _COMMAND_NAME.write_text(TEMPLATE_NAME)
             control.close()
             nowhere = os.open(os.devnull, os.O_RDWR)
             _redirect(nowhere, nowhere)
-            return _serve(link, idle_seconds, own_name)
+            return _serve(offer, idle_seconds, own_name)
         except BaseException:  # noqa: BLE001 - a process that nobody supervises must not run what follows
             os._exit(1)
 
 
-def _serve(link: socket.socket, idle_seconds: float, name: str) -> int:
+def _serve(offer: Offer, idle_seconds: float, name: str) -> int:
     """Fork a worker for every request; return only in a worker."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the parents of the workers
-    link.settimeout(idle_seconds)
     while True:
-        try:
-            request, descriptors, _, _ = socket.recv_fds(link, _LONGEST_REQUEST, 4)
-        except TimeoutError:
+        news, _, _ = select.select(offer.descriptors, [], [], idle_seconds)
+        if offer.listener.fileno() not in news or offer.owner in news:
             os._exit(0)
-        if not request:
+        request, descriptors = _receive_request(offer.listener)
+        if request == _END:
             os._exit(0)
         # A process of its own waits for the worker, so that the template may end first.
-        if os.fork() == 0:
+        if len(descriptors) == _DESCRIPTORS and os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _COMMAND_NAME.write_text(name)
-            link.close()
             control, stdout, stderr, report = descriptors
             if (pid := os.fork()) != 0:
+                offer.close()
                 _report_end(pid, socket.socket(fileno=report), (control, stdout, stderr))
             os.close(report)
             _become_worker(stdout, stderr, pickle.loads(request))
             return control
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _receive_request(listener: socket.socket) -> tuple[bytes, list[int]]:
+    """Return what the next caller sends, with its descriptors; nothing of callers of another user."""
+    try:
+        link, _ = listener.accept()
+        with link:
+            link.settimeout(_FORK_SECONDS)
+            if _is_own(link):
+                request, descriptors, _, _ = socket.recv_fds(link, _LONGEST_REQUEST, _DESCRIPTORS)
+                return request, descriptors
+    except OSError:
+        logger.debug("A caller of the warm process was lost.", exc_info=True)
+    return b"", []
 
 
 def _report_end(pid: int, report: socket.socket, of_worker: Sequence[int]) -> NoReturn:

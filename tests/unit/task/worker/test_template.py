@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import cloudpickle
@@ -42,6 +43,17 @@ def templates(monkeypatch) -> Iterator[Templates]:
 def imported(tmp_path, monkeypatch) -> str:
     """A module that records which process imported it."""
     (tmp_path / "imported_once.py").write_text("import os\nIMPORTED_IN = os.getpid()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "imported_once"
+
+
+@pytest.fixture
+def with_threads(tmp_path, monkeypatch) -> str:
+    """The same, but its import starts a thread."""
+    (tmp_path / "imported_once.py").write_text(
+        "import os, threading\nIMPORTED_IN = os.getpid()\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     return "imported_once"
 
@@ -131,27 +143,17 @@ def test_workers_that_start_together_import_once(imported):
     assert {first for first, _ in found} == {found[0][1]}
 
 
-def test_workers_import_by_themselves_if_the_first_one_leaves_no_template(tmp_path, monkeypatch):
-    (tmp_path / "imported_once.py").write_text(
-        "import os, threading\nIMPORTED_IN = os.getpid()\n"
-        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    waits = []
-    monkeypatch.setattr(template_module._Template, "await_news", counted(template_module._Template.await_news, waits))
-    for _ in range(2):
-        workers = [spawn("imported_once") for _ in range(2)]
+def test_workers_import_by_themselves_if_the_first_one_leaves_no_template(with_threads, monkeypatch):
+    def job() -> None:
+        workers = [spawn(with_threads) for _ in range(2)]
         for first, own in [result(worker, where_imported) for worker in workers]:
             assert first == own
-    assert len(waits) == 1, "only the first job waits in vain"
 
-
-def counted(method: Callable[..., None], calls: list[object]) -> Callable[..., None]:
-    def call(*arguments: object) -> None:
-        calls.append(arguments)
-        method(*arguments)
-
-    return call
+    job()
+    tries, bind = [], template_module._bind
+    monkeypatch.setattr(template_module, "_bind", lambda address: tries.append(address) or bind(address))
+    job()
+    assert len(tries) == 2, "only the workers of the first job wait"
 
 
 def state() -> dict[str, object]:
@@ -334,12 +336,28 @@ def test_a_template_ends_with_the_process_that_started_it(tmp_path):
     assert psutil.wait_procs([left], timeout=20.0)[1] == []
 
 
-def test_a_process_in_which_a_library_runs_threads_becomes_no_template(tmp_path, monkeypatch):
-    (tmp_path / "imported_once.py").write_text(
-        "import os, threading\nIMPORTED_IN = os.getpid()\n"
-        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_template_of_a_spark_task_outlives_the_task_and_ends_with_the_executor(monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as executor:
+        of = template_module.Origin.of
+        monkeypatch.setattr(process_module.Origin, "of", lambda *arguments: replace(of(*arguments), owner=executor.pid))
+        result(spawn(), os.getpid)
+        left = template()
+        process_module.TEMPLATES.close()
+        assert template() == left, "another task of the executor finds it"
+        executor.kill()
+        assert psutil.wait_procs([left], timeout=20.0)[1] == []
+
+
+def test_processes_of_another_user_are_neither_served_nor_asked(monkeypatch):
+    result(spawn(), os.getpid)
+    left = template()
+    monkeypatch.setattr(template_module, "_credentials", lambda _: (left.pid, os.geteuid() + 1))
+    worker = spawn()
+    assert psutil.Process(worker.pid).ppid() == os.getpid(), "the worker was forked"
+    worker.close()
+
+
+def test_a_process_in_which_a_library_runs_threads_becomes_no_template(with_threads):
     for _ in range(2):
-        first, own = result(spawn("imported_once"), where_imported)
+        first, own = result(spawn(with_threads), where_imported)
         assert first == own
