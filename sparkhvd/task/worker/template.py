@@ -18,6 +18,7 @@ import signal
 import socket
 import struct
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,24 +60,28 @@ class Origin:
         command: Python and the modules to import.
         environment: all variables but that of the scratch folder.
         folder: the current folder.
+        installed: when a package was last installed or removed, in nanoseconds.
     """
 
     owner: int
     command: tuple[str, ...]
     environment: frozenset[tuple[str, str]]
     folder: str
+    installed: int
 
     @classmethod
     def of(cls, command: Sequence[str], environment: Mapping[str, str]) -> Origin:
         pyspark = sys.modules.get("pyspark")
         in_task = pyspark is not None and pyspark.TaskContext.get() is not None
         variables = frozenset((name, value) for name, value in environment.items() if name != SCRATCH)
-        return cls(os.getppid() if in_task else os.getpid(), tuple(command), variables, str(Path.cwd()))
+        owner = os.getppid() if in_task else os.getpid()
+        installed = Path(sysconfig.get_path("purelib")).stat().st_mtime_ns
+        return cls(owner, tuple(command), variables, str(Path.cwd()), installed)
 
     @property
     def address(self) -> str:
         """The name of the template's socket, in the kernel's own namespace: no file is left behind."""
-        state = repr((self.command, sorted(self.environment), self.folder))
+        state = repr((self.command, sorted(self.environment), self.folder, self.installed))
         return _prefix(self.owner) + hashlib.sha256(state.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 

@@ -156,6 +156,16 @@ def test_workers_import_by_themselves_if_the_first_one_leaves_no_template(with_t
     assert len(tries) == 2, "only the workers of the first job wait"
 
 
+def test_a_worker_is_not_forked_after_an_installation(imported, tmp_path, monkeypatch):
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    monkeypatch.setattr(template_module.sysconfig, "get_path", lambda _: str(packages))
+    first, _ = result(spawn(imported), where_imported)
+    assert result(spawn(imported), where_imported)[0] == first
+    (packages / "new-1.0.dist-info").mkdir()
+    assert result(spawn(imported), where_imported)[0] != first
+
+
 def state() -> dict[str, object]:
     Path(os.environ["SPARKHVD_SCRATCH"], "file").write_text("1")
     return {
