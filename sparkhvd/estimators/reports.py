@@ -71,7 +71,7 @@ class EpochReport:
         train: metric name -> (sum over this rank's rows, rows); always includes ``loss``.
         validation: the same over the validation rows; empty without validation.
         times: the time by phase.
-        steps: training steps, the same on every rank.
+        steps: training steps that ``times`` are of, the same on every rank; without those before an interruption.
         on_record: called with the record of all ranks before the checkpoint is written, to update the trainer's state.
             Returns whether this rank requests the end of the training; one request ends it on all ranks.
     """

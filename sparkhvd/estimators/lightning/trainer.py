@@ -482,10 +482,11 @@ class RunCallback:
         train = {"loss": feed.sums.get("train", (0.0, 0)), **self._logged("train", rows)}
         validation = {}
         if feed.validated:
+        steps, self.batches_done = self._batches - (self.batches_done or 0), None
             # Every rank needs the same names in the same order, even without rows to validate with.
             validation = {"loss": feed.sums.get("validation", (0.0, 0)), **self._logged("validation", rows)}
         epoch = int(trainer.current_epoch)
-        steps, wants_end = int(trainer.num_training_batches), _is_stopped(trainer)
+        wants_end = _is_stopped(trainer)
         report = EpochReport(epoch, train, validation, self._times(), steps, lambda _record: wants_end)
         feed.sums, feed.communicated, feed.validated = {}, 0.0, False
         if not self._hooks.on_epoch_end(report, self._owner):

@@ -200,7 +200,9 @@ class TorchTrainer:
             return run.stop
 
         training = measures.report(session.current())
-        report = EpochReport(epoch, training, validation, watch.step_times(), train.steps(), on_record)
+        steps = (hooks.first_epoch_batches if first else None) or train.steps()
+        steps -= hooks.first_step if first else 0  # those that the times are of
+        report = EpochReport(epoch, training, validation, watch.step_times(), steps, on_record)
         return hooks.on_epoch_end(report, self)
 
     def _seed(self, epoch: int, hooks: TrainHooks, first: bool) -> None:

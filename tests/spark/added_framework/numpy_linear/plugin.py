@@ -111,7 +111,8 @@ class LinearTrainer:
             sums = self._train(train, epoch, hooks)
             times = StepTimes(compute=time.monotonic() - start)
             held_out = {} if val is None else {"loss": self._validate(val, epoch)}
-            report = EpochReport(epoch, {"loss": sums}, held_out, times, train.steps(), self._adapt)
+            steps = train.steps() - (hooks.first_step if epoch == hooks.first_epoch else 0)
+            report = EpochReport(epoch, {"loss": sums}, held_out, times, steps, self._adapt)
             if not hooks.on_epoch_end(report, self):
                 break
         hooks.on_train_end(self)

@@ -388,6 +388,7 @@ def interrupted(kind, passes, by_others):
     assert steps == [
         (r.epoch, r.step - before.get(r.epoch, 0), r.whole) for r in undisturbed.steps if (r.epoch, r.step) > (1, 6)
     ]
+    assert [report.steps for report in hooks.reports] == [len(LONGER) - 6, len(LONGER)], "those that were timed"
     one, other = (average_over_ranks(each.reports[-1], session.current()) for each in (hooks, undisturbed))
     assert (one.train, one.validation) == (other.train, other.validation)
     return wanted, found

@@ -483,3 +483,14 @@ def train_with_metrics(interruptions):
 def test_the_metrics_of_an_interrupted_epoch_are_over_all_of_its_rows(group, interruptions):
     for undisturbed, resumed in group.run(train_with_metrics, interruptions):
         assert_equal_values(undisturbed, resumed, rel=1e-6)
+
+
+def steps_of_an_epoch(first_step, batches_left):
+    world, hooks = session.current().world, Hooks(first_step=first_step, first_epoch_batches=batches_left)
+    make_trainer(OPTIMIZERS["Adam"], world, epochs=2).fit(source(EVEN, world.rank, world.size), None, hooks)
+    return [report.steps for report in hooks.reports]
+
+
+@pytest.mark.parametrize(("first_step", "batches_left", "steps"), [(0, None, 20), (15, None, 5), (0, 30, 30)])
+def test_the_steps_of_a_resumed_epoch_are_those_whose_time_was_measured(group, first_step, batches_left, steps):
+    assert group.run(steps_of_an_epoch, first_step, batches_left) == [[steps, 20]] * group.size
