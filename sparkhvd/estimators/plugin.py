@@ -33,6 +33,7 @@ class TrainSpec:
     Attributes:
         shards: the number of batches of ``batch_size`` rows that make up a global batch, which the ranks divide among
             themselves; None is one per rank.
+        elastic: whether ranks may come and go within epochs.
         labels: the known ranges of labels.
         sample: one real row by column, for ranks without rows of their own; None if no row is known.
     """
@@ -57,6 +58,7 @@ class TrainSpec:
     batch_dependence: BatchDependence = field(default_factory=BatchDependence)
     model: ModelFacts | None = None
     shards: int | None = None
+    elastic: bool = False
     labels: LabelRanges = ()
     sample: Arrays | None = field(default=None, compare=False, repr=False)
 

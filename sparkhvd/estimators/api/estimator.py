@@ -563,4 +563,5 @@ def _train_spec(run: RunPlan, schema: DataSchema) -> TrainSpec:
         use_gpu=run.use_gpu,
         model=run.facts,
         shards=run.num_proc if is_elastic(run) and run.elastic_batch == "global" else None,
+        elastic=is_elastic(run),
     )

@@ -176,7 +176,8 @@ class LightningTrainer:
         strategy.lr_scale = self._spec.lr_scale(self._world.size)
         callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
         first = type("SharedValues", (SharedValues, self._lightning.callbacks.Callback), {})
-        needs_own_rows = self._spec.checkpoints.every_steps is not None
+        saves_within = "every_steps of checkpoints" if self._spec.checkpoints.every_steps is not None else ""
+        saves_within = "min_num_proc and max_num_proc" if self._spec.elastic else saves_within
         ends = self._ends = callback(
             self,
             strategy.losses,
@@ -184,7 +185,7 @@ class LightningTrainer:
             hooks,
             strategy.lr_scale,
             finder=self._lightning.callbacks.LearningRateFinder,
-            needs_own_rows=needs_own_rows,
+            needs_own_rows=saves_within,
         )
         is_finished = hooks.first_epoch >= self._spec.epochs  # perhaps early: Lightning counts epochs itself
         ends.is_over = is_finished and len(hooks.history) != self._spec.epochs
@@ -322,7 +323,7 @@ class RunCallback:
         lr_scale: float,
         *,
         finder: type,
-        needs_own_rows: bool = False,
+        needs_own_rows: str = "",
     ) -> None:
         super().__init__()
         self._owner = owner
@@ -441,8 +442,8 @@ class RunCallback:
         self._ended = time.monotonic()
         if self._needs_own_rows and not feed.train.used:
             raise ParamError(
-                "checkpoints has every_steps, but data_module trains on a loader of its own, whose position cannot be "
-                "saved. Use the loader that data_module is called with, or leave every_steps out."
+                "data_module trains on a loader of its own, whose position within an epoch cannot be saved. Use the "
+                f"loader that data_module is called with, or leave {self._needs_own_rows} out."
             )
         self._batches = batch + 1
         # A checkpoint does not contain accumulated gradients, so it must follow an optimizer step.

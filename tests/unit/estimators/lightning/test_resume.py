@@ -843,3 +843,30 @@ def test_a_resumed_run_continues_with_numbers_and_tensors_in_attributes(group, e
         names = {name for _, name in attributes["values"]}
         assert names == {"factor", "means", "steps", "ends", "dropped"}
         assert attributes["missing"] == ["model.phase"]
+
+
+def refusal_of_an_own_loader(how):
+    from lightning.pytorch import LightningDataModule  # noqa: PLC0415
+
+    class Own(LightningDataModule):
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader([{"x": torch.zeros(6), "y": 0}] * 12, batch_size=4)
+
+    whole = source(EVEN, session.current().world.rank)
+    with pytest.raises(ParamError) as refusal:
+        trainer_of(module("simple"), how=how, data_module=lambda _train, _val: Own()).fit(whole, None, Hooks())
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "remedy"),
+    [
+        ({"checkpoints": policies.Checkpoints(every_steps=2)}, "leave every_steps of checkpoints out."),
+        ({"elastic": True}, "leave min_num_proc and max_num_proc out."),
+    ],
+    ids=["every_steps", "elastic"],
+)
+def test_a_loader_whose_position_cannot_be_saved_is_refused_where_runs_resume_within_epochs(group, how, remedy):
+    for message in group.run(refusal_of_an_own_loader, how):
+        assert message.startswith("data_module trains on a loader of its own, whose position within an epoch cannot")
+        assert message.endswith(remedy)
