@@ -109,6 +109,8 @@ class StepReport:
             collective, called before a checkpoint within the epoch.
         metrics: returns this rank's state of the metrics that ``sums`` lacks, with the earlier states that it has taken
             over (``TrainHooks.metrics``); empty without such metrics.
+        wants_end: whether this rank requests the end of the training after this epoch. A run that resumes within the
+            epoch remembers the request, as the callback that made it may not repeat it.
     """
 
     epoch: int
@@ -120,3 +122,4 @@ class StepReport:
     whole: bool = True
     synchronize: Callable[[], None] = _do_nothing
     metrics: Callable[[], bytes] = _no_state
+    wants_end: bool = False

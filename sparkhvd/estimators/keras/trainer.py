@@ -389,11 +389,11 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Report the end of a step to the hooks; the logs are means over this rank's rows in the epoch so far."""
-        if self._data.is_end_of_step(batch):
-            self._report(batch, logs)
         # A rank that stopped within the epoch would leave the other ranks waiting.
         self._wants_end = self._wants_end or bool(self.model.stop_training)
         self.model.stop_training = False
+        if self._data.is_end_of_step(batch):
+            self._report(batch, logs)
         self._begin.step_ended = time.monotonic()
 
     def _report(self, batch: int, logs: Logs) -> None:
@@ -417,7 +417,8 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
             self._begin.equalize(batch)  # every rank calls this before rank 0 keeps the model
             return self._seeds.state()
 
-        report = StepReport(data.epoch, step, data.first_step + len(data), loss, sums, rank_state, metrics=metrics)
+        steps = data.first_step + len(data)
+        report = StepReport(data.epoch, step, steps, loss, sums, rank_state, metrics=metrics, wants_end=self._wants_end)
         self._hooks.on_step_end(report, self._trainer)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002

@@ -455,11 +455,15 @@ class RunCallback:
             feed.loss,
             lambda: {"loss": feed.sums.get("train", (0.0, 0))},
             lambda: random_state(trainer.strategy.root_device),
-            whole=stepped and not validates_after(trainer, self._batches) and not ends_by_steps(trainer),
+            whole=stepped and not validates_after(trainer, self._batches) and not self._ends_here(),
             synchronize=strategy_of(trainer).synchronize_state,
             metrics=lambda: feed.values.state(trainer),
         )
         self._hooks.on_step_end(report, self._owner)
+
+    def _ends_here(self) -> bool:
+        """Whether the training ends at this batch: a run that resumes here would train the rest of the epoch."""
+        return ends_by_steps(self._trainer) or _is_stopped(self._trainer)
 
     def on_validation_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
         """Synchronize buffers: earlier callbacks may have set other weights, such as averages over time."""
@@ -478,12 +482,12 @@ class RunCallback:
         feed = self._feed
         feed.train.close()
         strategy_of(trainer).synchronize_state()  # only rank 0 makes the checkpoint
+        steps, self.batches_done = self._batches - (self.batches_done or 0), None
         self._batches, self._metrics, self.batches_before = 0, _numbers(trainer.callback_metrics), 0
         rows = max(1, feed.train.rows)
         train = {"loss": feed.sums.get("train", (0.0, 0)), **self._logged("train", rows)}
         validation = {}
         if feed.validated:
-        steps, self.batches_done = self._batches - (self.batches_done or 0), None
             # Every rank needs the same names in the same order, even without rows to validate with.
             validation = {"loss": feed.sums.get("validation", (0.0, 0)), **self._logged("validation", rows)}
         epoch = int(trainer.current_epoch)

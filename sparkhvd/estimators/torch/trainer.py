@@ -241,6 +241,7 @@ class TorchTrainer:
                     lambda: random_state(self._device),
                     synchronize=self._synchronize_state,
                     metrics=measures.state,
+                    wants_end=run.stop,
                 )
                 hooks.on_step_end(report, self)
                 watch.lap("compute")

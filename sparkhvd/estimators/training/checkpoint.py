@@ -55,6 +55,7 @@ class EpochPosition(EpochPart):
         division_proc: the number of ranks that the rows in the Store were divided for; 0 is ``num_proc``.
         earlier: the earlier parts of the epoch, each of which began with what the one before had left.
         sizes: the numbers of ranks that have trained the epoch so far; empty in checkpoints of older versions.
+        wants_end: whether a callback has requested the end of the training after this epoch.
     """
 
     division: str
@@ -64,6 +65,7 @@ class EpochPosition(EpochPart):
     division_proc: int = 0
     earlier: tuple[EpochPart, ...] = ()
     sizes: tuple[int, ...] = ()
+    wants_end: bool = False
 
     @property
     def parts(self) -> tuple[EpochPart, ...]:
@@ -243,7 +245,7 @@ def _content(checkpoint: Checkpoint) -> bytes:
         "metrics": [len(state) for state in metrics],
     }
     if within is not None:
-        names = ("step", "num_proc", "batch_size", "division", "sums", "division_proc", "sizes")
+        names = ("step", "num_proc", "batch_size", "division", "sums", "division_proc", "sizes", "wants_end")
         earlier = [asdict(part) for part in within.earlier]
         header["within"] = {**{name: getattr(within, name) for name in names}, "earlier": earlier}
     return b"".join([json.dumps(header).encode(), b"\n", *rank_states, *metrics, checkpoint.state])

@@ -159,6 +159,7 @@ class RunHooks:
         loss = record.train.get("loss") if record.rows_per_second else None
         self._check_loss(loss, f"epoch {record.epoch + 1} of {self._spec.epochs}")
         wants_end = report.on_record is not None and report.on_record(record)
+        wants_end = wants_end or self.resume.wanted_end(report.epoch)
         self._ended = self._any_rank(wants_end, report.epoch)  # before _save_epoch, which saves it
         if self._communicator.world.rank == 0:
             logger.info("%s", record.line(self._spec.epochs))
@@ -282,7 +283,7 @@ class RunHooks:
         report.synchronize()
         before = self.resume.earlier_sums(report.epoch)
         sums = _totals(report.sums(), before, communicator, f"epoch {report.epoch} step {report.step} sums")
-        own = (report.rank_state(), report.metrics())
+        own = (report.rank_state(), report.metrics(), report.wants_end)
         states = objects.allgather_object(communicator, own, name=f"states of ranks at {report.step}")
 
         def make() -> Checkpoint:
@@ -292,11 +293,12 @@ class RunHooks:
                 batch_size=self._spec.batch_size,
                 division=self._division,
                 sums=sums,
-                rank_states=tuple(state for state, _ in states),
-                metrics=tuple(metrics for _, metrics in states if metrics),
+                rank_states=tuple(state for state, _, _ in states),
+                metrics=tuple(metrics for _, metrics, _ in states if metrics),
                 division_proc=self._division_proc,
                 earlier=self.resume.earlier_parts(report.epoch),
                 sizes=self._sizes(report.epoch),
+                wants_end=any(wants for _, _, wants in states) or self.resume.wanted_end(report.epoch),
             )
             content = replace(self._checkpoint(report.epoch, trainer), within=within)
             if to_store and self._fence is not None:

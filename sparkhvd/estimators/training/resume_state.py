@@ -85,6 +85,10 @@ class ResumeState:
             return ()
         return self.within.sizes or tuple(part.num_proc for part in self.within.parts)
 
+    def wanted_end(self, epoch: int) -> bool:
+        """Return whether a callback requested the end of the training in the earlier part of an epoch."""
+        return self.within is not None and epoch == self.first_epoch and self.within.wants_end
+
     def earlier_parts(self, epoch: int) -> tuple[EpochPart, ...]:
         """Return the parts of an epoch that were trained before its rest was repartitioned."""
         if self.within is None or self.repartitioned_batches is None or epoch != self.first_epoch:

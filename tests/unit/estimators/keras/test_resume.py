@@ -401,3 +401,28 @@ def test_a_resumed_run_knows_its_best_epoch(group):
     before = (EpochRecord(0, {"loss": 1e-9}),)
     assert [kept for kept, _ in group.run(save_by_callback, True, before)] == [{}, {}]
     assert [sorted(kept) for kept, _ in group.run(save_by_callback, False, before)] == [["2.keras"], []]
+
+
+class StopAtBatch(keras.callbacks.Callback):
+    """Stops the training on one rank, at one batch of the second epoch."""
+
+    epoch = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch, session.current().world.rank) == (1, 1, 1):
+            self.model.stop_training = True
+
+
+def train_until_a_callback_stops(interruptions):
+    world, how = session.current().world, spec(DATA, epochs=4)
+    packed = PLUGIN.pack(parameters(callbacks=[StopAtBatch()]))
+    return values_of_epochs(lambda: PLUGIN.trainer(packed, how, world), source(EVEN, world.rank), how, interruptions)
+
+
+@pytest.mark.parametrize("interruptions", [[(1, 2)], [(1, 4)]], ids=["at once", "later"])
+def test_a_stop_that_a_callback_requested_before_an_interruption_ends_the_resumed_training(group, interruptions):
+    for undisturbed, resumed in group.run(train_until_a_callback_stops, interruptions):
+        assert_equal_values(undisturbed, resumed, rel=1e-5)

@@ -845,6 +845,24 @@ def test_a_resumed_run_continues_with_numbers_and_tensors_in_attributes(group, e
         assert attributes["missing"] == ["model.phase"]
 
 
+def steps_before_a_callback_stops():
+    """Return epoch, step and whether a checkpoint is allowed there, if all ranks stop within the second epoch."""
+    from lightning.pytorch import Callback  # noqa: PLC0415
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            trainer.should_stop = (trainer.current_epoch, batch_idx) == (1, 2)
+
+    hooks = Hooks()
+    fitted("simple", hooks, callbacks=[Stop()])
+    return [(report.step, report.whole) for report in hooks.steps if report.epoch > 0]
+
+
+def test_no_checkpoint_is_made_at_the_step_at_which_a_callback_ends_the_training(group):
+    """A run that resumed there would train the rest of the epoch, and further epochs."""
+    assert group.run(steps_before_a_callback_stops) == [[(1, True), (2, True), (3, False)]] * SIZE
+
+
 def refusal_of_an_own_loader(how):
     from lightning.pytorch import LightningDataModule  # noqa: PLC0415
 

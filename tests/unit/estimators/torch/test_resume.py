@@ -485,6 +485,31 @@ def test_the_metrics_of_an_interrupted_epoch_are_over_all_of_its_rows(group, int
         assert_equal_values(undisturbed, resumed, rel=1e-6)
 
 
+class StopAtStep2(TorchCallback):
+    """Requests the end of the training on one rank, at one step of the second epoch."""
+
+    def on_step_end(self, run, epoch, step, loss):
+        if (epoch, step, run.rank) == (1, 2, 0):
+            run.stop = True
+
+
+def train_until_a_callback_stops(interruptions):
+    world, how = session.current().world, spec(DATA, epochs=4)
+
+    def make():
+        model = network()
+        params = {"model": model, "optimizer": OPTIMIZERS["Adam"](model), "loss": functional.cross_entropy}
+        more = {"label_cols": ("y",), "schema": DATA, "callbacks": [StopAtStep2()]}
+        return PLUGIN.trainer(PLUGIN.pack({**params, **more}), how, world)
+
+    return values_of_epochs(make, source(EVEN, world.rank, world.size), how, interruptions)
+
+
+def test_a_stop_that_a_callback_requested_before_an_interruption_ends_the_resumed_training(group):
+    for undisturbed, resumed in group.run(train_until_a_callback_stops, [(1, 3), (1, 5)]):
+        assert_equal_values(undisturbed, resumed, rel=1e-6)
+
+
 def steps_of_an_epoch(first_step, batches_left):
     world, hooks = session.current().world, Hooks(first_step=first_step, first_epoch_batches=batches_left)
     make_trainer(OPTIMIZERS["Adam"], world, epochs=2).fit(source(EVEN, world.rank, world.size), None, hooks)

@@ -214,6 +214,26 @@ def test_all_ranks_have_the_commits_of_rank_0_and_resume_there(group, tmp_path):
         assert files == ["epoch-00000"], "commits within an epoch stay in memory"
 
 
+def stop_within_an_interrupted_epoch(url):
+    """Return whether each epoch goes on if rank 1 requests the end before two interruptions of the first epoch."""
+    store, trainer, commits = Store.create(url), Counting(), Commits()
+    how, communicator = spec(DATA, epochs=3), session.current()
+    hooks = RunHooks(store, "run", how, communicator, "blocks", commits=commits)
+    hooks.on_step_end(replace(step(2, trainer), wants_end=communicator.world.rank == 1), trainer)
+    kept, commits = commits.checkpoint, Commits()
+    commits.checkpoint = kept
+    hooks = RunHooks(store, "run", how, communicator, "blocks", commits=commits)
+    hooks.on_step_end(step(4, trainer), trainer)
+    path = checkpoint.publish(Fence(store, f"rank {communicator.world.rank}", 0), commits.checkpoint)
+    commits.checkpoint = checkpoint.load(store, path)
+    hooks = RunHooks(store, "run", how, communicator, "blocks", commits=commits)
+    return hooks.on_epoch_end(EpochReport(0, {"loss": (1.0, 1)}), trainer), hooks.stopped()
+
+
+def test_a_run_that_resumes_within_an_epoch_still_ends_after_it_if_a_callback_requested_that(group, tmp_path):
+    assert group.run(stop_within_an_interrupted_epoch, str(tmp_path)) == [(False, True)] * 2
+
+
 def sync_commits_of_another_generation():
     commits = Commits()
     if session.rank() == 0:
