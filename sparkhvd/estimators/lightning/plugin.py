@@ -26,6 +26,7 @@ from sparkhvd.estimators.lightning.checkpoint import best_model
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.params import LightningParams
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
+from sparkhvd.estimators.params.backend import Placement, is_elastic
 from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec, typed_params
 from sparkhvd.estimators.runs.resume_check import ModelFacts
@@ -292,6 +293,13 @@ def _check_trainer_args(trainer_args: Mapping[str, object], params: Mapping[str,
         raise ParamError(
             "trainer_args has barebones=True, which takes away the callbacks, logs and checkpoints that the estimator "
             "needs; leave it out."
+        )
+    limit = trainer_args.get("limit_train_batches")
+    takes_all = limit is None or (isinstance(limit, float) and limit == 1.0)
+    if not takes_all and is_elastic(typed_params(Placement, params)):
+        raise ParamError(
+            f"trainer_args has limit_train_batches={limit!r}. Elastic training cannot keep this number of batches of "
+            "each rank when the ranks change in an epoch; use train_steps_per_epoch, which then trains on as many rows."
         )
     flavour = flavour_of(params["model"]) or default_flavour()
     known = set(inspect.signature(import_lightning(flavour).Trainer.__init__).parameters) - {"self"}

@@ -83,6 +83,14 @@ def refused(more):
         ({"loss": torch.nn.functional.cross_entropy}, "loss is only for plain modules"),
         ({"model": torch.nn.Linear(6, 3)}, "plain Linear, which needs optimizer="),
         ({"trainer_args": {"max_epochs": 3}}, "use its parameter epochs"),
+        (
+            {"trainer_args": {"limit_train_batches": 8}, "backend": "local", "min_num_proc": 1},
+            "use train_steps_per_epoch",
+        ),
+        (
+            {"trainer_args": {"limit_train_batches": 0.5}, "backend": "local", "max_num_proc": 4},
+            "use train_steps_per_epoch",
+        ),
         ({"trainer_args": {"max_epoch": 3}}, "'max_epoch', which Lightning's Trainer does not take"),
         ({"trainer_args": {"enable_checkpointing": False}}, "use its parameter checkpoints"),
         ({"callbacks": "best"}, "Both checkpoints=Checkpoints(best='loss') and ModelCheckpoint(monitor='val_loss')"),
