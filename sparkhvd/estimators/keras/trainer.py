@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -136,15 +135,16 @@ class KerasTrainer:
             statistics,
             current,
             saves_within,
-            self._spec.epochs,
             hooks.metrics[session.current().world.rank :: session.current().world.size],
         )
         end = _EpochEnd(begin, data, hooks, self, seeds)
         saving = self._saving(hooks)
-        callbacks = [begin, *self._package.callbacks, *(() if saving is None else saving.callbacks), end]
+        own = () if saving is None else saving.callbacks
+        callbacks = _CallbacksOfOneTraining([begin, *self._package.callbacks, *own, end], self._model)
 
         def fit(first: int, last: int) -> None:
             with self._device(), _own_failures():
+                callbacks.set_params({"verbose": 0, "epochs": self._spec.epochs, "steps": len(data)})
                 self._model.fit(
                     data,
                     validation_data=validation,
@@ -169,6 +169,7 @@ class KerasTrainer:
                 first = self._spec.epochs if end.ended else first + 1
             if first < self._spec.epochs:
                 fit(first, self._spec.epochs)
+            callbacks.end()
         finally:
             if saving is not None:
                 saving.close()
@@ -233,6 +234,32 @@ class _EpochMetrics:
     times: StepTimes = field(default_factory=StepTimes)
 
 
+class _CallbacksOfOneTraining(keras.callbacks.CallbackList):  # type: ignore[misc]  # keras has no types
+    """Begins and ends the training once, although a run that resumes within an epoch calls ``fit`` twice.
+
+    ``EarlyStopping`` would forget what it has seen in that epoch, and ``CSVLogger`` would write over its row.
+    """
+
+    def __init__(self, callbacks: Sequence[keras.callbacks.Callback], model: keras.Model) -> None:
+        super().__init__(callbacks, add_history=True, model=model)
+        self._has_begun = False
+        self._logs: Logs = None
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            super().on_train_begin(logs)
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        """Keep the logs of a ``fit``, which may not be the last one."""
+        self._logs = logs
+
+    def end(self) -> None:
+        """Call what the callbacks do at the end of the training, if it has begun."""
+        if self._has_begun:
+            super().on_train_end(self._logs)
+
+
 class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
     """Runs before the user's callbacks: sets the epoch, undoes empty steps, and averages the logs over all ranks."""
 
@@ -245,11 +272,9 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         statistics: LayerStatistics,
         current: CurrentBatch,
         saves_within: bool,
-        epochs: int,
         earlier_metrics: Sequence[bytes],
     ) -> None:
         super().__init__()
-        self._epochs = epochs
         self._earlier_metrics = earlier_metrics  # which this rank takes over in the epoch that the run resumes within
         self._statistics = statistics
         self._current = current
@@ -272,11 +297,6 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         self.sums = MetricSums(model)
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        """Set the number of epochs for all callbacks; the ``fit`` of an interrupted epoch knows its own end only."""
-        params["epochs"] = self._epochs
-        super().set_params(params)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
         self._data.epoch = epoch

@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
         if (control := split_off_template(offer, options.warm_seconds, connection, threads)) is not None:
             connection, inbox = _connect(control)
     try:
-        spec = inbox.get()
+        spec = pickle.loads(inbox.get())
         if not isinstance(spec, WorkerSpec):
             raise TypeError(f"The task sent {type(spec).__name__} instead of a WorkerSpec.")
         return _run_job(spec, connection, inbox)
@@ -90,15 +90,19 @@ def main(arguments: list[str]) -> int:
         remove_scratch(scratch_folder())  # the task, which removes it otherwise, may have ended
 
 
-def _connect(control: int) -> tuple[Connection, queue.SimpleQueue[object]]:
-    """Return this worker's private socket, and the queue of what its task sends."""
+def _connect(control: int) -> tuple[Connection, queue.SimpleQueue[bytes]]:
+    """Return this worker's private socket, and the queue of what its task sends, pickled.
+
+    The main thread unpickles: another one might import modules while a template is forked, which would have parts of
+    them only.
+    """
     connection = Connection(control)
-    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_watch_task, args=(connection, inbox), name="sparkhvd-task-watch", daemon=True).start()
     return connection, inbox
 
 
-def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[object]) -> int:
+def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[bytes]) -> int:
     export({**dict(spec.variables), IMPORT_PATH: spec.import_path})
     _configure_logging(int(dict(spec.variables)["SPARKHVD_LOG_LEVEL"]))
     session.set_launch_context(spec.context, lambda: connection.send_bytes(pickle.dumps(Joined())), spec.commits)
@@ -119,7 +123,7 @@ def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[
     connection.send_bytes(pickle.dumps(report))
     # A failing rank stays connected until its failure is noted: otherwise the others' loss of it could be noted first.
     with contextlib.suppress(queue.Empty):
-        while not isinstance(message := inbox.get(timeout=_LEAVE_SECONDS), Leave):
+        while not isinstance(message := pickle.loads(inbox.get(timeout=_LEAVE_SECONDS)), Leave):
             continue
         if isinstance(report, Returned):
             _dump_stacks_after(message.seconds)
@@ -254,14 +258,14 @@ def _lost_a_peer(error: BaseException | None) -> bool:
     return False
 
 
-def _watch_task(connection: Connection, inbox: queue.SimpleQueue[object]) -> None:
+def _watch_task(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
     """Hand on what the task sends; when its end of the socket closes, end this whole process group with it.
 
     The kernel's parent-death signal would not help: it ends this process alone, and its children would live on.
     """
     while True:
         try:
-            inbox.put(pickle.loads(connection.recv_bytes()))
+            inbox.put(connection.recv_bytes())
         except (EOFError, OSError):
             remove_scratch(scratch_folder())
             os.killpg(0, signal.SIGKILL)

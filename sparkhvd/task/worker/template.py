@@ -8,6 +8,7 @@ its socket, which says what it has imported. It ends with the executor or the dr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import importlib
 import logging
@@ -46,6 +47,7 @@ _DESCRIPTORS = 4
 # Each holds the memory of its imports: as many as there are frameworks with an estimator.
 _MOST_TEMPLATES = 3
 _SOCKETS = Path("/proc/net/unix")
+_PIDFD_OPEN = 434  # the number of the system call on every platform but Alpha
 # Threads of Arrow's allocator, which starts them again after a fork.
 _RESTARTED_THREADS = frozenset({"jemalloc_bg_thd"})
 
@@ -181,12 +183,22 @@ class Templates:
 
 def _offer(origin: Origin, listener: socket.socket) -> Offer | None:
     try:
-        offer = Offer(listener, os.pidfd_open(origin.owner))
+        offer = Offer(listener, _descriptor_of(origin.owner))
     except OSError:  # the owner has just ended, or the kernel is older than Linux 5.3
         listener.close()
         return None
     _end_oldest(origin.owner, _MOST_TEMPLATES - 1)
     return offer
+
+
+def _descriptor_of(process: int) -> int:
+    """Return a descriptor of a process; a Python that was built on an old Linux, as conda's, lacks ``pidfd_open``."""
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(process)
+    descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, process, 0))
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), f"process {process} cannot be watched")
+    return descriptor
 
 
 def _end_oldest(owner: int, spared: int) -> None:

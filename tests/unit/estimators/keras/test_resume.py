@@ -256,6 +256,36 @@ def test_the_learning_rate_continues_in_an_epoch_that_other_ranks_began(group):
         assert rest == pytest.approx(whole[14:])
 
 
+class Calls(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def on_train_begin(self, logs=None):
+        self.noted.append("begin")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.noted.append((epoch, self.params["steps"], self.params["epochs"]))
+
+    def on_train_end(self, logs=None):
+        self.noted.append(sorted(logs))
+
+
+def calls_within_an_epoch():
+    """Return what a callback sees of the rest of the second epoch and of the third."""
+    whole = source(EVEN, session.current().world.rank)
+    rows_left = Begun(whole.schema, whole.columns, whole.mine, whole.everyones)
+    packed = PLUGIN.pack(parameters(callbacks=[Calls()]))
+    trainer = PLUGIN.trainer(packed, spec(DATA, epochs=3), session.current().world)
+    trainer.fit(rows_left, None, Hooks(first_epoch=1, first_epoch_batches=6))
+    return trainer._package.callbacks[0].noted
+
+
+def test_callbacks_see_one_training_although_it_resumes_within_an_epoch(group):
+    for noted in group.run(calls_within_an_epoch):
+        assert noted == ["begin", (1, 6, 3), (2, 10, 3), ["accuracy", "loss"]]
+
+
 def continue_within_an_epoch(kind):
     """Train three epochs at once; and up to the middle of the second, resumed there by another trainer."""
     world = session.current().world

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -80,14 +83,14 @@ def spawn(*preload: str, seconds: float = WARM_SECONDS, log: Lines | None = None
     return worker
 
 
-def start(worker: WorkerProcess, fn: Callable[..., object], *args: object) -> None:
-    worker.send(WorkerSpec(LaunchContext(), cloudpickle.dumps((fn, args, {})), VARIABLES, None))
+def start(worker: WorkerProcess, fn: Callable[..., object], *args: object, commits: Any = None) -> None:
+    worker.send(WorkerSpec(LaunchContext(), cloudpickle.dumps((fn, args, {})), VARIABLES, None, commits))
     assert worker.events.get(timeout=60.0) == Ready()
 
 
-def result(worker: WorkerProcess, fn: Callable[..., object], *args: object) -> object:
+def result(worker: WorkerProcess, fn: Callable[..., object], *args: object, commits: Any = None) -> object:
     """Run ``fn`` in the worker, which then ends."""
-    start(worker, fn, *args)
+    start(worker, fn, *args, commits=commits)
     assert isinstance(worker.events.get(timeout=60.0), FnEnded)
     report = worker.events.get(timeout=60.0)
     worker.send(Leave(10.0))
@@ -110,6 +113,20 @@ def test_the_next_worker_is_forked_with_the_imports_of_the_first(imported):
         again, own = result(spawn(imported), where_imported)
         assert again == first
         assert own != first
+
+
+def test_a_template_is_forked_while_no_other_thread_imports(imported, tmp_path):
+    (tmp_path / "slowly_imported.py").write_text("import time\ntime.sleep(1)\ndef nothing(): ...\n")
+    nothing = importlib.import_module("slowly_imported").nothing
+
+    class Commits:
+        """Imports the module where it is unpickled."""
+
+        def __reduce__(self):
+            return nothing, ()
+
+    (first, _), (again, _) = [result(spawn(imported), where_imported, commits=Commits()) for _ in range(2)]
+    assert first == again
 
 
 def test_without_warm_seconds_every_worker_imports_by_itself(imported):
@@ -356,6 +373,18 @@ def test_a_template_of_a_spark_task_outlives_the_task_and_ends_with_the_executor
         assert template() == left, "another task of the executor finds it"
         executor.kill()
         assert psutil.wait_procs([left], timeout=20.0)[1] == []
+
+
+def test_a_process_is_watched_by_a_python_without_pidfd_open(monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as watched:
+        descriptor = template_module._descriptor_of(watched.pid)
+        assert not select.select([descriptor], [], [], 0)[0]
+        watched.kill()
+        assert select.select([descriptor], [], [], 20.0)[0]
+        os.close(descriptor)
+    with pytest.raises(ProcessLookupError, match=f"process {watched.pid} cannot be watched"):
+        template_module._descriptor_of(watched.pid)
 
 
 def test_processes_of_another_user_are_neither_served_nor_asked(monkeypatch):
