@@ -46,6 +46,7 @@ settings.load_profile("repeatable")
 
 # Every descendant of this process has this mark in its environment, even after it has lost its parent.
 _MARK = "SPARKHVD_TEST_RUN"
+_CURRENT_TEST = "PYTEST_CURRENT_TEST"  # a variable of pytest's, which it sets and removes itself
 # The time that a thread, process or file may still take to end.
 _GRACE_SECONDS = float(os.environ.get("SPARKHVD_TEST_LEAK_GRACE", "10"))
 # Spark's JVM and its pool of Python workers serve later tests; multiprocessing's tracker lives as long as this process.
@@ -121,12 +122,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @contextmanager
 def _without_the_name_of_the_test() -> Iterator[None]:
     """Hide it from the processes that a test starts: a warm process forks ranks only in its own environment."""
-    name = os.environ.pop("PYTEST_CURRENT_TEST", None)
+    name = os.environ.get(_CURRENT_TEST)
     try:
+        if name is not None:
+            os.environ[_CURRENT_TEST] = "a test"
         yield
     finally:
         if name is not None:
-            os.environ["PYTEST_CURRENT_TEST"] = name
+            os.environ[_CURRENT_TEST] = name
 
 
 @pytest.hookimpl(wrapper=True)
