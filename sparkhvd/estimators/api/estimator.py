@@ -542,7 +542,7 @@ def _refuse_longer_run(run_id: str, epochs: int, last: Checkpoint | None) -> Non
 
 
 def _train_spec(run: RunPlan, schema: DataSchema) -> TrainSpec:
-    cache = row_cache(run)
+    cache, elastic = row_cache(run), is_elastic(run)
     return TrainSpec(
         schema=schema,
         epochs=run.epochs,
@@ -562,6 +562,6 @@ def _train_spec(run: RunPlan, schema: DataSchema) -> TrainSpec:
         log_every_n_steps=run.log_every_n_steps,
         use_gpu=run.use_gpu,
         model=run.facts,
-        shards=run.num_proc if is_elastic(run) and run.elastic_batch == "global" else None,
-        elastic=is_elastic(run),
+        shards=run.num_proc if elastic and run.elastic_batch == "global" else None,
+        elastic=elastic,
     )

@@ -387,7 +387,7 @@ def test_a_process_is_watched_by_a_python_without_pidfd_open(monkeypatch):
         template_module._descriptor_of(watched.pid)
 
 
-def test_processes_of_another_user_are_neither_served_nor_asked(monkeypatch):
+def test_a_template_of_another_user_is_not_asked_for_workers(monkeypatch):
     result(spawn(), os.getpid)
     left = template()
     monkeypatch.setattr(template_module, "_credentials", lambda _: (left.pid, os.geteuid() + 1))
