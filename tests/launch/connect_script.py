@@ -96,10 +96,20 @@ def interrupted_with_slow_rows(spark: SparkSession, folder: str) -> list[list[in
     running = threading.Thread(target=run, name="tagged")
     running.start()
     wait_for_files(Path(folder), 2)
-    time.sleep(2)  # a task that waited for the other through Spark would wait by now
+    wait_for(lambda: any(serves_itself(process) for process in psutil.Process(before[0]).children(True)), 120.0)
     spark.interruptTag("rows")
     running.join(60)
     return [before, sparkhvd.run(executor, num_proc=2, spark=spark)]
+
+
+def serves_itself(process: psutil.Process) -> bool:
+    """Tell whether a process is connected to its own server, as task 0 is while it waits for the rows of the others."""
+    try:
+        connections = process.net_connections("tcp")
+    except psutil.Error:  # it has ended
+        return False
+    ports = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+    return any(one.raddr.port in ports for one in connections if one.status == psutil.CONN_ESTABLISHED)
 
 
 def left_by_interrupt(folder: Path) -> list[int]:
