@@ -55,7 +55,7 @@ _LASTING_THREAD_MODULES = ("py4j", "pyspark")
 # fsspec's event loop and thread pool live as long as the process.
 _LASTING_THREAD_NAMES = ("fsspecIO", "asyncio_")
 _OWN_NATIVE_THREADS = ("shvd", "sparkhvd")  # the kernel lists the core's threads by these names
-# Variables that pytest, pyspark and the imports of Lightning and TensorFlow set for the life of a process.
+# Variables that pytest, pyspark and the imports of Lightning, TensorFlow and JAX set for the life of a process.
 _LASTING_VARIABLES = (
     "PYTEST_",
     "SPARK_AUTH_SOCKET_TIMEOUT",
@@ -63,6 +63,8 @@ _LASTING_VARIABLES = (
     "SPARK_ENV_LOADED",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "ENABLE_RUNTIME_UPTIME_TELEMETRY",
+    "TF_CPP_MIN_LOG_LEVEL",
+    "TPU_SKIP_MDS_QUERY",
     "HDF5_PLUGIN_PATH",
     "KMP_",
     "TF2_BEHAVIOR",

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 from sparkhvd._core import CoreError, Operation
 from sparkhvd.comm.failures import translate, translated
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import CollectiveError, DeadlineExceededError, NotInitializedError
+from sparkhvd.errors import CollectiveError, ConfigError, DeadlineExceededError, NotInitializedError
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -172,3 +172,25 @@ class Handle(Generic[T]):
 
     def _result(self) -> T:
         return self.known if self.finish is None else self.finish()  # type: ignore[return-value]  # T may be None
+
+
+def poll(handle: Handle[T]) -> bool:
+    """Return whether ``synchronize(handle)`` would return at once."""
+    return _checked(handle).done()
+
+
+def synchronize(handle: Handle[T]) -> T:
+    """Wait for an asynchronous collective and return its result.
+
+    Raises:
+        MismatchError: the ranks disagree on shape, dtype, operation or root.
+        PeerLostError: a participating rank is lost.
+        DeadlineExceededError: some ranks did not take part in time.
+    """
+    return _checked(handle).wait()
+
+
+def _checked(handle: Handle[T]) -> Handle[T]:
+    if not isinstance(handle, Handle):
+        raise ConfigError(f"{handle!r} is not a handle; pass the return value of an *_async function.")
+    return handle

@@ -25,7 +25,7 @@ from sparkhvd.tensorflow.operations import (
     join,
     reducescatter,
 )
-from sparkhvd.tensorflow.states import allgather_object, broadcast_object, broadcast_variables
+from sparkhvd.tensorflow.states import broadcast_variables
 from sparkhvd.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
@@ -34,12 +34,10 @@ __all__ = [
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",
     "allgather",
-    "allgather_object",
     "allreduce",
     "alltoall",
     "barrier",
     "broadcast",
-    "broadcast_object",
     "broadcast_variables",
     "elastic",
     "grouped_allgather",

@@ -1,18 +1,16 @@
-"""Broadcast and gather of variables and Python objects."""
+"""Broadcast of variables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
-from sparkhvd.comm import objects, session
+from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import Array
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.tensorflow.tensors import array_of, outside_graph, without_autograph
-
-T = TypeVar("T")
 
 
 @without_autograph
@@ -43,32 +41,6 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, process_se
     received = outside_graph(run, values, [(value.dtype, value.shape) for value in values])
     for target, value in zip(targets, received, strict=True):
         target.assign(value)
-
-
-def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None) -> T:
-    """Return the object of ``root_rank`` on every rank; the objects of the other ranks are ignored.
-
-    Args:
-        obj: any object that cloudpickle can pickle.
-        root_rank: the rank whose object is sent.
-        name: the operation's name, equal on all ranks.
-        process_set: the ranks that take part, all by default.
-    """
-    communicator = session.current()
-    return objects.broadcast_object(
-        communicator, obj, root_rank, name=name or "broadcast_object", process_set=process_set
-    )
-
-
-def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet | None = None) -> list[T]:
-    """Return the objects of all ranks, in rank order, on every rank.
-
-    Args:
-        obj: any object that cloudpickle can pickle.
-        name: the operation's name, equal on all ranks.
-        process_set: the ranks that take part, all by default.
-    """
-    return objects.allgather_object(session.current(), obj, name=name or "allgather_object", process_set=process_set)
 
 
 def _native_variable(variable: Any) -> tf.Variable:

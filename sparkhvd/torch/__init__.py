@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sparkhvd.comm import interface
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.handle import Handle, poll, synchronize
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.compat.horovod import missing
 from sparkhvd.errors import MismatchError, PeerLostError
@@ -38,15 +38,13 @@ from sparkhvd.torch.ops.operations import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     join,
-    poll,
     reducescatter,
     reducescatter_async,
     sparse_allreduce,
     sparse_allreduce_async,
-    synchronize,
 )
 from sparkhvd.torch.optimizer.distributed_optimizer import DistributedOptimizer
-from sparkhvd.torch.states import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from sparkhvd.torch.states import broadcast_optimizer_state, broadcast_parameters
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm
 
 Adasum = ReduceOp.ADASUM
@@ -62,7 +60,6 @@ __all__ = [
     "SyncBatchNorm",
     "allgather",
     "allgather_async",
-    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -74,7 +71,6 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "elastic",

@@ -1,52 +1,20 @@
-"""Broadcast and gather of parameters, optimizer states and Python objects."""
+"""Broadcast of parameters and optimizer states."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from sparkhvd.comm import objects, session
+from sparkhvd.comm import session
 from sparkhvd.comm.collectives.options import SubmitOptions
+from sparkhvd.comm.interface import broadcast_object
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.ops.calls import Call, every
 from sparkhvd.torch.ops.movements import Broadcast
-
-T = TypeVar("T")
-
-
-def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None) -> T:
-    """Return the object of ``root_rank`` on every rank; the objects of the other ranks are ignored.
-
-    Args:
-        obj: any object that cloudpickle can pickle.
-        root_rank: the rank whose object is sent.
-        name: the operation's name, equal on all ranks.
-        process_set: the ranks that take part, all by default.
-
-    Raises:
-        CollectiveError: on every rank, when the root's object cannot be pickled.
-    """
-    return objects.broadcast_object(
-        session.current(), obj, root_rank, name=name or "broadcast_object", process_set=process_set
-    )
-
-
-def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet | None = None) -> list[T]:
-    """Return the objects of all ranks, in rank order, on every rank.
-
-    Args:
-        obj: any object that cloudpickle can pickle.
-        name: the operation's name, equal on all ranks.
-        process_set: the ranks that take part, all by default.
-
-    Raises:
-        CollectiveError: on every rank, when an object cannot be pickled.
-    """
-    return objects.allgather_object(session.current(), obj, name=name or "allgather_object", process_set=process_set)
 
 
 def broadcast_parameters(

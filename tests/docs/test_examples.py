@@ -58,6 +58,23 @@ def test_run_function_adds_up_a_tensor_over_the_ranks(spark: SparkSession, tmp_p
     assert "[1]<stdout>:I have [11.0, 11.0, 11.0], all 2 ranks together have [21.0, 21.0, 21.0]" in shown
 
 
+@pytest.mark.spark
+def test_jax_digits_are_recognized_as_well_by_two_ranks_as_by_one(spark: SparkSession, tmp_path: Path) -> None:
+    shown = [_run_in(spark, tmp_path, "jax_digits.py", "--num-proc", ranks, "--epochs", "5") for ranks in ("1", "2")]
+    losses = [tuple(map(float, re.findall(r"([\d.]+) in the", one))) for one in shown]
+    assert losses[0] == pytest.approx(losses[1], abs=0.002)
+    assert losses[0][1] < losses[0][0] / 2
+    accuracies = [float(re.search(r"held-out accuracy, \d ranks: ([\d.]+)%", one)[1]) for one in shown]
+    assert min(accuracies) > 70, "ten digits; by chance a tenth would be right"
+
+
+@pytest.mark.spark
+def test_scikit_learn_digits_averages_the_weights_of_the_ranks(spark: SparkSession, tmp_path: Path) -> None:
+    shown = _run_in(spark, tmp_path, "scikit_learn_digits.py", "--num-proc", "2", "--epochs", "5")
+    assert "the ranks have the same model: True" in shown
+    assert float(re.search(r"held-out accuracy, 2 ranks: ([\d.]+)%", shown)[1]) > 70
+
+
 def test_synthetic_benchmark_prints_images_per_second_per_rank_and_in_total(tmp_path: Path) -> None:
     small = ["--width", "4", "--image-size", "32", "--batch-size", "2", "--num-classes", "10"]
     short = ["--num-warmup-batches", "1", "--num-batches-per-iter", "1", "--num-iters", "2"]

@@ -24,6 +24,7 @@ from sparkhvd.comm.collectives.options import ReduceKeywords, SubmitKeywords, Su
 from sparkhvd.comm.collectives.raw import Gathered
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.errors import ConfigError
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -58,7 +59,7 @@ def allreduce_async(
         out: receives the result, a new array by default; ``array`` itself works in place.
     """
     array = _contiguous(array)
-    target = np.empty_like(array) if out is None else out
+    target = _result_array(array, out)
     handle = raw.reduce_buffer(
         me,
         buffer_of(array, "The array to reduce"),
@@ -183,10 +184,18 @@ def broadcast_async(
         out: receives the result, a new array by default; ``array`` itself works in place.
     """
     array = _contiguous(array)
-    target = np.empty_like(array) if out is None else out
+    target = _result_array(array, out)
     source, destination = buffer_of(array, "The array to send"), buffer_of(target, "The array for the result")
     handle = raw.broadcast_buffer(me, source, destination, root, SubmitOptions(**options))
     return handle.with_result(target)
+
+
+def _result_array(array: Array, out: Array | None) -> Array:
+    if out is None:
+        return np.empty_like(array)
+    if not out.flags.writeable:  # the core would write into its memory all the same
+        raise ConfigError("The array for the result is read-only; pass a writable one.")
+    return out
 
 
 def _own_rows(me: HasChannels, array: Array, process_set: ProcessSet | None) -> Array:

@@ -47,6 +47,11 @@ class Buffer(NamedTuple):
     device: tuple[int, int] | None = None
 
 
+def label_of(what: str, name: str | None) -> str:
+    """Return the label of a tensor or array in error messages."""
+    return f"{what} {name!r}" if name else f"The {what.lower()}"
+
+
 def buffer_of(array: Array, what: str) -> Buffer:
     """Return the memory of a C-contiguous array, without a copy.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from sparkhvd._core import CoreError, Operation
-from sparkhvd._util.counts import counted
+from sparkhvd._util.counts import counted, is_count
 from sparkhvd.comm.channel import Channel, HasChannels
 from sparkhvd.comm.collectives.buffers import Buffer, ReduceOp
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
@@ -55,7 +55,7 @@ def reduce_buffer(
     me: HasChannels, source: Buffer, target: Buffer, reduction: Reduction = _MEAN, options: SubmitOptions = _ANY
 ) -> Handle[None]:
     """Start an allreduce of ``source`` into ``target`` of the same shape and dtype, which may be the same memory."""
-    _require_same_form(source, target)
+    _require_same_form("An allreduce", source, target)
     channel = me.channel(options.process_set)
     return channel.handle(*_submitted("allreduce", channel, source, target, reduction, options))
 
@@ -94,7 +94,7 @@ def reduce_buffers(
 ) -> Handle[None]:
     """Start an allreduce of every source into its target; all run together, or none if the ranks disagree."""
     for source, target in pairs:
-        _require_same_form(source, target)
+        _require_same_form("An allreduce", source, target)
     return _reduced_together("grouped_allreduce", me.channel(options.process_set), pairs, reduction, options)
 
 
@@ -168,13 +168,15 @@ def alltoall_buffer(
                 "ranks; pass splits."
             )
         splits = [source.shape[0] // channel.size] * channel.size
+    elif not all(is_count(rows, 0) for rows in splits):
+        raise ConfigError(f"splits must hold one number of rows, at least 0, per rank, got {list(splits)}.")
     name = channel.named("alltoall", options.name)
     with translated():
         operation = channel.engine.alltoall(
             name,
             source.address,
             source.shape,
-            list(splits),
+            [int(rows) for rows in splits],
             source.dtype,
             source.owner,
             options.with_waiter,
@@ -187,6 +189,7 @@ def broadcast_buffer(
     me: HasChannels, source: Buffer, target: Buffer, root: int = 0, options: SubmitOptions = _ANY
 ) -> Handle[None]:
     """Start copying the ``source`` of rank ``root``, a rank of the job, into the ``target`` of all ranks."""
+    _require_same_form("A broadcast", source, target)
     channel = me.channel(options.process_set)
     engine_root = channel.engine_rank_of(root)
     name = channel.named("broadcast", options.name)
@@ -279,10 +282,10 @@ def _reduced_together(
     return channel.handle(name, PendingGroup(tuple(operations)))
 
 
-def _require_same_form(source: Buffer, target: Buffer) -> None:
+def _require_same_form(what: str, source: Buffer, target: Buffer) -> None:
     if source.shape != target.shape or source.dtype != target.dtype:
         raise ConfigError(
-            f"An allreduce of {source.dtype}{list(source.shape)} cannot go into "
+            f"{what} of {source.dtype}{list(source.shape)} cannot go into "
             f"{target.dtype}{list(target.shape)}; pass buffers of the same shape and dtype."
         )
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from sparkhvd._util.counts import is_count
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.process_sets import ProcessSet
@@ -195,8 +194,6 @@ def alltoall(
     if splits is None:
         return Call(Alltoall(tensor, None, SubmitOptions(name, process_set)), first)
     row_counts = tuple(splits.tolist() if isinstance(splits, torch.Tensor) else splits)
-    if not all(is_count(rows, 0) for rows in row_counts):
-        raise ConfigError(f"splits must hold one number of rows, at least 0, per rank, got {list(row_counts)}.")
     return Call(
         Alltoall(tensor, row_counts, SubmitOptions(name, process_set)), lambda outputs, _: (outputs[0], outputs[1])
     )

@@ -9,13 +9,14 @@ from typing import TypeVar
 import torch
 
 from sparkhvd.comm import session
+from sparkhvd.comm.collectives.buffers import label_of
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.collectives.raw import Gathered
 from sparkhvd.comm.handle import Handle
 from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, for_gradient
 from sparkhvd.torch.ops.devices import by_nccl, in_stream_order
 from sparkhvd.torch.ops.reductions import Allreduce
-from sparkhvd.torch.ops.tensors import buffer_of, bytes_of, has_dtype, label_of, require_contiguous, stage, tensor_of
+from sparkhvd.torch.ops.tensors import buffer_of, bytes_of, has_dtype, require_contiguous, stage, tensor_of
 
 T = TypeVar("T")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 
 from sparkhvd.comm import session
-from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp, label_of
 from sparkhvd.comm.collectives.options import SubmitOptions
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.process_sets import ProcessSet
@@ -16,9 +14,7 @@ from sparkhvd.torch.ops import collectives, plain
 from sparkhvd.torch.ops.calls import asynchronous, asynchronous_in_place, blocking, compression_at, in_place
 from sparkhvd.torch.ops.devices import join_device
 from sparkhvd.torch.ops.sparse import SparseSum
-from sparkhvd.torch.ops.tensors import buffer_of, label_of
-
-T = TypeVar("T")
+from sparkhvd.torch.ops.tensors import buffer_of
 
 allreduce = blocking(compression_at(3, collectives.allreduce))
 allreduce_async = asynchronous(collectives.allreduce)
@@ -108,25 +104,3 @@ def join(device: int | None = None, process_set: ProcessSet | None = None) -> in
     """
     communicator = session.current()
     return communicator.join(process_set=process_set, device=join_device(communicator.channel(process_set), device))
-
-
-def poll(handle: Handle[T]) -> bool:
-    """Return whether ``synchronize(handle)`` would return at once."""
-    return _checked(handle).done()
-
-
-def synchronize(handle: Handle[T]) -> T:
-    """Wait for an asynchronous collective and return its result.
-
-    Raises:
-        MismatchError: the ranks disagree on shape, dtype, operation or root.
-        PeerLostError: a participating rank is lost.
-        DeadlineExceededError: some ranks did not take part in time.
-    """
-    return _checked(handle).wait()
-
-
-def _checked(handle: Handle[T]) -> Handle[T]:
-    if not isinstance(handle, Handle):
-        raise ConfigError(f"{handle!r} is not a handle; pass the return value of an *_async function.")
-    return handle

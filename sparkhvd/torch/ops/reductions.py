@@ -8,14 +8,14 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from sparkhvd.comm import session
-from sparkhvd.comm.collectives.buffers import Buffer, ReduceOp
+from sparkhvd.comm.collectives.buffers import Buffer, ReduceOp, label_of
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.handle import Handle
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import Compressor, NoneCompressor
 from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, for_gradient
 from sparkhvd.torch.ops.devices import in_stream_order, reduced_by_nccl, scale, scaled
-from sparkhvd.torch.ops.tensors import buffer_of, label_of, plain_buffer, require_contiguous, stage
+from sparkhvd.torch.ops.tensors import buffer_of, plain_buffer, require_contiguous, stage
 
 T = TypeVar("T")
 

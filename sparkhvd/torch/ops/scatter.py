@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from sparkhvd.comm import session
-from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp, label_of
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.collectives.raw import rows_of
 from sparkhvd.comm.handle import Handle
@@ -17,7 +17,7 @@ from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, for_gra
 from sparkhvd.torch.ops.devices import in_stream_order, reduced_by_nccl, scale, scaled
 from sparkhvd.torch.ops.movements import Allgather
 from sparkhvd.torch.ops.reductions import Part, require_gradient, with_own_scales
-from sparkhvd.torch.ops.tensors import buffer_of, label_of, stage
+from sparkhvd.torch.ops.tensors import buffer_of, stage
 
 T = TypeVar("T")
 

@@ -49,11 +49,6 @@ class Staged:
         return self.tensor
 
 
-def label_of(what: str, name: str | None) -> str:
-    """Return the label of a tensor in error messages."""
-    return f"{what} {name!r}" if name else f"The {what.lower()}"
-
-
 def stage(tensor: torch.Tensor, what: str, *, on_device: bool = False) -> Staged:
     """Return contiguous memory with the values of ``tensor``: on the tensor's device if ``on_device``, else on the CPU.
 

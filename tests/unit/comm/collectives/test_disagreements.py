@@ -113,6 +113,30 @@ def test_an_array_with_gaps_is_copied_as_input_and_refused_as_output(group):
         assert total == [[0.0, 6.0], [12.0, 18.0], [24.0, 30.0]]
 
 
+def write_where_results_cannot_go():
+    me = session.current()
+    fixed = np.ones(2, np.float32)
+    fixed.flags.writeable = False
+    short, ones = np.ones(1, np.float32), np.ones(2, np.float32)
+    refusals = [
+        refusal(lambda collective=collective, out=out: collective(ones, out=out))
+        for collective in (me.allreduce, me.broadcast)
+        for out in (fixed, short)
+    ]
+    return refusals, fixed.tolist(), me.broadcast(ones * me.world.rank, 1, out=ones).tolist()
+
+
+def test_memory_that_cannot_hold_the_result_is_refused(group):
+    for refusals, kept, sent in group.run(write_where_results_cannot_go):
+        assert {kind for kind, _ in refusals} == {ConfigError.__name__}
+        (_, read_only), (_, of_allreduce), (_, also_read_only), (_, of_broadcast) = refusals
+        assert read_only == also_read_only == "The array for the result is read-only; pass a writable one."
+        assert of_allreduce.startswith("An allreduce of float32[2] cannot go into float32[1]")
+        assert of_broadcast.startswith("A broadcast of float32[2] cannot go into float32[1]")
+        assert kept == [1.0, 1.0]
+        assert sent == [1.0, 1.0]
+
+
 def test_collectives_before_init_and_after_shutdown_name_the_next_step():
     with pytest.raises(NotInitializedError, match=r"call hvd\.init\(\)"):
         session.current()
