@@ -45,6 +45,7 @@ from sparkhvd.comm.session import (
 
 T = TypeVar("T")
 
+Adasum = ReduceOp.ADASUM
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
 Min = ReduceOp.MIN
@@ -52,6 +53,7 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 __all__ = [
+    "Adasum",
     "Average",
     "Max",
     "Min",

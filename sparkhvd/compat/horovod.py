@@ -45,8 +45,6 @@ def missing(module: str, name: str, known: Iterable[str]) -> str:
     """Return the message for an attribute that a module lacks, with the closest names in ``known``."""
     if name in {"elastic", "run_elastic"}:
         return ELASTIC
-    if name == "Adasum":
-        return f"Adasum is available only in sparkhvd.torch; {module} has Average, Sum, Min, Max and Product."
     if name in _AT_THE_TOP:
         return f"{name} comes from sparkhvd itself: from sparkhvd import {name}."
     return f"module {module!r} has no attribute {name!r}. {did_you_mean(name, known)}".rstrip()

@@ -29,8 +29,10 @@ def gradient_exchange(  # noqa: PLR0917
         ConfigError: the settings contradict each other, or Keras runs on a backend other than TensorFlow and PyTorch.
     """
     backend = keras.config.backend()
-    if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:  # Adasum combines steps; only sparkhvd.torch supports it
-        raise UnsupportedError(f"Gradients can be combined with op=Average or op=Sum, not {op}.")
+    if op not in {ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM}:
+        raise UnsupportedError(f"Gradients can be combined with op=Average, op=Sum or op=Adasum, not {op}.")
+    if predivide != 1.0 and op is not ReduceOp.AVERAGE:
+        raise ConfigError(f"gradient_predivide_factor={predivide} needs op=Average, not {op}.")
     if backend == "tensorflow":
         from sparkhvd.tensorflow.compression import Compression  # noqa: PLC0415  (only the backend in use is imported)
         from sparkhvd.tensorflow.gradients import GradientExchange  # noqa: PLC0415

@@ -124,6 +124,40 @@ class ExchangingOptimizer:
         return [next(local if own else shared) for own in is_local]
 
 
+class DeltaOptimizer(ExchangingOptimizer):
+    """A mixin that ``DistributedOptimizer(op=Adasum)`` adds to the class of the optimizer that it wraps.
+
+    Every rank takes a step from its own gradients, and Adasum combines the steps; ``sparkhvd.torch.optimizer.delta``
+    says why. Each rank clips its own gradients. Weight decay needs no exchange, because it is the same on all ranks.
+    """
+
+    def weight_by(self, share: Callable[[], float], ends: Callable[[], bool] | None = None) -> None:
+        """Raise ``ConfigError``: Adasum does not weight ranks by their rows."""
+        del share, ends
+        raise ConfigError(
+            "An estimator weights the ranks by their rows, which op=Adasum cannot do. Wrap the optimizer with "
+            "op=Average, or train with sparkhvd.run."
+        )
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        passes = self._local.passes  # Keras has averaged the gradients of accumulated batches
+        return super(ExchangingOptimizer, self)._clip_gradients(  # type: ignore[misc]
+            grads if passes == 1 else [scaled(grad, passes) for grad in grads]
+        )
+
+    def _backend_update_step(self, grads: Sequence[Any], trainable_variables: Sequence[Any], *args: Any) -> None:
+        take_step = super()._backend_update_step  # type: ignore[misc]
+        if not exchanges_with(self._local.process_set):
+            take_step(grads, trainable_variables, *args)
+            return
+        shared = [one for one in trainable_variables if id(one) not in self._local.variables]
+        starts = [keras.ops.copy(variable) for variable in shared]
+        take_step(grads, trainable_variables, *args)
+        steps = [variable - start for variable, start in zip(shared, starts, strict=True)]
+        for variable, start, step in zip(shared, starts, self._exchange(steps), strict=True):
+            variable.assign(start + step)
+
+
 def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     optimizer: keras.optimizers.Optimizer,
     *,
@@ -148,12 +182,12 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
         compression: compresses gradients for transfer (``hvd.Compression`` of the backend).
         sparse_as_dense: whether the gradients of embeddings are converted to dense tensors; TensorFlow backend only.
         backward_passes_per_step: batches whose gradients are accumulated on the rank before they are exchanged.
-        op: ``Average`` or ``Sum`` over the ranks.
+        op: ``Average`` or ``Sum`` of the ranks' gradients, or ``Adasum`` of the steps that they take from them.
         gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
         average_aggregated_gradients: whether the gradients of accumulated batches are averaged instead of summed.
         process_set: the ranks that train this model together, all by default.
         scale_local_gradients: whether gradients of local variables (``register_local_var``) are divided by the number
-            of ranks, which makes them the gradients of the mean of all ranks' losses.
+            of ranks, which makes them the gradients of the mean of all ranks' losses; not with ``Adasum``.
 
     Raises:
         ConfigError: the settings contradict each other, or the optimizer is already distributed.
@@ -171,12 +205,13 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
         exchange = gradient_exchange(
             f"DistributedOptimizer.{name}", compression, sparse_as_dense, op, gradient_predivide_factor, process_set
         )
-        return _multiplied(exchange, passes) if passes > 1 else exchange
+        return _multiplied(exchange, passes) if passes > 1 and op != ReduceOp.ADASUM else exchange
 
     exchange = exchange_named(name or _name_without_number(optimizer))
     _set_accumulation(optimizer, backward_passes_per_step)
     kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (ExchangingOptimizer, kind), {"__module__": kind.__module__})
+    mixin = DeltaOptimizer if op == ReduceOp.ADASUM else ExchangingOptimizer
+    optimizer.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
     # object.__setattr__ bypasses Keras' tracking of attributes, which is for variables and layers.
     object.__setattr__(optimizer, "_exchange", exchange)
     object.__setattr__(optimizer, "_exchange_named", exchange_named)

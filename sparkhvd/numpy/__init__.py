@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sparkhvd.comm import interface
-from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle, poll, synchronize
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.compat.horovod import missing
@@ -42,10 +41,7 @@ from sparkhvd.numpy.operations import (
     reducescatter_async,
 )
 
-Adasum = ReduceOp.ADASUM
-
 __all__ = [
-    "Adasum",
     "Handle",
     "MismatchError",
     "PeerLostError",

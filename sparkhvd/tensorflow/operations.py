@@ -56,7 +56,7 @@ def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
             (for ``Average`` and ``Sum``), because their rows differ between ranks.
         average: deprecated, use ``op``.
         compression: compresses the tensor for transfer.
-        op: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``.
+        op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the result; equal on all ranks.
         name: the operation's name, equal on all ranks; None numbers it (in a graph, by kind and order).

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sparkhvd.comm import interface
-from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle, poll, synchronize
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.compat.horovod import missing
@@ -47,10 +46,7 @@ from sparkhvd.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from sparkhvd.torch.states import broadcast_optimizer_state, broadcast_parameters
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm
 
-Adasum = ReduceOp.ADASUM
-
 __all__ = [
-    "Adasum",
     "Compression",
     "Compressor",
     "DistributedOptimizer",

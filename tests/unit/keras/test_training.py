@@ -226,6 +226,45 @@ def train_with_more_objects_on_one_rank():
     return model.get_weights()
 
 
+def combine_steps_with_adasum(optimizer, options):
+    """Compare with a loop in which the ranks combine the changes of their weights themselves."""
+    together, alone, passes = network(), network(), options.get("backward_passes_per_step", 1)
+    part = slice(hvd.rank(), None, 2)
+    fitted(together, hvd.DistributedOptimizer(kind_of(optimizer), op=hvd.Adasum, **options), part, 8)
+
+    features, targets = (values[part] for values in rows())
+    alone.compile(optimizer=kind_of(optimizer), loss="mse", jit_compile=False)
+    kept = 1 - 0.01 * 0.1 if optimizer == "AdamW" else 1  # after the weight decay, which is not part of a step
+    for _ in range(3):
+        for batch in np.split(np.arange(24), 3 // passes):
+            starts = [weights * kept for weights in alone.get_weights()]
+            alone.train_on_batch(features[batch], targets[batch])
+            steps = hvd.allgather_object([new - old for new, old in zip(alone.get_weights(), starts, strict=True)])
+            alone.set_weights([old + adasum(*pair) for old, *pair in zip(starts, *steps, strict=True)])
+    for one, other in zip(alone.get_weights(), together.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-6)
+    return together.get_weights()
+
+
+def kind_of(name):
+    return {
+        "SGD": keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.5),
+        "AdamW": keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    }[name]
+
+
+def adasum(one, other):
+    product = (one * other).sum()
+    return (1 - product / (2 * (one * one).sum())) * one + (1 - product / (2 * (other * other).sum())) * other
+
+
+def keep_steps_of_local_layers():
+    model = network()
+    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.05), local_layers=model.layers[0], op=hvd.Adasum)
+    fitted(model, optimizer, slice(hvd.rank(), None, 2), 8)
+    return model.get_weights()
+
+
 def reduce_eagerly():
     result = hvd.allreduce(keras.ops.ones((2,)) * hvd.rank(), op=hvd.Sum, name="eager")
     assert keras.ops.convert_to_numpy(result).tolist() == [1.0, 1.0]
@@ -242,6 +281,22 @@ def reduce_eagerly():
 )
 def test_ranks_are_one_big_batch(group, options):
     group.run(one_big_batch, options)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_adasum_combines_the_steps_of_the_ranks(group, optimizer):
+    first, second = group.run(combine_steps_with_adasum, optimizer, {})
+    assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_adasum_combines_steps_from_the_gradients_of_several_batches(group):
+    passes = {"backward_passes_per_step": 3, "average_aggregated_gradients": True}
+    group.run(combine_steps_with_adasum, "SGD", passes)
+
+
+def test_adasum_leaves_the_steps_of_local_layers_to_the_rank(group):
+    first, second = group.run(keep_steps_of_local_layers)
+    assert [np.array_equal(one, other) for one, other in zip(first, second, strict=True)] == [False, False, True, True]
 
 
 def test_gradients_may_travel_compressed(group):
@@ -287,9 +342,20 @@ def test_invalid_settings_are_rejected():
     wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     for make, message in [
         (lambda: hvd.DistributedOptimizer(wrapped), "already distributed"),
-        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Max), "Average or op=Sum"),
+        (
+            lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Max),
+            "op=Average, op=Sum or op=Adasum, not max",
+        ),
         (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=0), "at least 1"),
         (lambda: hvd.DistributedOptimizer("sgd"), "not a Keras optimizer"),
+        (
+            lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Adasum, gradient_predivide_factor=2.0),
+            "needs op=Average",
+        ),
+        (
+            lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Adasum).weight_by(lambda: 0.5),
+            "which op=Adasum cannot do",
+        ),
     ]:
         with pytest.raises(ConfigError, match=message):
             make()

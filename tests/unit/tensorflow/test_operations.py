@@ -391,5 +391,3 @@ def test_a_local_layer_of_a_tape_must_be_built():
 def test_graphs_and_sessions_of_tensorflow_1_are_rejected_at_once():
     with tf.Graph().as_default(), pytest.raises(ConfigError, match="move the training step"):
         hvd.allreduce(tf.constant([1.0]))
-    with pytest.raises(AttributeError, match=r"Adasum is available only in sparkhvd\.torch"):
-        _ = hvd.Adasum

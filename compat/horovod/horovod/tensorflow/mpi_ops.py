@@ -9,13 +9,11 @@ import tensorflow as tf
 import sparkhvd.tensorflow as _hvd
 from horovod._signatures import with_parameters
 from sparkhvd.comm import interface
-from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.errors import HorovodInternalError
 from sparkhvd.tensorflow import barrier, join
 
 __all__ = [
-    "Adasum",
     "HorovodInternalError",
     "allgather",
     "allreduce",
@@ -35,8 +33,6 @@ __all__ = [
     "size_op",
 ]
 __all__ += interface.__all__
-
-Adasum = ReduceOp.ADASUM
 
 _REDUCTION = "average device_dense device_sparse compression op prescale_factor postscale_factor"
 _SCALES = "prescale_factor postscale_factor"

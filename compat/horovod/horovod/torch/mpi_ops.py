@@ -12,7 +12,6 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.errors import HorovodInternalError
 from sparkhvd.torch import (
-    Adasum,
     allgather,
     allgather_async,
     allreduce,
@@ -41,7 +40,6 @@ from sparkhvd.torch import (
 )
 
 __all__ = [
-    "Adasum",
     "HorovodInternalError",
     "allgather",
     "allgather_async",
