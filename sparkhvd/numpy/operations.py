@@ -62,6 +62,8 @@ def allreduce_async(
 ) -> Handle[Array]:
     """Combine the arrays of all ranks element by element; the result is the same on every rank.
 
+    It has the dtype of the arrays, so an average of integers is truncated towards zero.
+
     Args:
         array: the same shape and dtype on all ranks.
         name: the operation's name, equal on all ranks; numbered automatically when None.
