@@ -82,18 +82,18 @@ class Kill:
         victim: the killed rank.
         delay: seconds from the start of its work to the kill.
         seconds: from the kill until all other ranks had ended their work.
-        told: the errors of the other ranks.
+        errors: those of the other ranks.
     """
 
     victim: int
     delay: float
     seconds: float
-    told: tuple[str, ...]
+    errors: tuple[str, ...]
 
     def is_fine(self) -> bool:
         """Return whether every other rank failed in time with an error that names the victim."""
         in_time = self.seconds < _START_SECONDS + _GRACE
-        return in_time and all(f"rank {self.victim}" in text or f"ranks {self.victim}" in text for text in self.told)
+        return in_time and all(f"rank {self.victim}" in text or f"ranks {self.victim}" in text for text in self.errors)
 
 
 def kill_one_of(size: int, *, shared_memory: bool) -> Kill:
@@ -120,8 +120,8 @@ def kill_one_of(size: int, *, shared_memory: bool) -> Kill:
     assert not left, f"processes {left} are still there"
     assert not _unused(_segments() - segments), "shared memory was left behind"
     assert outcomes[victim].died
-    told = [outcome.value or outcome.failure for rank, outcome in enumerate(outcomes) if rank != victim]
-    return Kill(victim, delay, ended - killed[0], tuple(told))
+    errors = [outcome.value or outcome.failure for rank, outcome in enumerate(outcomes) if rank != victim]
+    return Kill(victim, delay, ended - killed[0], tuple(errors))
 
 
 def _segments() -> set[str]:

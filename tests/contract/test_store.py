@@ -319,12 +319,12 @@ def test_files_at_train_and_val_paths_are_training_data(store):
     made = type(store)(
         store.url, train_path=f"{store.url}/rows/train", val_path=f"{store.url}/rows/held out.parquet", **options
     )
-    told = []
-    access = Access(made, configure=lambda store: told.append(store) or store)
+    configured = []
+    access = Access(made, configure=lambda store: configured.append(store) or store)
     files = open_existing(made.train_path, made.val_path, feature_cols=["x"], label_cols=["y"], access=access)
     assert rows_of(files, "train") == list(range(200))
     assert rows_of(files, "validation") == list(range(200, 300))
-    assert told == [], "the Store's own way to the file system is taken"
+    assert configured == [], "the Store's own way to the file system is taken"
     url = f"{store.url}/rows/train"
     other = {"s3": "s3a"}.get(url.partition(":")[0])
     again = open_existing(

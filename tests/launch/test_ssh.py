@@ -170,14 +170,14 @@ def test_a_host_without_the_launchers_python_is_reported(ssh_server, monkeypatch
 
 
 def stop_the_other_host(folder: str) -> None:
-    rank, told = os.environ["SPARKHVD_RANK"], Path(folder, "pids")
+    rank, pids = os.environ["SPARKHVD_RANK"], Path(folder, "pids")
     if rank == "1":
-        told.with_suffix(".new").write_text(f"{os.getppid()} {os.getpid()}")
-        told.with_suffix(".new").rename(told)
+        pids.with_suffix(".new").write_text(f"{os.getppid()} {os.getpid()}")
+        pids.with_suffix(".new").rename(pids)
         time.sleep(600)
-    while not told.exists():
+    while not pids.exists():
         time.sleep(0.01)
-    os.kill(int(told.read_text().split()[0]), signal.SIGSTOP)
+    os.kill(int(pids.read_text().split()[0]), signal.SIGSTOP)
     raise ValueError("no luck")
 
 

@@ -15,7 +15,7 @@ from tests import lines
 from tests.s3_server import BUCKET
 from tests.scripts import print_results
 
-OTHER_BUCKET = f"{BUCKET}-told-by-options"
+OTHER_BUCKET = f"{BUCKET}-named-by-options"
 
 
 def session(jars: Path, options: dict) -> SparkSession:
@@ -52,9 +52,9 @@ def main(jars: str, options: dict) -> None:
     files.call_s3("create_bucket", Bucket=OTHER_BUCKET)
     spark = session(Path(jars), options)
     try:
-        told = {"spark": Store.create(f"s3a://{BUCKET}/a store")}
-        told["options"] = Store.create(f"s3a://{OTHER_BUCKET}/a store", storage_options=options)
-        found = {by: trained(spark, store, files) for by, store in told.items()}
+        stores = {"spark": Store.create(f"s3a://{BUCKET}/a store")}
+        stores["options"] = Store.create(f"s3a://{OTHER_BUCKET}/a store", storage_options=options)
+        found = {by: trained(spark, store, files) for by, store in stores.items()}
         model = TorchModel.load(f"s3a://{BUCKET}/a store/saved/model")
         found["loaded by its URL"] = model.transform(lines.points(spark)).count()
     finally:

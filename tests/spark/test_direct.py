@@ -201,9 +201,9 @@ def kill_self_or_tell(folder):
 def test_the_rows_of_a_killed_rank_are_removed(spark, tmp_path):
     with pytest.raises(RankFailedError, match=r"Rank 1 .*SIGKILL"):
         sparkhvd.run(kill_self_or_tell, (str(tmp_path),), num_proc=2, spark=spark, rows=spark.range(50).repartition(2))
-    told = [path.read_text().split() for path in tmp_path.iterdir()]
-    assert sum(int(rows) for rows, _ in told) == 50
-    for _, task in told:
+    reported = [path.read_text().split() for path in tmp_path.iterdir()]
+    assert sum(int(rows) for rows, _ in reported) == 50
+    for _, task in reported:
         assert open_unnamed_files(int(task)) == []
 
 

@@ -112,8 +112,10 @@ def test_tasks_exchange_introductions_through_spark_if_one_cannot_reach_the_driv
     monkeypatch.setattr(TaskExchange, "handle", deaf_to_task_1)
     places = sparkhvd.run(place, num_proc=3)
     assert [one["SPARKHVD_RANK"] for one in places] == ["0", "1", "2"]
-    told = [one.result(0) if isinstance(one, Future) else one for one in answers]
-    assert [one for one in told if isinstance(one, Introductions | ExchangeUnavailable)] == [ExchangeUnavailable()] * 2
+    received = [one.result(0) if isinstance(one, Future) else one for one in answers]
+    assert [one for one in received if isinstance(one, Introductions | ExchangeUnavailable)] == [
+        ExchangeUnavailable()
+    ] * 2
 
 
 def slow_in_one_part(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -136,8 +136,8 @@ def test_spark_writes_the_rows_to_s3_with_its_own_connector_if_present(s3, tmp_p
     script = Path(__file__).with_name("s3a_script.py")
     found = results_of(run_script([sys.executable, script, s3a_jars(), json.dumps(s3.options)], tmp_path, 280))
     assert found["loaded by its URL"] == 64
-    for told in ("spark", "options"):
-        by = found[told]
+    for source in ("spark", "options"):
+        by = found[source]
         assert by["can write"]
         assert "_SUCCESS" in by["files"], "which Spark writes and we do not"
         assert len(by["errors"]) == 64
@@ -242,15 +242,15 @@ def test_the_writers_error_names_the_store(spark, hdfs, monkeypatch):
 
 @pytest.mark.usefixtures("sparks_own_credentials")
 def test_a_store_without_credentials_takes_sparks(spark):
-    told = with_spark_credentials(Store.create(f"s3a://{BUCKET}/{uuid.uuid4().hex}"), spark)
+    store = with_spark_credentials(Store.create(f"s3a://{BUCKET}/{uuid.uuid4().hex}"), spark)
     own = with_spark_credentials(Store.create(f"s3a://{BUCKET}/x", storage_options={"anon": True}), spark)
-    assert told.storage_options["secret"] == SECRET
-    assert SECRET not in repr(told)
-    told.publish("x", b"1")
-    assert told.list("") == ["x"]
+    assert store.storage_options["secret"] == SECRET
+    assert SECRET not in repr(store)
+    store.publish("x", b"1")
+    assert store.list("") == ["x"]
     assert own.storage_options["anon"]
     assert not {"key", "secret"} & set(own.storage_options)
-    told._connection.close()
+    store._connection.close()
 
 
 def test_credentials_of_a_store_reach_sparks_writer_and_are_hidden(spark, s3_store):

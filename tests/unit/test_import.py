@@ -77,8 +77,10 @@ def test_a_missing_package_is_reported_with_the_extra_that_installs_it(missing, 
         f"try: from sparkhvd import {name}\n"
         "except ImportError as error: print(error)"
     )
-    told = f"sparkhvd.{name} needs the package {missing}, which is not installed here: pip install 'sparkhvd[{extra}]'."
-    assert _fresh(code).strip() == told
+    message = (
+        f"sparkhvd.{name} needs the package {missing}, which is not installed here: pip install 'sparkhvd[{extra}]'."
+    )
+    assert _fresh(code).strip() == message
 
 
 def test_star_import_contains_the_names_of_the_installed_frameworks() -> None:

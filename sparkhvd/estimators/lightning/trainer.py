@@ -176,8 +176,8 @@ class LightningTrainer:
         strategy.lr_scale = self._spec.lr_scale(self._world.size)
         callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
         first = type("SharedValues", (SharedValues, self._lightning.callbacks.Callback), {})
-        saves_within = "every_steps of checkpoints" if self._spec.checkpoints.every_steps is not None else ""
-        saves_within = "min_num_proc and max_num_proc" if self._spec.elastic else saves_within
+        resume_setting = "every_steps of checkpoints" if self._spec.checkpoints.every_steps is not None else ""
+        resume_setting = "min_num_proc and max_num_proc" if self._spec.elastic else resume_setting
         ends = self._ends = callback(
             self,
             strategy.losses,
@@ -185,7 +185,7 @@ class LightningTrainer:
             hooks,
             strategy.lr_scale,
             finder=self._lightning.callbacks.LearningRateFinder,
-            needs_own_rows=saves_within,
+            resume_setting=resume_setting,
         )
         is_finished = hooks.first_epoch >= self._spec.epochs  # perhaps early: Lightning counts epochs itself
         ends.is_over = is_finished and len(hooks.history) != self._spec.epochs
@@ -323,7 +323,7 @@ class RunCallback:
         lr_scale: float,
         *,
         finder: type,
-        needs_own_rows: str = "",
+        resume_setting: str = "",
     ) -> None:
         super().__init__()
         self._owner = owner
@@ -340,7 +340,7 @@ class RunCallback:
         self._best: BestModel | None = None
         self._metrics: dict[str, float] = {}  # metrics at the end of the last epoch
         self._validation_metrics: dict[str, float] = {}  # metrics at the end of the last validation
-        self._needs_own_rows = needs_own_rows
+        self._resume_setting = resume_setting  # the setting by which the run resumes within epochs; empty without
         self._batches = 0  # batches done of the current epoch; 0 at its end
         self._optimizer_steps = 0  # optimizer steps at the end of the last batch
         self._ended = 0.0
@@ -440,10 +440,10 @@ class RunCallback:
         if self not in vars(trainer)["callbacks"]:
             return  # Lightning replaces all callbacks during a trial
         self._ended = time.monotonic()
-        if self._needs_own_rows and not feed.train.used:
+        if self._resume_setting and not feed.train.used:
             raise ParamError(
                 "data_module trains on a loader of its own, whose position within an epoch cannot be saved. Use the "
-                f"loader that data_module is called with, or leave {self._needs_own_rows} out."
+                f"loader that data_module is called with, or leave {self._resume_setting} out."
             )
         self._batches = batch + 1
         # A checkpoint does not contain accumulated gradients, so it must follow an optimizer step.

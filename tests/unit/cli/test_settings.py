@@ -101,8 +101,8 @@ def test_a_flag_and_a_key_set_the_variable_of_the_ranks(flag, section, key, valu
 
 
 def test_the_table_has_every_flag_of_the_settings():
-    told = {flag.partition("=")[0].removeprefix("no-") for flag, *_ in TABLE}
-    assert {one.flag for one in TUNINGS} <= told
+    flags = {flag.partition("=")[0].removeprefix("no-") for flag, *_ in TABLE}
+    assert {one.flag for one in TUNINGS} <= flags
 
 
 def test_flags_override_the_file_even_under_its_alternative_keys(tmp_path):

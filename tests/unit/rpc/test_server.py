@@ -119,8 +119,8 @@ class AnswersLater:
         answer: Future[Message] = Future()
         with self._lock:
             self._waiting.append(answer)
-            told = self._waiting if len(self._waiting) == self._count else []
-        for one in told:
+            ready = self._waiting if len(self._waiting) == self._count else []
+        for one in ready:
             one.set_result(message)
         return answer
 

@@ -114,9 +114,11 @@ def test_hdfs_accepts_horovods_arguments(arguments, url):
 def test_settings_of_hadoop_are_kept_for_the_client_and_for_spark():
     store = HDFSStore("/x", kerb_ticket="/tmp/ticket", extra_conf={"dfs.ha.namenodes.a": "b"})
     assert store.spark_options() == {"dfs.ha.namenodes.a": "b"}
-    told = store.with_spark_settings({"dfs.ha.namenodes.a": "c", "fs.defaultFS": "hdfs://a", "dfs.replication": "2"})
-    assert told.spark_options() == {"dfs.ha.namenodes.a": "b", "fs.defaultFS": "hdfs://a"}
-    assert told.url == store.url
+    completed = store.with_spark_settings(
+        {"dfs.ha.namenodes.a": "c", "fs.defaultFS": "hdfs://a", "dfs.replication": "2"}
+    )
+    assert completed.spark_options() == {"dfs.ha.namenodes.a": "b", "fs.defaultFS": "hdfs://a"}
+    assert completed.url == store.url
     assert store.with_spark_settings({"fs.defaultFS": "file:///"}) == store
 
 
@@ -178,7 +180,7 @@ SPARKS_REGION = {"client_kwargs": {"region_name": "spark's"}}
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected"),
     [
         ({}, {**SPARKS_KEYS, "endpoint_url": "http://spark:1", **SPARKS_REGION}),
         ({"endpoint_url": "http://mine:1"}, {**SPARKS_KEYS, "endpoint_url": "http://mine:1", **SPARKS_REGION}),
@@ -199,6 +201,6 @@ SPARKS_REGION = {"client_kwargs": {"region_name": "spark's"}}
         ),
     ],
 )
-def test_sparks_settings_complete_the_options_of_s3(given, told):
+def test_sparks_settings_complete_the_options_of_s3(given, expected):
     store = S3Store("s3://b/x", storage_options=given).with_spark_settings(SAID_BY_SPARK)
-    assert dict(store.storage_options) == told
+    assert dict(store.storage_options) == expected

@@ -53,7 +53,7 @@ def test_tasks_exchange_introductions_over_connections_that_stay_open(served):
 
 
 class Told:
-    """Keeps what it is told, and confirms it."""
+    """Keeps what it receives, and confirms it."""
 
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -69,15 +69,15 @@ def test_a_task_sends_heartbeats_before_and_after_it_has_a_rank(monkeypatch):
     with Server(SECRET, driver) as server, closing(line_of(0, server.port)) as line:
         early = [driver.messages.get(timeout=20.0) for _ in range(3)]
         line.attend(3, queue.SimpleQueue())
-        told = [driver.messages.get(timeout=20.0)]
-        while told[-1] == Flush():
-            told.append(driver.messages.get(timeout=20.0))
+        received = [driver.messages.get(timeout=20.0)]
+        while received[-1] == Flush():
+            received.append(driver.messages.get(timeout=20.0))
         later = [driver.messages.get(timeout=20.0) for _ in range(2)]
         line.report_phase("in fn")
         while (last := driver.messages.get(timeout=20.0)) == Flush():
             continue
     assert early == [TaskStatus(0, -1, "here", 100), Flush(), Flush()]
-    assert [told[-1], *later] == [TaskStatus(0, 3, "here", 100, "before fn started"), Flush(), Flush()]
+    assert [received[-1], *later] == [TaskStatus(0, 3, "here", 100, "before fn started"), Flush(), Flush()]
     assert last == TaskStatus(0, 3, "here", 100, "in fn")
 
 

@@ -84,17 +84,17 @@ def submit_twice():
     me = session.current()
     me.barrier(name="together")
     first = me.allreduce_async(ONES, name="twice") if me.world.rank != 1 else None
-    told = refusal(lambda: me.allreduce_async(ONES, name="twice")) if first else None
+    refused = refusal(lambda: me.allreduce_async(ONES, name="twice")) if first else None
     me.barrier(name="both are submitted")
     (first or me.allreduce_async(ONES, name="twice")).wait()
-    return told
+    return refused
 
 
 def test_a_name_in_flight_is_refused_and_the_first_operation_continues(group):
-    for rank, told in enumerate(group.run(submit_twice)):
+    for rank, refused in enumerate(group.run(submit_twice)):
         if rank == 1:
             continue
-        kind, message = told
+        kind, message = refused
         assert kind == ConfigError.__name__
         assert "allreduce 'twice': an operation with this name is already in flight" in message
 
@@ -102,8 +102,8 @@ def test_a_name_in_flight_is_refused_and_the_first_operation_continues(group):
 def leave_gaps():
     me = session.current()
     columns = np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2]
-    told = refusal(lambda: me.allreduce(np.ones((3, 2), np.float32), out=columns))
-    return told, me.allreduce(columns, ReduceOp.SUM, name="columns").tolist()
+    refused = refusal(lambda: me.allreduce(np.ones((3, 2), np.float32), out=columns))
+    return refused, me.allreduce(columns, ReduceOp.SUM, name="columns").tolist()
 
 
 def test_an_array_with_gaps_is_copied_as_input_and_refused_as_output(group):

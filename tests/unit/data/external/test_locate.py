@@ -37,15 +37,15 @@ def test_a_relative_path_starts_in_the_working_directory(tmp_path, monkeypatch):
 
 
 def test_a_store_of_the_same_kind_lends_its_options_and_others_take_sparks():
-    told = []
+    configured = []
     near = S3Store("s3://one/x", storage_options={"key": "k", "secret": "s"})
-    access = Access(near, configure=lambda store: told.append(store.url) or store)
+    access = Access(near, configure=lambda store: configured.append(store.url) or store)
     found, _ = locate(["s3a://two/rows/train"], access)
     assert (found.url, dict(found.storage_options)) == ("s3://two/rows", {"key": "k", "secret": "s"})
-    assert told == []
+    assert configured == []
     found, _ = locate(["hdfs://h:1/rows/train"], access)
     assert isinstance(found, HDFSStore)
-    assert told == ["hdfs://h:1/rows"]
+    assert configured == ["hdfs://h:1/rows"]
 
 
 def test_files_on_two_file_systems_and_whole_file_systems_are_refused():
