@@ -371,6 +371,7 @@ class RunCallback:
             "frozen": frozen_parameters(self._trainer.lightning_module),
             "masks": pruning_masks(self._trainer.lightning_module),
             "gradients": _gradients_by_hand(self._trainer.lightning_module),
+            "will_stop": self._trainer.should_stop and not _is_stopped(self._trainer),
             "attributes": strategy_of(self._trainer).attributes.state(),
         }
 
@@ -412,6 +413,8 @@ class RunCallback:
         if trainer.is_global_zero and not self.is_over:
             attributes.warn_of_missing()
         _take_gradients(module, self._loaded.get("gradients", {}))
+        # Lightning forgets that a callback has stopped the training, if it goes on to min_epochs or min_steps.
+        trainer.should_stop = trainer.should_stop or self._loaded.get("will_stop", False)
         # Schedulers and callbacks may read metrics of an earlier epoch.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._loaded["metrics"].items()})
         batches = self._loaded.get("batches", 0)

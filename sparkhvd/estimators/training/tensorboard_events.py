@@ -8,6 +8,7 @@ message of values, field 1, each a tag, field 1, and a simple value, field 2, fl
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 
@@ -25,8 +26,7 @@ def event_file(wall_time: float, step: int, values: Mapping[str, float]) -> byte
         values: numbers by tag.
     """
     summary = b"".join(
-        _message(0x0A, _message(0x0A, tag.encode()) + b"\x15" + struct.pack("<f", value))
-        for tag, value in values.items()
+        _message(0x0A, _message(0x0A, tag.encode()) + b"\x15" + _float32(value)) for tag, value in values.items()
     )
     time = b"\x09" + struct.pack("<d", wall_time)
     return _record(time + _message(0x1A, _VERSION)) + _record(time + b"\x10" + _varint(step) + _message(0x2A, summary))
@@ -40,6 +40,14 @@ def crc32c(content: bytes) -> int:
         for _ in range(8):
             register = (register >> 1) ^ (_POLYNOMIAL if register & 1 else 0)
     return register ^ 0xFFFFFFFF
+
+
+def _float32(value: float) -> bytes:
+    """Return a number in 32 bits, as infinity if it is too large for them."""
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:
+        return struct.pack("<f", math.copysign(math.inf, value))
 
 
 def _record(content: bytes) -> bytes:

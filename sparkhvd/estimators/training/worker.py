@@ -272,7 +272,14 @@ def _split_readings(spec: TrainSpec) -> tuple[_SplitReading, _SplitReading]:
             spec.batch_dependence.avoids_single_rows,
             spec.shards,
         ),
-        _SplitReading("validation", spec.val_batch_size, False, spec.validation_steps_per_epoch, val_reading),
+        _SplitReading(
+            "validation",
+            spec.val_batch_size,
+            False,
+            spec.validation_steps_per_epoch,
+            val_reading,
+            shards=spec.shards,  # else fewer ranks would validate on fewer rows in these steps
+        ),
     )
 
 

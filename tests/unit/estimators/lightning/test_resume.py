@@ -17,8 +17,10 @@ from sparkhvd.estimators.params import policies
 from sparkhvd.estimators.training.history import average_over_ranks
 from sparkhvd.estimators.training.hooks import RunHooks
 from sparkhvd.store import Store
-from tests.unit.estimators.arrays import ArraySource, Hooks
+from tests.unit.estimators.arrays import ArraySource, Hooks, spec
+from tests.unit.estimators.interruptions import assert_equal_values, values_of_epochs
 from tests.unit.estimators.lightning.networks import (
+    DATA,
     EVEN,
     SIZE,
     SOME_EMPTY,
@@ -861,6 +863,26 @@ def steps_before_a_callback_stops():
 def test_no_checkpoint_is_made_at_the_step_at_which_a_callback_ends_the_training(group):
     """A run that resumed there would train the rest of the epoch, and further epochs."""
     assert group.run(steps_before_a_callback_stops) == [[(1, True), (2, True), (3, False)]] * SIZE
+
+
+def values_with_a_stop_before_min_epochs(interruptions):
+    from lightning.pytorch import Callback  # noqa: PLC0415
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if (trainer.current_epoch, batch_idx) == (0, 0):
+                trainer.should_stop = True
+
+    def make():
+        return trainer_of(module("simple"), 4, callbacks=[Stop()], trainer_args={"min_epochs": 2})
+
+    return values_of_epochs(make, source(EVEN, session.current().world.rank), spec(DATA, 4), interruptions)
+
+
+@pytest.mark.parametrize("interruptions", [[(0, 2)], [(1, 1)]])
+def test_a_resumed_run_ends_after_min_epochs_if_a_callback_stopped_it_before(group, interruptions):
+    for undisturbed, resumed in group.run(values_with_a_stop_before_min_epochs, interruptions):
+        assert_equal_values(undisturbed, resumed, rel=1e-6)
 
 
 def refusal_of_an_own_loader(how):

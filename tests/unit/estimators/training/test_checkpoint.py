@@ -107,3 +107,25 @@ def test_options_that_change_the_order_of_rows_change_the_division(tmp_path):
     assert division(epochs=5) == digests[0]
     assert division(reading=disk) == digests[1], "where the rows are cached does not matter"
     assert division(reading=memory, shuffle=False) == digests[2], "without shuffling a cache changes nothing"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_any_number_of_ranks_validates_on_the_rows_of_the_fixed_number_of_shards(tmp_path, size):
+    for split in ("train", "validation"):
+        (tmp_path / split).mkdir()
+        table = pa.table({"x": [float(row) for row in range(30)], "y": [0.0] * 30})
+        parquet.write_table(table, tmp_path / split / "one.parquet", row_group_size=5)
+    folders = (str(tmp_path / split) for split in ("train", "validation"))
+    files = open_existing(*folders, feature_cols=["x"], label_cols=["y"])
+    stored, how = StoredRows(files.store, files.manifest), {"validation_steps_per_epoch": 2}
+
+    def validated(shards, size):
+        """Return the rows of every step."""
+        of_ranks = [
+            _stored_rows(stored, spec(files.manifest.schema, shards=shards, **how), World(rank=rank, size=size))
+            for rank in range(size)
+        ]
+        steps = zip(*[rows.validation.epoch(0) for rows in of_ranks], strict=True)
+        return [sorted(x for batch in step for x in batch.columns["x"].tolist()) for step in steps]
+
+    assert validated(3, size) == validated(None, 3)

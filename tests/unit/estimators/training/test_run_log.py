@@ -85,6 +85,16 @@ def test_steps_over_128_and_tags_of_any_length_are_written(tmp_path):
     assert (event.wall_time, event.step, event.summary.value[0].tag) == (1.5, 100_000, "x" * 300)
 
 
+@pytest.mark.parametrize(("value", "shown"), [(1e39, math.inf), (-1e39, -math.inf)])
+def test_a_value_too_large_for_an_event_file_is_shown_as_infinite(tmp_path, value, shown):
+    from sparkhvd.estimators.training.tensorboard_events import event_file  # noqa: PLC0415
+
+    path = tmp_path / "events.out.tfevents.1"
+    path.write_bytes(event_file(1.5, 1, {"loss": value}))
+    *_, event = EventFileLoader(str(path)).Load()
+    assert event.summary.value[0].tensor.float_val[0] == shown
+
+
 def test_progress_moves_a_bar_and_leaves_the_lines_of_the_ranks(capsys):
     source = ArraySource.__new__(ArraySource)
     source.steps = lambda: 3
