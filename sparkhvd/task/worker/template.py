@@ -301,8 +301,8 @@ def split_off_template(
         offer: closed here.
         idle_seconds: how long the template waits for the next request.
         control: this worker's private socket, which the template closes.
-        known_threads: those from before the imports: the one that reads ``control``, and those of NumPy's BLAS, which
-            starts its own again.
+        known_threads: those of before the imports that may stay behind: the one that reads ``control``, and those of
+            NumPy's BLAS, which starts its own again; not one of Python, as a ``sitecustomize`` may start.
 
     Returns:
         None in this process; in every worker that the template forks, the descriptor of its private socket.

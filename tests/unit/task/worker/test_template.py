@@ -517,6 +517,15 @@ def test_a_process_in_which_a_library_runs_threads_becomes_no_template(with_thre
         assert first == own
 
 
+def test_a_process_in_which_python_itself_started_a_thread_becomes_no_template(imported, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    for _ in range(2):
+        first, own = result(spawn(imported), where_imported)
+        assert first == own
+
+
 def test_a_process_in_which_an_import_started_the_driver_of_the_gpus_becomes_no_template(imported, tmp_path):
     (tmp_path / "imported_once.py").write_text(
         "import os\nfrom sparkhvd.task.worker import template\nIMPORTED_IN = os.getpid()\n"
