@@ -375,7 +375,8 @@ def _sources() -> dict[str, tuple[int, int]]:
     found = {}
     for module in list(sys.modules.values()):
         # Some modules import others when they are asked for a name that they lack.
-        path = getattr(module, "__dict__", {}).get("__file__")
+        names = getattr(module, "__dict__", {})
+        path = getattr(names.get("__loader__"), "archive", names.get("__file__"))  # a module may be in a zip file
         with contextlib.suppress(OSError):  # a name without a file
             if isinstance(path, str):
                 state = os.stat(path)  # noqa: PTH116 - a path object for each of thousands takes as long as this

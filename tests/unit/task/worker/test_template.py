@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +201,21 @@ def test_a_worker_is_not_forked_after_a_change_of_an_imported_module(imported, t
     again, _ = result(spawn(imported), where_imported)
     assert again != first
     assert result(spawn(imported), where_imported)[0] == again, "the next template has the changed module"
+
+
+def test_a_worker_is_not_forked_after_a_change_of_a_zip_file_with_an_imported_module(imported, tmp_path, monkeypatch):
+    def write(content: str) -> None:
+        with zipfile.ZipFile(tmp_path / "modules.zip", "w") as archive:
+            archive.writestr("imported_once.py", content)
+
+    content = (tmp_path / "imported_once.py").read_text()
+    write(content)
+    monkeypatch.syspath_prepend(str(tmp_path / "modules.zip"))
+    first, _ = result(spawn(imported), where_imported)
+    assert result(spawn(imported), where_imported)[0] == first
+    write(content + "CHANGED = True\n")
+    changed, own = result(spawn(imported), where_imported)
+    assert changed == own
 
 
 def mask_of_new_files(_: Path) -> Callable[[], object]:
