@@ -30,6 +30,7 @@ from typing import NoReturn
 from sparkhvd.config import SCRATCH, export
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.worker.exit import Exited, wait_for_child
+from sparkhvd.task.worker.import_path import IMPORT_PATH
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Origin:
         command: Python and the modules to import.
         environment: all variables but that of the scratch folder.
         folder: the current folder, with its device and number: another one may have taken its name.
-        installed: when a package was last installed or removed, in nanoseconds.
+        installed: when a package was last installed or removed, see ``_installed``.
         inherited: what else a process has from the thread that starts it, such as limits and the umask.
     """
 
@@ -81,7 +82,7 @@ class Origin:
     command: tuple[str, ...]
     environment: frozenset[tuple[str, str]]
     folder: tuple[str, int, int]
-    installed: int
+    installed: tuple[int, ...]
     inherited: tuple[str, ...]
 
     @classmethod
@@ -90,9 +91,7 @@ class Origin:
         in_task = pyspark is not None and pyspark.TaskContext.get() is not None
         variables = frozenset((name, value) for name, value in environment.items() if name != SCRATCH)
         owner = os.getppid() if in_task else os.getpid()
-        installed = 0
-        with contextlib.suppress(OSError):  # not every Python has a folder for packages
-            installed = Path(sysconfig.get_path("purelib")).stat().st_mtime_ns
+        installed = _installed(environment.get(IMPORT_PATH, ""))
         folder = Path().stat()  # it has a state even after its removal
         place = str(_CURRENT_FOLDER.readlink()), folder.st_dev, folder.st_ino
         return cls(owner, tuple(command), variables, place, installed, _inherited())
@@ -102,6 +101,16 @@ class Origin:
         """The name of the template's socket, in the kernel's own namespace: no file is left behind."""
         state = repr((self.command, sorted(self.environment), self.folder, self.installed, self.inherited))
         return _prefix(self.owner) + hashlib.sha256(state.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def _installed(import_path: str) -> tuple[int, ...]:
+    """Return when the folders with installed packages last changed, in nanoseconds."""
+    found = []
+    for folder in map(Path, sorted({sysconfig.get_path("purelib"), *import_path.split(os.pathsep)})):
+        with contextlib.suppress(OSError):  # it does not exist, or is a zip file
+            if next(folder.glob("*.dist-info"), None) is not None:
+                found.append(folder.stat().st_mtime_ns)
+    return tuple(found)
 
 
 def _inherited() -> tuple[str, ...]:

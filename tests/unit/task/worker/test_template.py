@@ -186,6 +186,16 @@ def test_a_worker_is_not_forked_after_an_installation(imported, tmp_path, monkey
     assert result(spawn(imported), where_imported)[0] != first
 
 
+def test_a_worker_is_not_forked_after_an_installation_into_another_folder_of_the_import_path(imported, tmp_path):
+    first, _ = result(spawn(imported), where_imported)
+    (tmp_path / "new-1.0.dist-info").mkdir()
+    installed, _ = result(spawn(imported), where_imported)
+    assert installed != first
+    assert result(spawn(imported), where_imported)[0] == installed
+    (tmp_path / "newer-1.0.dist-info").mkdir()
+    assert result(spawn(imported), where_imported)[0] != installed
+
+
 def test_a_worker_is_forked_where_python_has_no_folder_for_packages(imported, tmp_path, monkeypatch):
     monkeypatch.setattr(template_module.sysconfig, "get_path", lambda _: str(tmp_path / "missing"))
     first, _ = result(spawn(imported), where_imported)
