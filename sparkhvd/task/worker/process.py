@@ -108,21 +108,10 @@ def spawn_worker(
 
 
 def _fork_worker(origin: Origin) -> Spawned | Offer | None:
-    """Fork a worker, see ``Templates.fork``.
-
-    Its scratch folder is no other worker's: it removes the folder at its end, even if it was forked too late.
-    """
-    scratch = make_scratch()
-    try:
-        with _channels() as channels:
-            found = TEMPLATES.fork(origin, channels.of_worker, scratch)
-            if not isinstance(found, ForkedProcess):
-                return found
-            spawned = channels.spawned(found, scratch)
-            scratch = None
-            return spawned
-    finally:
-        remove_scratch(scratch)
+    """Fork a worker, see ``Templates.fork``."""
+    with _channels() as channels:
+        found = TEMPLATES.fork(origin, channels.of_worker)
+        return channels.spawned(found, found.scratch) if isinstance(found, ForkedProcess) else found
 
 
 def _start_worker(command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> Spawned:

@@ -31,6 +31,7 @@ from sparkhvd.config import SCRATCH, export
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.worker.exit import Exited, wait_for_child
 from sparkhvd.task.worker.import_path import IMPORT_PATH
+from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +132,9 @@ def _prefix(owner: int) -> str:
 class ForkedProcess:
     """The end of a worker that a template forked; the worker's parent reports it."""
 
-    def __init__(self, pid: int, parent: socket.socket) -> None:
+    def __init__(self, pid: int, parent: socket.socket, scratch: str | None) -> None:
         self.pid = pid
+        self.scratch = scratch
         self._parent = parent
 
     def wait(self) -> Exited:
@@ -173,7 +175,7 @@ class Templates:
     def __init__(self) -> None:
         self._failed: set[int] = set()  # hashes of origins that were waited for in vain
 
-    def fork(self, origin: Origin, descriptors: Sequence[int], scratch: str | None) -> ForkedProcess | Offer | None:
+    def fork(self, origin: Origin, descriptors: Sequence[int]) -> ForkedProcess | Offer | None:
         """Fork a worker from the template of its origin.
 
         If another worker is about to split it off, wait for that: it takes as long as this worker's own imports would,
@@ -182,12 +184,11 @@ class Templates:
         Args:
             origin: the worker's.
             descriptors: its private socket, its stdout and its stderr.
-            scratch: its scratch folder.
 
         Returns:
             The worker. If there is no template, an offer for a new worker to split it off; None if that is not
             possible. A worker that came too late finds its private socket closed, once the caller has closed the
-            descriptors, removes its scratch folder and ends.
+            descriptors, and ends; its scratch folder is no other worker's.
         """
         address, deadline = origin.address, Deadline.after(_SPLIT_SECONDS)
         is_first = True
@@ -204,15 +205,21 @@ class Templates:
             is_first = False
             time.sleep(_LOOK_SECONDS)
         self._failed.discard(hash(origin))
-        own, other = socket.socketpair()
-        own.settimeout(_FORK_SECONDS)
-        with link, other, contextlib.suppress(OSError):
-            socket.send_fds(link, [pickle.dumps(scratch)], [*descriptors, other.fileno()])
-        if (pid := _receive_number(own)) is None:
+        scratch = make_scratch()  # not before the wait, during which this process may be killed
+        try:
+            own, other = socket.socketpair()
+            own.settimeout(_FORK_SECONDS)
+            with link, other, contextlib.suppress(OSError):
+                socket.send_fds(link, [pickle.dumps(scratch)], [*descriptors, other.fileno()])
+            if (pid := _receive_number(own)) is not None:
+                own.settimeout(None)
+                return ForkedProcess(pid, own, scratch)
             own.close()
-            return None
-        own.settimeout(None)
-        return ForkedProcess(pid, own)
+        except BaseException:
+            remove_scratch(scratch)
+            raise
+        remove_scratch(scratch)
+        return None
 
     def close(self) -> None:
         """End the templates of which this process is the owner; the workers that they forked go on."""

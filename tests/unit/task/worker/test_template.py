@@ -24,6 +24,7 @@ import pytest
 
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.task.worker import process as process_module
+from sparkhvd.task.worker import scratch as scratch_module
 from sparkhvd.task.worker import template as template_module
 from sparkhvd.task.worker.exit import Exited
 from sparkhvd.task.worker.process import WorkerProcess, spawn_worker
@@ -453,6 +454,23 @@ def test_a_worker_that_is_forked_too_late_ends_without_a_trace(tmp_path, monkeyp
     assert psutil.wait_procs(late.children(recursive=True), timeout=20.0)[1] == []
     assert Path(psutil.Process(worker.pid).environ()["SPARKHVD_SCRATCH"]).is_dir()
     worker.close()
+
+
+def test_a_worker_that_waits_for_a_template_has_no_scratch_folder_yet(imported, tmp_path, monkeypatch):
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(scratch_module, "local_folders", lambda: (str(tmp_path / "scratch"),))
+    during, bind = [], template_module._bind
+
+    def looked_at_folders(address: str) -> object:
+        during.append(len(list((tmp_path / "scratch").iterdir())))
+        return bind(address)
+
+    monkeypatch.setattr(template_module, "_bind", looked_at_folders)
+    workers = [spawn(imported) for _ in range(2)]
+    assert set(during[1:]) <= {1}, "only the first worker has one"
+    for worker in workers:
+        result(worker, where_imported)
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_only_the_first_worker_waits_for_a_process_that_has_taken_the_name_of_a_template(imported, monkeypatch):
