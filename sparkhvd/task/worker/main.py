@@ -70,8 +70,9 @@ def main(arguments: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    others = {thread.native_id for thread in threading.enumerate()} - {threading.get_native_id()}
     connection, inbox = _connect(options.control_fd)
-    threads = native_threads()
+    threads = native_threads() - others
     with gc_paused_for_import():
         for name in options.preload:
             with contextlib.suppress(ImportError):  # fn says it better, if it needs the module

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -22,7 +22,7 @@ from sparkhvd.task.worker.exit import Exited, wait_for_child
 from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
 from sparkhvd.task.worker.output import OutputPump, RankLog
 from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
-from sparkhvd.task.worker.template import ForkedProcess, Origin, Templates
+from sparkhvd.task.worker.template import ForkedProcess, Offer, Origin, Templates
 
 # After the end of a process group: how long a process that left the group may still write to its pipes.
 OUTPUT_SECONDS = 2.0
@@ -93,37 +93,44 @@ def spawn_worker(
         executable: the Python to use; empty is the one that runs this.
         warm_seconds: how long an idle template waits for the next job; 0 uses and starts none.
     """
-    scratch = make_scratch()
-    variables = {IMPORT_PATH: import_path(executable), **env, SCRATCH: scratch}
-    environment = changed_environment(variables, env_defaults)
+    environment = changed_environment({IMPORT_PATH: import_path(executable), **env}, env_defaults)
     command = (executable or sys.executable, "-m", "sparkhvd.task.worker.main", *preload)
-    # Only a warm start asks for the current folder, which may have been removed.
-    origin = Origin.of(command, environment) if warm_seconds > 0 else None
+    if warm_seconds <= 0:
+        return _start_worker(command, environment)
+    found = _fork_worker(Origin.of(command, environment))
+    if isinstance(found, Spawned):
+        return found
+    if found is None:
+        return _start_worker(command, environment)
+    with closing(found):
+        template = ("--template-fds", *map(str, found.descriptors), "--warm-seconds", str(warm_seconds))
+        return _start_worker((*command, *template), environment, found.descriptors)
+
+
+def _fork_worker(origin: Origin) -> Spawned | Offer | None:
+    """Fork a worker, see ``Templates.fork``."""
+    with _channels() as channels:
+        found = TEMPLATES.fork(origin, channels.of_worker)
+        return channels.spawned(found, found.scratch) if isinstance(found, ForkedProcess) else found
+
+
+def _start_worker(command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> Spawned:
+    """Start a worker that inherits the descriptors."""
+    scratch = make_scratch()
+    own = {name: value for name, value in environment.items() if name != SCRATCH}
+    if scratch is not None:
+        own[SCRATCH] = scratch
     try:
-        with ExitStack() as stack:
-            arguments: list[str] = []
-            passed: list[int] = []
-            if origin is not None:
-                with _channels() as channels:
-                    found = TEMPLATES.fork(origin, channels.of_worker, scratch)
-                    if isinstance(found, ForkedProcess):
-                        return channels.spawned(found, scratch)
-                if found is not None:
-                    stack.callback(found.close)
-                    passed += found.descriptors
-                    arguments += ["--template-fds", *map(str, passed), "--warm-seconds", str(warm_seconds)]
-            channels = stack.enter_context(_channels())
+        with _channels() as channels:
             control, stdout, stderr = channels.of_worker
-            arguments += ["--control-fd", str(control)]
-            passed.append(control)
             process = subprocess.Popen(
-                [*command, *arguments],
-                pass_fds=passed,
+                [*command, "--control-fd", str(control)],
+                pass_fds=(*descriptors, control),
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env=environment,
+                env=own,
             )
             return channels.spawned(ChildProcess(process), scratch)
     except BaseException:

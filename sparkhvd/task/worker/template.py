@@ -30,6 +30,8 @@ from typing import NoReturn
 from sparkhvd.config import SCRATCH, export
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.worker.exit import Exited, wait_for_child
+from sparkhvd.task.worker.import_path import IMPORT_PATH
+from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +44,22 @@ _FORK_SECONDS = 5.0
 # The longest that workers wait for the imports of the one that splits the template off.
 _SPLIT_SECONDS = 60.0
 _LOOK_SECONDS = 0.02
+_LONGEST_POLL_SECONDS = 2_000_000.0
 _LONGEST_REQUEST = 8192
 _DESCRIPTORS = 4
 # Each holds the memory of its imports: as many as there are frameworks with an estimator.
 _MOST_TEMPLATES = 3
 _SOCKETS = Path("/proc/net/unix")
+_THREADS = Path("/proc/self/task")
+_DESCRIPTORS_OPEN = Path("/proc/self/fd")
+# A process that has opened one of them has started CUDA or ROCm, which a process forked from it cannot use.
+_GPU_DRIVERS = frozenset({"/dev/nvidia-uvm", "/dev/kfd"})
+_CURRENT_FOLDER = Path("/proc/self/cwd")
+_THREAD = Path("/proc/thread-self")
+_INHERITED_FILES = ("limits", "cgroup", "oom_score_adj")
+_INHERITED_STATUS = frozenset(
+    {"Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "CapEff", "NoNewPrivs", "Cpus_allowed", "Mems_allowed"}
+)
 _PIDFD_OPEN = 434  # the number of the system call on every platform but Alpha
 # Threads of Arrow's allocator, which starts them again after a fork.
 _RESTARTED_THREADS = frozenset({"jemalloc_bg_thd"})
@@ -61,15 +74,17 @@ class Origin:
             Spark its parent, which starts Spark's Python workers and lives as long as the executor.
         command: Python and the modules to import.
         environment: all variables but that of the scratch folder.
-        folder: the current folder.
-        installed: when a package was last installed or removed, in nanoseconds.
+        folder: the current folder, with its device and number: another one may have taken its name.
+        installed: when a package was last installed or removed, see ``_installed``.
+        inherited: what else a process has from the thread that starts it, such as limits and the umask.
     """
 
     owner: int
     command: tuple[str, ...]
     environment: frozenset[tuple[str, str]]
-    folder: str
-    installed: int
+    folder: tuple[str, int, int]
+    installed: tuple[int, ...]
+    inherited: tuple[str, ...]
 
     @classmethod
     def of(cls, command: Sequence[str], environment: Mapping[str, str]) -> Origin:
@@ -77,14 +92,36 @@ class Origin:
         in_task = pyspark is not None and pyspark.TaskContext.get() is not None
         variables = frozenset((name, value) for name, value in environment.items() if name != SCRATCH)
         owner = os.getppid() if in_task else os.getpid()
-        installed = Path(sysconfig.get_path("purelib")).stat().st_mtime_ns
-        return cls(owner, tuple(command), variables, str(Path.cwd()), installed)
+        installed = _installed(environment.get(IMPORT_PATH, ""))
+        folder = Path().stat()  # it has a state even after its removal
+        place = str(_CURRENT_FOLDER.readlink()), folder.st_dev, folder.st_ino
+        return cls(owner, tuple(command), variables, place, installed, _inherited())
 
     @property
     def address(self) -> str:
         """The name of the template's socket, in the kernel's own namespace: no file is left behind."""
-        state = repr((self.command, sorted(self.environment), self.folder, self.installed))
+        state = repr((self.command, sorted(self.environment), self.folder, self.installed, self.inherited))
         return _prefix(self.owner) + hashlib.sha256(state.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def _installed(import_path: str) -> tuple[int, ...]:
+    """Return when the folders with installed packages last changed, in nanoseconds."""
+    found = []
+    for folder in map(Path, sorted({sysconfig.get_path("purelib"), *import_path.split(os.pathsep)})):
+        with contextlib.suppress(OSError):  # it does not exist, or is a zip file
+            if next(folder.glob("*.dist-info"), None) is not None:
+                found.append(folder.stat().st_mtime_ns)
+    return tuple(found)
+
+
+def _inherited() -> tuple[str, ...]:
+    """Return the state that this thread hands down to a process that it starts."""
+    found = [str(os.getpriority(os.PRIO_PROCESS, 0))]
+    for name in _INHERITED_FILES:
+        with contextlib.suppress(OSError):  # not every kernel has it
+            found.append((_THREAD / name).read_text())
+    status = (_THREAD / "status").read_text().splitlines()
+    return *found, *(line for line in status if line.partition(":")[0] in _INHERITED_STATUS)
 
 
 def _prefix(owner: int) -> str:
@@ -95,8 +132,9 @@ def _prefix(owner: int) -> str:
 class ForkedProcess:
     """The end of a worker that a template forked; the worker's parent reports it."""
 
-    def __init__(self, pid: int, parent: socket.socket) -> None:
+    def __init__(self, pid: int, parent: socket.socket, scratch: str | None) -> None:
         self.pid = pid
+        self.scratch = scratch
         self._parent = parent
 
     def wait(self) -> Exited:
@@ -137,7 +175,7 @@ class Templates:
     def __init__(self) -> None:
         self._failed: set[int] = set()  # hashes of origins that were waited for in vain
 
-    def fork(self, origin: Origin, descriptors: Sequence[int], scratch: str | None) -> ForkedProcess | Offer | None:
+    def fork(self, origin: Origin, descriptors: Sequence[int]) -> ForkedProcess | Offer | None:
         """Fork a worker from the template of its origin.
 
         If another worker is about to split it off, wait for that: it takes as long as this worker's own imports would,
@@ -146,12 +184,11 @@ class Templates:
         Args:
             origin: the worker's.
             descriptors: its private socket, its stdout and its stderr.
-            scratch: its scratch folder.
 
         Returns:
             The worker. If there is no template, an offer for a new worker to split it off; None if that is not
             possible. A worker that came too late finds its private socket closed, once the caller has closed the
-            descriptors, and ends.
+            descriptors, and ends; its scratch folder is no other worker's.
         """
         address, deadline = origin.address, Deadline.after(_SPLIT_SECONDS)
         is_first = True
@@ -161,20 +198,28 @@ class Templates:
                     return _offer(origin, listener)
                 listener.close()  # the other worker has ended, or cannot split it off
                 self._failed.add(hash(origin))
-            if hash(origin) in self._failed or deadline.expired():
+            if deadline.expired():  # whoever has taken the name does not answer
+                self._failed.add(hash(origin))
+            if hash(origin) in self._failed:
                 return None
             is_first = False
             time.sleep(_LOOK_SECONDS)
         self._failed.discard(hash(origin))
-        own, other = socket.socketpair()
-        own.settimeout(_FORK_SECONDS)
-        with link, other, contextlib.suppress(OSError):
-            socket.send_fds(link, [pickle.dumps(scratch)], [*descriptors, other.fileno()])
-        if (pid := _receive_number(own)) is None:
+        scratch = make_scratch()  # not before the wait, during which this process may be killed
+        try:
+            own, other = socket.socketpair()
+            own.settimeout(_FORK_SECONDS)
+            with link, other, contextlib.suppress(OSError):
+                socket.send_fds(link, [pickle.dumps(scratch)], [*descriptors, other.fileno()])
+            if (pid := _receive_number(own)) is not None:
+                own.settimeout(None)
+                return ForkedProcess(pid, own, scratch)
             own.close()
-            return None
-        own.settimeout(None)
-        return ForkedProcess(pid, own)
+        except BaseException:
+            remove_scratch(scratch)
+            raise
+        remove_scratch(scratch)
+        return None
 
     def close(self) -> None:
         """End the templates of which this process is the owner; the workers that they forked go on."""
@@ -266,14 +311,14 @@ def split_off_template(
     """Fork the template, which serves until its owner ends or it is idle for too long.
 
     Call it in the main thread. A fork copies no other thread, so nothing is forked where an import has started threads,
-    which its library would miss.
+    which its library would miss, or the driver of the GPUs, as Keras on PyTorch does.
 
     Args:
         offer: closed here.
         idle_seconds: how long the template waits for the next request.
         control: this worker's private socket, which the template closes.
-        known_threads: those from before the imports: the one that reads ``control``, and those of NumPy's BLAS, which
-            starts its own again.
+        known_threads: those of before the imports that may stay behind: the one that reads ``control``, and those of
+            NumPy's BLAS, which starts its own again; not one of Python, as a ``sitecustomize`` may start.
 
     Returns:
         None in this process; in every worker that the template forks, the descriptor of its private socket.
@@ -282,11 +327,14 @@ def split_off_template(
         if native_threads() - known_threads:
             logger.debug("No warm start: an import has started threads, which a fork would end.")
             return None
+        if _has_started_gpu_driver():
+            logger.debug("No warm start: an import has started the driver of the GPUs, which a fork would break.")
+            return None
         waiting, leaving = os.pipe()
         if os.fork() != 0:
             os.close(leaving)
             # The end of this worker's process group must not end the template, and a job that follows must find it.
-            select.select([waiting], [], [], _FORK_SECONDS)
+            _readable([waiting], _FORK_SECONDS)
             os.close(waiting)
             return None
         try:
@@ -307,12 +355,13 @@ def split_off_template(
 def _serve(offer: Offer, idle_seconds: float, name: str) -> int:
     """Fork a worker for every request; return only in a worker."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the parents of the workers
+    sources = _sources()
     while True:
-        news, _, _ = select.select(offer.descriptors, [], [], idle_seconds)
+        news = _readable(offer.descriptors, idle_seconds)
         if offer.listener.fileno() not in news or offer.owner in news:
             os._exit(0)
         request, descriptors = _receive_request(offer.listener)
-        if request == _END:
+        if request == _END or _sources() != sources:
             os._exit(0)
         # A process of its own waits for the worker, so that the template may end first.
         if len(descriptors) == _DESCRIPTORS and os.fork() == 0:
@@ -327,6 +376,28 @@ def _serve(offer: Offer, idle_seconds: float, name: str) -> int:
             return control
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _readable(descriptors: Sequence[int], seconds: float) -> set[int]:
+    """Wait until one of the descriptors can be read; they may have numbers that ``select`` does not take."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(min(seconds, _LONGEST_POLL_SECONDS) * 1000)}
+
+
+def _sources() -> dict[str, tuple[int, int]]:
+    """Return when the files of all imported modules were last changed, and their sizes."""
+    found = {}
+    for module in list(sys.modules.values()):
+        # Some modules import others when they are asked for a name that they lack.
+        names = getattr(module, "__dict__", {})
+        path = getattr(names.get("__loader__"), "archive", names.get("__file__"))  # a module may be in a zip file
+        with contextlib.suppress(OSError):  # a name without a file
+            if isinstance(path, str):
+                state = os.stat(path)  # noqa: PTH116 - a path object for each of thousands takes as long as this
+                found[path] = state.st_mtime_ns, state.st_size
+    return found
 
 
 def _receive_request(listener: socket.socket) -> tuple[bytes, list[int]]:
@@ -362,8 +433,11 @@ def _become_worker(stdout: int, stderr: int, scratch: str | None) -> None:
     _redirect(stdout, stderr)
     export({SCRATCH: scratch})
     importlib.invalidate_caches()
-    if (numpy := sys.modules.get("numpy")) is not None:  # ``random`` does it by itself
+    # What has drawn its seed during the imports draws another one. ``random`` does it by itself, TensorFlow later.
+    if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
 
 
 def _redirect(stdout: int, stderr: int) -> None:
@@ -381,9 +455,19 @@ def _receive_number(link: socket.socket) -> int | None:
     return int(_NUMBER.unpack(received)[0]) if len(received) == _NUMBER.size else None
 
 
+def _has_started_gpu_driver() -> bool:
+    for link in _DESCRIPTORS_OPEN.iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them
+            if str(link.readlink()) in _GPU_DRIVERS:
+                return True
+    return False
+
+
 def native_threads() -> frozenset[int]:
     """Return the ids of this process's threads, but for those that a library starts again after a fork."""
-    folders = Path("/proc/self/task").iterdir()
-    return frozenset(
-        int(folder.name) for folder in folders if (folder / "comm").read_text().strip() not in _RESTARTED_THREADS
-    )
+    found = set()
+    for folder in _THREADS.iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            if (folder / "comm").read_text().strip() not in _RESTARTED_THREADS:
+                found.add(int(folder.name))
+    return frozenset(found)

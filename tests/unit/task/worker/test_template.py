@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +24,7 @@ import pytest
 
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.task.worker import process as process_module
+from sparkhvd.task.worker import scratch as scratch_module
 from sparkhvd.task.worker import template as template_module
 from sparkhvd.task.worker.exit import Exited
 from sparkhvd.task.worker.process import WorkerProcess, spawn_worker
@@ -183,6 +187,96 @@ def test_a_worker_is_not_forked_after_an_installation(imported, tmp_path, monkey
     assert result(spawn(imported), where_imported)[0] != first
 
 
+def test_a_worker_is_not_forked_after_an_installation_into_another_folder_of_the_import_path(imported, tmp_path):
+    first, _ = result(spawn(imported), where_imported)
+    (tmp_path / "new-1.0.dist-info").mkdir()
+    installed, _ = result(spawn(imported), where_imported)
+    assert installed != first
+    assert result(spawn(imported), where_imported)[0] == installed
+    (tmp_path / "newer-1.0.dist-info").mkdir()
+    assert result(spawn(imported), where_imported)[0] != installed
+
+
+def test_a_worker_is_forked_where_python_has_no_folder_for_packages(imported, tmp_path, monkeypatch):
+    monkeypatch.setattr(template_module.sysconfig, "get_path", lambda _: str(tmp_path / "missing"))
+    first, _ = result(spawn(imported), where_imported)
+    assert result(spawn(imported), where_imported)[0] == first
+
+
+def test_a_worker_is_not_forked_after_a_change_of_an_imported_module(imported, tmp_path):
+    first, _ = result(spawn(imported), where_imported)
+    module = tmp_path / "imported_once.py"
+    module.write_text(module.read_text() + "CHANGED = True\n")
+    changed, own = result(spawn(imported), where_imported)
+    assert changed == own
+    again, _ = result(spawn(imported), where_imported)
+    assert again != first
+    assert result(spawn(imported), where_imported)[0] == again, "the next template has the changed module"
+
+
+def test_a_worker_is_not_forked_after_a_change_of_a_zip_file_with_an_imported_module(imported, tmp_path, monkeypatch):
+    def write(content: str) -> None:
+        with zipfile.ZipFile(tmp_path / "modules.zip", "w") as archive:
+            archive.writestr("imported_once.py", content)
+
+    content = (tmp_path / "imported_once.py").read_text()
+    write(content)
+    monkeypatch.syspath_prepend(str(tmp_path / "modules.zip"))
+    first, _ = result(spawn(imported), where_imported)
+    assert result(spawn(imported), where_imported)[0] == first
+    write(content + "CHANGED = True\n")
+    changed, own = result(spawn(imported), where_imported)
+    assert changed == own
+
+
+def mask_of_new_files(_: Path) -> Callable[[], object]:
+    before = os.umask(0o077)
+    return lambda: os.umask(before)
+
+
+def limit_of_open_files(_: Path) -> Callable[[], object]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def ignored_signal(_: Path) -> Callable[[], object]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return lambda: signal.signal(signal.SIGHUP, before)
+
+
+def current_folder_of_the_same_name(folder: Path) -> Callable[[], object]:
+    folder.rename(folder.with_name("former"))
+    folder.mkdir()
+    os.chdir(folder)
+    return lambda: None
+
+
+@pytest.mark.parametrize(
+    "change", [mask_of_new_files, limit_of_open_files, ignored_signal, current_folder_of_the_same_name]
+)
+def test_a_worker_is_not_forked_after_a_change_of_what_it_would_inherit(imported, tmp_path, monkeypatch, change):
+    folder = tmp_path / "current"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    result(spawn(imported), where_imported)
+    restore = change(folder)
+    try:
+        changed, own = result(spawn(imported), where_imported)
+        assert changed == own
+    finally:
+        restore()
+
+
+def test_a_worker_is_forked_in_a_folder_that_was_removed(imported, tmp_path, monkeypatch):
+    folder = tmp_path / "current"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    first, _ = result(spawn(imported), where_imported)
+    assert result(spawn(imported), where_imported)[0] == first
+
+
 def state() -> dict[str, object]:
     Path(os.environ["SPARKHVD_SCRATCH"], "file").write_text("1")
     return {
@@ -216,6 +310,16 @@ def test_forked_workers_draw_different_random_numbers():
     result(spawn("numpy", "random"), draws)
     drawn = [result(spawn("numpy", "random"), draws) for _ in range(3)]
     assert len({numbers for pair in drawn for numbers in pair}) == 6
+
+
+def torch_draw() -> float:
+    import torch  # noqa: PLC0415
+
+    return float(torch.rand(1))
+
+
+def test_forked_workers_draw_different_random_numbers_with_torch():
+    assert len({result(spawn("torch"), torch_draw) for _ in range(3)}) == 3
 
 
 def test_a_module_that_was_added_since_is_found(tmp_path, monkeypatch):
@@ -336,6 +440,60 @@ def test_a_killed_template_is_replaced():
     assert template().pid != killed.pid
 
 
+def test_a_worker_that_is_forked_too_late_ends_without_a_trace(tmp_path, monkeypatch):
+    result(spawn(), os.getpid)
+    late = template()
+    late.suspend()
+    with monkeypatch.context() as patch:
+        patch.setattr(template_module, "_FORK_SECONDS", 0.1)
+        worker = spawn()
+    assert psutil.Process(worker.pid).ppid() == os.getpid(), "the worker was forked"
+    start(worker, start_child_and_stay, str(tmp_path / "pid"))
+    late.resume()
+    result(spawn(), os.getpid)  # its template has served the former request before
+    assert psutil.wait_procs(late.children(recursive=True), timeout=20.0)[1] == []
+    assert Path(psutil.Process(worker.pid).environ()["SPARKHVD_SCRATCH"]).is_dir()
+    worker.close()
+
+
+def test_a_worker_that_waits_for_a_template_has_no_scratch_folder_yet(imported, tmp_path, monkeypatch):
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(scratch_module, "local_folders", lambda: (str(tmp_path / "scratch"),))
+    during, bind = [], template_module._bind
+
+    def looked_at_folders(address: str) -> object:
+        during.append(len(list((tmp_path / "scratch").iterdir())))
+        return bind(address)
+
+    monkeypatch.setattr(template_module, "_bind", looked_at_folders)
+    workers = [spawn(imported) for _ in range(2)]
+    assert set(during[1:]) <= {1}, "only the first worker has one"
+    for worker in workers:
+        result(worker, where_imported)
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_only_the_first_worker_waits_for_a_process_that_has_taken_the_name_of_a_template(imported, monkeypatch):
+    tries, bind, of = [], template_module._bind, template_module.Origin.of
+    taken = []
+
+    def with_its_name_taken(*arguments: Any) -> template_module.Origin:
+        origin = of(*arguments)
+        if not taken:
+            taken.append(bind(origin.address))
+        return origin
+
+    monkeypatch.setattr(process_module.Origin, "of", with_its_name_taken)
+    monkeypatch.setattr(template_module, "_bind", lambda address: tries.append(address) or bind(address))
+    monkeypatch.setattr(template_module, "_SPLIT_SECONDS", 0.1)
+    result(spawn(imported), where_imported)
+    assert len(tries) > 1
+    tries.clear()
+    result(spawn(imported), where_imported)
+    assert len(tries) == 1
+    taken[0].close()
+
+
 def test_a_template_ends_when_it_is_idle_and_its_workers_do_not(tmp_path):
     result(spawn(seconds=1.0), os.getpid)
     worker = spawn(seconds=1.0)
@@ -391,6 +549,7 @@ def test_a_template_of_another_user_is_not_asked_for_workers(monkeypatch):
     result(spawn(), os.getpid)
     left = template()
     monkeypatch.setattr(template_module, "_credentials", lambda _: (left.pid, os.geteuid() + 1))
+    monkeypatch.setattr(template_module, "_SPLIT_SECONDS", 0.1)
     worker = spawn()
     assert psutil.Process(worker.pid).ppid() == os.getpid(), "the worker was forked"
     worker.close()
@@ -400,3 +559,45 @@ def test_a_process_in_which_a_library_runs_threads_becomes_no_template(with_thre
     for _ in range(2):
         first, own = result(spawn(with_threads), where_imported)
         assert first == own
+
+
+def test_a_process_in_which_python_itself_started_a_thread_becomes_no_template(imported, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    for _ in range(2):
+        first, own = result(spawn(imported), where_imported)
+        assert first == own
+
+
+def test_a_process_in_which_an_import_started_the_driver_of_the_gpus_becomes_no_template(imported, tmp_path):
+    (tmp_path / "imported_once.py").write_text(
+        "import os\nfrom sparkhvd.task.worker import template\nIMPORTED_IN = os.getpid()\n"
+        "DRIVER = open('/dev/full')\ntemplate._GPU_DRIVERS = {'/dev/full'}\n"
+    )
+    for _ in range(2):
+        first, own = result(spawn(imported), where_imported)
+        assert first == own
+
+
+def test_a_thread_that_ends_while_the_threads_are_listed_is_left_out(tmp_path, monkeypatch):
+    for name in ("1", "2"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "1" / "comm").write_text("python\n")
+    monkeypatch.setattr(template_module, "_THREADS", tmp_path)
+    assert template_module.native_threads() == {1}
+
+
+def test_a_template_is_asked_through_descriptors_of_any_number():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
+    reader, writer = os.pipe()
+    high = fcntl.fcntl(reader, fcntl.F_DUPFD_CLOEXEC, 1024)
+    try:
+        assert template_module._readable([high], 0.0) == set()
+        os.write(writer, b"1")
+        assert template_module._readable([high], float("inf")) == {high}
+    finally:
+        for descriptor in (reader, writer, high):
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
