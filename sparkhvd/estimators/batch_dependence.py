@@ -55,6 +55,19 @@ class BatchDependence:
             )
         return remarks
 
+    def check_changing_ranks(self, batch_size: int) -> None:
+        """Check that no number of ranks, each with batches of its own, leaves a batch with a single row.
+
+        Raises:
+            ParamError: batches are too small for a rank's last batch to take a second row from the one before it.
+        """
+        if self.pairs and batch_size < _LEAST_TO_SHARE:
+            raise ParamError(
+                f"elastic_batch='rank' with batch_size={batch_size} leaves a batch with a single row for some numbers "
+                f"of ranks, and the model's batch normalization ({_listed(self.pairs)}) cannot train on one row. Set "
+                f"batch_size to at least {_LEAST_TO_SHARE}, or elastic_batch='global'."
+            )
+
     def refuse_single_rows(self, batch_size: int, num_proc: int) -> ParamError:
         """Return the error for a batch with a single row."""
         return ParamError(
@@ -65,6 +78,8 @@ class BatchDependence:
 
 
 _SHOWN = 3
+# A batch of three can give a row to the batch behind it and still have two.
+_LEAST_TO_SHARE = 3
 
 
 def _listed(names: tuple[str, ...]) -> str:

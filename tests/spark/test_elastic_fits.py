@@ -358,3 +358,23 @@ def test_without_changes_the_weights_are_those_of_a_fixed_fit(fit, tmp_path):
 def test_what_elastic_fits_cannot_do_is_refused_before_any_job(fit, params, error, message):
     with pytest.raises(error, match=message):
         fit("torch", [], **{"num_proc": 3, "min_num_proc": 2, **params})
+
+
+def test_batches_that_a_joining_rank_could_leave_with_one_row_are_refused_for_batch_normalization(spark, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    estimator = TorchEstimator(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["id"],
+        label_cols=["y"],
+        store=Store.create(str(tmp_path)),
+        backend=SparkBackend(3, min_num_proc=1, max_num_proc=4, launcher="local"),
+        elastic_batch="rank",
+        batch_size=2,
+        verbose=0,
+    )
+    with pytest.raises(
+        ParamError, match=r"elastic_batch='rank' with batch_size=2 .* \(1\) .* at least 3"
+    ):
+        estimator.fit(spark.range(12).selectExpr("id", "0.0D y"))

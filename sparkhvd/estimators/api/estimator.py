@@ -420,6 +420,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     ) -> TrainResult:
         plugin = find_plugin(self.plugin)
         dependence = plugin.batch_dependence(run.params)
+        if is_elastic(run) and run.elastic_batch == "rank":
+            dependence.check_changing_ranks(run.batch_size)
         for remark in dependence.remarks(run.num_proc, run.batch_size):
             logger.warning("run %s: %s", run.run_id, remark)
         packed = plugin.pack({**run.params, "schema": schema})

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.batch_dependence import BatchDependence
 from sparkhvd.estimators.lightning.plugin import PLUGIN as LIGHTNING
 from sparkhvd.estimators.torch.batch_normalization import batch_dependence_of
@@ -46,6 +47,16 @@ def test_one_line_names_the_layers_and_what_to_use_instead_with_several_ranks():
         "the model's batch normalization (1, 2, 3 and 2 more) sees the 32 rows of its own rank, not the 128 rows of "
         "all 4 ranks. To normalize over all of them, use sparkhvd.torch.SyncBatchNorm.convert_sync_batchnorm(model)."
     )
+
+
+def test_batches_of_ranks_that_change_need_three_rows_for_batch_normalization():
+    found = batch_dependence_of(network(torch.nn.BatchNorm1d(4)))
+    found.check_changing_ranks(3)
+    batch_dependence_of(network()).check_changing_ranks(1)
+    with pytest.raises(
+        ParamError, match=r"batch_size=2 leaves .* at least 3, or elastic_batch='global'"
+    ):
+        found.check_changing_ranks(2)
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
