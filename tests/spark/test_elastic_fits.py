@@ -374,7 +374,5 @@ def test_batches_that_a_joining_rank_could_leave_with_one_row_are_refused_for_ba
         batch_size=2,
         verbose=0,
     )
-    with pytest.raises(
-        ParamError, match=r"elastic_batch='rank' with batch_size=2 .* \(1\) .* at least 3"
-    ):
+    with pytest.raises(ParamError, match=r"elastic_batch='rank' with batch_size=2 .* \(1\) .* at least 3"):
         estimator.fit(spark.range(12).selectExpr("id", "0.0D y"))

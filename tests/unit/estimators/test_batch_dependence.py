@@ -53,9 +53,7 @@ def test_batches_of_ranks_that_change_need_three_rows_for_batch_normalization():
     found = batch_dependence_of(network(torch.nn.BatchNorm1d(4)))
     found.check_changing_ranks(3)
     batch_dependence_of(network()).check_changing_ranks(1)
-    with pytest.raises(
-        ParamError, match=r"batch_size=2 leaves .* at least 3, or elastic_batch='global'"
-    ):
+    with pytest.raises(ParamError, match=r"batch_size=2 leaves .* at least 3, or elastic_batch='global'"):
         found.check_changing_ranks(2)
 
 
