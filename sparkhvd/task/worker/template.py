@@ -342,7 +342,7 @@ def split_off_template(
             os.setsid()  # it outlives the process group of this worker
             offer.listener.listen()
             os.close(leaving)
-            own_name = _COMMAND_NAME.read_text()
+            own_name = _COMMAND_NAME.read_text().rstrip("\n")
             _COMMAND_NAME.write_text(TEMPLATE_NAME)
             control.close()
             nowhere = os.open(os.devnull, os.O_RDWR)

@@ -283,9 +283,8 @@ def test_ranks_are_one_big_batch(group, options):
     group.run(one_big_batch, options)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_adasum_combines_the_steps_of_the_ranks(group, optimizer):
-    first, second = group.run(combine_steps_with_adasum, optimizer, {})
+def test_adasum_combines_the_steps_of_the_ranks(group):
+    first, second = group.run(combine_steps_with_adasum, "AdamW", {})
     assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
 
 
