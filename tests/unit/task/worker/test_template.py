@@ -241,8 +241,8 @@ def limit_of_open_files(_: Path) -> Callable[[], object]:
 
 
 def ignored_signal(_: Path) -> Callable[[], object]:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    return lambda: signal.signal(signal.SIGHUP, before)
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SIGHUP is ignored already under nohup
+    return lambda: signal.signal(signal.SIGUSR2, before)
 
 
 def current_folder_of_the_same_name(folder: Path) -> Callable[[], object]:
