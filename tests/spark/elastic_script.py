@@ -42,7 +42,8 @@ def main(folder: Path) -> None:
         "spark.dynamicAllocation.initialExecutors": "1",
         "spark.dynamicAllocation.minExecutors": "1",
         "spark.dynamicAllocation.maxExecutors": "2",
-        "spark.dynamicAllocation.schedulerBacklogTimeout": "3s",
+        # Later than the first rank starts on a slow machine, so that the job begins with one.
+        "spark.dynamicAllocation.schedulerBacklogTimeout": "15s",
         "spark.executor.memory": "600m",
         "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
         "spark.driver.host": "127.0.0.1",
