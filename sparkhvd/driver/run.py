@@ -268,7 +268,9 @@ def _importable(launcher: str, kind: type[Launcher], request: LaunchRequest, opt
         return importable_nowhere
     if launcher == "local":
         return importable_here
-    return partial(importable_on, request.session()) if kind.on_spark else importable_nowhere
+    if kind.on_spark:
+        return partial(importable_on, request.session(), start_timeout=options.start_timeout)
+    return importable_nowhere
 
 
 def open_stream(options: RunOptions, num_proc: int) -> LogStream:

@@ -338,7 +338,7 @@ def _importable(launcher: str, options: RunOptions, spark: SparkSession | None) 
     """Return the function that finds out which of the user's modules the ranks can import."""
     if options.executable or launcher == "ssh":  # another Python or host may lack the modules' dependencies
         return importable_nowhere
-    return importable_here if spark is None else partial(importable_on, spark)
+    return importable_here if spark is None else partial(importable_on, spark, start_timeout=options.start_timeout)
 
 
 def _driver_addresses(elastic: ElasticOptions, spark: SparkSession | None) -> tuple[str, Sequence[str]]:

@@ -47,16 +47,24 @@ def importable_nowhere(modules: Mapping[str, str]) -> frozenset[str]:  # noqa: A
     return frozenset()
 
 
-def importable_on(spark: SparkSession, modules: Mapping[str, str]) -> frozenset[str]:
+def importable_on(
+    spark: SparkSession, modules: Mapping[str, str], *, start_timeout: float | None = None
+) -> frozenset[str]:
     """Return the modules that the executors of a session can import with the driver's content.
 
     One small Spark job asks about all of the user's loaded modules; later questions about them need no job.
+
+    Args:
+        spark: the session.
+        modules: the SHA-256 of each module's file, by the module's name.
+        start_timeout: seconds to wait for the answers; None takes ``SPARKHVD_START_TIMEOUT``.
     """
     known = _answers(_identity(spark))
     if any(item not in known for item in modules.items()):
         candidates = {**{module.name: module.digest for module in loaded_user_modules()}, **modules}
         new = {name: digest for name, digest in candidates.items() if (name, digest) not in known}
-        answers = _ask(spark, new)
+        seconds = from_environment().start_timeout if start_timeout is None else start_timeout
+        answers = _ask(spark, new, seconds)
         if answers is not None:
             known.update({(name, digest): name in answers for name, digest in new.items()})
     return importable_by(known, modules)
@@ -72,13 +80,13 @@ def importable_by(known: Mapping[tuple[str, str], bool], modules: Mapping[str, s
     return frozenset(name for name, digest in modules.items() if known.get((name, digest)) and versions[name] == 1)
 
 
-def _ask(spark: SparkSession, modules: Mapping[str, str]) -> frozenset[str] | None:
+def _ask(spark: SparkSession, modules: Mapping[str, str], seconds: float) -> frozenset[str] | None:
     """Return the modules that all the asked executors can import; None if they did not answer."""
     # Spark spreads the tasks over idle executors.
     tasks = None if is_connect(spark) else min(_MAX_TASKS, spark.sparkContext.defaultParallelism)
     answers = spark.range(tasks or _MAX_TASKS, numPartitions=tasks).mapInArrow(partial(_answer, dict(modules)), _SCHEMA)
     try:
-        rows = run_job(spark, answers.collect, from_environment().start_timeout)
+        rows = run_job(spark, answers.collect, seconds)
     except Exception as error:  # noqa: BLE001 - Spark may raise anything, and sending the code always works
         logger.warning(
             "The executors did not report which modules they can import, so the driver sends the code to them: %s",
