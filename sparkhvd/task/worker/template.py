@@ -198,7 +198,7 @@ class Templates:
                     return _offer(origin, listener)
                 listener.close()  # the other worker has ended, or cannot split it off
                 self._failed.add(hash(origin))
-            if deadline.expired():  # whoever has taken the name does not answer
+            if deadline.expired():  # another process has taken the name and does not answer
                 self._failed.add(hash(origin))
             if hash(origin) in self._failed:
                 return None
