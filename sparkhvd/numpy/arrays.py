@@ -66,11 +66,15 @@ def writable_array_of(memory: Writable, what: str) -> Array:
                 f"{what}, a {type(memory).__name__}, has no memory that a collective can write into. Pass a NumPy "
                 "array, or use the form without the underscore."
             ) from None
-    if not (array.flags.writeable and array.flags.c_contiguous and array.dtype.isnative):
-        state = "not contiguous" if not array.flags.c_contiguous else "not in this machine's byte order"
-        raise ConfigError(
-            f"{what} of shape {array.shape} and dtype {array.dtype.str} is "
-            f"{state if array.flags.writeable else 'read-only'}, so a collective cannot write into its memory. Use the "
-            "form without the underscore, or copy the array."
-        )
+    problems = {
+        "read-only": not array.flags.writeable,
+        "not contiguous": not array.flags.c_contiguous,
+        "not in this machine's byte order": not array.dtype.isnative,
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise ConfigError(
+                f"{what} of shape {array.shape} and dtype {array.dtype.str} is {problem}, so a collective cannot write "
+                "into its memory. Use the form without the underscore, or copy the array."
+            )
     return array
