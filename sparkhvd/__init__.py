@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sparkhvd.driver.elastic.run import run_elastic as run_elastic
     from sparkhvd.driver.preflight.preflight import preflight as preflight
     from sparkhvd.driver.run import run as run
+    from sparkhvd.driver.spark.gang_queue import slots as slots
     from sparkhvd.estimators.keras import KerasEstimator as KerasEstimator
     from sparkhvd.estimators.keras import KerasModel as KerasModel
     from sparkhvd.estimators.lightning import LightningEstimator as LightningEstimator
@@ -43,6 +44,7 @@ _HOME_OF = {
     "prepare_data": "sparkhvd.data.prepare.prepared_data",
     "run": "sparkhvd.driver.run",
     "run_elastic": "sparkhvd.driver.elastic.run",
+    "slots": "sparkhvd.driver.spark.gang_queue",
     "Store": "sparkhvd.store",
     "TorchEstimator": "sparkhvd.estimators.torch",
     "TorchModel": "sparkhvd.estimators.torch",
@@ -65,6 +67,7 @@ __all__ = [
     "prepare_data",
     "run",
     "run_elastic",
+    "slots",
 ]
 
 # `from sparkhvd import *` brings what the installed frameworks have; importing nothing, this only looks for them.

@@ -34,9 +34,12 @@ def is_connect(spark: SparkSession) -> bool:
 
 
 def is_stopped(spark: SparkSession) -> bool:
-    """Return whether a session has been stopped."""
+    """Return whether a session has been stopped, or is about to stop."""
     session: Any = spark
-    return bool(session.is_stopped) if is_connect(spark) else session.sparkContext._jsc is None  # noqa: SLF001
+    if is_connect(spark):
+        return bool(session.is_stopped)
+    context = session.sparkContext._jsc  # noqa: SLF001
+    return context is None or bool(context.sc().isStopped())
 
 
 def current_session() -> SparkSession | None:
@@ -49,6 +52,21 @@ def current_session() -> SparkSession | None:
     session = SparkSession.getActiveSession()
     if session is None:
         session = getattr(SparkSession, "_instantiatedSession", None)  # which ``stop()`` resets
+    return session
+
+
+def active_session() -> SparkSession:
+    """Return the session that is active in this thread, or the one created last.
+
+    Raises:
+        LaunchError: there is no session.
+    """
+    session = current_session()
+    if session is None:
+        raise LaunchError(
+            "There is no active SparkSession. Create one with SparkSession.builder.getOrCreate(), pass spark=, or run "
+            "the ranks on this machine with launcher='local'."
+        )
     return session
 
 

@@ -14,7 +14,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TextIO
 
-from sparkhvd._util.counts import is_count
+from sparkhvd._util.counts import is_count, is_integer
 from sparkhvd.errors import ConfigError
 from sparkhvd.task.log_files import LogFiles
 
@@ -38,6 +38,7 @@ class RunOptions:
     executable: str | None = None
     output_filename: str | None = None
     preload: Sequence[str] = ()
+    priority: int = 0
 
 
 def check_options(options: RunOptions, launcher: str) -> None:
@@ -54,6 +55,8 @@ def check_options(options: RunOptions, launcher: str) -> None:
         check_seconds("start_timeout", options.start_timeout)
     if not isinstance(options.verbose, int):
         raise ConfigError(f"verbose must be 0, 1 or 2, got {options.verbose!r}.")
+    if not is_integer(options.priority):
+        raise ConfigError(f"priority must be an integer, got {options.priority!r}.")
     check_names("nics", options.nics)
     check_names("preload", options.preload)
     if launcher == "local":

@@ -9,13 +9,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from sparkhvd._util.registry import Registry
-from sparkhvd.compat.spark import check_spark, current_session
+from sparkhvd.compat.spark import active_session, check_spark
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.host_process import SrunOptions, SshOptions
 from sparkhvd.driver.hosts import Host
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark.resources import TaskResources
-from sparkhvd.errors import ConfigError, LaunchError
+from sparkhvd.errors import ConfigError
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.host.versions import different_versions
 from sparkhvd.task.job import Job
@@ -162,18 +162,3 @@ def warn_of_versions(job: Job, offers: Sequence[TaskOffer]) -> None:
     """Warn if tasks of a job have other versions of the frameworks than the driver."""
     if warning := different_versions(job.versions, offers):
         logger.warning("%s", warning)
-
-
-def active_session() -> SparkSession:
-    """Return the session that is active in this thread, or the one created last.
-
-    Raises:
-        LaunchError: there is no session.
-    """
-    session = current_session()
-    if session is None:
-        raise LaunchError(
-            "There is no active SparkSession. Create one with SparkSession.builder.getOrCreate(), pass spark=, or run "
-            "the ranks on this machine with launcher='local'."
-        )
-    return session

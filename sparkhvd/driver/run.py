@@ -8,7 +8,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from sparkhvd.driver.launcher import Launcher, LaunchHandle, LaunchRequest, choo
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.results import unpickled
 from sparkhvd.driver.spark.encryption import unencrypted_spark
+from sparkhvd.driver.spark.gang_queue import turn_of
 from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.driver.user_code.importable import importable_here, importable_nowhere, importable_on
 from sparkhvd.driver.user_code.payload import pickle_call
@@ -72,6 +73,7 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
     output_filename: str | None = None,
     preload: Sequence[str] = (),
     rows: DataFrame | None = None,
+    priority: int = 0,
     **unknown: Never,
 ) -> list[Result]:
     """Run ``fn`` in ``num_proc`` processes on the Spark cluster, connected by ``hvd.init()``.
@@ -92,7 +94,8 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         kwargs: keyword arguments of ``fn``.
         num_proc: number of ranks; None starts as many as the cluster has slots (or this machine has cores, for
             ``launcher="local"``).
-        start_timeout: seconds within which all ranks must have started; None takes ``SPARKHVD_START_TIMEOUT`` (600).
+        start_timeout: seconds within which all ranks must have started, after other jobs of this driver have left
+            their slots; None takes ``SPARKHVD_START_TIMEOUT`` (600).
         use_mpi: True selects ``launcher="mpi"``.
         use_gloo: True selects ``launcher="barrier"``.
         extra_mpi_args: additional arguments of ``mpirun``, as one string or a list.
@@ -121,6 +124,8 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         preload: modules that the processes import while they wait for each other.
         rows: a DataFrame with ``num_proc`` partitions, one for each rank; ``sparkhvd.config.given_rows()`` returns the
             rank's partition as a local Arrow file.
+        priority: if jobs of this driver wait for slots, those of a higher priority start first, and jobs of the same
+            one in the order in which they were started.
         **unknown: nothing; other keywords, such as Horovod's ``np``, are rejected with the right name.
 
     Returns:
@@ -168,6 +173,7 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         executable=executable,
         output_filename=output_filename,
         preload=preload,
+        priority=priority,
     )
     return run_with(request, name, options, fn, args, kwargs)
 
@@ -227,26 +233,30 @@ def run_with(  # noqa: PLR0917
     warn_ignored_variables(environment)
     if config.encrypt and launcher != "local":
         check_encryption(request.session() if kind.on_spark else None)
-    payload = pickle_call(fn, args, kwargs or {}, _importable(launcher, kind, request, options))
-    deadline = Deadline.after(config.start_timeout)
-    job = Job(
-        payload=payload,
-        num_proc=instance.reserve(deadline),
-        env=tuple(changes.items()),
-        preload=tuple(options.preload),
-        config=config,
-        secret=secrets.token_bytes(32),
-        streamed=streamed(options),
-        log_files=log_files(stdout=options.stdout, stderr=options.stderr),
-        log_level=log_level_of(options.verbose) if config.log_level is None else config.log_level,
-        executable=options.executable or "",
-        nics=tuple(options.nics),
-        gives_rows=request.rows is not None,
-        versions=()
-        if options.executable
-        else frameworks_in_use(options.preload),  # another Python has its own packages
-    )
-    with closing(open_stream(options, job.num_proc)) as stream, closing(_launch(instance, job, stream)) as handle:
+    num_proc = instance.reserve(Deadline.after(config.start_timeout))
+    with ExitStack() as stack:
+        if kind.on_spark:
+            stack.enter_context(turn_of(request.session(), request.resources, num_proc, options.priority))
+        deadline = Deadline.after(config.start_timeout)
+        job = Job(
+            payload=pickle_call(fn, args, kwargs or {}, _importable(launcher, kind, request, options)),
+            num_proc=num_proc,
+            env=tuple(changes.items()),
+            preload=tuple(options.preload),
+            config=config,
+            secret=secrets.token_bytes(32),
+            streamed=streamed(options),
+            log_files=log_files(stdout=options.stdout, stderr=options.stderr),
+            log_level=log_level_of(options.verbose) if config.log_level is None else config.log_level,
+            executable=options.executable or "",
+            nics=tuple(options.nics),
+            gives_rows=request.rows is not None,
+            versions=()
+            if options.executable
+            else frameworks_in_use(options.preload),  # another Python has its own packages
+        )
+        stream = stack.enter_context(closing(open_stream(options, job.num_proc)))
+        handle = stack.enter_context(closing(_launch(instance, job, stream)))
         handle.wait_started(deadline)
         return unpickled(handle.results())
 

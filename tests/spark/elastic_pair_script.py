@@ -7,11 +7,15 @@ import logging
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from pyspark.sql import SparkSession
 
 import sparkhvd
+from sparkhvd.driver.elastic import run as elastic
+from sparkhvd.driver.spark.gang_queue import SlotUse
+from sparkhvd.errors import LaunchError
 from tests.launch import elastic_training as training
 from tests.scripts import print_results
 from tests.waiting import happens
@@ -47,6 +51,8 @@ def main(folder: Path) -> None:
     threads = [threading.Thread(target=lambda: context.parallelize(range(2), 2).foreach(occupy), daemon=True)]
     threads[0].start()
     assert happens(lambda: len(active()) == 1, 60)
+    # Two drivers of one application, as clients of Spark Connect are, have no queue in common.
+    elastic.turn_of = lambda *_, **__: nullcontext()
     for name in ("a", "b"):
         threads.append(threading.Thread(target=in_pool, args=(name,), daemon=True))
         threads[-1].start()
@@ -60,9 +66,29 @@ def main(folder: Path) -> None:
             "results": {name: [one[:4] for one in ranks] for name, ranks in results.items()},
             "jobs": len(active()),
             "logged": logged.getvalue(),
+            "errors": stop_with_a_waiting_job(session),
         }
     )
+
+
+def stop_with_a_waiting_job(session: SparkSession) -> list[str]:
+    """Stop the session while one job runs and another one waits, and return their errors."""
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            sparkhvd.run(time.sleep, (600,), num_proc=2, spark=session)
+        except LaunchError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert happens(lambda: sparkhvd.slots(session) == SlotUse(2, (2,), (2,), 0), 60)
     session.stop()
+    for thread in threads:
+        thread.join(60)
+    return sorted(errors)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -144,6 +145,10 @@ def test_two_jobs_that_each_hold_half_of_the_slots_run_one_after_the_other(tmp_p
     assert found["results"] == {"a": [[3, 6.0, 0, 2], [3, 6.0, 1, 2]], "b": [[3, 6.0, 0, 2], [3, 6.0, 1, 2]]}
     assert found["jobs"] == 0
     assert "The job held 1 of the 2 slots that it needs to start" in found["logged"]
+    ended, waited = found["errors"]
+    assert waited == "The Spark session was stopped while a job waited for its slots."
+    cause = "Job \\d+ cancelled because SparkContext was shut down|the Spark session was stopped"
+    assert re.match(rf"Spark aborted the job: it was cancelled \(({cause})\)", ended)
 
 
 @pytest.mark.cluster

@@ -23,6 +23,7 @@ import sparkhvd
 from sparkhvd._util.background import in_background
 from sparkhvd.driver.launchers import barrier
 from sparkhvd.driver.spark import barrier_stage
+from sparkhvd.driver.spark.gang_queue import SlotUse
 from sparkhvd.driver.spark.task_exchange import TaskExchange
 from sparkhvd.driver.user_code import importable
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
@@ -349,7 +350,7 @@ def test_busy_slots_end_in_a_start_timeout_that_leaves_nothing_running(spark):
     busy.start()
     tracker = context.statusTracker()
     try:
-        wait_for(lambda: any(tracker.getStageInfo(s).numActiveTasks == 4 for s in tracker.getActiveStageIds()))
+        wait_for(lambda: sparkhvd.slots() == SlotUse(total=4, running=(), waiting=(), other_tasks=4))
         for launcher in ("barrier", "mpi"):
             importable._answers.cache_clear()  # the executors are asked again which modules they can import
             with pytest.raises(
@@ -363,18 +364,64 @@ def test_busy_slots_end_in_a_start_timeout_that_leaves_nothing_running(spark):
     wait_for(lambda: not list(tracker.getActiveJobsIds()))
 
 
-def test_jobs_of_several_threads_wait_for_each_other_if_slots_are_short(spark):
-    results: dict[int, list[int]] = {}
+def hold(path: str) -> int:
+    """Return the number of ranks once the file exists."""
+    from sparkhvd.comm import session  # noqa: PLC0415
 
-    def one(index: int) -> None:
-        results[index] = sparkhvd.run(pow, (2, index), num_proc=3, spark=spark)
+    session.init()
+    Path(f"{path} runs").touch()
+    while not Path(path).exists():
+        time.sleep(0.05)
+    return session.current().world.size
 
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {index: [2**index] * 3 for index in range(3)}
+
+@pytest.mark.parametrize("launcher", ["barrier", "mpi"])
+def test_jobs_of_several_threads_start_in_turn_however_long_the_others_run(spark, tmp_path, monkeypatch, launcher):
+    names = ("first", "large", "small", "urgent", "elastic")
+    sizes: dict[str, list[int]] = {}
+
+    def start(name: str, num_proc: int, run=sparkhvd.run, **options) -> None:
+        def target() -> None:
+            sizes[name] = run(hold, (str(tmp_path / name),), num_proc=num_proc, spark=spark, **options)
+
+        threads.append(threading.Thread(target=target, name=name))
+        threads[-1].start()
+
+    def wait_for_jobs(*, running: tuple[int, ...], waiting: tuple[int, ...]) -> None:
+        wait_for(lambda: sparkhvd.slots(spark) == SlotUse(4, running, waiting, other_tasks=0))
+
+    threads: list[threading.Thread] = []
+    try:
+        start("first", 3)
+        wait_for((tmp_path / "first runs").exists)
+        start("large", 4, launcher=launcher)
+        wait_for_jobs(running=(3,), waiting=(4,))
+        start("small", 1)
+        wait_for_jobs(running=(3,), waiting=(4, 1))
+        start("urgent", 2, priority=1)
+        wait_for_jobs(running=(3,), waiting=(2, 4, 1))
+        start("elastic", 1, sparkhvd.run_elastic, max_num_proc=3)
+        wait_for_jobs(running=(3,), waiting=(2, 4, 1, 3))
+        began, clock = time.monotonic(), time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000)  # later than the start_timeout of all
+        assert time.monotonic() - began > 1000
+        for name, running, waiting in [
+            ("first", (2,), (4, 1, 3)),
+            ("urgent", (4,), (1, 3)),
+            ("large", (1, 3), ()),
+            ("small", (3,), ()),
+            ("elastic", (), ()),
+        ]:
+            (tmp_path / name).touch()
+            wait_for_jobs(running=running, waiting=waiting)
+    finally:
+        for name in names:
+            (tmp_path / name).touch()
+        for thread in threads:
+            thread.join()
+    ranks = sizes.pop("elastic")
+    assert 1 <= len(ranks) <= 3
+    assert sizes == {"first": [3] * 3, "large": [4] * 4, "small": [1], "urgent": [2] * 2}
 
 
 def write_pid_and_stay(folder: str) -> None:

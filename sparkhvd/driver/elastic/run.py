@@ -34,6 +34,8 @@ from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.results import unpickled
 from sparkhvd.driver.run import check_encryption, log_files, log_level_of, open_stream, streamed
 from sparkhvd.driver.spark.driver_address import driver_hosts
+from sparkhvd.driver.spark.gang_queue import turn_of
+from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.driver.user_code.importable import importable_here, importable_nowhere, importable_on
 from sparkhvd.driver.user_code.payload import pickle_call
 from sparkhvd.driver.user_code.pickling import Importable
@@ -114,6 +116,7 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
     executable: str | None = None,
     output_filename: str | None = None,
     preload: Sequence[str] = (),
+    priority: int = 0,
 ) -> list[Result]:
     """Run ``fn`` in processes whose number may change while it runs; ``hvd.elastic.run`` in ``fn`` handles changes.
 
@@ -137,8 +140,8 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         min_num_proc: smallest number of ranks to train with; None is ``num_proc``.
         max_num_proc: largest number of ranks; None is all slots of ``discovery`` or ``hosts``, or else ``num_proc``.
             On Spark, the job asks for this many tasks of one core each (``spark.task.cpus``) as long as it runs.
-        start_timeout: seconds within which the first ranks must have started, and each later one; None takes
-            ``SPARKHVD_START_TIMEOUT`` (600).
+        start_timeout: seconds within which the first ranks must have started, after other jobs of this driver have
+            left their slots, and each later one; None takes ``SPARKHVD_START_TIMEOUT`` (600).
         elastic_timeout: seconds within which enough ranks must be ready again after a loss; None is 600.
         reset_limit: largest number of changes of the ranks; None sets no limit.
         env: variables to add to the ranks' environment; the value None removes a variable.
@@ -174,6 +177,7 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         executable: the Python of the ranks; None is this one.
         output_filename: a folder in which each rank's output is also saved, in ``rank.<number>/stdout`` and ``stderr``.
         preload: modules that the processes import at their start.
+        priority: as in ``sparkhvd.run``, for jobs on Spark.
 
     Returns:
         The results of ``fn`` of the ranks of the last generation, ordered by rank; at most 256 MB in all.
@@ -204,6 +208,7 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         executable=executable,
         output_filename=output_filename,
         preload=preload,
+        priority=priority,
     )
     elastic = ElasticOptions(
         num_proc=num_proc,
@@ -274,25 +279,26 @@ def run_elastic_with(  # noqa: PLR0917
     warn_ignored_variables(environment)
     if config.encrypt and elastic.launcher != "local":
         check_encryption(spark)
-    payload = pickle_call(fn, args, kwargs or {}, _importable(elastic.launcher, options, spark))
     most = limits.max_size or limits.num_proc
-    job = Job(
-        payload=payload,
-        num_proc=most,
-        env=tuple(changes.items()),
-        preload=tuple(options.preload),
-        config=config,
-        secret=secrets.token_bytes(32),
-        streamed=streamed(options),
-        log_files=log_files(stdout=options.stdout, stderr=options.stderr),
-        log_level=log_level_of(options.verbose) if config.log_level is None else config.log_level,
-        executable=options.executable or "",
-        nics=() if elastic.launcher == "local" else tuple(options.nics),
-        versions=() if elastic.launcher == "local" or options.executable else frameworks_in_use(options.preload),
-        commits=_commits(elastic, spark),
-    )
-    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with ExitStack() as stack:
+        if spark is not None:
+            stack.enter_context(turn_of(spark, TaskResources(), most, options.priority))
+        job = Job(
+            payload=pickle_call(fn, args, kwargs or {}, _importable(elastic.launcher, options, spark)),
+            num_proc=most,
+            env=tuple(changes.items()),
+            preload=tuple(options.preload),
+            config=config,
+            secret=secrets.token_bytes(32),
+            streamed=streamed(options),
+            log_files=log_files(stdout=options.stdout, stderr=options.stderr),
+            log_level=log_level_of(options.verbose) if config.log_level is None else config.log_level,
+            executable=options.executable or "",
+            nics=() if elastic.launcher == "local" else tuple(options.nics),
+            versions=() if elastic.launcher == "local" or options.executable else frameworks_in_use(options.preload),
+            commits=_commits(elastic, spark),
+        )
+        inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         stream = open_stream(options, most)
         stack.callback(stream.close)
         bind_host, names = _driver_addresses(elastic, spark)

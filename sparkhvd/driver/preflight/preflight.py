@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd._util.counts import counted, plain_count
-from sparkhvd.compat.spark import check_spark, inheriting
+from sparkhvd.compat.spark import active_session, check_spark, inheriting
 from sparkhvd.config import from_environment
 from sparkhvd.data.prepare.store_check import judge, needs_check, remove
 from sparkhvd.data.spark.job import run_job
 from sparkhvd.data.spark.settings import with_spark_credentials
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_counts, check_names, check_seconds
-from sparkhvd.driver.launcher import active_session
 from sparkhvd.driver.preflight.report import Check, PreflightReport, Verdict, cluster_checks
 from sparkhvd.driver.spark.barrier_stage import BarrierStage
 from sparkhvd.driver.spark.encryption import unencrypted_spark

@@ -23,6 +23,8 @@ _CANCELLED = re.compile(
     r"(?:\[(?:SPARK_JOB_CANCELLED|OPERATION_CANCELED)\] |SparkException: (?=Job \d+ cancelled because SparkContext ))"
     r"([^\n]*?)\.?(?: SQLSTATE: \w+)?(?:\n|$)"
 )
+# What Spark's driver raises in the middle of its stop.
+_STOPPED = re.compile(r"dagScheduler\(\)\" is null|Cannot call methods on a stopped SparkContext")
 _TOO_FEW_SLOTS = "[SPARK-24819]"
 _CRASHED = "Python worker exited unexpectedly"
 
@@ -41,6 +43,7 @@ def spark_failure(
         task_hosts: the hosts of the tasks of the last attempt, by index, as far as they are known.
         tasks: the last status that each task sent to the driver, by index; None if tasks cannot reach it.
     """
+    error = _root(error)
     text = str(error)
     if message := import_failure(text):
         return message
@@ -69,7 +72,15 @@ def has_ended(error: BaseException) -> bool:
 
 def is_cancelled(error: BaseException) -> bool:
     """Return whether the job was cancelled: by a tag, a group or a session, in Spark's UI, or by stopping Spark."""
-    return _CANCELLED.search(str(error)) is not None
+    text = str(_root(error))
+    return _CANCELLED.search(text) is not None or _STOPPED.search(text) is not None
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return Spark's own error, where PySpark raised another one on its way out because the session was stopped."""
+    while isinstance(error, AttributeError) and error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _cause(
@@ -81,8 +92,8 @@ def _cause(
             "the cluster has fewer slots than this job has ranks, given the cores and GPUs that each rank requests. "
             "Lower num_proc, or request less per rank"
         )
-    if cancelled := _CANCELLED.search(text):
-        return f"it was cancelled ({cancelled[1]})"
+    if (cancelled := _CANCELLED.search(text)) or _STOPPED.search(text):
+        return f"it was cancelled ({cancelled[1] if cancelled else 'the Spark session was stopped'})"
     number = _TASK.search(text)
     task = f"task {number[1]}" if number else "a task"
     on_host = f" on host {task_hosts[int(number[1])]}" if number and int(number[1]) in task_hosts else ""

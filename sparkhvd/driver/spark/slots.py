@@ -64,13 +64,15 @@ def _check_session(spark: SparkSession) -> None:
     check_executor_python(spark)
 
 
-def _check_dynamic_allocation(spark: SparkSession) -> None:
-    """Reject dynamic allocation: Spark rejects barrier stages under it, with an unhelpful message (SPARK-24942).
-
-    A ``local`` master has nothing to allocate, and Spark ignores the setting there.
-    """
+def has_dynamic_allocation(spark: SparkSession) -> bool:
+    """Return whether Spark starts executors on demand; a ``local`` master has none, and ignores the setting."""
     enabled = str(spark.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true"
-    if enabled and not is_local(str(spark.conf.get("spark.master", ""))):
+    return enabled and not is_local(str(spark.conf.get("spark.master", "")))
+
+
+def _check_dynamic_allocation(spark: SparkSession) -> None:
+    """Reject dynamic allocation: Spark rejects barrier stages under it, with an unhelpful message (SPARK-24942)."""
+    if has_dynamic_allocation(spark):
         raise LaunchError(
             "spark.dynamicAllocation.enabled is true, but Spark does not run barrier stages (all ranks at the same "
             "time) under dynamic allocation. Start the session with spark.dynamicAllocation.enabled=false and a fixed "

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkhvd.driver.spark.job_failures import spark_failure
+from sparkhvd.driver.spark.job_failures import is_cancelled, spark_failure
 from sparkhvd.rpc.messages import TaskStatus
 
 ABORTED = (
@@ -104,6 +104,17 @@ def test_the_error_of_a_cancelled_job_names_how_it_was_cancelled(message, cause)
     failure = spark_failure(RuntimeError(f"An error occurred.\n{message}\n\tat org.y"))
     assert failure.startswith(f"Spark aborted the job: it was cancelled ({cause}")
     assert failure.splitlines()[0].endswith(").")
+
+
+def test_a_session_that_is_stopped_is_the_cause_even_if_pyspark_fails_after_it():
+    stopped = RuntimeError('Cannot invoke "x.DAGScheduler.y(long)" because "SparkContext.dagScheduler()" is null')
+    masked = AttributeError("'NoneType' object has no attribute 'setCallSite'")
+    masked.__context__ = stopped
+    for error in (stopped, masked):
+        assert spark_failure(error).startswith(
+            "Spark aborted the job: it was cancelled (the Spark session was stopped)."
+        )
+        assert is_cancelled(error)
 
 
 def test_an_executor_whose_host_is_not_known_is_named_alone():

@@ -1,0 +1,160 @@
+"""The order in which jobs start, and that they never hold more slots than there are."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import pytest
+
+from sparkhvd.driver.spark.gang_queue import Gang, GangQueue
+from tests.waiting import wait_for
+
+
+class Jobs:
+    """Jobs in threads, each of which holds its slots until it is told to end."""
+
+    def __init__(self, slots: int) -> None:
+        self.queue = GangQueue()
+        self.slots = slots
+        self.started: list[str] = []
+        self._ends: dict[str, threading.Event] = {}
+        self._threads: dict[str, threading.Thread] = {}
+
+    def submit(self, name: str, ranks: int, priority: int = 0) -> None:
+        """Start a job, and return once it runs or waits."""
+        gang = Gang(ranks, lambda: self.slots, priority)
+        self._ends[name] = threading.Event()
+        self._threads[name] = threading.Thread(target=self._run, args=(name, gang))
+        self._threads[name].start()
+        wait_for(lambda: any(gang in jobs for jobs in self.queue.jobs()))
+
+    def end(self, name: str) -> None:
+        self._ends[name].set()
+        self._threads[name].join()
+
+    def has_started(self, *names: str) -> bool:
+        """Wait until these jobs and no others have started, in this order."""
+        wait_for(lambda: len(self.started) >= len(names))
+        return self.started == list(names)
+
+    def _run(self, name: str, gang: Gang) -> None:
+        with self.queue.turn(gang):
+            self.started.append(name)
+            self._ends[name].wait()
+
+
+@pytest.fixture
+def jobs():
+    made = Jobs(4)
+    yield made
+    for name in list(made._ends):
+        made._ends[name].set()
+    for name in list(made._threads):
+        made._threads[name].join()
+
+
+def test_jobs_that_fit_run_at_the_same_time(jobs):
+    jobs.submit("a", 2)
+    jobs.submit("b", 1)
+    jobs.submit("c", 1)
+    assert jobs.has_started("a", "b", "c")
+
+
+def test_a_small_job_does_not_overtake_a_large_one_that_came_first(jobs, caplog):
+    caplog.set_level(logging.INFO, "sparkhvd")
+    jobs.submit("a", 3)
+    jobs.submit("large", 4)
+    jobs.submit("small", 1)
+    assert jobs.has_started("a")
+    assert caplog.messages == [
+        "A job of 4 ranks waits for its slots: jobs of this application run 3 ranks, and 0 jobs wait before it.",
+        "A job of 1 rank waits for its slots: jobs of this application run 3 ranks, and 1 job waits before it.",
+    ]
+    jobs.end("a")
+    assert jobs.has_started("a", "large")
+    jobs.end("large")
+    assert jobs.has_started("a", "large", "small")
+
+
+def test_a_job_of_a_higher_priority_starts_first(jobs):
+    jobs.submit("a", 4)
+    for name, priority in [("b", 0), ("urgent", 2), ("later", -1), ("c", 0), ("also urgent", 2)]:
+        jobs.submit(name, 4, priority=priority)
+    order = ["a", "urgent", "also urgent", "b", "c", "later"]
+    for number, name in enumerate(order, start=1):
+        assert jobs.has_started(*order[:number])
+        jobs.end(name)
+
+
+def test_a_job_with_more_ranks_than_slots_starts_alone(jobs):
+    jobs.submit("a", 1)
+    jobs.submit("too large", 9)
+    assert jobs.has_started("a")
+    jobs.end("a")
+    assert jobs.has_started("a", "too large")
+
+
+def test_a_job_starts_when_the_application_gets_more_slots(jobs):
+    jobs.submit("a", 3)
+    jobs.submit("b", 3)
+    assert jobs.has_started("a")
+    jobs.slots = 6
+    assert jobs.has_started("a", "b")
+
+
+def test_jobs_with_other_cores_per_rank_share_the_slots(jobs):
+    """With two cores per rank, the application has half as many slots."""
+
+    @contextmanager
+    def running(gang: Gang):
+        with jobs.queue.turn(gang):
+            yield jobs.queue.jobs()
+
+    two_cores: Callable[[int], Gang] = lambda ranks: Gang(ranks, lambda: 2)  # noqa: E731
+    with running(two_cores(1)) as (running_jobs, _):
+        assert len(running_jobs) == 1
+        jobs.submit("two of one core", 2)
+        jobs.submit("one of one core", 1)
+        assert jobs.has_started("two of one core")
+    assert jobs.has_started("two of one core", "one of one core")
+
+
+def test_a_job_that_fails_while_it_waits_or_runs_leaves_the_queue(jobs):
+    def stopped() -> int:
+        raise RuntimeError("the session was stopped")
+
+    jobs.submit("a", 4)
+    with pytest.raises(RuntimeError, match="stopped"), jobs.queue.turn(Gang(1, stopped)):
+        pass
+    jobs.end("a")
+    with pytest.raises(ValueError, match="in fn"), jobs.queue.turn(Gang(4, lambda: 4)):
+        raise ValueError("in fn")
+    assert jobs.queue.jobs() == ([], [])
+
+
+def test_jobs_of_random_sizes_never_hold_more_than_all_slots_and_all_end():
+    draw, queue = random.Random(3), GangQueue()
+    held, most_held, lock = 0, 0, threading.Lock()
+
+    def run(ranks: int) -> None:
+        nonlocal held, most_held
+        with queue.turn(Gang(ranks, lambda: 7)):
+            with lock:
+                held += ranks
+                most_held = max(most_held, held)
+            pause.wait(0.001)
+            with lock:
+                held -= ranks
+
+    pause = threading.Event()
+    threads = [threading.Thread(target=run, args=(draw.randint(1, 7),)) for _ in range(200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert 4 <= most_held <= 7
