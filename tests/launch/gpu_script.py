@@ -37,7 +37,7 @@ def threads() -> dict[str, object]:
     return {"torch": torch.get_num_threads()} | {name: os.environ.get(name) for name in names}
 
 
-def fitted(session: SparkSession, store: Store | None) -> dict[str, object]:
+def fitted(session: SparkSession, store: Store) -> dict[str, object]:
     """Return the error of a fit on two ranks with two GPUs each, and the ranks' output."""
     printed = io.StringIO()
     backend = SparkBackend(2, gpus_per_task=2, stdout=printed)
@@ -85,7 +85,6 @@ def main(script: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             found["refused fit"] = refused(session, folder)
             found["fit"] = fitted(session, Store.create(folder))
-        found["fit without a Store"] = fitted(session, None)
     finally:
         session.stop()
     print_results(found)

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -103,20 +104,19 @@ def learned(spark: SparkSession, store: Store) -> list[float]:
     return lines.errors(spark, store, num_proc=HOSTS, batch_size=4)
 
 
-def learned_everywhere(spark: SparkSession, shared: Store, address: str, folder: Path) -> dict[str, list[float]]:
-    """The same with a shared folder, and with servers that the hosts reach by their network."""
-    folder.mkdir()
-    with (
-        running_hdfs(folder, address=address) as hdfs,
-        running_s3(address=address) as s3,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+def learned_everywhere(
+    spark: SparkSession, shared: Store, address: str, folder: Path, thoroughly: bool
+) -> dict[str, list[float]]:
+    """The same with servers that the hosts reach by their network, and with a shared folder."""
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("SPARKHVD_WARM_SECONDS", "60")  # the first fit imports PyTorch for all
-        stores = {
-            "a folder": shared,
-            "hdfs": Store.create(f"{hdfs.url}/store"),
-            "s3": Store.create(f"s3a://{BUCKET}/store", storage_options=s3.options),
-        }
+        s3 = stack.enter_context(running_s3(address=address))
+        stores = {"s3": Store.create(f"s3a://{BUCKET}/store", storage_options=s3.options)}
+        if thoroughly:
+            folder.mkdir()
+            hdfs = stack.enter_context(running_hdfs(folder, address=address))
+            stores |= {"hdfs": Store.create(f"{hdfs.url}/store"), "a folder": shared}
         return {name: learned(spark, store) for name, store in stores.items()}
 
 
@@ -177,7 +177,7 @@ def main(folder: Path, thoroughly: bool) -> None:
                     for launcher in ("barrier", "mpi")
                     for encrypt in ("0", "1")
                 },
-                "errors": learned_everywhere(session, shared, cluster.address, folder / "hdfs"),
+                "errors": learned_everywhere(session, shared, cluster.address, folder / "hdfs", thoroughly),
                 "cut off": {
                     fault.name: cut_off(fault, folder / f"cut {number}", session, cluster)
                     for number, fault in enumerate(CUT_OFF_FAULTS)

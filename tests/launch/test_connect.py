@@ -55,7 +55,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert "did not answer a small query within" in found["busy"][1]
     assert found["left by a killed client"] == []
     assert found["places after it"] == found["places"]
-    for store in ("", " without a Store", " with a GPU each", " on S3"):
+    for store in (" without a Store", " on S3"):
         errors = found[f"errors{store}"]
         assert len(errors) == 64
         assert max(errors) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"

@@ -374,7 +374,7 @@ def test_a_tensorflow_function_outlives_the_loss_of_a_rank_and_averages_over_tho
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.soak)])
 def test_a_keras_training_that_loses_a_rank_ends_with_the_weights_of_an_undisturbed_one(tmp_path, backend):
     results = sparkhvd.run_elastic(
         training.train_keras,

@@ -39,7 +39,7 @@ def test_between_published_commits_the_steps_since_the_last_one_are_lost(tmp_pat
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize("framework", ["plain", "torch", "tensorflow", "keras"])
+@pytest.mark.parametrize("framework", ["plain", "torch", pytest.param("tensorflow", marks=pytest.mark.soak), "keras"])
 def test_the_state_that_new_ranks_resume_from_is_exactly_the_published_one(tmp_path, framework):
     preload = {"torch": ("torch",), "tensorflow": ("keras",), "keras": ("keras",)}.get(framework, ())
     results = sparkhvd.run_elastic(

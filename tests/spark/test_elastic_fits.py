@@ -177,7 +177,13 @@ def fit(spark, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("framework", "batch"), [("torch", "global"), ("torch", "rank"), ("lightning", "global"), ("keras", "global")]
+    ("framework", "batch"),
+    [
+        ("torch", "rank"),
+        ("keras", "global"),
+        pytest.param("torch", "global", marks=pytest.mark.soak),
+        pytest.param("lightning", "global", marks=pytest.mark.soak),
+    ],
 )
 def test_every_row_counts_once_per_epoch_although_ranks_are_lost_and_join(fit, framework, batch, tmp_path):
     """The first epoch loses two ranks: usually, the rest of its rest is divided anew, too."""
@@ -287,7 +293,10 @@ def loss_that_fails_from(folder: Path, label: float):
     return loss
 
 
-@pytest.mark.parametrize(("first_bad", "most_failures"), [(0, 6), (ROWS - 1, 12)], ids=["all rows", "one row"])
+@pytest.mark.parametrize(
+    ("first_bad", "most_failures"),
+    [pytest.param(0, 6, marks=pytest.mark.soak, id="all rows"), pytest.param(ROWS - 1, 12, id="one row")],
+)
 def test_a_loss_that_fails_every_time_ends_the_fit_with_its_error(spark, tmp_path, first_bad, most_failures):
     """With one bad row, the other rank survives the first failure and then reaches that row itself."""
     model = torch_network()
@@ -334,6 +343,7 @@ def test_a_loss_that_is_not_finite_ends_the_fit_at_its_first_report(spark, tmp_p
         estimator.fit(spark.range(ROWS).selectExpr("id", "0.0D y"))
 
 
+@pytest.mark.soak
 def test_without_changes_the_weights_are_those_of_a_fixed_fit(fit, tmp_path):
     other = Store.create(str(tmp_path / "other"))
     elastic = fit("torch", [], num_proc=2, max_num_proc=2, backend="local")

@@ -39,6 +39,7 @@ def test_a_program_for_keras_keeps_its_meaning(tmp_path):
     assert found["loaded"]
 
 
+@pytest.mark.soak
 def test_classes_that_derive_from_horovods_for_lightning_1_fit_predict_and_are_saved(tmp_path):
     found = results_of(run(tmp_path, "derived"))
     assert found["class"] == "LengthModel"

@@ -78,7 +78,11 @@ def estimator(kind, **more):
     return TorchEstimator(loss=functional.mse_loss, lr_scheduler=decay, **{**given, **more})
 
 
-@pytest.mark.parametrize("kind", ["LightningModule", pytest.param("plain module", marks=pytest.mark.soak), "torch"])
+@pytest.mark.parametrize(
+    "kind",
+    "kind",
+    ["torch", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("LightningModule", "plain module"))],
+)
 def test_a_fit_from_a_fitted_model_continues_its_training(df, kind):
     whole = estimator(kind, epochs=2, scale_lr=True).fit(df)
     first = estimator(kind, scale_lr=True).fit(df)

@@ -193,10 +193,9 @@ def test_keras_on_pytorch_trains_as_one_big_batch_and_predicts(tmp_path):
     script = Path(__file__).with_name("keras_torch_script.py")
     found = results_of(run_script([sys.executable, script], tmp_path / "of the script", 580, KERAS_BACKEND="torch"))
     assert found["moved"] > 0.05
-    assert found["through a Store"] < 1e-5
-    assert found["from a fitted model"] < 1e-5
+    assert found["difference"] < 1e-5, "one fit continued the training of another one"
     assert found["transform"] < 1e-6
     assert found["loaded"]
-    assert len(found["history"]) == 3
-    assert found["history"][2]["train"]["loss"] < found["history"][0]["train"]["loss"]
+    assert len(found["history"]) == 2
+    assert found["history"][1]["train"]["loss"] < found["history"][0]["train"]["loss"]
     assert [list(group) for group in found["history"][0]["train"]["all_metrics"]] == [["mae"]]

@@ -85,7 +85,7 @@ def kept(store: Store) -> list[str]:
     return sorted(path for path in store.list("") if "/holders/" not in path)
 
 
-@pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("lightning", marks=pytest.mark.soak), "keras"])
 def test_a_run_is_not_resumed_with_another_model(spark, tmp_path, monkeypatch, framework):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
     frame, store = spark.range(40).selectExpr(*ROWS), Store.create(str(tmp_path / "store"))

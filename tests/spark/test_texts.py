@@ -24,10 +24,9 @@ def with_ids(columns):
     [
         ("store", "keras"),
         ("direct", "torch"),
-        ("direct", "lightning"),
         *(
             pytest.param(*case, marks=pytest.mark.soak)
-            for case in (("store", "torch"), ("store", "lightning"), ("direct", "keras"))
+            for case in (("store", "torch"), ("store", "lightning"), ("direct", "lightning"), ("direct", "keras"))
         ),
     ],
 )

@@ -46,12 +46,13 @@ def test_lightning_is_imported_and_torch_compiles_in_a_process_that_has_loaded_t
     assert _run(_LIGHTNING_AFTER_TENSORFLOW) == "Trainer\n(3, 1)\n"
 
 
-@pytest.mark.parametrize("framework", ["torch", "lightning"])
+@pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.soak), "lightning"])
 def test_the_estimators_are_imported_without_triton_in_a_process_that_has_loaded_tensorflow(framework: str) -> None:
     assert _run(_PLUGIN_AFTER_TENSORFLOW, f"sparkhvd.estimators.{framework}.plugin:PLUGIN") == "None\n"
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="PyTorch without triton")
+@pytest.mark.soak
 def test_an_already_imported_triton_is_kept() -> None:
     assert _run(_WITH_TRITON_FIRST) == "True\n"
 

@@ -362,8 +362,10 @@ def train_with_metrics(kind, sizes, interruptions):
 @pytest.mark.parametrize("kind", ["own step", "sums"])
 @pytest.mark.parametrize(
     ("sizes", "interruptions"),
-    [(PARTIAL_END, [(0, 2)]), (EMPTY_WITHIN, [(1, 3), (1, 5), (1, 10)])],
-    ids=["once", "three times in an epoch and after empty steps"],
+    [
+        pytest.param(PARTIAL_END, [(0, 2)], marks=pytest.mark.soak, id="once"),
+        pytest.param(EMPTY_WITHIN, [(1, 3), (1, 5), (1, 10)], id="three times in an epoch and after empty steps"),
+    ],
 )
 def test_the_metrics_of_an_interrupted_epoch_are_over_all_of_its_rows(group, kind, sizes, interruptions):
     for undisturbed, resumed in group.run(train_with_metrics, kind, sizes, interruptions):
