@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from unittest import mock
@@ -101,7 +102,7 @@ def pids_left(folder: Path) -> list[int]:
     return [process.pid for process in psutil.wait_procs(workers, timeout=20.0)[1]]
 
 
-def main(master: str, folder: Path) -> None:
+def main(master: str, folder: Path, frameworks: Sequence[str]) -> None:
     builder = SparkSession.builder.master(master).config("spark.executor.memory", "700m")
     # One compiler less starts faster; nothing here runs long.
     for process in ("driver", "executor"):
@@ -122,7 +123,7 @@ def main(master: str, folder: Path) -> None:
         found["sums"] = sparkhvd.run(sum_on_third_attempt, (str(folder),), num_proc=2)
         found["attempts"] = len(list(folder.glob("1-*")))
         found["left"] = pids_left(folder)
-        for framework in ("torch", "lightning", "keras"):
+        for framework in frameworks:
             own = folder.with_name(framework)
             own.mkdir()
             found[framework] = losing_an_executor(session, framework, own)
@@ -134,4 +135,4 @@ def main(master: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -31,8 +31,11 @@ def start(command: list[str | Path], folder: Path, stdin: str = "") -> subproces
 
 @pytest.fixture(scope="module")
 def local_cluster(tmp_path_factory) -> subprocess.CompletedProcess[str]:
-    folder = tmp_path_factory.mktemp("local cluster")
-    return start([sys.executable, SCRIPT, "local-cluster[2,1,1024]", folder / "attempts"], folder)
+    return on_a_local_cluster(tmp_path_factory.mktemp("local cluster"), "torch")
+
+
+def on_a_local_cluster(folder: Path, *frameworks: str) -> subprocess.CompletedProcess[str]:
+    return start([sys.executable, SCRIPT, "local-cluster[2,1,1024]", folder / "attempts", *frameworks], folder)
 
 
 @pytest.mark.usefixtures("connect_port")
@@ -55,9 +58,18 @@ def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(l
     assert found["left"] == []
 
 
-@pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
-def test_a_fit_that_loses_an_executor_resumes_from_its_last_checkpoint(local_cluster, framework):
-    found = results_of(local_cluster)[framework]
+def test_a_fit_that_loses_an_executor_resumes_from_its_last_checkpoint(local_cluster):
+    check_resumed(results_of(local_cluster)["torch"])
+
+
+@pytest.mark.soak
+def test_a_fit_of_another_framework_resumes_like_one_of_pytorch(tmp_path):
+    found = results_of(on_a_local_cluster(tmp_path, "lightning", "keras"))
+    check_resumed(found["lightning"])
+    check_resumed(found["keras"])
+
+
+def check_resumed(found: dict) -> None:
     assert found["resumed"] == found["undisturbed"]
     first, second = ([step for step in found["steps"] if step.startswith(epoch)] for epoch in ("0.", "1."))
     assert len(first) == 8, "the first epoch was trained once"
