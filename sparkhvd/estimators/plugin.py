@@ -66,8 +66,17 @@ class TrainSpec:
         """Return the factor by which the learning rate is multiplied with this number of ranks."""
         return float(self.shards or size) if self.scale_lr else 1.0
 
-    def seed_of(self, epoch: int, rank: int) -> int:
-        """Return the seed of a rank's random numbers in an epoch, so that a resumed run draws the same numbers."""
+    def seed_of(self, epoch: int, rank: int, step: int = 0) -> int:
+        """Return the seed of a rank's random numbers in an epoch, so that a resumed run draws the same numbers.
+
+        Args:
+            epoch: the epoch.
+            rank: the rank.
+            step: the steps of the epoch that other ranks have done; their numbers are not drawn again.
+        """
+        if step:
+            entropy = (self.seed % 2**63, epoch, rank, step)
+            return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) % 2**63
         return ((self.seed * 100_003 + epoch) * 10_007 + rank) % 2**63
 
 
@@ -95,8 +104,12 @@ class TrainHooks(Protocol):
         """The number of batches of the first epoch, if another number of ranks began it; else None."""
 
     @property
+    def steps_done(self) -> int:
+        """The completed steps of the first epoch, also those of another number of ranks."""
+
+    @property
     def rank_state(self) -> bytes | None:
-        """The value of this rank's ``StepReport.rank_state`` at ``first_step``."""
+        """The value of this rank's ``StepReport.rank_state`` at ``first_step``; None if other ranks have come there."""
 
     @property
     def metrics(self) -> Sequence[bytes]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from keras.src.random.seed_generator import global_seed_generator  # Keras does not export it
 
 from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
-from sparkhvd.estimators.plugin import TrainSpec
+from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 
 States = dict[str, npt.NDArray[np.generic]]
 
@@ -29,20 +29,23 @@ class RandomStates:
         model: the model.
         spec: contains the seed of the training.
         rank: the rank.
-        saved: the result of ``state`` if the run resumes within an epoch.
+        hooks: contains the result of ``state`` if the same ranks resume an epoch.
     """
 
-    def __init__(self, model: keras.Model, spec: TrainSpec, rank: int, saved: bytes | None) -> None:
+    def __init__(self, model: keras.Model, spec: TrainSpec, rank: int, hooks: TrainHooks) -> None:
         layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to list nested layers)
         states = {id(g.state): g.state for layer in layers for g in layer._seed_generators}  # noqa: SLF001
         self.variables = list(states.values())
         self._spec = spec
         self._rank = rank
-        self._saved = saved
+        self._hooks: TrainHooks | None = hooks  # until the first batch
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the states for an epoch; they differ between epochs, but not between resumed and uninterrupted runs."""
-        common, own = self._spec.seed_of(epoch, 0), self._spec.seed_of(epoch, self._rank)
+        self._seed(epoch, 0)
+
+    def _seed(self, epoch: int, step: int) -> None:
+        common, own = self._spec.seed_of(epoch, 0, step), self._spec.seed_of(epoch, self._rank, step)
         _seed_backend(own)
         *sequences, unordered = np.random.SeedSequence(own).spawn(len(self.variables) + 1)
         for variable, sequence in zip(self.variables, sequences, strict=True):
@@ -53,9 +56,13 @@ class RandomStates:
         random.seed(common)
 
     def begin_batch(self) -> None:
-        """Restore the saved states before the first batch: the start of an epoch draws numbers again."""
-        content, self._saved = self._saved, None
-        if content is None:
+        """Set the states of a resumed epoch before its first batch: the start of an epoch draws numbers again."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is None:
+            return
+        if (content := hooks.rank_state) is None:
+            if hooks.steps_done:
+                self._seed(hooks.first_epoch, hooks.steps_done)
             return
         saved = arrays_from_bytes(content)
         for index, variable in enumerate(self.variables):

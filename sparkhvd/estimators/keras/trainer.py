@@ -121,7 +121,7 @@ class KerasTrainer:
         current = CurrentBatch()
         sync_layers = _sync_layers(self._model)
         self._weight_by_rows(optimizer, sync_layers, current)
-        seeds = RandomStates(self._model, self._spec, session.current().world.rank, hooks.rank_state)
+        seeds = RandomStates(self._model, self._spec, session.current().world.rank, hooks)
         sums = getattr(optimizer, "_accumulated_gradients", ())  # with gradient_accumulation_steps
         statistics = LayerStatistics(self._model, seeds.variables, sums)
         checkpoint_callback = self._package.checkpoint_callback

@@ -239,8 +239,9 @@ class LightningTrainer:
         return done
 
     def _seed(self, hooks: TrainHooks, epoch: int) -> None:
-        seed_generators(self._spec.seed_of(epoch, self._world.rank))
-        if epoch == hooks.first_epoch and hooks.rank_state is not None:
+        first = epoch == hooks.first_epoch
+        seed_generators(self._spec.seed_of(epoch, self._world.rank, hooks.steps_done if first else 0))
+        if first and hooks.rank_state is not None:
             restore_random(hooks.rank_state, self._trainer.strategy.root_device)
 
     def _save(self, path: Path, *, resumable: bool = False) -> None:

@@ -176,7 +176,7 @@ class TorchTrainer:
     def _epoch(self, epoch: int, train: BatchSource, val: BatchSource | None, hooks: TrainHooks, run: TorchRun) -> bool:
         """Train and validate one epoch; return whether to train another."""
         first = epoch == hooks.first_epoch
-        self._seed(epoch, hooks, first)
+        seed_generators(self._spec.seed_of(epoch, self._world.rank))
         resumes_within = first and (hooks.first_step > 0 or hooks.first_epoch_batches is not None)
         # They have changed these learning rates before the interruption.
         with options_unchanged([run.optimizer]) if resumes_within else nullcontext():
@@ -184,6 +184,7 @@ class TorchTrainer:
                 callback.on_epoch_begin(run, epoch)
         if resumes_within:
             self._attributes.apply()
+            self._resume_random(epoch, hooks)
         watch = Stopwatch()
         measures = self._train(train, epoch, hooks, run, watch)
         self._synchronize_buffers()
@@ -205,10 +206,9 @@ class TorchTrainer:
         report = EpochReport(epoch, training, validation, watch.step_times(), steps, on_record)
         return hooks.on_epoch_end(report, self)
 
-    def _seed(self, epoch: int, hooks: TrainHooks, first: bool) -> None:
-        state = hooks.rank_state if first else None
-        seed_generators(self._spec.seed_of(epoch, self._world.rank))
-        if state is not None:
+    def _resume_random(self, epoch: int, hooks: TrainHooks) -> None:
+        seed_generators(self._spec.seed_of(epoch, self._world.rank, hooks.steps_done))
+        if (state := hooks.rank_state) is not None:
             restore_random(state, self._device)
 
     def _train(

@@ -101,6 +101,11 @@ class RunHooks:
         return self.resume.repartitioned_batches
 
     @property
+    def steps_done(self) -> int:
+        """See ``TrainHooks``."""
+        return self.resume.steps_done
+
+    @property
     def rank_state(self) -> bytes | None:
         """See ``TrainHooks``."""
         return self.resume.rank_state(self._communicator.world)

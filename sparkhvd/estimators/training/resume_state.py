@@ -63,6 +63,11 @@ class ResumeState:
         """The completed batches of the first epoch; 0 if the rest of the epoch was repartitioned."""
         return 0 if self.within is None or self.repartitioned_batches is not None else self.within.step
 
+    @property
+    def steps_done(self) -> int:
+        """The completed steps of the first epoch, in all of its parts."""
+        return 0 if self.within is None else self.within.steps_done
+
     def rank_state(self, world: World) -> bytes | None:
         """Return the state of a rank at ``first_step``; None if it has none there, as where the ranks have changed."""
         if self.within is None or self.repartitioned_batches is not None:

@@ -60,6 +60,7 @@ class Hooks:
     reports: list[EpochReport] = field(default_factory=list)
     first_step: int = 0
     first_epoch_batches: int | None = None
+    steps_done: int = 0
     rank_state: bytes | None = None
     metrics: tuple[bytes, ...] = ()
     steps: list[StepReport] = field(default_factory=list)

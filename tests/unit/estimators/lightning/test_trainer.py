@@ -569,3 +569,29 @@ def test_the_loss_of_the_placeholder_row_of_a_rank_without_rows_may_be_nan(group
         optimizer.step()
     for parameters in group.run(synchronized_with_masked_rows, sizes):
         assert np.allclose(parameters, flat(model), rtol=1e-9, atol=1e-10)
+
+
+def numbers_of_an_epoch_and_of_its_rest():
+    """Return what this rank draws in a whole epoch of six steps, and in the last three, which other ranks began."""
+
+    class Drawing(type(module())):
+        def __init__(self):
+            super().__init__()
+            self.numbers = []
+
+        def training_step(self, batch, index):
+            self.numbers.append(float(torch.rand(())))
+            return super().training_step(batch, index)
+
+    found, rank = [], session.current().world.rank
+    for steps, hooks in ((6, Hooks()), (3, Hooks(first_epoch_batches=3, steps_done=3))):
+        trainer = trainer_of(Drawing())
+        trainer.fit(source(EVEN[:steps], rank), None, hooks)
+        found.append(trainer._package.model.numbers)
+    return found
+
+
+def test_ranks_that_resume_an_epoch_of_others_do_not_draw_their_numbers_again(group):
+    drawn = [numbers for of_rank in group.run(numbers_of_an_epoch_and_of_its_rest) for numbers in of_rank]
+    assert [len(numbers) for numbers in drawn] == [6, 3, 6, 3]
+    assert len({number for numbers in drawn for number in numbers}) == 18

@@ -519,3 +519,37 @@ def steps_of_an_epoch(first_step, batches_left):
 @pytest.mark.parametrize(("first_step", "batches_left", "steps"), [(0, None, 20), (15, None, 5), (0, 30, 30)])
 def test_the_steps_of_a_resumed_epoch_are_those_whose_time_was_measured(group, first_step, batches_left, steps):
     assert group.run(steps_of_an_epoch, first_step, batches_left) == [[steps, 20]] * group.size
+
+
+DRAWN: list[float] = []
+
+
+def noisy_loss(output, label):
+    DRAWN.append(float(torch.rand(())))
+    return functional.cross_entropy(output, label)
+
+
+class DrawingAtBegin(TorchCallback):
+    """Draws a number where an epoch begins, which may set a learning rate."""
+
+    def on_epoch_begin(self, run, epoch):
+        DRAWN.append(float(torch.rand(())))
+
+
+def test_ranks_that_resume_an_epoch_of_others_do_not_draw_their_numbers_again(alone):
+    def drawn(steps, hooks):
+        model = network()
+        params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": noisy_loss, "label_cols": ("y",)}
+        params |= {"callbacks": [DrawingAtBegin()], "schema": DATA}
+        trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(DATA, epochs=1), session.current().world)
+        DRAWN.clear()
+        trainer.fit(as_one([(8,)] * steps), None, hooks)
+        return DRAWN[0], DRAWN[1:]
+
+    begin, whole = drawn(6, Hooks())
+    begin_again, rest = drawn(4, Hooks(first_epoch_batches=4, steps_done=3))
+    assert begin_again == begin
+    assert set(rest).isdisjoint(whole)
+    assert len({*rest}) == 4
+    assert drawn(4, Hooks(first_epoch_batches=4, steps_done=3)) == (begin, rest)
+    assert drawn(4, Hooks(first_epoch_batches=4, steps_done=4))[1] != rest
