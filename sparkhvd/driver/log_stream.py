@@ -20,6 +20,14 @@ logger = logging.getLogger(__name__)
 _LINE_END = re.compile(r"\r*\n\r*|\r+")
 
 
+_thread = threading.local()
+
+
+def is_in_write() -> bool:
+    """Return whether this thread is in the ``write`` of a job's ``stdout`` or ``stderr``."""
+    return getattr(_thread, "is_in_write", False)
+
+
 class LogStream:
     """Writes the workers' lines, prefixed with their ranks; a handler for ``sparkhvd.rpc.server.Server``.
 
@@ -87,11 +95,14 @@ class LogStream:
         prefix = f"{stamp}[{output.rank}]<{output.stream}>:"
         lines = "".join(f"{prefix}{line}\n" for line in _LINE_END.split(text.strip("\r")))
         target = sink if sink is not None else (sys.stderr if output.stream == "stderr" else sys.stdout)
+        _thread.is_in_write = True
         try:
             target.write(lines)
             target.flush()
         except Exception as error:  # noqa: BLE001 - the file is the user's and may be closed
             logger.warning("Output of rank %d cannot be written: %s", output.rank, error)
+        finally:
+            _thread.is_in_write = False
 
     def close(self) -> None:
         """Close the files."""

@@ -84,7 +84,7 @@ def stop_with_a_waiting_job(session: SparkSession) -> list[str]:
     threads = [threading.Thread(target=run, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert happens(lambda: sparkhvd.slots(session) == SlotUse(2, (2,), (2,), 0), 60)
+    assert happens(lambda: sparkhvd.slots(session) == SlotUse(2, (2,), (2,), 2), 60)
     session.stop()
     for thread in threads:
         thread.join(60)

@@ -146,7 +146,7 @@ def test_two_jobs_that_each_hold_half_of_the_slots_run_one_after_the_other(tmp_p
     assert found["jobs"] == 0
     assert "The job held 1 of the 2 slots that it needs to start" in found["logged"]
     ended, waited = found["errors"]
-    assert waited == "The Spark session was stopped while a job waited for its slots."
+    assert waited == "The Spark session has been stopped. Create a new one."
     cause = "Job \\d+ cancelled because SparkContext was shut down|the Spark session was stopped"
     assert re.match(rf"Spark aborted the job: it was cancelled \(({cause})\)", ended)
 

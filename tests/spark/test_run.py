@@ -350,7 +350,7 @@ def test_busy_slots_end_in_a_start_timeout_that_leaves_nothing_running(spark):
     busy.start()
     tracker = context.statusTracker()
     try:
-        wait_for(lambda: sparkhvd.slots() == SlotUse(total=4, running=(), waiting=(), other_tasks=4))
+        wait_for(lambda: sparkhvd.slots() == SlotUse(total=4, running=(), waiting=(), tasks=4))
         for launcher in ("barrier", "mpi"):
             importable._answers.cache_clear()  # the executors are asked again which modules they can import
             with pytest.raises(
@@ -388,7 +388,8 @@ def test_jobs_of_several_threads_start_in_turn_however_long_the_others_run(spark
         threads[-1].start()
 
     def wait_for_jobs(*, running: tuple[int, ...], waiting: tuple[int, ...]) -> None:
-        wait_for(lambda: sparkhvd.slots(spark) == SlotUse(4, running, waiting, other_tasks=0))
+        tasks = sum(running)
+        wait_for(lambda: sparkhvd.slots(spark) == SlotUse(4, running, waiting, tasks))
 
     threads: list[threading.Thread] = []
     try:

@@ -99,9 +99,8 @@ class BarrierStage:
             return {}
         try:
             # Stages that compute the input rows may have as many tasks; those tasks have succeeded.
-            tasks = [
-                task for stage in self._stages() if stage.numTasks == self._num_tasks for task in self._tasks_of(stage)
-            ]
+            stages = [stage for stage in self._stages() if stage.numTasks == self._num_tasks]
+            tasks = [task for stage in stages for task in _tasks_of(self._spark, stage)]
             return {
                 int(task.index()): without_brackets(str(task.host()))
                 for task in tasks
@@ -220,12 +219,20 @@ class BarrierStage:
         Spark's own count (``numActiveTasks``) omits tasks that start within 100 ms of each other until the next event,
         which may take ten seconds (``spark.ui.liveUpdate.period``).
         """
-        return sum(str(task.status()) == "RUNNING" for task in self._tasks_of(stage))
+        return sum(str(task.status()) == "RUNNING" for task in _tasks_of(self._spark, stage))
 
-    def _tasks_of(self, stage: SparkStageInfo) -> list[Any]:
-        store = self._spark.sparkContext._jsc.sc().statusStore()  # noqa: SLF001 - no PySpark API
-        tasks = store.taskList(stage.stageId, stage.currentAttemptId, stage.numTasks)
-        return [tasks.apply(number) for number in range(tasks.size())]
+
+def running_tasks(spark: SparkSession) -> int:
+    """Return the number of tasks of all Spark jobs that run now."""
+    tracker = spark.sparkContext.statusTracker()
+    stages = filter(None, map(tracker.getStageInfo, tracker.getActiveStageIds()))
+    return sum(str(task.status()) == "RUNNING" for stage in stages for task in _tasks_of(spark, stage))
+
+
+def _tasks_of(spark: SparkSession, stage: SparkStageInfo) -> list[Any]:
+    store = spark.sparkContext._jsc.sc().statusStore()  # noqa: SLF001 - no PySpark API
+    tasks = store.taskList(stage.stageId, stage.currentAttemptId, stage.numTasks)
+    return [tasks.apply(number) for number in range(tasks.size())]
 
 
 class _Progress:

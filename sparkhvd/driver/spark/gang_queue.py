@@ -9,18 +9,20 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from sparkhvd._util.counts import counted
 from sparkhvd.compat.spark import active_session, is_connect, is_stopped
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.log_stream import is_in_write
+from sparkhvd.driver.spark.barrier_stage import running_tasks
+from sparkhvd.driver.spark.job_failures import has_ended
 from sparkhvd.driver.spark.resources import TaskResources
-from sparkhvd.driver.spark.slots import describe_cluster, has_dynamic_allocation
+from sparkhvd.driver.spark.slots import Cluster, describe_cluster, has_dynamic_allocation
 from sparkhvd.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -39,21 +41,35 @@ class Gang:
     Attributes:
         ranks: the slots that it takes; for an elastic job, the most.
         slots: returns the slots of the application for such ranks, free or not.
+        resources: the cores and GPUs of each rank.
         priority: jobs of a higher priority start first.
     """
 
     ranks: int
     slots: Callable[[], int]
+    resources: TaskResources = field(default_factory=TaskResources)
     priority: int = 0
 
-    def share(self) -> Fraction:
-        """Return the share of the application that it takes; jobs may need other cores and GPUs per rank."""
-        slots = max(1, self.slots())
-        return Fraction(min(self.ranks, slots), slots)
+    def fits(self, running: Sequence[Gang]) -> bool:
+        """Return whether there are slots for it beside others.
+
+        That is known only of others with the same resources: it depends on where the ranks run whether those with
+        fewer cores leave enough of them on one executor.
+        """
+        slots = self.slots()
+        if not running:
+            return True
+        if any(other.resources != self.resources for other in running):
+            return False
+        return min(self.ranks, slots) + sum(other.ranks for other in running) <= slots
 
 
 class GangQueue:
-    """The jobs of an application that wait for their slots, and those that run."""
+    """The jobs of an application that wait for their slots, and those that run.
+
+    Only the first that waits may start. Its thread asks Spark for the slots without the lock, which is held for moments
+    only: an interrupt of a thread that ends a job must not lose the slots of that job.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards all below
@@ -63,14 +79,14 @@ class GangQueue:
     @contextmanager
     def turn(self, gang: Gang) -> Iterator[None]:
         """Wait for the turn of a job; its slots are free again at the end of ``with``."""
-        with self._changed:
-            self._wait(gang)
-            self._running.append(gang)
         try:
+            self._wait(gang)
             yield
         finally:
+            for jobs in (self._waiting, self._running):
+                if gang in jobs:
+                    jobs.remove(gang)  # at once, even if an interrupt keeps this thread from the lock
             with self._changed:
-                self._running.remove(gang)
                 self._changed.notify_all()
 
     def jobs(self) -> tuple[list[Gang], list[Gang]]:
@@ -79,27 +95,33 @@ class GangQueue:
             return list(self._running), list(self._waiting)
 
     def _wait(self, gang: Gang) -> None:
-        before = sum(other.priority >= gang.priority for other in self._waiting)
-        self._waiting.insert(before, gang)
-        try:
-            if not self._may_start(gang):
+        with self._changed:
+            before = sum(other.priority >= gang.priority for other in self._waiting)
+            self._waiting.insert(before, gang)
+        is_first_look = True
+        while not self._starts(gang):
+            if is_first_look:
                 logger.info(
                     "A job of %s waits for its slots: jobs of this application run %s, and %s before it.",
                     counted(gang.ranks, "rank"),
-                    counted(sum(other.ranks for other in self._running), "rank"),
+                    counted(sum(other.ranks for other in self.jobs()[0]), "rank"),
                     counted(before, "job waits", "jobs wait"),
                 )
-            while not self._may_start(gang):
+            is_first_look = False
+            with self._changed:
                 self._changed.wait(_LOOK_SECONDS)
-        finally:
-            self._waiting.remove(gang)
-            self._changed.notify_all()
 
-    def _may_start(self, gang: Gang) -> bool:
-        if self._waiting[0] is not gang:
+    def _starts(self, gang: Gang) -> bool:
+        """Start a job if it is its turn."""
+        running, waiting = self.jobs()
+        if waiting[0] is not gang or not gang.fits(running):
             return False
-        own, taken = gang.share(), sum((other.share() for other in self._running), Fraction(0))
-        return not self._running or taken + own <= 1
+        with self._changed:
+            if self._waiting[0] is not gang:  # a job of a higher priority has come
+                return False
+            self._waiting.remove(gang)
+            self._running.append(gang)
+            return True
 
 
 @dataclass(frozen=True)
@@ -108,15 +130,15 @@ class SlotUse:
 
     Attributes:
         total: all task slots that are registered now.
-        running: the ranks of each sparkhvd job of this driver that runs; for an elastic job, the most.
+        running: the ranks of each sparkhvd job of this driver whose turn it is; for an elastic job, the most.
         waiting: the same of each one that waits, in the order of their starts.
-        other_tasks: the tasks of other Spark jobs that run now.
+        tasks: the tasks that run now, of these jobs and of all other Spark jobs.
     """
 
     total: int
     running: tuple[int, ...]
     waiting: tuple[int, ...]
-    other_tasks: int
+    tasks: int
 
 
 _queues: WeakValueDictionary[str, GangQueue] = WeakValueDictionary()  # by application; jobs keep theirs alive
@@ -136,20 +158,30 @@ def turn_of(spark: SparkSession, resources: TaskResources, ranks: int, priority:
         priority: jobs of a higher priority start first.
 
     Raises:
-        LaunchError: the session was stopped while the job waited.
+        LaunchError: the session has been stopped, or the call comes from the ``write`` of a job's ``stdout``.
     """
+    if is_in_write():
+        raise LaunchError(
+            "A job cannot start in the write() of another job's stdout or stderr: that job waits for the end of the "
+            "call. Start it from another thread."
+        )
     if is_connect(spark) or has_dynamic_allocation(spark):
         yield
         return
     cluster = describe_cluster(spark, resources)
-
-    def slots() -> int:
-        if is_stopped(spark):
-            raise LaunchError("The Spark session was stopped while a job waited for its slots.")
-        return cluster.count(Deadline(math.inf))
-
-    with _queue_of(spark).turn(Gang(ranks, slots, priority)):
+    with _queue_of(spark).turn(Gang(ranks, lambda: _count(spark, cluster), resources, priority)):
         yield
+
+
+def _count(spark: SparkSession, cluster: Cluster) -> int:
+    """Return the number of slots of a session that has not been stopped."""
+    try:
+        if not is_stopped(spark):
+            return cluster.count(Deadline(math.inf))
+    except Exception as error:
+        if not has_ended(error):
+            raise
+    raise LaunchError("The Spark session has been stopped. Create a new one.")
 
 
 def _queue_of(spark: SparkSession) -> GangQueue:
@@ -165,19 +197,18 @@ def slots(spark: SparkSession | None = None) -> SlotUse:
 
     Raises:
         ConfigError: it is a session of Spark Connect, whose client does not know the server's tasks.
-        LaunchError: there is no session.
+        LaunchError: there is no session, or it has been stopped.
 
     Examples:
         >>> sparkhvd.slots()  # doctest: +SKIP
-        SlotUse(total=8, running=(4, 2), waiting=(8,), other_tasks=1)
+        SlotUse(total=8, running=(4, 2), waiting=(8,), tasks=7)
     """
     session = active_session() if spark is None else spark
     if is_connect(session):
         raise ConfigError("slots() needs a classic Spark session: a Spark Connect client does not know all tasks.")
+    if is_stopped(session):
+        raise LaunchError("The Spark session has been stopped. Create a new one.")
     running, waiting = _queue_of(session).jobs()
     total = describe_cluster(session).count(Deadline(math.inf))
-    tracker = session.sparkContext.statusTracker()
-    stages = filter(None, map(tracker.getStageInfo, tracker.getActiveStageIds()))
     held, needed = (tuple(min(gang.ranks, total) for gang in gangs) for gangs in (running, waiting))
-    tasks = sum(stage.numActiveTasks for stage in stages)
-    return SlotUse(total, held, needed, max(0, tasks - sum(held)))
+    return SlotUse(total, held, needed, running_tasks(session))

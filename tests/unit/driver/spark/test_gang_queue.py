@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable
-from contextlib import contextmanager
 
 import pytest
 
 from sparkhvd.driver.spark.gang_queue import Gang, GangQueue
+from sparkhvd.driver.spark.resources import TaskResources
 from tests.waiting import wait_for
 
 
@@ -26,7 +25,7 @@ class Jobs:
 
     def submit(self, name: str, ranks: int, priority: int = 0) -> None:
         """Start a job, and return once it runs or waits."""
-        gang = Gang(ranks, lambda: self.slots, priority)
+        gang = Gang(ranks, lambda: self.slots, priority=priority)
         self._ends[name] = threading.Event()
         self._threads[name] = threading.Thread(target=self._run, args=(name, gang))
         self._threads[name].start()
@@ -106,21 +105,41 @@ def test_a_job_starts_when_the_application_gets_more_slots(jobs):
     assert jobs.has_started("a", "b")
 
 
-def test_jobs_with_other_cores_per_rank_share_the_slots(jobs):
-    """With two cores per rank, the application has half as many slots."""
+def test_jobs_with_other_cores_per_rank_wait_for_each_other(jobs):
+    """Ranks of one core may leave too few cores on each executor for one of two."""
+    two_cores = Gang(1, lambda: 2, TaskResources(cpus=2))
+    with jobs.queue.turn(two_cores):
+        jobs.submit("one core", 1)
+        assert jobs.queue.jobs()[0] == [two_cores]
+        assert not jobs.started
+    assert jobs.has_started("one core")
 
-    @contextmanager
-    def running(gang: Gang):
-        with jobs.queue.turn(gang):
-            yield jobs.queue.jobs()
 
-    two_cores: Callable[[int], Gang] = lambda ranks: Gang(ranks, lambda: 2)  # noqa: E731
-    with running(two_cores(1)) as (running_jobs, _):
-        assert len(running_jobs) == 1
-        jobs.submit("two of one core", 2)
-        jobs.submit("one of one core", 1)
-        assert jobs.has_started("two of one core")
-    assert jobs.has_started("two of one core", "one of one core")
+def test_an_interrupted_job_leaves_its_slots_while_another_thread_waits_for_sparks_answer(jobs):
+    asked, answer = threading.Event(), threading.Event()
+
+    def slots() -> int:
+        asked.set()
+        answer.wait()
+        return 4
+
+    def run_second() -> None:
+        with jobs.queue.turn(Gang(4, slots)):
+            jobs.started.append("second")
+
+    def run_first() -> None:
+        with jobs.queue.turn(Gang(4, lambda: 4)):
+            second.start()
+            asked.wait()
+            raise KeyboardInterrupt
+
+    second = threading.Thread(target=run_second)
+    with pytest.raises(KeyboardInterrupt):
+        run_first()
+    assert jobs.queue.jobs()[0] == []
+    answer.set()
+    second.join()
+    assert jobs.started == ["second"]
 
 
 def test_a_job_that_fails_while_it_waits_or_runs_leaves_the_queue(jobs):
