@@ -34,12 +34,15 @@ def is_connect(spark: SparkSession) -> bool:
 
 
 def is_stopped(spark: SparkSession) -> bool:
-    """Return whether a session has been stopped, or is about to stop."""
+    """Return whether a session has been stopped, is about to stop, or has lost its JVM."""
     session: Any = spark
     if is_connect(spark):
         return bool(session.is_stopped)
     context = session.sparkContext._jsc  # noqa: SLF001
-    return context is None or bool(context.sc().isStopped())
+    try:
+        return context is None or bool(context.sc().isStopped())
+    except Exception:  # noqa: BLE001 - of py4j or of a socket, whatever ended the JVM
+        return True
 
 
 def current_session() -> SparkSession | None:

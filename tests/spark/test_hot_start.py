@@ -80,7 +80,6 @@ def estimator(kind, **more):
 
 @pytest.mark.parametrize(
     "kind",
-    "kind",
     ["torch", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("LightningModule", "plain module"))],
 )
 def test_a_fit_from_a_fitted_model_continues_its_training(df, kind):

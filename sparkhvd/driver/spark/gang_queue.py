@@ -20,7 +20,6 @@ from sparkhvd.compat.spark import active_session, is_connect, is_stopped
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.log_stream import is_in_write
 from sparkhvd.driver.spark.barrier_stage import running_tasks
-from sparkhvd.driver.spark.job_failures import has_ended
 from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.driver.spark.slots import Cluster, describe_cluster, has_dynamic_allocation
 from sparkhvd.errors import ConfigError, LaunchError
@@ -98,16 +97,15 @@ class GangQueue:
         with self._changed:
             before = sum(other.priority >= gang.priority for other in self._waiting)
             self._waiting.insert(before, gang)
-        is_first_look = True
+        if self._starts(gang):
+            return
+        logger.info(
+            "A job of %s waits for its slots: jobs of this application run %s, and %s before it.",
+            counted(gang.ranks, "rank"),
+            counted(sum(other.ranks for other in self.jobs()[0]), "rank"),
+            counted(before, "job waits", "jobs wait"),
+        )
         while not self._starts(gang):
-            if is_first_look:
-                logger.info(
-                    "A job of %s waits for its slots: jobs of this application run %s, and %s before it.",
-                    counted(gang.ranks, "rank"),
-                    counted(sum(other.ranks for other in self.jobs()[0]), "rank"),
-                    counted(before, "job waits", "jobs wait"),
-                )
-            is_first_look = False
             with self._changed:
                 self._changed.wait(_LOOK_SECONDS)
 
@@ -175,13 +173,13 @@ def turn_of(spark: SparkSession, resources: TaskResources, ranks: int, priority:
 
 def _count(spark: SparkSession, cluster: Cluster) -> int:
     """Return the number of slots of a session that has not been stopped."""
-    try:
-        if not is_stopped(spark):
-            return cluster.count(Deadline(math.inf))
-    except Exception as error:
-        if not has_ended(error):
-            raise
-    raise LaunchError("The Spark session has been stopped. Create a new one.")
+    _check_not_stopped(spark)
+    return cluster.count(Deadline(math.inf))
+
+
+def _check_not_stopped(spark: SparkSession) -> None:
+    if is_stopped(spark):
+        raise LaunchError("The Spark session has been stopped. Create a new one.")
 
 
 def _queue_of(spark: SparkSession) -> GangQueue:
@@ -206,8 +204,7 @@ def slots(spark: SparkSession | None = None) -> SlotUse:
     session = active_session() if spark is None else spark
     if is_connect(session):
         raise ConfigError("slots() needs a classic Spark session: a Spark Connect client does not know all tasks.")
-    if is_stopped(session):
-        raise LaunchError("The Spark session has been stopped. Create a new one.")
+    _check_not_stopped(session)
     running, waiting = _queue_of(session).jobs()
     total = describe_cluster(session).count(Deadline(math.inf))
     held, needed = (tuple(min(gang.ranks, total) for gang in gangs) for gangs in (running, waiting))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import keras
@@ -16,6 +17,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
+from sparkhvd.estimators.keras.callback_states import CALLBACK, callback_states, restore_callbacks
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.metrics import Logs, MetricSums, summed_results
@@ -54,9 +56,10 @@ class KerasTrainer:
         self._package = package.with_ports_for(self._model, spec.schema)
         self._lr_scale = spec.lr_scale(world.size)
         self._scale_lr(self._lr_scale)
+        self._callback_states: Mapping[str, npt.NDArray[np.generic]] = {}  # from the checkpoint of a resumed run
 
     def state(self) -> bytes:
-        """Return the values of all variables of the model and its optimizers."""
+        """Return the values of all variables of the model and its optimizers, and the states of callbacks."""
         arrays = {f"model.{i}": _value(v) for i, v in enumerate(self._model.variables)}
         arrays |= {f"optimizer.{i}": _value(v) for i, v in enumerate(self._model.optimizer.variables)}
         places = {id(variable): index for index, variable in enumerate(self._model.variables)}
@@ -66,11 +69,13 @@ class KerasTrainer:
                 arrays[f"trained by {name}"] = np.array(trained)
                 arrays |= {f"{name}.{i}": _value(v) for i, v in enumerate(optimizer.variables)}
         swapped = np.array([callback._ema_weights_in_model for callback in self._swapping()])  # noqa: SLF001
+        arrays |= callback_states(self._package.callbacks)
         return arrays_to_bytes({**arrays, "lr_scale": np.array(self._lr_scale), "swapped": swapped})
 
     def restore(self, state: bytes) -> None:
         """Resume from ``state``; its learning rate is converted to the scale of this run."""
         arrays = arrays_from_bytes(state)
+        self._callback_states = {name: values for name, values in arrays.items() if name.startswith(CALLBACK)}
         optimizer = self._model.optimizer
         if not optimizer.built:
             optimizer.build(self._model.trainable_variables)
@@ -140,7 +145,8 @@ class KerasTrainer:
         end = _EpochEnd(begin, data, hooks, self, seeds)
         saving = self._saving(hooks)
         own = () if saving is None else saving.callbacks
-        callbacks = _CallbacksOfOneTraining([begin, *self._package.callbacks, *own, end], self._model)
+        restore = partial(restore_callbacks, self._package.callbacks, self._callback_states)
+        callbacks = _CallbacksOfOneTraining([begin, *self._package.callbacks, *own, end], self._model, restore)
 
         def fit(first: int, last: int) -> None:
             with self._device(), _own_failures():
@@ -238,10 +244,18 @@ class _CallbacksOfOneTraining(keras.callbacks.CallbackList):  # type: ignore[mis
     """Begins and ends the training once, although a run that resumes within an epoch calls ``fit`` twice.
 
     ``EarlyStopping`` would forget what it has seen in that epoch, and ``CSVLogger`` would write over its row.
+
+    Args:
+        callbacks: the callbacks.
+        model: the model.
+        restore: sets their states where the training resumes; when it begins, they have reset them.
     """
 
-    def __init__(self, callbacks: Sequence[keras.callbacks.Callback], model: keras.Model) -> None:
+    def __init__(
+        self, callbacks: Sequence[keras.callbacks.Callback], model: keras.Model, restore: Callable[[], None]
+    ) -> None:
         super().__init__(callbacks, add_history=True, model=model)
+        self._restore = restore
         self._has_begun = False
         self._logs: Logs = None
 
@@ -249,6 +263,7 @@ class _CallbacksOfOneTraining(keras.callbacks.CallbackList):  # type: ignore[mis
         if not self._has_begun:
             self._has_begun = True
             super().on_train_begin(logs)
+            self._restore()
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Keep the logs of a ``fit``, which may not be the last one."""

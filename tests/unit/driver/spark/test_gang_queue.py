@@ -67,8 +67,10 @@ def test_a_small_job_does_not_overtake_a_large_one_that_came_first(jobs, caplog)
     caplog.set_level(logging.INFO, "sparkhvd")
     jobs.submit("a", 3)
     jobs.submit("large", 4)
+    wait_for(lambda: len(caplog.messages) == 1)
     jobs.submit("small", 1)
     assert jobs.has_started("a")
+    wait_for(lambda: len(caplog.messages) == 2)
     assert caplog.messages == [
         "A job of 4 ranks waits for its slots: jobs of this application run 3 ranks, and 0 jobs wait before it.",
         "A job of 1 rank waits for its slots: jobs of this application run 3 ranks, and 1 job waits before it.",

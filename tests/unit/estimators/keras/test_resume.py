@@ -109,9 +109,6 @@ def halved(epoch, rate):
     return rate / 2
 
 
-CALLBACKS = {"random": RandomRate, "scheduled": partial(keras.callbacks.LearningRateScheduler, halved)}
-
-
 def in_bfloat16():
     layers = [keras.layers.Dense(units, dtype="bfloat16") for units in (16, 3)]
     return keras.Sequential([keras.Input((6,)), *layers])
@@ -120,19 +117,38 @@ def in_bfloat16():
 MODELS = {"bfloat16": in_bfloat16, "global generators": noisy}
 
 
+class Rising(keras.callbacks.Callback):
+    """Raises the loss that other callbacks see, from the second epoch on."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["seen"] = logs["loss"] + 10 * (epoch > 0)
+
+
+# What watches the raised loss acts after the second of three epochs, or at the end of the training, on what it has seen
+# in the first one.
+WATCHED = {"monitor": "seen", "mode": "min"}
+CALLBACKS = {
+    "random": [RandomRate],
+    "scheduled": [partial(keras.callbacks.LearningRateScheduler, halved)],
+    "plateau": [Rising, partial(keras.callbacks.ReduceLROnPlateau, **WATCHED, patience=1, factor=0.1)],
+    "best weights": [
+        Rising,
+        partial(keras.callbacks.EarlyStopping, **WATCHED, patience=2, restore_best_weights=True),
+    ],
+}
+
+
 def resumable(kind):
     """Return parameters with a state of their own between two epochs of ten batches."""
     if kind == "accumulated":  # the last batch of an epoch is the first one of a step
         return {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)}
     if kind == "swapped":
         return {"optimizer": averaging(), "callbacks": [swapping()]}
-    if kind in CALLBACKS:
-        return {"callbacks": [CALLBACKS[kind]()]}
-    if kind in MODELS:
-        return {"model": MODELS[kind]()}
     if kind == "two optimizers":
         return {"model": built(TwoWithMomentum), "optimizer": keras.optimizers.SGD(0.1), "loss": "mse", "metrics": None}
-    return {}
+    if kind in MODELS:
+        return {"model": MODELS[kind]()}
+    return {"callbacks": [make() for make in CALLBACKS[kind]]} if kind in CALLBACKS else {}
 
 
 def continue_from_state(kind):
@@ -158,7 +174,8 @@ def continue_from_state(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", "accumulated", "swapped", *CALLBACKS, "bfloat16", "two optimizers", "global generators"]
+    "kind",
+    ["plain", "accumulated", "swapped", *CALLBACKS, "bfloat16", "two optimizers", "global generators"],
 )
 def test_a_resumed_training_equals_an_uninterrupted_one(group, kind):
     group.run(continue_from_state, kind)

@@ -1,0 +1,52 @@
+"""The states of Keras' own callbacks in checkpoints; Keras saves none, and resets them when a training begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+CALLBACK = "callback."  # begins the names of the states
+Arrays = dict[str, npt.NDArray[np.generic]]
+
+_KINDS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+_NUMBERS = ("wait", "best", "best_epoch", "stopped_epoch", "cooldown_counter")
+
+
+def callback_states(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
+    """Return what the callbacks have seen so far, by names that ``restore_callbacks`` knows."""
+    arrays: Arrays = {}
+    for prefix, callback in _stateful(callbacks):
+        numbers = {name: getattr(callback, name, None) for name in _NUMBERS}
+        arrays |= {f"{prefix}.{name}": np.asarray(value) for name, value in numbers.items() if value is not None}
+        for index, weight in enumerate(getattr(callback, "best_weights", None) or ()):
+            arrays[f"{prefix}.weight.{index}"] = np.asarray(weight)
+    return arrays
+
+
+def restore_callbacks(
+    callbacks: Sequence[keras.callbacks.Callback], arrays: Mapping[str, npt.NDArray[np.generic]]
+) -> None:
+    """Set the states of callbacks from ``callback_states``; those of other types, or at other places, start anew."""
+    for prefix, callback in _stateful(callbacks):
+        for name in _NUMBERS:
+            if (value := arrays.get(f"{prefix}.{name}")) is not None:
+                setattr(callback, name, value.item())
+        names = (f"{prefix}.weight.{index}" for index in count())
+        weights = []
+        while (weight := arrays.get(next(names))) is not None:
+            weights.append(weight)
+        if weights:
+            callback.best_weights = weights
+
+
+def _stateful(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[str, keras.callbacks.Callback]]:
+    """Return the callbacks with a known state, each with a name of its own."""
+    return [
+        (f"{CALLBACK}{index}.{type(callback).__name__}", callback)
+        for index, callback in enumerate(callbacks)
+        if isinstance(callback, _KINDS)
+    ]
