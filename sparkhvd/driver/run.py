@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Never, TextIO, TypeVar
 from sparkhvd._util.counts import plain_count
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.compat.horovod import unknown_argument
-from sparkhvd.config import changed_environment, from_environment, warn_ignored_variables
+from sparkhvd.config import Config, changed_environment, from_environment, warn_ignored_variables
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, checked_environment, split_arguments
 from sparkhvd.driver.host_process import SshOptions
@@ -238,27 +238,34 @@ def run_with(  # noqa: PLR0917
         if kind.on_spark:
             stack.enter_context(turn_of(request.session(), request.resources, num_proc, options.priority))
         deadline = Deadline.after(config.start_timeout)
-        job = Job(
-            payload=pickle_call(fn, args, kwargs or {}, _importable(launcher, kind, request, options)),
-            num_proc=num_proc,
-            env=tuple(changes.items()),
-            preload=tuple(options.preload),
-            config=config,
-            secret=secrets.token_bytes(32),
-            streamed=streamed(options),
-            log_files=log_files(stdout=options.stdout, stderr=options.stderr),
-            log_level=log_level_of(options.verbose) if config.log_level is None else config.log_level,
-            executable=options.executable or "",
-            nics=tuple(options.nics),
-            gives_rows=request.rows is not None,
-            versions=()
-            if options.executable
-            else frameworks_in_use(options.preload),  # another Python has its own packages
-        )
+        payload = pickle_call(fn, args, kwargs or {}, _importable(launcher, kind, request, options))
+        job = replace(new_job(payload, num_proc, changes, config, options), gives_rows=request.rows is not None)
         stream = stack.enter_context(closing(open_stream(options, job.num_proc)))
         handle = stack.enter_context(closing(_launch(instance, job, stream)))
         handle.wait_started(deadline)
         return unpickled(handle.results())
+
+
+def new_job(
+    payload: bytes, num_proc: int, changes: Mapping[str, str | None], config: Config, options: RunOptions
+) -> Job:
+    """Return a job with a secret of its own; ``changes`` are those of the ranks' environment."""
+    return Job(
+        payload=payload,
+        num_proc=num_proc,
+        env=tuple(changes.items()),
+        preload=tuple(options.preload),
+        config=config,
+        secret=secrets.token_bytes(32),
+        streamed=streamed(options),
+        log_files=log_files(stdout=options.stdout, stderr=options.stderr),
+        log_level=log_level_of(options.verbose) if config.log_level is None else config.log_level,
+        executable=options.executable or "",
+        nics=tuple(options.nics),
+        versions=()
+        if options.executable
+        else frameworks_in_use(options.preload),  # another Python has its own packages
+    )
 
 
 def check_encryption(session: SparkSession | None) -> None:

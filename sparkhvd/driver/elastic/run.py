@@ -32,7 +32,7 @@ from sparkhvd.driver.host_process import SrunOptions, SshOptions
 from sparkhvd.driver.hosts import Host, check_slots, parse_hosts
 from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.results import unpickled
-from sparkhvd.driver.run import check_encryption, log_files, log_level_of, open_stream, streamed
+from sparkhvd.driver.run import check_encryption, new_job, open_stream
 from sparkhvd.driver.spark.driver_address import driver_hosts
 from sparkhvd.driver.spark.gang_queue import turn_of
 from sparkhvd.driver.spark.resources import TaskResources
@@ -42,7 +42,6 @@ from sparkhvd.driver.user_code.pickling import Importable
 from sparkhvd.errors import ConfigError, StoreError
 from sparkhvd.store import layout, store_at
 from sparkhvd.store.protocol import Store
-from sparkhvd.task.host.versions import frameworks_in_use
 from sparkhvd.task.job import Job
 
 if TYPE_CHECKING:
@@ -283,21 +282,8 @@ def run_elastic_with(  # noqa: PLR0917
     with ExitStack() as stack:
         if spark is not None:
             stack.enter_context(turn_of(spark, TaskResources(), most, options.priority))
-        job = Job(
-            payload=pickle_call(fn, args, kwargs or {}, _importable(elastic.launcher, options, spark)),
-            num_proc=most,
-            env=tuple(changes.items()),
-            preload=tuple(options.preload),
-            config=config,
-            secret=secrets.token_bytes(32),
-            streamed=streamed(options),
-            log_files=log_files(stdout=options.stdout, stderr=options.stderr),
-            log_level=log_level_of(options.verbose) if config.log_level is None else config.log_level,
-            executable=options.executable or "",
-            nics=() if elastic.launcher == "local" else tuple(options.nics),
-            versions=() if elastic.launcher == "local" or options.executable else frameworks_in_use(options.preload),
-            commits=_commits(elastic, spark),
-        )
+        payload = pickle_call(fn, args, kwargs or {}, _importable(elastic.launcher, options, spark))
+        job = _elastic_job(new_job(payload, most, changes, config, options), elastic, spark)
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         stream = open_stream(options, most)
         stack.callback(stream.close)
@@ -322,6 +308,12 @@ def run_elastic_with(  # noqa: PLR0917
     if job.commits is not None:
         _delete(job.commits)
     return unpickled(contents)
+
+
+def _elastic_job(job: Job, elastic: ElasticOptions, spark: SparkSession | None) -> Job:
+    """Return a job with the folder of its commits; on one machine, all ranks have its packages and network."""
+    job = replace(job, commits=_commits(elastic, spark))
+    return replace(job, nics=(), versions=()) if elastic.launcher == "local" else job
 
 
 def _commits(elastic: ElasticOptions, spark: SparkSession | None) -> CommitFolder | None:

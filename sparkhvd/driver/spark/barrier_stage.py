@@ -176,7 +176,7 @@ class BarrierStage:
             # A client may lack the number of tasks, and cancelling a running job would be worse than waiting.
             logger.warning("No rank reported its start within %g s. Still waiting.", seconds)
             return True
-        return any(stage.numTasks == self._num_tasks == self._active(stage) for stage in self._stages())
+        return any(stage.numTasks == self._num_tasks == _active(self._spark, stage) for stage in self._stages())
 
     def _all_run(self) -> bool:
         """Whether Spark runs all tasks, as far as that is certain."""
@@ -184,7 +184,7 @@ class BarrierStage:
             # Stages that compute the input rows may have as many tasks.
             return self._input is None and self._running() == self._num_tasks
         return any(
-            stage.numTasks == self._num_tasks == self._active(stage) and self._is_barrier(stage)
+            stage.numTasks == self._num_tasks == _active(self._spark, stage) and self._is_barrier(stage)
             for stage in self._stages()
         )
 
@@ -199,7 +199,7 @@ class BarrierStage:
         """Whether Spark computes the input rows of the tasks."""
         if is_connect(self._spark):
             return bool(self._running())
-        return any(map(self._active, self._stages()))
+        return any(_active(self._spark, stage) for stage in self._stages())
 
     def _running(self) -> int | None:
         """Return the number of running tasks that the Spark Connect server reported; None before its first report."""
@@ -213,20 +213,21 @@ class BarrierStage:
         stages = [tracker.getStageInfo(number) for job in jobs for number in job.stageIds]
         return [stage for stage in stages if stage is not None]
 
-    def _active(self, stage: SparkStageInfo) -> int:
-        """Return the number of tasks of a stage that run now.
-
-        Spark's own count (``numActiveTasks``) omits tasks that start within 100 ms of each other until the next event,
-        which may take ten seconds (``spark.ui.liveUpdate.period``).
-        """
-        return sum(str(task.status()) == "RUNNING" for task in _tasks_of(self._spark, stage))
-
 
 def running_tasks(spark: SparkSession) -> int:
     """Return the number of tasks of all Spark jobs that run now."""
     tracker = spark.sparkContext.statusTracker()
     stages = filter(None, map(tracker.getStageInfo, tracker.getActiveStageIds()))
-    return sum(str(task.status()) == "RUNNING" for stage in stages for task in _tasks_of(spark, stage))
+    return sum(_active(spark, stage) for stage in stages)
+
+
+def _active(spark: SparkSession, stage: SparkStageInfo) -> int:
+    """Return the number of tasks of a stage that run now.
+
+    Spark's own count (``numActiveTasks``) omits tasks that start within 100 ms of each other until the next event,
+    which may take ten seconds (``spark.ui.liveUpdate.period``).
+    """
+    return sum(str(task.status()) == "RUNNING" for task in _tasks_of(spark, stage))
 
 
 def _tasks_of(spark: SparkSession, stage: SparkStageInfo) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import count
+from itertools import count, takewhile
 
 import keras
 import numpy as np
@@ -36,10 +36,7 @@ def restore_callbacks(
             if (value := arrays.get(f"{prefix}.{name}")) is not None:
                 setattr(callback, name, value.item())
         names = (f"{prefix}.weight.{index}" for index in count())
-        weights = []
-        while (weight := arrays.get(next(names))) is not None:
-            weights.append(weight)
-        if weights:
+        if weights := [arrays[name] for name in takewhile(arrays.__contains__, names)]:
             callback.best_weights = weights
 
 

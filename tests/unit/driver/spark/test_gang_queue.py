@@ -14,7 +14,7 @@ from tests.waiting import wait_for
 
 
 class Jobs:
-    """Jobs in threads, each of which holds its slots until it is told to end."""
+    """Jobs in threads, each of which holds its slots until ``end``."""
 
     def __init__(self, slots: int) -> None:
         self.queue = GangQueue()
