@@ -116,3 +116,7 @@ class ParamError(SparkHvdError, ValueError):
 
 class ModelOutputError(ParamError):
     """The model's output does not fit the labels or the loss."""
+
+
+class SearchError(SparkHvdError, RuntimeError):
+    """No trial of a search completed, or the search was interrupted."""

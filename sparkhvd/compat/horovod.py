@@ -24,6 +24,7 @@ _EXTRAS = MappingProxyType(
     {
         "keras": "keras",
         "lightning": "lightning",
+        "optuna": "tune",
         "pytorch_lightning": "lightning",
         "pyspark": "spark",
         "tensorflow": "keras",

@@ -244,6 +244,20 @@ class WorkerLost:
     content: bytes
 
 
+@dataclass(frozen=True)
+class EpochsEnded:
+    """Rank 0 of a fit to driver: the records of its epochs, as JSON, for ``epoch_callback``."""
+
+    content: bytes
+
+
+@dataclass(frozen=True)
+class EpochsAnswered:
+    """The answer to ``EpochsEnded``: whether the training ends."""
+
+    ends: bool
+
+
 Message = (
     Started
     | TaskStatus
@@ -276,6 +290,8 @@ Message = (
     | EndLease
     | WorkerReturned
     | WorkerLost
+    | EpochsEnded
+    | EpochsAnswered
 )
 
 _TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}

@@ -7,10 +7,11 @@ import secrets
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TextIO, cast, overload
 
 from pyspark.ml import Estimator
@@ -40,6 +41,7 @@ from sparkhvd.errors import ParamError, SparkHvdError
 from sparkhvd.estimators.api.description import description
 from sparkhvd.estimators.api.parquet_rows import existing_rows
 from sparkhvd.estimators.api.validation import (
+    CREATE_STORE,
     check,
     check_fit_on_parquet,
     check_monitored_metrics,
@@ -54,6 +56,8 @@ from sparkhvd.estimators.models.outputs import check_output_names, check_types, 
 from sparkhvd.estimators.models.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
 from sparkhvd.estimators.models.trained import ModelArtifacts, output_specs
 from sparkhvd.estimators.params.backend import (
+    driver_address,
+    encrypts,
     is_elastic,
     largest_size,
     requested_tasks,
@@ -72,6 +76,7 @@ from sparkhvd.estimators.runs.run_lease import hold_run
 from sparkhvd.estimators.runs.run_plan import RunPlan
 from sparkhvd.estimators.training import checkpoint, finished_runs, job_files
 from sparkhvd.estimators.training.checkpoint import Checkpoint
+from sparkhvd.estimators.training.epoch_callback import CallbackServer, EpochCalls
 from sparkhvd.estimators.training.progress import ProgressOutput, is_interactive
 from sparkhvd.estimators.training.sample_rows import read_sample, require_spark_dataframe
 from sparkhvd.estimators.training.user_errors import with_full_stop
@@ -113,7 +118,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     preload: ClassVar[tuple[str, ...]]  # imports of the ranks while they wait for each other; the framework first
     required: ClassVar[tuple[str, ...]] = ("feature_cols", "label_cols")
     _mlflow_run: str | None = None
-    _part: str | None = None  # the part of a CrossValidator's search that this copy belongs to
+    _part: str | None = None  # the part of a search, such as a fold of a CrossValidator, that this copy belongs to
+    _trial_params: Mapping[str, object] = MappingProxyType({})  # of the trial of a search that this copy belongs to
     _mapped: frozenset[str] = frozenset()  # the parameters that a parameter map set on this copy
 
     @overload
@@ -159,18 +165,45 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             store, run_id = with_spark_credentials(plan.store, spark), self._run_id_by_content(dataset)
             plan = replace(plan, store=store, run_id=run_id)
             if (result := finished_runs.find(store, run_id, plan.epochs)) is not None:
+                EpochCalls(plan.epoch_callback).call(result.history)
                 return self._model(plan, result)
-        # Without random_seed, every fit splits differently, so prepared rows cannot be reused.
-        keeps = plan.random_seed is not None or not isinstance(selection.validation, float)
+        keep_seconds = _keep_seconds(plan)
         with self._run(spark, plan) as run:
             if run.store is None or run.data == "direct":
                 return self._fit_direct(dataset, selection, run)
-            writing = WriteOptions(
-                run.division_proc, run.random_seed, run.partitions_per_process, compress=run.compress_sparse_cols
-            )
-            keep_seconds = run.keep_data * 3600.0 if keeps else 0.0
+            writing = _writing(run, run.division_proc, run.random_seed)
             with acquire(dataset, selection, run.store, writing, keep_seconds=keep_seconds) as data:
                 return self._fit_rows(spark, run, data.store, data.manifest)
+
+    @brief_errors
+    def prepare(self, dataset: DataFrame) -> PreparedData:
+        """Write the rows that ``fit`` would train on to the Store, for any number of calls of ``fit_on_parquet``.
+
+        The result is a context manager; without ``with``, call its ``close()``. ``sparkhvd.prepare_data`` does the same
+        without an estimator. The model, its optimizer and its loss may still be missing.
+
+        Raises:
+            SparkHvdError: a parameter or the rows are refused; the same error as that of ``fit``.
+        """
+        plan = self._plan_of_rows(**self._overrides_for(dataset))
+        self._require(plan, ("feature_cols", "label_cols"))
+        if plan.store is None or plan.data == "direct":
+            raise ParamError(f"prepare writes rows to a Store, but this estimator has none. {CREATE_STORE}.")
+        selection, spark = self._selection(dataset, plan), dataset.sparkSession
+        if all(plan.params[name] is not None for name in self.required):
+            self._check_schema(plan, selection.schema)
+        num_proc = reserve_ranks(plan, spark)
+        store = with_spark_credentials(plan.store, spark)
+        self._check_store(spark, store, plan)
+        seed = secrets.randbelow(2**31) if plan.random_seed is None else plan.random_seed
+        writing = _writing(plan, largest_size(plan, num_proc), seed)
+        return acquire(dataset, selection, store, writing, keep_seconds=_keep_seconds(plan))
+
+    def as_trial(self, name: str, params: Mapping[str, object]) -> Self:
+        """Return a copy that logs to MLflow as a nested run with this name and these further parameters."""
+        copied = self.copy()
+        copied._part, copied._trial_params = name, params  # noqa: SLF001 - of a copy of its own
+        return copied
 
     def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
         """Return a copy with these parameters, as ``fit(df, params)`` and Spark ML's tuning make for every fit.
@@ -336,25 +369,37 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return self._kept_model(run, replace(result, shapes=shapes))
 
     def _checked_plan_for(self, dataset: DataFrame) -> FitPlan:
-        """Return the checked parameters for a DataFrame, with every field of a struct as a label of its own."""
+        """Return the checked parameters for a DataFrame."""
+        return self._checked_plan(**self._overrides_for(dataset))
+
+    def _overrides_for(self, dataset: DataFrame) -> dict[str, object]:
+        """Return the parameters that depend on the DataFrame: every field of a struct is a label of its own."""
         labels = self.values()["label_cols"]
         if labels is None or not hasattr(dataset, "sparkSession"):  # _selection refuses such a dataset
-            return self._checked_plan()
-        return self._checked_plan(label_cols=with_fields(dataset.schema, labels))
+            return {}
+        return {"label_cols": with_fields(dataset.schema, labels)}
 
     def _checked_plan(self, **overrides: object) -> FitPlan:
+        plan = self._plan_of_rows(**overrides)
+        self._require(plan, self.required)
+        return plan
+
+    def _plan_of_rows(self, **overrides: object) -> FitPlan:
+        """Return the checked parameters, of which those of the model may be missing."""
         plan = self._plan(**overrides)
         if plan.inputs is not None and self.values()["feature_cols"] is None:
             plan = replace(plan, feature_cols=columns_of(plan.inputs))
         if plan.data == "auto":
             plan = replace(plan, data="direct" if plan.store is None else "store")
         check(plan)
-        for name in self.required:
+        return plan
+
+    def _require(self, plan: FitPlan, names: Sequence[str]) -> None:
+        for name in names:
             value = plan.params[name]
             if value is None or value == ():
                 hint = f": {_NEXT_STEP[name]}" if name in _NEXT_STEP else ""
                 raise ParamError(f"{type(self).__name__} needs {name}{hint}.")
-        return plan
 
     def _run_id_by_content(self, dataset: DataFrame) -> str:
         """Return the id of the run that all fits with the same content share."""
@@ -440,30 +485,43 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             holder=None if run.lease is None else run.lease.holder,
             division_proc=run.division_proc,
         )
-        environment = {**self._environment(), **(run.backend_env or {})}
-        shown = ProgressOutput(run.run_id) if job.progress else None
         try:
-            results = run_ranks(
-                run,
-                train_elastic_worker if is_elastic(run) else train_worker,
-                (job,),
-                spark=spark,
-                env=environment,
-                preload=self._imports(),
-                rows=direct_rows,
-                stdout=cast("TextIO | None", shown),
-            )
+            result = self._run_job(spark, run, job, direct_rows)
         finally:
-            if shown is not None:
-                shown.close()
             if run.store is not None and job.payload.file is not None:
                 run.store.delete(path)
+        if run.lease is not None:
+            run.lease.check()
+        return result
+
+    def _run_job(self, spark: SparkSession, run: RunPlan, job: TrainJob, direct_rows: DataFrame | None) -> TrainResult:
+        """Train on all ranks, with a progress bar and ``epoch_callback`` on the driver."""
+        calls = EpochCalls(run.epoch_callback)
+        with ExitStack() as stack:
+            shown = stack.enter_context(closing(ProgressOutput(run.run_id))) if job.progress else None
+            if run.epoch_callback is not None:
+                server = CallbackServer(calls, *driver_address(run, spark), encrypt=encrypts(run))
+                job = replace(job, callback=stack.enter_context(server).address)
+            try:
+                results = run_ranks(
+                    run,
+                    train_elastic_worker if is_elastic(run) else train_worker,
+                    (job,),
+                    spark=spark,
+                    env={**self._environment(), **(run.backend_env or {})},
+                    preload=self._imports(),
+                    rows=direct_rows,
+                    stdout=cast("TextIO | None", shown),
+                )
+            except Exception:
+                if calls.error is not None:  # rank 0 failed because of it
+                    raise calls.error from None
+                raise
         # Only rank 0 returns a result.
         result: TrainResult | RejectedRows = next(result for result in results if result is not None)
         if isinstance(result, RejectedRows):
             raise result.error
-        if run.lease is not None:
-            run.lease.check()
+        calls.call(result.history)
         return result
 
     def _kept_model(self, run: RunPlan, result: TrainResult) -> TrainedModel:
@@ -485,8 +543,22 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             output_types=plan.output_types,
             run_id=plan.run_id,
         )
-        track(model, plan.params, self._mlflow_run, self._part)
+        track(model, {**self._trial_params, **plan.params}, self._mlflow_run, self._part)
         return model
+
+
+def _keep_seconds(plan: FitPlan) -> float:
+    """Return how long prepared rows are kept after their last use.
+
+    Without ``random_seed``, every fit splits differently, so no later one can reuse them.
+    """
+    splits = isinstance(plan.validation, float) and plan.validation > 0
+    keeps = plan.random_seed is not None or not splits
+    return plan.keep_data * 3600.0 if keeps else 0.0
+
+
+def _writing(plan: FitPlan, division_proc: int, seed: int) -> WriteOptions:
+    return WriteOptions(division_proc, seed, plan.partitions_per_process, compress=plan.compress_sparse_cols)
 
 
 def _output_names(plan: FitPlan) -> Sequence[str]:

@@ -19,7 +19,7 @@ _PREPARATION_PARAMS = {
     "partitions_per_process": "partitions_per_process",
     "keep_data": "keep_seconds",
 }
-_CREATE_STORE = "Pass store=sparkhvd.Store.create('file:///a/folder/that/all/executors/share')"
+CREATE_STORE = "Pass store=sparkhvd.Store.create('file:///a/folder/that/all/executors/share')"
 _SAVE_RUNS = "Create the Store with save_runs=True"
 _DIRECT = "this fit sends rows straight from Spark (data='direct', the default without a Store)"
 
@@ -186,7 +186,7 @@ def _refuse_native_reader_params(plan: FitPlan, replacement: str, itself: str) -
 
 def _refuse_store_params(plan: FitPlan) -> None:
     if plan.store is None:
-        reason, remedy = "the estimator has no Store", _CREATE_STORE
+        reason, remedy = "the estimator has no Store", CREATE_STORE
     else:
         reason, remedy = "the estimator's Store keeps no runs (save_runs=False)", _SAVE_RUNS
     if plan.data == "store" and plan.store is None:

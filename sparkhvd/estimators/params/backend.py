@@ -8,15 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, runtime_checkable
 
+from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd.compat.horovod import unknown_argument
 from sparkhvd.compat.spark import check_spark
 from sparkhvd.config import changed_environment, from_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_seconds
+from sparkhvd.driver.elastic.driver_addresses import driver_addresses
 from sparkhvd.driver.elastic.run import ElasticOptions, check_limits, run_elastic
 from sparkhvd.driver.launcher import LAUNCHERS, LaunchRequest, launcher_class
 from sparkhvd.driver.preflight.preflight import RequestedTasks
 from sparkhvd.driver.run import launch_request, run
+from sparkhvd.driver.spark.driver_address import driver_hosts
 from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.errors import ConfigError, ParamError, RankFailedError
 from sparkhvd.task import failure_report
@@ -263,14 +266,32 @@ def requested_tasks(placement: Placement) -> RequestedTasks:
     if not isinstance(backend, SparkBackend):
         return RequestedTasks(int(backend.num_processes()), TaskResources())
     _, request = backend.launch()
-    config = from_environment(changed_environment({**backend.env, **(placement.backend_env or {})}))
-    return RequestedTasks(request.num_proc, request.resources, backend.nics, config.encrypt)
+    return RequestedTasks(request.num_proc, request.resources, backend.nics, encrypts(placement))
 
 
 def shows_output(placement: Placement) -> bool:
     """Return whether the estimator can read the ranks' stdout before it is shown."""
     backend = spark_backend(placement)
     return backend is not None and backend.shows_output
+
+
+def driver_address(placement: Placement, spark: SparkSession) -> tuple[str, Sequence[str]]:
+    """Return the local address to bind, and the addresses at which the ranks may reach this driver."""
+    backend = spark_backend(placement)
+    name, request = ("", None) if backend is None else backend.launch(spark)
+    if name == "local":
+        return LOOPBACK, [LOOPBACK]
+    if request is not None and request.hosts:
+        return driver_addresses([host.name for host in request.hosts])
+    host, bind = driver_hosts(spark)
+    return bind, [host]
+
+
+def encrypts(placement: Placement) -> bool:
+    """Return whether the traffic of the ranks is encrypted."""
+    backend = spark_backend(placement)
+    changes = {**({} if backend is None else backend.env), **(placement.backend_env or {})}
+    return from_environment(changed_environment(changes)).encrypt
 
 
 def reserve_ranks(placement: Placement, spark: SparkSession) -> int:

@@ -63,6 +63,7 @@ class FitPlan(Placement):
     terminate_on_nan: bool
     log_every_n_steps: int | None
     early_stopping: EarlyStopping | None
+    epoch_callback: Callable[[int, Mapping[str, float]], object] | None
     checkpoints: Checkpoints
     run_id: str | None
     resume: str | None

@@ -434,6 +434,13 @@ class EstimatorParams(Declarations):
         instance_of(EarlyStopping, "EarlyStopping('val_loss', patience=3)"),
         default=None,
     )
+    epoch_callback: Declared[Callable[[int, Mapping[str, float]], object] | None] = declared(
+        "Function that the driver calls after every epoch with its number, from 0, and its metrics by name, such as "
+        "'val_loss'; the training ends after the epoch if it returns True.",
+        callable_object,
+        default=None,
+        identity=Identity.NEVER,
+    )
     checkpoints: Declared[Checkpoints] = declared(
         "Which states of the run are kept in the Store, and which epoch's model is returned.",
         instance_of(Checkpoints, "Checkpoints(every_steps=500, best='val_loss')"),

@@ -112,10 +112,15 @@ def metric_value(record: EpochRecord, monitor: str) -> float:
     Raises:
         ParamError: the epoch does not report this metric.
     """
-    values = {**record.train, **{f"val_{name}": value for name, value in record.validation.items()}}
+    values = metric_values(record)
     if monitor not in values:
         raise ParamError(f"Unknown metric {monitor!r}; an epoch reports {', '.join(values)}.")
     return values[monitor]
+
+
+def metric_values(record: EpochRecord) -> dict[str, float]:
+    """Return the metrics of an epoch by the names that policies monitor."""
+    return {**record.train, **{f"val_{name}": value for name, value in record.validation.items()}}
 
 
 def monitored_metrics(params: Mapping[str, object]) -> dict[str, str]:

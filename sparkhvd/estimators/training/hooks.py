@@ -23,6 +23,7 @@ from sparkhvd.estimators.runs.run_lease import Fence
 from sparkhvd.estimators.training import checkpoint, job_files, run_log
 from sparkhvd.estimators.training.checkpoint import Checkpoint, EpochPosition
 from sparkhvd.estimators.training.commits import Commits
+from sparkhvd.estimators.training.epoch_callback import CallbackClient
 from sparkhvd.estimators.training.history import average_over_ranks
 from sparkhvd.estimators.training.resume_state import load_resume_state, log_resumption, with_final_state
 from sparkhvd.store import layout
@@ -45,6 +46,7 @@ class RunHooks:
         token: of rank 0, see ``sparkhvd.estimators.runs.run_lease``; 0 if no other fit can take the run over.
         division_proc: the number of ranks that the rows in the Store were divided for; 0 is that of the ranks.
         commits: of an elastic fit; None otherwise.
+        callback: to the driver, on rank 0, if ``epoch_callback`` is set.
     """
 
     def __init__(  # noqa: PLR0917
@@ -58,7 +60,9 @@ class RunHooks:
         *,
         division_proc: int = 0,
         commits: Commits | None = None,
+        callback: CallbackClient | None = None,
     ) -> None:
+        self._callback = callback
         self._store = store if store is not None and store.save_runs else None
         self._fence = None if self._store is None else Fence(self._store, run_id, token)
         self._run_id = run_id
@@ -165,6 +169,8 @@ class RunHooks:
         self._check_loss(loss, f"epoch {record.epoch + 1} of {self._spec.epochs}")
         wants_end = report.on_record is not None and report.on_record(record)
         wants_end = wants_end or self.resume.wanted_end(report.epoch)
+        if self._callback is not None:
+            wants_end = self._callback.report(self.history) or wants_end
         self._ended = self._any_rank(wants_end, report.epoch)  # before _save_epoch, which saves it
         if self._communicator.world.rank == 0:
             logger.info("%s", record.line(self._spec.epochs))

@@ -6,7 +6,7 @@ import multiprocessing
 import tempfile
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from sparkhvd.estimators.runs.run_lease import Holder, claim_fence
 from sparkhvd.estimators.training import checkpoint, job_files
 from sparkhvd.estimators.training.checkpoint import EpochPart
 from sparkhvd.estimators.training.commits import Commits
+from sparkhvd.estimators.training.epoch_callback import CallbackAddress, CallbackClient
 from sparkhvd.estimators.training.hooks import RunHooks
 from sparkhvd.estimators.training.job_files import InMemoryFiles
 from sparkhvd.estimators.training.progress import ReportingSource
@@ -81,6 +82,7 @@ class TrainJob:
         progress: whether the driver shows a progress bar.
         holder: the fit that holds the run; None if the Store keeps no runs.
         division_proc: the number of ranks that the rows in the Store were divided for; 0 is that of the ranks.
+        callback: how rank 0 calls ``epoch_callback`` on the driver; None if there is none.
     """
 
     plugin: str
@@ -95,6 +97,7 @@ class TrainJob:
     progress: bool = False
     holder: Holder | None = None
     division_proc: int = 0
+    callback: CallbackAddress | None = None
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,7 @@ def _train(job: TrainJob, commits: Commits | None = None) -> TrainResult | Rejec
     if job.store is not None and job.holder is not None and communicator.world.rank == 0:
         fence = claim_fence(job.store, job.run_id, job.holder)
     token = 0 if fence is None else fence.token
+    callback = None if job.callback is None or communicator.world.rank != 0 else CallbackClient(job.callback)
     hooks = RunHooks(
         job.store,
         job.run_id,
@@ -207,12 +211,13 @@ def _train(job: TrainJob, commits: Commits | None = None) -> TrainResult | Rejec
         token,
         division_proc=job.division_proc,
         commits=commits,
+        callback=callback,
     )
     if hooks.resume.checkpoint is not None:
         trainer.restore(hooks.resume.checkpoint.state)
     train = _resume_source(job, rows, hooks, communicator.world)
     reports_progress = job.progress and communicator.world.rank == 0
-    with rows.opened:
+    with rows.opened, nullcontext() if callback is None else callback:
         trainer.fit(ReportingSource(train, spec.epochs) if reports_progress else train, rows.validation, hooks)
     if communicator.world.rank != 0:
         return None

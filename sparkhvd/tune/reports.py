@@ -1,0 +1,86 @@
+"""Reports of a fit's epochs to a trial of Optuna."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sparkhvd._util.suggestions import did_you_mean
+from sparkhvd.errors import ParamError
+
+if TYPE_CHECKING:
+    import optuna
+
+
+class UnknownMetricError(ParamError):
+    """An epoch does not report a metric that the search optimizes."""
+
+
+class TrialReports:
+    """Reports a metric to a trial after every epoch, and ends the training if the study's pruner says so.
+
+    It is the ``epoch_callback`` of the trial's fit. With several metrics, which Optuna cannot prune by, it reports
+    nothing.
+
+    Args:
+        trial: the trial.
+        metrics: the metrics that the study optimizes, by the names that ``EarlyStopping`` uses, such as ``val_loss``.
+
+    Examples:
+        >>> def objective(trial):
+        ...     reports = TrialReports(trial, "val_loss")
+        ...     estimator.copy({estimator.epoch_callback: reports}).fit(df)
+        ...     return reports.value()
+    """
+
+    def __init__(self, trial: optuna.Trial, *metrics: str) -> None:
+        self._trial = trial
+        self._metrics = metrics or ("val_loss",)
+        self._last: tuple[float, ...] = ()
+        self.is_pruned = False
+
+    def __call__(self, epoch: int, values: Mapping[str, float]) -> bool:
+        """Report an epoch; return whether the trial is pruned. Epochs without validation do not count.
+
+        Raises:
+            ParamError: an epoch does not have the metric.
+        """
+        if any(map(_is_validation, self._metrics)) and not any(map(_is_validation, values)):
+            return self.is_pruned
+        self._last = metrics_of(values, self._metrics)
+        if len(self._metrics) == 1:
+            self._trial.report(self._last[0], epoch)
+            self.is_pruned = self.is_pruned or self._trial.should_prune()
+        return self.is_pruned
+
+    def value(self) -> float | tuple[float, ...]:
+        """Return the metric of the last epoch, or the metrics as a tuple, for the objective to return.
+
+        Raises:
+            optuna.TrialPruned: the trial was pruned.
+            ParamError: no epoch was reported.
+        """
+        import optuna  # noqa: PLC0415  (optional)
+
+        if self.is_pruned:
+            raise optuna.TrialPruned
+        if not self._last:
+            raise ParamError("No epoch was reported to the trial: pass the object as epoch_callback of the fit.")
+        return self._last[0] if len(self._metrics) == 1 else self._last
+
+
+def _is_validation(name: str) -> bool:
+    return name.startswith("val_")
+
+
+def metrics_of(values: Mapping[str, float], names: Sequence[str]) -> tuple[float, ...]:
+    """Return metrics of an epoch by name.
+
+    Raises:
+        UnknownMetricError: the epoch does not have a metric.
+    """
+    for name in names:
+        if name not in values:
+            hint = f" {did_you_mean(name, values)}".rstrip()
+            raise UnknownMetricError(f"The search optimizes {name!r}, but an epoch reports {', '.join(values)}.{hint}")
+    return tuple(values[name] for name in names)

@@ -1,0 +1,181 @@
+"""``minimize`` and ``maximize``: a search whose trials are fits of one estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd._util.short_tracebacks import brief_errors
+from sparkhvd.data.spark.settings import with_spark_credentials
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.api.estimator import DistributedEstimator
+from sparkhvd.estimators.training.sample_rows import require_spark_dataframe
+from sparkhvd.store.protocol import Store
+from sparkhvd.tune.study import Direction, StudySettings, held, seed_of
+from sparkhvd.tune.trials import Limits, Space, Trials
+
+if TYPE_CHECKING:
+    import optuna
+    from pyspark.sql import DataFrame
+
+    from sparkhvd.estimators.models.model import TrainedModel
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search.
+
+    Attributes:
+        study: Optuna's study, with all trials.
+        models: the trained models of the best trials, by trial number: one, or the Pareto front of several metrics.
+    """
+
+    study: optuna.Study
+    models: Mapping[int, TrainedModel]
+
+    @property
+    def best_model(self) -> TrainedModel:
+        """The model of the best trial; a search by several metrics has only ``models``."""
+        return self.models[self.study.best_trial.number]
+
+    @property
+    def best_params(self) -> dict[str, Any]:
+        """The parameters that the trial suggested; a search by several metrics has only ``study.best_trials``."""
+        return self.study.best_params
+
+    @property
+    def best_value(self) -> float:
+        """The metric of ``best_model``."""
+        return self.study.best_value
+
+
+@brief_errors
+def minimize(
+    estimator: DistributedEstimator,
+    df: DataFrame,
+    space: Space,
+    n_trials: int,
+    *,
+    metric: str | Sequence[str] = "val_loss",
+    parallelism: int = 1,
+    storage: str | optuna.storages.BaseStorage | None = None,
+    study_name: str | None = None,
+    sampler: optuna.samplers.BaseSampler | None = None,
+    pruner: optuna.pruners.BasePruner | None = None,
+    timeout: float | None = None,
+    keep_runs: bool = False,
+) -> SearchResult:
+    """Search the parameters of an estimator for the smallest value of a metric.
+
+    The rows are prepared once. Every trial is a fit with a run of its own in the estimator's Store; its epochs are
+    reported to Optuna while it trains, and a pruned trial ends after the epoch. A trial that fails is logged with its
+    reason, and the search continues. The call with the same ``storage`` and ``study_name`` continues a search that was
+    killed: interrupted trials resume from their last checkpoints.
+
+    Args:
+        estimator: the estimator, with a Store.
+        df: the rows.
+        space: gets the trial and returns parameters of the estimator by name, such as
+            ``{"batch_size": trial.suggest_int("batch_size", 16, 128)}``.
+        n_trials: number of trials of the study, including those of an earlier call.
+        metric: the metric of the trained model, named as in ``EarlyStopping``; several are optimized together.
+        parallelism: number of trials at the same time. They wait for each other if there are not enough slots.
+        storage: where Optuna keeps the study, such as ``sqlite:///search.db``; None keeps it in memory.
+        study_name: name of the study, which also names the runs; needed with ``storage``.
+        sampler: Optuna's sampler; None is its default.
+        pruner: Optuna's pruner; None is its default.
+        timeout: seconds after which no further trial starts; None sets no limit.
+        keep_runs: whether the Store keeps the runs of all trials; False keeps those of the best ones.
+
+    Raises:
+        ParamError: an argument or a parameter of the estimator is refused, or an epoch has no such metric.
+        SearchError: no trial completed.
+        SparkHvdError: the rows cannot be prepared.
+
+    Examples:
+        >>> result = minimize(estimator, df, space, n_trials=20, parallelism=2)  # doctest: +SKIP
+        >>> result.best_model.transform(df)  # doctest: +SKIP
+    """
+    settings = StudySettings(storage, study_name, sampler, pruner)
+    limits = Limits(n_trials, parallelism, timeout)
+    return _searched(estimator, df, space, metric, "minimize", settings, limits, keep_runs=keep_runs)
+
+
+@brief_errors
+def maximize(
+    estimator: DistributedEstimator,
+    df: DataFrame,
+    space: Space,
+    n_trials: int,
+    *,
+    metric: str | Sequence[str],
+    parallelism: int = 1,
+    storage: str | optuna.storages.BaseStorage | None = None,
+    study_name: str | None = None,
+    sampler: optuna.samplers.BaseSampler | None = None,
+    pruner: optuna.pruners.BasePruner | None = None,
+    timeout: float | None = None,
+    keep_runs: bool = False,
+) -> SearchResult:
+    """Search the parameters of an estimator for the largest value of a metric, such as ``val_accuracy``.
+
+    Arguments, result and errors are those of ``minimize``.
+    """
+    settings = StudySettings(storage, study_name, sampler, pruner)
+    limits = Limits(n_trials, parallelism, timeout)
+    return _searched(estimator, df, space, metric, "maximize", settings, limits, keep_runs=keep_runs)
+
+
+def _searched(  # noqa: PLR0917
+    estimator: DistributedEstimator,
+    df: DataFrame,
+    space: Space,
+    metric: str | Sequence[str],
+    direction: Direction,
+    settings: StudySettings,
+    limits: Limits,
+    *,
+    keep_runs: bool,
+) -> SearchResult:
+    require_spark_dataframe(direction, df)
+    metrics = (metric,) if isinstance(metric, str) else tuple(metric)
+    own_store, spark = _checked_store(estimator, space, metrics), df.sparkSession
+    store, study = with_spark_credentials(own_store, spark), settings.open([direction] * len(metrics))
+    with ExitStack() as stack:
+        if settings.storage is not None:
+            stack.enter_context(held(store, study.study_name))
+        template = estimator.copy()  # in this thread, whose MLflow run the trials belong to
+        template.setParams(random_seed=seed_of(study, estimator.getOrDefault(estimator.random_seed)))
+        data = stack.enter_context(template.prepare(df))
+        if data.validation_rows == 0 and (unknown := [name for name in metrics if name.startswith("val_")]):
+            raise ParamError(
+                f"The search optimizes {unknown[0]!r}, but there are no validation rows. Set the estimator's "
+                "validation, or search by another metric."
+            )
+        trials = Trials(template, data, store, space, study, metrics, spark, keep_runs=keep_runs)
+        trials.resume_interrupted()
+        trials.run(limits)
+        return SearchResult(study, trials.best_models())
+
+
+def _checked_store(estimator: object, space: object, metrics: Sequence[object]) -> Store:
+    """Return the Store of a search; refuse arguments that cannot work."""
+    if not isinstance(estimator, DistributedEstimator):
+        raise ParamError(
+            f"estimator={estimator!r:.200} must be a TorchEstimator, KerasEstimator or LightningEstimator."
+        )
+    if not callable(space):
+        raise ParamError(f"space={space!r:.200} must be a function that gets a trial and returns parameters by name.")
+    if not metrics or not all(isinstance(name, str) for name in metrics):
+        raise ParamError(f"metric={metrics!r:.200} must be the name of a metric, such as 'val_loss', or several names.")
+    store: Store | None = estimator.getOrDefault(estimator.store)
+    if store is None or not store.save_runs:
+        raise ParamError(
+            "A search keeps the prepared rows and its trials in a Store that saves runs: set the estimator's store."
+        )
+    for name in ("run_id", "resume"):
+        if estimator.getOrDefault(name) is not None:
+            raise ParamError(f"Every trial of a search has a run of its own. Leave the estimator's {name} out.")
+    return store

@@ -1,0 +1,80 @@
+"""The study of a search: Optuna's record of its trials, opened by one search at a time."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Literal
+
+from sparkhvd.compat.horovod import not_installed
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.runs.run_lease import hold_run
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    import optuna
+
+Direction = Literal["minimize", "maximize"]
+
+_SEED = "sparkhvd:random_seed"
+
+
+@dataclass(frozen=True)
+class StudySettings:
+    """The arguments of a search that Optuna takes."""
+
+    storage: str | optuna.storages.BaseStorage | None
+    name: str | None
+    sampler: optuna.samplers.BaseSampler | None
+    pruner: optuna.pruners.BasePruner | None
+
+    def open(self, directions: Sequence[Direction]) -> optuna.Study:
+        """Create the study, or load it if the storage has it.
+
+        Raises:
+            ParamError: the storage needs a name, or its study has other directions.
+        """
+        try:
+            import optuna  # noqa: PLC0415  (optional)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(not_installed("sparkhvd.tune", "optuna"), name="optuna") from error
+        if self.storage is not None and self.name is None:
+            raise ParamError(
+                "A search with a storage needs study_name: by this name, a later call finds the study and continues it."
+            )
+        study = optuna.create_study(
+            storage=self.storage,
+            study_name=self.name or f"search-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}",
+            sampler=self.sampler,
+            pruner=self.pruner,
+            directions=list(directions),
+            load_if_exists=True,
+        )
+        if (stored := [direction.name.lower() for direction in study.directions]) != list(directions):
+            raise ParamError(
+                f"Study {self.name!r} in this storage has the directions {stored}, but this search has "
+                f"{list(directions)}. Choose another study_name, or search by the same metrics."
+            )
+        return study
+
+
+@contextmanager
+def held(store: Store, study_name: str) -> Iterator[None]:
+    """Hold a study within the context, so that its running trials are known to be those of a killed search."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(hold_run(store, f"{study_name}-search"))
+        except ParamError as error:
+            raise ParamError(f"Study {study_name!r} belongs to a search that is still running: {error}") from error
+        yield
+
+
+def seed_of(study: optuna.Study, own: int | None) -> int:
+    """Return the seed of all trials, so that they differ in their parameters only, also after a restart."""
+    seed: int = study.user_attrs.get(_SEED, secrets.randbelow(2**31)) if own is None else own
+    study.set_user_attr(_SEED, seed)
+    return seed

@@ -1,0 +1,287 @@
+"""The trials of a search: fits in threads, each with a run of its own."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from sparkhvd._util.background import in_background
+from sparkhvd._util.counts import counted
+from sparkhvd.compat.spark import inheriting, is_stopped
+from sparkhvd.data.prepare.prepared_data import PreparedData
+from sparkhvd.data.spark.job import add_tag, cancel, new_tag
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import ParamError, SearchError, StoreError
+from sparkhvd.estimators.api.estimator import DistributedEstimator
+from sparkhvd.estimators.params.policies import metric_values
+from sparkhvd.store import layout
+from sparkhvd.store.protocol import Store
+from sparkhvd.tune.reports import TrialReports, UnknownMetricError, metrics_of
+
+if TYPE_CHECKING:
+    import optuna
+    from pyspark.sql import SparkSession
+
+    from sparkhvd.estimators.models.model import TrainedModel
+    from sparkhvd.estimators.reports import EpochRecord
+
+logger = logging.getLogger(__name__)
+
+Space = Callable[["optuna.Trial"], Mapping[str, object]]
+
+# What trials are marked with.
+_RUN_ID = "sparkhvd:run_id"
+_ERROR = "sparkhvd:error"  # the reason of a trial that failed; an interrupted trial has none
+_ERROR_LIMIT = 2000
+_POLL_SECONDS = 0.5
+# The trials share the rows, so these parameters are set once, on the estimator.
+_OF_THE_ROWS = ("data", "validation", "compress_sparse_cols", "partitions_per_process", "keep_data")
+_OF_THE_SEARCH = ("store", "run_id", "resume", "epoch_callback", *_OF_THE_ROWS)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many trials run: in all, at the same time, and within how many seconds they start."""
+
+    trials: int
+    parallelism: int
+    seconds: float | None
+
+    def __post_init__(self) -> None:
+        for name, value in (("n_trials", self.trials), ("parallelism", self.parallelism)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ParamError(f"{name}={value!r} must be a whole number of at least 1.")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ParamError(f"timeout={self.seconds!r} must be positive, or None.")
+
+
+class Trials:
+    """The trials of a search, in threads.
+
+    Args:
+        template: the estimator that the trials copy.
+        data: the rows of all trials.
+        store: the Store of the runs.
+        space: returns the parameters of a trial.
+        study: of Optuna.
+        metrics: that the study optimizes.
+        spark: the session.
+        keep_runs: whether the runs of all trials are kept.
+    """
+
+    def __init__(  # noqa: PLR0917
+        self,
+        template: DistributedEstimator,
+        data: PreparedData,
+        store: Store,
+        space: Space,
+        study: optuna.Study,
+        metrics: Sequence[str],
+        spark: SparkSession,
+        *,
+        keep_runs: bool,
+    ) -> None:
+        self._template = template
+        self._data = data
+        self._store = store
+        self._space = space
+        self._study = study
+        self._metrics = metrics
+        self._spark = spark
+        self._keep_runs = keep_runs
+        self._stops = threading.Event()
+        self._lock = threading.Lock()  # guards the three below, and the ends of trials
+        self._left = 0  # trials that have not started
+        self._models: dict[int, TrainedModel] = {}  # of the best trials so far, by their number
+        self._kept = {trial.number: trial.user_attrs[_RUN_ID] for trial in self._best() if _RUN_ID in trial.user_attrs}
+
+    def resume_interrupted(self) -> None:
+        """Put the trials that an earlier search did not end back into the queue, with their runs."""
+        from optuna.trial import TrialState  # noqa: PLC0415  (optional)
+
+        last = {trial.user_attrs[_RUN_ID]: trial for trial in self._trials() if _RUN_ID in trial.user_attrs}
+        for run_id, trial in last.items():
+            if trial.state is TrialState.RUNNING:
+                self._study.tell(trial.number, state=TrialState.FAIL)
+            elif trial.state is not TrialState.FAIL or _ERROR in trial.user_attrs:
+                continue
+            self._study.enqueue_trial(trial.params, user_attrs={_RUN_ID: run_id})
+            logger.info("trial %d was interrupted; its run %s is resumed", trial.number, run_id)
+
+    def run(self, limits: Limits) -> None:
+        """Run trials until their number or the time is reached.
+
+        Raises:
+            ParamError: an epoch does not report a metric.
+            SparkHvdError: the session was stopped.
+        """
+        self._left = limits.trials - sum(map(_has_ended, self._trials()))
+        tag = new_tag()
+        work = partial(self._run_trials, tag, Deadline.after(limits.seconds or math.inf))
+        threads = [
+            in_background(inheriting(self._spark, work), f"sparkhvd-search-{number}")
+            for number in range(min(limits.parallelism, max(0, self._left)))
+        ]
+        try:
+            _wait_for(threads)
+        except BaseException:
+            self._stops.set()
+            for thread in threads:
+                cancel(self._spark, tag, thread)
+            raise
+
+    def best_models(self) -> dict[int, TrainedModel]:
+        """Return the models of the best trials by number; those of an earlier search come from their finished runs.
+
+        Raises:
+            SearchError: no trial completed.
+        """
+        best = self._best()
+        if not best:
+            raise SearchError(self._why_none_completed())
+        return {trial.number: self._models.get(trial.number) or self._trained_before(trial) for trial in best}
+
+    def _trials(self) -> list[optuna.trial.FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)
+
+    def _best(self) -> list[optuna.trial.FrozenTrial]:
+        return self._study.best_trials
+
+    def _why_none_completed(self) -> str:
+        trials = self._trials()
+        errors = [(trial.number, trial.user_attrs[_ERROR]) for trial in trials if _ERROR in trial.user_attrs]
+        reason = f" Trial {errors[0][0]} failed: {errors[0][1]}" if errors else ""
+        return f"None of {counted(len(trials), 'trial')} completed.{reason}"
+
+    def _run_trials(self, tag: str, end: Deadline) -> None:
+        add_tag(self._spark, tag)
+        while not self._stops.is_set() and not end.expired():
+            with self._lock:
+                if self._left <= 0:
+                    return
+                self._left -= 1
+            self._run_trial(self._study.ask())
+
+    def _run_trial(self, trial: optuna.Trial) -> None:
+        import optuna  # noqa: PLC0415  (optional)
+        from optuna.trial import TrialState  # noqa: PLC0415
+
+        run_id = trial.user_attrs.get(_RUN_ID) or f"{self._study.study_name}-{trial.number:04d}"
+        trial.set_user_attr(_RUN_ID, run_id)
+        reports = TrialReports(trial, *self._metrics)
+        try:
+            model = self._fitted(trial, run_id, self._space(trial), reports)
+            values = metrics_of(metric_values(_record_of(model, self._template)), self._metrics)
+        except optuna.TrialPruned:  # by the space
+            self._end(trial, run_id, TrialState.PRUNED)
+        except Exception as error:
+            if self._stops.is_set() or is_stopped(self._spark):
+                self._study.tell(trial, state=TrialState.FAIL)  # without a reason: it was interrupted
+                raise
+            if isinstance(error, UnknownMetricError):
+                self._fail(trial, run_id, str(error))
+                raise
+            self._fail(trial, run_id, f"{type(error).__name__}: {error}")
+        else:
+            if reports.is_pruned:
+                self._end(trial, run_id, TrialState.PRUNED)
+            elif not all(map(math.isfinite, values)):
+                self._fail(trial, run_id, f"{', '.join(self._metrics)} of the trained model is not finite: {values}")
+            else:
+                self._end(trial, run_id, TrialState.COMPLETE, values, model)
+
+    def _fitted(
+        self, trial: optuna.Trial, run_id: str, values: Mapping[str, object], reports: TrialReports | None
+    ) -> TrainedModel:
+        if not isinstance(values, Mapping):
+            raise ParamError(f"space returned {values!r:.200}; it must return parameters of the estimator by name.")
+        for name in _OF_THE_SEARCH:
+            if name in values:
+                raise ParamError(f"space returned {name}, which all trials share. Set it on the estimator.")
+        named = {f"trial.{name}": value for name, value in trial.params.items()}
+        candidate = self._template.as_trial(f"trial {trial.number}", named)
+        candidate.setParams(**dict.fromkeys(_OF_THE_ROWS), **values, run_id=run_id)
+        if reports is not None:
+            candidate.setParams(epoch_callback=self._callback(reports))
+        return candidate.fit_on_parquet(dataset_idx=self._data)
+
+    def _callback(self, reports: TrialReports) -> Callable[[int, Mapping[str, float]], bool]:
+        own: Callable[[int, Mapping[str, float]], object] | None = self._template.getOrDefault("epoch_callback")
+
+        def report(epoch: int, values: Mapping[str, float]) -> bool:
+            if self._stops.is_set():
+                raise SearchError("The search was interrupted.")
+            ends = reports(epoch, values)
+            return bool(own(epoch, values)) or ends if own is not None else ends
+
+        return report
+
+    def _trained_before(self, trial: optuna.trial.FrozenTrial) -> TrainedModel:
+        import optuna  # noqa: PLC0415  (optional)
+
+        fixed = cast("optuna.Trial", optuna.trial.FixedTrial(trial.params, number=trial.number))
+        return self._fitted(fixed, trial.user_attrs[_RUN_ID], self._space(fixed), None)
+
+    def _fail(self, trial: optuna.Trial, run_id: str, reason: str) -> None:
+        from optuna.trial import TrialState  # noqa: PLC0415  (optional)
+
+        logger.warning("trial %d failed, and the search continues: %s", trial.number, reason)
+        trial.set_user_attr(_ERROR, reason[:_ERROR_LIMIT])
+        self._end(trial, run_id, TrialState.FAIL)
+
+    def _end(
+        self,
+        trial: optuna.Trial,
+        run_id: str,
+        state: optuna.trial.TrialState,
+        values: Sequence[float] | None = None,
+        model: TrainedModel | None = None,
+    ) -> None:
+        """Tell Optuna how a trial ended, and remove the runs that are no longer among the best."""
+        with self._lock:
+            self._study.tell(trial, values, state=state)
+            self._kept[trial.number] = run_id
+            if model is not None:
+                self._models[trial.number] = model
+            best = {trial.number for trial in self._best()}
+            for number in [number for number in self._kept if number not in best]:
+                self._models.pop(number, None)
+                self._remove(self._kept.pop(number))
+
+    def _remove(self, run_id: str) -> None:
+        if self._keep_runs:
+            return
+        try:
+            self._store.delete(layout.run_folder(run_id))
+        except StoreError as error:  # a leftover must not end the search
+            logger.warning("Run %s could not be removed from %s: %s", run_id, self._store.url, error)
+
+
+def _has_ended(trial: optuna.trial.FrozenTrial) -> bool:
+    """Return whether a trial has ended, and not by an interruption."""
+    from optuna.trial import TrialState  # noqa: PLC0415  (optional)
+
+    return trial.state in {TrialState.COMPLETE, TrialState.PRUNED} or _ERROR in trial.user_attrs
+
+
+def _record_of(model: TrainedModel, estimator: DistributedEstimator) -> EpochRecord:
+    """Return the epoch whose model was returned."""
+    history = model.trained.history
+    best = estimator.getOrDefault(estimator.checkpoints).best_epoch(history)
+    return history[-1 if best is None else best]
+
+
+def _wait_for(threads: Sequence[Future[None]]) -> None:
+    """Wait until all have ended; raise the first error."""
+    running: Sequence[Future[None]] = threads
+    while running:  # in short waits, which Ctrl-C interrupts
+        done = wait(running, _POLL_SECONDS, FIRST_EXCEPTION).done
+        for thread in done:
+            thread.result()
+        running = [thread for thread in running if thread not in done]

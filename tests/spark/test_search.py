@@ -1,0 +1,217 @@
+"""Searches of parameters, whose trials are fits."""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import threading
+
+import mlflow
+import optuna
+import pytest
+import torch
+from torch.nn import functional
+
+from sparkhvd import Store, TorchEstimator, tune
+from sparkhvd.data.spark.job import cancel
+from sparkhvd.errors import ParamError, SearchError
+from sparkhvd.store import layout
+from sparkhvd.tune import trials
+
+pytestmark = pytest.mark.spark
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store.create(str(tmp_path / "store"))
+
+
+@pytest.fixture(scope="module")
+def df(spark):
+    return spark.range(120).selectExpr(
+        "id / 120.0D AS a", "id % 7 / 7.0D AS b", "a * 2 - b AS y", "id % 4 = 0 AS held_out"
+    )
+
+
+def estimator(store, **more):
+    given = {
+        "num_proc": 1,
+        "store": store,
+        "loss": functional.mse_loss,
+        "feature_cols": ["a", "b"],
+        "label_cols": ["y"],
+        "validation": "held_out",
+        "batch_size": 10,
+        "epochs": 3,
+        "random_seed": 3,
+        "verbose": 0,
+    }
+    return TorchEstimator(**given | more)
+
+
+def space(trial):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    lr = trial.suggest_float("lr", 1e-4, 1e-1, log=True)
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=lr)}
+
+
+def runs(store):
+    return {path.split("/")[1] for path in store.list("runs")}
+
+
+def test_a_search_returns_the_model_of_its_best_trial_and_leaves_only_its_run(df, store):
+    result = tune.minimize(estimator(store), df, space, 4, parallelism=2, sampler=optuna.samplers.RandomSampler(seed=0))
+    ended = result.study.trials
+    assert [trial.state.name for trial in ended] == ["COMPLETE"] * 4
+    assert all(set(trial.intermediate_values) == {0, 1, 2} for trial in ended)
+    best = min(ended, key=lambda trial: trial.value)
+    assert best.params == result.best_params
+    assert best.value == result.best_value == result.best_model.getHistory()[-1]["validation"]["loss"]
+    assert runs(store) == {result.best_model.getRunId()}
+    assert len({path.split("/")[1] for path in store.list(layout.DATASETS)}) == 1
+    predicted = result.best_model.transform(df).where("held_out").toPandas()
+    assert ((predicted["y__output"] - predicted["y"]) ** 2).mean() == pytest.approx(best.value, rel=1e-5)
+
+
+class AfterEpoch(optuna.pruners.BasePruner):
+    """Prunes the trials with these numbers after their first epoch."""
+
+    def __init__(self, *numbers):
+        self.numbers = numbers
+
+    def prune(self, study, trial):
+        return trial.number in self.numbers
+
+
+def test_a_pruned_trial_ends_after_the_epoch(df, store):
+    result = tune.minimize(estimator(store), df, space, 2, pruner=AfterEpoch(1), keep_runs=True)
+    first, second = result.study.trials
+    assert (first.state.name, second.state.name) == ("COMPLETE", "PRUNED")
+    assert list(second.intermediate_values) == [0]
+    assert not [
+        path for path in store.list(layout.run_folder(second.user_attrs["sparkhvd:run_id"])) if "epoch-00001" in path
+    ]
+    assert len(runs(store)) == 2
+
+
+def test_a_trial_that_fails_keeps_its_reason_and_the_search_continues(df, store, caplog):
+    def fragile(trial):
+        return {**space(trial), "batch_size": [0, 10][trial.number]}
+
+    result = tune.minimize(estimator(store), df, fragile, 2)
+    assert [trial.state.name for trial in result.study.trials] == ["FAIL", "COMPLETE"]
+    assert "trial 0 failed, and the search continues: ParamError: batch_size=0" in caplog.text
+    assert result.best_params == result.study.trials[1].params
+    with pytest.raises(SearchError, match=r"None of 1 trial completed\. Trial 0 failed: ParamError: batch_size=0"):
+        tune.minimize(estimator(store), df, fragile, 1)
+
+
+def test_an_interrupted_search_resumes_its_trials_and_keeps_their_best_model(df, store, tmp_path, monkeypatch, caplog):
+    """The second trial is interrupted in its second epoch; the third one is left as by a killed driver."""
+    caplog.set_level(logging.INFO, "sparkhvd")
+    undisturbed = Store.create(str(tmp_path / "other"))
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / "journal")))
+    settings = {"sampler": optuna.samplers.RandomSampler(seed=0), "study_name": "search"}
+    expected = tune.minimize(estimator(undisturbed), df, space, 3, **settings)
+    calls, cancelled = [], threading.Event()
+    monkeypatch.setattr(trials, "cancel", lambda *arguments: (cancelled.set(), cancel(*arguments)))
+
+    def interrupt(epoch, values):
+        calls.append(epoch)
+        if len(calls) == 5:
+            _thread.interrupt_main()
+            assert cancelled.wait(60)
+
+    settings["sampler"] = optuna.samplers.RandomSampler(seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        tune.minimize(estimator(store, epoch_callback=interrupt), df, space, 3, storage=storage, **settings)
+    study = optuna.load_study(study_name="search", storage=storage, sampler=settings["sampler"])
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL"]
+    assert [path for path in store.list(layout.checkpoints_folder("search-0001")) if "epoch-0000" in path]
+    killed = study.ask()
+    space(killed)
+    killed.set_user_attr("sparkhvd:run_id", "search-0002")
+
+    result = tune.minimize(estimator(store, epoch_callback=lambda *_: None), df, space, 3, storage=storage, **settings)
+    assert {trial.value for trial in result.study.trials if trial.value} == {
+        trial.value for trial in expected.study.trials
+    }
+    assert result.best_value == expected.best_value
+    assert "trial 1 was interrupted; its run search-0001 is resumed" in caplog.text
+    assert runs(store) == {result.best_model.getRunId()}
+
+
+def test_a_study_that_is_being_searched_is_refused(df, store):
+    storage = optuna.storages.InMemoryStorage()
+
+    def searching(trial):
+        with pytest.raises(ParamError, match="Study 'search' belongs to a search that is still running"):
+            tune.minimize(estimator(store), df, space, 1, storage=storage, study_name="search")
+        return space(trial)
+
+    tune.minimize(estimator(store), df, searching, 1, storage=storage, study_name="search")
+
+
+def test_several_metrics_give_a_front_of_models(df, store):
+    result = tune.minimize(estimator(store, metrics=[mean_error]), df, space, 3, metric=["val_loss", "val_mean_error"])
+    front = {trial.number: trial.values for trial in result.study.best_trials}
+    assert front.keys() == result.models.keys()
+    for number, model in result.models.items():
+        last = model.getHistory().to_pandas().iloc[-1]
+        assert front[number] == [last["val_loss"], last["val_mean_error"]]
+
+
+def mean_error(output, label):
+    return (output - label).abs().mean()
+
+
+def test_a_metric_that_no_epoch_reports_ends_the_search(df, store):
+    with pytest.raises(
+        ParamError, match=r"The search optimizes 'val_los', but an epoch reports .* Did you mean 'val_loss'"
+    ):
+        tune.minimize(estimator(store), df, space, 5, metric="val_los")
+
+
+@pytest.mark.parametrize(
+    ("more", "arguments", "complaint"),
+    [
+        ({"store": None}, {}, "A search keeps the prepared rows and its trials in a Store"),
+        ({"run_id": "mine"}, {}, "Leave the estimator's run_id out"),
+        ({"validation": None}, {}, "there are no validation rows"),
+        ({}, {"n_trials": 0}, "n_trials=0 must be a whole number of at least 1"),
+        ({}, {"parallelism": 1.5}, "parallelism=1.5 must be"),
+        ({}, {"timeout": -1}, "timeout=-1 must be positive"),
+        ({}, {"metric": ()}, "must be the name of a metric"),
+        ({}, {"space": {}}, "must be a function"),
+        ({}, {"storage": "sqlite://"}, "needs study_name"),
+    ],
+)
+def test_a_search_that_cannot_work_is_refused(df, store, more, arguments, complaint):
+    given = {"space": space, "n_trials": 1, **arguments}
+    with pytest.raises(ParamError, match=complaint):
+        tune.minimize(estimator(more.pop("store", store), **more), df, **given)
+
+
+def test_every_trial_is_a_nested_run_of_mlflow(df, store, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlflow")
+    with mlflow.start_run() as parent:
+        result = tune.minimize(estimator(store), df, space, 2)
+    found = mlflow.search_runs(filter_string=f"tags.mlflow.parentRunId = '{parent.info.run_id}'", output_format="list")
+    named = {run.data.tags["mlflow.runName"]: float(run.data.params["trial.lr"]) for run in found}
+    assert named == {f"trial {trial.number}": trial.params["lr"] for trial in result.study.trials}
+
+
+def test_the_callback_of_an_objective_reports_and_prunes(df, store):
+    def objective(trial):
+        reports = tune.TrialReports(trial, "val_loss")
+        model = estimator(store, **space(trial), epoch_callback=reports).fit(df)
+        assert len(model.getHistory()) == (1 if trial.number == 1 else 3)
+        return reports.value()
+
+    study = optuna.create_study(pruner=AfterEpoch(1))
+    study.optimize(objective, n_trials=2)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED"]

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.reports import EpochRecord
+from sparkhvd.estimators.training import epoch_callback
+from sparkhvd.estimators.training.epoch_callback import CallbackAddress, CallbackClient, CallbackServer, EpochCalls
+
+
+def record(epoch):
+    return EpochRecord(epoch, {"loss": 1.0 / (epoch + 1)}, {"loss": 2.0}, 10.0, 0.1, {})
+
+
+def history(epochs):
+    return [record(epoch) for epoch in range(epochs)]
+
+
+def serving(calls, **more):
+    return CallbackServer(calls, "127.0.0.1", ["127.0.0.1"], **{"encrypt": False, **more})
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_the_function_gets_every_epoch_once_and_ends_the_training(encrypt):
+    seen = []
+
+    def function(epoch, values):
+        seen.append((epoch, values))
+        return epoch == 2
+
+    calls = EpochCalls(function)
+    with serving(calls, encrypt=encrypt) as server, CallbackClient(server.address) as client:
+        assert not client.report(history(1))
+        assert not client.report(history(2))
+        with CallbackClient(server.address) as successor:  # another rank 0 of an elastic fit
+            assert not successor.report(history(2))
+            assert successor.report(history(3))
+            assert not successor.report(history(4))
+    assert [epoch for epoch, _ in seen] == [0, 1, 2, 3]
+    assert seen[1][1] == {"loss": 0.5, "val_loss": 2.0}
+
+
+def test_a_request_to_end_in_an_epoch_that_a_killed_rank_reported_is_not_forgotten():
+    with serving(EpochCalls(lambda epoch, _: epoch == 1)) as server:
+        with CallbackClient(server.address) as killed:
+            assert killed.report(history(2))
+        with CallbackClient(server.address) as successor:
+            assert successor.report(history(2))
+
+
+@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
+def test_an_error_of_the_function_ends_rank_0_and_is_kept_for_fit(kind):
+    def function(_epoch, _values):
+        raise kind("no such metric")
+
+    calls = EpochCalls(function)
+    complaint = pytest.raises(ParamError, match=f"epoch_callback raised {kind.__name__}: .*no such metric")
+    with serving(calls) as server, CallbackClient(server.address) as client, complaint:
+        client.report(history(1))
+    assert isinstance(calls.error, kind)
+
+
+def test_the_training_continues_without_a_driver_that_can_be_reached_and_is_told_about_later(monkeypatch, caplog):
+    monkeypatch.setattr(epoch_callback, "_CONNECT_SECONDS", 0.5)
+    seen = []
+    calls = EpochCalls(lambda epoch, _: seen.append(epoch))
+    with serving(calls) as server:
+        address = server.address
+    with CallbackClient(address) as client:
+        assert not client.report(history(1))
+        assert not client.report(history(2))
+    assert caplog.text.count("Rank 0 cannot reach the driver, which calls epoch_callback only when") == 1
+    calls.call(history(2))
+    assert seen == [0, 1]
+
+
+def test_a_function_that_takes_too_long_is_no_longer_waited_for(monkeypatch, caplog):
+    stuck = threading.Event()
+    monkeypatch.setattr(epoch_callback, "_ANSWER_SECONDS", 0.3)
+    with (
+        serving(EpochCalls(lambda _epoch, _values: stuck.wait(5))) as server,
+        CallbackClient(server.address) as client,
+    ):
+        assert not client.report(history(1))
+        assert "Rank 0 cannot reach the driver" in caplog.text
+        stuck.set()
+
+
+def test_a_stranger_calls_nothing():
+    calls = EpochCalls(lambda *_: pytest.fail("was called"))
+    with serving(calls) as server:
+        stranger = CallbackAddress(server.address.addresses, b"x" * 32, encrypt=False)
+        with CallbackClient(stranger) as client:
+            assert not client.report(history(1))
