@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from sparkhvd.tune.halving import SuccessiveHalving
 from sparkhvd.tune.reports import TrialReports
 from sparkhvd.tune.search import SearchResult, maximize, minimize
 
-__all__ = ["SearchResult", "TrialReports", "maximize", "minimize"]
+__all__ = ["SearchResult", "SuccessiveHalving", "TrialReports", "maximize", "minimize"]

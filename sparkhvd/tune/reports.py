@@ -37,6 +37,7 @@ class TrialReports:
         self._trial = trial
         self._metrics = metrics or ("val_loss",)
         self._last: tuple[float, ...] = ()
+        self._epochs: set[int] = set()  # reported; a fit that resumes its run reports earlier ones again
         self.is_pruned = False
 
     def __call__(self, epoch: int, values: Mapping[str, float]) -> bool:
@@ -48,7 +49,8 @@ class TrialReports:
         if any(map(_is_validation, self._metrics)) and not any(map(_is_validation, values)):
             return self.is_pruned
         self._last = metrics_of(values, self._metrics)
-        if len(self._metrics) == 1:
+        if len(self._metrics) == 1 and epoch not in self._epochs:
+            self._epochs.add(epoch)
             self._trial.report(self._last[0], epoch)
             self.is_pruned = self.is_pruned or self._trial.should_prune()
         return self.is_pruned

@@ -13,6 +13,7 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.training.sample_rows import require_spark_dataframe
 from sparkhvd.store.protocol import Store
+from sparkhvd.tune.halving import SuccessiveHalving
 from sparkhvd.tune.study import Direction, StudySettings, held, seed_of
 from sparkhvd.tune.trials import Limits, Space, Trials
 
@@ -64,6 +65,7 @@ def minimize(
     study_name: str | None = None,
     sampler: optuna.samplers.BaseSampler | None = None,
     pruner: optuna.pruners.BasePruner | None = None,
+    halving: SuccessiveHalving | None = None,
     timeout: float | None = None,
     keep_runs: bool = False,
 ) -> SearchResult:
@@ -86,6 +88,7 @@ def minimize(
         study_name: name of the study, which also names the runs; needed with ``storage``.
         sampler: Optuna's sampler; None is its default.
         pruner: Optuna's pruner; None is its default.
+        halving: train all trials for a few epochs and only the best of them further; None trains all to the end.
         timeout: seconds after which no further trial starts; None sets no limit.
         keep_runs: whether the Store keeps the runs of all trials; False keeps those of the best ones.
 
@@ -100,7 +103,7 @@ def minimize(
     """
     settings = StudySettings(storage, study_name, sampler, pruner)
     limits = Limits(n_trials, parallelism, timeout)
-    return _searched(estimator, df, space, metric, "minimize", settings, limits, keep_runs=keep_runs)
+    return _searched(estimator, df, space, metric, "minimize", settings, limits, halving=halving, keep_runs=keep_runs)
 
 
 @brief_errors
@@ -116,6 +119,7 @@ def maximize(
     study_name: str | None = None,
     sampler: optuna.samplers.BaseSampler | None = None,
     pruner: optuna.pruners.BasePruner | None = None,
+    halving: SuccessiveHalving | None = None,
     timeout: float | None = None,
     keep_runs: bool = False,
 ) -> SearchResult:
@@ -125,7 +129,7 @@ def maximize(
     """
     settings = StudySettings(storage, study_name, sampler, pruner)
     limits = Limits(n_trials, parallelism, timeout)
-    return _searched(estimator, df, space, metric, "maximize", settings, limits, keep_runs=keep_runs)
+    return _searched(estimator, df, space, metric, "maximize", settings, limits, halving=halving, keep_runs=keep_runs)
 
 
 def _searched(  # noqa: PLR0917
@@ -137,10 +141,13 @@ def _searched(  # noqa: PLR0917
     settings: StudySettings,
     limits: Limits,
     *,
+    halving: SuccessiveHalving | None,
     keep_runs: bool,
 ) -> SearchResult:
     require_spark_dataframe(direction, df)
     metrics = (metric,) if isinstance(metric, str) else tuple(metric)
+    if halving is not None and len(metrics) > 1:
+        raise ParamError("halving compares trials by one metric, but the search has several. Leave one of them out.")
     own_store, spark = _checked_store(estimator, space, metrics), df.sparkSession
     store, study = with_spark_credentials(own_store, spark), settings.open([direction] * len(metrics))
     with ExitStack() as stack:
@@ -154,7 +161,7 @@ def _searched(  # noqa: PLR0917
                 f"The search optimizes {unknown[0]!r}, but there are no validation rows. Set the estimator's "
                 "validation, or search by another metric."
             )
-        trials = Trials(template, data, store, space, study, metrics, spark, keep_runs=keep_runs)
+        trials = Trials(template, data, store, space, study, metrics, spark, halving=halving, keep_runs=keep_runs)
         trials.resume_interrupted()
         trials.run(limits)
         return SearchResult(study, trials.best_models())

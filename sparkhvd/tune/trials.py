@@ -7,9 +7,9 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from sparkhvd._util.background import in_background
 from sparkhvd._util.counts import counted
@@ -22,6 +22,7 @@ from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.params.policies import metric_values
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
+from sparkhvd.tune.halving import Ladder, SuccessiveHalving
 from sparkhvd.tune.reports import TrialReports, UnknownMetricError, metrics_of
 
 if TYPE_CHECKING:
@@ -61,6 +62,25 @@ class Limits:
             raise ParamError(f"timeout={self.seconds!r} must be positive, or None.")
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """A fit of a trial up to a rung.
+
+    Attributes:
+        trial: the trial.
+        run_id: its run, which all of its attempts train.
+        reports: what it has reported.
+        rung: the number of the rung.
+        parameters: what the space returned; None before it was called.
+    """
+
+    trial: optuna.Trial
+    run_id: str
+    reports: TrialReports
+    rung: int = 0
+    parameters: Mapping[str, object] | None = None
+
+
 class Trials:
     """The trials of a search, in threads.
 
@@ -72,6 +92,7 @@ class Trials:
         study: of Optuna.
         metrics: that the study optimizes.
         spark: the session.
+        halving: which trials are trained how long; None trains all of them to the end.
         keep_runs: whether the runs of all trials are kept.
     """
 
@@ -85,6 +106,7 @@ class Trials:
         metrics: Sequence[str],
         spark: SparkSession,
         *,
+        halving: SuccessiveHalving | None,
         keep_runs: bool,
     ) -> None:
         self._template = template
@@ -95,10 +117,16 @@ class Trials:
         self._metrics = metrics
         self._spark = spark
         self._keep_runs = keep_runs
+        epochs = template.getOrDefault(template.epochs)
+        self._rungs = (epochs,) if halving is None else halving.rungs(epochs)
+        self._shared = _OF_THE_SEARCH if halving is None else (*_OF_THE_SEARCH, "epochs")
         self._stops = threading.Event()
-        self._lock = threading.Lock()  # guards the three below, and the ends of trials
+        self._changed = threading.Condition()  # guards the fields below, and the ends of trials
+        self._ladder = Ladder(len(self._rungs), 2 if halving is None else halving.factor)
         self._left = 0  # trials that have not started
-        self._models: dict[int, TrainedModel] = {}  # of the best trials so far, by their number
+        self._running = 0  # attempts
+        self._resting: dict[int, Attempt] = {}  # the last attempts of trials that may be promoted, by number
+        self._models: dict[int, TrainedModel] = {}  # of the best trials so far, by number
         self._kept = {trial.number: trial.user_attrs[_RUN_ID] for trial in self._best() if _RUN_ID in trial.user_attrs}
 
     def resume_interrupted(self) -> None:
@@ -123,7 +151,7 @@ class Trials:
         """
         self._left = limits.trials - sum(map(_has_ended, self._trials()))
         tag = new_tag()
-        work = partial(self._run_trials, tag, Deadline.after(limits.seconds or math.inf))
+        work = partial(self._run_attempts, tag, Deadline.after(limits.seconds or math.inf))
         threads = [
             in_background(inheriting(self._spark, work), f"sparkhvd-search-{number}")
             for number in range(min(limits.parallelism, max(0, self._left)))
@@ -134,7 +162,11 @@ class Trials:
             self._stops.set()
             for thread in threads:
                 cancel(self._spark, tag, thread)
+            for attempt in self._resting.values():
+                self._interrupt(attempt)
             raise
+        for attempt in self._resting.values():
+            self._end(attempt, "PRUNED")
 
     def best_models(self) -> dict[int, TrainedModel]:
         """Return the models of the best trials by number; those of an earlier search come from their finished runs.
@@ -159,57 +191,88 @@ class Trials:
         reason = f" Trial {errors[0][0]} failed: {errors[0][1]}" if errors else ""
         return f"None of {counted(len(trials), 'trial')} completed.{reason}"
 
-    def _run_trials(self, tag: str, end: Deadline) -> None:
+    def _run_attempts(self, tag: str, end: Deadline) -> None:
         add_tag(self._spark, tag)
-        while not self._stops.is_set() and not end.expired():
-            with self._lock:
-                if self._left <= 0:
-                    return
-                self._left -= 1
-            self._run_trial(self._study.ask())
+        while (attempt := self._next(end)) is not None:
+            try:
+                self._run_attempt(attempt)
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
 
-    def _run_trial(self, trial: optuna.Trial) -> None:
-        import optuna  # noqa: PLC0415  (optional)
-        from optuna.trial import TrialState  # noqa: PLC0415
+    def _next(self, end: Deadline) -> Attempt | None:
+        """Return a trial that is promoted, or else a new one; None when the search is over."""
+        with self._changed:
+            while not self._stops.is_set():
+                starts = self._left > 0 and not end.expired()
+                promoted = self._ladder.promote(is_closed=not starts and self._running == 0)
+                if promoted is not None or starts:
+                    self._running += 1
+                    return (
+                        self._new() if promoted is None else replace(self._resting.pop(promoted[0]), rung=promoted[1])
+                    )
+                if self._running == 0:
+                    break
+                self._changed.wait(_POLL_SECONDS)
+        return None
 
+    def _new(self) -> Attempt:
+        self._left -= 1
+        trial = self._study.ask()
         run_id = trial.user_attrs.get(_RUN_ID) or f"{self._study.study_name}-{trial.number:04d}"
         trial.set_user_attr(_RUN_ID, run_id)
-        reports = TrialReports(trial, *self._metrics)
+        return Attempt(trial, run_id, TrialReports(trial, *self._metrics))
+
+    def _run_attempt(self, attempt: Attempt) -> None:
+        import optuna  # noqa: PLC0415  (optional)
+
+        trial = attempt.trial
         try:
-            model = self._fitted(trial, run_id, self._space(trial), reports)
-            values = metrics_of(metric_values(_record_of(model, self._template)), self._metrics)
+            if attempt.parameters is None:
+                attempt = replace(attempt, parameters=self._checked(self._space(trial)))
+            candidate = self._candidate(attempt)
+            candidate.setParams(epoch_callback=self._callback(attempt.reports))
+            model = candidate.fit_on_parquet(dataset_idx=self._data)
+            is_last = attempt.rung + 1 == len(self._rungs)
+            record = _record_of(model, candidate, None if is_last else self._rungs[attempt.rung])
+            values = metrics_of(metric_values(record), self._metrics)
         except optuna.TrialPruned:  # by the space
-            self._end(trial, run_id, TrialState.PRUNED)
+            self._end(attempt, "PRUNED")
         except Exception as error:
             if self._stops.is_set() or is_stopped(self._spark):
-                self._study.tell(trial, state=TrialState.FAIL)  # without a reason: it was interrupted
+                self._interrupt(attempt)
                 raise
             if isinstance(error, UnknownMetricError):
-                self._fail(trial, run_id, str(error))
+                self._fail(attempt, str(error))
                 raise
-            self._fail(trial, run_id, f"{type(error).__name__}: {error}")
+            self._fail(attempt, f"{type(error).__name__}: {error}")
         else:
-            if reports.is_pruned:
-                self._end(trial, run_id, TrialState.PRUNED)
+            if attempt.reports.is_pruned:
+                self._end(attempt, "PRUNED")
             elif not all(map(math.isfinite, values)):
-                self._fail(trial, run_id, f"{', '.join(self._metrics)} of the trained model is not finite: {values}")
+                self._fail(attempt, f"{', '.join(self._metrics)} of the trained model is not finite: {values}")
+            elif is_last:
+                self._end(attempt, "COMPLETE", values, model)
             else:
-                self._end(trial, run_id, TrialState.COMPLETE, values, model)
+                self._rest(attempt, values)
 
-    def _fitted(
-        self, trial: optuna.Trial, run_id: str, values: Mapping[str, object], reports: TrialReports | None
-    ) -> TrainedModel:
-        if not isinstance(values, Mapping):
-            raise ParamError(f"space returned {values!r:.200}; it must return parameters of the estimator by name.")
-        for name in _OF_THE_SEARCH:
-            if name in values:
+    def _checked(self, parameters: object) -> Mapping[str, object]:
+        if not isinstance(parameters, Mapping):
+            raise ParamError(f"space returned {parameters!r:.200}; it must return parameters of the estimator by name.")
+        for name in self._shared:
+            if name in parameters:
                 raise ParamError(f"space returned {name}, which all trials share. Set it on the estimator.")
-        named = {f"trial.{name}": value for name, value in trial.params.items()}
-        candidate = self._template.as_trial(f"trial {trial.number}", named)
-        candidate.setParams(**dict.fromkeys(_OF_THE_ROWS), **values, run_id=run_id)
-        if reports is not None:
-            candidate.setParams(epoch_callback=self._callback(reports))
-        return candidate.fit_on_parquet(dataset_idx=self._data)
+        return parameters
+
+    def _candidate(self, attempt: Attempt) -> DistributedEstimator:
+        """Return the estimator that trains a trial up to the rung."""
+        named = {f"trial.{name}": value for name, value in attempt.trial.params.items()}
+        candidate = self._template.as_trial(f"trial {attempt.trial.number}", named)
+        candidate.setParams(**dict.fromkeys(_OF_THE_ROWS), **(attempt.parameters or {}), run_id=attempt.run_id)
+        if len(self._rungs) > 1:
+            candidate.setParams(epochs=self._rungs[attempt.rung])
+        return candidate
 
     def _callback(self, reports: TrialReports) -> Callable[[int, Mapping[str, float]], bool]:
         own: Callable[[int, Mapping[str, float]], object] | None = self._template.getOrDefault("epoch_callback")
@@ -223,32 +286,48 @@ class Trials:
         return report
 
     def _trained_before(self, trial: optuna.trial.FrozenTrial) -> TrainedModel:
+        """Return the model of a trial that an earlier search completed; its run is not trained again."""
         import optuna  # noqa: PLC0415  (optional)
 
         fixed = cast("optuna.Trial", optuna.trial.FixedTrial(trial.params, number=trial.number))
-        return self._fitted(fixed, trial.user_attrs[_RUN_ID], self._space(fixed), None)
+        parameters = self._checked(self._space(fixed))
+        last = len(self._rungs) - 1
+        attempt = Attempt(fixed, trial.user_attrs[_RUN_ID], TrialReports(fixed), last, parameters)
+        return self._candidate(attempt).fit_on_parquet(dataset_idx=self._data)
 
-    def _fail(self, trial: optuna.Trial, run_id: str, reason: str) -> None:
+    def _rest(self, attempt: Attempt, values: Sequence[float]) -> None:
+        """Keep a trial that has reached its rung until it is promoted, or until the end."""
+        sign = 1 if self._study.direction.name == "MINIMIZE" else -1
+        with self._changed:
+            self._resting[attempt.trial.number] = attempt
+            self._ladder.reach(attempt.rung, attempt.trial.number, sign * values[0])
+
+    def _interrupt(self, attempt: Attempt) -> None:
+        """End a trial without a reason, so that the next search resumes it."""
         from optuna.trial import TrialState  # noqa: PLC0415  (optional)
 
-        logger.warning("trial %d failed, and the search continues: %s", trial.number, reason)
-        trial.set_user_attr(_ERROR, reason[:_ERROR_LIMIT])
-        self._end(trial, run_id, TrialState.FAIL)
+        self._study.tell(attempt.trial, state=TrialState.FAIL)
+
+    def _fail(self, attempt: Attempt, reason: str) -> None:
+        logger.warning("trial %d failed, and the search continues: %s", attempt.trial.number, reason)
+        attempt.trial.set_user_attr(_ERROR, reason[:_ERROR_LIMIT])
+        self._end(attempt, "FAIL")
 
     def _end(
         self,
-        trial: optuna.Trial,
-        run_id: str,
-        state: optuna.trial.TrialState,
+        attempt: Attempt,
+        state: Literal["COMPLETE", "PRUNED", "FAIL"],
         values: Sequence[float] | None = None,
         model: TrainedModel | None = None,
     ) -> None:
         """Tell Optuna how a trial ended, and remove the runs that are no longer among the best."""
-        with self._lock:
-            self._study.tell(trial, values, state=state)
-            self._kept[trial.number] = run_id
+        from optuna.trial import TrialState  # noqa: PLC0415  (optional)
+
+        with self._changed:
+            self._study.tell(attempt.trial, values, state=TrialState[state])
+            self._kept[attempt.trial.number] = attempt.run_id
             if model is not None:
-                self._models[trial.number] = model
+                self._models[attempt.trial.number] = model
             best = {trial.number for trial in self._best()}
             for number in [number for number in self._kept if number not in best]:
                 self._models.pop(number, None)
@@ -270,9 +349,12 @@ def _has_ended(trial: optuna.trial.FrozenTrial) -> bool:
     return trial.state in {TrialState.COMPLETE, TrialState.PRUNED} or _ERROR in trial.user_attrs
 
 
-def _record_of(model: TrainedModel, estimator: DistributedEstimator) -> EpochRecord:
-    """Return the epoch whose model was returned."""
-    history = model.trained.history
+def _record_of(model: TrainedModel, estimator: DistributedEstimator, epochs: int | None) -> EpochRecord:
+    """Return the epoch whose model was returned, or would have been after so many epochs.
+
+    A run that a killed search trained further has more.
+    """
+    history = model.trained.history[:epochs]
     best = estimator.getOrDefault(estimator.checkpoints).best_epoch(history)
     return history[-1 if best is None else best]
 

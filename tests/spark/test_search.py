@@ -96,6 +96,29 @@ def test_a_pruned_trial_ends_after_the_epoch(df, store):
     assert len(runs(store)) == 2
 
 
+def test_halving_trains_the_best_trials_further_from_their_checkpoints(df, store):
+    trained = []
+    halving = tune.SuccessiveHalving(min_epochs=1, factor=2)
+    searched = estimator(
+        store, epochs=3, epoch_callback=lambda epoch, values: trained.append((epoch, values["val_loss"]))
+    )
+    result = tune.minimize(
+        searched, df, space, 4, halving=halving, pruner=AfterEpoch(), sampler=optuna.samplers.RandomSampler(seed=0)
+    )
+    lengths = {trial.number: len(trial.intermediate_values) for trial in result.study.trials}
+    states = [trial.state.name for trial in result.study.trials]
+    assert sorted(lengths.values()) == [1, 1, 2, 3]
+    assert states == ["COMPLETE" if lengths[number] == 3 else "PRUNED" for number in range(4)]
+    best = result.study.best_trial
+    alone = estimator(store, **space(optuna.trial.FixedTrial(best.params))).fit(df)
+    losses = [epoch["validation"]["loss"] for epoch in alone.getHistory()]
+    assert list(best.intermediate_values.values()) == pytest.approx(losses, rel=1e-6)
+    assert best.value == pytest.approx(losses[-1], rel=1e-6)
+    first = {trial.number: trial.intermediate_values[0] for trial in result.study.trials}
+    assert min(first, key=first.get) in {number for number, length in lengths.items() if length > 1}
+    assert runs(store) == {result.best_model.getRunId(), alone.getRunId()}
+
+
 def test_a_trial_that_fails_keeps_its_reason_and_the_search_continues(df, store, caplog):
     def fragile(trial):
         return {**space(trial), "batch_size": [0, 10][trial.number]}

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkhvd.errors import ParamError
+from sparkhvd.tune.halving import Ladder, SuccessiveHalving
+
+
+@pytest.mark.parametrize(
+    ("halving", "epochs", "rungs"),
+    [
+        (SuccessiveHalving(1, 3), 9, (1, 3, 9)),
+        (SuccessiveHalving(1, 3), 10, (1, 3, 9, 10)),
+        (SuccessiveHalving(2, 2), 7, (2, 4, 7)),
+        (SuccessiveHalving(5, 3), 5, (5,)),
+        (SuccessiveHalving(5, 3), 2, (2,)),
+    ],
+)
+def test_the_last_rung_is_a_whole_training(halving, epochs, rungs):
+    assert halving.rungs(epochs) == rungs
+
+
+@pytest.mark.parametrize("numbers", [(0, 3), (1, 1)])
+def test_numbers_that_cannot_work_are_refused(numbers):
+    with pytest.raises(ParamError, match="min_epochs must be at least 1 and factor at least 2"):
+        SuccessiveHalving(*numbers)
+
+
+def test_one_of_three_is_promoted_as_soon_as_three_have_reached_the_rung():
+    ladder = Ladder(rungs=3, factor=3)
+    for trial, score in enumerate([0.5, 0.3]):
+        ladder.reach(0, trial, score)
+        assert ladder.promote(is_closed=False) is None
+    ladder.reach(0, 2, 0.4)
+    assert ladder.promote(is_closed=False) == (1, 1)
+    assert ladder.promote(is_closed=False) is None
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 4), st.integers(2, 4))
+def test_the_best_trial_completes_and_no_trial_skips_a_rung(scores, rungs, factor):
+    """As one worker does it: promote if possible, else start a trial; a trial keeps its score."""
+    ladder = Ladder(rungs, factor)
+    reached = [[] for _ in range(rungs)]
+    waiting = list(enumerate(scores))
+    while True:
+        step = ladder.promote(is_closed=not waiting)
+        if step is None and not waiting:
+            break
+        trial, rung = step or (waiting.pop(0)[0], 0)
+        reached[rung].append(trial)
+        ladder.reach(rung, trial, scores[trial])
+    assert len(set(reached[0])) == len(scores)
+    assert scores.index(min(scores)) in reached[-1]
+    for lower, upper in pairwise(reached):
+        assert set(upper) <= set(lower)
+        assert len(upper) == len(set(upper))
