@@ -26,6 +26,10 @@ class TrialReports:
         trial: the trial.
         metrics: the metrics that the study optimizes, by the names that ``EarlyStopping`` uses, such as ``val_loss``.
 
+    Attributes:
+        last: the metrics of the last epoch; empty before the first one.
+        is_pruned: whether the pruner has ended the training.
+
     Examples:
         >>> def objective(trial):
         ...     reports = TrialReports(trial, "val_loss")
@@ -36,7 +40,7 @@ class TrialReports:
     def __init__(self, trial: optuna.Trial, *metrics: str) -> None:
         self._trial = trial
         self._metrics = metrics or ("val_loss",)
-        self._last: tuple[float, ...] = ()
+        self.last: tuple[float, ...] = ()
         self._epochs: set[int] = set()  # reported; a fit that resumes its run reports earlier ones again
         self.is_pruned = False
 
@@ -48,10 +52,10 @@ class TrialReports:
         """
         if any(map(_is_validation, self._metrics)) and not any(map(_is_validation, values)):
             return self.is_pruned
-        self._last = metrics_of(values, self._metrics)
+        self.last = metrics_of(values, self._metrics)
         if len(self._metrics) == 1 and epoch not in self._epochs:
             self._epochs.add(epoch)
-            self._trial.report(self._last[0], epoch)
+            self._trial.report(self.last[0], epoch)
             self.is_pruned = self.is_pruned or self._trial.should_prune()
         return self.is_pruned
 
@@ -66,9 +70,9 @@ class TrialReports:
 
         if self.is_pruned:
             raise optuna.TrialPruned
-        if not self._last:
+        if not self.last:
             raise ParamError("No epoch was reported to the trial: pass the object as epoch_callback of the fit.")
-        return self._last[0] if len(self._metrics) == 1 else self._last
+        return self.last[0] if len(self._metrics) == 1 else self.last
 
 
 def _is_validation(name: str) -> bool:

@@ -149,8 +149,9 @@ def _searched(  # noqa: PLR0917
     if halving is not None and len(metrics) > 1:
         raise ParamError("halving compares trials by one metric, but the search has several. Leave one of them out.")
     own_store, spark = _checked_store(estimator, space, metrics), df.sparkSession
-    store, study = with_spark_credentials(own_store, spark), settings.open([direction] * len(metrics))
+    store = with_spark_credentials(own_store, spark)
     with ExitStack() as stack:
+        study = stack.enter_context(settings.opened([direction] * len(metrics)))
         if settings.storage is not None:
             stack.enter_context(held(store, study.study_name))
         template = estimator.copy()  # in this thread, whose MLflow run the trials belong to

@@ -32,8 +32,9 @@ class StudySettings:
     sampler: optuna.samplers.BaseSampler | None
     pruner: optuna.pruners.BasePruner | None
 
-    def open(self, directions: Sequence[Direction]) -> optuna.Study:
-        """Create the study, or load it if the storage has it.
+    @contextmanager
+    def opened(self, directions: Sequence[Direction]) -> Iterator[optuna.Study]:
+        """Create the study, or load it if the storage has it; close connections to a database at the end.
 
         Raises:
             ParamError: the storage needs a name, or its study has other directions.
@@ -46,8 +47,11 @@ class StudySettings:
             raise ParamError(
                 "A search with a storage needs study_name: by this name, a later call finds the study and continues it."
             )
+        storage = self.storage
+        if isinstance(storage, str) and not storage.startswith("redis"):  # the one URL that is no database
+            storage = optuna.storages.RDBStorage(storage)
         study = optuna.create_study(
-            storage=self.storage,
+            storage=storage,
             study_name=self.name or f"search-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}",
             sampler=self.sampler,
             pruner=self.pruner,
@@ -59,7 +63,12 @@ class StudySettings:
                 f"Study {self.name!r} in this storage has the directions {stored}, but this search has "
                 f"{list(directions)}. Choose another study_name, or search by the same metrics."
             )
-        return study
+        try:
+            yield study
+        finally:
+            if isinstance(storage, optuna.storages.RDBStorage) and storage is not self.storage:
+                storage.remove_session()
+                storage.engine.dispose()  # the study opens new ones when it is used again
 
 
 @contextmanager

@@ -269,6 +269,7 @@ class Trials:
         """Return the estimator that trains a trial up to the rung."""
         named = {f"trial.{name}": value for name, value in attempt.trial.params.items()}
         candidate = self._template.as_trial(f"trial {attempt.trial.number}", named)
+        candidate.setParams(verbose=0)  # lines of several trials at a time would not say whose they are
         candidate.setParams(**dict.fromkeys(_OF_THE_ROWS), **(attempt.parameters or {}), run_id=attempt.run_id)
         if len(self._rungs) > 1:
             candidate.setParams(epochs=self._rungs[attempt.rung])
@@ -321,10 +322,19 @@ class Trials:
         model: TrainedModel | None = None,
     ) -> None:
         """Tell Optuna how a trial ended, and remove the runs that are no longer among the best."""
-        from optuna.trial import TrialState  # noqa: PLC0415  (optional)
+        import optuna  # noqa: PLC0415  (optional)
 
         with self._changed:
-            self._study.tell(attempt.trial, values, state=TrialState[state])
+            self._study.tell(attempt.trial, values, state=optuna.trial.TrialState[state])
+            # Optuna logs the trials of an objective; as with those, optuna.logging.set_verbosity hides this line.
+            optuna.logging.get_logger("optuna.sparkhvd").info(
+                "Trial %d: %s, %s = %s, %s",
+                attempt.trial.number,
+                state.lower(),
+                ", ".join(self._metrics),
+                attempt.reports.last if values is None else tuple(values),
+                attempt.trial.params,
+            )
             self._kept[attempt.trial.number] = attempt.run_id
             if model is not None:
                 self._models[attempt.trial.number] = model
