@@ -102,6 +102,7 @@ bench: .venv/.core-built ## Measure collectives and training steps beside their 
 	@$(RUN) python -m bench.estimators
 	@$(RUN) python -m bench.startup
 	@$(RUN) python -m bench.elastic
+	@$(RUN) python -m bench.search
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.preflight; fi
 
 soak: .venv/.core-built ## Kill ranks, come and go, fuzz: an hour and a half; the report goes to bench/results

@@ -1,0 +1,105 @@
+"""Compare a search of 16 trials with 16 separate fits of the same parameters.
+
+    python -m bench.search --rounds 2
+
+Every trial has two ranks, on four slots. A separate fit prepares its rows, as a fit does whose rows are new. Both
+sides run in one process and take turns, so that a busy machine slows both down; the ratios count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import optuna
+import torch
+from pyspark.sql import DataFrame
+
+from bench import machine
+from bench.estimators import BATCH, COLUMNS, RANKS, make_rows, network, start_spark
+from sparkhvd import Store, TorchEstimator, tune
+
+_TRIALS = 16
+_EPOCHS = 4
+_RATES = [float(rate) for rate in np.logspace(-4, -1, _TRIALS)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    print(machine.describe())
+    print(f"{_TRIALS} trials of {RANKS} ranks on 4 slots, {options.rows:,} rows, {_EPOCHS} epochs", flush=True)
+    with tempfile.TemporaryDirectory(prefix="bench-search-") as folder:
+        spark = start_spark(Path(folder), slots=4)
+        try:
+            rows = make_rows(spark, options.rows)
+            seconds = _measured(rows, Store.create(str(Path(folder, "store"))), options.rounds)
+        finally:
+            spark.stop()
+    separate = seconds.pop("16 separate fits")
+    for name, spent in seconds.items():
+        print(f"  {name:<44} / 16 separate fits {spent / separate:8.3f}   (to be at most 0.6)")
+
+
+def _measured(rows: DataFrame, store: Store, rounds: int) -> dict[str, float]:
+    halving = tune.SuccessiveHalving(min_epochs=1, factor=4)
+    sides: dict[str, Callable[[], object]] = {
+        "16 separate fits": lambda: [_estimator(store, keep_data=0.0, **_space(rate)).fit(rows) for rate in _RATES],
+        "search, two trials at a time": lambda: _search(rows, store, None),
+        "search, two trials at a time, halving": lambda: _search(rows, store, halving),
+    }
+    spent: dict[str, list[float]] = {name: [] for name in sides}
+    _estimator(store, **_space(_RATES[0])).fit(rows)  # the first fit starts Spark's workers
+    for _ in range(rounds):
+        for name, act in sides.items():
+            start = time.perf_counter()
+            act()
+            spent[name].append(time.perf_counter() - start)
+            print(f"  {name:<44} {spent[name][-1]:8.1f} s", flush=True)
+    return {name: statistics.median(values) for name, values in spent.items()}
+
+
+def _search(rows: DataFrame, store: Store, halving: tune.SuccessiveHalving | None) -> None:
+    tune.minimize(
+        _estimator(store, keep_data=0.0),
+        rows,
+        lambda trial: _space(trial.suggest_categorical("rate", _RATES)),
+        _TRIALS,
+        metric="loss",
+        parallelism=2,
+        sampler=optuna.samplers.GridSampler({"rate": _RATES}, seed=1),
+        pruner=optuna.pruners.NopPruner(),
+        halving=halving,
+    )
+
+
+def _space(rate: float) -> dict[str, object]:
+    model = network()
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=rate)}
+
+
+def _estimator(store: Store, **more: object) -> TorchEstimator:
+    return TorchEstimator(
+        num_proc=RANKS,
+        store=store,
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=COLUMNS,
+        label_cols=["y"],
+        batch_size=BATCH,
+        epochs=_EPOCHS,
+        random_seed=1,
+        verbose=0,
+        **more,
+    )
+
+
+if __name__ == "__main__":
+    main()
