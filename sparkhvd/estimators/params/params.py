@@ -439,7 +439,6 @@ class EstimatorParams(Declarations):
         "'val_loss'; the training ends after the epoch if it returns True.",
         callable_object,
         default=None,
-        identity=Identity.NEVER,
     )
     checkpoints: Declared[Checkpoints] = declared(
         "Which states of the run are kept in the Store, and which epoch's model is returned.",
