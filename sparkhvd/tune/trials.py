@@ -325,7 +325,7 @@ class Trials:
         import optuna  # noqa: PLC0415  (optional)
 
         with self._changed:
-            self._study.tell(attempt.trial, values, state=optuna.trial.TrialState[state])
+            self._tell(attempt, values, optuna.trial.TrialState[state])
             # Optuna logs the trials of an objective; as with those, optuna.logging.set_verbosity hides this line.
             optuna.logging.get_logger("optuna.sparkhvd").info(
                 "Trial %d: %s, %s = %s, %s",
@@ -342,6 +342,15 @@ class Trials:
             for number in [number for number in self._kept if number not in best]:
                 self._models.pop(number, None)
                 self._remove(self._kept.pop(number))
+
+    def _tell(self, attempt: Attempt, values: Sequence[float] | None, state: optuna.trial.TrialState) -> None:
+        try:
+            self._study.tell(attempt.trial, values, state=state)
+        except RuntimeError:  # of Study.stop, which a sampler with a finite number of trials calls after its last one
+            told = next(trial for trial in self._trials() if trial.number == attempt.trial.number)
+            if told.state is not state:
+                raise
+            self._left = 0
 
     def _remove(self, run_id: str) -> None:
         if self._keep_runs:

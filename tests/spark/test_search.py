@@ -85,8 +85,9 @@ class AfterEpoch(optuna.pruners.BasePruner):
         return trial.number in self.numbers
 
 
-def test_a_pruned_trial_ends_after_the_epoch(df, store):
-    result = tune.minimize(estimator(store), df, space, 2, pruner=AfterEpoch(1), keep_runs=True)
+def test_a_pruned_trial_ends_after_the_epoch_and_an_exhausted_grid_ends_the_search(df, store):
+    grid = optuna.samplers.GridSampler({"lr": [0.1, 0.01]})
+    result = tune.minimize(estimator(store), df, space, 5, pruner=AfterEpoch(1), sampler=grid, keep_runs=True)
     first, second = result.study.trials
     assert (first.state.name, second.state.name) == ("COMPLETE", "PRUNED")
     assert list(second.intermediate_values) == [0]
