@@ -26,6 +26,7 @@ _EXTRAS = MappingProxyType(
         "lightning": "lightning",
         "pytorch_lightning": "lightning",
         "pyspark": "spark",
+        "ray": "ray",
         "tensorflow": "keras",
         "torch": "torch",
     }

@@ -7,8 +7,8 @@ import inspect
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -221,11 +221,37 @@ def run_with(  # noqa: PLR0917
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[Result]:
     """Run ``fn`` with a launcher that has been chosen; see ``run``."""
+    with launched(request, launcher, options, fn, args, kwargs) as handle:
+        return unpickled(handle.results())
+
+
+@contextmanager
+def launched(  # noqa: PLR0917
+    request: LaunchRequest,
+    launcher: str,
+    options: RunOptions,
+    fn: Callable[..., object],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    make: Callable[[LaunchRequest], Launcher] | None = None,
+) -> Iterator[LaunchHandle]:
+    """Yield the handle of a job that runs ``fn``; leaving ``with`` ends the job. See ``run``.
+
+    Args:
+        request: what decides where the ranks run.
+        launcher: the name of the chosen launcher.
+        options: the other arguments of ``run``.
+        fn: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        make: makes the launcher; None calls its class.
+    """
     check_counts(request.num_proc, request.resources.gpus, request.resources.cpus)
     check_options(options, launcher)
     changes = checked_environment(options.env)
     kind = launcher_class(launcher)
-    instance = kind(request)
+    instance = (make or kind)(request)
     environment = changed_environment(changes)
     config = from_environment(environment)
     if options.start_timeout is not None:
@@ -243,7 +269,7 @@ def run_with(  # noqa: PLR0917
         stream = stack.enter_context(closing(open_stream(options, job.num_proc)))
         handle = stack.enter_context(closing(_launch(instance, job, stream)))
         handle.wait_started(deadline)
-        return unpickled(handle.results())
+        yield handle
 
 
 def new_job(

@@ -31,6 +31,7 @@ HOSTS = (Host("node1", 2),)
         ("local", None, None, {}, "local"),
         ("ssh", None, None, {"hosts": HOSTS, "access": SshOptions(port=2222)}, "ssh"),
         ("barrier", None, None, {"resources": TaskResources(cpus=2)}, "barrier"),
+        ("ray", None, None, {"resources": TaskResources(cpus=2, gpus=1)}, "ray"),
     ],
 )
 def test_the_arguments_select_the_launcher(launcher, use_mpi, use_gloo, request_fields: dict[str, Any], chosen):
@@ -71,7 +72,7 @@ def test_another_package_adds_a_launcher(install):
     assert sparkhvd.run(_rank, launcher="nearby") == [0, 1]
     with pytest.raises(ConfigError, match="configure Spark tasks, but launcher='nearby' starts none"):
         sparkhvd.run(_rank, launcher="nearby", gpus_per_task=1)
-    with pytest.raises(ConfigError, match=r"expected 'auto' or one of \['barrier', 'local', 'mpi', 'nearby', 'ssh'\]"):
+    with pytest.raises(ConfigError, match=r"expected 'auto' or one of \['barrier', 'local', 'mpi', 'nearby', 'ray', 'ssh'\]"):
         sparkhvd.run(_rank, launcher="far")
 
 
