@@ -47,6 +47,7 @@ class CommandChannel:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{_name(token, rank)}")
         self._listener.listen(1)
+        self._listener.settimeout(_POLL_SECONDS)
 
     def execute(self, command: bytes, start: Deadline) -> PickledResult | None:
         """Let the rank run a command, and return the result; None for ``LEAVE``.
@@ -63,7 +64,6 @@ class CommandChannel:
         return PickledResult(link.receive(Deadline.after(JOB_SECONDS))) if command != LEAVE else None
 
     def _accept(self, start: Deadline) -> FrameSocket:
-        self._listener.settimeout(_POLL_SECONDS)
         while not self._closed.is_set():
             try:
                 connection, _ = self._listener.accept()

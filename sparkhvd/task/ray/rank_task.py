@@ -22,6 +22,7 @@ from sparkhvd.task.host.ranks import run_ranks
 from sparkhvd.task.host.versions import local_versions
 from sparkhvd.task.job import Job
 from sparkhvd.task.rank import JobPlan, worker_spec
+from sparkhvd.task.ray.cleanup import Cleanup
 from sparkhvd.task.ray.commands import CommandChannel, PickledResult
 from sparkhvd.task.ray.messages import Node, RankPart, RankPhase
 from sparkhvd.task.ray.outbox import Outbox
@@ -79,6 +80,8 @@ class RankTask:
             raise LaunchError(f"A rank {not_started(job.executable, str(error.strerror))}.") from error
         self._worker = WorkerProcess(spawned, self._log)
         self._stack.callback(self._worker.close)
+        self._stack.callback(Cleanup(self._worker.pid, spawned.scratch).close)
+        self._stack.callback(self._worker.close)  # again: it ends before the cleanup is cancelled
         context = ray.get_runtime_context()
         # Ray maps its GPU ids to the names of CUDA_VISIBLE_DEVICES as it was when the node started.
         devices = tuple(context.get_accelerator_ids().get("GPU", ()))

@@ -72,7 +72,8 @@ def test_another_package_adds_a_launcher(install):
     assert sparkhvd.run(_rank, launcher="nearby") == [0, 1]
     with pytest.raises(ConfigError, match="configure Spark tasks, but launcher='nearby' starts none"):
         sparkhvd.run(_rank, launcher="nearby", gpus_per_task=1)
-    with pytest.raises(ConfigError, match=r"expected 'auto' or one of \['barrier', 'local', 'mpi', 'nearby', 'ray', 'ssh'\]"):
+    names = "'barrier', 'local', 'mpi', 'nearby', 'ray', 'ssh'"
+    with pytest.raises(ConfigError, match=rf"expected 'auto' or one of \[{names}\]"):
         sparkhvd.run(_rank, launcher="far")
 
 
