@@ -163,6 +163,33 @@ def test_resources_that_stay_busy_are_a_start_timeout():
     wait_for(lambda: ray.available_resources().get("CPU") == 3.0)
 
 
+@pytest.mark.usefixtures("cluster")
+def test_an_estimator_trains_on_parquet_files_without_a_spark_session(tmp_path, monkeypatch):
+    import pyarrow as pa  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+    from pyarrow import parquet  # noqa: PLC0415
+
+    monkeypatch.setattr("sparkhvd.estimators.params.backend.current_session", lambda: None)
+    parquet.write_table(
+        pa.table({"x": [float(number) for number in range(8)], "y": [1.0] * 8}), tmp_path / "rows.parquet"
+    )
+    model = torch.nn.Linear(1, 1)
+    estimator = sparkhvd.TorchEstimator(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=2,
+        epochs=2,
+        num_proc=2,
+        backend="ray",
+        verbose=0,
+    )
+    trained = estimator.fit_on_parquet(path=str(tmp_path / "rows.parquet"))
+    assert len(trained.history) == 2
+
+
 class Counter:
     def __init__(self, start: int, step: int = 1) -> None:
         self.value = start

@@ -81,8 +81,8 @@ def described(resources: Mapping[str, float]) -> str:
 
 
 def described_nodes(nodes: Sequence[Mapping[str, float]]) -> str:
-    """Return the nodes of a cluster as text, equal ones together."""
-    texts = [described(node) for node in nodes]
+    """Return the nodes of a cluster as text, small ones first and equal ones together."""
+    texts = [described(node) for node in sorted(nodes, key=lambda node: sorted(node.items()))]
     counted = [(texts.count(text), text) for text in dict.fromkeys(texts)]
     return "; ".join(f"{count} node{'s' if count > 1 else ''} with {text}" for count, text in counted) or "no node"
 

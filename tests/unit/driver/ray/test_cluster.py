@@ -21,5 +21,5 @@ def test_a_bundle_has_the_resources_of_its_ranks():
 
 def test_equal_nodes_are_described_together():
     nodes = [{"CPU": 8.0, "GPU": 1.0}, {"CPU": 2.0}, {"CPU": 8.0, "GPU": 1.0}]
-    assert described_nodes(nodes) == "2 nodes with 8 CPU and 1 GPU; 1 node with 2 CPU"
+    assert described_nodes(nodes) == "1 node with 2 CPU; 2 nodes with 8 CPU and 1 GPU"
     assert described_nodes([]) == "no node"
