@@ -58,7 +58,7 @@ _LASTING_THREAD_MODULES = ("py4j", "pyspark")
 # fsspec's event loop and thread pool live as long as the process.
 _LASTING_THREAD_NAMES = ("fsspecIO", "asyncio_")
 _OWN_NATIVE_THREADS = ("shvd", "sparkhvd")  # the kernel lists the core's threads by these names
-# Variables that pytest, pyspark and the imports of Lightning, TensorFlow and JAX set for the life of a process.
+# Variables that pytest, pyspark and the imports of Lightning, TensorFlow, JAX and Ray set for the life of a process.
 _LASTING_VARIABLES = (
     "PYTEST_",
     "SPARK_AUTH_SOCKET_TIMEOUT",
@@ -72,6 +72,7 @@ _LASTING_VARIABLES = (
     "KMP_",
     "TF2_BEHAVIOR",
     "TPU_ML_PLATFORM",
+    "RAY_CLIENT_MODE",
 )
 # The HDFS client keeps connections with data nodes for reuse, as long as the process lives.
 _ports_of_data_nodes: set[int] = set()

@@ -111,15 +111,17 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         executable: the Python of the ranks; None is the Python of the Spark tasks.
         spark: the session to use; None takes the active one.
         launcher: ``barrier`` starts the ranks in a Spark barrier stage, ``mpi`` lets Open MPI start them in the
-            tasks of such a stage, ``local`` starts them on this machine and ``ssh`` on other machines, both without
-            Spark; ``auto`` is ``barrier``, unless ``use_mpi``, ``extra_mpi_args`` or ``hosts`` select another.
+            tasks of such a stage, ``local`` starts them on this machine, ``ssh`` on other machines and ``ray`` on a
+            Ray cluster, these three without Spark; ``auto`` is ``barrier``, unless ``use_mpi``, ``extra_mpi_args`` or
+            ``hosts`` select another.
         hosts: the machines of ``launcher="ssh"``, which starts the ranks there without Spark, for example
             ``host1:2,host2:2``. Python and sparkhvd must be installed there under the same paths.
         ssh_port: port of the hosts' ssh servers; None uses ssh's configuration.
         ssh_identity_file: the private key for the ssh servers.
         gpus_per_task: GPUs of each rank, for this job only; None uses the session's ``spark.task.resource.gpu.amount``.
-            Works on standalone, YARN, Kubernetes and local-cluster.
-        cpus_per_task: cores of each rank, for this job only; None uses the session's ``spark.task.cpus``.
+            Works on standalone, YARN, Kubernetes and local-cluster. With ``launcher="ray"``, None is no GPU.
+        cpus_per_task: cores of each rank, for this job only; None uses the session's ``spark.task.cpus``; one core with
+            ``launcher="ray"``.
         output_filename: a folder in which each rank's output is also saved, in ``rank.<number>/stdout`` and ``stderr``.
         preload: modules that the processes import while they wait for each other.
         rows: a DataFrame with ``num_proc`` partitions, one for each rank; ``sparkhvd.config.given_rows()`` returns the
