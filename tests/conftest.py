@@ -49,13 +49,16 @@ _MARK = "SPARKHVD_TEST_RUN"
 _CURRENT_TEST = "PYTEST_CURRENT_TEST"  # a variable of pytest's, which it sets and removes itself
 # The time that a thread, process or file may still take to end.
 _GRACE_SECONDS = float(os.environ.get("SPARKHVD_TEST_LEAK_GRACE", "10"))
-# Spark's JVM and its pool of Python workers serve later tests; multiprocessing's tracker lives as long as this process.
-_LASTING_PROCESS = re.compile(r"SparkSubmit.*pyspark-shell|pyspark[./]daemon|multiprocessing\.resource_tracker")
+# Spark's JVM and its pool of Python workers serve later tests, as do Ray's idle workers; multiprocessing's tracker
+# lives as long as this process.
+_LASTING_PROCESS = re.compile(
+    r"SparkSubmit.*pyspark-shell|pyspark[./]daemon|multiprocessing\.resource_tracker|ray::IDLE|/ray/.*/default_worker\.py"
+)
 _LASTING_THREAD_MODULES = ("py4j", "pyspark")
 # fsspec's event loop and thread pool live as long as the process.
 _LASTING_THREAD_NAMES = ("fsspecIO", "asyncio_")
 _OWN_NATIVE_THREADS = ("shvd", "sparkhvd")  # the kernel lists the core's threads by these names
-# Variables that pytest, pyspark and the imports of Lightning, TensorFlow and JAX set for the life of a process.
+# Variables that pytest, pyspark and the imports of Lightning, TensorFlow, JAX and Ray set for the life of a process.
 _LASTING_VARIABLES = (
     "PYTEST_",
     "SPARK_AUTH_SOCKET_TIMEOUT",
@@ -69,6 +72,7 @@ _LASTING_VARIABLES = (
     "KMP_",
     "TF2_BEHAVIOR",
     "TPU_ML_PLATFORM",
+    "RAY_CLIENT_MODE",
 )
 # The HDFS client keeps connections with data nodes for reuse, as long as the process lives.
 _ports_of_data_nodes: set[int] = set()
@@ -383,15 +387,22 @@ def _without_that_of_others(names: frozenset[str]) -> frozenset[str]:
 
 def _descriptors() -> Counter[str]:
     lasting = {"/dev/urandom"} | _kept_for_reuse()
+    with_sockets = not _is_connected_to_ray()
     targets = Counter[str]()
     for entry in Path("/proc/self/fd").iterdir():
         try:
             target = str(entry.readlink())
         except FileNotFoundError:  # the descriptor that lists the folder
             continue
-        if target not in lasting:
+        if target not in lasting and (with_sockets or not target.startswith("socket:")):
             targets[target] += 1
     return targets
+
+
+def _is_connected_to_ray() -> bool:
+    """Return whether this process is connected to Ray, which keeps connections to former actors for a while."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def _kept_for_reuse() -> set[str]:

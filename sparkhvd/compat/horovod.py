@@ -27,6 +27,7 @@ _EXTRAS = MappingProxyType(
         "optuna": "tune",
         "pytorch_lightning": "lightning",
         "pyspark": "spark",
+        "ray": "ray",
         "tensorflow": "keras",
         "torch": "torch",
     }

@@ -9,13 +9,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from sparkhvd._util.registry import Registry
+from sparkhvd.compat.horovod import is_extra, not_installed
 from sparkhvd.compat.spark import active_session, check_spark
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.host_process import SrunOptions, SshOptions
 from sparkhvd.driver.hosts import Host
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark.resources import TaskResources
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, LaunchError
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.host.versions import different_versions
 from sparkhvd.task.job import Job
@@ -33,6 +34,7 @@ LAUNCHERS = Registry(
             "barrier": "sparkhvd.driver.launchers.barrier:BarrierLauncher",
             "local": "sparkhvd.driver.launchers.local:LocalLauncher",
             "mpi": "sparkhvd.driver.launchers.mpi:MpiLauncher",
+            "ray": "sparkhvd.driver.launchers.ray:RayLauncher",
             "ssh": "sparkhvd.driver.launchers.ssh:SshLauncher",
         }
     ),
@@ -99,6 +101,8 @@ class Launcher(Protocol):
     Attributes:
         on_spark: whether the ranks run in Spark tasks, which may have resources and import the same modules.
         takes_rows: whether it passes the rows of a DataFrame to the ranks.
+
+    A launcher that reserves ``cpus_per_task`` and ``gpus_per_task`` without Spark sets ``takes_resources = True``.
     """
 
     on_spark: ClassVar[bool]
@@ -118,8 +122,17 @@ class Launcher(Protocol):
 
 
 def launcher_class(name: str) -> type[Launcher]:
-    """Return the launcher with a name that ``choose_launcher`` returned."""
-    kind: type[Launcher] = LAUNCHERS.load(name)
+    """Return the launcher with a name that ``choose_launcher`` returned.
+
+    Raises:
+        LaunchError: a package that the launcher needs is not installed.
+    """
+    try:
+        kind: type[Launcher] = LAUNCHERS.load(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not is_extra(error.name):
+            raise
+        raise LaunchError(not_installed(f"launcher={name!r}", error.name)) from error
     return kind
 
 
@@ -146,7 +159,8 @@ def choose_launcher(launcher: str, use_mpi: bool | None, use_gloo: bool | None, 
     if name != "ssh" and request.access != SshOptions():
         raise ConfigError(f"ssh_port and ssh_identity_file require launcher='ssh', got {name!r}. Pass hosts, too.")
     kind = launcher_class(name)
-    if request.resources and not kind.on_spark:
+    # A launcher of another package may lack the attribute.
+    if request.resources and not getattr(kind, "takes_resources", kind.on_spark):
         raise ConfigError(
             f"gpus_per_task and cpus_per_task configure Spark tasks, but launcher={name!r} starts none. Leave them out."
         )

@@ -7,8 +7,8 @@ import inspect
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -111,15 +111,17 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         executable: the Python of the ranks; None is the Python of the Spark tasks.
         spark: the session to use; None takes the active one.
         launcher: ``barrier`` starts the ranks in a Spark barrier stage, ``mpi`` lets Open MPI start them in the
-            tasks of such a stage, ``local`` starts them on this machine and ``ssh`` on other machines, both without
-            Spark; ``auto`` is ``barrier``, unless ``use_mpi``, ``extra_mpi_args`` or ``hosts`` select another.
+            tasks of such a stage, ``local`` starts them on this machine, ``ssh`` on other machines and ``ray`` on a
+            Ray cluster, these three without Spark; ``auto`` is ``barrier``, unless ``use_mpi``, ``extra_mpi_args`` or
+            ``hosts`` select another.
         hosts: the machines of ``launcher="ssh"``, which starts the ranks there without Spark, for example
             ``host1:2,host2:2``. Python and sparkhvd must be installed there under the same paths.
         ssh_port: port of the hosts' ssh servers; None uses ssh's configuration.
         ssh_identity_file: the private key for the ssh servers.
         gpus_per_task: GPUs of each rank, for this job only; None uses the session's ``spark.task.resource.gpu.amount``.
-            Works on standalone, YARN, Kubernetes and local-cluster.
-        cpus_per_task: cores of each rank, for this job only; None uses the session's ``spark.task.cpus``.
+            Works on standalone, YARN, Kubernetes and local-cluster. With ``launcher="ray"``, None is no GPU.
+        cpus_per_task: cores of each rank, for this job only; None uses the session's ``spark.task.cpus``; one core with
+            ``launcher="ray"``.
         output_filename: a folder in which each rank's output is also saved, in ``rank.<number>/stdout`` and ``stderr``.
         preload: modules that the processes import while they wait for each other.
         rows: a DataFrame with ``num_proc`` partitions, one for each rank; ``sparkhvd.config.given_rows()`` returns the
@@ -221,11 +223,37 @@ def run_with(  # noqa: PLR0917
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[Result]:
     """Run ``fn`` with a launcher that has been chosen; see ``run``."""
+    with launched(request, launcher, options, fn, args, kwargs) as handle:
+        return unpickled(handle.results())
+
+
+@contextmanager
+def launched(  # noqa: PLR0917
+    request: LaunchRequest,
+    launcher: str,
+    options: RunOptions,
+    fn: Callable[..., object],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    make: Callable[[LaunchRequest], Launcher] | None = None,
+) -> Iterator[LaunchHandle]:
+    """Yield the handle of a job that runs ``fn``; leaving ``with`` ends the job. See ``run``.
+
+    Args:
+        request: what decides where the ranks run.
+        launcher: the name of the chosen launcher.
+        options: the other arguments of ``run``.
+        fn: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        make: makes the launcher; None calls its class.
+    """
     check_counts(request.num_proc, request.resources.gpus, request.resources.cpus)
     check_options(options, launcher)
     changes = checked_environment(options.env)
     kind = launcher_class(launcher)
-    instance = kind(request)
+    instance = (make or kind)(request)
     environment = changed_environment(changes)
     config = from_environment(environment)
     if options.start_timeout is not None:
@@ -243,7 +271,7 @@ def run_with(  # noqa: PLR0917
         stream = stack.enter_context(closing(open_stream(options, job.num_proc)))
         handle = stack.enter_context(closing(_launch(instance, job, stream)))
         handle.wait_started(deadline)
-        return unpickled(handle.results())
+        yield handle
 
 
 def new_job(

@@ -1,5 +1,7 @@
-"""Raises ``ImportError``: sparkhvd does not start ranks on Ray yet."""
+"""``RayExecutor``, without Horovod's elastic jobs on Ray."""
 
 from __future__ import annotations
 
-raise ImportError("sparkhvd does not start ranks on Ray yet. Use horovod.spark.run, horovod.run or horovodrun.")
+from sparkhvd.ray import RayExecutor
+
+__all__ = ["RayExecutor"]

@@ -29,13 +29,13 @@ _HADOOP = "spark.hadoop."
 _BUILT_IN = frozenset({"file", "hdfs", "viewfs", "dbfs"})
 
 
-def with_spark_credentials(store: Store, spark: SparkSession) -> Store:
+def with_spark_credentials(store: Store, spark: SparkSession | None) -> Store:
     """Return the Store with the credentials and addresses of Spark's own connectors, where it has none.
 
     They come from the settings ``fs.s3a.*``, ``fs.defaultFS`` and those of HDFS name services, from the session's
-    ``spark.hadoop.*`` and Hadoop's configuration files.
+    ``spark.hadoop.*`` and Hadoop's configuration files. Without a session, the Store stays as it is.
     """
-    if _scheme_of(store.url) not in _CONFIGURABLE:
+    if spark is None or _scheme_of(store.url) not in _CONFIGURABLE:
         return store
     return store.with_spark_settings(_hadoop_settings(spark))
 

@@ -63,6 +63,7 @@ from sparkhvd.estimators.params.backend import (
     requested_tasks,
     reserve_ranks,
     run_ranks,
+    session_of,
     shows_output,
     spark_backend,
 )
@@ -297,8 +298,6 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             return self.copy(params).fit_on_parquet(
                 None, dataset_idx, path=path, validation_path=validation_path, reader=reader
             )
-        from pyspark.sql import SparkSession  # noqa: PLC0415
-
         check_fit_on_parquet(self._plan())
         plan = self._checked_plan(data="files", **({} if reader is None else {"reader": reader}))
         if plan.resume is not None:
@@ -306,7 +305,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                 "resume='auto' identifies a run by its DataFrame, and fit_on_parquet has none. Pass run_id instead to "
                 "resume a run."
             )
-        spark = SparkSession.active()
+        spark = session_of(plan)
         any_type = self._any_type(plan)
         with self._run(spark, plan) as planned:
             access = Access(planned.store, configure=partial(with_spark_credentials, spark=spark))
@@ -319,13 +318,14 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                 return self._fit_rows(spark, run, files.store, files.manifest)
 
     @contextmanager
-    def _run(self, spark: SparkSession, plan: FitPlan) -> Iterator[RunPlan]:
+    def _run(self, spark: SparkSession | None, plan: FitPlan) -> Iterator[RunPlan]:
         """Decide what the plan leaves open (ranks, run and seed), and hold the run within the context."""
         num_proc = reserve_ranks(plan, spark)
         store, run_id, facts = plan.store, plan.run_id or self._new_run_id(), None
         if store is not None:
             store = with_spark_credentials(store, spark)
-            self._check_store(spark, store, plan)
+            if spark is not None:
+                self._check_store(spark, store, plan)
             facts = find_plugin(self.plugin).facts(plan.params)
         with hold_run(store, run_id) if store is not None and store.save_runs else nullcontext() as lease:
             last = None if store is None or facts is None else _last_checkpoint(store, run_id, facts)
@@ -354,7 +354,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         result = self._train(dataset.sparkSession, run, selection.schema, selection, direct_rows=rows)
         return self._kept_model(run, result)
 
-    def _fit_rows(self, spark: SparkSession, run: RunPlan, rows: Store, manifest: Manifest) -> TrainedModel:
+    def _fit_rows(self, spark: SparkSession | None, run: RunPlan, rows: Store, manifest: Manifest) -> TrainedModel:
         """Train on rows in a Store, which may differ from the Store of the run."""
         plugin = find_plugin(self.plugin)
         schema, sample = manifest.schema, head(rows, manifest, SAMPLE_ROWS)
@@ -455,7 +455,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _train(
         self,
-        spark: SparkSession,
+        spark: SparkSession | None,
         run: RunPlan,
         schema: DataSchema,
         rows: StoredRows | Selection,

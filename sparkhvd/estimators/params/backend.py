@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, runtime_checkable
 
 from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd.compat.horovod import unknown_argument
-from sparkhvd.compat.spark import check_spark
+from sparkhvd.compat.spark import active_session, check_spark, current_session
 from sparkhvd.config import changed_environment, from_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_seconds
@@ -275,7 +275,7 @@ def shows_output(placement: Placement) -> bool:
     return backend is not None and backend.shows_output
 
 
-def driver_address(placement: Placement, spark: SparkSession) -> tuple[str, Sequence[str]]:
+def driver_address(placement: Placement, spark: SparkSession | None) -> tuple[str, Sequence[str]]:
     """Return the local address to bind, and the addresses at which the ranks may reach this driver."""
     backend = spark_backend(placement)
     name, request = ("", None) if backend is None else backend.launch(spark)
@@ -283,6 +283,8 @@ def driver_address(placement: Placement, spark: SparkSession) -> tuple[str, Sequ
         return LOOPBACK, [LOOPBACK]
     if request is not None and request.hosts:
         return driver_addresses([host.name for host in request.hosts])
+    if spark is None or name == "ray":
+        return driver_addresses(None)
     host, bind = driver_hosts(spark)
     return bind, [host]
 
@@ -294,16 +296,30 @@ def encrypts(placement: Placement) -> bool:
     return from_environment(changed_environment(changes)).encrypt
 
 
-def reserve_ranks(placement: Placement, spark: SparkSession) -> int:
+def session_of(placement: Placement) -> SparkSession | None:
+    """Return the session for a fit on existing files; None without one, if the ranks need no Spark.
+
+    Raises:
+        LaunchError: there is no session, but the ranks run in Spark tasks.
+    """
+    own = spark_backend(placement)
+    launcher = own.launch()[0] if own is not None else None
+    if launcher is None or launcher_class(launcher).on_spark:
+        return active_session()
+    return current_session()
+
+
+def reserve_ranks(placement: Placement, spark: SparkSession | None) -> int:
     """Return the number of ranks, so that too few slots are reported before the data is prepared."""
-    check_spark(spark)  # Spark prepares the rows for every launcher
+    if spark is not None:
+        check_spark(spark)  # Spark prepares the rows for every launcher
     backend = _backend(placement)
     return backend.reserve(spark) if isinstance(backend, SparkBackend) else int(backend.num_processes())
 
 
 def backend_or_launcher(name: str, value: object) -> Backend | str:
     """Accept the name of a launcher, or an object with ``run`` and ``num_processes``."""
-    launchers = ["auto", "barrier", "mpi", "local"]  # those of this package that need no arguments of their own
+    launchers = ["auto", "barrier", "mpi", "local", "ray"]  # those of this package that need no arguments of their own
     if isinstance(value, str) and value not in launchers:
         launchers += LAUNCHERS.added()
     if isinstance(value, str) and value in launchers:
@@ -342,7 +358,7 @@ def run_ranks(
     fn: Callable[..., Any],
     args: Sequence[object],
     *,
-    spark: SparkSession,
+    spark: SparkSession | None,
     env: Mapping[str, str | None],
     preload: Sequence[str],
     rows: DataFrame | None,

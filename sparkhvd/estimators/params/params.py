@@ -262,7 +262,8 @@ class EstimatorParams(Declarations):
     )
     backend: Declared[Backend | str] = declared(
         "What starts the ranks: 'barrier' (Spark tasks), 'mpi' (Open MPI in Spark tasks), 'local' (processes on the "
-        "driver's machine), or an object with run and num_processes, such as SparkBackend.",
+        "driver's machine), 'ray' (actors of a Ray cluster), or an object with run and num_processes, such as "
+        "SparkBackend.",
         backend_or_launcher,
         default="auto",
     )

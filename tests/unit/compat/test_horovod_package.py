@@ -92,12 +92,20 @@ def horovod(monkeypatch):
     ("module", "message"),
     [
         ("horovod.mxnet", "no MXNet interface"),
-        ("horovod.ray", "does not start ranks on Ray yet"),
     ],
 )
 def test_what_is_missing_says_so_in_a_sentence(horovod, module, message):
     with pytest.raises(ImportError, match=message):
         __import__(module)
+
+
+def test_ranks_on_ray_are_those_of_sparkhvd(horovod):
+    pytest.importorskip("ray")
+    import horovod.ray  # noqa: PLC0415
+
+    from sparkhvd.ray import RayExecutor  # noqa: PLC0415
+
+    assert horovod.ray.RayExecutor is RayExecutor
 
 
 @pytest.mark.parametrize(

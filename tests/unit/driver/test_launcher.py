@@ -11,8 +11,8 @@ from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import Host
 from sparkhvd.driver.launcher import LaunchRequest, choose_launcher
 from sparkhvd.driver.spark.resources import TaskResources
-from sparkhvd.errors import ConfigError, ParamError
-from sparkhvd.estimators.params.backend import check_backend, reserve_ranks
+from sparkhvd.errors import ConfigError, LaunchError, ParamError
+from sparkhvd.estimators.params.backend import SparkBackend, check_backend, reserve_ranks, session_of
 from sparkhvd.estimators.params.params import EstimatorParams
 
 HOSTS = (Host("node1", 2),)
@@ -31,6 +31,7 @@ HOSTS = (Host("node1", 2),)
         ("local", None, None, {}, "local"),
         ("ssh", None, None, {"hosts": HOSTS, "access": SshOptions(port=2222)}, "ssh"),
         ("barrier", None, None, {"resources": TaskResources(cpus=2)}, "barrier"),
+        ("ray", None, None, {"resources": TaskResources(cpus=2, gpus=1)}, "ray"),
     ],
 )
 def test_the_arguments_select_the_launcher(launcher, use_mpi, use_gloo, request_fields: dict[str, Any], chosen):
@@ -71,20 +72,38 @@ def test_another_package_adds_a_launcher(install):
     assert sparkhvd.run(_rank, launcher="nearby") == [0, 1]
     with pytest.raises(ConfigError, match="configure Spark tasks, but launcher='nearby' starts none"):
         sparkhvd.run(_rank, launcher="nearby", gpus_per_task=1)
-    with pytest.raises(ConfigError, match=r"expected 'auto' or one of \['barrier', 'local', 'mpi', 'nearby', 'ssh'\]"):
+    names = "'barrier', 'local', 'mpi', 'nearby', 'ray', 'ssh'"
+    with pytest.raises(ConfigError, match=rf"expected 'auto' or one of \[{names}\]"):
         sparkhvd.run(_rank, launcher="far")
 
 
 def test_an_added_launcher_is_a_backend_of_the_estimators(install):
-    with pytest.raises(ParamError, match="backend='nearby' must be one of 'auto', 'barrier', 'mpi', 'local', or an"):
+    with pytest.raises(
+        ParamError, match="backend='nearby' must be one of 'auto', 'barrier', 'mpi', 'local', 'ray', or an"
+    ):
         EstimatorParams(backend="nearby")
     install(_NEARBY, "sparkhvd.launchers", "nearby = added_package:NearbyLauncher")
     plan = EstimatorParams(backend="nearby")._plan()
     assert reserve_ranks(plan, SimpleNamespace(version=pyspark_version())) == 2
     with pytest.raises(ParamError, match="backend='nearby' cannot send the rows of a DataFrame"):
         check_backend(plan, "direct")
-    with pytest.raises(ParamError, match="must be one of 'auto', 'barrier', 'mpi', 'local', 'nearby', or an object"):
+    with pytest.raises(
+        ParamError, match="must be one of 'auto', 'barrier', 'mpi', 'local', 'ray', 'nearby', or an object"
+    ):
         EstimatorParams(backend="far")
+
+
+@pytest.mark.parametrize("backend", ["local", "ray", SparkBackend(2, launcher="local")])
+def test_ranks_without_spark_need_no_session(backend, monkeypatch):
+    monkeypatch.setattr("sparkhvd.estimators.params.backend.current_session", lambda: None)
+    plan = EstimatorParams(backend=backend)._plan()
+    assert session_of(plan) is None
+
+
+def test_ranks_in_spark_tasks_need_a_session(monkeypatch):
+    monkeypatch.setattr("sparkhvd.compat.spark.current_session", lambda: None)
+    with pytest.raises(LaunchError, match="There is no active SparkSession"):
+        session_of(EstimatorParams(backend="barrier")._plan())
 
 
 def _rank():

@@ -102,7 +102,7 @@ def test_irregular_names_of_horovods_setters_exist():
         (
             "backend",
             "slurm",
-            r"backend='slurm' must be one of 'auto', 'barrier', 'mpi', 'local', or an object with run",
+            r"backend='slurm' must be one of 'auto', 'barrier', 'mpi', 'local', 'ray', or an object with run",
         ),
         ("backend", object(), "or an object with run"),
         ("backend_env", {"A": 1}, "backend_env must be a dict from environment variable names to strings"),

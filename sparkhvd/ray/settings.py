@@ -1,0 +1,121 @@
+"""The settings of a ``RayExecutor``, and the validation of its arguments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sparkhvd._util.counts import is_count
+from sparkhvd.driver.arguments import check_seconds
+from sparkhvd.driver.ray.cluster import RankResources
+from sparkhvd.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """What ``RayExecutor.create_settings`` returns, under Horovod's names.
+
+    Attributes:
+        timeout_s: seconds within which all ranks must be ready, after Ray has reserved their resources.
+        placement_group_timeout_s: seconds within which Ray must have reserved the resources.
+        nics: network interfaces whose addresses the ranks use; empty uses those that all nodes can reach.
+        verbose: 0 shows no output of the ranks, 1 shows it, 2 adds sparkhvd's own debug lines.
+    """
+
+    timeout_s: float = 300.0
+    placement_group_timeout_s: float = 100.0
+    nics: tuple[str, ...] = ()
+    verbose: int = 1
+
+    def __post_init__(self) -> None:
+        check_seconds("timeout_s", self.timeout_s)
+        check_seconds("placement_group_timeout_s", self.placement_group_timeout_s)
+
+
+def settings_from(value: object) -> RaySettings:
+    """Return the settings for the argument ``settings``: None, ``RaySettings``, or an object of Horovod's.
+
+    Raises:
+        ConfigError: the settings ask for what sparkhvd lacks.
+    """
+    if isinstance(value, RaySettings):
+        return value
+    if getattr(value, "elastic", False):
+        raise ConfigError("settings.elastic is set, but sparkhvd has no elastic jobs on Ray. Use sparkhvd.run_elastic.")
+    names = [name for name in RaySettings.__dataclass_fields__ if getattr(value, name, None) is not None]
+    fields = {name: getattr(value, name) for name in names}
+    if value is not None and not fields:
+        raise ConfigError(f"settings={value!r} must come from RayExecutor.create_settings().")
+    return RaySettings(**{**fields, "nics": names_of(fields.get("nics"))})
+
+
+def names_of(nics: Iterable[str] | None) -> tuple[str, ...]:
+    """Return network interfaces, also from a set, or a single name."""
+    return (nics,) if isinstance(nics, str) else tuple(sorted(nics or ()))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of a ``RayExecutor``.
+
+    Attributes:
+        num_proc: their number.
+        ranks_per_node: the number on each node; None lets Ray choose.
+        resources: those of each rank.
+    """
+
+    num_proc: int
+    ranks_per_node: int | None
+    resources: RankResources
+
+
+def layout_of(
+    *,
+    num_workers: int | None,
+    num_hosts: int | None,
+    num_workers_per_host: int | None,
+    cpus_per_worker: int,
+    use_gpu: bool,
+    gpus_per_worker: float | None,
+) -> Layout:
+    """Return the ranks for arguments of ``RayExecutor``.
+
+    Raises:
+        ConfigError: an argument has a value that cannot work, or arguments contradict each other.
+    """
+    counts = {"num_workers": num_workers, "num_hosts": num_hosts, "num_workers_per_host": num_workers_per_host}
+    for name, value in {**counts, "cpus_per_worker": cpus_per_worker}.items():
+        if value is not None and not is_count(value, 1):
+            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
+    if (num_workers is None) == (num_hosts is None):
+        raise ConfigError(
+            f"Exactly one of num_workers and num_hosts must be set, got num_workers={num_workers} and "
+            f"num_hosts={num_hosts}. Pass num_workers, or num_hosts with num_workers_per_host."
+        )
+    if num_hosts is None and num_workers_per_host is not None:
+        raise ConfigError(
+            f"num_workers_per_host={num_workers_per_host} requires num_hosts. Pass num_hosts instead of num_workers."
+        )
+    resources = RankResources(int(cpus_per_worker), _gpus(use_gpu, gpus_per_worker))
+    if num_workers is not None:
+        return Layout(int(num_workers), None, resources)
+    per_host = int(num_workers_per_host or 1)
+    return Layout(int(num_hosts or 1) * per_host, per_host, resources)
+
+
+def _gpus(use_gpu: bool, gpus_per_worker: float | None) -> float:
+    if gpus_per_worker is None:
+        return 1.0 if use_gpu else 0.0
+    if not use_gpu:
+        raise ConfigError(f"gpus_per_worker={gpus_per_worker} requires use_gpu=True.")
+    if not isinstance(gpus_per_worker, int | float) or not (
+        0 < gpus_per_worker <= 1 or (gpus_per_worker > 0 and float(gpus_per_worker).is_integer())
+    ):
+        raise ConfigError(
+            "gpus_per_worker must be a positive integer or a fraction between 0 and 1 (Ray accepts no other amounts), "
+            f"got {gpus_per_worker!r}."
+        )
+    return float(gpus_per_worker)

@@ -1,0 +1,274 @@
+"""Jobs on a real Ray cluster with two nodes on this machine."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import sparkhvd
+from sparkhvd.errors import LaunchError, RankFailedError, SlotsError, StartTimeoutError
+from tests.waiting import wait_for
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head with one CPU, and a node with two CPUs and two fake GPUs; this process is connected to them."""
+    from ray.cluster_utils import Cluster  # noqa: PLC0415 - Ray may be missing
+
+    head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=80 << 20)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def describe() -> tuple[int, str | None, float]:
+    import numpy as np  # noqa: PLC0415
+
+    import sparkhvd.numpy as hvd  # noqa: PLC0415
+
+    hvd.init()
+    print("said by", hvd.rank())
+    return hvd.rank(), os.environ.get("MINE"), float(hvd.allreduce(np.ones(1), op=hvd.Sum)[0])
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ranks_run_as_actors_and_their_output_reaches_the_driver(tmp_path):
+    stdout = io.StringIO()
+    results = sparkhvd.run(
+        describe, num_proc=3, launcher="ray", env={"MINE": "yes"}, stdout=stdout, output_filename=str(tmp_path)
+    )
+    assert results == [(rank, "yes", 3.0) for rank in range(3)]
+    assert sorted(stdout.getvalue().splitlines()) == [f"[{rank}]<stdout>:said by {rank}" for rank in range(3)]
+    assert (tmp_path / "rank.2" / "stdout").read_text() == "said by 2\n"
+
+
+def devices() -> tuple[str | None, ...]:
+    return tuple(os.environ.get(name) for name in ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "SPARKHVD_DEVICES"))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ranks_see_the_gpus_of_their_node_in_the_order_of_local_ranks():
+    stdout = io.StringIO()
+    # All nodes have room for as many ranks as there are GPUs.
+    assert sparkhvd.run(devices, launcher="ray", gpus_per_task=1, stdout=stdout) == [
+        ("0", "0,1", "0"),
+        ("1", "0,1", "1"),
+    ]
+    assert "rank 1: host " in stdout.getvalue()
+
+
+def stay(folder: str) -> None:
+    child = subprocess.Popen(["sleep", "600"])  # Ray ends an actor and its children, but not this one
+    path = Path(folder, os.environ["SPARKHVD_RANK"])
+    path.with_suffix(".new").write_text(f"{os.getppid()} {os.getpid()} {child.pid}")
+    path.with_suffix(".new").rename(path)
+    time.sleep(600)
+
+
+def pids_in(folder: Path, count: int) -> dict[str, list[int]]:
+    """Return the ids of the actor, the worker process and its child by rank, once all ranks have written them."""
+    ranks = [str(rank) for rank in range(count)]
+    wait_for(lambda: all((folder / rank).exists() for rank in ranks))
+    return {rank: [int(pid) for pid in (folder / rank).read_text().split()] for rank in ranks}
+
+
+def assert_ended(pids: dict[str, list[int]]) -> None:
+    numbers = {number for numbers in pids.values() for number in numbers}
+    left = [process for process in psutil.process_iter() if process.pid in numbers]
+    assert psutil.wait_procs(left, timeout=20)[1] == []
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    ("process", "words"),
+    [
+        (1, r"Rank 1 on host \S+ was killed by signal 9 \(SIGKILL\).* \(in fn\)"),
+        (0, r"Rank 1 on host \S+ was lost \(in fn\): its Ray actor ended unexpectedly"),
+    ],
+    ids=["worker", "actor"],
+)
+def test_the_loss_of_a_worker_or_an_actor_ends_the_job_and_names_the_rank(process, words, tmp_path):
+    pids: dict[str, list[int]] = {}
+
+    def kill() -> None:
+        pids.update(pids_in(tmp_path, 2))
+        os.kill(pids["1"][process], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, name="killer")
+    killer.start()
+    with pytest.raises(RankFailedError, match=words) as caught:
+        sparkhvd.run(stay, (str(tmp_path),), num_proc=2, launcher="ray")
+    killer.join()
+    assert caught.value.rank == 1
+    assert_ended(pids)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_interrupt_ends_all_processes_of_a_job_and_releases_its_resources(tmp_path):
+    pids: dict[str, list[int]] = {}
+
+    def interrupt() -> None:
+        pids.update(pids_in(tmp_path, 2))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, name="interrupter")
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        sparkhvd.run(stay, (str(tmp_path),), num_proc=2, launcher="ray")
+    thread.join()
+    assert_ended(pids)
+    wait_for(lambda: ray.available_resources().get("CPU") == 3.0)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_too_few_resources_are_reported_with_what_the_cluster_has():
+    nodes = r"1 node with 1 CPU; 1 node with 2 CPU and 2 GPU"
+    words = rf"4 ranks with 1 CPU each were requested, but the Ray cluster has {nodes}\. Request fewer ranks"
+    with pytest.raises(SlotsError, match=words):
+        sparkhvd.run(describe, num_proc=4, launcher="ray", start_timeout=1)
+    with pytest.raises(SlotsError, match=r"2 ranks with 2 CPU and 0\.5 GPU each"):
+        sparkhvd.run(describe, num_proc=2, cpus_per_task=2, gpus_per_task=0.5, launcher="ray", start_timeout=1)
+    with pytest.raises(SlotsError, match=rf"no room for a rank with 8 CPU: it has {nodes}"):
+        sparkhvd.run(describe, cpus_per_task=8, launcher="ray")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_resources_that_stay_busy_are_a_start_timeout():
+    from ray.util.placement_group import placement_group, remove_placement_group  # noqa: PLC0415
+
+    group = placement_group([{"CPU": 2.0}])
+    assert group.wait(30)
+    try:
+        words = r"within start_timeout=1 s\. The cluster has .*, but other jobs use them; of these, 1 CPU and 2 GPU are"
+        with pytest.raises(StartTimeoutError, match=words):
+            sparkhvd.run(describe, num_proc=2, launcher="ray", start_timeout=1)
+    finally:
+        remove_placement_group(group)
+    wait_for(lambda: ray.available_resources().get("CPU") == 3.0)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_estimator_trains_on_parquet_files_without_a_spark_session(tmp_path, monkeypatch):
+    import pyarrow as pa  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+    from pyarrow import parquet  # noqa: PLC0415
+
+    monkeypatch.setattr("sparkhvd.estimators.params.backend.current_session", lambda: None)
+    parquet.write_table(
+        pa.table({"x": [float(number) for number in range(8)], "y": [1.0] * 8}), tmp_path / "rows.parquet"
+    )
+    model = torch.nn.Linear(1, 1)
+    estimator = sparkhvd.TorchEstimator(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=2,
+        epochs=2,
+        num_proc=2,
+        backend="ray",
+        verbose=0,
+    )
+    trained = estimator.fit_on_parquet(path=str(tmp_path / "rows.parquet"))
+    assert len(trained.history) == 2
+
+
+class Counter:
+    def __init__(self, start: int, step: int = 1) -> None:
+        self.value = start
+        self.step = step
+
+    def add(self) -> int:
+        self.value += self.step
+        return self.value
+
+
+def join() -> tuple[int, str | None]:
+    import sparkhvd.numpy as hvd  # noqa: PLC0415
+
+    hvd.init()
+    return hvd.rank(), os.environ.get("MINE")
+
+
+def total(value: float) -> float:
+    import numpy as np  # noqa: PLC0415
+
+    import sparkhvd.numpy as hvd  # noqa: PLC0415
+
+    return float(hvd.allreduce(np.full(1, value), op=hvd.Sum)[0])
+
+
+def fail_on_rank_1() -> None:
+    if os.environ["SPARKHVD_RANK"] == "1":
+        raise ValueError("no luck")
+    total(1.0)
+
+
+def test_an_executor_keeps_its_ranks_between_calls_and_reports_a_failure(cluster, tmp_path):
+    from sparkhvd.ray import RayExecutor  # noqa: PLC0415
+
+    settings = RayExecutor.create_settings(timeout_s=100, placement_group_timeout_s=50)
+    with RayExecutor(settings, num_hosts=2) as executor:
+        with pytest.raises(LaunchError, match=r"ranks of this RayExecutor do not run\. Call start\(\) first"):
+            executor.run(join)
+        executor.start(Counter, executable_args=(5,), executable_kwargs={"step": 2}, extra_env_vars={"MINE": "yes"})
+        with pytest.raises(LaunchError, match=r"run already\. Call shutdown\(\) before start"):
+            executor.start()
+        assert executor.run(join) == [(0, "yes"), (1, "yes")]
+        assert executor.run(total, args=(3.0,)) == [6.0, 6.0]
+        assert executor.execute(Counter.add) == [7, 7]
+        assert executor.execute_single(lambda counter: counter.add()) == 9
+        refs = [*executor.run_remote(total, kwargs={"value": 1.5}), *executor.run_remote(join)]
+        assert ray.get(refs) == [3.0, 3.0, (0, "yes"), (1, "yes")]
+        assert executor.execute(Counter.add) == [11, 9]
+        refs = executor.run_remote(fail_on_rank_1)
+        for ref in refs:
+            with pytest.raises(RankFailedError, match=r"Rank 1 on host \S+ raised ValueError: no luck .* start\(\)"):
+                ray.get(ref)
+        with pytest.raises(RankFailedError, match=r"^Rank 1 on host \S+ raised ValueError: no luck \(in fn, after "):
+            executor.run(join)
+        words = r"do not run\. They ended because of a failure: Rank 1 .* no luck .*\. Call start\(\) first\."
+        with pytest.raises(LaunchError, match=words):
+            executor.run(join)
+        executor.start()
+        assert executor.run(join) == [(0, None), (1, None)]
+        executor.shutdown()
+        executor.shutdown()
+    wait_for(lambda: ray.available_resources().get("CPU") == 3.0)
+
+
+def test_the_loss_of_a_node_ends_the_ranks_and_names_one_of_them(cluster, tmp_path):
+    """The last test: the cluster has one node less from then on."""
+    from sparkhvd.ray import RayExecutor  # noqa: PLC0415
+
+    pids: dict[str, list[int]] = {}
+
+    def remove() -> None:
+        pids.update(pids_in(tmp_path, 2))
+        cluster.remove_node(next(node for node in cluster.list_all_nodes() if not node.head), allow_graceful=False)
+
+    with RayExecutor(num_hosts=2) as executor:
+        executor.start()
+        remover = threading.Thread(target=remove, name="remover")
+        remover.start()
+        with pytest.raises(RankFailedError, match=r"Rank [01] on host \S+ was lost \(in fn\)"):
+            executor.run(stay, (str(tmp_path),))
+        remover.join()
+    assert_ended(pids)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from sparkhvd.task.ray.cleanup import Cleanup
+from tests.waiting import wait_for
+
+_KILLED = """
+import os, signal, sys
+from sparkhvd.task.ray.cleanup import Cleanup
+Cleanup(int(sys.argv[1]), sys.argv[2])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_group_ends_and_the_folder_goes_when_the_process_is_killed(tmp_path):
+    folder = tmp_path / "scratch folder"
+    folder.mkdir()
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as child:
+        subprocess.run([sys.executable, "-c", _KILLED, str(child.pid), str(folder)], check=False)
+    assert child.returncode == -signal.SIGKILL
+    wait_for(lambda: not folder.exists())
+
+
+def test_nothing_is_touched_after_the_end(tmp_path):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    Cleanup(os.getpid(), str(tmp_path)).close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert Path(tmp_path).exists()
