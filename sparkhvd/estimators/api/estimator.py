@@ -494,7 +494,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             run.lease.check()
         return result
 
-    def _run_job(self, spark: SparkSession, run: RunPlan, job: TrainJob, direct_rows: DataFrame | None) -> TrainResult:
+    def _run_job(
+        self, spark: SparkSession | None, run: RunPlan, job: TrainJob, direct_rows: DataFrame | None
+    ) -> TrainResult:
         """Train on all ranks, with a progress bar and ``epoch_callback`` on the driver."""
         calls = EpochCalls(run.epoch_callback)
         with ExitStack() as stack:
