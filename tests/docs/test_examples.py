@@ -75,6 +75,12 @@ def test_scikit_learn_digits_averages_the_weights_of_the_ranks(spark: SparkSessi
     assert float(re.search(r"held-out accuracy, 2 ranks: ([\d.]+)%", shown)[1]) > 70
 
 
+def test_ray_tune_digits_trains_a_trial_on_two_ranks(tmp_path: Path) -> None:
+    shown = _run(tmp_path, "ray_tune_digits.py", "--trials", "1", "--epochs", "1")
+    assert "1 trials, 0 of them failed" in shown
+    assert float(re.search(r"held-out accuracy, 2 ranks: ([\d.]+)%", shown)[1]) > 5
+
+
 def test_synthetic_benchmark_prints_images_per_second_per_rank_and_in_total(tmp_path: Path) -> None:
     small = ["--width", "4", "--image-size", "32", "--batch-size", "2", "--num-classes", "10"]
     short = ["--num-warmup-batches", "1", "--num-batches-per-iter", "1", "--num-iters", "2"]
