@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import os
 import signal
+import socket
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 
 import sparkhvd
 from sparkhvd.errors import LaunchError, RankFailedError, SlotsError, StartTimeoutError
+from tests.scripts import ROOT
 from tests.waiting import wait_for
 
 ray = pytest.importorskip("ray")
@@ -252,6 +256,47 @@ def test_an_executor_keeps_its_ranks_between_calls_and_reports_a_failure(cluster
         executor.shutdown()
         executor.shutdown()
     wait_for(lambda: ray.available_resources().get("CPU") == 3.0)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_executor_in_a_ray_task_uses_its_placement_group():
+    from ray.util.placement_group import placement_group, remove_placement_group  # noqa: PLC0415
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415
+
+    def run_ranks(count: int) -> list[str | None]:
+        from sparkhvd.ray import RayExecutor  # noqa: PLC0415
+
+        with RayExecutor(num_workers=count) as executor:
+            executor.start()
+            return executor.run(os.getenv, ("SPARKHVD_RANK",))
+
+    group = placement_group([{"CPU": 1.0}] * 3)  # all of the cluster
+    task = ray.remote(num_cpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0))(run_ranks)
+    try:
+        assert ray.get(task.remote(2), timeout=100) == ["0", "1"]
+        with pytest.raises(
+            SlotsError, match="current placement group has room for 3 ranks with 1 CPU each, but 4 were"
+        ):
+            ray.get(task.remote(4), timeout=100)
+    finally:
+        remove_placement_group(group)
+    wait_for(lambda: ray.available_resources().get("CPU") == 3.0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_jobs_run_over_ray_client():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tests.launch.ray_client_script", str(port)]
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # short, for the names of Ray's sockets
+        environment = {**os.environ, "TMPDIR": folder}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert "Rank 1 on host " in done.stdout
 
 
 def test_the_loss_of_a_node_ends_the_ranks_and_names_one_of_them(cluster, tmp_path):
