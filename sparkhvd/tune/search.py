@@ -14,7 +14,7 @@ from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.training.sample_rows import require_spark_dataframe
 from sparkhvd.store.protocol import Store
 from sparkhvd.tune.halving import SuccessiveHalving
-from sparkhvd.tune.study import Direction, StudySettings, held, seed_of
+from sparkhvd.tune.study import Direction, StudySettings, held, run_prefix, seed_of
 from sparkhvd.tune.trials import Limits, Space, Trials
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ def _searched(  # noqa: PLR0917
     store = with_spark_credentials(own_store, spark)
     with ExitStack() as stack:
         study = stack.enter_context(settings.opened([direction] * len(metrics)))
-        if settings.storage is not None:
-            stack.enter_context(held(store, study.study_name))
+        stack.enter_context(held(store, study.study_name))
+        prefix = run_prefix(study)
         template = estimator.copy()  # in this thread, whose MLflow run the trials belong to
         template.setParams(random_seed=seed_of(study, estimator.getOrDefault(estimator.random_seed)))
         data = stack.enter_context(template.prepare(df))
@@ -162,7 +162,9 @@ def _searched(  # noqa: PLR0917
                 f"The search optimizes {unknown[0]!r}, but there are no validation rows. Set the estimator's "
                 "validation, or search by another metric."
             )
-        trials = Trials(template, data, store, space, study, metrics, spark, halving=halving, keep_runs=keep_runs)
+        trials = Trials(
+            template, data, store, space, study, metrics, spark, prefix, halving=halving, keep_runs=keep_runs
+        )
         trials.resume_interrupted()
         trials.run(limits)
         return SearchResult(study, trials.best_models())

@@ -11,8 +11,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
 
 from sparkhvd.compat.horovod import not_installed
-from sparkhvd.errors import ParamError
+from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.estimators.runs.run_lease import hold_run
+from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 
 Direction = Literal["minimize", "maximize"]
 
+# What studies are marked with.
 _SEED = "sparkhvd:random_seed"
+_RUNS = "sparkhvd:runs"
+
+_LONGEST_END = "-0123abcd-1234567"  # of a run's id, after the name of its study
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,7 @@ class StudySettings:
             raise ParamError(
                 "A search with a storage needs study_name: by this name, a later call finds the study and continues it."
             )
-        storage = self.storage
-        if isinstance(storage, str) and not storage.startswith("redis"):  # the one URL that is no database
-            storage = optuna.storages.RDBStorage(storage)
+        storage = _opened_storage(self.storage) if isinstance(self.storage, str) else self.storage
         study = optuna.create_study(
             storage=storage,
             study_name=self.name or f"search-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}",
@@ -71,15 +74,46 @@ class StudySettings:
                 storage.engine.dispose()  # the study opens new ones when it is used again
 
 
+def _opened_storage(url: str) -> optuna.storages.BaseStorage:
+    import optuna  # noqa: PLC0415  (optional)
+
+    try:
+        # Redis is the one URL that is no database.
+        return optuna.storages.get_storage(url) if url.startswith("redis") else optuna.storages.RDBStorage(url)
+    except Exception as error:  # of SQLAlchemy or a driver of a database
+        raise ParamError(
+            f"Optuna cannot open storage={url!r}: {error}. Pass the URL of a database, such as 'sqlite:///search.db', "
+            "or an object of optuna.storages."
+        ) from error
+
+
 @contextmanager
 def held(store: Store, study_name: str) -> Iterator[None]:
-    """Hold a study within the context, so that its running trials are known to be those of a killed search."""
+    """Hold a study within the context, so that its running trials are known to be those of a killed search.
+
+    Raises:
+        ParamError: another search holds it, or its name cannot be that of a folder.
+    """
+    try:
+        layout.run_folder(f"{study_name}{_LONGEST_END}")
+    except StoreError as error:
+        raise ParamError(
+            f"study_name={study_name!r:.300} is part of the names of folders in the Store. Use at most 180 characters, "
+            "none of which is '/', '\\' or a control character, and do not begin with a dot."
+        ) from error
     with ExitStack() as stack:
         try:
             stack.enter_context(hold_run(store, f"{study_name}-search"))
         except ParamError as error:
             raise ParamError(f"Study {study_name!r} belongs to a search that is still running: {error}") from error
         yield
+
+
+def run_prefix(study: optuna.Study) -> str:
+    """Return the beginning of the ids of a study's runs, which no other study of the same name has."""
+    prefix: str = study.user_attrs.get(_RUNS) or f"{study.study_name}-{uuid.uuid4().hex[:8]}"
+    study.set_user_attr(_RUNS, prefix)
+    return prefix
 
 
 def seed_of(study: optuna.Study, own: int | None) -> int:

@@ -92,6 +92,7 @@ class Trials:
         study: of Optuna.
         metrics: that the study optimizes.
         spark: the session.
+        prefix: the beginning of the ids of the runs.
         halving: which trials are trained how long; None trains all of them to the end.
         keep_runs: whether the runs of all trials are kept.
     """
@@ -105,6 +106,7 @@ class Trials:
         study: optuna.Study,
         metrics: Sequence[str],
         spark: SparkSession,
+        prefix: str,
         *,
         halving: SuccessiveHalving | None,
         keep_runs: bool,
@@ -116,6 +118,7 @@ class Trials:
         self._study = study
         self._metrics = metrics
         self._spark = spark
+        self._prefix = prefix
         self._keep_runs = keep_runs
         epochs = template.getOrDefault(template.epochs)
         self._rungs = (epochs,) if halving is None else halving.rungs(epochs)
@@ -187,6 +190,8 @@ class Trials:
 
     def _why_none_completed(self) -> str:
         trials = self._trials()
+        if not trials:
+            return "No trial started within timeout. Allow more seconds: the rows are prepared first."
         errors = [(trial.number, trial.user_attrs[_ERROR]) for trial in trials if _ERROR in trial.user_attrs]
         reason = f" Trial {errors[0][0]} failed: {errors[0][1]}" if errors else ""
         return f"None of {counted(len(trials), 'trial')} completed.{reason}"
@@ -220,7 +225,7 @@ class Trials:
     def _new(self) -> Attempt:
         self._left -= 1
         trial = self._study.ask()
-        run_id = trial.user_attrs.get(_RUN_ID) or f"{self._study.study_name}-{trial.number:04d}"
+        run_id = trial.user_attrs.get(_RUN_ID) or f"{self._prefix}-{trial.number:04d}"
         trial.set_user_attr(_RUN_ID, run_id)
         return Attempt(trial, run_id, TrialReports(trial, *self._metrics))
 

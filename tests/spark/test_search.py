@@ -153,7 +153,8 @@ def test_an_interrupted_search_resumes_its_trials_and_keeps_their_best_model(df,
         tune.minimize(estimator(store, epoch_callback=interrupt), df, space, 3, storage=storage, **settings)
     study = optuna.load_study(study_name="search", storage=storage, sampler=settings["sampler"])
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL"]
-    assert [path for path in store.list(layout.checkpoints_folder("search-0001")) if "epoch-0000" in path]
+    run_id = study.trials[1].user_attrs["sparkhvd:run_id"]
+    assert [path for path in store.list(layout.checkpoints_folder(run_id)) if "epoch-0000" in path]
     killed = study.ask()
     space(killed)
     killed.set_user_attr("sparkhvd:run_id", "search-0002")
@@ -163,7 +164,7 @@ def test_an_interrupted_search_resumes_its_trials_and_keeps_their_best_model(df,
         trial.value for trial in expected.study.trials
     }
     assert result.best_value == expected.best_value
-    assert "trial 1 was interrupted; its run search-0001 is resumed" in caplog.text
+    assert f"trial 1 was interrupted; its run {run_id} is resumed" in caplog.text
     assert runs(store) == {result.best_model.getRunId()}
 
 
@@ -176,6 +177,14 @@ def test_a_study_that_is_being_searched_is_refused(df, store):
         return space(trial)
 
     tune.minimize(estimator(store), df, searching, 1, storage=storage, study_name="search")
+
+
+def test_another_study_of_the_same_name_trains_runs_of_its_own(df, store):
+    settings = {"study_name": "search", "keep_runs": True}
+    first = tune.minimize(estimator(store), df, space, 1, sampler=optuna.samplers.RandomSampler(seed=0), **settings)
+    second = tune.minimize(estimator(store), df, space, 1, sampler=optuna.samplers.RandomSampler(seed=1), **settings)
+    assert first.best_value != second.best_value
+    assert runs(store) == {first.best_model.getRunId(), second.best_model.getRunId()}
 
 
 def test_several_metrics_give_a_front_of_models(df, store):
@@ -210,6 +219,9 @@ def test_a_metric_that_no_epoch_reports_ends_the_search(df, store):
         ({}, {"metric": ()}, "must be the name of a metric"),
         ({}, {"space": {}}, "must be a function"),
         ({}, {"storage": "sqlite://"}, "needs study_name"),
+        ({}, {"storage": "nothing://", "study_name": "a"}, "Optuna cannot open storage='nothing://'"),
+        ({}, {"study_name": "a/b"}, "study_name='a/b' is part of the names of folders"),
+        ({}, {"study_name": "a" * 200}, "Use at most 180 characters"),
     ],
 )
 def test_a_search_that_cannot_work_is_refused(df, store, more, arguments, complaint):
