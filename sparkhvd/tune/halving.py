@@ -23,17 +23,18 @@ class SuccessiveHalving:
         factor: one of so many trials is promoted.
 
     Raises:
-        ParamError: a number is too small.
+        ParamError: a number is too small or not whole.
     """
 
     min_epochs: int = 1
     factor: int = 3
 
     def __post_init__(self) -> None:
-        if self.min_epochs < 1 or self.factor < 2:
+        whole = all(isinstance(number, int) for number in (self.min_epochs, self.factor))
+        if not whole or self.min_epochs < 1 or self.factor < 2:
             raise ParamError(
-                f"SuccessiveHalving(min_epochs={self.min_epochs}, factor={self.factor}): min_epochs must be at least 1 "
-                "and factor at least 2."
+                f"SuccessiveHalving(min_epochs={self.min_epochs}, factor={self.factor}): min_epochs must be a whole "
+                "number of at least 1, and factor one of at least 2."
             )
 
     def rungs(self, epochs: int) -> tuple[int, ...]:
@@ -62,6 +63,11 @@ class Ladder:
     def reach(self, rung: int, trial: int, score: float) -> None:
         """Note that a trial has reached a rung."""
         self._scores[rung][trial] = score
+
+    def drop(self, trial: int) -> None:
+        """Forget a trial that failed or was pruned, so that another one is promoted in its place."""
+        for scores in self._scores:
+            scores.pop(trial, None)
 
     def promote(self, *, is_closed: bool) -> tuple[int, int] | None:
         """Return the trial to promote and its next rung, from the highest rung that allows it; None if none does.

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import optuna
 
 
-class UnknownMetricError(ParamError):
-    """An epoch does not report a metric that the search optimizes."""
+class SearchArgumentError(ParamError):
+    """An argument of a search is wrong for every trial: the space, or a metric that no epoch reports."""
 
 
 class TrialReports:
@@ -62,6 +62,8 @@ class TrialReports:
     def value(self) -> float | tuple[float, ...]:
         """Return the metric of the last epoch, or the metrics as a tuple, for the objective to return.
 
+        With ``Checkpoints(best=...)``, the model may be that of another epoch.
+
         Raises:
             optuna.TrialPruned: the trial was pruned.
             ParamError: no epoch was reported.
@@ -83,10 +85,10 @@ def metrics_of(values: Mapping[str, float], names: Sequence[str]) -> tuple[float
     """Return metrics of an epoch by name.
 
     Raises:
-        UnknownMetricError: the epoch does not have a metric.
+        SearchArgumentError: the epoch does not have a metric.
     """
     for name in names:
         if name not in values:
             hint = f" {did_you_mean(name, values)}".rstrip()
-            raise UnknownMetricError(f"The search optimizes {name!r}, but an epoch reports {', '.join(values)}.{hint}")
+            raise SearchArgumentError(f"The search optimizes {name!r}, but an epoch reports {', '.join(values)}.{hint}")
     return tuple(values[name] for name in names)

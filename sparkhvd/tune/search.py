@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.data.spark.settings import with_spark_credentials
-from sparkhvd.errors import ParamError
+from sparkhvd.errors import ParamError, SearchError
 from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.training.sample_rows import require_spark_dataframe
 from sparkhvd.store.protocol import Store
 from sparkhvd.tune.halving import SuccessiveHalving
-from sparkhvd.tune.study import Direction, StudySettings, held, run_prefix, seed_of
+from sparkhvd.tune.study import Direction, StudySettings, check_comparable, held, run_prefix, seed_of
 from sparkhvd.tune.trials import Limits, Space, Trials
 
 if TYPE_CHECKING:
@@ -30,26 +30,42 @@ class SearchResult:
 
     Attributes:
         study: Optuna's study, with all trials.
-        models: the trained models of the best trials, by trial number: one, or the Pareto front of several metrics.
+        best_trials: the best trials, by number: one, or the Pareto front of several metrics.
+        models: their trained models, by number.
     """
 
     study: optuna.Study
+    best_trials: Mapping[int, optuna.trial.FrozenTrial]
     models: Mapping[int, TrainedModel]
 
     @property
+    def best_trial(self) -> optuna.trial.FrozenTrial:
+        """The best trial.
+
+        Raises:
+            SearchError: the search is by several metrics, and several trials are the best.
+        """
+        if len(self.best_trials) > 1:
+            raise SearchError(
+                f"A search by several metrics has several best trials: {list(self.best_trials)}. Choose one of them in "
+                "best_trials and models."
+            )
+        return next(iter(self.best_trials.values()))
+
+    @property
     def best_model(self) -> TrainedModel:
-        """The model of the best trial; a search by several metrics has only ``models``."""
-        return self.models[self.study.best_trial.number]
+        """The model of ``best_trial``."""
+        return self.models[self.best_trial.number]
 
     @property
     def best_params(self) -> dict[str, Any]:
-        """The parameters that the trial suggested; a search by several metrics has only ``study.best_trials``."""
-        return self.study.best_params
+        """The parameters that ``best_trial`` suggested."""
+        return dict(self.best_trial.params)
 
     @property
     def best_value(self) -> float:
-        """The metric of ``best_model``."""
-        return self.study.best_value
+        """The metric of ``best_model``; the first one if there are several."""
+        return float(self.best_trial.values[0])
 
 
 @brief_errors
@@ -145,7 +161,9 @@ def _searched(  # noqa: PLR0917
     keep_runs: bool,
 ) -> SearchResult:
     require_spark_dataframe(direction, df)
-    metrics = (metric,) if isinstance(metric, str) else tuple(metric)
+    metrics = (metric,) if isinstance(metric, str) else tuple(metric) if isinstance(metric, Sequence) else ()
+    if halving is not None and not isinstance(halving, SuccessiveHalving):
+        raise ParamError(f"halving={halving!r:.200} must be a SuccessiveHalving, or None.")
     if halving is not None and len(metrics) > 1:
         raise ParamError("halving compares trials by one metric, but the search has several. Leave one of them out.")
     own_store, spark = _checked_store(estimator, space, metrics), df.sparkSession
@@ -156,18 +174,28 @@ def _searched(  # noqa: PLR0917
         prefix = run_prefix(study)
         template = estimator.copy()  # in this thread, whose MLflow run the trials belong to
         template.setParams(random_seed=seed_of(study, estimator.getOrDefault(estimator.random_seed)))
+        if settings.storage is None and estimator.getOrDefault(estimator.random_seed) is None:
+            template.setParams(keep_data=0)  # no later search has this seed
         data = stack.enter_context(template.prepare(df))
         if data.validation_rows == 0 and (unknown := [name for name in metrics if name.startswith("val_")]):
             raise ParamError(
                 f"The search optimizes {unknown[0]!r}, but there are no validation rows. Set the estimator's "
                 "validation, or search by another metric."
             )
+        facts = {
+            "metrics": list(metrics),
+            "random_seed": template.getOrDefault(template.random_seed),
+            "validation": template.getOrDefault(template.validation),
+            "rows": [data.train_rows, data.validation_rows],
+        }
+        check_comparable(study, facts)
         trials = Trials(
             template, data, store, space, study, metrics, spark, prefix, halving=halving, keep_runs=keep_runs
         )
         trials.resume_interrupted()
         trials.run(limits)
-        return SearchResult(study, trials.best_models())
+        models = trials.best_models()
+        return SearchResult(study, {trial.number: trial for trial in trials.best()}, models)
 
 
 def _checked_store(estimator: object, space: object, metrics: Sequence[object]) -> Store:
@@ -178,8 +206,9 @@ def _checked_store(estimator: object, space: object, metrics: Sequence[object]) 
         )
     if not callable(space):
         raise ParamError(f"space={space!r:.200} must be a function that gets a trial and returns parameters by name.")
-    if not metrics or not all(isinstance(name, str) for name in metrics):
-        raise ParamError(f"metric={metrics!r:.200} must be the name of a metric, such as 'val_loss', or several names.")
+    named = bool(metrics) and all(isinstance(name, str) for name in metrics)
+    if not named or len(set(metrics)) < len(metrics):
+        raise ParamError("metric must be the name of a metric, such as 'val_loss', or several different names.")
     store: Store | None = estimator.getOrDefault(estimator.store)
     if store is None or not store.save_runs:
         raise ParamError(

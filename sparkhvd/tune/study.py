@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -48,6 +48,10 @@ class StudySettings:
             import optuna  # noqa: PLC0415  (optional)
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(not_installed("sparkhvd.tune", "optuna"), name="optuna") from error
+        if self.name is not None:
+            check_name(self.name)
+        if isinstance(self.sampler, type) or isinstance(self.pruner, type):
+            raise ParamError("sampler and pruner must be objects, not classes: call the class, as in MedianPruner().")
         if self.storage is not None and self.name is None:
             raise ParamError(
                 "A search with a storage needs study_name: by this name, a later call finds the study and continues it."
@@ -87,20 +91,28 @@ def _opened_storage(url: str) -> optuna.storages.BaseStorage:
         ) from error
 
 
+def check_name(name: str) -> None:
+    """Refuse the name of a study that cannot be part of a folder's name.
+
+    Raises:
+        ParamError: the message says which names can.
+    """
+    try:
+        layout.run_folder(name and f"{name}{_LONGEST_END}")
+    except StoreError as error:
+        raise ParamError(
+            f"study_name={name!r:.300} is part of the names of folders in the Store. Use 1 to 180 characters, none of "
+            "which is '/', '\\' or a control character, and do not begin with a dot."
+        ) from error
+
+
 @contextmanager
 def held(store: Store, study_name: str) -> Iterator[None]:
     """Hold a study within the context, so that its running trials are known to be those of a killed search.
 
     Raises:
-        ParamError: another search holds it, or its name cannot be that of a folder.
+        ParamError: another search holds it.
     """
-    try:
-        layout.run_folder(f"{study_name}{_LONGEST_END}")
-    except StoreError as error:
-        raise ParamError(
-            f"study_name={study_name!r:.300} is part of the names of folders in the Store. Use at most 180 characters, "
-            "none of which is '/', '\\' or a control character, and do not begin with a dot."
-        ) from error
     with ExitStack() as stack:
         try:
             stack.enter_context(hold_run(store, f"{study_name}-search"))
@@ -118,6 +130,28 @@ def run_prefix(study: optuna.Study) -> str:
 
 def seed_of(study: optuna.Study, own: int | None) -> int:
     """Return the seed of all trials, so that they differ in their parameters only, also after a restart."""
-    seed: int = study.user_attrs.get(_SEED, secrets.randbelow(2**31)) if own is None else own
-    study.set_user_attr(_SEED, seed)
-    return seed
+    stored: int | None = study.user_attrs.get(_SEED)
+    if own is not None:
+        return own
+    return secrets.randbelow(2**31) if stored is None else stored
+
+
+def check_comparable(study: optuna.Study, facts: Mapping[str, object]) -> None:
+    """Refuse to continue a study whose trials could not be compared with the new ones.
+
+    Args:
+        study: the study, which keeps the facts of its first search.
+        facts: what all trials must have in common, by name.
+
+    Raises:
+        ParamError: a fact differs.
+    """
+    for name, value in facts.items():
+        key = f"sparkhvd:{name}"
+        stored = study.user_attrs.get(key, value)
+        if stored != value:
+            raise ParamError(
+                f"The earlier trials of study {study.study_name!r} have {name} {stored}, but this search has {value}, "
+                "so they could not be compared. Continue with the same, or choose another study_name."
+            )
+        study.set_user_attr(key, value)

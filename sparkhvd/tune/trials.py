@@ -20,10 +20,12 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ParamError, SearchError, StoreError
 from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.params.policies import metric_values
+from sparkhvd.estimators.training import checkpoint
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 from sparkhvd.tune.halving import Ladder, SuccessiveHalving
-from sparkhvd.tune.reports import TrialReports, UnknownMetricError, metrics_of
+from sparkhvd.tune.ranking import RUN_ID, best_trials
+from sparkhvd.tune.reports import SearchArgumentError, TrialReports, metrics_of
 
 if TYPE_CHECKING:
     import optuna
@@ -36,11 +38,10 @@ logger = logging.getLogger(__name__)
 
 Space = Callable[["optuna.Trial"], Mapping[str, object]]
 
-# What trials are marked with.
-_RUN_ID = "sparkhvd:run_id"
-_ERROR = "sparkhvd:error"  # the reason of a trial that failed; an interrupted trial has none
+_ERROR = "sparkhvd:error"  # marks a trial that failed with its reason; an interrupted trial has none
 _ERROR_LIMIT = 2000
 _POLL_SECONDS = 0.5
+_WORDS = {"COMPLETE": "completed", "PRUNED": "was pruned", "FAIL": "failed"}
 # The trials share the rows, so these parameters are set once, on the estimator.
 _OF_THE_ROWS = ("data", "validation", "compress_sparse_cols", "partitions_per_process", "keep_data")
 _OF_THE_SEARCH = ("store", "run_id", "resume", "epoch_callback", *_OF_THE_ROWS)
@@ -130,19 +131,30 @@ class Trials:
         self._running = 0  # attempts
         self._resting: dict[int, Attempt] = {}  # the last attempts of trials that may be promoted, by number
         self._models: dict[int, TrainedModel] = {}  # of the best trials so far, by number
-        self._kept = {trial.number: trial.user_attrs[_RUN_ID] for trial in self._best() if _RUN_ID in trial.user_attrs}
+        self._signs = [1 if direction.name == "MINIMIZE" else -1 for direction in study.directions]
+        self._kept = {trial.number: trial.user_attrs[RUN_ID] for trial in self.best()}
 
     def resume_interrupted(self) -> None:
-        """Put the trials that an earlier search did not end back into the queue, with their runs."""
+        """Put the trials that an earlier search did not end back into the queue, with their runs.
+
+        Raises:
+            ParamError: the best model of the earlier search cannot be loaded.
+        """
         from optuna.trial import TrialState  # noqa: PLC0415  (optional)
 
-        last = {trial.user_attrs[_RUN_ID]: trial for trial in self._trials() if _RUN_ID in trial.user_attrs}
+        if self._trials():
+            self._study.sampler.reseed_rng()  # a seeded sampler would repeat the parameters of the earlier trials
+        for trial in self.best():
+            self._earlier(trial)
+        last = {trial.user_attrs[RUN_ID]: trial for trial in self._trials() if RUN_ID in trial.user_attrs}
         for run_id, trial in last.items():
             if trial.state is TrialState.RUNNING:
                 self._study.tell(trial.number, state=TrialState.FAIL)
             elif trial.state is not TrialState.FAIL or _ERROR in trial.user_attrs:
                 continue
-            self._study.enqueue_trial(trial.params, user_attrs={_RUN_ID: run_id})
+            # The space may not have asked for all parameters that the trial was to have.
+            params = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
+            self._study.enqueue_trial(params, user_attrs={RUN_ID: run_id})
             logger.info("trial %d was interrupted; its run %s is resumed", trial.number, run_id)
 
     def run(self, limits: Limits) -> None:
@@ -163,8 +175,7 @@ class Trials:
             _wait_for(threads)
         except BaseException:
             self._stops.set()
-            for thread in threads:
-                cancel(self._spark, tag, thread)
+            cancel(self._spark, tag, in_background(lambda: wait(threads), "sparkhvd-search-end"))
             for attempt in self._resting.values():
                 self._interrupt(attempt)
             raise
@@ -177,23 +188,24 @@ class Trials:
         Raises:
             SearchError: no trial completed.
         """
-        best = self._best()
+        best = self.best()
         if not best:
             raise SearchError(self._why_none_completed())
         return {trial.number: self._models.get(trial.number) or self._trained_before(trial) for trial in best}
 
+    def best(self) -> list[optuna.trial.FrozenTrial]:
+        """Return the best of the trials that have a run."""
+        return best_trials(self._trials(), self._signs)
+
     def _trials(self) -> list[optuna.trial.FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
-
-    def _best(self) -> list[optuna.trial.FrozenTrial]:
-        return self._study.best_trials
 
     def _why_none_completed(self) -> str:
         trials = self._trials()
         if not trials:
             return "No trial started within timeout. Allow more seconds: the rows are prepared first."
         errors = [(trial.number, trial.user_attrs[_ERROR]) for trial in trials if _ERROR in trial.user_attrs]
-        reason = f" Trial {errors[0][0]} failed: {errors[0][1]}" if errors else ""
+        reason = f" Trial {errors[0][0]} failed: {errors[0][1]}" if errors else " The pruner or the space pruned them."
         return f"None of {counted(len(trials), 'trial')} completed.{reason}"
 
     def _run_attempts(self, tag: str, end: Deadline) -> None:
@@ -225,8 +237,8 @@ class Trials:
     def _new(self) -> Attempt:
         self._left -= 1
         trial = self._study.ask()
-        run_id = trial.user_attrs.get(_RUN_ID) or f"{self._prefix}-{trial.number:04d}"
-        trial.set_user_attr(_RUN_ID, run_id)
+        run_id = trial.user_attrs.get(RUN_ID) or f"{self._prefix}-{trial.number:04d}"
+        trial.set_user_attr(RUN_ID, run_id)
         return Attempt(trial, run_id, TrialReports(trial, *self._metrics))
 
     def _run_attempt(self, attempt: Attempt) -> None:
@@ -248,10 +260,9 @@ class Trials:
             if self._stops.is_set() or is_stopped(self._spark):
                 self._interrupt(attempt)
                 raise
-            if isinstance(error, UnknownMetricError):
-                self._fail(attempt, str(error))
+            self._fail(attempt, f"{type(error).__name__}: {error}", ends_search=isinstance(error, SearchArgumentError))
+            if isinstance(error, SearchArgumentError):
                 raise
-            self._fail(attempt, f"{type(error).__name__}: {error}")
         else:
             if attempt.reports.is_pruned:
                 self._end(attempt, "PRUNED")
@@ -264,10 +275,16 @@ class Trials:
 
     def _checked(self, parameters: object) -> Mapping[str, object]:
         if not isinstance(parameters, Mapping):
-            raise ParamError(f"space returned {parameters!r:.200}; it must return parameters of the estimator by name.")
+            raise SearchArgumentError(
+                f"space returned {parameters!r:.200}; it must return parameters of the estimator by name."
+            )
         for name in self._shared:
             if name in parameters:
-                raise ParamError(f"space returned {name}, which all trials share. Set it on the estimator.")
+                raise SearchArgumentError(f"space returned {name}, which all trials share. Set it on the estimator.")
+        try:
+            self._template.copy().setParams(**dict.fromkeys(parameters))
+        except TypeError as error:
+            raise SearchArgumentError(f"space returned an unknown parameter: {error}") from error
         return parameters
 
     def _candidate(self, attempt: Attempt) -> DistributedEstimator:
@@ -293,20 +310,40 @@ class Trials:
 
     def _trained_before(self, trial: optuna.trial.FrozenTrial) -> TrainedModel:
         """Return the model of a trial that an earlier search completed; its run is not trained again."""
+        return self._earlier(trial).fit_on_parquet(dataset_idx=self._data)
+
+    def _earlier(self, trial: optuna.trial.FrozenTrial) -> DistributedEstimator:
+        """Return the estimator that resumes the finished run of a trial of an earlier search.
+
+        Raises:
+            ParamError: the run is gone, or the space has no such trial.
+        """
         import optuna  # noqa: PLC0415  (optional)
 
+        run_id = trial.user_attrs[RUN_ID]
+        path = checkpoint.latest(self._store, run_id)
+        if path is None:
+            raise ParamError(
+                f"The run {run_id} of the best trial so far, number {trial.number}, is not in {self._store.url}. Use "
+                "the Store of the earlier search, or another study_name."
+            )
         fixed = cast("optuna.Trial", optuna.trial.FixedTrial(trial.params, number=trial.number))
-        parameters = self._checked(self._space(fixed))
-        last = len(self._rungs) - 1
-        attempt = Attempt(fixed, trial.user_attrs[_RUN_ID], TrialReports(fixed), last, parameters)
-        return self._candidate(attempt).fit_on_parquet(dataset_idx=self._data)
+        try:
+            parameters = self._checked(self._space(fixed))
+        except ValueError as error:  # of FixedTrial
+            raise ParamError(
+                f"The space does not fit the best trial so far, number {trial.number} with {trial.params}: {error} Use "
+                "the space of the earlier search, or another study_name."
+            ) from error
+        candidate = self._candidate(Attempt(fixed, run_id, TrialReports(fixed), 0, parameters))
+        candidate.setParams(epochs=checkpoint.load(self._store, path).epoch + 1)  # train no further
+        return candidate
 
     def _rest(self, attempt: Attempt, values: Sequence[float]) -> None:
         """Keep a trial that has reached its rung until it is promoted, or until the end."""
-        sign = 1 if self._study.direction.name == "MINIMIZE" else -1
         with self._changed:
             self._resting[attempt.trial.number] = attempt
-            self._ladder.reach(attempt.rung, attempt.trial.number, sign * values[0])
+            self._ladder.reach(attempt.rung, attempt.trial.number, self._signs[0] * values[0])
 
     def _interrupt(self, attempt: Attempt) -> None:
         """End a trial without a reason, so that the next search resumes it."""
@@ -314,8 +351,9 @@ class Trials:
 
         self._study.tell(attempt.trial, state=TrialState.FAIL)
 
-    def _fail(self, attempt: Attempt, reason: str) -> None:
-        logger.warning("trial %d failed, and the search continues: %s", attempt.trial.number, reason)
+    def _fail(self, attempt: Attempt, reason: str, *, ends_search: bool = False) -> None:
+        if not ends_search:
+            logger.warning("trial %d failed, and the search continues: %s", attempt.trial.number, reason)
         attempt.trial.set_user_attr(_ERROR, reason[:_ERROR_LIMIT])
         self._end(attempt, "FAIL")
 
@@ -331,19 +369,18 @@ class Trials:
 
         with self._changed:
             self._tell(attempt, values, optuna.trial.TrialState[state])
+            if state != "COMPLETE":
+                self._ladder.drop(attempt.trial.number)
             # Optuna logs the trials of an objective; as with those, optuna.logging.set_verbosity hides this line.
+            shown = attempt.reports.last if values is None else values
+            metrics = ", ".join(f"{name} {value:.6g}" for name, value in zip(self._metrics, shown, strict=False))
             optuna.logging.get_logger("optuna.sparkhvd").info(
-                "Trial %d: %s, %s = %s, %s",
-                attempt.trial.number,
-                state.lower(),
-                ", ".join(self._metrics),
-                attempt.reports.last if values is None else tuple(values),
-                attempt.trial.params,
+                "Trial %d %s: %s %s", attempt.trial.number, _WORDS[state], metrics, attempt.trial.params
             )
             self._kept[attempt.trial.number] = attempt.run_id
             if model is not None:
                 self._models[attempt.trial.number] = model
-            best = {trial.number for trial in self._best()}
+            best = {trial.number for trial in self.best()}
             for number in [number for number in self._kept if number not in best]:
                 self._models.pop(number, None)
                 self._remove(self._kept.pop(number))

@@ -187,9 +187,66 @@ def test_another_study_of_the_same_name_trains_runs_of_its_own(df, store):
     assert runs(store) == {first.best_model.getRunId(), second.best_model.getRunId()}
 
 
+def test_a_continued_search_refuses_what_its_trials_could_not_be_compared_by(df, store, tmp_path):
+    """And returns the model of the earlier best trial as it was."""
+    settings = {"storage": optuna.storages.InMemoryStorage(), "study_name": "search"}
+    first = tune.minimize(estimator(store), df, space, 1, **settings)
+    again = tune.minimize(estimator(store, epochs=5), df, space, 1, **settings)
+    assert again.best_model.getRunId() == first.best_model.getRunId()
+    assert again.best_value == again.best_model.getHistory()[-1]["validation"]["loss"]
+    assert len(again.best_model.getHistory()) == 3
+
+    other = {
+        "have metrics": lambda: tune.minimize(estimator(store), df, space, 2, metric="loss", **settings),
+        "have random_seed": lambda: tune.minimize(estimator(store, random_seed=4), df, space, 2, **settings),
+        "have rows": lambda: tune.minimize(estimator(store), df.limit(60), space, 2, **settings),
+        "have validation": lambda: tune.minimize(estimator(store, validation=0.5), df, space, 2, **settings),
+        "is not in file:.*other": lambda: tune.minimize(
+            estimator(Store.create(str(tmp_path / "other"))), df, space, 2, **settings
+        ),
+        "does not fit the best trial so far": lambda: tune.minimize(
+            estimator(store), df, lambda trial: {"batch_size": trial.suggest_int("size", 1, 5)}, 2, **settings
+        ),
+    }
+    for complaint, search in other.items():
+        with pytest.raises(ParamError, match=complaint):
+            search()
+    assert runs(store) == {first.best_model.getRunId()}
+
+
+def test_an_interrupted_trial_keeps_the_parameters_that_the_space_did_not_ask_for_yet(df, store):
+    storage = optuna.storages.InMemoryStorage()
+    study = optuna.create_study(storage=storage, study_name="search")
+    study.enqueue_trial({"lr": 0.0123})
+    study.ask().set_user_attr("sparkhvd:run_id", "search-0")
+    result = tune.minimize(estimator(store), df, space, 1, storage=storage, study_name="search")
+    assert result.best_params == {"lr": 0.0123}
+
+
+def test_trials_of_other_programs_stay_and_are_not_the_best(df, store):
+    storage = optuna.storages.InMemoryStorage()
+    optuna.create_study(storage=storage, study_name="search").optimize(lambda _: -99.0, n_trials=1)
+    result = tune.minimize(estimator(store), df, space, 2, storage=storage, study_name="search")
+    assert result.best_trial.number == 1
+    assert runs(store) == {result.best_model.getRunId()}
+
+
+def test_another_trial_is_promoted_if_the_best_one_fails(df, store):
+    def fragile(epoch, values):
+        if epoch == 1 and not failed:
+            failed.append(values)
+            raise ValueError("once")
+
+    failed = []
+    searched = estimator(store, epochs=2, epoch_callback=fragile)
+    result = tune.minimize(searched, df, space, 2, halving=tune.SuccessiveHalving(min_epochs=1, factor=2))
+    assert failed
+    assert sorted(trial.state.name for trial in result.study.trials) == ["COMPLETE", "FAIL"]
+
+
 def test_several_metrics_give_a_front_of_models(df, store):
     result = tune.minimize(estimator(store, metrics=[mean_error]), df, space, 3, metric=["val_loss", "val_mean_error"])
-    front = {trial.number: trial.values for trial in result.study.best_trials}
+    front = {number: trial.values for number, trial in result.best_trials.items()}
     assert front.keys() == result.models.keys()
     for number, model in result.models.items():
         last = model.getHistory().to_pandas().iloc[-1]
@@ -216,12 +273,19 @@ def test_a_metric_that_no_epoch_reports_ends_the_search(df, store):
         ({}, {"n_trials": 0}, "n_trials=0 must be a whole number of at least 1"),
         ({}, {"parallelism": 1.5}, "parallelism=1.5 must be"),
         ({}, {"timeout": -1}, "timeout=-1 must be positive"),
-        ({}, {"metric": ()}, "must be the name of a metric"),
+        ({}, {"metric": ()}, "metric must be the name of a metric"),
+        ({}, {"metric": None}, "metric must be the name of a metric"),
+        ({}, {"metric": ["loss", "loss"]}, "several different names"),
+        ({}, {"halving": 3}, "halving=3 must be a SuccessiveHalving"),
+        ({}, {"pruner": optuna.pruners.MedianPruner}, "must be objects, not classes"),
+        ({}, {"space": lambda _: None}, "space returned None; it must return parameters"),
+        ({}, {"space": lambda _: {"batchsize": 3}}, "space returned an unknown parameter: .*batch_size"),
+        ({}, {"study_name": ""}, "Use 1 to 180 characters"),
         ({}, {"space": {}}, "must be a function"),
         ({}, {"storage": "sqlite://"}, "needs study_name"),
         ({}, {"storage": "nothing://", "study_name": "a"}, "Optuna cannot open storage='nothing://'"),
         ({}, {"study_name": "a/b"}, "study_name='a/b' is part of the names of folders"),
-        ({}, {"study_name": "a" * 200}, "Use at most 180 characters"),
+        ({}, {"study_name": "a" * 200}, "Use 1 to 180 characters"),
     ],
 )
 def test_a_search_that_cannot_work_is_refused(df, store, more, arguments, complaint):

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sparkhvd._util.closable import Closable
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ParamError
@@ -80,7 +82,8 @@ class EpochCalls:
         if self._function is None:
             return False
         if record.epoch not in self._answers:
-            self._answers[record.epoch] = bool(self._function(record.epoch, metric_values(record)))
+            answer = self._function(record.epoch, metric_values(record))
+            self._answers[record.epoch] = isinstance(answer, bool | np.bool_) and bool(answer)
         return self._answers[record.epoch]
 
 
@@ -136,15 +139,15 @@ class CallbackClient(Closable):
         if self._failed:
             return False
         content = json.dumps([record.to_json() for record in history[self._sent :]]).encode()
+        reason = "Rank 0 cannot reach the driver"
         try:
-            answer = self._connected().ask(EpochsEnded(content), Deadline.after(_ANSWER_SECONDS))
+            client = self._connected()
+            reason = f"epoch_callback did not return within {_ANSWER_SECONDS:g} s, or the driver was lost"
+            answer = client.ask(EpochsEnded(content), Deadline.after(_ANSWER_SECONDS))
         except OSError as error:
             self._failed = True
             self.close()  # a late answer must not be taken for the next one
-            logger.warning(
-                "Rank 0 cannot reach the driver, which calls epoch_callback only when the training has ended: %s",
-                error,
-            )
+            logger.warning("%s. Further epochs are reported when the training has ended. (%s)", reason, error)
             return False
         if isinstance(answer, Rejected):
             raise ParamError(f"epoch_callback raised {answer.reason}")

@@ -24,9 +24,11 @@ def test_the_last_rung_is_a_whole_training(halving, epochs, rungs):
     assert halving.rungs(epochs) == rungs
 
 
-@pytest.mark.parametrize("numbers", [(0, 3), (1, 1)])
+@pytest.mark.parametrize("numbers", [(0, 3), (1, 1), (1.5, 3), (1, 2.5)])
 def test_numbers_that_cannot_work_are_refused(numbers):
-    with pytest.raises(ParamError, match="min_epochs must be at least 1 and factor at least 2"):
+    with pytest.raises(
+        ParamError, match="min_epochs must be a whole number of at least 1, and factor one of at least 2"
+    ):
         SuccessiveHalving(*numbers)
 
 
@@ -38,6 +40,16 @@ def test_one_of_three_is_promoted_as_soon_as_three_have_reached_the_rung():
     ladder.reach(0, 2, 0.4)
     assert ladder.promote(is_closed=False) == (1, 1)
     assert ladder.promote(is_closed=False) is None
+
+
+def test_another_trial_is_promoted_in_place_of_one_that_failed():
+    ladder = Ladder(rungs=2, factor=3)
+    for trial, score in enumerate([0.5, 0.3, 0.4]):
+        ladder.reach(0, trial, score)
+    assert ladder.promote(is_closed=False) == (1, 1)
+    ladder.drop(1)
+    assert ladder.promote(is_closed=False) is None
+    assert ladder.promote(is_closed=True) == (2, 1)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 4), st.integers(2, 4))

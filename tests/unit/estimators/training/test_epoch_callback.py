@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 
 from sparkhvd.errors import ParamError
@@ -71,7 +72,7 @@ def test_the_training_continues_without_a_driver_that_can_be_reached_and_is_told
     with CallbackClient(address) as client:
         assert not client.report(history(1))
         assert not client.report(history(2))
-    assert caplog.text.count("Rank 0 cannot reach the driver, which calls epoch_callback only when") == 1
+    assert caplog.text.count("Rank 0 cannot reach the driver. Further epochs are reported when") == 1
     calls.call(history(2))
     assert seen == [0, 1]
 
@@ -84,8 +85,15 @@ def test_a_function_that_takes_too_long_is_no_longer_waited_for(monkeypatch, cap
         CallbackClient(server.address) as client,
     ):
         assert not client.report(history(1))
-        assert "Rank 0 cannot reach the driver" in caplog.text
+        assert "epoch_callback did not return within 0.3 s" in caplog.text
         stuck.set()
+
+
+@pytest.mark.parametrize(
+    ("answer", "ends"), [(True, True), (np.True_, True), (False, False), (None, False), (0.5, False), ("no", False)]
+)
+def test_only_true_ends_the_training(answer, ends):
+    assert EpochCalls(lambda *_: answer).call(history(1)) is ends
 
 
 def test_a_stranger_calls_nothing():

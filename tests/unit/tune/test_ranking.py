@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import optuna
+import pytest
+
+from sparkhvd.tune.ranking import RUN_ID, best_trials
+
+
+def trials(*values, state=optuna.trial.TrialState.COMPLETE, **attributes):
+    made = []
+    for number, numbers in enumerate(values):
+        trial = optuna.trial.create_trial(state=state, values=numbers, user_attrs={RUN_ID: "run", **attributes})
+        trial.number = number
+        made.append(trial)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("values", "signs", "best"),
+    [
+        ([[3.0], [1.0], [2.0]], [1], [1]),
+        ([[3.0], [1.0], [2.0]], [-1], [0]),
+        ([[1.0], [1.0]], [1], [0]),
+        ([[1.0, 5.0], [2.0, 4.0], [2.0, 6.0], [1.0, 5.0]], [1, 1], [0, 1]),
+        ([[1.0, 5.0], [2.0, 4.0], [2.0, 6.0]], [1, -1], [0, 2]),
+        ([], [1], []),
+    ],
+)
+def test_the_best_trials_are_those_that_none_surpasses(values, signs, best):
+    assert [trial.number for trial in best_trials(trials(*values), signs)] == best
+
+
+def test_trials_of_other_programs_and_failed_ones_do_not_count():
+    own, foreign = trials([2.0])[0], trials([1.0])[0]
+    del foreign.user_attrs[RUN_ID]
+    failed = trials(None, state=optuna.trial.TrialState.FAIL)
+    assert best_trials([foreign, own, *failed], [1]) == [own]
