@@ -21,6 +21,7 @@ from sparkhvd.errors import ParamError, SearchError, StoreError
 from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.params.policies import metric_values
 from sparkhvd.estimators.training import checkpoint
+from sparkhvd.estimators.training.epoch_callback import requests_end
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 from sparkhvd.tune.halving import Ladder, SuccessiveHalving
@@ -304,7 +305,7 @@ class Trials:
             if self._stops.is_set():
                 raise SearchError("The search was interrupted.")
             ends = reports(epoch, values)
-            return bool(own(epoch, values)) or ends if own is not None else ends
+            return ends if own is None else requests_end(own(epoch, values)) or ends
 
         return report
 
@@ -336,7 +337,8 @@ class Trials:
                 "the space of the earlier search, or another study_name."
             ) from error
         candidate = self._candidate(Attempt(fixed, run_id, TrialReports(fixed), 0, parameters))
-        candidate.setParams(epochs=checkpoint.load(self._store, path).epoch + 1)  # train no further
+        # It trains no further and reports no epoch again.
+        candidate.setParams(epochs=checkpoint.load(self._store, path).epoch + 1, epoch_callback=None)
         return candidate
 
     def _rest(self, attempt: Attempt, values: Sequence[float]) -> None:

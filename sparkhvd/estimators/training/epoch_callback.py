@@ -49,6 +49,11 @@ class CallbackAddress:
     encrypt: bool
 
 
+def requests_end(answer: object) -> bool:
+    """Return whether a callback's answer ends the training: only True does, not a loss that it returns."""
+    return isinstance(answer, bool | np.bool_) and bool(answer)
+
+
 class EpochCalls:
     """Calls ``epoch_callback`` once for every epoch.
 
@@ -82,8 +87,7 @@ class EpochCalls:
         if self._function is None:
             return False
         if record.epoch not in self._answers:
-            answer = self._function(record.epoch, metric_values(record))
-            self._answers[record.epoch] = isinstance(answer, bool | np.bool_) and bool(answer)
+            self._answers[record.epoch] = requests_end(self._function(record.epoch, metric_values(record)))
         return self._answers[record.epoch]
 
 
