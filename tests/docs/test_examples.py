@@ -77,6 +77,7 @@ def test_scikit_learn_digits_averages_the_weights_of_the_ranks(spark: SparkSessi
     assert float(re.search(r"held-out accuracy, 2 ranks: ([\d.]+)%", shown)[1]) > 70
 
 
+@pytest.mark.soak
 def test_ray_tune_digits_trains_a_trial_on_two_ranks(tmp_path: Path) -> None:
     shown = _run(tmp_path, "ray_tune_digits.py", "--trials", "1", "--epochs", "1")
     shutil.rmtree(Path(tempfile.gettempdir(), "ray"))  # Ray keeps its logs

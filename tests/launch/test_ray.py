@@ -22,7 +22,6 @@ from tests.scripts import ROOT
 from tests.waiting import wait_for
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +87,7 @@ def stay(folder: str) -> None:
 def pids_in(folder: Path, count: int) -> dict[str, list[int]]:
     """Return the ids of the actor, the worker process and its child by rank, once all ranks have written them."""
     ranks = [str(rank) for rank in range(count)]
-    wait_for(lambda: all((folder / rank).exists() for rank in ranks))
+    wait_for(lambda: all((folder / rank).exists() for rank in ranks), seconds=120.0)
     return {rank: [int(pid) for pid in (folder / rank).read_text().split()] for rank in ranks}
 
 
@@ -98,6 +97,7 @@ def assert_ended(pids: dict[str, list[int]]) -> None:
     assert psutil.wait_procs(left, timeout=20)[1] == []
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
     ("process", "words"),
@@ -123,19 +123,23 @@ def test_the_loss_of_a_worker_or_an_actor_ends_the_job_and_names_the_rank(proces
     assert_ended(pids)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("cluster")
 def test_an_interrupt_ends_all_processes_of_a_job_and_releases_its_resources(tmp_path):
     pids: dict[str, list[int]] = {}
 
     def interrupt() -> None:
-        pids.update(pids_in(tmp_path, 2))
-        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            pids.update(pids_in(tmp_path, 2))
+        finally:  # else the job would not end
+            os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt, name="interrupter")
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         sparkhvd.run(stay, (str(tmp_path),), num_proc=2, launcher="ray")
     thread.join()
+    assert pids
     assert_ended(pids)
     wait_for(lambda: ray.available_resources().get("CPU") == 3.0)
 
@@ -152,6 +156,7 @@ def test_too_few_resources_are_reported_with_what_the_cluster_has():
         sparkhvd.run(describe, cpus_per_task=8, launcher="ray")
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("cluster")
 def test_resources_that_stay_busy_are_a_start_timeout():
     from ray.util.placement_group import placement_group, remove_placement_group  # noqa: PLC0415
@@ -258,6 +263,7 @@ def test_an_executor_keeps_its_ranks_between_calls_and_reports_a_failure(cluster
     wait_for(lambda: ray.available_resources().get("CPU") == 3.0)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("cluster")
 def test_an_executor_in_a_ray_task_uses_its_placement_group():
     from ray.util.placement_group import placement_group, remove_placement_group  # noqa: PLC0415
@@ -299,6 +305,7 @@ def test_jobs_run_over_ray_client():
     assert "Rank 1 on host " in done.stdout
 
 
+@pytest.mark.soak
 def test_the_loss_of_a_node_ends_the_ranks_and_names_one_of_them(cluster, tmp_path):
     """The last test: the cluster has one node less from then on."""
     from sparkhvd.ray import RayExecutor  # noqa: PLC0415
