@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 Direction = Literal["minimize", "maximize"]
 
-# What studies are marked with.
-_SEED = "sparkhvd:random_seed"
-_RUNS = "sparkhvd:runs"
+_MARK = "sparkhvd:"  # begins the names of what this package keeps in a study
+_RUNS = f"{_MARK}runs"
 
 _LONGEST_END = "-0123abcd-1234567"  # of a run's id, after the name of its study
 
@@ -130,9 +129,9 @@ def run_prefix(study: optuna.Study) -> str:
 
 def seed_of(study: optuna.Study, own: int | None) -> int:
     """Return the seed of all trials, so that they differ in their parameters only, also after a restart."""
-    stored: int | None = study.user_attrs.get(_SEED)
     if own is not None:
         return own
+    stored: int | None = study.user_attrs.get(f"{_MARK}random_seed")  # kept by check_comparable
     return secrets.randbelow(2**31) if stored is None else stored
 
 
@@ -147,7 +146,7 @@ def check_comparable(study: optuna.Study, facts: Mapping[str, object]) -> None:
         ParamError: a fact differs.
     """
     for name, value in facts.items():
-        key = f"sparkhvd:{name}"
+        key = f"{_MARK}{name}"
         stored = study.user_attrs.get(key, value)
         if stored != value:
             raise ParamError(

@@ -133,6 +133,7 @@ class Trials:
         self._resting: dict[int, Attempt] = {}  # the last attempts of trials that may be promoted, by number
         self._models: dict[int, TrainedModel] = {}  # of the best trials so far, by number
         self._signs = [1 if direction.name == "MINIMIZE" else -1 for direction in study.directions]
+        self._earlier: dict[int, DistributedEstimator] = {}  # of the best trials of an earlier search, by number
         self._kept = {trial.number: trial.user_attrs[RUN_ID] for trial in self.best()}
 
     def resume_interrupted(self) -> None:
@@ -145,8 +146,7 @@ class Trials:
 
         if self._trials():
             self._study.sampler.reseed_rng()  # a seeded sampler would repeat the parameters of the earlier trials
-        for trial in self.best():
-            self._earlier(trial)
+        self._earlier = {trial.number: self._resuming(trial) for trial in self.best()}
         last = {trial.user_attrs[RUN_ID]: trial for trial in self._trials() if RUN_ID in trial.user_attrs}
         for run_id, trial in last.items():
             if trial.state is TrialState.RUNNING:
@@ -192,7 +192,7 @@ class Trials:
         best = self.best()
         if not best:
             raise SearchError(self._why_none_completed())
-        return {trial.number: self._models.get(trial.number) or self._trained_before(trial) for trial in best}
+        return {trial.number: self._models.get(trial.number) or self._trained_before(trial.number) for trial in best}
 
     def best(self) -> list[optuna.trial.FrozenTrial]:
         """Return the best of the trials that have a run."""
@@ -309,11 +309,11 @@ class Trials:
 
         return report
 
-    def _trained_before(self, trial: optuna.trial.FrozenTrial) -> TrainedModel:
+    def _trained_before(self, number: int) -> TrainedModel:
         """Return the model of a trial that an earlier search completed; its run is not trained again."""
-        return self._earlier(trial).fit_on_parquet(dataset_idx=self._data)
+        return self._earlier[number].fit_on_parquet(dataset_idx=self._data)
 
-    def _earlier(self, trial: optuna.trial.FrozenTrial) -> DistributedEstimator:
+    def _resuming(self, trial: optuna.trial.FrozenTrial) -> DistributedEstimator:
         """Return the estimator that resumes the finished run of a trial of an earlier search.
 
         Raises:

@@ -45,10 +45,3 @@ class RankPhase:
     """From actor to driver: a new phase of its rank."""
 
     phase: str
-
-
-@dataclass(frozen=True)
-class RankLost:
-    """The actor of a rank was lost; the driver itself makes this message."""
-
-    why: str
