@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkhvd import KerasEstimator, TorchCallback
+from sparkhvd import KerasEstimator
+from sparkhvd.estimators.torch import TorchCallback
 from tests import lines
 from tests.scripts import print_results
 
