@@ -1,9 +1,10 @@
 """Compare allreduce of CUDA tensors between the GPUs of this machine: sparkhvd's NCCL, staged, torch.distributed.
 
 Each way has its own processes, one per GPU; a time is the median of the slowest rank. With one GPU, the table shows the
-cost of a call.
+cost of a call. Ranks that outnumber the GPUs share them, and NCCL then connects them through sockets, which measures
+little but the cost of a call.
 
-    python -m bench.nccl [--seconds 2]
+    python -m bench.nccl [--ranks 2] [--seconds 2]
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ WAYS = ("nccl", "staged", "torch.distributed")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, help="processes; by default one per GPU")
     parser.add_argument("--seconds", type=float, default=2.0, help="per size and way")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench.nccl measures GPUs, and torch sees none here.")
     count = torch.cuda.device_count()
-    times = {way: measured(way, count, arguments.seconds) for way in WAYS}
-    print(f"{machine.describe()}; torch {torch.__version__}; {count} x {torch.cuda.get_device_name()}")
+    ranks = arguments.ranks or count
+    times = {way: measured(way, ranks, arguments.seconds) for way in WAYS}
+    print(f"{machine.describe()}; torch {torch.__version__}; {count} x {torch.cuda.get_device_name()}; {ranks} ranks")
     print(f"{'bytes':>12}" + "".join(f"{way:>20}" for way in WAYS) + "  microseconds")
     for index, size in enumerate(SIZES):
         print(f"{size:>12}" + "".join(f"{times[way][index] * 1e6:>20.1f}" for way in WAYS))
@@ -52,7 +55,9 @@ def measured(way: str, ranks: int, seconds: float) -> list[float]:
 
 def _rank(ours: bool, seconds: float, port: int) -> list[float]:
     hvd.init()
-    torch.cuda.set_device(hvd.local_rank())
+    if torch.cuda.device_count() < hvd.local_size():
+        os.environ["NCCL_HOSTID"] = f"host of rank {hvd.rank()}"  # NCCL refuses two ranks of a host on one device
+    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     if not ours:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         dist.init_process_group("nccl", rank=hvd.rank(), world_size=hvd.size())

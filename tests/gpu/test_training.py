@@ -8,7 +8,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from sparkhvd import KerasEstimator, LightningEstimator, SparkBackend, TorchEstimator
+from sparkhvd import KerasEstimator, LightningEstimator, SparkBackend, Store, TorchEstimator
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.estimators.plugin import Inference
 from sparkhvd.estimators.torch import TorchCallback
@@ -31,6 +31,24 @@ class OnDevice(TorchCallback):
     def on_epoch_end(self, run, epoch, logs):
         devices = {parameter.device.type for parameter in run.model.parameters()}
         assert devices == {"cuda"}, f"rank {run.rank} trains on {devices}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frameworks():
+    """Whatever CUDA opens in this process stays open."""
+    torch.zeros(1, device="cuda")
+    import lightning.pytorch  # noqa: F401, PLC0415
+
+
+@pytest.fixture(scope="module")
+def keras():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERAS_BACKEND", "torch")
+        keras = pytest.importorskip("keras")
+        if keras.config.backend() != "torch":
+            pytest.skip("this process has loaded Keras with another backend")
+        keras.ops.matmul(torch.ones(2, 2, device="cuda"), torch.ones(2, 2, device="cuda"))
+        yield keras
 
 
 @pytest.fixture
@@ -62,14 +80,14 @@ def network():
     return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 
 
-def fit_torch(rows, way, use_gpu):
-    model = network()
+def fit_torch(rows, way, use_gpu, model=None, **more):
+    model = model or network()
     estimator = TorchEstimator(
         model=model,
         optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
         loss=torch.nn.functional.mse_loss,
         callbacks=[OnDevice()] if use_gpu else [],
-        **options(way, use_gpu),
+        **{**options(way, use_gpu), **more},
     )
     return estimator.fit_on_parquet(path=str(rows))
 
@@ -81,6 +99,21 @@ def test_an_estimator_for_pytorch_trains_as_on_cpus(rows, way):
     for one, other in zip(found.getModel().parameters(), expected.getModel().parameters(), strict=True):
         assert one.device.type == "cpu"
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_a_resumed_run_continues_the_random_numbers_of_the_device(rows, tmp_path):
+    def fit(run_id, epochs):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1))
+        store = Store.create(str(tmp_path / "store"))
+        return fit_torch(rows, "staged", True, model=model, store=store, run_id=run_id, epochs=epochs)
+
+    whole = fit("whole", 4)
+    fit("in parts", 2)
+    continued = fit("in parts", 4)
+    assert len(continued.history) == 4
+    for one, other in zip(continued.getModel().parameters(), whole.getModel().parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -95,10 +128,10 @@ def test_an_estimator_for_lightning_trains_as_on_cpus(rows, way):
         def forward(self, x):
             return self.layers(x)
 
-        def on_train_start(self):
+        def setup(self, stage):
             from tests.gpu.devices import take_device  # noqa: PLC0415
 
-            if self.device.type == "cuda":
+            if self.trainer.strategy.root_device.type == "cuda":
                 take_device()
 
         def training_step(self, batch, _index):
@@ -121,13 +154,7 @@ def test_an_estimator_for_lightning_trains_as_on_cpus(rows, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_estimator_for_keras_on_pytorch_trains_as_on_cpus(rows, way, monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "torch")
-    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # Keras sets it; this takes it back
-    keras = pytest.importorskip("keras")
-    if keras.config.backend() != "torch":
-        pytest.skip("this process has loaded Keras with another backend")
-
+def test_an_estimator_for_keras_on_pytorch_trains_as_on_cpus(rows, way, keras):
     class Prepared(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
             from tests.gpu.devices import take_device  # noqa: PLC0415

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import keras
 import numpy as np
@@ -35,6 +36,22 @@ from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
 from sparkhvd.keras.callbacks import LearningRateScheduleCallback, broadcast_variables
 from sparkhvd.keras.optimizer import DistributedOptimizer, ExchangingOptimizer
 from sparkhvd.world import World
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _on_own_device(
+    method: Callable[Concatenate[KerasTrainer, P], R],
+) -> Callable[Concatenate[KerasTrainer, P], R]:
+    """Run a method of the trainer on its device: it may create variables, which belong where the model is."""
+
+    @wraps(method)
+    def run(trainer: KerasTrainer, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with trainer._device():  # noqa: SLF001  (a method of the same class)
+            return method(trainer, *args, **kwargs)
+
+    return run
 
 
 class KerasTrainer:
@@ -72,6 +89,7 @@ class KerasTrainer:
         arrays |= callback_states(self._package.callbacks)
         return arrays_to_bytes({**arrays, "lr_scale": np.array(self._lr_scale), "swapped": swapped})
 
+    @_on_own_device
     def restore(self, state: bytes) -> None:
         """Resume from ``state``; its learning rate is converted to the scale of this run."""
         arrays = arrays_from_bytes(state)
@@ -111,6 +129,7 @@ class KerasTrainer:
         on_cpu: AbstractContextManager[None] = keras.device("cpu")
         return on_cpu
 
+    @_on_own_device
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or a callback stops it; collective."""
         optimizer = DistributedOptimizer(
@@ -149,7 +168,7 @@ class KerasTrainer:
         callbacks = _CallbacksOfOneTraining([begin, *self._package.callbacks, *own, end], self._model, restore)
 
         def fit(first: int, last: int) -> None:
-            with self._device(), _own_failures():
+            with _own_failures():
                 callbacks.set_params({"verbose": 0, "epochs": self._spec.epochs, "steps": len(data)})
                 self._model.fit(
                     data,
@@ -189,8 +208,7 @@ class KerasTrainer:
     ) -> None:
         """Weight gradients, and the rows of synchronized layers, by the rows that the ranks have in the batch."""
         passes = self._spec.backward_passes_per_step
-        with self._device():
-            optimizer.weight_by(current.share, current.ends_step if passes > 1 else None)
+        optimizer.weight_by(current.share, current.ends_step if passes > 1 else None)
         for name, other in self._further_optimizers().items():
             if isinstance(other, ExchangingOptimizer):
                 other.exchange_as(name)

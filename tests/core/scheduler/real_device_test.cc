@@ -12,33 +12,44 @@ namespace sparkhvd {
 namespace {
 
 constexpr size_t kMostDevices = 8;
-constexpr unsigned kForAllStreams = 1;  // CU_MEM_ATTACH_GLOBAL
-
-// Memory that both the host and the device read and write.
-class Managed {
+// Floats in the memory of a device.
+class Floats {
  public:
-  Managed(const Device& device, size_t count, float value) : count_(count) {
+  Floats(const Device& device, size_t count, float value) : device_(device), count_(count) {
     Result<Library> driver = Library::Open("libcuda.so.1");
     EXPECT_TRUE(driver.ok());
-    int (*allocate)(CudaAddress*, size_t, unsigned) = nullptr;
-    EXPECT_TRUE(driver.value().Find("cuMemAllocManaged", allocate).ok());
+    int (*allocate)(CudaAddress*, size_t) = nullptr;
+    int (*write)(CudaAddress, const void*, size_t) = nullptr;
+    EXPECT_TRUE(driver.value().Find("cuMemAlloc_v2", allocate).ok());
     EXPECT_TRUE(driver.value().Find("cuMemFree_v2", free_).ok());
-    const Device::Current current(device);
-    EXPECT_EQ(allocate(&address_, count * sizeof(float), kForAllStreams), kCudaSuccess);
-    std::fill(begin(), begin() + count, value);
+    EXPECT_TRUE(driver.value().Find("cuMemcpyHtoD_v2", write).ok());
+    EXPECT_TRUE(driver.value().Find("cuMemcpyDtoH_v2", read_).ok());
+    const Device::Current current(device_);
+    EXPECT_EQ(allocate(&address_, count * sizeof(float)), kCudaSuccess);
+    const std::vector<float> values(count, value);
+    EXPECT_EQ(write(address_, values.data(), count * sizeof(float)), kCudaSuccess);
   }
-  ~Managed() { free_(address_); }
-  Managed(const Managed&) = delete;
-  Managed& operator=(const Managed&) = delete;
+  ~Floats() {
+    const Device::Current current(device_);
+    free_(address_);
+  }
+  Floats(const Floats&) = delete;
+  Floats& operator=(const Floats&) = delete;
 
-  float* begin() const { return reinterpret_cast<float*>(address_); }  // NOLINT
-  std::byte* bytes() const { return reinterpret_cast<std::byte*>(address_); }
-  std::vector<float> values() const { return std::vector<float>(begin(), begin() + count_); }
+  std::byte* bytes() const { return reinterpret_cast<std::byte*>(address_); }  // NOLINT
+  std::vector<float> values() const {
+    std::vector<float> values(count_);
+    const Device::Current current(device_);
+    EXPECT_EQ(read_(values.data(), address_, count_ * sizeof(float)), kCudaSuccess);
+    return values;
+  }
 
  private:
+  const Device& device_;
   const size_t count_;
   CudaAddress address_ = 0;
   int (*free_)(CudaAddress) = nullptr;
+  int (*read_)(void*, CudaAddress, size_t) = nullptr;
 };
 
 class RealDevices : public ::testing::Test {
@@ -70,7 +81,7 @@ class RealDevices : public ::testing::Test {
   }
 
   Result<Pointer> Sum(Engine& engine, const std::string& name, const Device& device,
-                      const Managed& memory, int64_t count) const {
+                      const Floats& memory, int64_t count) const {
     Request request;
     request.name = name;
     request.shape = {count};
@@ -90,7 +101,7 @@ class RealDevices : public ::testing::Test {
 
 TEST_F(RealDevices, AllocateCopyAndFreeMemory) {
   for (const auto& device : devices_) {
-    const Managed target(*device, 100, 0.0f);
+    const Floats target(*device, 100, 0.0f);
     std::vector<float> content(100);
     std::iota(content.begin(), content.end(), 0.0f);
     for (int round = 0; round < 50; ++round) {
@@ -109,7 +120,7 @@ TEST_F(RealDevices, ReduceOnAllDevicesAndShutDownInOrder) {
   const auto size = static_cast<int>(devices_.size());
   OnEveryRank(InProcessMeshes(OneHost(size)), Config(), [&](int rank, Rank& self) {
     const Device& device = *devices_[static_cast<size_t>(rank)];
-    const Managed memory(device, 1000, static_cast<float>(rank + 1));
+    const Floats memory(device, 1000, static_cast<float>(rank + 1));
     Finish(Sum(self.engine, "sum", device, memory, 1000));
     EXPECT_EQ(memory.values(), std::vector<float>(1000, static_cast<float>(size * (size + 1) / 2)));
     EXPECT_TRUE(self.engine.Shutdown(Patience()).ok());
@@ -131,8 +142,8 @@ TEST_F(RealDevices, ReduceAmongPairsAndAllAtOnceInEveryOrder) {
     const Device& device = *devices_[static_cast<size_t>(rank)];
     ASSERT_TRUE(self.BarrierAndWait(kShareDeviceName).ok());
     for (int round = 0; round < 50; ++round) {
-      const Managed all(device, 1 << 16, 1.0f);
-      const Managed two(device, 1 << 16, 1.0f);
+      const Floats all(device, 1 << 16, 1.0f);
+      const Floats two(device, 1 << 16, 1.0f);
       std::vector<Result<Pointer>> submitted;
       const auto submit_pair = [&] {
         if (rank >= 2) return;
