@@ -35,7 +35,12 @@ def connect(port: int, tries: int = 3) -> None:
 
 
 def main(port: int) -> None:
-    head = {"num_cpus": 2, "include_dashboard": False, "ray_client_server_port": port}
+    head = {
+        "num_cpus": 2,
+        "include_dashboard": False,
+        "ray_client_server_port": port,
+        "_system_config": {"worker_niceness": 0},  # other programs on this machine would starve Ray's workers
+    }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         connect(port)

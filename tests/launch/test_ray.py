@@ -29,7 +29,14 @@ def cluster():
     """A head with one CPU, and a node with two CPUs and two fake GPUs; this process is connected to them."""
     from ray.cluster_utils import Cluster  # noqa: PLC0415 - Ray may be missing
 
-    head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 80 << 20}
+    head = {
+        "num_cpus": 1,
+        "num_gpus": 0,
+        "include_dashboard": False,
+        "object_store_memory": 80 << 20,
+        # Ray's own niceness of 15 would let the other tests on this machine starve its workers.
+        "_system_config": {"worker_niceness": 0},
+    }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=80 << 20)
