@@ -1,4 +1,5 @@
-// Negotiation over links. Every rank sends one message to the coordinator and receives one. A
+// Negotiation over links. Messages travel along a tree to the coordinator, rank 0, and its answer
+// travels back. Every rank passes on the messages of the ranks below it, and joins equal ones. A
 // message is a frame of fixed length, which suffices in the steady state. A second transfer carries
 // the rest of a longer message.
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include <utility>
 
 #include "scheduler/negotiation.h"
+#include "scheduler/negotiation_tree.h"
 
 namespace sparkhvd {
 namespace {
@@ -17,8 +19,8 @@ constexpr int kCoordinator = 0;
 constexpr size_t kFrameBytes = 256;
 constexpr size_t kLengthBytes = sizeof(uint32_t);
 
-// A rank waits a little longer for the coordinator than the coordinator waits for the ranks,
-// because the coordinator's error names the missing ranks.
+// The error of the rank that a missing rank reports to names the missing rank. So ranks wait a
+// little longer for those who wait for others, and longest for the coordinator.
 constexpr double kPatienceShare = 0.5;
 constexpr double kPatienceSeconds = 2.0;
 
@@ -91,13 +93,29 @@ ConstBytes Unpack(const std::vector<std::byte>& frame) {
   return ConstBytes(frame.data() + kLengthBytes, length);
 }
 
+bool Equal(ConstBytes one, ConstBytes other) {
+  return one.size() == other.size() &&
+         (one.empty() || std::memcmp(one.data(), other.data(), one.size()) == 0);
+}
+
+// `next` follows the other messages.
+void Append(std::vector<RankedMessage>& messages, const RankedMessage& next) {
+  if (!messages.empty() && Equal(messages.back().content, next.content)) {
+    messages.back().count += next.count;
+  } else {
+    messages.push_back(next);
+  }
+}
+
 class CoordinatedNegotiation final : public Negotiation {
  public:
-  CoordinatedNegotiation(Transport& transport, size_t cache_capacity, double timeout_s)
+  CoordinatedNegotiation(Transport& transport, size_t cache_capacity, double timeout_s, int fan_in)
       : Negotiation(transport.size(), cache_capacity),
         transport_(transport),
         timeout_s_(timeout_s),
-        frames_(static_cast<size_t>(transport.size())) {}
+        place_(PlaceInTree(transport.rank(), transport.size(), fan_in)),
+        height_of_all_(PlaceInTree(kCoordinator, transport.size(), fan_in).height),
+        frames_(place_.children.size()) {}
 
   Bytes Announce(const RequestMessage& message) override {
     own_ = message;
@@ -106,21 +124,20 @@ class CoordinatedNegotiation final : public Negotiation {
 
   Status Enter() override {
     tickets_.clear();
-    if (coordinates()) {
-      for (int peer = 1; peer < transport_.size(); ++peer) {
-        SHVD_TRY(PostFrame(transport_, peer, frames_[static_cast<size_t>(peer)], tickets_));
-      }
-      return Status();
+    for (size_t i = 0; i < frames_.size(); ++i) {
+      SHVD_TRY(PostFrame(transport_, place_.children[i].rank, frames_[i], tickets_));
     }
-    packed_ = Pack(Encode(own_));
-    SHVD_TRY(PostFrame(transport_, kCoordinator, frames_[kCoordinator], tickets_));
-    return PostPacked(transport_, kCoordinator, packed_, tickets_);
+    return coordinates() || !frames_.empty() ? Status() : Report();
   }
 
   Result<Outcome> Conclude(Deadline deadline) override {
-    Result<ResponseMessage> response =
-        coordinates() ? Coordinate(deadline) : Follow(deadline.Later(Patience()));
+    if (!frames_.empty()) {
+      SHVD_TRY(CollectFromBelow(deadline.Later((place_.height - 1) * Patience()))
+                   .Annotate("waiting for the other ranks' requests"));
+    }
+    Result<ResponseMessage> response = coordinates() ? Coordinate() : Follow(deadline);
     SHVD_TRY(response.status());
+    SHVD_TRY(PassOn(deadline.Later(height_of_all_ * Patience())));
     return Outcome{std::move(response).value(), std::nullopt};
   }
 
@@ -130,65 +147,101 @@ class CoordinatedNegotiation final : public Negotiation {
  private:
   bool coordinates() const { return transport_.rank() == kCoordinator; }
 
+  // By how much longer the next rank towards the coordinator waits.
   std::chrono::duration<double> Patience() const {
-    return std::chrono::duration<double>(std::min(timeout_s_ * kPatienceShare, kPatienceSeconds));
+    return std::chrono::duration<double>(std::min(timeout_s_ * kPatienceShare, kPatienceSeconds) /
+                                         std::max(height_of_all_, 1));
   }
 
-  Status CollectFromAll(Deadline deadline) {
+  Status CollectFromBelow(Deadline deadline) {
     SHVD_TRY(WaitAll(transport_, tickets_, deadline));
     tickets_.clear();
-    for (int peer = 1; peer < transport_.size(); ++peer) {
-      SHVD_TRY(PostRest(transport_, peer, frames_[static_cast<size_t>(peer)], tickets_));
+    for (size_t i = 0; i < frames_.size(); ++i) {
+      SHVD_TRY(PostRest(transport_, place_.children[i].rank, frames_[i], tickets_));
     }
-    return WaitAll(transport_, tickets_, deadline);
+    SHVD_TRY(WaitAll(transport_, tickets_, deadline));
+    tickets_.clear();
+    return Status();
   }
 
-  Result<ResponseMessage> Coordinate(Deadline deadline) {
-    SHVD_TRY(CollectFromAll(deadline).Annotate("waiting for the other ranks' requests"));
+  // Adds the messages of the ranks below, which are views of their frames.
+  Status AddFromBelow(std::vector<RankedMessage>& messages) const {
+    for (size_t i = 0; i < frames_.size(); ++i) {
+      const auto& [rank, end] = place_.children[i];
+      const auto received = DecodeRankedMessages(Unpack(frames_[i]), rank, end);
+      SHVD_TRY(received.status().Annotate("from rank " + std::to_string(rank)));
+      for (const RankedMessage& message : received.value()) Append(messages, message);
+    }
+    return Status();
+  }
+
+  // Sends the messages of this rank and those below, and starts to wait for the answer.
+  Status Report() {
+    const std::vector<std::byte> own = Encode(own_);
+    std::vector<RankedMessage> messages = {
+        RankedMessage{transport_.rank(), 1, ConstBytes(own.data(), own.size())}};
+    SHVD_TRY(AddFromBelow(messages));
+    packed_ = Pack(Encode(messages));
+    SHVD_TRY(PostFrame(transport_, place_.parent, answer_, tickets_));
+    return PostPacked(transport_, place_.parent, packed_, tickets_);
+  }
+
+  Result<ResponseMessage> Coordinate() {
+    std::vector<RankedMessage> messages;
+    SHVD_TRY(AddFromBelow(messages));
     const auto now = Deadline::Clock::now();
     SHVD_TRY(readiness_.Add(kCoordinator, own_, cache_, now));
-    for (int peer = 1; peer < transport_.size(); ++peer) {
-      const Result<RequestMessage> message =
-          DecodeRequestMessage(Unpack(frames_[static_cast<size_t>(peer)]));
-      SHVD_TRY(message.status().Annotate("from rank " + std::to_string(peer)));
-      SHVD_TRY(readiness_.Add(peer, message.value(), cache_, now));
+    for (const RankedMessage& ranked : messages) {
+      const Result<RequestMessage> message = DecodeRequestMessage(ranked.content);
+      SHVD_TRY(message.status().Annotate("from rank " + std::to_string(ranked.first)));
+      for (int rank = ranked.first; rank < ranked.first + ranked.count; ++rank) {
+        SHVD_TRY(readiness_.Add(rank, message.value(), cache_, now));
+      }
     }
     ResponseMessage response = Decide(now, timeout_s_, own_.retuning);
-    if (transport_.size() == 1) return response;
-    packed_ = Pack(Encode(response));
-    tickets_.clear();
-    for (int peer = 1; peer < transport_.size(); ++peer) {
-      SHVD_TRY(PostPacked(transport_, peer, packed_, tickets_));
-    }
-    SHVD_TRY(WaitAll(transport_, tickets_, deadline).Annotate("answering the other ranks"));
+    if (!frames_.empty()) answer_ = Pack(Encode(response));
     return response;
   }
 
   Result<ResponseMessage> Follow(Deadline deadline) {
+    if (!frames_.empty()) SHVD_TRY(Report());
+    const Deadline patient = deadline.Later(height_of_all_ * Patience());
     const std::string context = "waiting for the coordinator, rank 0";
-    std::vector<std::byte>& frame = frames_[kCoordinator];
-    SHVD_TRY(WaitAll(transport_, tickets_, deadline).Annotate(context));
+    SHVD_TRY(WaitAll(transport_, tickets_, patient).Annotate(context));
     tickets_.clear();
-    SHVD_TRY(PostRest(transport_, kCoordinator, frame, tickets_));
-    SHVD_TRY(WaitAll(transport_, tickets_, deadline).Annotate(context));
-    return DecodeResponseMessage(Unpack(frame));
+    SHVD_TRY(PostRest(transport_, place_.parent, answer_, tickets_));
+    SHVD_TRY(WaitAll(transport_, tickets_, patient).Annotate(context));
+    tickets_.clear();
+    return DecodeResponseMessage(Unpack(answer_));
+  }
+
+  // Passes the answer on to the ranks below.
+  Status PassOn(Deadline deadline) {
+    for (const PlaceInTree::Child& child : place_.children) {
+      SHVD_TRY(PostPacked(transport_, child.rank, answer_, tickets_));
+    }
+    return WaitAll(transport_, tickets_, deadline).Annotate("answering the other ranks");
   }
 
   Transport& transport_;
   const double timeout_s_;
+  const PlaceInTree place_;
+  const int height_of_all_;
 
-  // The state of the current cycle. Frames are indexed by rank.
+  // The state of the current cycle. Frames are those of the children, in their order.
   RequestMessage own_;
   std::vector<std::byte> packed_;
   std::vector<Frame> frames_;
+  Frame answer_;
   std::vector<Ticket> tickets_;
 };
 
 }  // namespace
 
 std::unique_ptr<Negotiation> MakeCoordinatedNegotiation(Transport& transport, size_t cache_capacity,
-                                                        double collective_timeout_s) {
-  return std::make_unique<CoordinatedNegotiation>(transport, cache_capacity, collective_timeout_s);
+                                                        double collective_timeout_s, int fan_in) {
+  return std::make_unique<CoordinatedNegotiation>(transport, cache_capacity, collective_timeout_s,
+                                                  fan_in);
 }
 
 }  // namespace sparkhvd

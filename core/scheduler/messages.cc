@@ -28,6 +28,10 @@ class Writer {
     Put(static_cast<uint32_t>(bits.size()));
     Append(bits.data(), bits.size());
   }
+  void PutContent(ConstBytes content) {
+    Put(static_cast<uint32_t>(content.size()));
+    Append(content.data(), content.size());
+  }
   std::vector<std::byte> Take() { return std::move(bytes_); }
 
  private:
@@ -78,6 +82,12 @@ class Reader {
       }
     }
     return ids;
+  }
+  ConstBytes GetContent() {
+    const size_t length = GetCount(1);
+    const ConstBytes content = bytes_.Sub(position_, length);
+    position_ += length;
+    return content;
   }
   // Reads a value of an enumeration whose last value is `last`.
   template <typename E>
@@ -200,6 +210,15 @@ std::vector<std::byte> Encode(const ResponseMessage& message) {
   return writer.Take();
 }
 
+std::vector<std::byte> Encode(const std::vector<RankedMessage>& messages) {
+  Writer writer;
+  for (const RankedMessage& message : messages) {
+    writer.Put(static_cast<uint32_t>(message.count));
+    writer.PutContent(message.content);
+  }
+  return writer.Take();
+}
+
 Result<RequestMessage> DecodeRequestMessage(ConstBytes bytes) {
   Reader reader(bytes);
   RequestMessage message;
@@ -222,6 +241,19 @@ Result<ResponseMessage> DecodeResponseMessage(ConstBytes bytes) {
   message.retuning = GetRetuning(reader);
   if (!reader.AtEnd()) return Broken("response");
   return message;
+}
+
+Result<std::vector<RankedMessage>> DecodeRankedMessages(ConstBytes bytes, int begin, int end) {
+  Reader reader(bytes);
+  std::vector<RankedMessage> messages;
+  for (int first = begin; first < end;) {
+    const auto count = reader.Get<uint32_t>();
+    if (count == 0 || count > static_cast<uint32_t>(end - first)) return Broken("request");
+    messages.push_back(RankedMessage{first, static_cast<int>(count), reader.GetContent()});
+    first += static_cast<int>(count);
+  }
+  if (!reader.AtEnd()) return Broken("request");
+  return messages;
 }
 
 }  // namespace sparkhvd

@@ -40,15 +40,27 @@ struct ResponseMessage {
   std::optional<Retuning> retuning = {};  // in force from this cycle on
 };
 
+// The equal messages of consecutive ranks, encoded. Most ranks submit the same operations in the
+// same order, so the messages of many ranks are few different ones.
+struct RankedMessage {
+  int first = 0;
+  int count = 0;
+  ConstBytes content;
+};
+
 // The longest accepted message.
 constexpr size_t kMaxMessageBytes = size_t{256} << 20;
 
 std::vector<std::byte> Encode(const RequestMessage& message);
 std::vector<std::byte> Encode(const ResponseMessage& message);
+std::vector<std::byte> Encode(const std::vector<RankedMessage>& messages);
 
 // Fails with kInternal unless the bytes are an encoded message. Allocations never exceed what the
 // bytes can hold.
 Result<RequestMessage> DecodeRequestMessage(ConstBytes bytes);
 Result<ResponseMessage> DecodeResponseMessage(ConstBytes bytes);
+// The contents are views of `bytes`. Also fails unless the messages are those of all ranks from
+// `begin` to before `end`, in this order.
+Result<std::vector<RankedMessage>> DecodeRankedMessages(ConstBytes bytes, int begin, int end);
 
 }  // namespace sparkhvd

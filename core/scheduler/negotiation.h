@@ -16,6 +16,9 @@
 
 namespace sparkhvd {
 
+// A rank handles some ten messages in the time that one needs to travel between hosts.
+constexpr int kFanIn = 16;
+
 // The result of a cycle: the operations that all ranks have requested, in the same order on all
 // ranks.
 struct Outcome {
@@ -63,9 +66,11 @@ class Negotiation {
   Readiness readiness_;  // used on the ranks that decide
 };
 
-// Over links: every rank sends one message to the coordinator (rank 0) and receives one.
+// Over links: every rank sends one message towards the coordinator (rank 0) and receives one. A
+// rank receives at most `fan_in` - 1 messages at each level of the tree.
 std::unique_ptr<Negotiation> MakeCoordinatedNegotiation(Transport& transport, size_t cache_capacity,
-                                                        double collective_timeout_s);
+                                                        double collective_timeout_s,
+                                                        int fan_in = kFanIn);
 
 // For ranks of a job that all share an arena: in one step, every rank reads all messages and
 // decides for itself.

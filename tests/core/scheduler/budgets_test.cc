@@ -12,6 +12,7 @@
 
 #include "rendezvous/tcp_store_client.h"
 #include "rendezvous/tcp_store_server.h"
+#include "scheduler/negotiation_tree.h"
 #include "scheduler/rank.h"
 
 namespace sparkhvd {
@@ -144,14 +145,26 @@ std::vector<int> OwnHosts(int size) {
 class Budgets : public ::testing::TestWithParam<int> {
  protected:
   size_t ranks() const { return static_cast<size_t>(GetParam()); }
+
+  // One to every rank right below in the tree, and one to the rank above.
+  size_t Frames(size_t rank) const {
+    const PlaceInTree place(static_cast<int>(rank), GetParam(), kFanIn);
+    return place.children.size() + (rank > 0 ? 1 : 0);
+  }
 };
+
+TEST(Budget, NoRankOfAThousandExchangesMoreThanFiftyMessagesPerCycle) {
+  for (int rank = 0; rank < 1024; ++rank) {
+    EXPECT_LE(PlaceInTree(rank, 1024, kFanIn).children.size() + 1, 50u) << rank;
+  }
+}
 
 TEST_P(Budgets, ARepeatedOperationCostsOneFrameBesideItsData) {
   for (const Budget& budget : kBudgets) {
     const std::vector<Cost> costs = Measure(OwnHosts(GetParam()), budget.kind, 1, 3);
     const Cost data = budget.data(ranks());
     for (size_t rank = 0; rank < ranks(); ++rank) {
-      const size_t frames = rank == 0 ? ranks() - 1 : 1;  // rank 0 coordinates
+      const size_t frames = Frames(rank);
       EXPECT_LE(costs[rank].messages, data.messages + frames) << Name(budget.kind) << ", " << rank;
       EXPECT_LE(costs[rank].bytes, data.bytes + frames * kFrame)
           << Name(budget.kind) << ", " << rank;
@@ -167,7 +180,7 @@ TEST_P(Budgets, ANewOperationCostsItsRequestAndNoTableOfAllPairs) {
     const Cost data = budget.data(ranks());
     const size_t rows = budget.kind == OperationKind::kAllgather ? 8 * ranks() : 0;
     for (size_t rank = 0; rank < ranks(); ++rank) {
-      const size_t frames = rank == 0 ? ranks() - 1 : 1;
+      const size_t frames = Frames(rank);
       EXPECT_LE(costs[rank].messages, data.messages + 2 * frames)
           << Name(budget.kind) << ", " << rank;
       EXPECT_LE(costs[rank].bytes, data.bytes + frames * (kFrame + rows))
@@ -201,7 +214,7 @@ TEST_P(Budgets, TheEndOfAllRanksCostsEachTwoRequests) {
   EXPECT_EQ(server.value()->requests(), 2 * ranks());
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, Budgets, ::testing::Values(4, 8, 16, 32));
+INSTANTIATE_TEST_SUITE_P(Ranks, Budgets, ::testing::Values(4, 8, 16, 32, 64));
 
 }  // namespace
 }  // namespace sparkhvd

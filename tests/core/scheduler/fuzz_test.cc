@@ -77,6 +77,28 @@ void ExpectStable(const Message& message, Result<Message> (*decode)(ConstBytes))
   EXPECT_TRUE(Encode(again.value()) == first);
 }
 
+TEST(Fuzz, RankedMessages) {
+  const FuzzInput one = Encode(RequestMessage{});
+  const FuzzInput other = Encode(RequestMessage{{1, 5}, {}, {}});
+  const std::vector<FuzzInput> seeds = {
+      Encode(std::vector<RankedMessage>{{4, 5, View(one)}}),
+      Encode(std::vector<RankedMessage>{{4, 1, View(one)}, {5, 3, View(other)}, {8, 1, View(one)}}),
+  };
+  for (const FuzzInput& seed : seeds) ASSERT_TRUE(DecodeRankedMessages(View(seed), 4, 9).ok());
+  Fuzz(seeds, [](const FuzzInput& input) {
+    const auto messages = DecodeRankedMessages(View(input), 4, 9);
+    if (!messages.ok()) return;
+    int next = 4;
+    for (const RankedMessage& message : messages.value()) {
+      EXPECT_EQ(message.first, next);
+      EXPECT_GT(message.count, 0);
+      next += message.count;
+    }
+    EXPECT_EQ(next, 9);
+    EXPECT_TRUE(Encode(messages.value()) == input);
+  });
+}
+
 TEST(Fuzz, RequestMessages) {
   Fuzz(RequestSeeds(), [](const FuzzInput& input) {
     const auto message = DecodeRequestMessage(View(input));
