@@ -1,7 +1,7 @@
 #include "collectives/allreduce_hierarchical.h"
 
 #include "collectives/allgather.h"
-#include "collectives/allreduce_ring.h"
+#include "collectives/allreduce_links.h"
 #include "collectives/kernels.h"
 #include "collectives/reducescatter.h"
 #include "collectives/slices.h"
@@ -28,10 +28,10 @@ std::vector<Slice> LaneSlices(const Hierarchy& hierarchy, size_t count, size_t g
 }  // namespace
 
 // Three steps: the members of a group combine their contributions, each the slice of its lane; the
-// members of a lane reduce that slice around a ring; the members of a group share their slices. A
-// byte then leaves and enters a host as often as with one rank per host: 2 (H - 1) / H times with H
-// groups, which is the minimum (Patarasuk and Yuan 2009). All lanes between two hosts carry data at
-// the same time.
+// members of a lane reduce that slice over their links; the members of a group share their slices.
+// A byte of long data then leaves and enters a host as often as with one rank per host: 2 (H - 1) /
+// H times with H groups, which is the minimum (Patarasuk and Yuan 2009). All lanes between two
+// hosts carry data at the same time.
 Status AllreduceHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
                              const Reduction& reduction, const std::byte* source, std::byte* target,
                              size_t count, std::vector<std::byte>& scratch, Deadline deadline) {
@@ -48,9 +48,9 @@ Status AllreduceHierarchical(Transport& transport, ArenaSteps* steps, const Hier
   }
   if (own.count > 0) {
     TransportSubset peers(transport, hierarchy.LaneRanks());
-    SHVD_TRY(
-        AllreduceRingInPlace(peers, reduction, hierarchy.size(), lane, own.count, scratch, deadline)
-            .Annotate("between hosts"));
+    SHVD_TRY(AllreduceLinksInPlace(peers, reduction, hierarchy.size(), lane, own.count, scratch,
+                                   deadline)
+                 .Annotate("between hosts"));
   }
   if (steps == nullptr) return Status();
   std::vector<size_t> lengths;

@@ -5,6 +5,7 @@
 #include "collectives/slices.h"
 
 namespace sparkhvd {
+
 // The ring algorithm (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 // workstations", 2009). The data is cut into one slice per rank. In N - 1 steps, partial results
 // move to the right until every rank holds the complete result of its slice. In N - 1 more steps,
@@ -21,14 +22,6 @@ Status AllreduceRingInPlace(Transport& transport, const Reduction& reduction, in
   Finish(reduction, ranks, data + own.begin * ring.width(), own.count);
   if (transport.size() > 1) SHVD_TRY(RingGather(ring));
   return Status();
-}
-
-Status AllreduceRing(Transport& transport, const Reduction& reduction, const std::byte* source,
-                     std::byte* target, size_t count, std::vector<std::byte>& scratch,
-                     Deadline deadline) {
-  CopyPrescaled(reduction, target, source, count);
-  return AllreduceRingInPlace(transport, reduction, transport.size(), target, count, scratch,
-                              deadline);
 }
 
 }  // namespace sparkhvd

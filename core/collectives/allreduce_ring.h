@@ -1,4 +1,4 @@
-// Allreduce among all ranks of a transport.
+// Allreduce around a ring, for data that takes longer to transfer than messages to travel.
 #pragma once
 
 #include <vector>
@@ -11,13 +11,9 @@
 
 namespace sparkhvd {
 
-// Reduces `count` elements of every rank. All ranks get the same bits. `target` may be `source`.
-// `scratch` is the caller's working memory; it grows as needed and should be reused.
-Status AllreduceRing(Transport& transport, const Reduction& reduction, const std::byte* source,
-                     std::byte* target, size_t count, std::vector<std::byte>& scratch,
-                     Deadline deadline);
-
 // Reduces contributions that are already scaled, in place. Together they stand for `ranks` ranks.
+// All ranks get the same bits. `scratch` is the caller's working memory; it grows as needed and
+// should be reused.
 Status AllreduceRingInPlace(Transport& transport, const Reduction& reduction, int ranks,
                             std::byte* data, size_t count, std::vector<std::byte>& scratch,
                             Deadline deadline);

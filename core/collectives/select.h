@@ -33,4 +33,26 @@ constexpr Algorithm Select(const Topology& topology, bool hierarchical) {
   return flat == Algorithm::kTransport && hierarchical && shared ? Algorithm::kHierarchical : flat;
 }
 
+// The cost of messages that the choice assumes. Measured costs would differ between the ranks,
+// which have to choose alike.
+struct LinkCosts {
+  double seconds_per_message = 30e-6;
+  double seconds_per_byte = 0.8e-9;    // 10 Gbit/s
+  double seconds_to_combine = 0.1e-9;  // per byte
+};
+
+// Returns the greatest number of bytes for which the rounds of AllreduceDoubling cost less than the
+// steps of AllreduceRing.
+constexpr size_t DoublingBytes(int size, const LinkCosts& costs = {}) {
+  if (size < 2) return 0;
+  int rounds = 0;
+  while (size >> (rounds + 1) > 0) ++rounds;
+  if (size > 1 << rounds) rounds += 2;
+  const double steps = 2.0 * (size - 1);
+  const double moved = steps / size;  // how often a byte leaves a rank in the ring
+  const double more = (rounds - moved) * costs.seconds_per_byte +
+                      (rounds - moved / 2) * costs.seconds_to_combine;  // per byte
+  return static_cast<size_t>((steps - rounds) * costs.seconds_per_message / more);
+}
+
 }  // namespace sparkhvd

@@ -10,7 +10,7 @@
 #include "collectives/allgather.h"
 #include "collectives/allgather_hierarchical.h"
 #include "collectives/allreduce_hierarchical.h"
-#include "collectives/allreduce_ring.h"
+#include "collectives/allreduce_links.h"
 #include "collectives/allreduce_shm.h"
 #include "collectives/barrier.h"
 #include "collectives/broadcast.h"
@@ -120,7 +120,7 @@ Status Execution::Reduce(const Reduction& reduction, const std::byte* source, st
       case Algorithm::kArena:
         return AllreduceShm(*steps_, reduction, source, target, count, deadline, tunables_.arena);
       case Algorithm::kTransport:
-        return AllreduceRing(transport_, reduction, source, target, count, scratch_, deadline);
+        return AllreduceLinks(transport_, reduction, source, target, count, scratch_, deadline);
       case Algorithm::kHierarchical:
         ++counters_.hierarchical;
         return AllreduceHierarchical(transport_, steps_, hierarchy_, reduction, source, target,

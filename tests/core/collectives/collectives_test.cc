@@ -7,12 +7,15 @@
 
 #include "collectives/allgather.h"
 #include "collectives/allgather_hierarchical.h"
+#include "collectives/allreduce_doubling.h"
 #include "collectives/allreduce_hierarchical.h"
+#include "collectives/allreduce_links.h"
 #include "collectives/allreduce_ring.h"
 #include "collectives/allreduce_shm.h"
 #include "collectives/barrier.h"
 #include "collectives/broadcast.h"
 #include "collectives/hierarchy.h"
+#include "collectives/kernels.h"
 #include "collectives/ranks.h"
 #include "collectives/select.h"
 #include "collectives/slices.h"
@@ -25,7 +28,7 @@ using testing::ExpectAllOk;
 using testing::OnEveryRank;
 using testing::Soon;
 
-enum class Way { kLinks, kArena, kHierarchical };
+enum class Way { kLinks, kRing, kDoubling, kArena, kHierarchical };
 
 struct Layout {
   std::string name;
@@ -54,8 +57,14 @@ class Caller {
         return AllreduceShm(*steps_, reduction, source.data(), target.data(), source.count(),
                             Soon());
       case Way::kLinks:
-        return AllreduceRing(transport_, reduction, source.data(), target.data(), source.count(),
-                             scratch, Soon());
+        return AllreduceLinks(transport_, reduction, source.data(), target.data(), source.count(),
+                              scratch, Soon());
+      case Way::kRing:
+      case Way::kDoubling:
+        CopyPrescaled(reduction, target.data(), source.data(), source.count());
+        return (way_ == Way::kRing ? AllreduceRingInPlace : AllreduceDoublingInPlace)(
+            transport_, reduction, transport_.size(), target.data(), source.count(), scratch,
+            Soon());
       case Way::kHierarchical:
         return AllreduceHierarchical(transport_, steps(), hierarchy_, reduction, source.data(),
                                      target.data(), source.count(), scratch, Soon());
@@ -68,6 +77,8 @@ class Caller {
       case Way::kArena:
         return AllgatherShm(*steps_, source, lengths, target, Soon());
       case Way::kLinks:
+      case Way::kRing:
+      case Way::kDoubling:
         return AllgatherRing(transport_, source, lengths, target, Soon());
       case Way::kHierarchical:
         return AllgatherHierarchical(transport_, steps(), hierarchy_, source, lengths, target,
@@ -203,12 +214,18 @@ TEST_P(AllreduceTest, GivesAllRanksTheSameBits) {
     for (size_t i = 0; i < kCount; ++i) {
       data.Set(i, 1.0 / static_cast<double>(i * 7 + static_cast<size_t>(rank) * 3 + 1));
     }
+    for (size_t i = 0; i < kCount; i += 97) {  // several ranks have a NaN, each of another payload
+      const uint32_t nan = 0x7fc00000u + static_cast<uint32_t>(rank + 1);
+      if (rank % 3 != 1) std::memcpy(data.data() + i * sizeof(nan), &nan, sizeof(nan));
+    }
     SHVD_TRY(
         caller.Allreduce(Reduction{DType::kFloat32, ReduceOp::kAverage, 0.3, 1.7}, data, data));
     std::memcpy(results[static_cast<size_t>(rank)].data(), data.data(), data.size_bytes());
     return Status();
   }));
-  for (const std::vector<float>& result : results) EXPECT_EQ(result, results.front());
+  for (const std::vector<float>& result : results) {
+    EXPECT_EQ(std::memcmp(result.data(), results.front().data(), kCount * sizeof(float)), 0);
+  }
 }
 
 std::vector<Layout> Layouts() {
@@ -216,6 +233,8 @@ std::vector<Layout> Layouts() {
   for (const int size : testing::SizesToTry()) {
     const std::vector<int> hosts(static_cast<size_t>(size), 0);
     layouts.push_back({std::to_string(size) + "ranksLinks", hosts, Way::kLinks});
+    layouts.push_back({std::to_string(size) + "ranksRing", hosts, Way::kRing});
+    layouts.push_back({std::to_string(size) + "ranksDoubling", hosts, Way::kDoubling});
     if (size > 1) layouts.push_back({std::to_string(size) + "ranksArena", hosts, Way::kArena});
   }
   std::vector<std::vector<int>> several = {{0, 0, 1}, {0, 1, 1, 1, 0}, {0, 0, 0, 1, 1, 1, 2, 3}};
@@ -262,8 +281,8 @@ TEST(Collectives, MissingRankFailsTheOthersWithItsRankAndTheStep) {
         return AllreduceShm(steps, Reduction{}, bytes, bytes, data.size(), deadline);
       }
       std::vector<std::byte> scratch;
-      return AllreduceRing(*mesh.transport, Reduction{}, bytes, bytes, data.size(), scratch,
-                           deadline);
+      return AllreduceRingInPlace(*mesh.transport, Reduction{}, 3, bytes, data.size(), scratch,
+                                  deadline);
     });
     EXPECT_EQ(statuses[0].code(), StatusCode::kTimeout);
     EXPECT_NE(statuses[0].message().find("2"), std::string::npos) << statuses[0].message();
@@ -291,7 +310,7 @@ TEST(Collectives, MissingRankFailsBothHostsInAHierarchy) {
     EXPECT_EQ(status.code(), StatusCode::kTimeout) << rank << ": " << status.message();
     EXPECT_NE(
         status.message().find(rank == 2 ? "inside the host: arena step 1 was not reached by rank 3"
-                                        : "between hosts: ring reduce step 0"),
+                                        : "between hosts: allreduce distance 1"),
         std::string::npos)
         << status.message();
   }
@@ -321,6 +340,16 @@ TEST(Select, UsesTheArenaOnlyWhenItHoldsTheWholeJob) {
   EXPECT_EQ(Select(Topology{4, 1}), Algorithm::kArena);
   EXPECT_EQ(Select(Topology{4, 2}), Algorithm::kTransport);
   EXPECT_EQ(Select(Topology{4, 4}), Algorithm::kTransport);
+}
+
+TEST(Select, SmallDataIsDoubledAndFewRanksDoubleMore) {
+  EXPECT_EQ(DoublingBytes(1), 0u);
+  for (const int size : {2, 3, 4, 8, 125, 1024}) {
+    EXPECT_GT(DoublingBytes(size), 16u << 10) << size;
+    EXPECT_LT(DoublingBytes(size), 8u << 20) << size;
+  }
+  EXPECT_LT(DoublingBytes(5), DoublingBytes(4)) << "two more rounds for one more rank";
+  EXPECT_LT(DoublingBytes(8, LinkCosts{5e-6}), DoublingBytes(8, LinkCosts{50e-6}));
 }
 
 TEST(Select, IsHierarchicalIfSomeRanksShareMemoryUnlessTurnedOff) {

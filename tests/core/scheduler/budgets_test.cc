@@ -67,9 +67,18 @@ struct Budget {
   Cost (*data)(size_t ranks);
 };
 
+size_t RoundsFor(size_t ranks) {
+  size_t rounds = 0;
+  while ((size_t{1} << rounds) < ranks) ++rounds;
+  return rounds;
+}
+
 const std::vector<Budget> kBudgets{
     {OperationKind::kAllreduce,
-     [](size_t ranks) { return Cost{2 * (ranks - 1), 2 * (ranks - 1) * kBytes / ranks}; }},
+     [](size_t ranks) {
+       const size_t rounds = RoundsFor(ranks);
+       return Cost{rounds, rounds * kBytes};
+     }},
     {OperationKind::kAllgather, [](size_t ranks) { return Cost{ranks - 1, (ranks - 1) * kBytes}; }},
     {OperationKind::kReducescatter,
      [](size_t ranks) { return Cost{ranks - 1, (ranks - 1) * kBytes / ranks}; }},
@@ -80,14 +89,12 @@ const std::vector<Budget> kBudgets{
      }},
     {OperationKind::kBroadcast,
      [](size_t ranks) {
-       size_t rounds = 0;
-       while ((size_t{1} << rounds) < ranks) ++rounds;
+       const size_t rounds = RoundsFor(ranks);
        return Cost{rounds, rounds * kBytes};
      }},
     {OperationKind::kBarrier,
      [](size_t ranks) {
-       size_t rounds = 0;
-       while ((size_t{1} << rounds) < ranks) ++rounds;
+       const size_t rounds = RoundsFor(ranks);
        return Cost{rounds, rounds};
      }},
 };

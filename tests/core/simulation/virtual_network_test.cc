@@ -1,0 +1,122 @@
+// Tests the model of the network, and the algorithms' times in it against their closed forms.
+#include "simulation/virtual_network.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "collectives/allreduce_doubling.h"
+#include "collectives/allreduce_ring.h"
+#include "collectives/barrier.h"
+#include "scheduler/negotiation.h"
+
+namespace sparkhvd {
+namespace {
+
+Deadline Patience() { return Deadline::AfterSeconds(60); }
+
+std::vector<int> OwnHosts(int size) {
+  std::vector<int> hosts;
+  for (int rank = 0; rank < size; ++rank) hosts.push_back(rank);
+  return hosts;
+}
+
+void OnEveryRank(VirtualNetwork& network, int size, const std::function<void(Transport&)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] { body(*network.TransportOf(rank)); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+using Allreduce = Status (*)(Transport&, const Reduction&, int, std::byte*, size_t,
+                             std::vector<std::byte>&, Deadline);
+
+// Returns the virtual seconds of an allreduce of `count` floats, each of which counts as `scale`.
+double TimeOf(Allreduce allreduce, int size, size_t count, const NetworkCosts& costs,
+              double scale = 1) {
+  VirtualNetwork network(OwnHosts(size), costs, scale);
+  OnEveryRank(network, size, [&](Transport& transport) {
+    std::vector<float> data(count, 1.0f);
+    std::vector<std::byte> scratch;
+    const Status status =
+        allreduce(transport, Reduction{}, size, reinterpret_cast<std::byte*>(data.data()), count,
+                  scratch, Patience());
+    EXPECT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(data, std::vector<float>(count, static_cast<float>(size)));
+  });
+  return network.Latest();
+}
+
+TEST(VirtualNetwork, AMessageCostsItsLatencyItsBytesAndBothProcessors) {
+  NetworkCosts costs;
+  VirtualNetwork network({0, 1, 1}, costs);
+  OnEveryRank(network, 3, [](Transport& transport) {
+    std::vector<std::byte> data(1000);
+    const bool sends = transport.rank() == 1;
+    for (const int peer : {0, 2}) {
+      if (!sends && peer != transport.rank()) continue;
+      const auto ticket = sends ? transport.PostSend(peer, ConstBytes(data.data(), data.size()))
+                                : transport.PostReceive(1, Bytes(data.data(), data.size()));
+      const Status status = transport.Wait(Span<const Ticket>(&ticket.value(), 1), Patience());
+      EXPECT_TRUE(status.ok()) << status.message();
+    }
+  });
+  const double first = costs.per_message + 1000 * costs.per_byte;
+  EXPECT_DOUBLE_EQ(network.rank(0).now, first + costs.latency + costs.per_message);
+  EXPECT_DOUBLE_EQ(network.rank(1).now, 2 * costs.per_message);
+  EXPECT_DOUBLE_EQ(network.rank(2).now, std::max(first, 2 * costs.per_message) +
+                                            1000 * costs.per_byte_in_host + costs.latency_in_host +
+                                            costs.per_message);
+  EXPECT_EQ(network.rank(1).messages, 2u);
+  EXPECT_EQ(network.rank(1).bytes, 2000u);
+}
+
+TEST(VirtualNetwork, AlgorithmsTakeTheTimesOfTheirClosedForms) {
+  NetworkCosts costs;
+  const double message = costs.latency + 2 * costs.per_message;
+  for (const int size : {2, 4, 8, 32}) {
+    const size_t count = 1 << 12;
+    const double bytes = 4.0 * static_cast<double>(count);
+    int rounds = 0;
+    while (1 << rounds < size) ++rounds;
+    EXPECT_NEAR(TimeOf(AllreduceDoublingInPlace, size, count, costs),
+                rounds * (message + bytes * costs.per_byte), 1e-9);
+    const double steps = 2.0 * (size - 1);
+    EXPECT_NEAR(TimeOf(AllreduceRingInPlace, size, count, costs),
+                steps * (message + bytes / size * costs.per_byte), 1e-9);
+  }
+  VirtualNetwork network(OwnHosts(13), costs);
+  OnEveryRank(network, 13,
+              [](Transport& transport) { EXPECT_TRUE(Barrier(transport, Patience()).ok()); });
+  EXPECT_NEAR(network.Latest(), 4 * (message + costs.per_byte), 1e-9);
+}
+
+TEST(VirtualNetwork, AByteCountsAsScaleBytes) {
+  const NetworkCosts costs;
+  EXPECT_NEAR(TimeOf(AllreduceDoublingInPlace, 4, 100, costs, 64),
+              TimeOf(AllreduceDoublingInPlace, 4, 6400, costs), 1e-9);
+}
+
+TEST(VirtualNetwork, TheTreeOfANegotiationTakesLessThanASingleCoordinator) {
+  constexpr int kSize = 256;
+  const auto cycle = [](int fan_in) {
+    VirtualNetwork network(OwnHosts(kSize), NetworkCosts{});
+    OnEveryRank(network, kSize, [&](Transport& transport) {
+      const auto negotiation = MakeCoordinatedNegotiation(transport, 8, 60, fan_in);
+      negotiation->Announce(negotiation->Report({}));
+      EXPECT_TRUE(negotiation->Enter().ok());
+      const auto outcome = negotiation->Conclude(Patience());
+      EXPECT_TRUE(outcome.ok()) << outcome.status().message();
+    });
+    return network.Latest();
+  };
+  const double star = cycle(kSize);
+  EXPECT_GT(star, 2 * (kSize - 1) * NetworkCosts{}.per_message);
+  EXPECT_LT(cycle(kFanIn), star / 3);
+}
+
+}  // namespace
+}  // namespace sparkhvd
