@@ -1,6 +1,7 @@
 #include "collectives/allreduce_links.h"
 
 #include "collectives/allreduce_doubling.h"
+#include "collectives/allreduce_halving.h"
 #include "collectives/allreduce_ring.h"
 #include "collectives/kernels.h"
 #include "collectives/select.h"
@@ -10,9 +11,18 @@ namespace sparkhvd {
 Status AllreduceLinksInPlace(Transport& transport, const Reduction& reduction, int ranks,
                              std::byte* data, size_t count, std::vector<std::byte>& scratch,
                              Deadline deadline) {
-  const bool doubles = count * SizeOf(reduction.dtype) <= DoublingBytes(transport.size());
-  return (doubles ? AllreduceDoublingInPlace : AllreduceRingInPlace)(
-      transport, reduction, ranks, data, count, scratch, deadline);
+  const auto allreduce = [&](auto algorithm) {
+    return algorithm(transport, reduction, ranks, data, count, scratch, deadline);
+  };
+  switch (SelectForLinks(transport.size(), count * SizeOf(reduction.dtype))) {
+    case LinkAlgorithm::kDoubling:
+      return allreduce(AllreduceDoublingInPlace);
+    case LinkAlgorithm::kHalving:
+      return allreduce(AllreduceHalvingInPlace);
+    case LinkAlgorithm::kRing:
+      break;
+  }
+  return allreduce(AllreduceRingInPlace);
 }
 
 Status AllreduceLinks(Transport& transport, const Reduction& reduction, const std::byte* source,

@@ -33,26 +33,40 @@ constexpr Algorithm Select(const Topology& topology, bool hierarchical) {
   return flat == Algorithm::kTransport && hierarchical && shared ? Algorithm::kHierarchical : flat;
 }
 
-// The cost of messages that the choice assumes. Measured costs would differ between the ranks,
-// which have to choose alike.
+// The algorithm of an allreduce over links.
+enum class LinkAlgorithm { kDoubling, kHalving, kRing };
+
+// The costs that the choice assumes. Measured costs would differ between the ranks, which have to
+// choose alike.
 struct LinkCosts {
-  double seconds_per_message = 30e-6;
-  double seconds_per_byte = 0.8e-9;    // 10 Gbit/s
-  double seconds_to_combine = 0.1e-9;  // per byte
+  double per_message = 30e-6;  // seconds
+  double per_byte = 0.8e-9;    // 10 Gbit/s
+  double combining = 0.1e-9;   // per byte
 };
 
-// Returns the greatest number of bytes for which the rounds of AllreduceDoubling cost less than the
-// steps of AllreduceRing.
-constexpr size_t DoublingBytes(int size, const LinkCosts& costs = {}) {
-  if (size < 2) return 0;
+// Returns the algorithm that takes the least time (Thakur, Rabenseifner and Gropp, "Optimization of
+// collective communication operations in MPICH", 2005). Prefers the ring if its messages cost
+// little beside its bytes, because only neighbours communicate.
+constexpr LinkAlgorithm SelectForLinks(int size, size_t bytes, const LinkCosts& costs = {}) {
+  constexpr double kLittle = 0.2;
   int rounds = 0;
   while (size >> (rounds + 1) > 0) ++rounds;
-  if (size > 1 << rounds) rounds += 2;
-  const double steps = 2.0 * (size - 1);
-  const double moved = steps / size;  // how often a byte leaves a rank in the ring
-  const double more = (rounds - moved) * costs.seconds_per_byte +
-                      (rounds - moved / 2) * costs.seconds_to_combine;  // per byte
-  return static_cast<size_t>((steps - rounds) * costs.seconds_per_message / more);
+  const int players = 1 << rounds;
+  const int more = size > players ? 1 : 0;  // before the rounds, and again after them
+  const auto length = static_cast<double>(bytes);
+  const auto seconds = [&](double messages, double moved, double combined) {
+    return messages * costs.per_message +
+           length * (moved * costs.per_byte + combined * costs.combining);
+  };
+  const double part = 1.0 - 1.0 / players;
+  const double ring_part = 1.0 - 1.0 / size;
+  const double ring = seconds(2.0 * (size - 1), 2 * ring_part, ring_part);
+  const double doubling = seconds(rounds + 2 * more, rounds + 2 * more, rounds + more);
+  const double halving = seconds(2 * rounds + 2 * more, 2 * part + 2 * more, part + more);
+  if (doubling <= halving && doubling <= ring) return LinkAlgorithm::kDoubling;
+  const double messages = 2.0 * (size - 1) * costs.per_message;
+  if (ring <= halving || messages <= kLittle * (ring - messages)) return LinkAlgorithm::kRing;
+  return LinkAlgorithm::kHalving;
 }
 
 }  // namespace sparkhvd

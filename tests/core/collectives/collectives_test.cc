@@ -8,6 +8,7 @@
 #include "collectives/allgather.h"
 #include "collectives/allgather_hierarchical.h"
 #include "collectives/allreduce_doubling.h"
+#include "collectives/allreduce_halving.h"
 #include "collectives/allreduce_hierarchical.h"
 #include "collectives/allreduce_links.h"
 #include "collectives/allreduce_ring.h"
@@ -28,7 +29,7 @@ using testing::ExpectAllOk;
 using testing::OnEveryRank;
 using testing::Soon;
 
-enum class Way { kLinks, kRing, kDoubling, kArena, kHierarchical };
+enum class Way { kLinks, kRing, kDoubling, kHalving, kArena, kHierarchical };
 
 struct Layout {
   std::string name;
@@ -60,11 +61,11 @@ class Caller {
         return AllreduceLinks(transport_, reduction, source.data(), target.data(), source.count(),
                               scratch, Soon());
       case Way::kRing:
+        return InPlace(AllreduceRingInPlace, reduction, source, target);
       case Way::kDoubling:
-        CopyPrescaled(reduction, target.data(), source.data(), source.count());
-        return (way_ == Way::kRing ? AllreduceRingInPlace : AllreduceDoublingInPlace)(
-            transport_, reduction, transport_.size(), target.data(), source.count(), scratch,
-            Soon());
+        return InPlace(AllreduceDoublingInPlace, reduction, source, target);
+      case Way::kHalving:
+        return InPlace(AllreduceHalvingInPlace, reduction, source, target);
       case Way::kHierarchical:
         return AllreduceHierarchical(transport_, steps(), hierarchy_, reduction, source.data(),
                                      target.data(), source.count(), scratch, Soon());
@@ -79,6 +80,7 @@ class Caller {
       case Way::kLinks:
       case Way::kRing:
       case Way::kDoubling:
+      case Way::kHalving:
         return AllgatherRing(transport_, source, lengths, target, Soon());
       case Way::kHierarchical:
         return AllgatherHierarchical(transport_, steps(), hierarchy_, source, lengths, target,
@@ -94,6 +96,15 @@ class Caller {
 
  private:
   ArenaSteps* steps() { return steps_ ? &*steps_ : nullptr; }
+
+  template <typename Algorithm>
+  Status InPlace(Algorithm algorithm, const Reduction& reduction, Elements& source,
+                 Elements& target) {
+    std::vector<std::byte> scratch;
+    CopyPrescaled(reduction, target.data(), source.data(), source.count());
+    return algorithm(transport_, reduction, transport_.size(), target.data(), source.count(),
+                     scratch, Soon());
+  }
 
   const Way way_;
   Transport& transport_;
@@ -235,6 +246,7 @@ std::vector<Layout> Layouts() {
     layouts.push_back({std::to_string(size) + "ranksLinks", hosts, Way::kLinks});
     layouts.push_back({std::to_string(size) + "ranksRing", hosts, Way::kRing});
     layouts.push_back({std::to_string(size) + "ranksDoubling", hosts, Way::kDoubling});
+    layouts.push_back({std::to_string(size) + "ranksHalving", hosts, Way::kHalving});
     if (size > 1) layouts.push_back({std::to_string(size) + "ranksArena", hosts, Way::kArena});
   }
   std::vector<std::vector<int>> several = {{0, 0, 1}, {0, 1, 1, 1, 0}, {0, 0, 0, 1, 1, 1, 2, 3}};
@@ -342,14 +354,17 @@ TEST(Select, UsesTheArenaOnlyWhenItHoldsTheWholeJob) {
   EXPECT_EQ(Select(Topology{4, 4}), Algorithm::kTransport);
 }
 
-TEST(Select, SmallDataIsDoubledAndFewRanksDoubleMore) {
-  EXPECT_EQ(DoublingBytes(1), 0u);
-  for (const int size : {2, 3, 4, 8, 125, 1024}) {
-    EXPECT_GT(DoublingBytes(size), 16u << 10) << size;
-    EXPECT_LT(DoublingBytes(size), 8u << 20) << size;
+TEST(Select, LinksDoubleSmallDataHalveMoreAndCarryTheMostAroundARing) {
+  for (const int size : {4, 8, 64, 1024}) {
+    EXPECT_EQ(SelectForLinks(size, 4096), LinkAlgorithm::kDoubling) << size;
+    EXPECT_EQ(SelectForLinks(size, size_t{1} << 32), LinkAlgorithm::kRing) << size;
   }
-  EXPECT_LT(DoublingBytes(5), DoublingBytes(4)) << "two more rounds for one more rank";
-  EXPECT_LT(DoublingBytes(8, LinkCosts{5e-6}), DoublingBytes(8, LinkCosts{50e-6}));
+  EXPECT_EQ(SelectForLinks(128, 1 << 20), LinkAlgorithm::kHalving);
+  EXPECT_EQ(SelectForLinks(2, 100), LinkAlgorithm::kDoubling);
+  EXPECT_EQ(SelectForLinks(2, 100 << 20), LinkAlgorithm::kRing);
+  // With the extra bytes of a number that is no power of two, a ring is worth its steps earlier.
+  EXPECT_EQ(SelectForLinks(8, 1 << 20), LinkAlgorithm::kHalving);
+  EXPECT_EQ(SelectForLinks(9, 1 << 20), LinkAlgorithm::kRing);
 }
 
 TEST(Select, IsHierarchicalIfSomeRanksShareMemoryUnlessTurnedOff) {

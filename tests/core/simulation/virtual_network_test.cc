@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "collectives/allreduce_doubling.h"
+#include "collectives/allreduce_halving.h"
 #include "collectives/allreduce_ring.h"
 #include "collectives/barrier.h"
 #include "scheduler/negotiation.h"
@@ -84,6 +85,8 @@ TEST(VirtualNetwork, AlgorithmsTakeTheTimesOfTheirClosedForms) {
     while (1 << rounds < size) ++rounds;
     EXPECT_NEAR(TimeOf(AllreduceDoublingInPlace, size, count, costs),
                 rounds * (message + bytes * costs.per_byte), 1e-9);
+    EXPECT_NEAR(TimeOf(AllreduceHalvingInPlace, size, count, costs),
+                2 * rounds * message + 2 * (1.0 - 1.0 / size) * bytes * costs.per_byte, 1e-9);
     const double steps = 2.0 * (size - 1);
     EXPECT_NEAR(TimeOf(AllreduceRingInPlace, size, count, costs),
                 steps * (message + bytes / size * costs.per_byte), 1e-9);

@@ -1,0 +1,149 @@
+// Runs the real negotiation and allreduce of many ranks in virtual time; python -m bench.simulate
+// starts it. Reads a line per case from standard input, and writes a line with its results:
+//
+//   negotiate HOSTS RANKS_PER_HOST FAN_IN COSTS    -> seconds of a cycle, messages and bytes that
+//                                                     rank 0 sends in it, most messages of another
+//   allreduce HOSTS LANES BYTES ALGORITHM COSTS    -> seconds, messages and bytes that a rank sends
+//
+// COSTS are the numbers of NetworkCosts. BYTES are those of the host: each lane carries its share
+// over its share of the line, so one lane stands for all. ALGORITHM is ring, doubling or ours,
+// which is the one that the core would choose.
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <iostream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collectives/allreduce_doubling.h"
+#include "collectives/allreduce_halving.h"
+#include "collectives/allreduce_ring.h"
+#include "collectives/select.h"
+#include "collectives/slices.h"
+#include "scheduler/negotiation.h"
+#include "simulation/virtual_network.h"
+
+namespace sparkhvd {
+namespace {
+
+constexpr double kPatience = 600;  // seconds of real time
+
+std::istream& operator>>(std::istream& in, NetworkCosts& costs) {
+  return in >> costs.latency >> costs.latency_in_host >> costs.per_message >> costs.per_byte >>
+         costs.per_byte_in_host;
+}
+
+void Require(const Status& status) {
+  if (status.ok()) return;
+  std::cerr << status.message() << "\n";
+  std::exit(1);
+}
+
+void OnEveryRank(VirtualNetwork& network, int size, const std::function<void(Transport&)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] { body(*network.TransportOf(rank)); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Measures cycles in which all ranks submit one operation that they have agreed on before.
+void Negotiate() {
+  constexpr int kFree = 2;
+  constexpr int kCycles = 4;
+  int hosts = 0, per_host = 0, fan_in = 0;
+  NetworkCosts costs;
+  std::cin >> hosts >> per_host >> fan_in >> costs;
+  const int size = hosts * per_host;
+  std::vector<int> host_of;
+  for (int rank = 0; rank < size; ++rank) host_of.push_back(rank / per_host);
+  VirtualNetwork network(host_of, costs);
+  std::vector<VirtualRank> begun(static_cast<size_t>(size));
+  OnEveryRank(network, size, [&](Transport& transport) {
+    const auto negotiation = MakeCoordinatedNegotiation(transport, 1024, kPatience, fan_in);
+    Request request;
+    request.name = "gradient";
+    request.shape = {1};
+    for (int cycle = 0; cycle < kFree + kCycles; ++cycle) {
+      if (cycle == kFree) {
+        begun[static_cast<size_t>(transport.rank())] = network.rank(transport.rank());
+      }
+      negotiation->Announce(negotiation->Report({&request}));
+      Require(negotiation->Enter());
+      const auto outcome = negotiation->Conclude(Deadline::AfterSeconds(kPatience));
+      Require(outcome.status());
+      for (const Agreement& agreement : outcome.value().response.agreements) {
+        negotiation->Remember(request, agreement.rows);
+      }
+    }
+  });
+  double seconds = 0;
+  size_t most = 0;
+  for (int rank = 0; rank < size; ++rank) {
+    const VirtualRank& before = begun[static_cast<size_t>(rank)];
+    seconds = std::max(seconds, network.rank(rank).now - before.now);
+    if (rank > 0) most = std::max(most, network.rank(rank).messages - before.messages);
+  }
+  std::printf("%.9g %zu %zu %zu\n", seconds / kCycles,
+              (network.rank(0).messages - begun[0].messages) / kCycles,
+              (network.rank(0).bytes - begun[0].bytes) / kCycles, most / kCycles);
+}
+
+auto Algorithm(const std::string& name, int ranks, double bytes) {
+  LinkAlgorithm chosen = SelectForLinks(ranks, static_cast<size_t>(bytes));
+  if (name == "ring") chosen = LinkAlgorithm::kRing;
+  if (name == "halving") chosen = LinkAlgorithm::kHalving;
+  if (name == "doubling") chosen = LinkAlgorithm::kDoubling;
+  return chosen == LinkAlgorithm::kRing      ? AllreduceRingInPlace
+         : chosen == LinkAlgorithm::kHalving ? AllreduceHalvingInPlace
+                                             : AllreduceDoublingInPlace;
+}
+
+void Allreduce() {
+  int hosts = 0, lanes = 0;
+  double bytes = 0;
+  std::string algorithm;
+  NetworkCosts costs;
+  std::cin >> hosts >> lanes >> bytes >> algorithm >> costs;
+  costs.per_byte *= lanes;
+  const double own_bytes = bytes / lanes;
+  const auto allreduce = Algorithm(algorithm, hosts, own_bytes);
+  // Every slice of the ring is a cache line, which stands for more.
+  const size_t count = static_cast<size_t>(hosts) * kCacheLine / sizeof(float);
+  const double scale = own_bytes / static_cast<double>(count * sizeof(float));
+  std::vector<int> host_of;
+  for (int host = 0; host < hosts; ++host) host_of.push_back(host);
+  VirtualNetwork network(host_of, costs, scale);
+  OnEveryRank(network, hosts, [&](Transport& transport) {
+    std::vector<float> data(count, 1.0f);
+    std::vector<std::byte> scratch;
+    auto* memory = reinterpret_cast<std::byte*>(data.data());
+    Require(allreduce(transport, Reduction{}, hosts, memory, count, scratch,
+                      Deadline::AfterSeconds(kPatience)));
+  });
+  size_t messages = 0, sent = 0;
+  for (int rank = 0; rank < hosts; ++rank) {
+    messages = std::max(messages, network.rank(rank).messages);
+    sent = std::max(sent, network.rank(rank).bytes);
+  }
+  std::printf("%.9g %zu %zu\n", network.Latest(), messages, sent);
+}
+
+}  // namespace
+}  // namespace sparkhvd
+
+int main() {
+  std::string kind;
+  while (std::cin >> kind) {
+    if (kind == "negotiate") {
+      sparkhvd::Negotiate();
+    } else if (kind == "allreduce") {
+      sparkhvd::Allreduce();
+    } else {
+      std::cerr << "unknown case " << kind << "\n";
+      return 1;
+    }
+    std::fflush(stdout);
+  }
+}

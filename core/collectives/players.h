@@ -1,0 +1,62 @@
+// The ranks that take part in the rounds of an allreduce whose number of ranks has to be a power of
+// two.
+#pragma once
+
+#include "base/deadline.h"
+#include "base/span.h"
+#include "base/status.h"
+#include "collectives/kernels.h"
+#include "collectives/reduction.h"
+#include "transport/transport.h"
+
+namespace sparkhvd {
+
+// The odd ones of the first 2 * `extra` ranks do not take part. Their left neighbours do so for
+// them (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+// MPICH", 2005).
+struct Players {
+  explicit constexpr Players(int size) : count(PowerOfTwoUpTo(size)), extra(size - count) {}
+
+  constexpr bool HasPartner(int rank) const { return rank < 2 * extra; }
+  constexpr bool Plays(int rank) const { return !HasPartner(rank) || rank % 2 == 0; }
+  constexpr int NumberOf(int rank) const { return HasPartner(rank) ? rank / 2 : rank - extra; }
+  constexpr int RankOf(int number) const { return number < extra ? 2 * number : number + extra; }
+
+  const int count;
+  const int extra;
+
+ private:
+  static constexpr int PowerOfTwoUpTo(int number) {
+    int power = 1;
+    while (power <= number / 2) power *= 2;
+    return power;
+  }
+};
+
+// Runs `rounds` on the ranks that take part, with the contributions of their partners in `data`,
+// which holds the result afterwards. The other ranks receive the result. `scratch` has room for as
+// many bytes as `data`.
+template <typename Rounds>
+Status AmongPlayers(Transport& transport, const Reduction& reduction, Bytes data,
+                    std::byte* scratch, Deadline deadline, const Rounds& rounds) {
+  const Players players(transport.size());
+  const int rank = transport.rank();
+  const auto wait = [&](const Result<Ticket>& posted) {
+    SHVD_TRY(posted.status());
+    return transport.Wait(Span<const Ticket>(&posted.value(), 1), deadline);
+  };
+  const ConstBytes own(data.data(), data.size());
+  if (!players.Plays(rank)) {
+    SHVD_TRY(wait(transport.PostSend(rank - 1, own)).Annotate("allreduce, before the rounds"));
+    return wait(transport.PostReceive(rank - 1, data)).Annotate("allreduce, after the rounds");
+  }
+  if (!players.HasPartner(rank)) return rounds(players);
+  SHVD_TRY(wait(transport.PostReceive(rank + 1, Bytes(scratch, data.size())))
+               .Annotate("allreduce, before the rounds"));
+  Combine(reduction.dtype, reduction.op, data.data(), data.data(), scratch,
+          data.size() / SizeOf(reduction.dtype));
+  SHVD_TRY(rounds(players));
+  return wait(transport.PostSend(rank + 1, own)).Annotate("allreduce, after the rounds");
+}
+
+}  // namespace sparkhvd
