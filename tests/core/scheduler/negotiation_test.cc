@@ -252,11 +252,11 @@ TEST(CoordinatedNegotiation, RanksAgreeOnTheSameOverEveryTree) {
 }
 
 TEST(CoordinatedNegotiation, TheRankAboveAMissingRankNamesIt) {
-  constexpr int kSize = 9;
+  constexpr int kRanks = 9;
   constexpr int kMissing = 7;
   std::vector<Mesh> meshes = InProcessMeshes({0, 1, 2, 3, 4, 5, 6, 7, 8});
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < kSize; ++rank) {
+  for (int rank = 0; rank < kRanks; ++rank) {
     if (rank == kMissing) continue;
     threads.emplace_back([&, rank] {
       const auto negotiation =
@@ -264,7 +264,7 @@ TEST(CoordinatedNegotiation, TheRankAboveAMissingRankNamesIt) {
       negotiation->Announce(negotiation->Report({}));
       EXPECT_TRUE(negotiation->Enter().ok());
       const auto outcome = negotiation->Conclude(Deadline::AfterSeconds(0.5));
-      const bool above = rank == PlaceInTree(kMissing, kSize, 2).parent;
+      const bool above = rank == PlaceInTree(kMissing, kRanks, 2).parent;
       ExpectFailure(outcome.status(), StatusCode::kTimeout,
                     {above ? "waiting for the other ranks' requests" : "waiting for",
                      above ? "receive from rank 7" : "receive from rank"});
