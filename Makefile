@@ -93,11 +93,12 @@ lint-imports: .venv/.installed
 lint-cpp: .venv/.installed
 	@$(RUN) clang-format --dry-run -Werror $(CPP)
 
-bench: .venv/.core-built ## Measure collectives and training steps beside their peers, over a network and at rest, the way of the data, estimators, launching and elastic jobs
+bench: .venv/.core-built ## Measure collectives and training steps beside their peers, over a network and at rest, the way of the data, estimators, launching and elastic jobs; simulate a thousand ranks
 	@$(RUN) python -m bench.collectives
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.network; fi
 	@$(RUN) python -m bench.training_step
 	@$(RUN) python -m bench.idle
+	@$(RUN) python -m bench.simulate
 	@$(RUN) python -m bench.data
 	@$(RUN) python -m bench.estimators
 	@$(RUN) python -m bench.startup

@@ -70,6 +70,7 @@ def plots() -> dict[str, str]:
         "reading.svg": draw("Read Parquet: speed beside a bare scan, more is better", reading()),
         "writing.svg": draw("Bring 1,000,000 rows to the ranks: seconds, less is better", writing()),
         "allreduce.svg": draw("Allreduce of two processes on one host: GB/s, more is better", allreduce()),
+        "scaling.svg": draw("Efficiency of weak scaling at 25 Gbit/s, simulated: more is better", scaling()),
         "network.svg": draw("Allreduce between two hosts over TCP: milliseconds, less is better", network()),
     }
 
@@ -141,6 +142,21 @@ def network() -> list[Group]:
             if size >= 2**24:
                 bars = [Bar("sparkhvd", ours, OURS), Bar("Gloo", gloo, PEER)]
                 groups.append(Group(f"{size // 2**20} MiB, {link}", bars))
+    return groups
+
+
+def scaling() -> list[Group]:
+    table = _part(_result("simulate"), r"weak scaling, ")
+    rows = re.findall(r"^(\S.*?)  +(\d+) +(\d+) +\d+% +(\d+)%", table, re.MULTILINE)
+    shares = {(model, int(hosts), int(gpus)): int(share) / 100 for model, hosts, gpus, share in rows}
+    groups = []
+    for model in dict.fromkeys(model for model, *_ in shares):
+        bars = [
+            Bar(f"{gpus} GPUs, {gpus // hosts} per host", share, OURS)
+            for (name, hosts, gpus), share in shares.items()
+            if name == model
+        ]
+        groups.append(Group(model, bars))
     return groups
 
 

@@ -1,0 +1,185 @@
+"""Simulate jobs of up to 1,024 ranks: the real negotiation and allreduce, over a network in virtual time.
+
+Nothing here is measured. Every message costs what the model says (``tests/core/simulation/virtual_network.h``), so the
+times depend on the stated costs alone, and not on the machine that runs this.
+
+    python -m bench.simulate
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MIB = 1 << 20
+PER_HOST = 8
+HOSTS = (2, 8, 32, 128)
+SIZES = (4096, 64 << 10, MIB, 16 * MIB, 64 * MIB)
+FAN_IN = 16  # as in core/scheduler/negotiation.h
+FUSION_BYTES = 64 * MIB  # as in core/scheduler/tunables.h
+LATENCY, LATENCY_IN_HOST, PER_MESSAGE = 20e-6, 5e-6, 2e-6  # seconds
+PER_BYTE_IN_HOST = 1e-10  # seconds; ranks of a host combine and share at 10 GB/s
+GIGABIT = 8e-9  # seconds per byte at 1 Gbit/s
+
+
+@dataclass(frozen=True)
+class Model:
+    """A network that is trained, and the GPU that trains it.
+
+    Attributes:
+        parameters: number of float32 gradients.
+        images_per_second: of one GPU alone.
+        early: share of the gradients that are ready when the backward pass begins; dense layers at the end of a
+            network are. The others become ready evenly.
+    """
+
+    parameters: float
+    images_per_second: float
+    early: float
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of a step without communication."""
+        return IMAGES / self.images_per_second
+
+
+IMAGES = 64  # per GPU and step
+BACKWARD = 2 / 3  # of a step's computation
+# The speeds are those of one Tesla P100 in TensorFlow's published benchmarks of 2017.
+MODELS = {
+    "ResNet-50": Model(25.6e6, 219, 0.08),
+    "Inception V3": Model(23.9e6, 142, 0.09),
+    "VGG-16": Model(138.4e6, 154, 0.89),
+}
+
+
+class Simulator:
+    """The program of ``bench/simulation``, which answers one case at a time."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.cycle = cache(self._cycle)
+        self.allreduce = cache(self._allreduce)
+
+    def _cycle(self, hosts: int, per_host: int, fan_in: int) -> list[float]:
+        """Return the seconds of a cycle, messages and bytes of rank 0, and the most messages of another rank."""
+        return self._ask("negotiate", hosts, per_host, fan_in, *_costs(25))
+
+    def _allreduce(self, hosts: int, per_host: int, size: float, algorithm: str, gigabits: int) -> float:
+        """Return the seconds of an allreduce between hosts."""
+        return self._ask("allreduce", hosts, per_host, size, algorithm, *_costs(gigabits))[0]
+
+    def _ask(self, *case: object) -> list[float]:
+        if self._process.stdin is None or self._process.stdout is None:
+            raise AssertionError("The simulator has no pipes.")
+        self._process.stdin.write(" ".join(map(str, case)) + "\n")
+        self._process.stdin.flush()
+        return [float(number) for number in self._process.stdout.readline().split()]
+
+
+def main() -> None:
+    with simulator() as simulated:
+        print(f"Virtual time: {LATENCY * 1e6:.0f} us between hosts, {LATENCY_IN_HOST * 1e6:.0f} us within one,")
+        print(f"{PER_MESSAGE * 1e6:.0f} us of the processor per message and end, {PER_HOST} ranks per host.\n")
+        print_cycles(simulated)
+        print_allreduces(simulated, 25)
+        print_efficiency(simulated)
+
+
+@contextmanager
+def simulator() -> Iterator[Simulator]:
+    """Build the program and run it."""
+    sources = subprocess.run(["tools/googletest-source"], cwd=ROOT, check=True, capture_output=True, text=True)
+    configure = ["cmake", "--preset", "release", "-G", "Ninja", "-DSPARKHVD_BUILD_EXTENSION=OFF"]
+    for command in (
+        [*configure, f"-DSPARKHVD_GTEST_SOURCE={sources.stdout.strip()}"],
+        ["cmake", "--build", "--preset", "release", "--target", "simulate"],
+    ):
+        built = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+        if built.returncode != 0:
+            raise SystemExit(built.stdout + built.stderr)
+    program = ROOT / "build" / "release" / "simulate"
+    with subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Simulator(process)
+
+
+def print_cycles(simulated: Simulator) -> None:
+    print("a cycle of the negotiation, one known operation: us, and messages that rank 0 sends\n")
+    print(f"{'ranks':>8}{'tree':>10}{'messages':>10}{'one coordinator':>18}{'messages':>10}")
+    for hosts in (1, *HOSTS):
+        ranks = hosts * PER_HOST
+        tree, star = (simulated.cycle(hosts, PER_HOST, fan_in) for fan_in in (FAN_IN, max(ranks, FAN_IN)))
+        print(f"{ranks:>8}{tree[0] * 1e6:>10.0f}{tree[1]:>10.0f}{star[0] * 1e6:>18.0f}{star[1]:>10.0f}")
+    print()
+
+
+def print_allreduces(simulated: Simulator, gigabits: int) -> None:
+    print(f"allreduce between hosts, {gigabits} Gbit/s per host: ms\n")
+    print(f"{'hosts':>7}{'bytes':>12}{'ours':>10}{'ring':>10}{'halving':>10}{'doubling':>10}{'least':>10}")
+    for hosts in HOSTS:
+        for size in SIZES:
+            names = ("ours", "ring", "halving", "doubling")
+            times = [simulated.allreduce(hosts, PER_HOST, size, name, gigabits) for name in names]
+            least = 2 * (hosts - 1) / hosts * size * GIGABIT / gigabits  # the bytes that must pass the line
+            print(f"{hosts:>7}{size:>12}" + "".join(f"{time * 1e3:>10.3f}" for time in (*times, least)))
+    print()
+
+
+def print_efficiency(simulated: Simulator) -> None:
+    lines = (10, 25, 100)
+    print(f"weak scaling, {IMAGES} images per GPU and step: share of the speed of N times one GPU\n")
+    print(f"{'model':<14}{'hosts':>6}{'GPUs':>6}" + "".join(f"{line:>8} Gbit/s" for line in lines))
+    for name, model in MODELS.items():
+        for hosts, per_host in ((1, 8), (8, 8), (64, 8), (128, 4), (128, 8)):
+            shares = [efficiency(simulated, model, hosts, per_host, line) for line in lines]
+            cells = "".join(f"{share:>15.0%}" for share in shares)
+            print(f"{name:<14}{hosts:>6}{hosts * per_host:>6}{cells}")
+
+
+def efficiency(simulated: Simulator, model: Model, hosts: int, per_host: int, gigabits: int) -> float:
+    """Return the time of a step's computation / the time of a step."""
+    computing = model.seconds
+    finished = 0.0
+    for ready, size in batches_of_gradients(model):
+        finished = max(finished, ready) + transfer(simulated, hosts, per_host, size, gigabits)
+    return computing / max(computing, finished)
+
+
+def batches_of_gradients(model: Model) -> Sequence[tuple[float, float]]:
+    """Return when the gradients that are exchanged together are ready, in seconds of the step, and their bytes.
+
+    The engine exchanges what is ready as soon as the exchange before it has ended, up to the fusion threshold; here it
+    waits until the threshold is reached or the backward pass has ended, which is the least overlap.
+    """
+    total = 4 * model.parameters
+    begin, duration = (1 - BACKWARD) * model.seconds, BACKWARD * model.seconds
+    batches = []
+    left = total
+    while left > 0:
+        size = min(left, float(FUSION_BYTES))
+        left -= size
+        done = (total - left) / total
+        late = max(0.0, (done - model.early) / (1 - model.early))
+        batches.append((begin + duration * late, size))
+    return batches
+
+
+def transfer(simulated: Simulator, hosts: int, per_host: int, size: float, gigabits: int) -> float:
+    """Return the seconds from the request of an allreduce to its result."""
+    seconds = simulated.cycle(hosts, per_host, FAN_IN)[0]
+    if per_host > 1:
+        seconds += 2 * (per_host - 1) / per_host * size * PER_BYTE_IN_HOST
+    return seconds + (simulated.allreduce(hosts, per_host, size, "ours", gigabits) if hosts > 1 else 0.0)
+
+
+def _costs(gigabits: int) -> tuple[float, ...]:
+    return LATENCY, LATENCY_IN_HOST, PER_MESSAGE, GIGABIT / gigabits, PER_BYTE_IN_HOST
+
+
+if __name__ == "__main__":
+    main()
