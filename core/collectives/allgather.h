@@ -16,6 +16,14 @@ namespace sparkhvd {
 Status AllgatherRing(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
                      Bytes target, Deadline deadline);
 
+// Like AllgatherRing, in log2 of the number of ranks rounds.
+Status AllgatherDoubling(Transport& transport, ConstBytes source,
+                         const std::vector<size_t>& lengths, Bytes target, Deadline deadline);
+
+// Like AllgatherRing, by the algorithm that suits the lengths.
+Status AllgatherLinks(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
+                      Bytes target, Deadline deadline);
+
 // Like AllgatherRing, among the members of an arena. `lengths` is indexed by member.
 Status AllgatherShm(ArenaSteps& steps, ConstBytes source, const std::vector<size_t>& lengths,
                     Bytes target, Deadline deadline);

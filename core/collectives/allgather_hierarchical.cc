@@ -4,6 +4,7 @@
 #include <string>
 
 #include "base/copy.h"
+#include "collectives/select.h"
 #include "collectives/slices.h"
 
 namespace sparkhvd {
@@ -105,25 +106,67 @@ Status PassOn(Transport& transport, int to, const Fragments& outgoing, int from,
   return transport.Wait(Span<const Ticket>(tickets.data(), tickets.size()), deadline);
 }
 
-// Every step sends to the right the share that came from the left in the previous step. The first
-// step sends the share of this rank's group.
-Status GatherInLane(Transport& transport, const Hierarchy& hierarchy, const Shares& shares,
-                    Deadline deadline) {
-  const std::vector<int> ranks = hierarchy.LaneRanks();
-  const auto count = static_cast<int>(ranks.size());
-  const auto neighbour = [&](int distance) {
-    return (hierarchy.group + distance + 2 * count) % count;
-  };
-  const auto rank_at = [&](int distance) {
-    return ranks[static_cast<size_t>(neighbour(distance))];
-  };
-  for (int step = 0; step + 1 < count; ++step) {
-    SHVD_TRY(PassOn(transport, rank_at(1), shares.Of(neighbour(-step), hierarchy.member),
-                    rank_at(-1), shares.Of(neighbour(-step - 1), hierarchy.member), deadline)
-                 .Annotate("between hosts: ring gather step " + std::to_string(step)));
+// Exchanges the shares of all groups between the members of a lane.
+class LaneGather {
+ public:
+  LaneGather(Transport& transport, const Hierarchy& hierarchy, const Shares& shares,
+             Deadline deadline)
+      : transport_(transport),
+        hierarchy_(hierarchy),
+        shares_(shares),
+        ranks_(hierarchy.LaneRanks()),
+        deadline_(deadline) {}
+
+  Status Run() const {
+    size_t bytes = 0;
+    for (int group = 0; group < count(); ++group) bytes += TotalBytes(SharesFrom(group, 1));
+    return (GathersByDoubling(count(), bytes) ? ByDoubling() : AroundRing())
+        .Annotate("between hosts");
   }
-  return Status();
-}
+
+ private:
+  int count() const { return static_cast<int>(ranks_.size()); }
+  int GroupAt(int distance) const { return (hierarchy_.group + distance + 2 * count()) % count(); }
+  int RankAt(int distance) const { return ranks_[static_cast<size_t>(GroupAt(distance))]; }
+
+  // Returns the shares of `number` groups, the first of which is `distance` groups from this one.
+  Fragments SharesFrom(int distance, int number) const {
+    Fragments fragments;
+    for (int group = distance; group < distance + number; ++group) {
+      const Fragments share = shares_.Of(GroupAt(group), hierarchy_.member);
+      fragments.insert(fragments.end(), share.begin(), share.end());
+    }
+    return fragments;
+  }
+
+  // Every step sends to the right the share that came from the left in the previous step. The
+  // first step sends the share of this rank's group.
+  Status AroundRing() const {
+    for (int step = 0; step + 1 < count(); ++step) {
+      SHVD_TRY(PassOn(transport_, RankAt(1), SharesFrom(-step, 1), RankAt(-1),
+                      SharesFrom(-step - 1, 1), deadline_)
+                   .Annotate("ring gather step " + std::to_string(step)));
+    }
+    return Status();
+  }
+
+  // As AllgatherDoubling.
+  Status ByDoubling() const {
+    for (int distance = 1; distance < count(); distance *= 2) {
+      const int number = std::min(distance, count() - distance);
+      SHVD_TRY(PassOn(transport_, RankAt(-distance), SharesFrom(0, number), RankAt(distance),
+                      SharesFrom(distance, number), deadline_)
+                   .Annotate("gather distance " + std::to_string(distance)));
+    }
+    return Status();
+  }
+
+  Transport& transport_;
+  const Hierarchy& hierarchy_;
+  const Shares& shares_;
+  const std::vector<int> ranks_;
+  const Deadline deadline_;
+};
 
 // Returns the contributions of other groups that each member of this group holds after the exchange
 // between hosts.
@@ -142,9 +185,9 @@ std::vector<Fragments> Carried(const Hierarchy& hierarchy, const Shares& shares)
 
 }  // namespace
 
-// Three steps: the members of a group share their contributions; every lane passes its share of all
-// groups' contributions around a ring; the members of a group share the data that arrived. Every
-// byte thus enters a host once.
+// Three steps: the members of a group share their contributions; every lane exchanges its share of
+// all groups' contributions; the members of a group share the data that arrived. Every byte thus
+// enters a host once.
 Status AllgatherHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
                              ConstBytes source, const std::vector<size_t>& lengths, Bytes target,
                              Deadline deadline) {
@@ -162,7 +205,9 @@ Status AllgatherHierarchical(Transport& transport, ArenaSteps* steps, const Hier
     SHVD_TRY(SpreadShm(*steps, contributions, deadline).Annotate("inside the host"));
   }
   const Shares shares(hierarchy, lengths, target);
-  if (hierarchy.in_lane()) SHVD_TRY(GatherInLane(transport, hierarchy, shares, deadline));
+  if (hierarchy.in_lane()) {
+    SHVD_TRY(LaneGather(transport, hierarchy, shares, deadline).Run());
+  }
   if (steps == nullptr) return Status();
   return SpreadShm(*steps, Carried(hierarchy, shares), deadline)
       .Annotate("inside the host, after the exchange between hosts");

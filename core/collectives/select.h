@@ -69,4 +69,12 @@ constexpr LinkAlgorithm SelectForLinks(int size, size_t bytes, const LinkCosts& 
   return LinkAlgorithm::kHalving;
 }
 
+// Returns whether an allgather of so many bytes of all ranks takes rounds instead of a ring. Its
+// bytes then pass the line of a host once for each rank there, so they have to matter little.
+constexpr bool GathersByDoubling(int size, size_t bytes, const LinkCosts& costs = {}) {
+  constexpr double kMostRanksOnAHost = 8;
+  return static_cast<double>(bytes) * costs.per_byte * kMostRanksOnAHost <
+         (size - 1) * costs.per_message;
+}
+
 }  // namespace sparkhvd

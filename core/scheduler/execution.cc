@@ -264,7 +264,7 @@ Status Execution::Gather(Operation& operation, const std::vector<int64_t>& rows,
       SHVD_TRY(AllgatherShm(*steps_, source, lengths.value(), target, deadline));
       break;
     case Algorithm::kTransport:
-      SHVD_TRY(AllgatherRing(transport_, source, lengths.value(), target, deadline));
+      SHVD_TRY(AllgatherLinks(transport_, source, lengths.value(), target, deadline));
       break;
     case Algorithm::kHierarchical:
       ++counters_.hierarchical;

@@ -78,8 +78,10 @@ class Caller {
       case Way::kArena:
         return AllgatherShm(*steps_, source, lengths, target, Soon());
       case Way::kLinks:
-      case Way::kRing:
+        return AllgatherLinks(transport_, source, lengths, target, Soon());
       case Way::kDoubling:
+        return AllgatherDoubling(transport_, source, lengths, target, Soon());
+      case Way::kRing:
       case Way::kHalving:
         return AllgatherRing(transport_, source, lengths, target, Soon());
       case Way::kHierarchical:

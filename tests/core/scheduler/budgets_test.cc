@@ -79,7 +79,8 @@ const std::vector<Budget> kBudgets{
        const size_t rounds = RoundsFor(ranks);
        return Cost{rounds, rounds * kBytes};
      }},
-    {OperationKind::kAllgather, [](size_t ranks) { return Cost{ranks - 1, (ranks - 1) * kBytes}; }},
+    {OperationKind::kAllgather,
+     [](size_t ranks) { return Cost{2 * RoundsFor(ranks), (ranks - 1) * kBytes}; }},
     {OperationKind::kReducescatter,
      [](size_t ranks) { return Cost{ranks - 1, (ranks - 1) * kBytes / ranks}; }},
     {OperationKind::kAlltoall,

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "collectives/allgather.h"
 #include "collectives/allreduce_doubling.h"
 #include "collectives/allreduce_halving.h"
 #include "collectives/allreduce_ring.h"
@@ -95,6 +96,31 @@ TEST(VirtualNetwork, AlgorithmsTakeTheTimesOfTheirClosedForms) {
   OnEveryRank(network, 13,
               [](Transport& transport) { EXPECT_TRUE(Barrier(transport, Patience()).ok()); });
   EXPECT_NEAR(network.Latest(), 4 * (message + costs.per_byte), 1e-9);
+}
+
+TEST(VirtualNetwork, AGatherByDoublingTakesARoundPerDoublingOfTheRanks) {
+  const NetworkCosts costs;
+  for (const int size : {2, 7, 16, 33}) {
+    const auto time = [&](auto gather) {
+      VirtualNetwork network(OwnHosts(size), costs);
+      OnEveryRank(network, size, [&](Transport& transport) {
+        const std::vector<std::byte> own(100);
+        std::vector<std::byte> all(100 * static_cast<size_t>(size));
+        const Status status = gather(transport, ConstBytes(own.data(), own.size()),
+                                     std::vector<size_t>(static_cast<size_t>(size), 100),
+                                     Bytes(all.data(), all.size()), Patience());
+        EXPECT_TRUE(status.ok()) << status.message();
+      });
+      return network.Latest();
+    };
+    int rounds = 0;
+    while (1 << rounds < size) ++rounds;
+    const double bytes = 100.0 * (size - 1) * costs.per_byte;
+    EXPECT_NEAR(time(AllgatherRing), (size - 1) * (costs.latency + 2 * costs.per_message) + bytes,
+                1e-9);
+    EXPECT_LE(time(AllgatherDoubling),
+              rounds * (costs.latency + 4 * costs.per_message) + bytes + 1e-9);
+  }
 }
 
 TEST(VirtualNetwork, AByteCountsAsScaleBytes) {
