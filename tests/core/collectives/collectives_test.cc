@@ -251,7 +251,8 @@ std::vector<Layout> Layouts() {
     layouts.push_back({std::to_string(size) + "ranksHalving", hosts, Way::kHalving});
     if (size > 1) layouts.push_back({std::to_string(size) + "ranksArena", hosts, Way::kArena});
   }
-  std::vector<std::vector<int>> several = {{0, 0, 1}, {0, 1, 1, 1, 0}, {0, 0, 0, 1, 1, 1, 2, 3}};
+  std::vector<std::vector<int>> several = {
+      {0, 0, 1}, {0, 1, 1, 1, 0}, {0, 0, 0, 1, 1, 1, 2, 3}, {0, 0, 1, 1, 2, 2, 3, 3, 4, 4}};
   if (Thorough()) {
     several.insert(several.end(),
                    {{0, 0, 1, 1}, {0, 1, 0, 1}, {0, 1, 2, 1, 2, 0, 2}, {0, 0, 0, 0, 1, 1, 1, 1}});

@@ -76,7 +76,7 @@ inline std::vector<DType> DTypesToReduce() {
 
 // Returns the numbers of ranks to try: powers of two, and numbers that are none.
 inline std::vector<int> SizesToTry() {
-  return Thorough() ? std::vector<int>{1, 2, 3, 4, 5, 6, 7, 8} : std::vector<int>{1, 2, 3, 5, 8};
+  return Thorough() ? std::vector<int>{1, 2, 3, 4, 5, 6, 7, 8} : std::vector<int>{1, 2, 3, 5, 7, 8};
 }
 
 // Returns the contribution of `rank` at `index`. It is small, so that every dtype holds sums and
