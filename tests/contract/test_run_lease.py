@@ -7,16 +7,19 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager, suppress
 from unittest import mock
 
 import pytest
 
+from sparkhvd.data.reuse.leases import Hold
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.estimators.runs import run_lease
 from sparkhvd.estimators.runs.run_lease import Fence, acquire_lease, claim_fence
 from sparkhvd.estimators.training import checkpoint
 from sparkhvd.store import layout
+from tests.waiting import wait_for
 
 # Takes the run "r", saves a checkpoint, and tries to save another one on request.
 HOLDER = """
@@ -241,3 +244,34 @@ def test_a_run_that_could_not_be_released_is_free_for_the_next_fit_of_the_proces
     ):
         lease.release()
     acquire_lease(store, "r").release()
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+@pytest.mark.parametrize("content", [b"<html>Bad Gateway</html>", b"\xff\xfe", b"[]", b'{"other": 1}'])
+def test_a_lease_survives_answers_that_no_fit_wrote(store, content):
+    lease = acquire_lease(store, "r")
+    claim = layout.claim_path("r", lease.token)
+    beat = layout.beat_path("r", lease.holder.name)
+
+    def read(path):
+        with store.open(path, "rb") as file:
+            return file.read()
+
+    def write(path, value):
+        with store.open(path, "wb") as file:
+            file.write(value)
+
+    honest, last = read(claim), read(beat)
+    hold = Hold(lease, check_seconds=0.02, renew_seconds=0.02)
+    try:
+        write(claim, content)
+        with pytest.raises(StoreError, match="is not what a fit wrote there"):
+            lease.check()
+        with pytest.raises(StoreError, match="is not what a fit wrote there"):
+            claim_fence(store, "r", lease.holder)
+        time.sleep(0.2)  # the thread meets it, too
+        write(claim, honest)
+        last = read(beat)
+        wait_for(lambda: read(beat) != last)
+    finally:
+        hold.close()

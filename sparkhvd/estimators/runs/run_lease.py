@@ -27,12 +27,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from sparkhvd._util.process_identity import machine_id, process_start
 from sparkhvd.data.reuse.leases import Hold, release_and_log
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +114,7 @@ class RunLease:
     def renew(self) -> None:
         """Show other machines that the fit is alive."""
         self.check()
-        self._beat(uuid.uuid4().hex)
+        self._beat(uuid.uuid4().bytes)
 
     def release(self) -> None:
         """Let the next fit begin at once."""
@@ -139,12 +142,12 @@ class RunLease:
         self.store.delete(layout.claim_path(self.run_id, self.token))
         self.store.delete(layout.beat_path(self.run_id, self.holder.name))
 
-    def _beat(self, content: str) -> None:
+    def _beat(self, content: bytes) -> None:
         with self.store.open(layout.beat_path(self.run_id, self.holder.name), "wb") as file:
-            file.write(content.encode())
+            file.write(content)
 
 
-_RELEASED = "released"
+_RELEASED = b"released"
 
 
 @contextmanager
@@ -166,7 +169,7 @@ def hold_run(store: Store, run_id: str) -> Iterator[RunLease]:
 def acquire_lease(store: Store, run_id: str, *, silent_seconds: float = SILENT_SECONDS) -> RunLease:
     """Acquire the lease of a run that is free or whose holder is dead; see ``hold_run``."""
     lease = RunLease(store, run_id, _this_process())
-    lease._beat(uuid.uuid4().hex)  # noqa: SLF001  (its own method; a claim without a beat would look dead)
+    lease._beat(uuid.uuid4().bytes)  # noqa: SLF001  (its own method; a claim without a beat would look dead)
     _active_fits.add(lease.holder.name)
     try:
         while True:
@@ -174,7 +177,7 @@ def acquire_lease(store: Store, run_id: str, *, silent_seconds: float = SILENT_S
             before = _holder(store, run_id, last)
             if before is not None:
                 _refuse_active(store, run_id, before, silent_seconds)
-                lease._beat(uuid.uuid4().hex)  # noqa: SLF001  (another fit may have had the run meanwhile, and removed it)
+                lease._beat(uuid.uuid4().bytes)  # noqa: SLF001  (another fit may have had the run meanwhile, and removed it)
             if _claim(store, run_id, last + 1, lease.holder):
                 return replace(lease, token=last + 1)
     except BaseException:
@@ -202,7 +205,7 @@ def owned_checkpoints(store: Store, run_id: str, paths: list[str]) -> list[str]:
     if not noted:
         return paths
     with store.open(noted[-1], "rb") as file:
-        inherited = set(json.loads(file.read()))
+        inherited = set(_parsed(bytes(file.read()), noted[-1], list))
     token = layout.token_of(noted[-1])
     return [path for path in paths if path in inherited or layout.token_of(path) == token]
 
@@ -277,14 +280,42 @@ def _last_token(store: Store, run_id: str) -> int:
 
 
 def _holder(store: Store, run_id: str, token: int) -> Holder | None:
-    content = _read(store, layout.claim_path(run_id, token)) if token else None
-    return None if content is None else Holder(**json.loads(content))
+    path = layout.claim_path(run_id, token)
+    content = _read(store, path) if token else None
+    if content is None:
+        return None
+    try:
+        return Holder(**_parsed(content, path, dict))
+    except TypeError as error:
+        raise _unreadable(path) from error
 
 
-def _read(store: Store, path: str) -> str | None:
+def _parsed(content: bytes, path: str, kind: type[T]) -> T:
+    """Return the value in a file.
+
+    A Store may answer with something else, such as the error page of a proxy. The thread that renews the lease has to
+    survive that.
+    """
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        raise _unreadable(path) from error
+    if not isinstance(value, kind):
+        raise _unreadable(path)
+    return value
+
+
+def _unreadable(path: str) -> StoreError:
+    return StoreError(
+        f"{path} is not what a fit wrote there. If the Store answers correctly again, nothing needs to be done; "
+        "otherwise choose another run_id."
+    )
+
+
+def _read(store: Store, path: str) -> bytes | None:
     try:
         with store.open(path, "rb") as file:
-            return bytes(file.read()).decode()
+            return bytes(file.read())
     except StoreError:
         if store.exists(path):
             raise
