@@ -10,10 +10,8 @@
 // which is the one that the core would choose.
 #include <algorithm>
 #include <cstdio>
-#include <functional>
 #include <iostream>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "collectives/allreduce_doubling.h"
@@ -40,14 +38,6 @@ void Require(const Status& status) {
   std::exit(1);
 }
 
-void OnEveryRank(VirtualNetwork& network, int size, const std::function<void(Transport&)>& body) {
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] { body(*network.TransportOf(rank)); });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-
 // Measures cycles in which all ranks submit one operation that they have agreed on before.
 void Negotiate() {
   constexpr int kFree = 2;
@@ -60,7 +50,7 @@ void Negotiate() {
   for (int rank = 0; rank < size; ++rank) host_of.push_back(rank / per_host);
   VirtualNetwork network(host_of, costs);
   std::vector<VirtualRank> begun(static_cast<size_t>(size));
-  OnEveryRank(network, size, [&](Transport& transport) {
+  network.OnEveryRank([&](Transport& transport) {
     const auto negotiation = MakeCoordinatedNegotiation(transport, 1024, kPatience, fan_in);
     Request request;
     request.name = "gradient";
@@ -115,7 +105,7 @@ void Allreduce() {
   std::vector<int> host_of;
   for (int host = 0; host < hosts; ++host) host_of.push_back(host);
   VirtualNetwork network(host_of, costs, scale);
-  OnEveryRank(network, hosts, [&](Transport& transport) {
+  network.OnEveryRank([&](Transport& transport) {
     std::vector<float> data(count, 1.0f);
     std::vector<std::byte> scratch;
     auto* memory = reinterpret_cast<std::byte*>(data.data());

@@ -6,9 +6,10 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
-#include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "transport/transport.h"
@@ -42,8 +43,17 @@ class VirtualNetwork {
   VirtualNetwork(std::vector<int> hosts, const NetworkCosts& costs, double scale = 1)
       : hosts_(std::move(hosts)), costs_(costs), scale_(scale), ranks_(hosts_.size()) {}
 
-  // Valid while the network lives.
-  std::unique_ptr<Transport> TransportOf(int rank) { return std::make_unique<Link>(*this, rank); }
+  // Runs `body` for every rank, each on a thread.
+  void OnEveryRank(const std::function<void(Transport&)>& body) {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < static_cast<int>(hosts_.size()); ++rank) {
+      threads.emplace_back([this, &body, rank] {
+        Link link(*this, rank);
+        body(link);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
 
   const VirtualRank& rank(int rank) const { return At(rank).own; }
   double Latest() const {

@@ -3,8 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <functional>
-#include <thread>
 #include <vector>
 
 #include "collectives/allgather.h"
@@ -25,14 +23,6 @@ std::vector<int> OwnHosts(int size) {
   return hosts;
 }
 
-void OnEveryRank(VirtualNetwork& network, int size, const std::function<void(Transport&)>& body) {
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] { body(*network.TransportOf(rank)); });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-
 using Allreduce = Status (*)(Transport&, const Reduction&, int, std::byte*, size_t,
                              std::vector<std::byte>&, Deadline);
 
@@ -40,7 +30,7 @@ using Allreduce = Status (*)(Transport&, const Reduction&, int, std::byte*, size
 double TimeOf(Allreduce allreduce, int size, size_t count, const NetworkCosts& costs,
               double scale = 1) {
   VirtualNetwork network(OwnHosts(size), costs, scale);
-  OnEveryRank(network, size, [&](Transport& transport) {
+  network.OnEveryRank([&](Transport& transport) {
     std::vector<float> data(count, 1.0f);
     std::vector<std::byte> scratch;
     const Status status =
@@ -55,7 +45,7 @@ double TimeOf(Allreduce allreduce, int size, size_t count, const NetworkCosts& c
 TEST(VirtualNetwork, AMessageCostsItsLatencyItsBytesAndBothProcessors) {
   NetworkCosts costs;
   VirtualNetwork network({0, 1, 1}, costs);
-  OnEveryRank(network, 3, [](Transport& transport) {
+  network.OnEveryRank([](Transport& transport) {
     std::vector<std::byte> data(1000);
     const bool sends = transport.rank() == 1;
     for (const int peer : {0, 2}) {
@@ -93,8 +83,8 @@ TEST(VirtualNetwork, AlgorithmsTakeTheTimesOfTheirClosedForms) {
                 steps * (message + bytes / size * costs.per_byte), 1e-9);
   }
   VirtualNetwork network(OwnHosts(13), costs);
-  OnEveryRank(network, 13,
-              [](Transport& transport) { EXPECT_TRUE(Barrier(transport, Patience()).ok()); });
+  network.OnEveryRank(
+      [](Transport& transport) { EXPECT_TRUE(Barrier(transport, Patience()).ok()); });
   EXPECT_NEAR(network.Latest(), 4 * (message + costs.per_byte), 1e-9);
 }
 
@@ -103,7 +93,7 @@ TEST(VirtualNetwork, AGatherByDoublingTakesARoundPerDoublingOfTheRanks) {
   for (const int size : {2, 7, 16, 33}) {
     const auto time = [&](auto gather) {
       VirtualNetwork network(OwnHosts(size), costs);
-      OnEveryRank(network, size, [&](Transport& transport) {
+      network.OnEveryRank([&](Transport& transport) {
         const std::vector<std::byte> own(100);
         std::vector<std::byte> all(100 * static_cast<size_t>(size));
         const Status status = gather(transport, ConstBytes(own.data(), own.size()),
@@ -133,7 +123,7 @@ TEST(VirtualNetwork, TheTreeOfANegotiationTakesLessThanASingleCoordinator) {
   constexpr int kSize = 256;
   const auto cycle = [](int fan_in) {
     VirtualNetwork network(OwnHosts(kSize), NetworkCosts{});
-    OnEveryRank(network, kSize, [&](Transport& transport) {
+    network.OnEveryRank([&](Transport& transport) {
       const auto negotiation = MakeCoordinatedNegotiation(transport, 8, 60, fan_in);
       negotiation->Announce(negotiation->Report({}));
       EXPECT_TRUE(negotiation->Enter().ok());
