@@ -6,17 +6,16 @@
 //   allreduce HOSTS LANES BYTES ALGORITHM COSTS    -> seconds, messages and bytes that a rank sends
 //
 // COSTS are the numbers of NetworkCosts. BYTES are those of the host: each lane carries its share
-// over its share of the line, so one lane stands for all. ALGORITHM is ring, doubling or ours,
-// which is the one that the core would choose.
+// over its share of the line, so one lane stands for all. ALGORITHM is ring, halving,
+// doubling or ours, which is the one that the core would choose.
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <string>
 #include <vector>
 
-#include "collectives/allreduce_doubling.h"
-#include "collectives/allreduce_halving.h"
-#include "collectives/allreduce_ring.h"
+#include "collectives/allreduce_links.h"
 #include "collectives/select.h"
 #include "collectives/slices.h"
 #include "scheduler/negotiation.h"

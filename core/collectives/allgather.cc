@@ -5,6 +5,7 @@
 
 #include "base/copy.h"
 #include "collectives/exchange.h"
+#include "collectives/fragments.h"
 #include "collectives/select.h"
 
 namespace sparkhvd {
@@ -52,35 +53,25 @@ Status AllgatherDoubling(Transport& transport, ConstBytes source,
   const int rank = transport.rank();
   const std::vector<size_t> offsets = Offsets(lengths);
   CopyBytes(target.data() + offsets[static_cast<size_t>(rank)], source.data(), source.size());
-  const auto between = [&](int begin, int end) {
-    const size_t first = begin < size ? offsets[static_cast<size_t>(begin)] : target.size();
-    const size_t last = end < size ? offsets[static_cast<size_t>(end)] : target.size();
-    return target.Sub(first, last - first);
+  const auto offset_of = [&](int owner) {
+    return owner < size ? offsets[static_cast<size_t>(owner)] : target.size();
   };
-  // Calls `post` for the one or two pieces of memory that hold the contributions of `count` ranks.
-  const auto for_each_piece = [&](int begin, int count, const auto& post) -> Status {
-    const int end = begin + count;
-    const int wrapped = std::max(end - size, 0);
-    for (const Bytes piece : {between(begin, std::min(end, size)), between(0, wrapped)}) {
-      if (!piece.empty()) SHVD_TRY(post(piece));
-    }
-    return Status();
+  // Returns the memory of the contributions of `count` ranks, which may continue at the beginning.
+  const auto pieces = [&](int begin, int count) {
+    Fragments found;
+    const auto add = [&](int first, int end) {
+      const size_t length = offset_of(end) - offset_of(first);
+      if (length > 0) found.push_back(target.Sub(offset_of(first), length));
+    };
+    add(begin, std::min(begin + count, size));
+    add(0, std::max(begin + count - size, 0));
+    return found;
   };
   for (int distance = 1; distance < size; distance *= 2) {
     const int count = std::min(distance, size - distance);
-    const int to = (rank + size - distance) % size;
     const int from = (rank + distance) % size;
-    std::vector<Ticket> tickets;
-    const auto add = [&tickets](const Result<Ticket>& posted) {
-      if (posted.ok()) tickets.push_back(posted.value());
-      return posted.status();
-    };
-    SHVD_TRY(for_each_piece(from, count,
-                            [&](Bytes piece) { return add(transport.PostReceive(from, piece)); }));
-    SHVD_TRY(for_each_piece(rank, count,
-                            [&](Bytes piece) { return add(transport.PostSend(to, piece)); }));
-    if (tickets.empty()) continue;
-    SHVD_TRY(transport.Wait(Span<const Ticket>(tickets.data(), tickets.size()), deadline)
+    SHVD_TRY(ExchangeFragments(transport, (rank + size - distance) % size, pieces(rank, count),
+                               from, pieces(from, count), deadline)
                  .Annotate("gather distance " + std::to_string(distance)));
   }
   return Status();

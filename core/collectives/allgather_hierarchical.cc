@@ -4,15 +4,12 @@
 #include <string>
 
 #include "base/copy.h"
+#include "collectives/fragments.h"
 #include "collectives/select.h"
 #include "collectives/slices.h"
 
 namespace sparkhvd {
 namespace {
-
-// Consecutive non-empty pieces of memory. The contributions of one host may be scattered, because
-// the result is in rank order.
-using Fragments = std::vector<Bytes>;
 
 size_t TotalBytes(const Fragments& fragments) {
   size_t total = 0;
@@ -60,7 +57,8 @@ Status SpreadShm(ArenaSteps& steps, const std::vector<Fragments>& fragments, Dea
   return Status();
 }
 
-// The share that each lane carries of each group's contributions.
+// The share that each lane carries of each group's contributions. Those of one host may be
+// scattered, because the result is in rank order.
 class Shares {
  public:
   Shares(const Hierarchy& hierarchy, const std::vector<size_t>& lengths, Bytes target)
@@ -89,23 +87,6 @@ class Shares {
   std::vector<Fragments> blocks_;  // indexed by group
 };
 
-Status PassOn(Transport& transport, int to, const Fragments& outgoing, int from,
-              const Fragments& incoming, Deadline deadline) {
-  std::vector<Ticket> tickets;
-  for (const Bytes fragment : incoming) {
-    const Result<Ticket> posted = transport.PostReceive(from, fragment);
-    SHVD_TRY(posted.status());
-    tickets.push_back(posted.value());
-  }
-  for (const Bytes fragment : outgoing) {
-    const Result<Ticket> posted = transport.PostSend(to, fragment);
-    SHVD_TRY(posted.status());
-    tickets.push_back(posted.value());
-  }
-  if (tickets.empty()) return Status();
-  return transport.Wait(Span<const Ticket>(tickets.data(), tickets.size()), deadline);
-}
-
 // Exchanges the shares of all groups between the members of a lane.
 class LaneGather {
  public:
@@ -117,9 +98,8 @@ class LaneGather {
         ranks_(hierarchy.LaneRanks()),
         deadline_(deadline) {}
 
-  Status Run() const {
-    size_t bytes = 0;
-    for (int group = 0; group < count(); ++group) bytes += TotalBytes(SharesFrom(group, 1));
+  // `bytes` are those of all shares, as far as the choice of the algorithm needs them.
+  Status Run(size_t bytes) const {
     return (GathersByDoubling(count(), bytes) ? ByDoubling() : AroundRing())
         .Annotate("between hosts");
   }
@@ -143,8 +123,8 @@ class LaneGather {
   // first step sends the share of this rank's group.
   Status AroundRing() const {
     for (int step = 0; step + 1 < count(); ++step) {
-      SHVD_TRY(PassOn(transport_, RankAt(1), SharesFrom(-step, 1), RankAt(-1),
-                      SharesFrom(-step - 1, 1), deadline_)
+      SHVD_TRY(ExchangeFragments(transport_, RankAt(1), SharesFrom(-step, 1), RankAt(-1),
+                                 SharesFrom(-step - 1, 1), deadline_)
                    .Annotate("ring gather step " + std::to_string(step)));
     }
     return Status();
@@ -154,8 +134,8 @@ class LaneGather {
   Status ByDoubling() const {
     for (int distance = 1; distance < count(); distance *= 2) {
       const int number = std::min(distance, count() - distance);
-      SHVD_TRY(PassOn(transport_, RankAt(-distance), SharesFrom(0, number), RankAt(distance),
-                      SharesFrom(distance, number), deadline_)
+      SHVD_TRY(ExchangeFragments(transport_, RankAt(-distance), SharesFrom(0, number),
+                                 RankAt(distance), SharesFrom(distance, number), deadline_)
                    .Annotate("gather distance " + std::to_string(distance)));
     }
     return Status();
@@ -206,7 +186,8 @@ Status AllgatherHierarchical(Transport& transport, ArenaSteps* steps, const Hier
   }
   const Shares shares(hierarchy, lengths, target);
   if (hierarchy.in_lane()) {
-    SHVD_TRY(LaneGather(transport, hierarchy, shares, deadline).Run());
+    SHVD_TRY(LaneGather(transport, hierarchy, shares, deadline)
+                 .Run(target.size() / static_cast<size_t>(hierarchy.lanes())));
   }
   if (steps == nullptr) return Status();
   return SpreadShm(*steps, Carried(hierarchy, shares), deadline)

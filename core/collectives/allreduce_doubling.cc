@@ -1,7 +1,6 @@
-#include "collectives/allreduce_doubling.h"
-
 #include <string>
 
+#include "collectives/allreduce_links.h"
 #include "collectives/exchange.h"
 #include "collectives/players.h"
 

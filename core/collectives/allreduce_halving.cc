@@ -1,8 +1,7 @@
-#include "collectives/allreduce_halving.h"
-
 #include <algorithm>
 #include <string>
 
+#include "collectives/allreduce_links.h"
 #include "collectives/exchange.h"
 #include "collectives/players.h"
 #include "collectives/slices.h"

@@ -1,8 +1,5 @@
 #include "collectives/allreduce_links.h"
 
-#include "collectives/allreduce_doubling.h"
-#include "collectives/allreduce_halving.h"
-#include "collectives/allreduce_ring.h"
 #include "collectives/kernels.h"
 #include "collectives/select.h"
 

@@ -1,4 +1,4 @@
-// Allreduce among all ranks of a transport, by the algorithm that suits the data.
+// Allreduce among all ranks of a transport.
 #pragma once
 
 #include <vector>
@@ -10,7 +10,8 @@
 
 namespace sparkhvd {
 
-// Reduces `count` elements of every rank. All ranks get the same bits. `target` may be `source`.
+// Reduces `count` elements of every rank, by the algorithm that suits them; see SelectForLinks. All
+// ranks get the same bits. `target` may be `source`.
 // `scratch` is the caller's working memory; it grows as needed and should be reused.
 Status AllreduceLinks(Transport& transport, const Reduction& reduction, const std::byte* source,
                       std::byte* target, size_t count, std::vector<std::byte>& scratch,
@@ -20,5 +21,19 @@ Status AllreduceLinks(Transport& transport, const Reduction& reduction, const st
 Status AllreduceLinksInPlace(Transport& transport, const Reduction& reduction, int ranks,
                              std::byte* data, size_t count, std::vector<std::byte>& scratch,
                              Deadline deadline);
+
+// Like AllreduceLinksInPlace, by one algorithm each:
+// - around a ring, which sends the fewest bytes;
+// - in about 2 * log2 of the number of ranks rounds, each of which exchanges a part;
+// - in about log2 of the number of ranks rounds, each of which exchanges all of the data.
+Status AllreduceRingInPlace(Transport& transport, const Reduction& reduction, int ranks,
+                            std::byte* data, size_t count, std::vector<std::byte>& scratch,
+                            Deadline deadline);
+Status AllreduceHalvingInPlace(Transport& transport, const Reduction& reduction, int ranks,
+                               std::byte* data, size_t count, std::vector<std::byte>& scratch,
+                               Deadline deadline);
+Status AllreduceDoublingInPlace(Transport& transport, const Reduction& reduction, int ranks,
+                                std::byte* data, size_t count, std::vector<std::byte>& scratch,
+                                Deadline deadline);
 
 }  // namespace sparkhvd

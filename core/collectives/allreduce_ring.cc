@@ -1,5 +1,4 @@
-#include "collectives/allreduce_ring.h"
-
+#include "collectives/allreduce_links.h"
 #include "collectives/kernels.h"
 #include "collectives/ring.h"
 #include "collectives/slices.h"

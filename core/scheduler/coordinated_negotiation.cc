@@ -137,7 +137,7 @@ class CoordinatedNegotiation final : public Negotiation {
     }
     Result<ResponseMessage> response = coordinates() ? Coordinate() : Follow(deadline);
     SHVD_TRY(response.status());
-    SHVD_TRY(PassOn(deadline.Later(height_of_all_ * Patience())));
+    SHVD_TRY(PassOn(Longest(deadline)));
     return Outcome{std::move(response).value(), std::nullopt};
   }
 
@@ -152,6 +152,9 @@ class CoordinatedNegotiation final : public Negotiation {
     return std::chrono::duration<double>(std::min(timeout_s_ * kPatienceShare, kPatienceSeconds) /
                                          std::max(height_of_all_, 1));
   }
+
+  // Until when ranks wait for the coordinator.
+  Deadline Longest(Deadline deadline) const { return deadline.Later(height_of_all_ * Patience()); }
 
   Status CollectFromBelow(Deadline deadline) {
     SHVD_TRY(WaitAll(transport_, tickets_, deadline));
@@ -205,7 +208,7 @@ class CoordinatedNegotiation final : public Negotiation {
 
   Result<ResponseMessage> Follow(Deadline deadline) {
     if (!frames_.empty()) SHVD_TRY(Report());
-    const Deadline patient = deadline.Later(height_of_all_ * Patience());
+    const Deadline patient = Longest(deadline);
     const std::string context = "waiting for the coordinator, rank 0";
     SHVD_TRY(WaitAll(transport_, tickets_, patient).Annotate(context));
     tickets_.clear();

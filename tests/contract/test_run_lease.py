@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager, suppress
 from unittest import mock
 
@@ -248,7 +247,7 @@ def test_a_run_that_could_not_be_released_is_free_for_the_next_fit_of_the_proces
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 @pytest.mark.parametrize("content", [b"<html>Bad Gateway</html>", b"\xff\xfe", b"[]", b'{"other": 1}'])
-def test_a_lease_survives_answers_that_no_fit_wrote(store, content):
+def test_a_lease_survives_answers_that_no_fit_wrote(store, content, caplog):
     lease = acquire_lease(store, "r")
     claim = layout.claim_path("r", lease.token)
     beat = layout.beat_path("r", lease.holder.name)
@@ -269,7 +268,7 @@ def test_a_lease_survives_answers_that_no_fit_wrote(store, content):
             lease.check()
         with pytest.raises(StoreError, match="is not what a fit wrote there"):
             claim_fence(store, "r", lease.holder)
-        time.sleep(0.2)  # the thread meets it, too
+        wait_for(lambda: "is not what a fit wrote there" in caplog.text)  # the thread meets it, too
         write(claim, honest)
         last = read(beat)
         wait_for(lambda: read(beat) != last)

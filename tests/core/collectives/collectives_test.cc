@@ -7,11 +7,8 @@
 
 #include "collectives/allgather.h"
 #include "collectives/allgather_hierarchical.h"
-#include "collectives/allreduce_doubling.h"
-#include "collectives/allreduce_halving.h"
 #include "collectives/allreduce_hierarchical.h"
 #include "collectives/allreduce_links.h"
-#include "collectives/allreduce_ring.h"
 #include "collectives/allreduce_shm.h"
 #include "collectives/barrier.h"
 #include "collectives/broadcast.h"

@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -161,7 +160,7 @@ TEST(PlaceInTree, EveryRankHasOneWayToRank0AndTheRanksBelowFollowIt) {
 }
 
 // What ranks agree on in some cycles, in each of which every rank submits operations that it draws.
-// Some operations differ between the ranks, and some ranks join.
+// One operation may differ between the ranks, and one has rows of its own on every rank.
 class Play {
  public:
   Play(int size, int fan_in, unsigned seed) : size_(size), fan_in_(fan_in), seed_(seed) {}

@@ -6,9 +6,7 @@
 #include <vector>
 
 #include "collectives/allgather.h"
-#include "collectives/allreduce_doubling.h"
-#include "collectives/allreduce_halving.h"
-#include "collectives/allreduce_ring.h"
+#include "collectives/allreduce_links.h"
 #include "collectives/barrier.h"
 #include "scheduler/negotiation.h"
 
