@@ -1,4 +1,4 @@
-"""Simulate jobs of up to 1,024 ranks: the real negotiation and allreduce, over a network in virtual time.
+"""Simulate jobs of up to 1,024 ranks: the real negotiation and collectives, over a network in virtual time.
 
 Nothing here is measured. Every message costs what the model says (``tests/core/simulation/virtual_network.h``), so the
 times depend on the stated costs alone, and not on the machine that runs this.
@@ -65,6 +65,7 @@ class Simulator:
         self._process = process
         self.cycle = cache(self._cycle)
         self.allreduce = cache(self._allreduce)
+        self.broadcast = cache(self._broadcast)
 
     def _cycle(self, hosts: int, per_host: int, fan_in: int) -> list[float]:
         """Return the seconds of a cycle, messages and bytes of rank 0, and the most messages of another rank."""
@@ -73,6 +74,10 @@ class Simulator:
     def _allreduce(self, hosts: int, per_host: int, size: float, algorithm: str, gigabits: int) -> float:
         """Return the seconds of an allreduce between hosts."""
         return self._ask("allreduce", hosts, per_host, size, algorithm, *_costs(gigabits))[0]
+
+    def _broadcast(self, hosts: int, size: float, route: str, gigabits: int) -> float:
+        """Return the seconds of a broadcast between hosts."""
+        return self._ask("broadcast", hosts, size, route, *_costs(gigabits))[0]
 
     def _ask(self, *case: object) -> list[float]:
         if self._process.stdin is None or self._process.stdout is None:
@@ -88,6 +93,7 @@ def main() -> None:
         print(f"{PER_MESSAGE * 1e6:.0f} us of the processor per message and end, {PER_HOST} ranks per host.\n")
         print_cycles(simulated)
         print_allreduces(simulated, 25)
+        print_broadcasts(simulated, 25)
         print_efficiency(simulated)
 
 
@@ -126,6 +132,17 @@ def print_allreduces(simulated: Simulator, gigabits: int) -> None:
             names = ("ours", "ring", "halving", "doubling")
             times = [simulated.allreduce(hosts, PER_HOST, size, name, gigabits) for name in names]
             least = 2 * (hosts - 1) / hosts * size * GIGABIT / gigabits  # the bytes that must pass the line
+            print(f"{hosts:>7}{size:>12}" + "".join(f"{time * 1e3:>10.3f}" for time in (*times, least)))
+    print()
+
+
+def print_broadcasts(simulated: Simulator, gigabits: int) -> None:
+    print(f"broadcast between hosts, {gigabits} Gbit/s per host: ms\n")
+    print(f"{'hosts':>7}{'bytes':>12}{'ours':>10}{'tree':>10}{'least':>10}")
+    for hosts in HOSTS:
+        for size in (*SIZES, 1024 * MIB):
+            times = [simulated.broadcast(hosts, size, name, gigabits) for name in ("ours", "tree")]
+            least = size * GIGABIT / gigabits
             print(f"{hosts:>7}{size:>12}" + "".join(f"{time * 1e3:>10.3f}" for time in (*times, least)))
     print()
 

@@ -1,14 +1,16 @@
-// Runs the real negotiation and allreduce of many ranks in virtual time; python -m bench.simulate
+// Runs the real negotiation and collectives of many ranks in virtual time; python -m bench.simulate
 // starts it. Reads a line per case from standard input, and writes a line with its results:
 //
 //   negotiate HOSTS RANKS_PER_HOST FAN_IN COSTS    -> seconds of a cycle, messages and bytes that
 //                                                     rank 0 sends in it, most messages of another
 //   allreduce HOSTS LANES BYTES ALGORITHM COSTS    -> seconds, messages and bytes that a rank sends
+//   broadcast HOSTS BYTES ROUTE COSTS              -> the same
 //
 // COSTS are the numbers of NetworkCosts. BYTES are those of the host: each lane carries its share
 // over its share of the line, so one lane stands for all. ALGORITHM is ring, halving,
-// doubling or ours, which is the one that the core would choose.
+// doubling or ours, which is the one that the core would choose. ROUTE is tree or ours.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
@@ -16,6 +18,7 @@
 #include <vector>
 
 #include "collectives/allreduce_links.h"
+#include "collectives/broadcast.h"
 #include "collectives/select.h"
 #include "collectives/slices.h"
 #include "scheduler/negotiation.h"
@@ -89,6 +92,21 @@ auto Algorithm(const std::string& name, int ranks, double bytes) {
                                              : AllreduceDoublingInPlace;
 }
 
+std::vector<int> OneRankPerHost(int hosts) {
+  std::vector<int> host_of;
+  for (int host = 0; host < hosts; ++host) host_of.push_back(host);
+  return host_of;
+}
+
+void Print(const VirtualNetwork& network, int ranks) {
+  size_t messages = 0, sent = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    messages = std::max(messages, network.rank(rank).messages);
+    sent = std::max(sent, network.rank(rank).bytes);
+  }
+  std::printf("%.9g %zu %zu\n", network.Latest(), messages, sent);
+}
+
 void Allreduce() {
   int hosts = 0, lanes = 0;
   double bytes = 0;
@@ -101,9 +119,7 @@ void Allreduce() {
   // Every slice of the ring is a cache line, which stands for more.
   const size_t count = static_cast<size_t>(hosts) * kCacheLine / sizeof(float);
   const double scale = own_bytes / static_cast<double>(count * sizeof(float));
-  std::vector<int> host_of;
-  for (int host = 0; host < hosts; ++host) host_of.push_back(host);
-  VirtualNetwork network(host_of, costs, scale);
+  VirtualNetwork network(OneRankPerHost(hosts), costs, scale);
   network.OnEveryRank([&](Transport& transport) {
     std::vector<float> data(count, 1.0f);
     std::vector<std::byte> scratch;
@@ -111,12 +127,29 @@ void Allreduce() {
     Require(allreduce(transport, Reduction{}, hosts, memory, count, scratch,
                       Deadline::AfterSeconds(kPatience)));
   });
-  size_t messages = 0, sent = 0;
-  for (int rank = 0; rank < hosts; ++rank) {
-    messages = std::max(messages, network.rank(rank).messages);
-    sent = std::max(sent, network.rank(rank).bytes);
-  }
-  std::printf("%.9g %zu %zu\n", network.Latest(), messages, sent);
+  Print(network, hosts);
+}
+
+void Broadcast() {
+  int hosts = 0;
+  double bytes = 0;
+  std::string name;
+  NetworkCosts costs;
+  std::cin >> hosts >> bytes >> name >> costs;
+  BroadcastRoute route = SelectBroadcast(hosts, static_cast<size_t>(bytes));
+  if (name == "tree") route = BroadcastRoute{};
+  // Every piece is a cache line, which stands for more.
+  const auto pieces =
+      static_cast<size_t>(std::ceil(bytes / static_cast<double>(route.piece_bytes)));
+  route.piece_bytes = kCacheLine;
+  const double scale = bytes / static_cast<double>(pieces * kCacheLine);
+  VirtualNetwork network(OneRankPerHost(hosts), costs, scale);
+  network.OnEveryRank([&](Transport& transport) {
+    std::vector<std::byte> data(pieces * kCacheLine);
+    Require(BroadcastLinks(transport, route, 0, data.data(), Bytes(data.data(), data.size()),
+                           Deadline::AfterSeconds(kPatience)));
+  });
+  Print(network, hosts);
 }
 
 }  // namespace
@@ -129,6 +162,8 @@ int main() {
       sparkhvd::Negotiate();
     } else if (kind == "allreduce") {
       sparkhvd::Allreduce();
+    } else if (kind == "broadcast") {
+      sparkhvd::Broadcast();
     } else {
       std::cerr << "unknown case " << kind << "\n";
       return 1;

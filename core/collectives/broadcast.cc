@@ -1,53 +1,66 @@
 #include "collectives/broadcast.h"
 
-#include <algorithm>
-#include <string>
+#include <optional>
 #include <vector>
 
 #include "base/copy.h"
+#include "collectives/pieces.h"
 
 namespace sparkhvd {
 namespace {
 
-// Pieces let a rank forward the beginning while the rest still arrives.
-constexpr size_t kBroadcastPieceBytes = size_t{512} << 10;
+// The ranks that a rank receives from and sends to; the root has no parent.
+struct Neighbours {
+  std::optional<int> parent;
+  std::vector<int> children;
+};
 
-Status PostToChildren(Transport& transport, const std::vector<int>& children, ConstBytes piece,
-                      std::vector<Ticket>& tickets) {
-  for (const int child : children) {
-    const Result<Ticket> posted = transport.PostSend(child, piece);
-    SHVD_TRY(posted.status());
-    tickets.push_back(posted.value());
+// In a binomial tree over the ranks relative to the root, the parent of a rank is the rank without
+// its lowest set bit. Its children are the ranks with one more, lower bit set.
+Neighbours InTree(int relative, int size) {
+  Neighbours own;
+  int lowest = 1;
+  while (lowest < size && (relative & lowest) == 0) lowest <<= 1;
+  if (relative > 0) own.parent = relative - lowest;
+  for (int bit = lowest >> 1; bit > 0; bit >>= 1) {
+    if (relative + bit < size) own.children.push_back(relative + bit);
   }
-  return Status();
+  return own;
+}
+
+Neighbours InChain(int relative, int size) {
+  Neighbours own;
+  if (relative > 0) own.parent = relative - 1;
+  if (relative + 1 < size) own.children.push_back(relative + 1);
+  return own;
 }
 
 }  // namespace
 
-// A binomial tree over the ranks relative to the root. The parent of a rank is the rank without its
-// lowest set bit. Its children are the ranks with one more, lower bit set.
-Status BroadcastTree(Transport& transport, int root, const std::byte* source, Bytes target,
-                     Deadline deadline) {
+// A rank forwards each piece as soon as it has arrived.
+Status BroadcastLinks(Transport& transport, const BroadcastRoute& route, int root,
+                      const std::byte* source, Bytes target, Deadline deadline,
+                      const TakePiece& take) {
   const int size = transport.size();
-  const int relative_rank = (transport.rank() - root + size) % size;
+  const int relative = (transport.rank() - root + size) % size;
   const auto rank_at = [&](int other) { return (other + root) % size; };
-  int lowest = 1;
-  while (lowest < size && (relative_rank & lowest) == 0) lowest <<= 1;
-  std::vector<int> children;
-  for (int bit = lowest >> 1; bit > 0; bit >>= 1) {
-    if (relative_rank + bit < size) children.push_back(rank_at(relative_rank + bit));
-  }
-  if (relative_rank == 0) CopyBytes(target.data(), source, target.size());
+  const Neighbours own = route.chain ? InChain(relative, size) : InTree(relative, size);
+  if (!own.parent) CopyBytes(target.data(), source, target.size());
   std::vector<Ticket> sends;
-  for (size_t done = 0; done < target.size(); done += kBroadcastPieceBytes) {
-    const Bytes piece = target.Sub(done, std::min(kBroadcastPieceBytes, target.size() - done));
-    if (relative_rank != 0) {
-      const Result<Ticket> posted = transport.PostReceive(rank_at(relative_rank - lowest), piece);
+  const auto forward = [&](Bytes piece) -> Status {
+    if (own.parent) {
+      const Result<Ticket> posted = transport.PostReceive(rank_at(*own.parent), piece);
       SHVD_TRY(posted.status());
       SHVD_TRY(transport.Wait(Span<const Ticket>(&posted.value(), 1), deadline));
     }
-    SHVD_TRY(PostToChildren(transport, children, piece, sends));
-  }
+    for (const int child : own.children) {
+      const Result<Ticket> posted = transport.PostSend(rank_at(child), piece);
+      SHVD_TRY(posted.status());
+      sends.push_back(posted.value());
+    }
+    return take ? take(piece) : Status();
+  };
+  SHVD_TRY(ForEachPiece(target, route.piece_bytes, forward));
   return transport.Wait(Span<const Ticket>(sends.data(), sends.size()), deadline);
 }
 
@@ -55,14 +68,13 @@ Status BroadcastShm(ArenaSteps& steps, int root, const std::byte* source, Bytes 
                     Deadline deadline) {
   const bool is_root = steps.member() == root;
   if (is_root) CopyBytes(target.data(), source, target.size());
-  for (size_t done = 0; done < target.size(); done += steps.SlotBytes()) {
-    const Bytes piece = target.Sub(done, std::min(steps.SlotBytes(), target.size() - done));
+  return ForEachPiece(target, steps.SlotBytes(), [&](Bytes piece) -> Status {
     std::byte* slot = steps.StartRound().Slot(root);
     if (is_root) CopyBytes(slot, piece.data(), piece.size());
     SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
     if (!is_root) CopyBytes(piece.data(), slot, piece.size());
-  }
-  return Status();
+    return Status();
+  });
 }
 
 }  // namespace sparkhvd

@@ -1,20 +1,27 @@
 // Broadcast of one rank's bytes to all ranks.
 #pragma once
 
+#include <functional>
+
 #include "base/deadline.h"
 #include "base/span.h"
 #include "base/status.h"
 #include "collectives/arena_steps.h"
+#include "collectives/select.h"
 #include "transport/transport.h"
 
 namespace sparkhvd {
 
-// Only the root reads `source`. Every rank receives into `target`, which may be the source on the
-// root.
-Status BroadcastTree(Transport& transport, int root, const std::byte* source, Bytes target,
-                     Deadline deadline);
+// Takes a piece that has arrived, while later ones are under way.
+using TakePiece = std::function<Status(Bytes piece)>;
 
-// Like BroadcastTree, among the members of an arena. `root` is a member.
+// Only the root reads `source`. Every rank receives into `target`, which may be the source on the
+// root. `take` is called for every piece in order, also on the root.
+Status BroadcastLinks(Transport& transport, const BroadcastRoute& route, int root,
+                      const std::byte* source, Bytes target, Deadline deadline,
+                      const TakePiece& take = {});
+
+// Like BroadcastLinks, among the members of an arena. `root` is a member.
 Status BroadcastShm(ArenaSteps& steps, int root, const std::byte* source, Bytes target,
                     Deadline deadline);
 

@@ -77,4 +77,34 @@ constexpr bool GathersByDoubling(int size, size_t bytes, const LinkCosts& costs 
          (size - 1) * costs.per_message;
 }
 
+// How the pieces of a broadcast travel over links: from rank to rank, or down a binomial tree.
+struct BroadcastRoute {
+  bool chain = false;
+  size_t piece_bytes = size_t{512} << 10;
+};
+
+// Returns the route that takes the least time. The root of a tree sends all bytes once per level,
+// and in a chain every rank sends them once. But the last rank of a chain waits for as many pieces
+// as there are ranks, so a chain pays for long data, and its pieces grow with it.
+constexpr BroadcastRoute SelectBroadcast(int size, size_t bytes, const LinkCosts& costs = {}) {
+  constexpr size_t kSmallest = size_t{32} << 10;
+  constexpr size_t kLargest = size_t{4} << 20;
+  const auto seconds = [&](double messages, double moved) {
+    return messages * costs.per_message + moved * costs.per_byte;
+  };
+  int levels = 0;
+  while (1 << levels < size) ++levels;
+  BroadcastRoute best;
+  double least = seconds(levels, levels * static_cast<double>(bytes));
+  for (size_t piece = kSmallest; piece <= kLargest; piece *= 2) {
+    const size_t pieces = (bytes + piece - 1) / piece;
+    const double steps = static_cast<double>(pieces) + size - 2;
+    const double chain = seconds(steps, steps * static_cast<double>(piece));
+    if (chain >= least) continue;
+    best = BroadcastRoute{true, piece};
+    least = chain;
+  }
+  return best;
+}
+
 }  // namespace sparkhvd

@@ -14,6 +14,7 @@
 #include "collectives/allreduce_shm.h"
 #include "collectives/barrier.h"
 #include "collectives/broadcast.h"
+#include "collectives/broadcast_hierarchical.h"
 #include "collectives/combine_slots.h"
 #include "collectives/kernels.h"
 #include "collectives/reducescatter.h"
@@ -329,15 +330,18 @@ Status Execution::ReduceScatter(const Operation& operation, Deadline deadline) {
 }
 
 Status Execution::Broadcast(int root, const std::byte* source, Bytes target, Deadline deadline) {
-  switch (algorithm_) {
+  switch (Select(topology_, true)) {
     case Algorithm::kLocal:
       CopyBytes(target.data(), source, target.size());
       return Status();
     case Algorithm::kArena:
       return BroadcastShm(*steps_, root, source, target, deadline);
     case Algorithm::kTransport:
+      return BroadcastLinks(transport_, SelectBroadcast(transport_.size(), target.size()), root,
+                            source, target, deadline);
     case Algorithm::kHierarchical:
-      return BroadcastTree(transport_, root, source, target, deadline);
+      ++counters_.hierarchical;
+      return BroadcastHierarchical(transport_, steps_, hierarchy_, root, source, target, deadline);
   }
   return Status(StatusCode::kInternal, "no algorithm");
 }

@@ -12,6 +12,7 @@
 #include "collectives/allreduce_shm.h"
 #include "collectives/barrier.h"
 #include "collectives/broadcast.h"
+#include "collectives/broadcast_hierarchical.h"
 #include "collectives/hierarchy.h"
 #include "collectives/kernels.h"
 #include "collectives/ranks.h"
@@ -89,8 +90,23 @@ class Caller {
   }
 
   Status Broadcast(int root, Bytes data) {
-    return way_ == Way::kArena ? BroadcastShm(*steps_, root, data.data(), data, Soon())
-                               : BroadcastTree(transport_, root, data.data(), data, Soon());
+    constexpr size_t kPieceBytes = 10007;
+    switch (way_) {
+      case Way::kArena:
+        return BroadcastShm(*steps_, root, data.data(), data, Soon());
+      case Way::kLinks:
+        return BroadcastLinks(transport_, SelectBroadcast(transport_.size(), data.size()), root,
+                              data.data(), data, Soon());
+      case Way::kRing:
+        return BroadcastLinks(transport_, {true, kPieceBytes}, root, data.data(), data, Soon());
+      case Way::kDoubling:
+      case Way::kHalving:
+        return BroadcastLinks(transport_, {false, kPieceBytes}, root, data.data(), data, Soon());
+      case Way::kHierarchical:
+        return BroadcastHierarchical(transport_, steps(), hierarchy_, root, data.data(), data,
+                                     Soon());
+    }
+    return Status(StatusCode::kInternal, "no way");
   }
 
  private:
@@ -203,10 +219,16 @@ TEST_P(AllreduceTest, GathersRaggedContributionsAndBroadcastsFromEveryRoot) {
       }
       EXPECT_EQ(all, expected);
       for (int root = 0; root < size; ++root) {
-        std::vector<std::byte> data(unit * 23 + 1, std::byte(rank + 1));
-        const Bytes view(data.data(), data.size());
-        SHVD_TRY(caller.Broadcast(root, view));
-        EXPECT_EQ(data, std::vector<std::byte>(unit * 23 + 1, std::byte(root + 1)));
+        const auto data_of = [&](int owner) {
+          std::vector<std::byte> data(unit * 23 + 1);
+          for (size_t i = 0; i < data.size(); ++i) data[i] = std::byte((i / 7 + i * 3) % 251);
+          data.front() = data.back() = std::byte(owner + 1);
+          return data;
+        };
+        std::vector<std::byte> data(unit * 23 + 1, std::byte(255));
+        if (rank == root) data = data_of(root);
+        SHVD_TRY(caller.Broadcast(root, Bytes(data.data(), data.size())));
+        EXPECT_EQ(data, data_of(root));
       }
     }
     return Status();

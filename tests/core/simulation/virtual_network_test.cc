@@ -8,6 +8,8 @@
 #include "collectives/allgather.h"
 #include "collectives/allreduce_links.h"
 #include "collectives/barrier.h"
+#include "collectives/broadcast.h"
+#include "collectives/select.h"
 #include "scheduler/negotiation.h"
 
 namespace sparkhvd {
@@ -108,6 +110,46 @@ TEST(VirtualNetwork, AGatherByDoublingTakesARoundPerDoublingOfTheRanks) {
                 1e-9);
     EXPECT_LE(time(AllgatherDoubling),
               rounds * (costs.latency + 4 * costs.per_message) + bytes + 1e-9);
+  }
+}
+
+// Returns the virtual seconds of a broadcast.
+double TimeOf(const BroadcastRoute& route, int size, size_t bytes, const NetworkCosts& costs) {
+  VirtualNetwork network(OwnHosts(size), costs);
+  network.OnEveryRank([&](Transport& transport) {
+    std::vector<std::byte> data(bytes);
+    const Status status = BroadcastLinks(transport, route, 0, data.data(),
+                                         Bytes(data.data(), data.size()), Patience());
+    EXPECT_TRUE(status.ok()) << status.message();
+  });
+  return network.Latest();
+}
+
+TEST(VirtualNetwork, AChainSendsLongDataOncePerRankAndATreeOncePerLevel) {
+  const NetworkCosts costs;
+  const double message = costs.latency + 2 * costs.per_message;
+  constexpr size_t kPiece = size_t{64} << 10;
+  constexpr size_t kPieces = 40;
+  const double piece = kPiece * costs.per_byte;
+  for (const int size : {2, 5, 16}) {
+    const double chain = TimeOf({true, kPiece}, size, kPieces * kPiece, costs);
+    EXPECT_NEAR(chain, (size - 1) * (message + piece) + (kPieces - 1) * piece, 0.01 * chain);
+  }
+  const double tree = TimeOf({false, kPiece}, 16, kPieces * kPiece, costs);
+  EXPECT_GT(tree, 4 * kPieces * piece);
+}
+
+TEST(VirtualNetwork, ABroadcastTakesTheRouteThatIsFaster) {
+  const NetworkCosts costs;
+  for (const int size : {3, 8, 32}) {
+    for (const size_t bytes : {size_t{1000}, size_t{8} << 20}) {
+      const BroadcastRoute chosen = SelectBroadcast(size, bytes);
+      const BroadcastRoute chain{true, size_t{64} << 10};
+      EXPECT_EQ(chosen.chain, bytes > 1000) << size << " " << bytes;
+      EXPECT_LT(TimeOf(chosen, size, bytes, costs),
+                TimeOf(chosen.chain ? BroadcastRoute{} : chain, size, bytes, costs))
+          << size << " " << bytes;
+    }
   }
 }
 
