@@ -96,6 +96,7 @@ lint-cpp: .venv/.installed
 bench: .venv/.core-built ## Measure collectives and training steps beside their peers, over a network and at rest, the way of the data, estimators, launching and elastic jobs; simulate a thousand ranks
 	@$(RUN) python -m bench.collectives
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.network; fi
+	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.hosts; fi
 	@$(RUN) python -m bench.training_step
 	@$(RUN) python -m bench.idle
 	@$(RUN) python -m bench.simulate
