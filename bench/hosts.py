@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -178,7 +177,7 @@ def _seconds(me: Communicator, name: str, size: int, calls: int) -> float:
         begun = time.perf_counter()
         operation()
         times.append(time.perf_counter() - begun)
-    return statistics.median(me.allreduce(np.array(times), ReduceOp.MAX))
+    return float(np.median(me.allreduce(np.array(times), ReduceOp.MAX)))
 
 
 def _print(per_host: int, rows: dict[str, float]) -> None:
