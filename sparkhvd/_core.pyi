@@ -8,7 +8,7 @@ All waits release the GIL. Every failure is a ``CoreError`` whose ``args`` are `
 system call, or 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,6 +192,7 @@ class Engine:
     ``rendezvous`` is None only for ``size == 1``. ``host_key`` is equal for ranks that may share memory; whether they
     do is decided by trying. ``bind_hosts`` are the local addresses that this rank's sockets bind and offer, the
     preferred one first. ``encrypt`` (equal on all ranks) encrypts the TCP links; it needs OpenSSL on all hosts.
+    Ranks that differ in a value of ``common_settings`` do not connect.
     ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than once; ``label``
     prefixes the messages of failed operations. ``hierarchical_allreduce`` and ``hierarchical_allgather``
     (equal on all ranks) say whether these use shared memory where the ranks are on several hosts.
@@ -216,6 +217,7 @@ class Engine:
         bind_hosts: Sequence[str] = ...,
         shared_memory: bool = True,
         encrypt: bool = False,
+        common_settings: Mapping[str, str] = ...,
         fusion_threshold: int | None = None,
         cache_capacity: int = 1024,
         collective_timeout_s: float = 1800.0,

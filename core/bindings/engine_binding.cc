@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -61,17 +62,16 @@ AutotuneOptions OptionsOf(const Autotune& autotune, int rank) {
   return options;
 }
 
-std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient* rendezvous,
-                                     const std::string& token, const std::string& scope,
-                                     const std::string& label, const std::string& host_key,
-                                     std::vector<std::string> bind_hosts, bool shared_memory,
-                                     bool encrypt, std::optional<size_t> fusion_threshold,
-                                     size_t cache_capacity, double collective_timeout_s,
-                                     double timeout_s, std::optional<bool> hierarchical_allreduce,
-                                     bool hierarchical_allgather, std::optional<int> processor_core,
-                                     const Autotune* autotune,
-                                     const DeviceLibraries* device_libraries, bool shares_device,
-                                     PyEngine* recorded_with, const std::string& timeline_label) {
+std::shared_ptr<PyEngine> MakeEngine(
+    int rank, int size, const RendezvousClient* rendezvous, const std::string& token,
+    const std::string& scope, const std::string& label, const std::string& host_key,
+    std::vector<std::string> bind_hosts, bool shared_memory, bool encrypt,
+    std::map<std::string, std::string> common_settings, std::optional<size_t> fusion_threshold,
+    size_t cache_capacity, double collective_timeout_s, double timeout_s,
+    std::optional<bool> hierarchical_allreduce, bool hierarchical_allgather,
+    std::optional<int> processor_core, const Autotune* autotune,
+    const DeviceLibraries* device_libraries, bool shares_device, PyEngine* recorded_with,
+    const std::string& timeline_label) {
   if (processor_core) Check(CheckProcessorCore(*processor_core));
   if (size < 1 || rank < 0 || rank >= size) {
     Check(Status(StatusCode::kInvalidArgument, "rank " + std::to_string(rank) +
@@ -92,6 +92,7 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
   arguments.mesh.interrupted = CheckSignals;
   arguments.mesh.shared_memory = shared_memory;
   arguments.mesh.encrypt = encrypt;
+  arguments.mesh.common_settings = std::move(common_settings);
   arguments.engine.label = label;
   arguments.engine.cache_capacity = cache_capacity;
   arguments.engine.collective_timeout_s = collective_timeout_s;
@@ -213,13 +214,13 @@ void RegisterEngine(py::module_& module) {
            arg("rendezvous") = py::none(), arg("token") = py::bytes(), arg("scope") = "",
            arg("label") = "", arg("host_key") = "",
            arg("bind_hosts") = std::vector<std::string>{"127.0.0.1"}, arg("shared_memory") = true,
-           arg("encrypt") = false, arg("fusion_threshold") = py::none(),
-           arg("cache_capacity") = 1024, arg("collective_timeout_s") = 1800.0,
-           arg("timeout_s") = 60.0, arg("hierarchical_allreduce") = py::none(),
-           arg("hierarchical_allgather") = true, arg("processor_core") = py::none(),
-           arg("autotune") = py::none(), arg("device_libraries") = py::none(),
-           arg("shares_device") = false, arg("recorded_with") = py::none(),
-           arg("timeline_label") = "")
+           arg("encrypt") = false, arg("common_settings") = std::map<std::string, std::string>(),
+           arg("fusion_threshold") = py::none(), arg("cache_capacity") = 1024,
+           arg("collective_timeout_s") = 1800.0, arg("timeout_s") = 60.0,
+           arg("hierarchical_allreduce") = py::none(), arg("hierarchical_allgather") = true,
+           arg("processor_core") = py::none(), arg("autotune") = py::none(),
+           arg("device_libraries") = py::none(), arg("shares_device") = false,
+           arg("recorded_with") = py::none(), arg("timeline_label") = "")
       .def_property_readonly("rank", [](PyEngine& self) { return self.engine().rank(); })
       .def_property_readonly("size", [](PyEngine& self) { return self.engine().size(); })
       .def("close_copies", &PyEngine::CloseCopies)

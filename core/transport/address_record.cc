@@ -9,8 +9,9 @@
 namespace sparkhvd {
 namespace {
 
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 constexpr size_t kMostAddresses = 256;
+constexpr size_t kMostSettings = 256;
 constexpr size_t kMaxTextBytes = 4096;
 
 template <typename Word>
@@ -75,6 +76,11 @@ std::string EncodeAddressRecord(const AddressRecord& record) {
   Append(&out, static_cast<uint8_t>(record.shared_memory ? 1 : 0));
   Append(&out, static_cast<uint8_t>(record.encrypt ? 1 : 0));
   Append(&out, record.arena_region_bytes);
+  Append(&out, static_cast<uint32_t>(record.common_settings.size()));
+  for (const auto& [name, value] : record.common_settings) {
+    AppendText(&out, name);
+    AppendText(&out, value);
+  }
   return out;
 }
 
@@ -96,8 +102,13 @@ Result<AddressRecord> DecodeAddressRecord(const std::string& bytes) {
   const auto encrypt = reader.Take<uint8_t>();
   record.encrypt = encrypt == 1;
   record.arena_region_bytes = reader.Take<uint64_t>();
-  if (version != kVersion || addresses > kMostAddresses || shared_memory > 1 || encrypt > 1 ||
-      !reader.Finished()) {
+  const auto settings = reader.Take<uint32_t>();
+  for (uint32_t i = 0; i < settings && i < kMostSettings; ++i) {
+    const std::string name = reader.TakeText();
+    record.common_settings[name] = reader.TakeText();
+  }
+  if (version != kVersion || addresses > kMostAddresses || settings > kMostSettings ||
+      shared_memory > 1 || encrypt > 1 || !reader.Finished()) {
     return Status(StatusCode::kInvalidArgument,
                   "malformed address record; do all ranks run the same version of sparkhvd?");
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,7 @@ struct AddressRecord {
   bool shared_memory = false;
   bool encrypt = false;
   uint64_t arena_region_bytes = 0;
+  std::map<std::string, std::string> common_settings;  // see MeshOptions
 };
 
 std::string EncodeAddressRecord(const AddressRecord& record);

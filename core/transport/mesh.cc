@@ -199,6 +199,7 @@ class MeshBuilder {
     own.host_key = options_.host_key;
     own.encrypt = options_.encrypt;
     own.arena_region_bytes = options_.arena_region_bytes;
+    own.common_settings = options_.common_settings;
     if (!options_.host_key.empty()) {
       auto name = FreshUnixName();
       if (!name.ok()) return name.status();
@@ -224,11 +225,27 @@ class MeshBuilder {
       auto record = DecodeAddressRecord(At(bytes.value(), peer));
       if (!record.ok()) return record.status().Annotate("the address of " + RankName(peer));
       At(records_, peer) = std::move(record).value();
-      if (At(records_, peer).encrypt == options_.encrypt) continue;
-      return Status(StatusCode::kMismatch,
-                    std::string("ranks disagree about encryption: ") + RankName(options_.rank) +
-                        " has it " + (options_.encrypt ? "on, " : "off, ") + RankName(peer) +
-                        (options_.encrypt ? " off" : " on"));
+      SHVD_TRY(CheckAgreement(peer));
+    }
+    return Status();
+  }
+
+  Status CheckAgreement(int peer) {
+    const AddressRecord& other = At(records_, peer);
+    const auto differ = [&](const std::string& what, const std::string& own,
+                            const std::string& others) {
+      return Status(StatusCode::kMismatch, "ranks disagree about " + what + ": " +
+                                               RankName(options_.rank) + " has " + own + ", " +
+                                               RankName(peer) + " has " + others);
+    };
+    if (other.encrypt != options_.encrypt) {
+      return differ("encryption", options_.encrypt ? "it on" : "it off",
+                    other.encrypt ? "it on" : "it off");
+    }
+    for (const auto& [name, own] : options_.common_settings) {
+      const auto found = other.common_settings.find(name);
+      const std::string value = found == other.common_settings.end() ? "unknown" : found->second;
+      if (value != own) return differ(name, own, value);
     }
     return Status();
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,6 +28,9 @@ struct MeshOptions {
   std::string scope;  // prefix of this mesh's rendezvous keys; unique per mesh of a job
   bool shared_memory = true;
   bool encrypt = false;  // encrypt TCP links; equal on all ranks
+  // Values by name of settings that have to be equal on all ranks. Ranks that differ do not
+  // connect.
+  std::map<std::string, std::string> common_settings;
   size_t arena_region_bytes = size_t{4} << 20;
   // Polled several times a second while the ranks connect. A failure ends the connecting. May be
   // empty.

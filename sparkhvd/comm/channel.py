@@ -19,7 +19,7 @@ from sparkhvd.comm.failures import translated
 from sparkhvd.comm.handle import Handle, PendingOperation, Waits
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.comm.stall.stragglers import INIT, straggler_error, warning_of_stragglers
-from sparkhvd.config import Config
+from sparkhvd.config import Config, variable_of
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DeadlineExceededError
 
@@ -29,6 +29,9 @@ T = TypeVar("T")
 # Open files per peer: the link, or its tunnel if it is encrypted; for a peer on this host the link, one file that
 # watches the peer and two that report the end of its process.
 _FILES_OF_LINK, _FILES_OF_TUNNEL, _FILES_OF_NEIGHBOUR = 1, 3, 4
+
+# Ranks that differ in one of these would wait for each other, or not understand each other's messages.
+_COMMON_SETTINGS = ("fusion_threshold", "cache_capacity", "hierarchical_allreduce", "hierarchical_allgather")
 
 
 def _counters() -> defaultdict[str, Iterator[int]]:
@@ -176,6 +179,7 @@ def open_channel(
                 bind_hosts=offered,
                 shared_memory=config.shared_memory,
                 encrypt=config.encrypt,
+                common_settings={variable_of(name): _shown(getattr(config, name)) for name in _COMMON_SETTINGS},
                 fusion_threshold=config.fusion_threshold,
                 cache_capacity=config.cache_capacity,
                 collective_timeout_s=config.collective_timeout,
@@ -195,3 +199,8 @@ def open_channel(
         raise straggler_error(rendezvous, context, prefix, ranks, label or INIT) or error from None
     suggestion = nccl.Suggestion(config.gpu_operations == "automatic" and engine.rank == 0 and not label)
     return Channel(engine, ranks, Waits(config.collective_timeout), device_libraries is not None, suggestion)
+
+
+def _shown(value: object) -> str:
+    """Return the value of a setting in an error message."""
+    return "the default" if value is None else str(int(value)) if isinstance(value, bool) else str(value)
