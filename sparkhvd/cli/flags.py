@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import sparkhvd
 from sparkhvd._util.suggestions import did_you_mean
@@ -156,6 +156,11 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown flag {word}. {suggestion}".rstrip())
         return flags
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Match whole flags only: ``python -m`` of the command must not look like a shortened flag."""
+        matches: list[Any] = super()._get_option_tuples(option_string)
+        return [match for match in matches if option_string.startswith(match[1])]
+
     def _flags(self) -> list[str]:
         """Return all flags, including those of subcommands."""
         flags = [flag for action in self._actions for flag in action.option_strings]
@@ -236,8 +241,8 @@ def _add_elastic(command_line: argparse.ArgumentParser) -> None:
     group = command_line.add_argument_group(
         "elastic jobs", "jobs whose ranks may come and go; --min-np or --host-discovery-script starts one"
     )
-    group.add_argument("-min-np", "--min-np", "--min-num-proc", dest="min_num_proc", type=int)
-    group.add_argument("-max-np", "--max-np", "--max-num-proc", dest="max_num_proc", type=int)
+    group.add_argument("--min-np", "--min-num-proc", dest="min_num_proc", type=int)
+    group.add_argument("--max-np", "--max-num-proc", dest="max_num_proc", type=int)
     group.add_argument("--slots-per-host", type=int, help="slots of hosts for which the script prints no number")
     group.add_argument("--elastic-timeout", type=float, help="seconds for enough ranks to be ready again; default: 600")
     group.add_argument("--reset-limit", type=int, help="largest number of changes of the ranks")
