@@ -115,6 +115,7 @@ TEST(Fuzz, ResponseMessages) {
 
 TEST(Fuzz, AddressRecords) {
   AddressRecord record;
+  record.common_settings = {{"capacity", "5"}, {"size", "the default"}};
   record.tcp = {{"127.0.0.1", 4242}, {"::1", 1}};
   record.unix_name = "sparkhvd-0123456789abcdef";
   record.host_key = "host";

@@ -48,6 +48,19 @@ AddressRecord RecordOf(KeyValueStore& store, int rank) {
   return DecodeAddressRecord(bytes.value()).value();
 }
 
+TEST(ConnectMesh, RanksWithOtherSettingsGetAnErrorThatNamesTheSetting) {
+  const auto results = TryConnect(3, [](MeshOptions* options) {
+    options->common_settings = {{"capacity", "5"}, {"size", options->rank == 2 ? "1" : "7"}};
+  });
+  for (const auto& result : results) {
+    EXPECT_EQ(result.status().code(), StatusCode::kMismatch);
+    const std::string message = result.status().message();
+    EXPECT_NE(message.find("ranks disagree about size: rank "), std::string::npos) << message;
+    EXPECT_NE(message.find("rank 2 has 1"), std::string::npos) << message;
+    EXPECT_NE(message.find(" has 7"), std::string::npos) << message;
+  }
+}
+
 TEST(ConnectMesh, NeedsNoSocketForOneRank) {
   InProcessStore store;
   store.Close(Status(StatusCode::kInternal, "the store was used"));

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,6 +46,13 @@ def die_while_connecting(victim, sign):
         return failure_of_init()
     except KeyboardInterrupt:
         return "interrupted"
+
+
+def init_with(rank, setting, value):
+    context = session._session.context
+    if context.world.rank == rank:
+        session._session.context = replace(context, config=replace(context.config, **{setting: value}))
+    return failure_of_init()
 
 
 def come_without_the_third(comm):
@@ -97,6 +105,24 @@ def test_ctrl_c_while_connecting_ends_init_on_all_ranks():
         interrupted, other, _ = group.run(die_while_connecting, 0, signal.SIGINT)
     assert interrupted == "interrupted"
     assert "rank 0: interrupted" in other
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "shown"),
+    [
+        ("fusion_threshold", 0, ("0", "the default")),
+        ("cache_capacity", 3, ("3", "1024")),
+        ("hierarchical_allreduce", False, ("0", "the default")),
+        ("hierarchical_allgather", False, ("0", "1")),
+    ],
+)
+def test_ranks_that_disagree_about_a_setting_do_not_start(setting, value, shown):
+    """They would wait for each other in the first collective, or not understand each other."""
+    with RankGroup(3, hosts=("one", "one", "two"), connect=False) as group:
+        for message in group.run(init_with, 1, setting, value):
+            assert f"ranks disagree about SPARKHVD_{setting.upper()}: rank " in message
+            assert f"rank 1 has {shown[0]}" in message
+            assert f"has {shown[1]}" in message
 
 
 def test_encryption_does_not_change_results():
