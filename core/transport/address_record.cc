@@ -103,11 +103,13 @@ Result<AddressRecord> DecodeAddressRecord(const std::string& bytes) {
   record.encrypt = encrypt == 1;
   record.arena_region_bytes = reader.Take<uint64_t>();
   const auto settings = reader.Take<uint32_t>();
+  bool ascending = true;
   for (uint32_t i = 0; i < settings && i < kMostSettings; ++i) {
     const std::string name = reader.TakeText();
+    if (i > 0 && name <= record.common_settings.rbegin()->first) ascending = false;
     record.common_settings[name] = reader.TakeText();
   }
-  if (version != kVersion || addresses > kMostAddresses || settings > kMostSettings ||
+  if (version != kVersion || addresses > kMostAddresses || settings > kMostSettings || !ascending ||
       shared_memory > 1 || encrypt > 1 || !reader.Finished()) {
     return Status(StatusCode::kInvalidArgument,
                   "malformed address record; do all ranks run the same version of sparkhvd?");
