@@ -180,13 +180,14 @@ class Config:
         None,
         non_negative_integer,
         "Bytes up to which ready allreduces are fused into one; 0 disables fusion. The default is 1048576 if all ranks "
-        "share memory, and 67108864 otherwise. Autotuning keeps a value that is set.",
+        "share memory, and 67108864 otherwise. Must be equal on all ranks. Autotuning keeps a value that is set.",
         "HOROVOD_FUSION_THRESHOLD",
     )
     cache_capacity: int = setting(
         1024,
         non_negative_integer,
-        "Number of tensors in the response cache, which shortens negotiation; 0 disables the cache.",
+        "Number of tensors in the response cache, which shortens negotiation; 0 disables the cache. Must be equal on "
+        "all ranks.",
         "HOROVOD_CACHE_CAPACITY",
     )
     shared_memory: bool = setting(True, switch, "Whether ranks on the same host exchange data through shared memory.")
