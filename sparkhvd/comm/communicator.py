@@ -54,8 +54,9 @@ class Communicator:
         self._recordings = count()
         self.everybody = RegisteredSet(0, tuple(range(context.world.size)), context.world.rank)
         self._sets = {0: self.everybody.ranks}
-        self._sets_lock = Lock()  # serializes changes of the fields below
+        self._sets_lock = Lock()  # serializes changes of `_sets` and of the fields below
         self._next_set = 1  # counted equally on all ranks
+        self._registered: list[ProcessSet] = []  # by this communicator
         self._device_libraries = nccl.libraries(context.config)
         deadline = Deadline.after(context.config.start_timeout)
         self._rendezvous = connect_rendezvous(context, deadline)
@@ -244,6 +245,7 @@ class Communicator:
                 self._sets[registration.number] = ranks
                 mine = mine or registration
             asked.register(mine)
+            self._registered.append(asked)
         return asked
 
     def remove_process_set(self, process_set: ProcessSet) -> bool:
@@ -264,7 +266,8 @@ class Communicator:
                 return False
             del self._sets[number]
             channel = self._channels.pop(number, None)
-            process_set.register(None)
+            self._unregister(number)
+            process_set.register(None)  # may be a copy of the object that was added
             if channel is not None:
                 with translated():
                     channel.engine.shutdown(_CLOSE_SECONDS)
@@ -279,6 +282,8 @@ class Communicator:
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Leave the job; peers that still need this rank get ``PeerLostError``. Closing twice is fine.
 
+        Its process sets are no longer registered, so another communicator can add them.
+
         Args:
             timeout: seconds to wait for the engine to end.
         """
@@ -288,6 +293,7 @@ class Communicator:
             self.leave_to_parent()
             return
         self._closed = True
+        self._unregister()
         try:
             with translated():
                 for channel in reversed(self._channels.values()):
@@ -302,6 +308,7 @@ class Communicator:
     def leave_to_parent(self) -> None:
         """After a fork, in the child: close its copies of the links without notifying the parent's peers."""
         self._closed = True
+        self._unregister()
         for channel in self._channels.values():
             channel.engine.close_copies()
         if self._rendezvous is not None:
@@ -348,6 +355,13 @@ class Communicator:
         numbers = np.frombuffer(gathered.content, np.int64)
         parts = np.split(numbers, np.cumsum(gathered.first_dims)[:-1])
         return [Proposal(tuple(part[1:].tolist()), bool(part[0])) for part in parts]
+
+    def _unregister(self, number: int | None = None) -> None:
+        """Make the objects of a process set unusable, by default those of all sets."""
+        for process_set in self._registered:
+            if number in {None, process_set.process_set_id}:
+                process_set.register(None)
+        self._registered = [one for one in self._registered if one.process_set_id is not None]
 
     def _connect_set(self, registration: RegisteredSet) -> Channel:
         number, ranks = registration.number, registration.ranks

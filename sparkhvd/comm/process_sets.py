@@ -80,6 +80,11 @@ class ProcessSet:
         """Return its ranks of the job, ascending; those of a communicator are known once it is registered."""
         return list(self._given if self._registration is None else self._registration.ranks)
 
+    @property
+    def given_ranks(self) -> tuple[int, ...] | None:
+        """Return the ranks with which the set was made, ascending; None if an MPI communicator provides them."""
+        return self._given if self._communicator is None else None
+
     def size(self) -> int:
         """Return the number of ranks in the set."""
         return len(self._registered().ranks)
@@ -126,6 +131,40 @@ def exchanges_with(process_set: ProcessSet | None) -> bool:
     return process_set is None or process_set.process_set_id is None or process_set.included()
 
 
+def require_addable(sets: Sequence[ProcessSet], size: int) -> None:
+    """Raise ``ConfigError`` unless a new communicator can add these sets, as far as this rank knows their ranks.
+
+    Every rank can call this before it connects, so that all of them fail alike and at once.
+
+    Args:
+        sets: the sets that ``init(process_sets=...)`` adds.
+        size: the number of ranks in the job.
+    """
+    positions: dict[tuple[int, ...], int] = {}
+    for position, process_set in enumerate(sets):
+        ranks = process_set.given_ranks
+        if process_set.process_set_id is not None:
+            raise ConfigError(f"process_sets[{position}] is already registered: {process_set}.")
+        if ranks is None:
+            continue
+        _require_ranks_of_job(ranks, size)
+        if len(ranks) == size:
+            raise ConfigError(
+                f"process_sets[{position}] has all ranks of the job, {list(ranks)}; use hvd.global_process_set instead."
+            )
+        if ranks in positions:
+            raise ConfigError(
+                f"process_sets[{position}] has the ranks {list(ranks)}, as does process_sets[{positions[ranks]}]; "
+                "pass each set once."
+            )
+        positions[ranks] = position
+
+
+def _require_ranks_of_job(ranks: tuple[int, ...], size: int) -> None:
+    if ranks[0] < 0 or ranks[-1] >= size:
+        raise ConfigError(f"Process set {list(ranks)} has ranks outside 0..{size - 1}; use ranks of this job.")
+
+
 def agreed_sets(
     proposals: Sequence[Proposal], known: Mapping[int, tuple[int, ...]], size: int
 ) -> list[tuple[int, ...]]:
@@ -152,8 +191,7 @@ def agreed_sets(
     if not sets or len(set(members)) < len(members):
         raise ConfigError(f"Process sets from one split must be non-empty and disjoint, got {sets}.")
     for ranks in sets:
-        if ranks[0] < 0 or ranks[-1] >= size:
-            raise ConfigError(f"Process set {list(ranks)} has ranks outside 0..{size - 1}; use ranks of this job.")
+        _require_ranks_of_job(ranks, size)
         for number, others in known.items():
             if others == ranks:
                 raise ConfigError(f"Process set {number} already has the ranks {list(ranks)}; use that one.")

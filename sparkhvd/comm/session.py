@@ -21,7 +21,7 @@ from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.loss_watch import LossWatch
 from sparkhvd.comm.connect.membership import Membership
 from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
-from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet
+from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, require_addable
 from sparkhvd.comm.stall.report import StallReport
 from sparkhvd.comm.subset import subset
 from sparkhvd.config import Config, from_environment, mpirun_size, warn_if_horovod_rank, warn_ignored_variables
@@ -30,6 +30,7 @@ from sparkhvd.errors import (
     ConfigError,
     DeadlineExceededError,
     HorovodInternalError,
+    MismatchError,
     NotInitializedError,
     SparkHvdError,
 )
@@ -118,17 +119,19 @@ def init(
 
     Raises:
         ConfigError: ``comm`` does not include this rank, a process set cannot be registered, or this process was forked
-            from a rank.
+            from a rank. Sets that no job of this size can register fail before the ranks connect.
+        MismatchError: the ranks passed different process sets.
         DeadlineExceededError: not all ranks called it within the configured ``start_timeout``.
         AuthenticationError: a peer does not know the job's secret.
     """
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ConfigError(f"process_sets={process_sets!r} is invalid; pass a list of process sets or 'dynamic'.")
-    sets = () if process_sets is None or isinstance(process_sets, str) else process_sets
+    given = () if process_sets is None or isinstance(process_sets, str) else process_sets
     ranks = tuple(comm) if isinstance(comm, Sequence) else None
     with _session.lock:
         if _session.communicator is not None:
             return
+        sets = [one if isinstance(one, ProcessSet) else ProcessSet(one) for one in given]
         if _session.context is None:
             _session.context = inherited_context()
         _session.from_mpi = _is_of_mpi(comm)
@@ -154,7 +157,7 @@ def init(
 def _join_generation(
     context: LaunchContext,
     comm: Sequence[int] | MPI.Intracomm | None,
-    sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator],
+    sets: Sequence[ProcessSet],
 ) -> Communicator:
     """Connect this worker in the next generation of its elastic job that all members reach."""
     if comm is not None:
@@ -169,6 +172,7 @@ def _join_generation(
         try:
             if current.config.log_level is not None:
                 logging.getLogger("sparkhvd").setLevel(current.config.log_level)
+            require_addable(sets, current.world.size)
             communicator = _open_communicator(current, scope, sets)
         except HorovodInternalError as error:  # a member was lost meanwhile: the driver forms another generation
             membership.reason = f"could not connect: {error}"
@@ -212,10 +216,11 @@ def _leave_to_parent() -> None:
 def _connect_with_retries(
     comm: Sequence[int] | MPI.Intracomm | None,
     ranks: tuple[int, ...] | None,
-    sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator],
+    sets: Sequence[ProcessSet],
 ) -> tuple[Communicator, RendezvousServer | None]:
     """Connect these ranks; skip an attempt that failed before this rank arrived."""
     whole = _session.context or LaunchContext()
+    require_addable(sets, _size_of_job(comm, ranks, whole))
     index = whole.world.rank if ranks is None else (*ranks, whole.world.rank).index(whole.world.rank)
     deadline = Deadline.after(whole.config.start_timeout)
     while True:
@@ -231,11 +236,27 @@ def _connect_with_retries(
             if _session.from_mpi or not _is_known(whole, f"{scope}/address/{index}", f"{scope}/connect-failure"):
                 raise
             _session.inits[ranks or ()] = number
-            if not isinstance(error, SparkHvdError) or deadline.expired() or not _is_known(whole, f"{following}/begun"):
+            if not _can_retry(error) or deadline.expired() or not _is_known(whole, f"{following}/begun"):
                 raise
         else:
             _session.inits[ranks or ()] = number
             return connected
+
+
+def _size_of_job(
+    comm: Sequence[int] | MPI.Intracomm | None, ranks: tuple[int, ...] | None, whole: LaunchContext
+) -> int:
+    """Return the number of ranks that ``init()`` connects."""
+    if ranks is not None:
+        return len(ranks)
+    if not _session.from_mpi:
+        return whole.world.size
+    return (mpi.world_communicator() if comm is None or isinstance(comm, Sequence) else comm).Get_size()
+
+
+def _can_retry(error: BaseException) -> bool:
+    """Return whether another attempt with the same arguments may succeed."""
+    return isinstance(error, SparkHvdError) and not isinstance(error, ConfigError | MismatchError)
 
 
 def _publish(context: LaunchContext, key: str) -> None:
@@ -267,7 +288,7 @@ def _connect_once(
     comm: Sequence[int] | MPI.Intracomm | None,
     ranks: tuple[int, ...] | None,
     scope: str,
-    sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator],
+    sets: Sequence[ProcessSet],
 ) -> tuple[Communicator, RendezvousServer | None]:
     context, server = _join_job(comm, ranks, scope)
     try:
@@ -280,9 +301,7 @@ def _connect_once(
         raise
 
 
-def _open_communicator(
-    context: LaunchContext, scope: str, sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator]
-) -> Communicator:
+def _open_communicator(context: LaunchContext, scope: str, sets: Sequence[ProcessSet]) -> Communicator:
     communicator = Communicator(context, scope=scope)
     try:
         for process_set in sets:
