@@ -12,8 +12,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
 from sparkhvd.errors import ConfigError
@@ -302,6 +302,8 @@ class Config:
     )
 
 
+_DEFAULTS = Config()
+
 # Each mpirun sets one of these to the number of processes: Open MPI, MPICH and Intel MPI, MVAPICH.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -354,12 +356,60 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
     """
     env = os.environ if environment is None else environment
     values: dict[str, Any] = {}
-    for name, declared in declarations().items():
-        for variable, reader in {variable_of(name): declared.own_reader, **declared.readers}.items():
-            if (text := env.get(variable, "")) != "":
-                values[name] = _read(variable, text, reader)
-                break
+    for name, readers in _readers().items():
+        if (variable := _first_set(readers, env)) is not None:
+            values[name] = _read(variable, env[variable], readers[variable])
     return Config(**values)
+
+
+def setting_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of settings, Horovod's among them, that the environment sets."""
+    env = os.environ if environment is None else environment
+    return {name: env[name] for readers in _readers().values() for name in readers if env.get(name, "") != ""}
+
+
+def with_changed_variables(
+    config: Config, before: Mapping[str, str], environment: Mapping[str, str] | None = None
+) -> Config:
+    """Return the configuration of a launched job with the settings that its program has changed in the environment.
+
+    Args:
+        config: the launcher's configuration, which holds for all settings whose variables are unchanged.
+        before: the earlier value of ``setting_variables()``.
+        environment: read instead of the process environment if set.
+
+    Raises:
+        ConfigError: a changed variable has an invalid value, or the program has changed whether the job is encrypted.
+    """
+    env = os.environ if environment is None else environment
+    values: dict[str, Any] = {}
+    for name, readers in _readers().items():
+        changed = [variable for variable in readers if env.get(variable, "") != before.get(variable, "")]
+        if _first_set(changed, env) is None and _first_set(readers, before) not in changed:
+            continue
+        # What the program has set counts before what it has inherited.
+        variable = _first_set([*changed, *readers], env)
+        values[name] = (
+            getattr(_DEFAULTS, name) if variable is None else _read(variable, env[variable], readers[variable])
+        )
+    result = replace(config, **values)
+    if result.encrypt != config.encrypt:
+        raise ConfigError(
+            f"{variable_of('encrypt')} has changed since the job was launched, whose servers already run "
+            f"{'with' if config.encrypt else 'without'} encryption. Set it where you launch the job."
+        )
+    return result
+
+
+def _readers() -> dict[str, dict[str, Reader[Any]]]:
+    """Return the reader of each variable of a setting, in their order, by setting."""
+    return {
+        name: {variable_of(name): declared.own_reader, **declared.readers} for name, declared in declarations().items()
+    }
+
+
+def _first_set(variables: Iterable[str], environment: Mapping[str, str]) -> str | None:
+    return next((variable for variable in variables if environment.get(variable, "") != ""), None)
 
 
 def java_home(environment: Mapping[str, str] | None = None) -> str | None:

@@ -24,7 +24,15 @@ from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, require_addable
 from sparkhvd.comm.stall.report import StallReport
 from sparkhvd.comm.subset import subset
-from sparkhvd.config import Config, from_environment, mpirun_size, warn_if_horovod_rank, warn_ignored_variables
+from sparkhvd.config import (
+    Config,
+    from_environment,
+    mpirun_size,
+    setting_variables,
+    warn_if_horovod_rank,
+    warn_ignored_variables,
+    with_changed_variables,
+)
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import (
     ConfigError,
@@ -43,6 +51,8 @@ if TYPE_CHECKING:
 class _Session:
     lock: Lock = field(default_factory=Lock)  # guards all writes below; readers of `communicator` take no lock
     context: LaunchContext | None = None  # None: no launcher has set one
+    # The settings in the environment when ``context`` arrived, which the launcher has taken into account.
+    variables: dict[str, str] = field(default_factory=dict)
     joined: Callable[[], None] | None = None  # notifies the launcher
     communicator: Communicator | None = None
     everybody: ProcessSet = field(default_factory=lambda: ProcessSet([0]))  # registered while initialized
@@ -84,6 +94,7 @@ def set_launch_context(
                 "This process is already initialized; call shutdown() before setting another launch context."
             )
         _session.context = context
+        _session.variables = setting_variables()
         _session.joined = joined
         _session.publisher = None if commits is None else CommitPublisher(commits)
         _session.inits.clear()
@@ -132,16 +143,17 @@ def init(
         if _session.communicator is not None:
             return
         sets = [one if isinstance(one, ProcessSet) else ProcessSet(one) for one in given]
-        if _session.context is None:
-            _session.context = inherited_context()
+        if _session.context is None and (inherited := inherited_context()) is not None:
+            _session.context, _session.variables = inherited
         _session.from_mpi = _is_of_mpi(comm)
         if _session.forked and (_session.from_mpi or _session.context is not None):
             raise ConfigError(
                 "This process was forked from a rank and cannot join the job in its stead. Call hvd.init() in the "
                 "rank's own process only."
             )
-        if _session.context is not None and _session.context.membership is not None:
-            communicator, server = _join_generation(_session.context, comm, sets), None
+        context = _effective_context()
+        if context is not None and context.membership is not None:
+            communicator, server = _join_generation(context, comm, sets), None
         else:
             communicator, server = _connect_with_retries(comm, ranks, sets)
         _session.communicator = communicator
@@ -152,6 +164,14 @@ def init(
             os.register_at_fork(after_in_child=_leave_to_parent)
         if _session.joined is not None:
             _session.joined()
+
+
+def _effective_context() -> LaunchContext | None:
+    """Return the launcher's context with the settings that the program has changed in its environment since."""
+    context = _session.context
+    if context is None:
+        return None
+    return replace(context, config=with_changed_variables(context.config, _session.variables))
 
 
 def _join_generation(
@@ -166,8 +186,9 @@ def _join_generation(
         _session.membership = Membership(context)
     membership = _session.membership
     while True:
-        current = membership.next_generation()
-        _session.context = replace(context, world=current.world)  # for messages; ``init()`` never connects by it
+        current = replace(membership.next_generation(), config=context.config)
+        # For messages; ``init()`` never connects by it.
+        _session.context = replace(_session.context or context, world=current.world)
         scope = f"generation-{membership.generation}"
         try:
             if current.config.log_level is not None:
@@ -219,7 +240,7 @@ def _connect_with_retries(
     sets: Sequence[ProcessSet],
 ) -> tuple[Communicator, RendezvousServer | None]:
     """Connect these ranks; skip an attempt that failed before this rank arrived."""
-    whole = _session.context or LaunchContext()
+    whole = _effective_context() or LaunchContext()
     require_addable(sets, _size_of_job(comm, ranks, whole))
     index = whole.world.rank if ranks is None else (*ranks, whole.world.rank).index(whole.world.rank)
     deadline = Deadline.after(whole.config.start_timeout)
@@ -323,7 +344,7 @@ def _join_job(
     comm: Sequence[int] | MPI.Intracomm | None, ranks: tuple[int, ...] | None, scope: str
 ) -> tuple[LaunchContext, RendezvousServer | None]:
     """Return this process's launch context, and the rendezvous server that it owns, if any."""
-    whole = _session.context or LaunchContext(config=_own_config())
+    whole = _effective_context() or LaunchContext(config=_own_config())
     if not _session.from_mpi:
         if _session.context is None:
             warn_if_horovod_rank()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -10,8 +11,10 @@ from sparkhvd.config import (
     declarations,
     from_environment,
     inverted_switch,
+    setting_variables,
     warn_if_horovod_rank,
     warn_ignored_variables,
+    with_changed_variables,
 )
 from sparkhvd.errors import ConfigError
 
@@ -156,3 +159,47 @@ def test_a_warning_is_logged_if_horovods_variables_describe_several_ranks(
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARKHVD_START_TIMEOUT", "41")
     assert from_environment().start_timeout == 41.0
+
+
+LAUNCHED = Config(cache_capacity=7, timeline="of-a-flag.json")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ({}, {}, LAUNCHED),
+        ({"SPARKHVD_CACHE_CAPACITY": "9"}, {"SPARKHVD_CACHE_CAPACITY": "9"}, LAUNCHED),
+        ({}, {"HOROVOD_TIMELINE": "own.json"}, replace(LAUNCHED, timeline="own.json")),
+        ({"HOROVOD_TIMELINE": "a"}, {"HOROVOD_TIMELINE": "b"}, replace(LAUNCHED, timeline="b")),
+        ({"HOROVOD_TIMELINE": "a"}, {}, replace(LAUNCHED, timeline="")),
+        ({"HOROVOD_TIMELINE": "a"}, {"HOROVOD_TIMELINE": ""}, replace(LAUNCHED, timeline="")),
+        ({"HOROVOD_TIMELINE": ""}, {}, LAUNCHED),
+        # A fallback that the program sets counts before an own variable that it inherits.
+        (
+            {"SPARKHVD_TIMELINE": "a"},
+            {"SPARKHVD_TIMELINE": "a", "HOROVOD_TIMELINE": "b"},
+            replace(LAUNCHED, timeline="b"),
+        ),
+        ({"SPARKHVD_TIMELINE": "a", "HOROVOD_TIMELINE": "b"}, {"SPARKHVD_TIMELINE": "a"}, LAUNCHED),
+        (
+            {"SPARKHVD_TIMELINE": "a", "HOROVOD_TIMELINE": "b"},
+            {"HOROVOD_TIMELINE": "b"},
+            replace(LAUNCHED, timeline="b"),
+        ),
+        ({}, {"SPARKHVD_TIMELINE": "a", "HOROVOD_TIMELINE": "b"}, replace(LAUNCHED, timeline="a")),
+        ({}, {"HOROVOD_STALL_CHECK_DISABLE": "1"}, replace(LAUNCHED, stall_check=False)),
+        ({}, {"SPARKHVD_ENCRYPT": "0", "UNRELATED": "1"}, LAUNCHED),
+    ],
+)
+def test_what_a_program_changes_counts_before_the_launch(before, now, expected):
+    assert with_changed_variables(LAUNCHED, setting_variables(before), now) == expected
+
+
+def test_a_program_cannot_change_whether_its_job_is_encrypted():
+    with pytest.raises(ConfigError, match=r"SPARKHVD_ENCRYPT has changed .* run without encryption"):
+        with_changed_variables(Config(), {}, {"SPARKHVD_ENCRYPT": "1"})
+
+
+def test_an_invalid_change_is_refused():
+    with pytest.raises(ConfigError, match="HOROVOD_CACHE_CAPACITY must be a number, got 'many'"):
+        with_changed_variables(Config(), {}, {"HOROVOD_CACHE_CAPACITY": "many"})

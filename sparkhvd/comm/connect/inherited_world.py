@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkhvd.comm.connect.launch_context import LaunchContext, MembershipAddress
-from sparkhvd.config import Config, inherited_context_path
+from sparkhvd.config import Config, inherited_context_path, setting_variables
 from sparkhvd.errors import LaunchError
 from sparkhvd.world import World
 
@@ -35,12 +35,15 @@ def memory_file(content: bytes) -> Iterator[str]:
 
 
 def context_file(context: LaunchContext) -> AbstractContextManager[str]:
-    """Within this block, provide the path under which child processes find ``context``."""
+    """Within this block, provide the path under which child processes find ``context``.
+
+    They also find the settings in the environment of this process, from which those of a program may differ later.
+    """
     return memory_file(to_json(context))
 
 
-def inherited_context() -> LaunchContext | None:
-    """Return the context of the rank that started this program; None for other programs.
+def inherited_context() -> tuple[LaunchContext, dict[str, str]] | None:
+    """Return the context and the variables of settings of the rank that started this program; None for other programs.
 
     Raises:
         LaunchError: the rank has ended.
@@ -61,11 +64,12 @@ def to_json(context: LaunchContext) -> bytes:
     fields = {**dataclasses.asdict(context), "token": context.token.hex()}
     if context.membership is not None:
         fields["membership"]["token"] = context.membership.token.hex()
-    return json.dumps(fields).encode()
+    return json.dumps({"context": fields, "variables": setting_variables()}).encode()
 
 
-def from_json(content: bytes) -> LaunchContext:
-    fields: dict[str, Any] = json.loads(content)
+def from_json(content: bytes) -> tuple[LaunchContext, dict[str, str]]:
+    message = json.loads(content)
+    fields: dict[str, Any] = message["context"]
     fields["world"] = World(**fields["world"])
     settings = fields["config"]
     fields["config"] = Config(**settings | {"thread_affinity": tuple(settings["thread_affinity"])})
@@ -76,7 +80,7 @@ def from_json(content: bytes) -> LaunchContext:
         fields["membership"] = MembershipAddress(
             membership["worker"], _addresses(membership["addresses"]), bytes.fromhex(membership["token"])
         )
-    return LaunchContext(**fields)
+    return LaunchContext(**fields), message["variables"]
 
 
 def _addresses(pairs: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

@@ -25,10 +25,12 @@ ELASTIC = replace(CONTEXT, membership=MembershipAddress(5, (("10.0.0.3", 4712), 
 
 @pytest.mark.parametrize("context", [CONTEXT, ELASTIC])
 def test_a_program_of_a_rank_inherits_its_world(monkeypatch, context):
+    monkeypatch.setenv("SPARKHVD_TIMELINE", "old.json")
     with context_file(context) as path:
         assert "secret" not in path
         monkeypatch.setenv(INHERITED_CONTEXT, path)
-        assert inherited_context() == context
+        monkeypatch.setenv("HOROVOD_TIMELINE", "new.json")
+        assert inherited_context() == (context, {"SPARKHVD_TIMELINE": "old.json"})
 
 
 def test_a_program_outside_a_rank_inherits_no_world(monkeypatch):
