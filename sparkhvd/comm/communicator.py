@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 from threading import Lock
 from types import TracebackType
@@ -247,6 +247,26 @@ class Communicator:
             asked.register(mine)
             self._registered.append(asked)
         return asked
+
+    def find_process_sets(self, process_sets: Sequence[ProcessSet]) -> None:
+        """Register objects for process sets that already exist, without other ranks.
+
+        Raises:
+            ConfigError: there is no set of the same ranks.
+        """
+        with self._sets_lock:
+            numbers = {ranks: number for number, ranks in self._sets.items() if number != 0}
+            missing = [one for one in process_sets if one.process_set_id is None]
+            unknown = [one for one in missing if one.given_ranks not in numbers]
+            if unknown:
+                raise ConfigError(
+                    f"A second init() cannot register new process sets, here {', '.join(map(str, unknown))}. Call "
+                    "hvd.add_process_set() on all ranks, or hvd.shutdown() before hvd.init()."
+                )
+            for one in missing:
+                ranks = tuple(one.ranks)
+                one.register(RegisteredSet(numbers[ranks], ranks, self._world.rank))
+                self._registered.append(one)
 
     def remove_process_set(self, process_set: ProcessSet) -> bool:
         """Disconnect a process set; its pending operations fail. Collective over all ranks of the job.

@@ -118,9 +118,10 @@ def init(
     The launcher provides their addresses. Without a launcher, the ranks are the processes that mpirun started
     (this needs mpi4py); without either, this process is a job of one rank.
 
-    Collective: every rank must call it. Calling it again without ``shutdown()`` does nothing; after ``shutdown()`` the
-    ranks connect again. A rank on which it failed may call it again: it then connects with the ranks that are still
-    waiting and those that call later.
+    Collective: every rank must call it. Calling it again without ``shutdown()`` connects nothing: it accepts only
+    process sets that already exist, and registers the objects that are passed for them. After ``shutdown()`` the ranks
+    connect again. A rank on which it failed may call it again: it then connects with the ranks that are still waiting
+    and those that call later.
 
     Args:
         comm: makes some ranks a separate job: a list of ranks of the launcher's job or of MPI's world, which
@@ -135,14 +136,15 @@ def init(
         DeadlineExceededError: not all ranks called it within the configured ``start_timeout``.
         AuthenticationError: a peer does not know the job's secret.
     """
-    if isinstance(process_sets, str) and process_sets != "dynamic":
+    if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ConfigError(f"process_sets={process_sets!r} is invalid; pass a list of process sets or 'dynamic'.")
     given = () if process_sets is None or isinstance(process_sets, str) else process_sets
     ranks = tuple(comm) if isinstance(comm, Sequence) else None
     with _session.lock:
-        if _session.communicator is not None:
-            return
         sets = [one if isinstance(one, ProcessSet) else ProcessSet(one) for one in given]
+        if _session.communicator is not None:
+            _session.communicator.find_process_sets(sets)
+            return
         if _session.context is None and (inherited := inherited_context()) is not None:
             _session.context, _session.variables = inherited
         _session.from_mpi = _is_of_mpi(comm)

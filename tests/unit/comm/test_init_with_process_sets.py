@@ -137,6 +137,37 @@ def test_the_sets_of_a_part_of_the_ranks_number_its_ranks(group):
         assert message == ("process_sets[0] has all ranks of the job, [0, 1]; use hvd.global_process_set instead.")
 
 
+def begin_twice():
+    first, same, new = ProcessSet([0]), ProcessSet([0]), ProcessSet([1])
+    session.init(process_sets=[first])
+    session.init()
+    session.init(process_sets="Dynamic")
+    session.init(process_sets=[first, [0]])
+    with pytest.raises(ConfigError) as caught:
+        session.init(process_sets=[same, new])
+    assert same.process_set_id is None, "all or none"
+    with pytest.raises(ConfigError, match=r"cannot register new process sets, here ProcessSet\(id=None, ranks=\[0, 1"):
+        session.init(process_sets=[range(session.size())])
+    session.init(process_sets=[same])
+    ids = first.process_set_id, same.process_set_id, new.process_set_id
+    if same.included():
+        assert session.current().allreduce(np.ones(1), process_set=same).item() == 1
+    session.remove_process_set(first)
+    removed = first.process_set_id, same.process_set_id
+    session.shutdown()
+    return str(caught.value), ids, removed
+
+
+def test_a_second_init_finds_existing_sets_and_refuses_new_ones(group):
+    for message, ids, removed in group.run(begin_twice):
+        assert message == (
+            "A second init() cannot register new process sets, here ProcessSet(id=None, ranks=[1]). Call "
+            "hvd.add_process_set() on all ranks, or hvd.shutdown() before hvd.init()."
+        )
+        assert ids == (1, 1, None)
+        assert removed == (None, None)
+
+
 @pytest.mark.parametrize("ranks", [[], [0, 0]])
 def test_raw_ranks_are_checked_before_connecting(ranks):
     with pytest.raises(ConfigError, match="needs at least one rank and no duplicates"):
