@@ -24,6 +24,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     without an ``Input``, a subclass that has not been called) has none by then: its ranks continue from the state of
     ``root_rank`` after the first step.
 
+    It logs a warning if the ranks then train apart: the model has Keras' own training step and an optimizer that does
+    not exchange gradients, as a copy of a model or the result of ``keras.saving.load_model`` has.
+
     Args:
         root_rank: the rank whose variables are sent.
     """
@@ -32,6 +35,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         super().__init__()
         self._root_rank = root_rank
         self._done = False
+
+    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
+        """Warn if the ranks train apart."""
+        world = session.current().world
+        if world.rank == 0 and world.size > 1 and _trains_apart(self.model):
+            logger.warning(
+                "The optimizer of this model does not exchange gradients, so every rank trains a model of its own. "
+                "Wrap it with hvd.DistributedOptimizer and compile the model again. Copies of a model "
+                "(keras.models.clone_model, copy.deepcopy, pickle, keras.saving.load_model) have a plain optimizer."
+            )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Broadcast before the first step, if the model has all its variables."""
@@ -50,6 +63,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def _variables(self) -> list[Any]:
         """Return the variables to broadcast, in the same order on all ranks."""
         return shared_variables(self.model, self.model.optimizer)
+
+
+def _trains_apart(model: Any) -> bool:
+    """Return whether nothing exchanges the gradients of ``model.fit``."""
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)  # of a LossScaleOptimizer
+    return type(model).train_step is keras.Model.train_step and not isinstance(inner, ExchangingOptimizer)
 
 
 def is_built(model: Any) -> bool:

@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import keras
 
 from sparkhvd._util.keras_layers import variables_of_layers
+from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras.batches import GradientAccumulation, weighted
 from sparkhvd.keras.exchange import Exchange, gradient_exchange, scaled, set_size
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments of ``DistributedOptimizer``, which describes them."""
+
+    name: str | None = None
+    compression: Any = None
+    sparse_as_dense: bool = False
+    backward_passes_per_step: int = 1
+    op: ReduceOp = ReduceOp.AVERAGE
+    gradient_predivide_factor: float = 1.0
+    average_aggregated_gradients: bool = False
+    process_set: ProcessSet | None = None
+    scale_local_gradients: bool = True
+
+    @property
+    def factor(self) -> int:
+        """The factor of the gradients, which Keras has averaged over the accumulated batches."""
+        return 1 if self.average_aggregated_gradients else self.backward_passes_per_step
+
+    def exchange(self, name: str) -> Exchange:
+        """Return the exchange under a name that is equal on all ranks.
+
+        Raises:
+            ConfigError: the settings contradict each other.
+        """
+        exchange = gradient_exchange(
+            f"DistributedOptimizer.{name}",
+            self.compression,
+            self.sparse_as_dense,
+            self.op,
+            self.gradient_predivide_factor,
+            self.process_set,
+        )
+        return _multiplied(exchange, self.factor) if self.factor > 1 and self.op != ReduceOp.ADASUM else exchange
 
 
 @dataclass
@@ -40,15 +79,78 @@ class _LocalVariables:
 
 
 class ExchangingOptimizer:
-    """A mixin that ``DistributedOptimizer`` adds to the class of the optimizer that it wraps."""
+    """A mixin that ``DistributedOptimizer`` adds to the class of the optimizer that it wraps.
 
-    _exchange: Exchange
-    _exchange_named: Callable[[str], Exchange]
+    The new class belongs to one optimizer and holds its settings. So an optimizer that Keras makes from the class and a
+    configuration exchanges gradients, too.
+    """
+
+    _settings: _Settings  # of the class, as are the next two
+    _plain_class: type[keras.optimizers.Optimizer]
     _local: _LocalVariables
+    _exchange: Exchange
     _applied_to: Sequence[Any]  # the variables of the gradients that are being applied
     _share: Callable[[], float] | None
     _loss_is_weighted: bool  # of the batch that is being computed or traced
     _accumulation: GradientAccumulation | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._reject_local_variables()
+        super().__init__(*args, **kwargs)
+        if self.gradient_accumulation_steps != self._settings.backward_passes_per_step:  # type: ignore[attr-defined]
+            _set_accumulation(self, self._settings.backward_passes_per_step)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set the attributes of an optimizer that is otherwise complete."""
+        self.exchange_as(self._settings.name or _name_without_number(self))
+        # object.__setattr__ bypasses Keras' tracking of attributes, which is for variables and layers.
+        object.__setattr__(self, "_share", None)
+        object.__setattr__(self, "_loss_is_weighted", False)
+        object.__setattr__(self, "_accumulation", None)
+
+    def __copy__(self) -> Self:
+        """Return an optimizer that exchanges gradients with the same settings, and is not built yet."""
+        self._check_copy()
+        copied: Self = type(self).from_config(self.get_config())  # type: ignore[attr-defined]
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Return the same as ``__copy__``."""
+        return self.__copy__()
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        """Pickle the class of the original optimizer, the configuration and the settings."""
+        self._check_copy()
+        settings, of = self._settings, self._settings.process_set
+        if of is session.global_process_set:
+            settings = replace(settings, process_set=None)
+        elif of is not None:
+            raise ConfigError(
+                f"An optimizer with process_set={of} cannot be pickled: other processes do not know the process set. "
+                "Pickle the original optimizer, and wrap it there."
+            )
+        return _rebuilt, (self._plain_class, self.get_config(), settings)  # type: ignore[attr-defined]
+
+    def _check_copy(self) -> None:
+        self._reject_local_variables()
+        if self._share is not None:
+            raise ConfigError(
+                "This optimizer cannot be copied: it weights the batches of a running fit. Copy its get_config()."
+            )
+        if self.built:  # type: ignore[attr-defined]
+            warnings.warn(
+                "The copy of this optimizer has its settings, but not its state (such as momentum): like the copy of "
+                "any Keras optimizer, it is not built.",
+                stacklevel=4,
+            )
+
+    def _reject_local_variables(self) -> None:
+        if self._local.variables:
+            raise ConfigError(
+                "A copy of this optimizer would exchange the gradients of its local variables, which belong to one "
+                "model. Wrap a new optimizer with PartialDistributedOptimizer instead."
+            )
 
     def weight_by(self, share: Callable[[], float], ends: Callable[[], bool] | None = None) -> None:
         """Weight every batch by its share of a step's rows, instead of weighting all ranks equally.
@@ -68,7 +170,7 @@ class ExchangingOptimizer:
 
         Keras numbers the names of optimizers in the order in which a process creates them, which may differ.
         """
-        object.__setattr__(self, "_exchange", self._exchange_named(name))
+        object.__setattr__(self, "_exchange", self._settings.exchange(name))
 
     def register_local_var(self, variable: Any) -> None:
         """Exclude a variable from the exchange: it belongs to a part of the model that is local to each rank."""
@@ -176,6 +278,10 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     The optimizer keeps its state, its variables and the name of its class, so that a saved model loads without
     sparkhvd. Compile the model after wrapping, without ``jit_compile=True``.
 
+    ``from_config`` of the optimizer, ``copy`` and ``pickle`` return optimizers that exchange gradients with the same
+    settings. A copy of a compiled model (``clone_model``, ``copy.deepcopy``, ``pickle``) is made like a saved file: its
+    optimizer is the original one. Wrap it and compile again.
+
     Args:
         optimizer: the optimizer, which is changed in place.
         name: distinguishes several optimizers of one program; equal on all ranks.
@@ -199,27 +305,41 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigError("A LossScaleOptimizer cannot be distributed; wrap the optimizer inside it instead.")
     reject_multi_optimizer(optimizer)
-    passes = 1 if average_aggregated_gradients else backward_passes_per_step
-
-    def exchange_named(name: str) -> Exchange:
-        exchange = gradient_exchange(
-            f"DistributedOptimizer.{name}", compression, sparse_as_dense, op, gradient_predivide_factor, process_set
-        )
-        return _multiplied(exchange, passes) if passes > 1 and op != ReduceOp.ADASUM else exchange
-
-    exchange = exchange_named(name or _name_without_number(optimizer))
+    settings = _Settings(
+        name,
+        compression,
+        sparse_as_dense,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        average_aggregated_gradients,
+        process_set,
+        scale_local_gradients,
+    )
+    settings.exchange(name or _name_without_number(optimizer))  # raises before the optimizer is changed
     _set_accumulation(optimizer, backward_passes_per_step)
-    kind = type(optimizer)
-    mixin = DeltaOptimizer if op == ReduceOp.ADASUM else ExchangingOptimizer
-    optimizer.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
-    # object.__setattr__ bypasses Keras' tracking of attributes, which is for variables and layers.
-    object.__setattr__(optimizer, "_exchange", exchange)
-    object.__setattr__(optimizer, "_exchange_named", exchange_named)
-    object.__setattr__(optimizer, "_local", _LocalVariables(scale_local_gradients, passes, process_set))
-    object.__setattr__(optimizer, "_share", None)
-    object.__setattr__(optimizer, "_loss_is_weighted", False)
-    object.__setattr__(optimizer, "_accumulation", None)
+    optimizer.__class__ = _exchanging(type(optimizer), settings)
+    optimizer._begin()  # noqa: SLF001
     return optimizer
+
+
+def _exchanging(kind: type[keras.optimizers.Optimizer], settings: _Settings) -> type[Any]:
+    """Return a new subclass of an optimizer's class that exchanges gradients; its name is the same."""
+    attributes = {
+        "__module__": kind.__module__,
+        "__signature__": inspect.signature(kind),
+        "_plain_class": kind,
+        "_settings": settings,
+        "_local": _LocalVariables(settings.scale_local_gradients, settings.factor, settings.process_set),
+    }
+    mixin = DeltaOptimizer if settings.op == ReduceOp.ADASUM else ExchangingOptimizer
+    return type(kind.__name__, (mixin, kind), attributes)
+
+
+def _rebuilt(
+    kind: type[keras.optimizers.Optimizer], config: Mapping[str, object], settings: _Settings
+) -> keras.optimizers.Optimizer:
+    return _exchanging(kind, settings).from_config(dict(config))
 
 
 def PartialDistributedOptimizer(  # noqa: N802  the name is Horovod's
@@ -253,7 +373,7 @@ def reject_multi_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         raise ConfigError("A MultiOptimizer cannot be distributed; use one optimizer for all layers.")
 
 
-def _name_without_number(optimizer: keras.optimizers.Optimizer) -> str:
+def _name_without_number(optimizer: Any) -> str:
     """Return the optimizer's name, without the number of an automatic name, which may differ between ranks.
 
     Keras counts the optimizers that a process makes. Optimizers with equal names exchange one after another.
@@ -264,7 +384,7 @@ def _name_without_number(optimizer: keras.optimizers.Optimizer) -> str:
     return base if is_automatic else name
 
 
-def _set_accumulation(optimizer: keras.optimizers.Optimizer, passes: int) -> None:
+def _set_accumulation(optimizer: Any, passes: int) -> None:
     if passes < 1:
         raise ConfigError(f"backward_passes_per_step must be at least 1, got {passes}.")
     if passes == 1:

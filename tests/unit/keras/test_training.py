@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import copy
+import logging
 import os
+import pickle
 from pathlib import Path
 
 import keras
@@ -217,6 +220,70 @@ def keep_the_best(folder):
         assert int(plain.optimizer.iterations.numpy() if hasattr(plain.optimizer.iterations, "numpy") else 9) == 9
 
 
+def copies_of(optimizer):
+    """Return an optimizer made in each way in which Keras and Python copy one, by the way."""
+    config = optimizer.get_config()
+    return {
+        "from_config": optimizer.from_config(config),
+        "class": type(optimizer).from_config(config),
+        "copy": copy.copy(optimizer),
+        "deepcopy": copy.deepcopy(optimizer),
+        "pickle": pickle.loads(pickle.dumps(optimizer)),
+    }
+
+
+def train_with_copies(options):
+    """Copies of an optimizer train as the original does."""
+    part = slice(hvd.rank(), None, 2)
+    wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), **options)
+    copies = copies_of(wrapped)
+    wanted = network()
+    fitted(wanted, wrapped, part, 8)
+    for way, optimizer in copies.items():
+        model = network()
+        fitted(model, optimizer, part, 8)
+        for one, other in zip(wanted.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7, err_msg=way)
+        assert type(optimizer).__name__ == "SGD"
+    return wanted.get_weights()
+
+
+def keep_the_process_set():
+    """A copy exchanges with the same ranks; a process set cannot be pickled."""
+    apart = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    mine = apart[hvd.rank()]
+    wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), process_set=mine)
+    alone, together = network(), network()
+    part = slice(hvd.rank(), None, 2)
+    fitted(alone, keras.optimizers.SGD(0.05), part, 8)
+    fitted(together, copy.deepcopy(wrapped), part, 8)
+    for one, other in zip(alone.get_weights(), together.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    with pytest.raises(ConfigError, match="cannot be pickled: other processes do not know the process set"):
+        pickle.dumps(wrapped)
+    everybody = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), process_set=hvd.global_process_set)
+    assert pickle.loads(pickle.dumps(everybody))._settings.process_set is None
+    for each in apart:
+        hvd.remove_process_set(each)
+
+
+def warnings_of_training(wrap):
+    """Return the warnings of a training whose model is a copy of a compiled one."""
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    model = network()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss="mse", jit_compile=False)
+    cloned = keras.models.clone_model(model)
+    if wrap:
+        cloned.compile(hvd.DistributedOptimizer(cloned.optimizer), loss="mse", jit_compile=False)
+    logging.getLogger("sparkhvd.keras.callbacks").addHandler(handler)
+    features, targets = rows()
+    cloned.fit(features, targets, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    logging.getLogger("sparkhvd.keras.callbacks").removeHandler(handler)
+    return records
+
+
 def train_with_more_objects_on_one_rank():
     """Return the weights; rank 0 has made more objects before, which Keras counts in its names."""
     for _ in range(2 * (hvd.rank() == 0)):
@@ -281,6 +348,49 @@ def reduce_eagerly():
 )
 def test_ranks_are_one_big_batch(group, options):
     group.run(one_big_batch, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"backward_passes_per_step": 3, "op": hvd.Sum}, {"op": hvd.Adasum}],
+    ids=["plain", "accumulated sum", "adasum"],
+)
+def test_copies_of_an_optimizer_exchange_gradients_with_its_settings(group, options):
+    first, second = group.run(train_with_copies, options)
+    assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_copies_of_an_optimizer_keep_its_process_set(group):
+    group.run(keep_the_process_set)
+
+
+def test_the_broadcast_warns_if_a_copied_model_trains_apart(group):
+    (message,), none = group.run(warnings_of_training, False)
+    assert "does not exchange gradients, so every rank trains a model of its own. Wrap it" in message
+    assert not none  # only rank 0 logs it
+    assert group.run(warnings_of_training, True) == [[], []]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps, lambda x: x.from_config(x.get_config())])
+def test_an_optimizer_with_local_variables_is_not_copied(copied):
+    model = network()
+    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.05), local_layers=model.layers[0])
+    with pytest.raises(ConfigError, match=r"local variables, which belong to one model\. Wrap a new optimizer"):
+        copied(optimizer)
+
+
+def test_the_copy_of_a_built_optimizer_says_that_it_has_no_state():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
+    optimizer.build(network().trainable_variables)
+    with pytest.warns(UserWarning, match="has its settings, but not its state"):
+        assert not copy.deepcopy(optimizer).built
+
+
+def test_an_optimizer_that_weights_the_batches_of_a_fit_is_not_copied():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
+    optimizer.weight_by(lambda: 0.5)
+    with pytest.raises(ConfigError, match="weights the batches of a running fit"):
+        copy.copy(optimizer)
 
 
 def test_adasum_combines_the_steps_of_the_ranks(group):
