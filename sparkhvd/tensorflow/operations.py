@@ -53,7 +53,8 @@ def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
 
     Args:
         tensor: a dense tensor with the same shape and dtype on all ranks; or ``tf.IndexedSlices``, which are gathered
-            (for ``Average`` and ``Sum``), because their rows differ between ranks.
+            (for ``Average`` and ``Sum``), because their rows differ between ranks. The average of integer slices has
+            the dtype of TensorFlow's division: ``float32`` for up to 16 bits, else ``float64``.
         average: deprecated, use ``op``.
         compression: compresses the tensor for transfer.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
@@ -367,7 +368,10 @@ def join(process_set: ProcessSet | None = None) -> tf.Tensor:
 def reduce_slices(
     slices: Sequence[tf.IndexedSlices], reduction: Reduction, name: str | None, process_set: ProcessSet | None
 ) -> list[tf.IndexedSlices]:
-    """Concatenate the rows of all ranks, which adds them up once they are applied; one call for all slices."""
+    """Concatenate the rows of all ranks, which adds them up once they are applied; one call for all slices.
+
+    Means of integers are not truncated: they have the dtype of TensorFlow's division.
+    """
     if not slices:
         return []
     op, prescale, postscale = reduction
@@ -377,7 +381,8 @@ def reduce_slices(
         )
     size = size_of(process_set)
     ranks = size if op is ReduceOp.AVERAGE else 1
-    parts = [part for item in slices for part in (_scaled(item.values, prescale), item.indices)]
+    values = [_as_quotients(item.values) if op is ReduceOp.AVERAGE else item.values for item in slices]
+    parts = [part for item, own in zip(slices, values, strict=True) for part in (_scaled(own, prescale), item.indices)]
     gathered = grouped_allgather(parts, name, process_set)
     return [
         tf.IndexedSlices(
@@ -397,6 +402,14 @@ def _with_gradient_of_sum(gathered: tf.Tensor, ranks: Any) -> tf.Tensor:
         return tf.identity(values), lambda upstream: upstream * tf.cast(ranks, upstream.dtype)
 
     return differentiable(gathered)
+
+
+def _as_quotients(values: tf.Tensor) -> tf.Tensor:
+    """Return integers in the dtype of TensorFlow's division; others as they are.
+
+    The means of dense integers are truncated. But a rank's share of the mean of a row is not the mean yet.
+    """
+    return tf.math.truediv(values, tf.ones([], values.dtype)) if values.dtype.is_integer else values
 
 
 def _scaled(values: tf.Tensor, factor: float, divisor: Any = 1) -> tf.Tensor:

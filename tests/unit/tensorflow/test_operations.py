@@ -223,9 +223,31 @@ def reduce_slices():
         gradients.append(bool(tf.reduce_all(tf.equal(ours, tf.gather(theirs, [0, 2])))))
     assert gradients == [True, True], gradients
     counts = tf.IndexedSlices(tf.constant([[7], [-7]]), tf.constant([rank, 2]), tf.constant([4, 1]))
-    assert hvd.allreduce(counts).values[:, 0].numpy().tolist() == [3, -3, 3, -3]
+    assert hvd.allreduce(counts).values[:, 0].numpy().tolist() == [3.5, -3.5, 3.5, -3.5]
     large = tf.IndexedSlices(tf.constant([[2**53 + 1]], tf.int64), tf.constant([rank]), tf.constant([4, 1]))
     assert hvd.allreduce(large, op=hvd.Sum).values[:, 0].numpy().tolist() == [2**53 + 1] * 2
+
+
+def average_integer_slices(in_graph):
+    """Rows that several ranks have add up to their mean, which is not truncated on the way."""
+    rank = hvd.rank()
+    found = {}
+    for dtype in (tf.uint8, tf.int8, tf.int32, tf.int64):  # of uint16 and int16, TensorFlow itself adds up no rows
+        slices = tf.IndexedSlices(tf.cast([[3], [rank]], dtype), tf.constant([1, 1]), tf.constant([2, 1]))
+        dense = tf.cast([rank], tf.float32)
+
+        def reduce(slices=slices, dense=dense, dtype=dtype):
+            alone = hvd.allreduce(slices, name=f"alone.{dtype.name}")
+            group = hvd.grouped_allreduce([dense, slices, slices], name=f"group.{dtype.name}")
+            scaled = hvd.allreduce(slices, prescale_factor=0.5, postscale_factor=2.0, name=f"scaled.{dtype.name}")
+            assert group[0].dtype == tf.float32
+            return [tf.convert_to_tensor(each) for each in (alone, *group[1:], scaled)]
+
+        results = (graph(reduce) if in_graph else reduce)()
+        found[dtype.name] = [(each.dtype.name, each.numpy()[:, 0].tolist()) for each in results]
+    total = hvd.allreduce(tf.IndexedSlices(tf.constant([[3]]), tf.constant([0])), op=hvd.Sum, name="total")
+    assert total.dtype == tf.int32
+    return found
 
 
 def train_with_tape(in_graph, sparse_as_dense):
@@ -353,6 +375,13 @@ def test_a_rank_without_a_gradient_does_not_shift_the_others(group):
 
 def test_slices_are_gathered_and_add_up(group):
     group.run(reduce_slices)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_the_mean_of_integer_slices_is_not_truncated(group, in_graph):
+    quotients = {"uint8": "float32", "int8": "float32", "int32": "float64", "int64": "float64"}
+    wanted = {dtype: [(real, [0.0, 3.5])] * 4 for dtype, real in quotients.items()}
+    assert group.run(average_integer_slices, in_graph) == [wanted, wanted]
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
