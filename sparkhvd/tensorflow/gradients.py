@@ -88,7 +88,9 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
     """Make ``gradtape.gradient()`` return the combined gradients of all ranks, and return the tape.
 
     The result has a method ``register_local_source(variable)``. The gradient of such a variable is not exchanged: use
-    it for a part of the model that is local to each rank.
+    it for a part of the model that is local to each rank. ``get_local_and_global_gradients(target, sources)`` returns
+    what ``gradient`` returns as two lists of pairs (source, gradient), in the order of the sources: those of local
+    sources, and the others.
 
     Args:
         gradtape: the tape to wrap; use only the result afterwards.
@@ -127,10 +129,19 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
         ]
         return tf.nest.pack_sequence_as(gradients, results)
 
+    def get_local_and_global_gradients(
+        self: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        gradients = self.gradient(target, sources, *args, **kwargs)
+        pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients, expand_composites=False), strict=True))
+        local = [pair for pair in pairs if _key(pair[0]) in local_sources]
+        return local, [pair for pair in pairs if _key(pair[0]) not in local_sources]
+
     def register_local_source(_: tf.GradientTape, source: Any) -> None:
         local_sources[_key(source)] = source
 
     methods = {
+        "get_local_and_global_gradients": get_local_and_global_gradients,
         "gradient": gradient,
         "register_local_source": register_local_source,
         "__module__": tape_class.__module__,

@@ -289,13 +289,22 @@ def keep_gradients_of_local_layers(in_graph):
     sources = [own.trainable_weights[0], table, alone, shared]
 
     def gradients(wrap):
-        with tf.GradientTape() as tape:
+        with tf.GradientTape(persistent=True) as tape:
             each = [tf.reduce_sum(own(tf.ones([1, 1]))), tf.reduce_sum(tf.gather(table, [1]))]
             loss = (tf.add_n(each) + tf.reduce_sum(alone) + tf.reduce_sum(shared)) * (hvd.rank() + 1.0)
         tape = wrap(tape)
         tape.register_local_source(table)
         tape.register_local_source(alone)
-        return [tf.reduce_sum(tf.convert_to_tensor(found)) for found in tape.gradient(loss, sources)]
+        found = tape.gradient(loss, sources)
+        for_local, for_all = tape.get_local_and_global_gradients(loss, sources)
+        assert [source is wanted for (source, _), wanted in zip(for_local + for_all, sources, strict=True)] == [
+            True
+        ] * 4
+        assert [len(for_local), len(for_all)] == [3, 1]
+        sums = [tf.reduce_sum(tf.convert_to_tensor(each)) for each in found]
+        for total, (_, each) in zip(sums, for_local + for_all, strict=True):
+            tf.debugging.assert_equal(total, tf.reduce_sum(tf.convert_to_tensor(each)))
+        return sums
 
     def both():
         scaled = gradients(lambda tape: hvd.PartialDistributedGradientTape(tape, local_layers=own))
@@ -402,7 +411,7 @@ def test_the_module_exports_the_common_interface_without_duplicates():
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-def test_the_gradients_of_local_layers_stay_the_ranks_own(group, in_graph):
+def test_the_gradients_of_local_layers_stay_the_ranks_own_and_are_found_separately(group, in_graph):
     group.run(keep_gradients_of_local_layers, in_graph)
 
 
