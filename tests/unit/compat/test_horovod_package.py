@@ -135,6 +135,19 @@ def test_sessions_of_tensorflow_1_are_refused(horovod):
         hvd.BroadcastGlobalVariablesHook(0)
 
 
+def test_the_history_of_a_keras_model_is_that_of_keras(horovod, monkeypatch):
+    from horovod.spark.keras import KerasModel  # noqa: PLC0415
+
+    from sparkhvd.estimators import keras as ours  # noqa: PLC0415
+    from sparkhvd.estimators.training.history import EpochRecord, to_history  # noqa: PLC0415
+
+    shares = {"data_wait": 0.1, "compute": 0.7, "communication": 0.2}
+    records = [EpochRecord(0, {"loss": 2.0, "mae": 1.0}, {"loss": 3.0, "mae": 1.5}, 9.0, 0.5, shares)]
+    monkeypatch.setattr(ours.KerasModel, "getHistory", lambda _: to_history(records))
+    history = KerasModel.getHistory(KerasModel.__new__(KerasModel))
+    assert history == {"loss": [2.0], "mae": [1.0], "val_loss": [3.0], "val_mae": [1.5]}
+
+
 @pytest.mark.parametrize(
     ("module", "names"),
     [

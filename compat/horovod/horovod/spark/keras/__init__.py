@@ -10,15 +10,15 @@ from sparkhvd.estimators.models.model import TrainedModel
 
 __all__ = ["KerasEstimator", "KerasModel"]
 
-
 class KerasModel(_ours.KerasModel):
     """See ``sparkhvd.KerasModel``."""
 
     def getHistory(self) -> dict[str, list[float]]:  # type: ignore[override]  # noqa: N802  (Horovod's name)
         """Return the value of each metric by epoch, as Keras' ``History.history``."""
-        table = super().getHistory().to_pandas()
-        measured = [name for name in table if name not in {"rows_per_second", "step_seconds"}]
-        return {str(name): table[name].tolist() for name in measured}
+        history = super().getHistory()
+        table = history.to_pandas()
+        of_steps = {"rows_per_second", "step_seconds", *(kind for entry in history for kind in entry["shares"])}
+        return {str(name): table[name].tolist() for name in table if name not in of_steps}
 
 
 class KerasEstimator(HorovodsMeaning, _ours.KerasEstimator):
