@@ -98,7 +98,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     Args:
         initial_lr: the learning rate that is multiplied.
-        multiplier: a number, or a function of the epoch, which is fractional without ``staircase``.
+        multiplier: a number, which multiplies the rate once; or a function of the epoch, which is fractional without
+            ``staircase``.
         start_epoch: the first epoch of the range.
         end_epoch: the end of the range, exclusive; None for no end.
         staircase: whether the rate changes once per epoch instead of every batch.
@@ -200,7 +201,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """Say when the warmup is over."""
         super().on_epoch_end(epoch, logs)
         if self._verbose and self._end is not None and epoch == int(self._end) - 1:
-            logger.info("The warmup ended after epoch %d; the learning rate is %g.", epoch + 1, self._initial_lr)
+            self._report(f"The warmup ended after epoch {epoch + 1}; the learning rate is {self._initial_lr:g}.")
+
+    def _report(self, line: str) -> None:
+        logger.info(line)
 
     def _epoch_at(self, batch: int, steps: int) -> float:
         return self._epoch + (batch + 1) / steps  # so that the last batch of the warmup has the full rate

@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import keras
 import pytest
 
 from sparkhvd.errors import SlotsError
@@ -133,6 +134,37 @@ def test_sessions_of_tensorflow_1_are_refused(horovod):
         hvd.broadcast_global_variables(0)
     with pytest.raises(NotImplementedError, match="no graph sessions"):
         hvd.BroadcastGlobalVariablesHook(0)
+
+
+def compiled_network(lr):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(lr), "mse", jit_compile=False)
+    return model
+
+
+@pytest.mark.parametrize(("staircase", "epochs_after_the_start"), [(True, 2), (False, 2.25)])
+def test_a_number_as_multiplier_is_the_factor_of_every_epoch(horovod, staircase, epochs_after_the_start):
+    from horovod.tensorflow.keras.callbacks import LearningRateScheduleCallback  # noqa: PLC0415
+
+    schedule = LearningRateScheduleCallback(0.4, 0.5, 2, None, staircase, steps_per_epoch=4)
+    schedule.set_model(compiled_network(0.4))
+    schedule.on_epoch_begin(4)
+    schedule.on_train_batch_begin(1)
+    assert float(schedule.model.optimizer.learning_rate) == pytest.approx(0.4 * 0.5**epochs_after_the_start)
+
+
+@pytest.mark.parametrize(
+    ("rank", "printed"), [(0, "\nThe warmup ended after epoch 2; the learning rate is 0.4.\n"), (1, "")]
+)
+def test_rank_0_prints_the_end_of_the_warmup(horovod, monkeypatch, capsys, rank, printed):
+    from horovod.keras import callbacks  # noqa: PLC0415
+
+    monkeypatch.setattr(callbacks.interface, "rank", lambda: rank)
+    warmup = callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2, verbose=1)
+    warmup.set_model(compiled_network(0.4))
+    warmup.on_epoch_end(0, {})
+    warmup.on_epoch_end(1, {})
+    assert capsys.readouterr().out == printed
 
 
 def test_the_history_of_a_keras_model_is_that_of_keras(horovod, monkeypatch):

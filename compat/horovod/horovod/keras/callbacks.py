@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import sparkhvd.keras.callbacks as _ours
+from sparkhvd.comm import interface
 
 __all__ = [
     "BestModelCheckpoint",
@@ -14,8 +17,51 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
-LearningRateScheduleCallback = _ours.LearningRateScheduleCallback
-LearningRateWarmupCallback = _ours.LearningRateWarmupCallback
+
+class LearningRateScheduleCallback(_ours.LearningRateScheduleCallback):
+    """See ``sparkhvd.keras``; but a number as ``multiplier`` is the factor of every epoch since ``start_epoch``."""
+
+    def __init__(  # noqa: PLR0917  the arguments are Horovod's
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: float | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        factor = multiplier if callable(multiplier) else _Power(multiplier, start_epoch)
+        super().__init__(initial_lr, factor, start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch)
+
+
+class LearningRateWarmupCallback(_ours.LearningRateWarmupCallback):
+    """See ``sparkhvd.keras``; with ``verbose``, rank 0 prints the end of the warmup."""
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(initial_lr, warmup_epochs, momentum_correction, steps_per_epoch, verbose)
+
+    def _report(self, line: str) -> None:
+        if interface.rank() == 0:
+            print(f"\n{line}", flush=True)  # noqa: T201  on a line of its own, after Keras' progress bar
+
+
+@dataclass(frozen=True)
+class _Power:
+    """The multiplier of an exponential decay; picklable, for estimators."""
+
+    base: float
+    start_epoch: int
+
+    def __call__(self, epoch: float) -> float:
+        return float(self.base ** (epoch - self.start_epoch))
 
 
 class BroadcastGlobalVariablesCallback(_ours.BroadcastGlobalVariablesCallback):
