@@ -37,9 +37,17 @@ def train_torch() -> dict[str, object]:
         "sum": hvd.allreduce_(torch.ones(1), None, "a", hvd.Sum).item(),
         "half": hvd.allreduce(torch.ones(1), None, "b", hvd.Compression.fp16, hvd.Sum, 0.5).item(),
         "sparse": hvd.sparse_allreduce_async(sparse, "s", hvd.Sum)().to_dense().tolist(),
+        "splits": splits_of(hvd.alltoall, hvd.synchronize(hvd.alltoall_async(torch.ones(2), [1, 1]))),
         "joined": hvd.join(-1) in range(size()),
         "built": hvd.nccl_built() in {0, 1} or hvd.nccl_built() > 1,
     }
+
+
+def splits_of(alltoall, *results) -> list[object]:
+    """Return the numbers of rows that results of alltoalls have received, and their dtypes."""
+    alone = alltoall(torch.ones(2)).tolist()
+    found = [received for _, received in (alltoall(torch.ones(2), torch.tensor([1, 1])), *results)]
+    return [alone, *([str(received.dtype), received.tolist()] for received in found)]
 
 
 def train_some_ranks() -> dict[str, object]:
@@ -139,10 +147,14 @@ def train_tensorflow() -> dict[str, object]:
         lambda: hvd.allreduce(tf.ones(1 + hvd.rank()), name="shapes"),
         lambda: hvd.alltoall(tf.ones(3)),
         lambda: hvd.allreduce(tf.IndexedSlices(tf.ones([1, 1]), tf.constant([0])), op=hvd.Max),
+        lambda: hvd.allreduce(tf.IndexedSlices(tf.ones([1, 1]), tf.constant([0])), prescale_factor=0.5),
+        lambda: hvd.grouped_allreduce(
+            [tf.ones(1), tf.IndexedSlices(tf.ones([1, 1]), tf.constant([0]))], postscale_factor=2.0
+        ),
     ):
         try:
             call()
-        except (HorovodInternalError, ValueError) as error:
+        except (HorovodInternalError, ValueError, NotImplementedError) as error:
             kinds = (tf.errors.FailedPreconditionError, tf.errors.InvalidArgumentError, NotImplementedError)
             errors.append([kind.__name__ for kind in kinds if isinstance(error, kind)])
     rows = tf.IndexedSlices(tf.ones([1, 1], tf.int32), tf.constant([hvd.rank()]))  # without a dense_shape
@@ -155,7 +167,10 @@ def train_tensorflow() -> dict[str, object]:
     with tf.GradientTape() as local:
         own = weight * (1.0 + hvd.rank())
     local = hvd.DistributedGradientTape(local, process_set=only_first)
+    received = hvd.alltoall(tf.ones(2), [1, 1])[1]
+    last = hvd.join()
     return {
+        "integers": [received.dtype.name, received.numpy().tolist(), last.dtype.name, int(last) in range(2)],
         "errors": errors,
         "kernels": [float(layer.kernel[0, 0]) for layer in frozen],
         "mixed": [mixed[0].values.numpy().tolist(), mixed[0].indices.numpy().tolist(), mixed[1].numpy().tolist()],

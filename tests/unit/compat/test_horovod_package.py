@@ -35,6 +35,7 @@ def test_a_pytorch_program_runs_unchanged(program):
             "sum": 2.0,
             "half": 1.0,
             "sparse": [1.0, 1.0],
+            "splits": [[1.0, 1.0], ["torch.int32", [1, 1]], ["torch.int32", [1, 1]]],
             "joined": True,
             "built": True,
         }
@@ -57,7 +58,8 @@ def test_what_programs_use_beside_the_collectives_of_pytorch(program):
 def test_a_tensorflow_and_keras_program_runs_unchanged(program):
     for number, rank in enumerate(program["tensorflow"]):
         assert rank == {
-            "errors": [["FailedPreconditionError"], ["InvalidArgumentError"], ["NotImplementedError"]],
+            "integers": ["int32", [1, 1], "int32", True],
+            "errors": [["FailedPreconditionError"], ["InvalidArgumentError"], *[["NotImplementedError"]] * 3],
             "kernels": [number, 1.0],
             "mixed": [[[1], [1]], [0, 1], [2.0]],
             "adasum": [1.0, 1.0],

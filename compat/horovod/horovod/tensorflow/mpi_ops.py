@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -11,7 +12,7 @@ from horovod._signatures import with_parameters
 from sparkhvd.comm import interface
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.errors import HorovodInternalError
-from sparkhvd.tensorflow import barrier, join
+from sparkhvd.tensorflow import barrier
 
 __all__ = [
     "HorovodInternalError",
@@ -37,8 +38,43 @@ __all__ += interface.__all__
 _REDUCTION = "average device_dense device_sparse compression op prescale_factor postscale_factor"
 _SCALES = "prescale_factor postscale_factor"
 
-allreduce = with_parameters(f"tensor {_REDUCTION} name process_set ignore_name_scope", _hvd.allreduce)
-grouped_allreduce = with_parameters(f"tensors {_REDUCTION} process_set ignore_name_scope name", _hvd.grouped_allreduce)
+
+def _allreduce(tensor: Any, **options: Any) -> Any:
+    _reject_scaled_slices([tensor], **options)
+    return _hvd.allreduce(tensor, **options)
+
+
+def _grouped_allreduce(tensors: Sequence[Any], **options: Any) -> Any:
+    _reject_scaled_slices(tensors, **options)
+    return _hvd.grouped_allreduce(tensors, **options)
+
+
+def _reject_scaled_slices(
+    tensors: Sequence[Any], *, prescale_factor: float = 1.0, postscale_factor: float = 1.0, **_: Any
+) -> None:
+    if prescale_factor == postscale_factor == 1 or not any(isinstance(each, tf.IndexedSlices) for each in tensors):
+        return
+    raise NotImplementedError(
+        f"tf.IndexedSlices cannot have prescale_factor={prescale_factor} and postscale_factor={postscale_factor} in "
+        "horovod.tensorflow. Call sparkhvd.tensorflow.allreduce, or scale the values yourself."
+    )
+
+
+def _alltoall(tensor: Any, **options: Any) -> Any:
+    result = _hvd.alltoall(tensor, **options)
+    if not isinstance(result, tuple):
+        return result
+    content, received = result
+    return content, tf.cast(received, tf.int32)
+
+
+def join() -> tf.Tensor:
+    """See ``sparkhvd.tensorflow.join``; the rank that joined last is an ``int32``."""
+    return tf.cast(_hvd.join(), tf.int32)
+
+
+allreduce = with_parameters(f"tensor {_REDUCTION} name process_set ignore_name_scope", _allreduce)
+grouped_allreduce = with_parameters(f"tensors {_REDUCTION} process_set ignore_name_scope name", _grouped_allreduce)
 reducescatter = with_parameters(
     f"tensor device_dense compression op name process_set ignore_name_scope {_SCALES}", _hvd.reducescatter
 )
@@ -48,7 +84,7 @@ grouped_reducescatter = with_parameters(
 allgather = with_parameters("tensor name ignore_name_scope process_set", _hvd.allgather)
 grouped_allgather = with_parameters("tensors name ignore_name_scope process_set", _hvd.grouped_allgather)
 broadcast = with_parameters("tensor root_rank name ignore_name_scope process_set", _hvd.broadcast)
-alltoall = with_parameters("tensor splits name ignore_name_scope process_set", _hvd.alltoall)
+alltoall = with_parameters("tensor splits name ignore_name_scope process_set", _alltoall)
 
 
 def broadcast_(

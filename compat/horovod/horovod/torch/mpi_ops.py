@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,8 +19,6 @@ from sparkhvd.torch import (
     allreduce_,
     allreduce_async,
     allreduce_async_,
-    alltoall,
-    alltoall_async,
     barrier,
     broadcast,
     broadcast_,
@@ -70,6 +69,33 @@ __all__ = [
     "synchronize",
 ]
 __all__ += interface.__all__
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: interface.ProcessSet = interface.global_process_set,
+) -> Any:
+    """See ``sparkhvd.torch.alltoall``; the numbers of received rows are ``int32``."""
+    return _with_int32(_hvd.alltoall(tensor, splits, name, process_set))
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: interface.ProcessSet = interface.global_process_set,
+) -> Any:
+    """Start ``alltoall``; ``synchronize(handle)`` returns its result."""
+    return _hvd.alltoall_async(tensor, splits, name, process_set).then(_with_int32)
+
+
+def _with_int32(result: Any) -> Any:
+    if not isinstance(result, tuple):
+        return result
+    content, received = result
+    return content, received.to(torch.int32)
 
 
 def join(device: int = -1) -> int:

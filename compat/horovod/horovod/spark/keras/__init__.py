@@ -10,6 +10,7 @@ from sparkhvd.estimators.models.model import TrainedModel
 
 __all__ = ["KerasEstimator", "KerasModel"]
 
+
 class KerasModel(_ours.KerasModel):
     """See ``sparkhvd.KerasModel``."""
 
