@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -117,6 +118,7 @@ def test_ranks_on_ray_are_those_of_sparkhvd(horovod):
         ({"slots": 2}, NotImplementedError, "horovodrun --host-discovery-script"),
         ({"reset_limit": 2}, ValueError, "Set min_num_proc or max_num_proc"),
         ({"min_num_proc": 3, "hosts": "localhost:2"}, SlotsError, "more than the 2 slots"),
+        ({"use_gloo": True, "use_mpi": True}, ValueError, "use_gloo and use_mpi are both set"),
         ({"use_mpi": True}, NotImplementedError, "horovodrun --mpi"),
         ({"hosts": "a:1", "hostfile": "hosts"}, ValueError, "Pass one of them"),
         ({"hosts": "localhost:1", "num_proc": 2}, SlotsError, "more than the 1 slot"),
@@ -136,6 +138,58 @@ def test_sessions_of_tensorflow_1_are_refused(horovod):
         hvd.broadcast_global_variables(0)
     with pytest.raises(NotImplementedError, match="no graph sessions"):
         hvd.BroadcastGlobalVariablesHook(0)
+
+
+def test_threads_run_in_the_background(horovod):
+    from horovod.runner.util.threads import in_thread  # noqa: PLC0415
+
+    found = []
+    thread = in_thread(found.append, (1,), name="appends")
+    thread.join(10)
+    assert (found, thread.name, thread.daemon) == ([1], "appends", True)
+    in_thread(int, ("no number",), silent=True).join(10)
+    with pytest.raises(ValueError, match=r"must be a tuple, but is a list\. Pass \(value,\)"):
+        in_thread(found.append, [1])
+
+
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({}, (0, 1)),
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, (1, 2)),
+        ({"PMI_RANK": "2", "PMI_SIZE": "3"}, (2, 3)),
+    ],
+)
+def test_the_rank_is_known_before_init(horovod, variables, wanted):
+    from horovod.common.util import env  # noqa: PLC0415
+    from horovod.runner.common.util.env import get_env_rank_and_size  # noqa: PLC0415
+
+    with env(**variables, HOROVOD_CYCLE_TIME=None):
+        assert get_env_rank_and_size() == wanted
+    assert not any(name in os.environ for name in variables)
+    with env(PMI_SIZE="2"), pytest.raises(RuntimeError, match="Only one of PMI_RANK and PMI_SIZE is set"):
+        get_env_rank_and_size()
+
+
+def test_versions_are_compared(horovod):
+    from horovod.common.util import is_version_greater_equal_than as reaches  # noqa: PLC0415
+
+    assert [reaches("2.10.1", "2.6.0"), reaches("2.6.0", "2.6.0"), reaches("2.6.0rc1", "2.6.0")] == [True, True, False]
+    for target, message in [("2.6", "major.minor.patch"), (2, "must be strings")]:
+        with pytest.raises(ValueError, match=message):
+            reaches("2.6.0", target)
+
+
+def test_the_helpers_of_tensorflow_know_graphs(horovod):
+    import horovod.tensorflow as hvd  # noqa: PLC0415
+    import tensorflow as tf  # noqa: PLC0415
+
+    calls = []
+    cached = hvd.util._cache(lambda value: calls.append(value) or value)
+    assert hvd._executing_eagerly()
+    found = []
+    tf.function(lambda: found.append((hvd._executing_eagerly(), cached(1))), autograph=False)()
+    assert [found, cached(1), cached(1), calls] == [[(False, 1)], 1, 1, [1, 1]]
 
 
 def compiled_network(lr):

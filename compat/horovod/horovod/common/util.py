@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, TypeVar
 
 from sparkhvd.comm.interface import gloo_built, mpi_built, nccl_built
 
-__all__ = ["check_extension", "gloo_built", "mpi_built", "nccl_built", "split_list"]
+__all__ = [
+    "check_extension",
+    "env",
+    "gloo_built",
+    "is_version_greater_equal_than",
+    "mpi_built",
+    "nccl_built",
+    "split_list",
+]
 
 T = TypeVar("T")
 
@@ -22,3 +32,37 @@ def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
     shorter, longer = divmod(len(items), parts)
     ends = [number * shorter + min(number, longer) for number in range(parts + 1)]
     return [items[begin:end] for begin, end in pairwise(ends)]
+
+
+@contextmanager
+def env(**variables: str | None) -> Iterator[None]:
+    """Set environment variables, and restore them afterwards; None leaves a variable as it is."""
+    environment = os.environ  # noqa: TID251  the function is about the environment
+    new = {name: value for name, value in variables.items() if value is not None}
+    old = {name: environment.get(name) for name in new}
+    environment.update(new)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            if value is None:
+                environment.pop(name, None)
+            else:
+                environment[name] = value
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Return whether a version is ``target`` or a later one.
+
+    Raises:
+        ValueError: an argument is not a string, or ``target`` does not have three parts.
+    """
+    if not isinstance(ver, str) or not isinstance(target, str):
+        raise ValueError(  # noqa: TRY004  Horovod's error
+            f"Versions must be strings, got {ver!r} and {target!r}."
+        )
+    if target.count(".") != 2:
+        raise ValueError(f"The version {target!r} must have the form major.minor.patch.")
+    from packaging import version  # noqa: PLC0415  a requirement of Keras, but not of sparkhvd
+
+    return version.parse(ver) >= version.parse(target)

@@ -35,7 +35,7 @@ def run(  # noqa: PLR0917  the arguments are Horovod's
     disable_cache: bool | None = None,  # noqa: ARG001
     output_filename: str | None = None,
     verbose: bool | None = None,
-    use_gloo: bool | None = None,  # noqa: ARG001
+    use_gloo: bool | None = None,
     use_mpi: bool | None = None,
     mpi_args: str | None = None,
     network_interface: str | None = None,
@@ -63,6 +63,8 @@ def run(  # noqa: PLR0917  the arguments are Horovod's
     is_elastic = least is not None or most is not None
     if not is_elastic and (reset_limit is not None or cooldown_range is not None):
         raise ValueError("reset_limit and cooldown_range are for elastic jobs. Set min_num_proc or max_num_proc, too.")
+    if use_gloo and use_mpi:
+        raise ValueError("use_gloo and use_mpi are both set. Leave both out.")
     if use_mpi or mpi_args:
         raise NotImplementedError(
             "horovod.run does not start mpirun here. Leave out use_mpi and mpi_args, or run `horovodrun --mpi`."

@@ -9,10 +9,11 @@ import tensorflow as tf
 
 import sparkhvd.tensorflow as _hvd
 from horovod._signatures import with_parameters
-from horovod.tensorflow import functions, mpi_ops
+from horovod.tensorflow import functions, mpi_ops, util
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.functions import *  # noqa: F403  its __all__ lists the names
 from horovod.tensorflow.mpi_ops import *  # noqa: F403
+from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly
 from sparkhvd.compat.horovod import missing
 from sparkhvd.tensorflow import SyncBatchNormalization
 
@@ -29,6 +30,7 @@ __all__ = [
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",
     "broadcast_global_variables",
+    "util",
 ]
 __all__ += functions.__all__
 __all__ += mpi_ops.__all__
