@@ -19,6 +19,7 @@ from sparkhvd.compat.horovod import missing
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras import callbacks, elastic
 from sparkhvd.keras.callbacks import broadcast_variables
+from sparkhvd.keras.legacy_files import restore_legacy_state
 from sparkhvd.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 
 _BACKEND_NAMES = (
@@ -58,14 +59,18 @@ def load_model(
     """Load a saved Keras model, and distribute its optimizer.
 
     Args:
-        filepath: a ``.keras`` file.
+        filepath: a ``.keras`` file, or one of the older format ``.h5``.
         custom_optimizers: optimizer classes, which the file refers to by their names.
         custom_objects: classes and functions, by the names that the file uses.
         compression: see ``DistributedOptimizer``.
+
+    Raises:
+        ConfigError: an ``.h5`` file does not contain the optimizer's whole state.
     """
     objects = {kind.__name__: kind for kind in custom_optimizers or ()} | (custom_objects or {})
     model = keras.saving.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None:
+        restore_legacy_state(model, filepath)
         DistributedOptimizer(model.optimizer, compression=compression)
     return model
 

@@ -284,6 +284,28 @@ def warnings_of_training(wrap):
     return records
 
 
+def resume_from_h5(folder, steps):
+    """A model from an .h5 file goes on like one from a .keras file."""
+    part = slice(hvd.rank(), None, 2)
+    features, targets = (each[part] for each in rows())
+    model = network()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)), keras.losses.MeanSquaredError())
+    for _ in range(steps):
+        model.train_on_batch(features, targets)
+    weights = []
+    for kind in ("keras", "h5"):
+        path = str(Path(folder) / f"rank-{hvd.rank()}.{kind}")
+        model.save(path)
+        again = hvd.load_model(path)
+        again.compile(again.optimizer, keras.losses.MeanSquaredError(), jit_compile=False)
+        again.train_on_batch(features, targets)
+        assert int(keras.ops.convert_to_numpy(again.optimizer.iterations)) == steps + 1
+        weights.append(again.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    return weights[1]
+
+
 def train_with_more_objects_on_one_rank():
     """Return the weights; rank 0 has made more objects before, which Keras counts in its names."""
     for _ in range(2 * (hvd.rank() == 0)):
@@ -441,6 +463,27 @@ def test_the_learning_rate_warms_up_and_decays(group):
 
 def test_the_best_model_is_kept_by_one_rank_and_loads_anywhere(group, tmp_path):
     group.run(keep_the_best, str(tmp_path))
+
+
+@pytest.mark.parametrize("steps", [2, 0])
+def test_training_resumes_from_a_file_of_the_older_format(group, tmp_path, steps):
+    first, second = group.run(resume_from_h5, str(tmp_path), steps)
+    assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_a_file_with_another_state_names_the_newer_format(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    model = network()
+    model.compile(keras.optimizers.Adam(), keras.losses.MeanSquaredError())
+    model.optimizer.build(model.trainable_variables)
+    path = tmp_path / "model.h5"
+    model.save(path)
+    with h5py.File(path, "a") as file:
+        file["optimizer_weights"].attrs["weight_names"] = file["optimizer_weights"].attrs["weight_names"][:3]
+    with pytest.raises(
+        ConfigError, match=r"has 10 variables, but the file has 3 or others.* Save the model as a \.keras"
+    ):
+        hvd.load_model(str(path))
 
 
 def test_collectives_are_those_of_the_backend(group):
