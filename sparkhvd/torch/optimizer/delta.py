@@ -16,7 +16,7 @@ from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import Compressor, NoneCompressor
 from sparkhvd.torch.ops.calls import Call, first
 from sparkhvd.torch.ops.reductions import Allreduce
-from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
+from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer, NotCopied
 from sparkhvd.torch.optimizer.parameters import checked_passes, names_by_position
 
 
@@ -42,17 +42,22 @@ class DeltaOptimizer(ExchangingOptimizer):
     """
 
     _names: dict[torch.Tensor, str]
-    _settings: DeltaSettings
+    _settings: DeltaSettings = NotCopied()  # type: ignore[assignment]
+    _moving: set[torch.Tensor]
 
     def begin(self, names: Mapping[torch.Tensor, str], settings: DeltaSettings) -> None:
         """Register the parameters under their operation names, which are equal on all ranks."""
         self._names, self._settings = dict(names), settings
+        self._moving = {parameter for parameter in names if parameter.requires_grad}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take this rank's step from its own gradients, and replace it with the Adasum of all ranks' steps."""
         if not exchanges_with(self._settings.process_set):
             return super(ExchangingOptimizer, self).step(closure)
-        trained = [(p, self._names[p]) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        # A parameter that was frozen may move on with the gradient that it had on this rank, or with its momentum.
+        self._moving.update(parameter for parameter in parameters if parameter.requires_grad)
+        trained = [(parameter, self._names[parameter]) for parameter in parameters if parameter in self._moving]
         starts = [parameter.detach().clone() for parameter, _ in trained]
         result = super(ExchangingOptimizer, self).step(closure)
         with torch.no_grad():

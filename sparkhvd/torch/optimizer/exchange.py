@@ -8,15 +8,29 @@ from typing import Any
 
 import torch
 
+from sparkhvd.errors import ConfigError
 from sparkhvd.torch.optimizer.gradients import GradientExchange
 from sparkhvd.torch.optimizer.parameters import checked_passes, names_by_position
+
+
+class NotCopied:
+    """An attribute that copies of an optimizer lack, so that they cannot train without an exchange."""
+
+    def __get__(self, optimizer: object, kind: type) -> Any:
+        if optimizer is None:
+            return self
+        raise ConfigError(
+            "This is a copy of an optimizer that exchanges gradients. It cannot do so itself, because the hooks are on "
+            "the parameters of the original model. Make a new optimizer for the copied parameters, give it the "
+            "state_dict() of this one, and wrap it with DistributedOptimizer."
+        )
 
 
 class ExchangingOptimizer(torch.optim.Optimizer):
     """A mixin that ``DistributedOptimizer`` adds to the class of the optimizer that it wraps."""
 
-    _exchange: GradientExchange
-    _skip: bool
+    _exchange: GradientExchange = NotCopied()  # type: ignore[assignment]
+    _skip: bool = False
 
     def weight_next(self, share: float) -> None:
         """Weight the next backward pass by this rank's share of the global batch.

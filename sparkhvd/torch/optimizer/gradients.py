@@ -17,7 +17,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.handle import Handle
-from sparkhvd.comm.process_sets import exchanges_with
+from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError, DeadlineExceededError, SparkHvdError
 from sparkhvd.torch.ops.tensors import buffer_of
 from sparkhvd.torch.ops.transfer import ExchangeSettings, Transfer, Weight, send, send_zeros
@@ -129,7 +129,7 @@ class GradientExchange:
             with self._lock:
                 for tracked in self._tracked.values():
                     parameter = tracked.parameter
-                    if not tracked.transfer and parameter.requires_grad and parameter.grad is not None:
+                    if not tracked.transfer and parameter.grad is not None:
                         self._send(tracked)
                 presence = self._presence or self._submit_presence(())
             try:
@@ -202,17 +202,20 @@ class GradientExchange:
                     parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
                 ]
 
-    def _weight(self) -> Weight:
+    def _weight(self, tracked: _TrackedParameter | None = None) -> Weight:
         if self._share is None:
             return Weight(self._settings.op)
-        # With several passes, the sum already contains the shares.
-        return Weight(ReduceOp.SUM, self._share if self._settings.passes == 1 else 1.0)
+        if self._settings.passes == 1:
+            return Weight(ReduceOp.SUM, self._share)
+        # The sum over several passes already contains the shares, but not if all ranks have kept it from another step.
+        is_kept = tracked is not None and tracked.passes == -self._settings.passes
+        return Weight(ReduceOp.SUM, 1.0 / _size_of(self._settings.process_set) if is_kept else 1.0)
 
     def _send(self, tracked: _TrackedParameter) -> None:
         self._unsent -= 1
         if self._unsent <= 0 and self._presence is None and self._is_last(tracked):
             self._submit_presence((tracked,))
-        tracked.transfer = send(tracked.parameter, tracked.name, self._weight(), self._settings)
+        tracked.transfer = send(tracked.parameter, tracked.name, self._weight(tracked), self._settings)
 
     def _is_last(self, tracked: _TrackedParameter) -> bool:
         return all(
@@ -241,7 +244,8 @@ class GradientExchange:
         if tracked.transfer is not None:
             return torch.sparse_coo if tracked.transfer.sparse else torch.strided
         gradient = tracked.parameter.grad
-        if tracked not in about_to_send or gradient is None:
+        # The gradient that a parameter had when it was frozen is sent later: an optimizer goes on applying it.
+        if gradient is None or (tracked.parameter.requires_grad and tracked not in about_to_send):
             return None
         return torch.strided if self._settings.sparse_as_dense else gradient.layout
 
@@ -269,6 +273,10 @@ class GradientExchange:
         for tracked, (dense, sparse) in zip(self._tracked.values(), self._present(), strict=True):
             if not (dense or sparse):
                 tracked.parameter.grad = None
+
+
+def _size_of(process_set: ProcessSet | None) -> int:
+    return session.size() if process_set is None else process_set.size()
 
 
 def _deliver(tracked: _TrackedParameter, result: torch.Tensor | None) -> None:

@@ -81,6 +81,18 @@ def use_a_part_of_the_network_on_one_rank():
     return used.tolist(), unused.tolist(), frozen.tolist()
 
 
+def freeze_with_a_gradient(stepped):
+    """Freeze a parameter that keeps the gradient of its rank."""
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0, momentum=0.5), op=hvd.Adasum)
+    (weights[0][hvd.rank()] + weights[1].sum()).backward()
+    if stepped:
+        optimizer.step()
+    weights[0].requires_grad_(False)
+    optimizer.step()
+    return [weight.tolist() for weight in weights]
+
+
 def train_with_closure_and_schedule():
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Adasum)
@@ -114,6 +126,12 @@ def test_steps_can_be_compressed(group):
     results = group.run(train, "SGD", 1, hvd.Compression.bf16)
     assert all(1e-10 < distance < 0.02 for distance, _ in results)
     assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize(("stepped", "expected"), [(False, -1.0), (True, -2.5)])
+def test_ranks_agree_on_a_frozen_parameter_that_moves_on(group, stepped, expected):
+    first, other = group.run(freeze_with_a_gradient, stepped)
+    assert first == other == [[expected] * 2] * 2
 
 
 def test_equal_steps_are_averaged_and_a_missing_one_counts_as_nothing(group):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.comm.connect.launch_context import LaunchContext
-from sparkhvd.errors import MismatchError
+from sparkhvd.errors import ConfigError, MismatchError
 from tests.ranks import RankGroup
 
 
@@ -297,6 +298,44 @@ def test_gradients_are_combined_by_the_chosen_operator(group, options, of_two, o
     options["steps"] = steps
 
 
+def freeze_with_a_gradient(passes, weighted, clears):
+    """Freeze a layer that keeps its gradient, or zeros; return the parameters of a plain process and of this rank."""
+    return [
+        train_a_frozen_layer(passes, distributed, distributed and weighted, clears) for distributed in (False, True)
+    ]
+
+
+def train_a_frozen_layer(passes, distributed, weighted, clears):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    if distributed:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), backward_passes_per_step=passes)
+    own = slice(4 * hvd.rank(), 4 * hvd.rank() + 4) if distributed else slice(None)
+    for step in range(4):
+        trained = model.second if step >= 2 else model
+        model.first.requires_grad_(step < 2)
+        optimizer.zero_grad(set_to_none=False) if clears else trained.zero_grad()
+        for part in range(passes):
+            features, labels = rows_of_step(10 * step + part, 4 * hvd.size())
+            if weighted:
+                optimizer.weight_next(1 / (hvd.size() * passes))
+            loss = loss_of(model, features[own], labels[own], 1)
+            (loss if weighted else loss / passes).backward()
+        optimizer.step()
+    return parameters_of(model)
+
+
+def freeze_with_a_gradient_on_one_rank():
+    """Rank 0 keeps the gradient 1 of a layer that is frozen, and the others have none."""
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0))
+    weights[0].requires_grad_(False)
+    weights[0].grad = torch.ones(1) if hvd.rank() == 0 else None
+    weights[1].sum().backward()
+    optimizer.step()
+    return [weight.item() for weight in weights]
+
+
 def combined_gradient(steps, options):
     return gradient_with(steps, **options)
 
@@ -311,6 +350,21 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(group):
     for changed, parameters in results:
         assert changed == [(False, True), (True, False)]
         assert torch.equal(parameters, results[0][1])
+
+
+@pytest.mark.parametrize(
+    ("passes", "weighted", "clears"),
+    [(1, False, False), (2, False, False), (1, True, False), (2, True, False), (1, False, True)],
+)
+def test_a_frozen_parameter_moves_on_with_a_gradient_that_is_kept(group, passes, weighted, clears):
+    """As in one process: an optimizer applies a gradient, also one of zeros, until it is None."""
+    for plain, own in group.run(freeze_with_a_gradient, passes, weighted, clears):
+        assert torch.allclose(plain, own, rtol=1e-12, atol=0)
+
+
+def test_a_gradient_that_one_rank_has_kept_is_averaged_with_zeros(group):
+    for weights in group.run(freeze_with_a_gradient_on_one_rank):
+        assert weights == pytest.approx([-1 / group.size, -1.0])
 
 
 def test_gradients_of_any_layout_and_type_are_exchanged(group):
@@ -346,6 +400,20 @@ def test_the_class_keeps_its_name_its_base_and_its_state(alone):
     assert wrapped.param_groups is plain.param_groups
     assert wrapped.state is plain.state
     assert wrapped.state_dict() == plain.state_dict()
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_a_copy_says_that_it_exchanges_nothing(alone, op):
+    weight = a_parameter()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), op=op)
+    copied, parameter = copy.deepcopy((optimizer, weight))
+    parameter.sum().backward()
+    with pytest.raises(ConfigError, match="wrap it"):
+        copied.step()
+    other = torch.optim.SGD([parameter], lr=1.0)
+    other.load_state_dict(copied.state_dict())
+    hvd.DistributedOptimizer(other, op=op).step()
+    assert parameter.tolist() == pytest.approx([0.9, 0.9])
 
 
 def test_zero_grad_between_backward_and_step_is_rejected(alone):
