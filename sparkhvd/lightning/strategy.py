@@ -175,7 +175,8 @@ class RankStrategy:
         names = {parameter: f"gradient.{name}" for name, parameter in self.lightning_module.named_parameters()}
         if not names:
             return
-        self._exchange = GradientExchange(self._settings)
+        # Gradients of parameters that toggle_model() has frozen do not belong to this step.
+        self._exchange = GradientExchange(self._settings, with_frozen=False)
         self._exchange.track(names)
         self._exchange.group(members_of(self._groups, names))
 
@@ -234,11 +235,7 @@ class RankStrategy:
 
     @staticmethod
     def _synchronize(exchange: GradientExchange) -> None:
-        # Gradients of parameters that toggle_model() has frozen do not belong to this step.
-        frozen = [(p, p.grad) for p in exchange.parameters() if not p.requires_grad and p.grad is not None]
         exchange.synchronize()
-        for parameter, gradient in frozen:
-            parameter.grad = gradient
 
     # Buffers, such as running statistics.
 

@@ -49,10 +49,16 @@ class GradientExchange:
     gradient whether other ranks wait for it. A parameter for which no rank has a gradient is not sent.
 
     The hooks on the parameters hold a weak reference to the exchange: they do nothing once its optimizer is deleted.
+
+    Args:
+        settings: how to send gradients.
+        with_frozen: whether to exchange the gradients that parameters had when they were frozen, because an optimizer
+            goes on applying them.
     """
 
-    def __init__(self, settings: ExchangeSettings) -> None:
+    def __init__(self, settings: ExchangeSettings, *, with_frozen: bool = True) -> None:
         self._settings = settings
+        self._with_frozen = with_frozen
         self._tracked: dict[torch.Tensor, _TrackedParameter] = {}
         self._share: float | None = None  # of the next backward pass; None in an unweighted step
         self._share_waits = False  # whether no backward pass has used the share yet
@@ -69,10 +75,6 @@ class GradientExchange:
             tracked.group.append(tracked)
             self._tracked[parameter] = tracked
         self.reset()
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters whose gradients are exchanged."""
-        return list(self._tracked)
 
     def group(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
         """Send the gradients of each group together, once all of them are computed."""
@@ -129,7 +131,7 @@ class GradientExchange:
             with self._lock:
                 for tracked in self._tracked.values():
                     parameter = tracked.parameter
-                    if not tracked.transfer and parameter.grad is not None:
+                    if not tracked.transfer and parameter.grad is not None and self._takes_part(parameter):
                         self._send(tracked)
                 presence = self._presence or self._submit_presence(())
             try:
@@ -244,8 +246,8 @@ class GradientExchange:
         if tracked.transfer is not None:
             return torch.sparse_coo if tracked.transfer.sparse else torch.strided
         gradient = tracked.parameter.grad
-        # The gradient that a parameter had when it was frozen is sent later: an optimizer goes on applying it.
-        if gradient is None or (tracked.parameter.requires_grad and tracked not in about_to_send):
+        is_sent_later = self._with_frozen and not tracked.parameter.requires_grad
+        if gradient is None or (tracked not in about_to_send and not is_sent_later):
             return None
         return torch.strided if self._settings.sparse_as_dense else gradient.layout
 
@@ -271,8 +273,11 @@ class GradientExchange:
         for tracked, result in zip(sent, results, strict=False):
             _deliver(tracked, result)
         for tracked, (dense, sparse) in zip(self._tracked.values(), self._present(), strict=True):
-            if not (dense or sparse):
+            if not (dense or sparse) and self._takes_part(tracked.parameter):
                 tracked.parameter.grad = None
+
+    def _takes_part(self, parameter: torch.Tensor) -> bool:
+        return parameter.requires_grad or self._with_frozen
 
 
 def _size_of(process_set: ProcessSet | None) -> int:
