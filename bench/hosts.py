@@ -28,6 +28,7 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.rendezvous import RendezvousServer
+from sparkhvd.config import Config
 from sparkhvd.errors import HorovodInternalError
 from sparkhvd.world import layout
 from tests.launch.hosts import Host, hosts
@@ -61,9 +62,8 @@ def main() -> None:
         return
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise SystemExit("bench.hosts makes network namespaces: it needs root, ip and tc (Debian: iproute2).")
-    print(
-        f"{machine.describe()}\n{HOSTS} hosts with lines of {LINE_BITS / 1e6:.0f} Mbit/s; seconds of the slowest rank"
-    )
+    print(machine.describe())
+    print(f"{HOSTS} hosts with lines of {LINE_BITS / 1e6:.0f} Mbit/s; milliseconds of the slowest rank")
     with hosts(HOSTS) as (_, made):
         for host in made:
             _limit(host)
@@ -133,7 +133,8 @@ def _rank(rank: int, per_host: int, addresses: str, folder: Path) -> None:
     while not (folder / "go").exists():
         time.sleep(0.02)
     begun = time.perf_counter()
-    context = LaunchContext(layout(names)[rank], ((addressed[0], PORT),), TOKEN, names[rank], own)
+    config = Config(link_gbits=LINE_BITS / 1e9, link_latency_us=100.0)
+    context = LaunchContext(layout(names)[rank], ((addressed[0], PORT),), TOKEN, names[rank], own, config)
     with Communicator(context) as me:
         start = time.perf_counter() - begun
         rows = {"start": float(me.allreduce(np.array([start]), ReduceOp.MAX)[0])}

@@ -192,7 +192,8 @@ class Engine:
     ``rendezvous`` is None only for ``size == 1``. ``host_key`` is equal for ranks that may share memory; whether they
     do is decided by trying. ``bind_hosts`` are the local addresses that this rank's sockets bind and offer, the
     preferred one first. ``encrypt`` (equal on all ranks) encrypts the TCP links; it needs OpenSSL on all hosts.
-    Ranks that differ in a value of ``common_settings`` do not connect.
+    Ranks that differ in a value of ``common_settings`` do not connect. ``link_gbits`` and ``link_latency_us`` (equal on
+    all ranks) are the costs by which algorithms between hosts are chosen.
     ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than once; ``label``
     prefixes the messages of failed operations. ``hierarchical_allreduce`` and ``hierarchical_allgather``
     (equal on all ranks) say whether these use shared memory where the ranks are on several hosts.
@@ -218,6 +219,8 @@ class Engine:
         shared_memory: bool = True,
         encrypt: bool = False,
         common_settings: Mapping[str, str] = ...,
+        link_gbits: float = 25.0,
+        link_latency_us: float = 30.0,
         fusion_threshold: int | None = None,
         cache_capacity: int = 1024,
         collective_timeout_s: float = 1800.0,

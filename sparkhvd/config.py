@@ -10,6 +10,7 @@ from __future__ import annotations
 import getpass
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,8 +40,18 @@ def non_negative_number(text: str) -> float:
         value = float(text)
     except ValueError:
         raise ValueError("must be a number") from None
+    if math.isnan(value):
+        raise ValueError("must be a number")
     if value < 0:
         raise ValueError("must be at least 0")
+    return value
+
+
+def positive_number(text: str) -> float:
+    """Read a finite number above 0."""
+    value = non_negative_number(text)
+    if value == 0 or math.isinf(value):
+        raise ValueError("must be above 0")
     return value
 
 
@@ -204,6 +215,17 @@ class Config:
         "Whether an allgather across hosts first gathers in the shared memory of each host. Must be equal on all "
         "ranks.",
         "HOROVOD_HIERARCHICAL_ALLGATHER",
+    )
+    link_gbits: float = setting(
+        25.0,
+        positive_number,
+        "Bandwidth between hosts in Gbit/s. It and the next setting choose the algorithms between hosts, and limit "
+        "nothing. Must be equal on all ranks.",
+    )
+    link_latency_us: float = setting(
+        30.0,
+        positive_number,
+        "Time of a small message between hosts, in microseconds. Must be equal on all ranks.",
     )
     autotune: bool = setting(
         False,

@@ -82,8 +82,10 @@ void Negotiate() {
               (network.rank(0).bytes - begun[0].bytes) / kCycles, most / kCycles);
 }
 
-auto Algorithm(const std::string& name, int ranks, double bytes) {
-  LinkAlgorithm chosen = SelectForLinks(ranks, static_cast<size_t>(bytes));
+auto Algorithm(const std::string& name, int ranks, int lanes, double bytes) {
+  LinkCosts costs;
+  costs.per_byte *= lanes;
+  LinkAlgorithm chosen = SelectForLinks(ranks, static_cast<size_t>(bytes), costs);
   if (name == "ring") chosen = LinkAlgorithm::kRing;
   if (name == "halving") chosen = LinkAlgorithm::kHalving;
   if (name == "doubling") chosen = LinkAlgorithm::kDoubling;
@@ -115,7 +117,7 @@ void Allreduce() {
   std::cin >> hosts >> lanes >> bytes >> algorithm >> costs;
   costs.per_byte *= lanes;
   const double own_bytes = bytes / lanes;
-  const auto allreduce = Algorithm(algorithm, hosts, own_bytes);
+  const auto allreduce = Algorithm(algorithm, hosts, lanes, own_bytes);
   // Every slice of the ring is a cache line, which stands for more.
   const size_t count = static_cast<size_t>(hosts) * kCacheLine / sizeof(float);
   const double scale = own_bytes / static_cast<double>(count * sizeof(float));

@@ -79,8 +79,9 @@ Status AllgatherDoubling(Transport& transport, ConstBytes source,
 
 Status AllgatherLinks(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
                       Bytes target, Deadline deadline) {
-  return (GathersByDoubling(transport.size(), target.size()) ? AllgatherDoubling : AllgatherRing)(
-      transport, source, lengths, target, deadline);
+  return (GathersByDoubling(transport.size(), target.size(), transport.costs())
+              ? AllgatherDoubling
+              : AllgatherRing)(transport, source, lengths, target, deadline);
 }
 
 Status AllgatherShm(ArenaSteps& steps, ConstBytes source, const std::vector<size_t>& lengths,

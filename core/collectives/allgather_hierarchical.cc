@@ -100,7 +100,7 @@ class LaneGather {
 
   // `bytes` are those of all shares, as far as the choice of the algorithm needs them.
   Status Run(size_t bytes) const {
-    return (GathersByDoubling(count(), bytes) ? ByDoubling() : AroundRing())
+    return (GathersByDoubling(count(), bytes, transport_.costs()) ? ByDoubling() : AroundRing())
         .Annotate("between hosts");
   }
 

@@ -47,7 +47,7 @@ Status AllreduceHierarchical(Transport& transport, ArenaSteps* steps, const Hier
                  .Annotate("inside the host"));
   }
   if (own.count > 0) {
-    TransportSubset peers(transport, hierarchy.LaneRanks());
+    TransportSubset peers(transport, hierarchy.LaneRanks(), hierarchy.lanes());
     SHVD_TRY(AllreduceLinksInPlace(peers, reduction, hierarchy.size(), lane, own.count, scratch,
                                    deadline)
                  .Annotate("between hosts"));

@@ -11,7 +11,8 @@ Status AllreduceLinksInPlace(Transport& transport, const Reduction& reduction, i
   const auto allreduce = [&](auto algorithm) {
     return algorithm(transport, reduction, ranks, data, count, scratch, deadline);
   };
-  switch (SelectForLinks(transport.size(), count * SizeOf(reduction.dtype))) {
+  const size_t bytes = count * SizeOf(reduction.dtype);
+  switch (SelectForLinks(transport.size(), bytes, transport.costs())) {
     case LinkAlgorithm::kDoubling:
       return allreduce(AllreduceDoublingInPlace);
     case LinkAlgorithm::kHalving:

@@ -37,7 +37,7 @@ Status BroadcastHierarchical(Transport& transport, ArenaSteps* steps, const Hier
                              int root, const std::byte* source, Bytes target, Deadline deadline) {
   const Leaders leaders(hierarchy, root);
   const auto count = static_cast<int>(leaders.ranks.size());
-  const BroadcastRoute route = SelectBroadcast(count, target.size());
+  const BroadcastRoute route = SelectBroadcast(count, target.size(), transport.costs());
   const auto share = [&](Bytes piece) -> Status {
     if (steps == nullptr) return Status();
     return BroadcastShm(*steps, leaders.own_member, piece.data(), piece, deadline)

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 
+#include "transport/link_costs.h"
+
 namespace sparkhvd {
 
 enum class Algorithm {
@@ -36,19 +38,13 @@ constexpr Algorithm Select(const Topology& topology, bool hierarchical) {
 // The algorithm of an allreduce over links.
 enum class LinkAlgorithm { kDoubling, kHalving, kRing };
 
-// The costs that the choice assumes. Measured costs would differ between the ranks, which have to
-// choose alike.
-struct LinkCosts {
-  double per_message = 30e-6;  // seconds
-  double per_byte = 0.8e-9;    // 10 Gbit/s
-  double combining = 0.1e-9;   // per byte
-};
+constexpr double kCombiningSecondsPerByte = 0.1e-9;
 
 // Returns the algorithm that takes the least time (Thakur, Rabenseifner and Gropp, "Optimization of
 // collective communication operations in MPICH", 2005). Prefers the ring if its messages cost
 // little beside its bytes, because only neighbours communicate.
 constexpr LinkAlgorithm SelectForLinks(int size, size_t bytes, const LinkCosts& costs = {}) {
-  constexpr double kLittle = 0.2;
+  constexpr double kLittle = 0.1;
   int rounds = 0;
   while (size >> (rounds + 1) > 0) ++rounds;
   const int players = 1 << rounds;
@@ -56,7 +52,7 @@ constexpr LinkAlgorithm SelectForLinks(int size, size_t bytes, const LinkCosts& 
   const auto length = static_cast<double>(bytes);
   const auto seconds = [&](double messages, double moved, double combined) {
     return messages * costs.per_message +
-           length * (moved * costs.per_byte + combined * costs.combining);
+           length * (moved * costs.per_byte + combined * kCombiningSecondsPerByte);
   };
   const double part = 1.0 - 1.0 / players;
   const double ring_part = 1.0 - 1.0 / size;
@@ -89,17 +85,18 @@ struct BroadcastRoute {
 constexpr BroadcastRoute SelectBroadcast(int size, size_t bytes, const LinkCosts& costs = {}) {
   constexpr size_t kSmallest = size_t{32} << 10;
   constexpr size_t kLargest = size_t{4} << 20;
-  const auto seconds = [&](double messages, double moved) {
-    return messages * costs.per_message + moved * costs.per_byte;
+  constexpr double kPerPiece = 5e-6;  // seconds between pieces, whose latencies overlap
+  const auto seconds = [&](double start, size_t length) {
+    return start + static_cast<double>(length) * costs.per_byte;
   };
   int levels = 0;
   while (1 << levels < size) ++levels;
   BroadcastRoute best;
-  double least = seconds(levels, levels * static_cast<double>(bytes));
+  double least = levels * seconds(costs.per_message, bytes);
   for (size_t piece = kSmallest; piece <= kLargest; piece *= 2) {
     const size_t pieces = (bytes + piece - 1) / piece;
-    const double steps = static_cast<double>(pieces) + size - 2;
-    const double chain = seconds(steps, steps * static_cast<double>(piece));
+    const double first = (size - 1) * seconds(costs.per_message, piece);
+    const double chain = first + (static_cast<double>(pieces) - 1) * seconds(kPerPiece, piece);
     if (chain >= least) continue;
     best = BroadcastRoute{true, piece};
     least = chain;

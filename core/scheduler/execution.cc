@@ -337,8 +337,9 @@ Status Execution::Broadcast(int root, const std::byte* source, Bytes target, Dea
     case Algorithm::kArena:
       return BroadcastShm(*steps_, root, source, target, deadline);
     case Algorithm::kTransport:
-      return BroadcastLinks(transport_, SelectBroadcast(transport_.size(), target.size()), root,
-                            source, target, deadline);
+      return BroadcastLinks(transport_,
+                            SelectBroadcast(transport_.size(), target.size(), transport_.costs()),
+                            root, source, target, deadline);
     case Algorithm::kHierarchical:
       ++counters_.hierarchical;
       return BroadcastHierarchical(transport_, steps_, hierarchy_, root, source, target, deadline);

@@ -375,6 +375,7 @@ class EncryptedTransport final : public Transport {
 
   int rank() const override { return transport_->rank(); }
   int size() const override { return transport_->size(); }
+  LinkCosts costs() const override { return transport_->costs(); }
   Result<Ticket> PostSend(int peer, ConstBytes data) override {
     return transport_->PostSend(peer, data);
   }

@@ -156,11 +156,14 @@ class MeshBuilder {
     for (const PeerSocket& link : links_) mesh.sockets.Add(link.stream.get());
     for (const MemberWatch& watch : watches_) mesh.sockets.Add(watch.socket.get());
     SHVD_TRY(ShareArena(&mesh));
-    auto transport = options_.encrypt ? EncryptedTransport(&mesh.sockets)
-                                      : MakeSocketTransport(options_.rank, std::move(links_));
+    auto transport = options_.encrypt ? EncryptedTransport(&mesh.sockets) : SocketTransport();
     if (!transport.ok()) return transport.status();
     mesh.transport = std::move(transport).value();
     return mesh;
+  }
+
+  Result<std::unique_ptr<Transport>> SocketTransport() {
+    return MakeSocketTransport(options_.rank, std::move(links_), options_.link_costs);
   }
 
   std::string Purpose(int acceptor) const {
@@ -180,7 +183,7 @@ class MeshBuilder {
       stream = std::move(plain).value();
     }
     SHVD_TRY(encrypted->Start());
-    auto transport = MakeSocketTransport(options_.rank, std::move(links_));
+    auto transport = SocketTransport();
     if (!transport.ok()) return transport;
     return MakeEncryptedTransport(std::move(encrypted), std::move(transport).value());
   }

@@ -31,6 +31,7 @@ struct MeshOptions {
   // Values by name of settings that have to be equal on all ranks. Ranks that differ do not
   // connect.
   std::map<std::string, std::string> common_settings;
+  LinkCosts link_costs;  // equal on all ranks
   size_t arena_region_bytes = size_t{4} << 20;
   // Polled several times a second while the ranks connect. A failure ends the connecting. May be
   // empty.

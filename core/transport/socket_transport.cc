@@ -292,9 +292,9 @@ class Link {
 
 class SocketTransport final : public Transport {
  public:
-  SocketTransport(int rank, std::vector<PeerSocket> peers, UniqueFd wake,
+  SocketTransport(int rank, std::vector<PeerSocket> peers, UniqueFd wake, const LinkCosts& costs,
                   std::chrono::milliseconds silence)
-      : rank_(rank), wake_(std::move(wake)), silence_(silence) {
+      : rank_(rank), wake_(std::move(wake)), costs_(costs), silence_(silence) {
     for (size_t peer = 0; peer < peers.size(); ++peer) {
       links_.emplace_back(static_cast<int>(peer), std::move(peers[peer]));
     }
@@ -308,6 +308,7 @@ class SocketTransport final : public Transport {
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(links_.size()); }
+  LinkCosts costs() const override { return costs_; }
 
   Result<Ticket> PostSend(int peer, ConstBytes data) override {
     return Post(Direction::kSend, peer, const_cast<std::byte*>(data.data()), data.size());
@@ -441,6 +442,7 @@ class SocketTransport final : public Transport {
   const int rank_;
   const UniqueFd
       wake_;  // an eventfd that Abort writes and no thread reads: the transport has ended then
+  const LinkCosts costs_;
   const std::chrono::milliseconds silence_;
   std::atomic<int> aborts_waiting_{0};
   std::condition_variable aborted_;
@@ -457,11 +459,12 @@ class SocketTransport final : public Transport {
 }  // namespace
 
 Result<std::unique_ptr<Transport>> MakeSocketTransport(int rank, std::vector<PeerSocket> peers,
+                                                       const LinkCosts& costs,
                                                        std::chrono::milliseconds silence) {
   UniqueFd wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!wake.valid()) return IoStatus("eventfd", errno);
   return std::unique_ptr<Transport>(
-      std::make_unique<SocketTransport>(rank, std::move(peers), std::move(wake), silence));
+      std::make_unique<SocketTransport>(rank, std::move(peers), std::move(wake), costs, silence));
 }
 
 }  // namespace sparkhvd

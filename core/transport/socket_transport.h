@@ -22,6 +22,7 @@ struct PeerSocket {
 // authenticated. A peer is lost if its host is silent for longer than `silence`, but not if it is
 // only slow.
 Result<std::unique_ptr<Transport>> MakeSocketTransport(
-    int rank, std::vector<PeerSocket> peers, std::chrono::milliseconds silence = kSilentLink);
+    int rank, std::vector<PeerSocket> peers, const LinkCosts& costs = {},
+    std::chrono::milliseconds silence = kSilentLink);
 
 }  // namespace sparkhvd

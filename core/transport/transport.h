@@ -8,6 +8,7 @@
 #include "base/deadline.h"
 #include "base/span.h"
 #include "base/status.h"
+#include "transport/link_costs.h"
 
 namespace sparkhvd {
 
@@ -25,6 +26,7 @@ class Transport {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
+  virtual LinkCosts costs() const { return LinkCosts(); }
 
   virtual Result<Ticket> PostSend(int peer, ConstBytes data) = 0;
   virtual Result<Ticket> PostReceive(int peer, Bytes data) = 0;

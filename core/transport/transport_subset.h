@@ -10,17 +10,23 @@
 namespace sparkhvd {
 
 // Numbers `ranks` of `whole`, which include this rank, as 0, 1, 2... Posts and waits go to `whole`,
-// so failures name its ranks.
+// so failures name its ranks. `sharing` subsets use the same lines at the same time.
 class TransportSubset final : public Transport {
  public:
-  TransportSubset(Transport& whole, std::vector<int> ranks)
+  TransportSubset(Transport& whole, std::vector<int> ranks, int sharing = 1)
       : whole_(whole),
+        sharing_(sharing),
         ranks_(std::move(ranks)),
         rank_(static_cast<int>(std::find(ranks_.begin(), ranks_.end(), whole.rank()) -
                                ranks_.begin())) {}
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(ranks_.size()); }
+  LinkCosts costs() const override {
+    LinkCosts costs = whole_.costs();
+    costs.per_byte *= sharing_;
+    return costs;
+  }
   Result<Ticket> PostSend(int peer, ConstBytes data) override {
     return whole_.PostSend(ranks_[static_cast<size_t>(peer)], data);
   }
@@ -37,6 +43,7 @@ class TransportSubset final : public Transport {
 
  private:
   Transport& whole_;
+  const int sharing_;
   const std::vector<int> ranks_;
   const int rank_;
 };

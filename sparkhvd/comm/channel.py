@@ -31,7 +31,14 @@ T = TypeVar("T")
 _FILES_OF_LINK, _FILES_OF_TUNNEL, _FILES_OF_NEIGHBOUR = 1, 3, 4
 
 # Ranks that differ in one of these would wait for each other, or not understand each other's messages.
-_COMMON_SETTINGS = ("fusion_threshold", "cache_capacity", "hierarchical_allreduce", "hierarchical_allgather")
+_COMMON_SETTINGS = (
+    "fusion_threshold",
+    "cache_capacity",
+    "hierarchical_allreduce",
+    "hierarchical_allgather",
+    "link_gbits",
+    "link_latency_us",
+)
 
 
 def _counters() -> defaultdict[str, Iterator[int]]:
@@ -180,6 +187,8 @@ def open_channel(
                 shared_memory=config.shared_memory,
                 encrypt=config.encrypt,
                 common_settings={variable_of(name): _shown(getattr(config, name)) for name in _COMMON_SETTINGS},
+                link_gbits=config.link_gbits,
+                link_latency_us=config.link_latency_us,
                 fusion_threshold=config.fusion_threshold,
                 cache_capacity=config.cache_capacity,
                 collective_timeout_s=config.collective_timeout,

@@ -115,7 +115,14 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
     local_sources: dict[int, Any] = {}
 
     @without_autograph
-    def gradient(self: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    def gradient(
+        self: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        *args: Any,
+        use_generic_names: bool = False,  # noqa: ARG001  (Horovod's; gradients are named by their positions anyway)
+        **kwargs: Any,
+    ) -> Any:
         gradients = tape_class.gradient(self, target, sources, *args, **kwargs)
         if not exchanges_with(process_set):
             return gradients

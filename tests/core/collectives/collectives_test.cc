@@ -389,6 +389,21 @@ TEST(Select, LinksDoubleSmallDataHalveMoreAndCarryTheMostAroundARing) {
   EXPECT_EQ(SelectForLinks(9, 1 << 20), LinkAlgorithm::kRing);
 }
 
+TEST(Select, ByTheCostsOfTheLinks) {
+  const LinkCosts slow{30e-6, 80e-9}, fast{30e-6, 0.08e-9}, near{3e-6, 0.8e-9};
+  EXPECT_EQ(SelectForLinks(8, 65536), LinkAlgorithm::kDoubling);
+  EXPECT_EQ(SelectForLinks(8, 65536, slow), LinkAlgorithm::kRing);
+  EXPECT_EQ(SelectForLinks(8, 65536, near), LinkAlgorithm::kHalving);
+  EXPECT_EQ(SelectForLinks(8, 1 << 20, fast), LinkAlgorithm::kHalving);
+  EXPECT_EQ(SelectForLinks(8, 1 << 18), LinkAlgorithm::kHalving);
+  EXPECT_EQ(SelectForLinks(8, 1 << 18, fast), LinkAlgorithm::kDoubling);
+  EXPECT_FALSE(SelectBroadcast(32, 1 << 18).chain);
+  EXPECT_TRUE(SelectBroadcast(32, 1 << 18, slow).chain);
+  EXPECT_LT(SelectBroadcast(8, 8 << 20, slow).piece_bytes, SelectBroadcast(8, 8 << 20).piece_bytes);
+  EXPECT_TRUE(GathersByDoubling(8, 65536, fast));
+  EXPECT_FALSE(GathersByDoubling(8, 65536, slow));
+}
+
 TEST(Select, IsHierarchicalIfSomeRanksShareMemoryUnlessTurnedOff) {
   EXPECT_EQ(Select(Topology{1, 1}, true), Algorithm::kLocal);
   EXPECT_EQ(Select(Topology{4, 1}, true), Algorithm::kArena);

@@ -25,6 +25,7 @@
 #include "transport/arena_file.h"
 #include "transport/meshes.h"
 #include "transport/message_header.h"
+#include "transport/transport_subset.h"
 
 namespace sparkhvd {
 namespace {
@@ -58,6 +59,21 @@ TEST(ConnectMesh, RanksWithOtherSettingsGetAnErrorThatNamesTheSetting) {
     EXPECT_NE(message.find("ranks disagree about size: rank "), std::string::npos) << message;
     EXPECT_NE(message.find("rank 2 has 1"), std::string::npos) << message;
     EXPECT_NE(message.find(" has 7"), std::string::npos) << message;
+  }
+}
+
+TEST(ConnectMesh, LinksHaveTheirGivenCostsAndSubsetsShareTheLine) {
+  for (const bool encrypt : {false, true}) {
+    std::vector<Mesh> meshes = Connect(2, [&](MeshOptions* options) {
+      options->link_costs = LinkCosts{1e-6, 2e-9};
+      options->encrypt = encrypt;
+      if (encrypt) options->host_key.clear();
+    });
+    EXPECT_EQ(meshes[1].transport->costs().per_message, 1e-6);
+    EXPECT_EQ(meshes[1].transport->costs().per_byte, 2e-9);
+    const TransportSubset lane(*meshes[1].transport, {0, 1}, 8);
+    EXPECT_EQ(lane.costs().per_message, 1e-6);
+    EXPECT_EQ(lane.costs().per_byte, 16e-9);
   }
 }
 

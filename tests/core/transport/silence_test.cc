@@ -42,7 +42,7 @@ std::array<UniqueFd, 2> Connection() {
 std::unique_ptr<Transport> TransportOver(int rank, UniqueFd link) {
   std::vector<PeerSocket> peers(2);
   peers[static_cast<size_t>(1 - rank)].stream = std::move(link);
-  return std::move(MakeSocketTransport(rank, std::move(peers), kSilence)).value();
+  return std::move(MakeSocketTransport(rank, std::move(peers), LinkCosts(), kSilence)).value();
 }
 
 // Acts like a host without power: the kernel does not see arriving data, so it acknowledges

@@ -296,7 +296,7 @@ def keep_gradients_of_local_layers(in_graph):
         tape.register_local_source(table)
         tape.register_local_source(alone)
         found = tape.gradient(loss, sources)
-        for_local, for_all = tape.get_local_and_global_gradients(loss, sources)
+        for_local, for_all = tape.get_local_and_global_gradients(loss, sources, use_generic_names=True)
         assert [source is wanted for (source, _), wanted in zip(for_local + for_all, sources, strict=True)] == [
             True
         ] * 4
