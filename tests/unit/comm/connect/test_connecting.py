@@ -125,11 +125,6 @@ def test_ranks_that_disagree_about_a_setting_do_not_start(setting, value, shown)
             assert f"has {shown[1]}" in message
 
 
-def test_an_empty_list_of_ranks_stands_for_all():
-    with RankGroup(2, connect=False) as group:
-        assert group.run(failure_of_init, []) == ["", ""]
-
-
 def test_encryption_does_not_change_results():
     with RankGroup(2, hosts=("one", "two"), encrypt=True) as group:
         assert group.run(add_up) == [TOTAL] * 2
