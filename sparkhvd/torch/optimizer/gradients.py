@@ -17,7 +17,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.handle import Handle
-from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
+from sparkhvd.comm.process_sets import exchanges_with
 from sparkhvd.errors import ConfigError, DeadlineExceededError, SparkHvdError
 from sparkhvd.torch.ops.tensors import buffer_of
 from sparkhvd.torch.ops.transfer import ExchangeSettings, Transfer, Weight, send, send_zeros
@@ -211,7 +211,8 @@ class GradientExchange:
             return Weight(ReduceOp.SUM, self._share)
         # The sum over several passes already contains the shares, but not if all ranks have kept it from another step.
         is_kept = tracked is not None and tracked.passes == -self._settings.passes
-        return Weight(ReduceOp.SUM, 1.0 / _size_of(self._settings.process_set) if is_kept else 1.0)
+        ranks = session.current().channel(self._settings.process_set).size
+        return Weight(ReduceOp.SUM, 1.0 / ranks if is_kept else 1.0)
 
     def _send(self, tracked: _TrackedParameter) -> None:
         self._unsent -= 1
@@ -278,10 +279,6 @@ class GradientExchange:
 
     def _takes_part(self, parameter: torch.Tensor) -> bool:
         return parameter.requires_grad or self._with_frozen
-
-
-def _size_of(process_set: ProcessSet | None) -> int:
-    return session.size() if process_set is None else process_set.size()
 
 
 def _deliver(tracked: _TrackedParameter, result: torch.Tensor | None) -> None:
