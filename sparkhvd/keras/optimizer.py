@@ -17,6 +17,7 @@ from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras.batches import GradientAccumulation, weighted
 from sparkhvd.keras.exchange import Exchange, gradient_exchange, scaled, set_size
+from sparkhvd.keras.loss_scaling import make_ranks_skip_together
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class ExchangingOptimizer:
     _plain_class: type[keras.optimizers.Optimizer]
     _local: _LocalVariables
     _exchange: Exchange
+    _sum_over_ranks: Exchange
     _applied_to: Sequence[Any]  # the variables of the gradients that are being applied
     _share: Callable[[], float] | None
     _loss_is_weighted: bool  # of the batch that is being computed or traced
@@ -103,6 +105,7 @@ class ExchangingOptimizer:
 
     def _begin(self) -> None:
         """Set the attributes of an optimizer that is otherwise complete."""
+        make_ranks_skip_together()
         self.exchange_as(self._settings.name or _name_without_number(self))
         # object.__setattr__ bypasses Keras' tracking of attributes, which is for variables and layers.
         object.__setattr__(self, "_share", None)
@@ -171,6 +174,15 @@ class ExchangingOptimizer:
         Keras numbers the names of optimizers in the order in which a process creates them, which may differ.
         """
         object.__setattr__(self, "_exchange", self._settings.exchange(name))
+        total = gradient_exchange(
+            f"DistributedOptimizer.{name}.infinite", None, False, ReduceOp.SUM, 1.0, self._settings.process_set
+        )
+        object.__setattr__(self, "_sum_over_ranks", total)
+
+    def finite_on_all_ranks(self, finite: Any) -> Any:
+        """Return whether ``finite``, a scalar tensor of booleans, is true on all ranks; collective."""
+        (infinite,) = self._sum_over_ranks([keras.ops.cast(keras.ops.logical_not(finite), "float32")])
+        return keras.ops.equal(infinite, 0.0)
 
     def register_local_var(self, variable: Any) -> None:
         """Exclude a variable from the exchange: it belongs to a part of the model that is local to each rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -64,11 +65,27 @@ class Transfer:
         gradient: the ``grad`` of the parameter when it was submitted.
         handle: returns the combined gradient; it is ``gradient`` itself if that is dense.
         sparse: whether the gradient is sent as a sparse tensor.
+        version: the number of changes of ``gradient`` until it was submitted, as PyTorch counts them.
     """
 
     gradient: torch.Tensor | None
     handle: Handle[torch.Tensor]
     sparse: bool
+    version: int
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor | None, handle: Handle[torch.Tensor], *, sparse: bool = False) -> Self:
+        """Return the transfer of a gradient that was submitted just now."""
+        return cls(gradient, handle, sparse, _version(gradient))
+
+    @property
+    def was_disturbed(self) -> bool:
+        """Return whether the gradient was changed after it was submitted; valid until the handle is waited for."""
+        return _version(self.gradient) != self.version
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version  # noqa: SLF001  (documented, and without a public name)
 
 
 def send(parameter: torch.Tensor, name: str, weight: Weight, settings: ExchangeSettings) -> Transfer:
@@ -107,7 +124,7 @@ def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: Exc
         handle = session.current().reduce_in_place(
             gradient.data_ptr(), gradient.shape, dtype, gradient, *reduction, *options
         )
-        return Transfer(gradient, handle, sparse=False)
+        return Transfer.of(gradient, handle)
     what = f"The gradient {name!r}"
     compressed, context = settings.compression.compress(gradient)
     on_device = gradient.is_cuda and reduced_by_nccl((gradient,), reduction, options, settings.compression)
@@ -126,7 +143,7 @@ def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: Exc
         return gradient
 
     handle = session.current().reduce_buffer(sent, sent, reduction, options).then(receive)
-    return Transfer(gradient, in_stream_order(handle, gradient.device) if on_device else handle, sparse=False)
+    return Transfer.of(gradient, in_stream_order(handle, gradient.device) if on_device else handle)
 
 
 def _send_sparse(
@@ -144,4 +161,4 @@ def _send_sparse(
     handle = communicator.gather_buffer(buffer_of(content, name), SubmitOptions(name, settings.process_set)).then(
         total.combine
     )
-    return Transfer(gradient, handle, sparse=True)
+    return Transfer.of(gradient, handle, sparse=True)

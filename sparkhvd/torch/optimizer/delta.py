@@ -97,6 +97,16 @@ class DeltaOptimizer(ExchangingOptimizer):
     def synchronize(self) -> None:
         """Do nothing: gradients stay local to the rank and can be clipped before ``step()``."""
 
+    def before_unscaling(self) -> None:
+        """Do nothing: gradients stay local to the rank."""
+
+    def agree_on_skipping(self, infinite: torch.Tensor) -> None:
+        """Set ``infinite`` to its maximum over the ranks, so that all of them skip the same steps; collective."""
+        if exchanges_with(self._settings.process_set):
+            options = SubmitOptions(f"{next(iter(self._names.values()))}.infinite", self._settings.process_set)
+            call = Call(Allreduce((infinite,), Reduction(ReduceOp.MAX), options, NoneCompressor), first)
+            call.start(in_place=True).wait()
+
     def abandon_step(self) -> None:
         """Do nothing: nothing is exchanged between ``backward()`` and ``step()``."""
 

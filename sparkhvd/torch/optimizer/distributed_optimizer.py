@@ -15,6 +15,7 @@ from sparkhvd.torch.ops.transfer import ExchangeSettings
 from sparkhvd.torch.optimizer.delta import DeltaOptimizer, DeltaSettings
 from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 from sparkhvd.torch.optimizer.gradients import GradientExchange
+from sparkhvd.torch.optimizer.loss_scaling import make_scalers_wait
 from sparkhvd.torch.optimizer.parameters import (
     checked_passes,
     members_of,
@@ -109,6 +110,7 @@ def _check_settings(optimizer: torch.optim.Optimizer, op: ReduceOp, predivide: f
 
 def _wrap(optimizer: torch.optim.Optimizer, mixin: type[O]) -> O:
     """Return an optimizer with the same class name and state, whose class adds ``mixin`` to that of ``optimizer``."""
+    make_scalers_wait()
     kind = type(optimizer)
     wrapped = cast("O", object.__new__(type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})))
     # An earlier scheduler has set its own `step` on the original optimizer, which would bypass the step of `mixin`.

@@ -117,6 +117,17 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._exchange.track(names_by_position(self.param_groups, only=len(self.param_groups) - 1))
 
+    def before_unscaling(self) -> None:
+        """Wait for the gradients, because a ``GradScaler`` is about to divide them in place."""
+        self._synchronize_once()
+
+    def agree_on_skipping(self, infinite: torch.Tensor) -> None:
+        """Make ``infinite`` positive on all ranks if it is on one; here it is already, as all have the same gradients.
+
+        Args:
+            infinite: scalar, positive if gradients of this rank are infinite or NaN; a ``GradScaler`` skips the step.
+        """
+
     def _synchronize_once(self) -> None:
         if not self._exchange.synchronized:
             self._exchange.synchronize()

@@ -270,7 +270,14 @@ class GradientExchange:
 
     def _receive_all(self, presence: Handle[None]) -> None:
         sent = [tracked for tracked in self._tracked.values() if tracked.transfer is not None]
+        disturbed = [tracked.name for tracked in sent if tracked.transfer and tracked.transfer.was_disturbed]
         results = _wait_for_all([*(tracked.transfer.handle for tracked in sent if tracked.transfer), presence])
+        if disturbed:
+            raise AssertionError(
+                f"The grad of {disturbed[0]!r} was changed in place between loss.backward() and optimizer.step(), "
+                "while it was being exchanged; call optimizer.synchronize() before changing gradients, for example "
+                "before clip_grad_norm_()."
+            )
         for tracked, result in zip(sent, results, strict=False):
             _deliver(tracked, result)
         for tracked, (dense, sparse) in zip(self._tracked.values(), self._present(), strict=True):

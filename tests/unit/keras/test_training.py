@@ -372,6 +372,37 @@ def test_ranks_are_one_big_batch(group, options):
     group.run(one_big_batch, options)
 
 
+def losses_in_half_precision(op, passes, infinite):
+    """Train a layer in mixed_float16, where every gradient of one rank is infinite in the third of four batches."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    finally:
+        keras.config.set_dtype_policy("float32")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.25), op=op, backward_passes_per_step=passes)
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
+    features = np.ones((4, 1), np.float32)
+    if hvd.rank() == infinite:
+        features[2] = np.inf
+    model.fit(features, np.full((4, 1), 0.5, np.float32), batch_size=1, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights()[0].tolist(), float(model.optimizer.dynamic_scale), int(model.optimizer.iterations)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+@pytest.mark.parametrize("infinite", [0, 1, None])
+def test_all_ranks_skip_a_step_that_overflows_on_one(group, op, infinite):
+    steps, scale = (8, 2.0**15) if infinite is None else (6, 2.0**13)
+    expected = ([[0.5 - 0.5 ** (steps + 1)]], scale, steps)  # each step halves the distance from 0.5
+    assert group.run(losses_in_half_precision, op, 1, infinite) == [expected] * 2
+
+
+def test_all_ranks_skip_an_accumulated_batch_that_overflows_on_one(group):
+    first, second = group.run(losses_in_half_precision, hvd.Average, 2, 1)
+    assert first == second
+    assert first[1] == 2.0**13
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"backward_passes_per_step": 3, "op": hvd.Sum}, {"op": hvd.Adasum}],

@@ -452,6 +452,74 @@ def test_a_gradient_that_is_replaced_during_the_exchange_is_detected(alone):
         optimizer.synchronize()
 
 
+CHANGES = {
+    "norm": lambda weight: torch.nn.utils.clip_grad_norm_([weight], 0.1),
+    "value": lambda weight: torch.nn.utils.clip_grad_value_([weight], 0.1),
+    "foreach": lambda weight: torch._foreach_mul_([weight.grad], 2.0),
+}
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16], ids=["plain", "fp16"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_gradient_that_is_changed_during_the_exchange_is_detected(change, compression, alone):
+    weight = a_parameter()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), compression=compression)
+    weight.sum().backward()
+    change(weight)
+    with pytest.raises(AssertionError, match=r"grad of 'gradient\.0\.0' was changed in place .*synchronize\(\) before"):
+        optimizer.step()
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.synchronize()
+    change(weight)
+    optimizer.zero_grad()
+
+
+def take_step(scaler, optimizer):
+    scaler.step(optimizer)
+
+
+def unscale_and_step(scaler, optimizer):
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def synchronize_and_step(scaler, optimizer):
+    optimizer.synchronize()
+    scaler.unscale_(optimizer)
+    with optimizer.skip_synchronize():
+        scaler.step(optimizer)
+
+
+def steps_with_a_scaler(step, infinite_ranks, settings, optimizer_settings):
+    """Return the weight and the scale after two steps, the first with an infinite gradient on some ranks."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0, **optimizer_settings), **settings)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for factor in (float("inf") if hvd.rank() in infinite_ranks else 1.0, float(hvd.rank() + 1)):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        step(scaler, optimizer)
+        scaler.update()
+    return weight.tolist(), scaler.get_scale()
+
+
+@pytest.mark.parametrize("infinite_ranks", [(0,), (1,), ()], ids=str)
+@pytest.mark.parametrize("step", [take_step, unscale_and_step, synchronize_and_step])
+@pytest.mark.parametrize("optimizer_settings", [{}, {"fused": True}], ids=["loop", "fused"])
+def test_all_ranks_skip_a_step_that_overflows_on_one(group, infinite_ranks, step, optimizer_settings):
+    mean = (1 + group.size) / 2
+    expected = ([1 - mean] * 2, 32.0) if infinite_ranks else ([-mean] * 2, 64.0)
+    assert group.run(steps_with_a_scaler, step, infinite_ranks, {}, optimizer_settings) == [expected] * group.size
+
+
+@pytest.mark.parametrize("step", [take_step, unscale_and_step])
+def test_all_ranks_skip_a_step_of_adasum_that_overflows_on_one(group, step):
+    results = group.run(steps_with_a_scaler, step, (1,), {"op": hvd.Adasum}, {})
+    mean = (1 + group.size) / 2  # of parallel steps
+    assert results == [([1 - mean] * 2, 32.0)] * group.size
+
+
 def test_step_in_skip_synchronize_without_synchronize_is_rejected(alone):
     weight = a_parameter()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
