@@ -22,6 +22,7 @@ FOLDERS := launch docs contract
 PYTHON_PARTS := $(addprefix test-python-,rest spark launch docs clusters contract)
 OTHER_PARTS := $(addprefix check-,petastorm lint site)
 SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --jobs=4
+TEST_ENVIRONMENT := .venv/.core-built .venv/.test-java .venv/.lean-imports
 PYTEST := $(RUN) python -X faulthandler -m pytest --durations=10
 
 .PHONY: $(PYTHON_PARTS) $(OTHER_PARTS)
@@ -41,16 +42,16 @@ test-core: .venv/.build-tools ## C++ tests, under AddressSanitizer and under Thr
 test-python: .venv/.core-built ## Python tests
 	@$(SIDE_BY_SIDE) $(PYTHON_PARTS)
 
-$(FOLDERS:%=test-python-%): test-python-%: .venv/.core-built .venv/.test-java
+$(FOLDERS:%=test-python-%): test-python-%: $(TEST_ENVIRONMENT)
 	@tools/labelled $* $(PYTEST) tests/$*
 
-test-python-spark: .venv/.core-built .venv/.test-java
+test-python-spark: $(TEST_ENVIRONMENT)
 	@tools/labelled spark $(PYTEST) tests/spark -m 'not cluster'
 
-test-python-clusters: .venv/.core-built .venv/.test-java
+test-python-clusters: $(TEST_ENVIRONMENT)
 	@tools/labelled clusters $(PYTEST) tests/spark -m cluster
 
-test-python-rest: .venv/.core-built .venv/.test-java
+test-python-rest: $(TEST_ENVIRONMENT)
 	@tools/labelled rest $(PYTEST) $(patsubst %,--ignore=tests/%,spark $(FOLDERS))
 
 check-petastorm: .venv/.core-built
@@ -133,6 +134,13 @@ clean: ## Remove what the targets made, .venv included
 .venv/.test-java: .venv/.installed tools/test-java tools/spark_classes.py
 	@rm -rf .venv/test-java
 	@tools/test-java >/dev/null
+	@touch $@
+
+.venv/.lean-imports: .venv/.installed tests/lean_imports.py
+	@site=$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		cp tests/lean_imports.py "$$site/sparkhvd_lean_imports.py" && \
+		echo 'import os; "SPARKHVD_TEST_RUN" in os.environ and __import__("sparkhvd_lean_imports").install()' \
+		>"$$site/sparkhvd_lean_imports.pth"
 	@touch $@
 
 .venv/.core-built: .venv/.installed $(CORE)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def points(spark: SparkSession, *more: str) -> DataFrame:
     """Return 64 rows of the line ``y = 3 * x + 1`` for x from 0 to 1, with the columns ``more``."""
-    return spark.range(64).selectExpr("id / 64.0D AS x", *more, "3 * id / 64.0D + 1 AS y")
+    return spark.range(0, 64, 1, 2).selectExpr("id / 64.0D AS x", *more, "3 * id / 64.0D + 1 AS y")
 
 
 def estimator(store: Store | None, **more: Any) -> TorchEstimator:

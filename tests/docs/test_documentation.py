@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import re
 import tomllib
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
+import sparkhvd
 from bench.plots import plots
 from sparkhvd import KerasEstimator, LightningEstimator, TorchEstimator
 from sparkhvd.compat import spark as versions
@@ -33,6 +35,12 @@ _PAGES = sorted(
     for page in [_ROOT / "README.md", *(_ROOT / "docs").rglob("*.md")]
     if _BLOCK.search(page.read_text())
 )
+# PyTorch's optimizers import torch._dynamo, which must come before TensorFlow.
+_IMPORTS = {
+    "sparkhvd.torch": ("torch._dynamo", "sparkhvd.torch"),
+    "sparkhvd.lightning": ("torch._dynamo", "sparkhvd.lightning"),
+    "sparkhvd.keras": ("sparkhvd.keras",),
+}
 
 
 def test_readme_and_guide_contain_code() -> None:
@@ -47,6 +55,10 @@ def test_readme_and_guide_contain_code() -> None:
 def test_code_blocks_run(page: str, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (_ROOT / page).read_text()
+    # The ranks are forked from a process with the imports of their functions, which would take most of the time.
+    imports = [module for name in _IMPORTS if f"    import {name}" in text for module in _IMPORTS[name]]
+    for run in (sparkhvd.run, sparkhvd.run_elastic):
+        monkeypatch.setitem(inspect.unwrap(run).__kwdefaults__, "preload", tuple(imports))
     # As in a script: functions that are sent to the ranks travel with their code.
     names: dict[str, object] = {"__name__": "__main__"}
     for block in _BLOCK.finditer(text):
