@@ -35,14 +35,14 @@ DType ToDType(std::string_view name) {
     known += (index == 0 ? "" : ", ") + std::string(Name(static_cast<DType>(index)));
   }
   throw CoreFailure(Status(StatusCode::kInvalidArgument,
-                           "dtype '" + std::string(name) + "' is not one of " + known));
+                           "unknown dtype '" + std::string(name) + "'; expected one of " + known));
 }
 
 ReduceOp ToReduceOp(std::string_view name) {
   if (const std::optional<ReduceOp> op = ParseReduceOp(name)) return *op;
   throw CoreFailure(Status(
       StatusCode::kInvalidArgument,
-      "op '" + std::string(name) + "' is not one of sum, average, min, max, product, adasum"));
+      "unknown op '" + std::string(name) + "'; expected sum, average, min, max, product, adasum"));
 }
 
 // Python passes addresses as integers: tensor.data_ptr(), array.ctypes.data.
@@ -55,13 +55,14 @@ std::optional<DeviceStream> ToDevice(const OnDevice& device) {
   return DeviceStream{device->first, reinterpret_cast<CudaStream>(device->second)};  // NOLINT
 }
 
-// Any call of the CUDA driver may block, and the first one makes its context. Host memory needs no
-// wait, and releasing the GIL would cost more than the rest.
+// Releases the GIL for device memory: a call to the CUDA driver may block, and the first one
+// creates a context. For host memory, releasing the GIL would cost more than the whole submission.
 std::unique_ptr<GilRelease> ReleaseFor(const OnDevice& device) {
   return device ? std::make_unique<GilRelease>() : nullptr;
 }
 
-// Faster than pybind11's conversion of any sequence, which counts because every tensor needs one.
+// Faster than pybind11's generic conversion of sequences, which matters because every tensor has a
+// shape.
 Shape ToShape(const py::tuple& lengths) {
   Shape shape(lengths.size());
   for (size_t i = 0; i < shape.size(); ++i) {
@@ -72,7 +73,7 @@ Shape ToShape(const py::tuple& lengths) {
   return shape;
 }
 
-// The reduction as Python passes it.
+// The factors that scale the input and the result of a reduction.
 struct Scales {
   double prescale;
   double postscale;

@@ -11,8 +11,8 @@
 namespace sparkhvd {
 namespace {
 
-// Limits the work of one turn, so that a flood of connections leaves the owner's loop time for its
-// own work.
+// Limits the connections accepted per turn, so that a flood of them does not starve the owner's
+// loop.
 constexpr int kAcceptsPerTurn = 16;
 constexpr double kPauseWithoutDescriptors = 0.1;
 
@@ -104,7 +104,7 @@ void Reception::Accept(int listener) {
 
 Reception::Verdict Reception::Advance(Stranger& stranger) {
   if (stranger.deadline.Expired()) {
-    Reject(stranger);  // may be a member on a slow host
+    Reject(stranger);  // a rank on a slow host needs an answer
     return Verdict::kDropped;
   }
   while (true) {

@@ -8,8 +8,8 @@ namespace {
 constexpr size_t kKiB = 1024;
 constexpr size_t kMiB = 1024 * kKiB;
 
-// A step ends after this many names even if none of its tensors recurs: a program may number the
-// names of its tensors.
+// A step ends after this many names even if no name recurs: a program may give its tensors new
+// names in every step.
 constexpr size_t kMostNames = 4096;
 
 TuningAxis MakeAxis(std::vector<size_t> values, size_t start,

@@ -151,7 +151,7 @@ void Readiness::DecideRows(Agreement& agreement, const Waiting& waiting) const {
   if (waiting.by_rank.size() < static_cast<size_t>(size_)) {
     if (const auto needed = NeededFromJoined(waiting)) {
       agreement.code = StatusCode::kInvalidArgument;
-      agreement.message = "some ranks have joined, but this needs " + *needed;
+      agreement.message = "some ranks have joined, but this operation needs " + *needed;
       return;
     }
     agreement.request = first;
@@ -237,7 +237,7 @@ void Readiness::RefuseGroup(const std::string& group, const Tally& tally,
     why += tally.problem;
   } else {
     why += "ranks disagree about its tensors (size " + std::to_string(tally.size) + ")";
-    if (!waiting.empty()) why += "; '" + waiting.front() + "' was not submitted by all";
+    if (!waiting.empty()) why += "; not all ranks submitted '" + waiting.front() + "'";
   }
   const auto refuse = [&](const std::string& name) {
     Decided refused;

@@ -23,9 +23,9 @@ class Allocation:
     """The hosts of a batch job.
 
     Attributes:
-        job: names the job in messages, like ``Slurm job 17``.
+        job: the name of the job in messages, such as ``Slurm job 17``.
         hosts: the hosts, with as many slots as the job has tasks there.
-        slurm_id: the number of a Slurm job, whose hosts ``srun`` reaches; None in LSF.
+        slurm_id: the id of a Slurm job, with which ``srun`` reaches its hosts; None for LSF.
     """
 
     job: str
@@ -34,7 +34,7 @@ class Allocation:
 
 
 def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """Return the hosts of the batch job in which a process with this environment runs; None if it runs in none.
+    """Return the hosts of the batch job that set this environment; None outside a batch job.
 
     Slurm describes them in ``SLURM_JOB_NODELIST`` and ``SLURM_TASKS_PER_NODE``, LSF in the file ``LSB_DJOB_RANKFILE``,
     in ``LSB_MCPU_HOSTS`` or in ``LSB_HOSTS``.
@@ -53,7 +53,7 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
 
 def _slurm_hosts(nodes: str, tasks: str | None) -> tuple[Host, ...]:
     if _SLURM_ENTRY.sub("", nodes).strip(","):
-        raise _malformed("SLURM_JOB_NODELIST", nodes, "a bracket is not closed or not opened")
+        raise _malformed("SLURM_JOB_NODELIST", nodes, "its brackets do not match")
     names = [name for entry in _SLURM_ENTRY.findall(nodes) for name in _slurm_names(entry, nodes)]
     counts = [1] * len(names) if tasks is None else list(_slurm_counts(tasks))
     if len(counts) != len(names):
@@ -101,7 +101,7 @@ def _lsf_hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
     if both := environment.get("LSB_MCPU_HOSTS", "").split():
         names, counts = both[::2], both[1::2]
         if len(names) != len(counts) or not all(count.isdecimal() for count in counts):
-            raise _malformed("LSB_MCPU_HOSTS", " ".join(both), "it must be pairs of a host and its slots")
+            raise _malformed("LSB_MCPU_HOSTS", " ".join(both), "it must consist of pairs of host and slots")
         return _counted([name for name, count in zip(names, counts, strict=True) for _ in range(int(count))])
     return _counted(environment.get("LSB_HOSTS", "").split())
 

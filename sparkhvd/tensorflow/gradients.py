@@ -23,11 +23,11 @@ class GradientExchange:
     """Combines the gradients of a step over the ranks.
 
     Attributes:
-        name: distinguishes several exchanges of one program; equal on all ranks.
+        name: distinguishes several exchanges of one program; must be equal on all ranks.
         compression: compresses dense gradients for transfer.
         sparse_as_dense: whether ``tf.IndexedSlices`` are converted to dense tensors; otherwise their rows are gathered.
-        op: ``Average``, ``Sum`` or ``Adasum``.
-        predivide: with ``Average``, divides before the sum and multiplies after it.
+        op: ``Average``, ``Sum``, or ``Adasum`` for dense gradients.
+        predivide: with ``Average``, gradients are divided by it before the sum, and the sum is multiplied by it.
         process_set: the ranks that take part, all by default.
     """
 
@@ -48,7 +48,7 @@ class GradientExchange:
 
     @without_autograph
     def reduce(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return the combined gradients in the same order; None stays None. Outside the process set they stay local."""
+        """Return the combined gradients in order; None stays None. Ranks outside the process set keep their own."""
         if not exchanges_with(self.process_set):
             return list(gradients)
         if self.sparse_as_dense:
@@ -57,7 +57,7 @@ class GradientExchange:
         dense = [
             index for index, gradient in enumerate(gradients) if tf.is_tensor(gradient) and not _is_sparse(gradient)
         ]
-        # A name has the gradient's index: on a rank that lacks other gradients, it still means the same variable.
+        # The name contains the gradient's index, so it means the same variable on ranks that lack other gradients.
         results = reduce_dense(
             [gradients[index] for index in dense],
             Reduction(self.op, 1.0 / self.predivide, self.predivide),
@@ -87,17 +87,17 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
 ) -> tf.GradientTape:
     """Make ``gradtape.gradient()`` return the combined gradients of all ranks, and return the tape.
 
-    The result has a method ``register_local_source(variable)``. The gradient of such a variable is not exchanged: use
-    it for a part of the model that is local to each rank. ``get_local_and_global_gradients(target, sources)`` returns
-    what ``gradient`` returns as two lists of pairs (source, gradient), in the order of the sources: those of local
-    sources, and the others.
+    The result has a method ``register_local_source(variable)``. Call it for the variables that are local to each rank:
+    their gradients are not exchanged. ``get_local_and_global_gradients(target, sources)`` returns two lists of pairs
+    (source, gradient): one for the local sources and one for all others. Each list has the order of ``sources``.
 
     Args:
         gradtape: the tape to wrap; use only the result afterwards.
         compression: compresses dense gradients for transfer.
         sparse_as_dense: whether the gradients of embeddings are converted to dense tensors first.
         op: ``Average``, ``Sum``, or ``Adasum`` for dense gradients.
-        gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
+        gradient_predivide_factor: with ``Average``, gradients are divided by it before the sum, and the sum is
+            multiplied by it.
         process_set: the ranks that take part, all by default.
         scale_local_gradients: whether gradients of local variables are divided by the number of ranks, which makes them
             the gradients of the mean of all ranks' losses.

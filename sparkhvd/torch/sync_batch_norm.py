@@ -21,7 +21,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Ranks may have different numbers of rows. In training mode all ranks must run the layer equally often; in evaluation
     mode the layer does not communicate. Gradients are exact where the ranks' losses have equal weight, as under
-    ``DistributedOptimizer`` with ``op=Average``. Second derivatives, as for a gradient penalty, raise ``RuntimeError``.
+    ``DistributedOptimizer`` with ``op=Average``. Second derivatives, as in gradient penalties, raise ``RuntimeError``.
 
     Args:
         num_features: channels, the second dimension of the input.
@@ -44,7 +44,7 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
         self.counts_rows = True  # False where the rows of this rank are placeholders and must not be counted
-        self._name: str | None = None  # of the layer's operations; it never changes, so that it is cached
+        self._name: str | None = None  # of the layer's operations; always the same, so the response cache recognizes it
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_set: ProcessSet | None = None) -> torch.nn.Module:
@@ -53,7 +53,7 @@ class SyncBatchNorm(_BatchNorm):
         Weights, statistics and hooks are kept.
 
         Raises:
-            ConfigError: a layer's class has a ``forward`` of its own, which the replacement would lack.
+            ConfigError: a layer's class overrides ``forward``, which the replacement would not run.
         """
         if isinstance(module, _BatchNorm):
             return cls._replacement_of(module, process_set)
@@ -65,8 +65,8 @@ class SyncBatchNorm(_BatchNorm):
     def _replacement_of(cls, old: _BatchNorm, process_set: ProcessSet | None) -> SyncBatchNorm:
         if type(old).forward not in {kind.forward for kind in (_BatchNorm, torch.nn.SyncBatchNorm, cls)}:
             raise ConfigError(
-                f"{type(old).__name__} is a batch normalization with a forward of its own, which a SyncBatchNorm would "
-                "not run. Replace this layer yourself, with a SyncBatchNorm and a module for what its forward adds."
+                f"{type(old).__name__} is a batch normalization layer that overrides forward, which a SyncBatchNorm "
+                "would not run. Replace it yourself with a SyncBatchNorm and a module that does what its forward adds."
             )
         new = cls(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, process_set)
         new.weight, new.bias = old.weight, old.bias
@@ -115,12 +115,12 @@ def synchronized_layers(module: torch.nn.Module) -> list[SyncBatchNorm]:
 
 
 def without_nan(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient with 0 in place of NaN and infinity, which arise if a loss times 0 is not finite."""
+    """Return the gradient with 0 in place of NaN and infinity, which a NaN or infinite loss times 0 causes."""
     return torch.nan_to_num(gradient, 0.0, 0.0, 0.0)
 
 
 class _Normalization(torch.autograd.Function):
-    """Normalizes by the statistics of all ranks, which are outputs, too.
+    """Normalizes with the statistics of all ranks, and returns these statistics, too.
 
     The ranks' means and sums of squared deviations are combined by the formulas of Chan, Golub and LeVeque (1979),
     which keep their precision where the mean is much larger than the deviation.

@@ -35,15 +35,15 @@ class TorchBatches(Closable, IterableDataset[Tensors]):
         self._first_step = 0
 
     def __len__(self) -> int:
-        """Return the number of batches in a whole epoch, the same on every rank."""
+        """Return the number of batches in a full epoch, which is the same on every rank."""
         return self._source.steps()
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Set the next epoch, and the batch to begin with (to resume an interrupted run).
+        """Select the next epoch and its first batch, for example to resume an interrupted run.
 
         Args:
             epoch: from 0; with ``shuffle`` every epoch has its own order.
-            first_step: batches to skip; the others are the same as in the whole epoch. Applies to one iteration.
+            first_step: batches to skip in the next iteration only; the other batches are the same as without it.
         """
         self._epoch, self._first_step = epoch, first_step
 
@@ -52,7 +52,7 @@ class TorchBatches(Closable, IterableDataset[Tensors]):
         self._close()
 
     def __getstate__(self) -> dict[str, object]:
-        raise _no_workers()  # a DataLoader pickles it for workers that are not forked
+        raise _no_workers()  # a DataLoader pickles its dataset for workers that it does not fork
 
     def __iter__(self) -> Iterator[Tensors]:
         if get_worker_info() is not None:

@@ -1,14 +1,14 @@
 """Prepares a dataset from a DataFrame in one evaluation of its lineage.
 
 Spark writes the Parquet files of both splits at once, without a shuffle. The footers of these files contain everything
-else that is needed: row counts, NULLs and the lengths of arrays. For the lengths, every array column is accompanied by
-a column of its sizes, which the readers never touch; the footer has its minimum and maximum.
+else that is needed: row counts, NULL counts and the lengths of arrays. For the lengths, every array column has a second
+column with its sizes. The footers record the minimum and maximum size, and readers never read that column.
 
-Two splits in one write require dynamic partitioning, for which Spark sorts every task's rows by split unless it may
-have a file open for each (spark.sql.maxConcurrentOutputFileWriters). That setting belongs to a session, not to a write,
-so the write runs in a copy of the user's session. If the session cannot be copied (Spark Connect), the rows are sorted
-by (split, row number), which satisfies Spark and keeps the DataFrame's order: a sort by split alone does not keep the
-order when it spills to disk.
+Two splits in one write require dynamic partitioning. For that, Spark sorts the rows of each task by split, unless
+spark.sql.maxConcurrentOutputFileWriters lets a task keep one file open per split. That setting belongs to a session,
+not to a write, so the write runs in a copy of the user's session. A session of Spark Connect cannot be copied. Its rows
+are sorted by (split, row number), which satisfies Spark and keeps the DataFrame's order. A sort by split alone would
+not keep the order when it spills to disk.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ROW_GROUP_BYTES = 8 * 1024 * 1024
 SMALLEST_ROW_GROUP_BYTES = 1024 * 1024
 
 _ROW = RESERVED_PREFIX + "row"
-_SPLIT_FILES = 4  # files that a task has open: for both splits, and for the two kinds of refused rows
+_SPLIT_FILES = 4  # files that a task keeps open: train, validation and two kinds of rejected rows
 # Spark names files by task and by their number within the task; tasks are in DataFrame order.
 _PART = re.compile(r"part-(\d+)-.*[.-]c(\d+)\.(?:\w+\.)?parquet")
 _MICROSECONDS = "TIMESTAMP_MICROS"
@@ -71,7 +71,7 @@ class WriteOptions:
     Attributes:
         num_proc: the number of ranks that will train.
         seed: decides which rows a validation fraction holds out.
-        partitions_per_process: the smallest number of row groups per rank, if there are enough rows.
+        partitions_per_process: the minimum number of row groups per rank, if there are enough rows.
         row_group_bytes: bytes of a row group in memory; None chooses by ``partitions_per_process``.
         compress: whether dense vectors are written in the sparse form.
     """
@@ -92,7 +92,7 @@ class WriteOptions:
 def refuse_streaming(df: DataFrame) -> None:
     """Raise ``DataError`` for a streaming DataFrame."""
     if df.isStreaming:
-        raise DataError("A streaming DataFrame has no end and cannot be prepared; call this from foreachBatch.")
+        raise DataError("A streaming DataFrame has no end and cannot be prepared. Prepare its batches in foreachBatch.")
 
 
 def prepare(
@@ -108,29 +108,31 @@ def prepare(
 ) -> Manifest:
     """Write the selected columns of ``df`` to ``store`` as a new dataset.
 
-    The lineage of ``df`` is evaluated once. The dataset has an id of its own, is never changed, and becomes visible
-    when its manifest is published as the last step; a failure leaves nothing behind, and an interrupt cancels the Spark
-    job first.
+    The lineage of ``df`` is evaluated once. The dataset has its own id and never changes. It becomes visible in the
+    last step, when its manifest is published. A failure removes the files that were written; an interrupt first cancels
+    the Spark job.
 
     Args:
         df: the rows; their order is kept.
         selection: the result of ``select(df.schema, ...)``.
         store: where the dataset goes.
-        writing: the options for writing. A fraction is held out by a hash of the features' and labels' values and the
-            seed (see ``sparkhvd.data.prepare.validation_split``), so equal rows are in the same split.
+        writing: the options for writing. Which rows a validation fraction holds out depends on a hash of the seed and
+            the feature and label values (see ``sparkhvd.data.prepare.validation_split``), so equal rows are in the same
+            split.
         dataset_id: from ``layout.new_dataset_id``; None creates one.
         name: the user's name for the dataset.
-        fingerprint: the fingerprint of ``df`` just before.
-        identify: returns the fingerprint again; the manifest has it if it is still the same after the write.
+        fingerprint: the fingerprint of ``df``, computed just before the call.
+        identify: computes the fingerprint again after the write; the manifest records it only if both are equal.
 
     Returns:
         The manifest as published, with all shapes known.
 
     Raises:
-        DataError: NULL in a column or an array without a fill, no rows, no training rows, fewer training rows than
-            ranks, no validation rows though some were asked for, or a validation column with other values than 0 and 1.
+        DataError: a column or an array without a fill contains NULL; there are no rows, no training rows, fewer
+            training rows than ranks, or no validation rows although a validation split was requested; or the validation
+            column has values other than 0 and 1.
         SchemaError: an array or vector column has rows of different lengths, or of length 0.
-        StoreError: the Store could not be written or read, or what Spark wrote is not in it.
+        StoreError: the Store could not be written or read, or rows that Spark wrote are missing from it.
     """
     refuse_streaming(df)
     dataset_id = dataset_id or layout.new_dataset_id()
@@ -179,7 +181,7 @@ def _remove(store: Store, folder: str) -> None:
 
 
 def rows_to_write(df: DataFrame, selection: Selection, seed: int, *, compress: bool = False) -> DataFrame:
-    """Return the rows to write: the selected columns, the sizes of arrays, and with validation the split."""
+    """Return the rows to write: the selected columns, the sizes of arrays and, with validation, the split."""
     from pyspark.sql import functions  # noqa: PLC0415  (ranks read this package without Spark)
 
     columns = selection.schema.columns
@@ -216,7 +218,7 @@ def _measured(measure: Measure, functions: Any) -> Column:
 
 
 def row_group_bytes(rows: DataFrame, writing: WriteOptions) -> int:
-    """Return the bytes of a row group, such that each rank has ``partitions_per_process`` of them if possible."""
+    """Return the size of a row group in bytes: each rank gets ``partitions_per_process`` of them if possible."""
     if writing.row_group_bytes is not None:
         return writing.row_group_bytes
     parts = writing.num_proc * writing.partitions_per_process
@@ -267,7 +269,7 @@ def _is_committed(name: str) -> bool:
 
 
 def _changes_times(df: DataFrame, schema: DataSchema) -> bool:
-    """Return whether Spark's writer changes times: it cuts timestamps to milliseconds, omits statistics, or rebases."""
+    """Return whether Spark's writer truncates timestamps, omits their statistics, or rebases dates and timestamps."""
     conf = df.sparkSession.conf
     dtypes = {column.dtype for column in schema.columns}
     if "datetime64[us]" in dtypes and conf.get("spark.sql.parquet.outputTimestampType", _MICROSECONDS) != _MICROSECONDS:
@@ -320,12 +322,12 @@ def _facts(store: Store, folder: str, footer: Footer, schema: DataSchema) -> Fil
     leaves += [1] * len(size_columns(schema.columns))
     if name is None or len(footer.columns) != sum(leaves):
         raise DataError(
-            f"{store.url}/{footer.path} is not a file that Spark wrote for this dataset: it has "
-            f"{counted(len(footer.columns), 'column')}."
+            f"{store.url}/{footer.path} is not a file that Spark wrote for this dataset: its name or its number of "
+            f"columns ({len(footer.columns)}) is wrong."
         )
     if any(column.nulls is None for column in footer.columns):
         raise DataError(
-            f"{store.url}/{footer.path} has no statistics; let Spark write them (parquet.column.statistics)."
+            f"{store.url}/{footer.path} lacks column statistics. Enable them (parquet.column.statistics.enabled)."
         )
     starts = [0, *accumulate(leaves)]
     split = re.search(rf"/{SPLIT}=(\w+)/", footer.path)

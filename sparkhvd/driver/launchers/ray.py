@@ -37,7 +37,7 @@ from sparkhvd.task.supervision import Outcome
 _POLL_SECONDS = 1.0
 # How long the other actors may take to report the outcome after a failure.
 _FAILED_SECONDS = 3.0
-# How long Ray may take to notice the end of an actor after other ranks have noticed it.
+# How long Ray may take to report a lost actor after other ranks have noticed the loss.
 _LOSS_SECONDS = 10.0
 _END_SECONDS = 30.0
 
@@ -97,9 +97,9 @@ class RayHandle:
         self._deadline = Deadline.after(job.start_timeout)
         self._token = secrets.token_bytes(32)
         self._closing = threading.Event()
-        self._actors: list[Any] = []  # by number; written before ``started`` is done
+        self._actors: list[Any] = []  # by index; complete before ``started`` is done
         self._plan: JobPlan | None = None
-        self._phases: dict[int, str] = {}  # by number
+        self._phases: dict[int, str] = {}  # by the index of the actor
         with ExitStack() as stack:
             stack.enter_context(CONNECTION.opened())
             self._gang = Gang(placement, job.num_proc)
@@ -121,7 +121,7 @@ class RayHandle:
     def execute(self, command: bytes, ranks: Sequence[int]) -> list[Any]:
         """Let ranks of a ``RayExecutor`` run a command, and return the references to their results."""
         if self._plan is None:
-            raise LaunchError("The ranks of this job do not run yet.")
+            raise LaunchError("The ranks of this job are not running yet.")
         content = ray.put(command)  # once for all ranks
         slots = [self._plan.slots[rank] for rank in ranks]
         return [self._actors[slot.offer.task_index].execute.remote(content) for slot in slots]
@@ -197,8 +197,8 @@ class RayHandle:
             if waiting and self._deadline.expired():
                 raise StartTimeoutError(
                     f"{len(waiting)} of {len(refs)} Ray actors did not {purpose} within "
-                    f"start_timeout={self._job.start_timeout:g} s. Check with `ray list actors` what they wait for and "
-                    "that imports do not hang on the nodes, or raise start_timeout."
+                    f"start_timeout={self._job.start_timeout:g} s. Run `ray list actors` to see what they wait "
+                    "for, and check that imports do not hang on the nodes. Or raise start_timeout."
                 )
         return [ray.get(ref) for ref in refs]
 
@@ -207,8 +207,8 @@ class RayHandle:
             ray.get(ref)
         except RayError as error:
             raise LaunchError(
-                f"The Ray actor of rank {index} did not start: {ended_actor(error)}. Check that every node has the "
-                "Python and the sparkhvd of this process, or install them with ray.init(runtime_env=...)."
+                f"The Ray actor of rank {index} did not start: {ended_actor(error)}. Check that every node has "
+                "the same Python and sparkhvd as this process, or install them with ray.init(runtime_env=...)."
             ) from error
 
     def _await_outcome(self) -> dict[int, bytes | Outcome]:
@@ -240,17 +240,17 @@ class RayHandle:
 
     def _loss(self, index: int, error: RayError) -> FailureReport:
         if self._plan is None:
-            raise LaunchError("The ranks of this job do not run yet.")
+            raise LaunchError("The ranks of this job are not running yet.")
         slot = next(slot for slot in self._plan.slots if slot.offer.task_index == index)
         cause = f"was lost ({self._phases[index]}): its Ray actor ended unexpectedly. {ended_actor(error)}"
         return FailureReport(slot.world.rank, slot.offer.host, cause)
 
 
 class _JobEnd:
-    """What the actors report about the end of their ranks.
+    """The outcomes of the ranks, as their actors report them.
 
     Attributes:
-        reported: the numbers of the actors that have reported.
+        reported: the indices of the actors that have reported.
     """
 
     def __init__(self) -> None:
@@ -277,14 +277,14 @@ class _JobEnd:
         """Return the results and outcomes by rank.
 
         Raises:
-            LaunchError: infrastructure was lost.
+            LaunchError: a host was lost, and no rank reported a failure.
         """
         if self._problem and not self._failures():
             raise LaunchError(self._problem)
         return self._contents
 
     def after_loss(self, loss: FailureReport) -> dict[int, bytes | Outcome]:
-        """Return the outcomes by rank after the loss of an actor, which counts unless a rank failed by itself."""
+        """Return the outcomes after the loss of an actor. The loss is the cause unless a rank failed on its own."""
         if any(not failure.secondary for failure in self._failures()):
             return self._contents
         return {loss.rank: Outcome(loss)}
@@ -295,7 +295,7 @@ class _JobEnd:
 
 
 def _ready(requests: Mapping[Any, int]) -> list[Any]:
-    """Return the references that are ready; wait a while for the first."""
+    """Return all references that are ready; wait up to ``_POLL_SECONDS`` for the first."""
     refs = list(requests)
     ready, _ = ray.wait(refs, num_returns=1, timeout=_POLL_SECONDS)
     return ray.wait(refs, num_returns=len(refs), timeout=0)[0] if ready else []

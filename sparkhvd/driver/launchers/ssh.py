@@ -143,7 +143,7 @@ class SshHandle:
         self._inbox.put((number, message))
 
     def _progress(self, number: int) -> str:
-        """Return how far the job was on a host, as a clause for an error message."""
+        """Return the progress of the job on a host, as a clause for an error message."""
         if not self._ranks:
             return ""
         first = sum(host.slots for host in self._hosts[:number])

@@ -14,16 +14,16 @@ _UNKNOWN: Mapping[int, str] = MappingProxyType({})
 _EXECUTOR = re.compile(r"ExecutorLostFailure \(executor (\S+) [^)]*\)(?: Reason: ([^\n]*))?")
 _TASK = re.compile(r"because barrier task \w+\(\d+, (\d+)\)")
 _ATTEMPTS = re.compile(r"maximum allowable number of times: (\d+)")
-# The line after the traceback; the lines behind it are Spark's.
+# Captures the line after a Python traceback; Spark's own lines follow it.
 _RAISED = re.compile(r"Traceback [^\n]*\n(?:[ \t][^\n]*\n)+(\S[^\n]*)")
 _VERSIONS = re.compile(r"The driver has (?:sparkhvd|pyspark) .*")
-# The first is for a job that was cancelled by a tag, a group, a session or in Spark's UI, the second for Spark Connect,
-# the third for one whose session was stopped.
+# SPARK_JOB_CANCELLED: by a tag, a group, a session or Spark's UI. OPERATION_CANCELED: through Spark Connect. The last
+# form: because the session was stopped.
 _CANCELLED = re.compile(
     r"(?:\[(?:SPARK_JOB_CANCELLED|OPERATION_CANCELED)\] |SparkException: (?=Job \d+ cancelled because SparkContext ))"
     r"([^\n]*?)\.?(?: SQLSTATE: \w+)?(?:\n|$)"
 )
-# What Spark's driver raises in the middle of its stop.
+# Errors that Spark's driver raises while it stops.
 _STOPPED = re.compile(r"dagScheduler\(\)\" is null|Cannot call methods on a stopped SparkContext")
 _TOO_FEW_SLOTS = "[SPARK-24819]"
 _CRASHED = "Python worker exited unexpectedly"
@@ -35,11 +35,11 @@ def spark_failure(
     task_hosts: Mapping[int, str] = _UNKNOWN,
     tasks: Mapping[int, TaskStatus] | None = None,
 ) -> str:
-    """Return the message for an error of Spark, followed by Spark's own text.
+    """Return the message for an error that Spark raised, followed by Spark's own text.
 
     Args:
         error: the exception of the job.
-        host_of: returns the host of an executor by its number; empty if it is not known.
+        host_of: returns the host of an executor by its id; empty if it is unknown.
         task_hosts: the hosts of the tasks of the last attempt, by index, as far as they are known.
         tasks: the last status that each task sent to the driver, by index; None if tasks cannot reach it.
     """
@@ -52,7 +52,7 @@ def spark_failure(
     if has_ended(error):
         return (
             f"Spark has ended: the JVM of this driver no longer responds ({text.strip() or 'no response'}). It was "
-            "stopped, it crashed, or it was killed, for example by the kernel on a host that is short of memory. Stop "
+            "stopped, it crashed, or it was killed, for example by the kernel on a host that ran out of memory. Stop "
             "the session with spark.stop(), create a new one, and run the job again."
         )
     text = "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith("\tat "))
@@ -77,7 +77,7 @@ def is_cancelled(error: BaseException) -> bool:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return Spark's own error, where PySpark raised another one on its way out because the session was stopped."""
+    """Return Spark's own error: on a stopped session, PySpark raises an ``AttributeError`` while it handles it."""
     while isinstance(error, AttributeError) and error.__context__ is not None:
         error = error.__context__
     return error
@@ -86,7 +86,7 @@ def _root(error: BaseException) -> BaseException:
 def _cause(
     text: str, host_of: Callable[[str], str], task_hosts: Mapping[int, str], tasks: Mapping[int, TaskStatus] | None
 ) -> str:
-    """Return why the last attempt failed; empty if Spark's message is not a known one."""
+    """Return why the last attempt failed; empty if Spark's message is unknown."""
     if _TOO_FEW_SLOTS in text:
         return (
             "the cluster has fewer slots than this job has ranks, given the cores and GPUs that each rank requests. "
@@ -106,12 +106,12 @@ def _cause(
     if raised := _RAISED.findall(text):  # the last exception of a chain
         return f"{task}{on_host}{progress} failed with {raised[-1].rstrip('.')}"
     if _CRASHED in text:
-        why = "the kernel kills it if the host is short of memory"
-        return f"the Python worker of {task}{on_host}{progress} was killed or crashed; {why}"
+        why = "for example because the host ran out of memory"
+        return f"the Python worker of {task}{on_host}{progress} was killed or crashed, {why}"
     return ""
 
 
 def _progress(index: int, tasks: Mapping[int, TaskStatus]) -> str:
-    """Return how far a task was, in parentheses."""
+    """Return the progress of a task, in parentheses."""
     task = tasks.get(index)
     return f" (rank {task.rank}, {task.phase})" if task and task.rank >= 0 else " (before its rank was assigned)"

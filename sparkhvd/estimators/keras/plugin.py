@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from sparkhvd.estimators.keras.serialization.package import Named, Package
     from sparkhvd.estimators.keras.trainer import KerasTrainer
 
-_MEANS = ("sum_over_batch_size", "mean")  # both divide by the rows; mean_with_sample_weight by their weights
+# Both divide by the number of rows. "mean_with_sample_weight" divides by the sum of the weights.
+_MEANS = ("sum_over_batch_size", "mean")
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class KerasPlugin:
         return ModelFacts("Keras", type(optimizer).__name__, dict(zip(numbered, shapes, strict=True)))
 
     def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
-        """See ``FrameworkPlugin.monitors``; ``checkpoint_callback`` has set ``checkpoints``."""
+        """See ``FrameworkPlugin.monitors``; names ``checkpoint_callback`` if ``checkpoints`` was derived from it."""
         own = {} if params.get("checkpoint_callback") is None else {"checkpoints": "checkpoint_callback"}
         return {own.get(name, name): monitor for name, monitor in monitored_metrics(params).items()}
 
@@ -130,7 +131,7 @@ class KerasPlugin:
         """Write the model of ``params`` into ``folder``.
 
         Raises:
-            ParamError: it is not a Keras model, it is not built, or the columns do not fit its inputs.
+            ParamError: the model is not a Keras model or is not built, or the columns do not fit its inputs.
         """
         from sparkhvd.estimators.keras.serialization.package import custom_objects_of  # noqa: PLC0415
 
@@ -141,7 +142,7 @@ class KerasPlugin:
         artifact.save(folder, model, objects, inputs, outputs)
 
     def predictor(self, folder: Path, inference: Inference = ON_CPU) -> KerasPredictor:
-        """Load the model that ``KerasTrainer.export`` wrote, on the GPU of ``inference`` if there is one."""
+        """Load the model that ``KerasTrainer.export`` wrote, on the GPU of ``inference`` if it has one."""
         use_backend(artifact.load_backend(folder))
         inputs, outputs = artifact.load_ports(folder)
         device_scope = _device_scope(inference.gpu)
@@ -199,8 +200,8 @@ def _array(value: keras.KerasTensor) -> npt.NDArray[np.generic]:
 def _device_scope(gpu: int | None) -> Callable[[], AbstractContextManager[object]]:
     """Return a function that creates the device scope for a model.
 
-    By default, TensorFlow would reserve all memory of every visible GPU, and torch would share the first GPU with other
-    processes.
+    Without it, TensorFlow would reserve all memory of every visible GPU, and torch would place the models of all
+    processes on the first GPU.
     """
     import keras  # noqa: PLC0415
 
@@ -214,7 +215,7 @@ def _device_scope(gpu: int | None) -> Callable[[], AbstractContextManager[object
     import tensorflow as tf  # noqa: PLC0415
 
     gpus = tf.config.list_physical_devices("GPU")
-    with suppress(RuntimeError):  # TensorFlow is already initialized, by an earlier model of this process
+    with suppress(RuntimeError):  # an earlier model of this process has already initialized TensorFlow
         for device in gpus:
             tf.config.experimental.set_memory_growth(device, True)
     return partial(tf.device, "CPU:0" if gpu is None or gpu >= len(gpus) else f"GPU:{gpu}")
@@ -263,20 +264,20 @@ def _package(params: Mapping[str, Any]) -> Package:
     for callback in params["callbacks"] or ():
         if not isinstance(callback, keras.callbacks.Callback):
             raise ParamError(
-                f"callbacks holds a {type(callback).__name__}; KerasEstimator's callbacks are keras.callbacks.Callback "
-                "objects."
+                f"callbacks holds a {type(callback).__name__}; each callback of KerasEstimator must be a "
+                "keras.callbacks.Callback."
             )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or model.dtype_policy.name == "mixed_float16":
         raise ParamError(
-            "Loss scaling, as for 'mixed_float16', is not supported: each rank would skip different steps when its "
-            "gradients overflow. Build the model under 'mixed_bfloat16', which needs no scaling."
+            "KerasEstimator does not support loss scaling, which 'mixed_float16' requires. Build the model under "
+            "'mixed_bfloat16', which needs no loss scaling."
         )
     _reject_stateful_layers(model)
     scheduled = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)  # noqa: SLF001
     if params.get("scale_lr") and scheduled:
         raise ParamError(
-            "scale_lr=True needs a learning rate that is a number, but the optimizer has a schedule. Scale the numbers "
-            "of the schedule instead."
+            "scale_lr=True needs a constant learning rate, but the optimizer has a learning rate schedule. Scale the "
+            "rates in the schedule instead."
         )
     passes, accumulated = params.get("backward_passes_per_step", 1), optimizer.gradient_accumulation_steps
     if passes != 1 and accumulated:
@@ -493,10 +494,10 @@ def _rebuilt_model(package: Package) -> keras.Model:
     """Build the model in the same way as the ranks."""
     try:
         return package.build()
-    except TypeError as error:  # Keras raises it for any error in a from_config()
+    except TypeError as error:  # the type that Keras raises for any error in a from_config()
         raise ParamError(
             "The ranks rebuild the model, its optimizer, loss and metrics from get_config(), and one of them cannot be "
-            f"rebuilt: {with_full_stop(error)} The constructor of a class of your own must accept everything that its "
+            f"rebuilt: {with_full_stop(error)} The constructor of your own class must accept everything that its "
             "get_config() returns, including the arguments of its base class (name, dtype)."
         ) from error
 
@@ -505,9 +506,9 @@ def _check_scalar(metrics: Mapping[str, npt.ArrayLike]) -> None:
     for name, value in metrics.items():
         if np.shape(value) != ():
             raise ParamError(
-                f"The metric {name!r} returns numbers of shape {list(np.shape(value))}, but an epoch reports one "
-                "number per metric. Average them in the metric, as F1Score(average='macro') does, or use a metric per "
-                "number."
+                f"The metric {name!r} returns an array of shape {list(np.shape(value))}, but an epoch reports one "
+                "number per metric. Average the values in the metric, as F1Score(average='macro') does, or use one "
+                "metric per value."
             )
 
 

@@ -13,7 +13,7 @@ from sparkhvd.errors import StoreError
 
 # Content up to this size is buffered in memory, larger content in an unnamed temporary file.
 SPOOL_BYTES = 32 * 1024 * 1024
-# The size of one request of an unbuffered reader.
+# The buffer size of a reader, so that small reads do not become one request each.
 READ_AHEAD_BYTES = 1024 * 1024
 
 
@@ -29,7 +29,7 @@ class Ranges(Protocol):
 
 
 class RangeReader(io.RawIOBase):
-    """A seekable file for reading over ``Ranges``; a read is complete or raises."""
+    """A seekable, read-only file over ``Ranges``. A read never returns less than the file has: it raises instead."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._ranges = ranges
@@ -74,9 +74,9 @@ class RangeReader(io.RawIOBase):
 
 
 class SpooledFile(io.RawIOBase):
-    """A new file that buffers its content locally and passes it to ``commit`` on ``close``, or drops it after an error.
+    """A new file that buffers its content locally. ``close`` passes it to ``commit``; an error in ``with`` discards it.
 
-    The buffer lets a retry send the content again, and keeps partial content of a killed writer invisible.
+    Because of the buffer, a retry can send the content again, and a killed writer leaves no partial file.
     """
 
     def __init__(self, url: str, commit: Callable[[IO[bytes], int], None]) -> None:

@@ -50,7 +50,7 @@ _SEND_SECONDS = 60.0
 _END_SECONDS = 5.0
 # The interval at which a task asks again for a lease that another attempt holds.
 _POLL_SECONDS = 2.0
-_FOREVER = Deadline(math.inf)  # a stopped driver may resume later; the end of its host ends the connection
+_FOREVER = Deadline(math.inf)  # a suspended driver may resume; the connection ends if its host dies
 
 
 def run_lease(
@@ -83,7 +83,7 @@ def run_lease(
         stack.callback(client.wake)
         stack.callback(workers.close, _END_SECONDS)
         location = WorkerLocation(offer.host_hash, offer.host, offer.bind_host)
-        # Nothing else reports the end of the executor.
+        # A new parent process is the only sign that the executor has ended.
         if carry_out_commands(workers, location, commands, lambda: os.getppid() != parent) is not None:
             raise LaunchError(f"The task on host {offer.host} lost its connection to the driver.")
     yield from ()
@@ -118,7 +118,7 @@ def _device_variables(job: Job, offer: TaskOffer) -> tuple[tuple[str, str], ...]
 
 def _report(client: Client, end: End) -> None:
     """Send how a worker ended; called from the worker's thread."""
-    with suppress(OSError):  # the main thread learns of the driver's loss
+    with suppress(OSError):  # the main thread notices by itself that the driver is lost
         if isinstance(end, Lost):
             client.send(WorkerLost(end.worker, end.failure.to_json()), Deadline.after(_SEND_SECONDS))
             return
@@ -140,7 +140,7 @@ def _connect(job: Job, host: str) -> Client:
 
 
 def _offer_slot(client: Client, introduction: Introduction, parent: int) -> bool:
-    """Offer the slot, and return whether the driver has taken it; False if the job has ended.
+    """Offer the slot, and return whether the driver accepted it; False if the job or this executor has ended.
 
     Another attempt of this task may still hold the lease: a speculative one, or one whose executor was just lost.
     """
@@ -149,7 +149,9 @@ def _offer_slot(client: Client, introduction: Introduction, parent: int) -> bool
         try:
             answer = client.ask(OfferSlot(introduction), _FOREVER)
         except OSError as error:
-            raise LaunchError(f"The task on host {introduction.offer.host} lost the driver: {error}") from error
+            raise LaunchError(
+                f"The task on host {introduction.offer.host} lost its connection to the driver: {error}"
+            ) from error
         if not isinstance(answer, Rejected):
             return not isinstance(answer, EndLease)
         waiting.wait(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""The data path of a worker's stdout and stderr: to the driver if it is reachable, else to the task's stderr."""
+"""Forwards a worker's stdout and stderr to the driver, or to the task's stderr if the driver is unreachable."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from sparkhvd.task.log_files import StoreOutput
 
 logger = logging.getLogger(__name__)
 
-# A line that is longer is passed on in pieces, so that a rank that never ends its line cannot fill the memory.
+# Longer lines are forwarded in pieces, so that a rank that never ends its line cannot fill the memory.
 MAX_LINE_BYTES = 64 * 1024
 _READ_BYTES = 64 * 1024
 _CONNECT_SECONDS = 10.0
-# How long the driver may be too busy to take a piece; the rank waits meanwhile, so nothing piles up anywhere.
+# How long a busy driver may take to accept a piece. The rank waits meanwhile, so no output accumulates.
 _SEND_SECONDS = 60.0
 _TAIL_LINES = 40
 
 
 class LineBuffer:
-    r"""Cuts a stream of bytes after whole lines.
+    r"""Splits a stream of bytes after complete lines.
 
-    What a progress bar is going to write over (``"\r 10%\r 20%"``, or ``"10%\r20%\r"``) is a line of its own as soon as
-    that is known, with its carriage return.
+    Text that a progress bar will overwrite (``"\r 10%\r 20%"``, or ``"10%\r20%\r"``) counts as a complete line, with
+    its carriage return, as soon as the carriage return that overwrites it has arrived.
     """
 
     def __init__(self, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self._rest = b""
-        self._returned = False  # whether what was passed on last ended with a carriage return
+        self._returned = False  # whether the last forwarded text ended with a carriage return
         self._max_line_bytes = max_line_bytes
 
     def add(self, piece: bytes) -> bytes | None:
-        """The whole lines that there are now, without the last newline; None while there is none."""
+        """Add a piece, and return the lines that are now complete, without the last newline; None if there are none."""
         self._rest += piece
-        if self._returned and self._rest[:1] == b"\n":  # the carriage return counted as the end of that line
+        if self._returned and self._rest[:1] == b"\n":  # the carriage return has already ended that line
             self._rest = self._rest[1:]
         self._returned = self._returned and not self._rest
         newline = self._rest.rfind(b"\n")
@@ -69,7 +69,7 @@ class LineBuffer:
         return start + end if shown[: max(end, 0)].strip(b"\r") else 0
 
     def flush(self) -> bytes | None:
-        """Return the rest that has no newline; None if there is none."""
+        """Return the remaining text, which has no newline; None if there is none."""
         rest, self._rest = self._rest, b""
         return rest or None
 
@@ -80,7 +80,7 @@ class RankLog(Protocol):
     rank: int
 
     def started(self) -> None:
-        """Report that all ranks of the job run."""
+        """Report that all ranks of the job are running."""
 
     def write(self, stream: str, content: bytes) -> None:
         """Write whole lines."""
@@ -108,21 +108,22 @@ class HandlerLog:
 
 
 class DriverLog:
-    """Connection to the driver's log stream, made on first use; falls back to this task's stderr for good.
+    """Sends output to the driver's log stream, over a connection that it opens on first use.
 
-    What is to go into files of a Store goes there from here, and to this task's stderr when the Store fails.
+    If the driver is unreachable, all further output goes to this task's stderr. Output for the files of a Store is
+    written to the Store directly, or to this task's stderr if the Store fails.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._files = StoreOutput(_write_notice, self._write_here)  # of the pump's thread, until close
+        self._files = StoreOutput(_write_notice, self._write_here)  # used only by the pump's thread, until close
         self._lock = threading.Lock()
         self._client: Client | None = None  # guarded by _lock
         self._unreachable = not job.driver_addresses  # guarded by _lock
         self.rank = -1
 
     def started(self) -> None:
-        """Report to the driver that the ranks run."""
+        """Report to the driver that the ranks are running."""
         self._send(Started(self._job.num_proc))
 
     def write(self, stream: str, content: bytes) -> None:
@@ -183,8 +184,8 @@ def _write_notice(text: str) -> None:
 class OutputPump:
     """A thread that reads a worker's stdout and stderr until they end or ``finish`` gives up on them.
 
-    It owns the two file descriptors. Nothing is passed on before ``start``: until then the worker has written little,
-    and the pipes hold it.
+    It owns the two file descriptors. Before ``start``, it reads nothing: a worker writes little until then, and the
+    pipes hold it.
     """
 
     def __init__(self, stdout: int, stderr: int, log: RankLog) -> None:
@@ -192,7 +193,7 @@ class OutputPump:
         self._streams = {stdout: "stdout", stderr: "stderr"}
         self._buffers = {stdout: LineBuffer(), stderr: LineBuffer()}
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._lost = False  # of the pump's thread
+        self._lost = False  # used only by the pump's thread
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="sparkhvd-output", daemon=True)
 
@@ -200,7 +201,7 @@ class OutputPump:
         self._thread.start()
 
     def finish(self, seconds: float) -> None:
-        """Wait for both streams to end; a process that escaped may hold them open, so for ``seconds`` only."""
+        """Wait up to ``seconds`` for both streams to end; a process that outlives the worker may hold them open."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
             self._wake_sender.send(b"x")
@@ -211,7 +212,7 @@ class OutputPump:
         self._wake_receiver.close()
 
     def add(self, stream: str, text: str) -> None:
-        """Add a line of ours, after ``finish``."""
+        """Write a line of sparkhvd's own; call it after ``finish``."""
         self._log.write(stream, text.encode())
 
     def stderr_tail(self) -> str:
@@ -255,4 +256,4 @@ class OutputPump:
         except Exception as error:
             if not self._lost:
                 logger.warning("Output of rank %d is lost: %s", self._log.rank, error, exc_info=True)
-            self._lost = True  # the pipes are read all the same: a rank that cannot write would wait forever
+            self._lost = True  # keep reading the pipes: a rank that cannot write would wait forever

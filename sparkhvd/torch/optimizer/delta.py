@@ -55,7 +55,7 @@ class DeltaOptimizer(ExchangingOptimizer):
         if not exchanges_with(self._settings.process_set):
             return super(ExchangingOptimizer, self).step(closure)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        # A parameter that was frozen may move on with the gradient that it had on this rank, or with its momentum.
+        # A parameter that was frozen later may still move, by this rank's last gradient or by its momentum.
         self._moving.update(parameter for parameter in parameters if parameter.requires_grad)
         trained = [(parameter, self._names[parameter]) for parameter in parameters if parameter in self._moving]
         starts = [parameter.detach().clone() for parameter, _ in trained]
@@ -74,7 +74,7 @@ class DeltaOptimizer(ExchangingOptimizer):
         return Call(Allreduce((delta,), Reduction(ReduceOp.ADASUM), options, self._settings.compression), first)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, which are named by their positions."""
+        """Add parameters, and name them by their positions."""
         super(ExchangingOptimizer, self).add_param_group(param_group)
         self._names.update(names_by_position(self.param_groups, only=len(self.param_groups) - 1))
 
@@ -91,7 +91,7 @@ class DeltaOptimizer(ExchangingOptimizer):
         raise ConfigError("contribute_nothing() needs op=Average, but the optimizer was created with op=Adasum.")
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Check ``passes`` only: with Adasum, gradients add up on the rank until ``step()`` in any case."""
+        """Only check ``passes``: with Adasum, gradients accumulate on the rank until ``step()`` anyway."""
         checked_passes(passes)
 
     def synchronize(self) -> None:

@@ -56,12 +56,12 @@ def test_the_job_is_named():
     ("environment", "words"),
     [
         ({"SLURM_JOB_NODELIST": "n[1-x]"}, r"SLURM_JOB_NODELIST='n\[1-x\]' has an unknown form: '1-x' is not a range"),
-        ({"SLURM_JOB_NODELIST": "n[1-2"}, "a bracket is not closed or not opened"),
-        ({"SLURM_JOB_NODELIST": "n1],m"}, "a bracket is not closed or not opened"),
+        ({"SLURM_JOB_NODELIST": "n[1-2"}, "its brackets do not match"),
+        ({"SLURM_JOB_NODELIST": "n1],m"}, "its brackets do not match"),
         ({"SLURM_JOB_NODELIST": "n[3-1]"}, "'3-1' ends before it begins"),
         ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2"}, "it has 1 entries for 2 nodes"),
         ({"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "many"}, "'many' is not a number of tasks"),
-        ({"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "a 2 b"}, "must be pairs of a host and its slots"),
+        ({"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "a 2 b"}, "must consist of pairs of host and slots"),
         ({"LSB_JOBID": "5", "LSB_DJOB_RANKFILE": "/no/such"}, "LSB_DJOB_RANKFILE=/no/such cannot be read"),
     ],
 )

@@ -162,7 +162,7 @@ def test_a_layer_with_a_forward_of_its_own_is_not_converted():
         def forward(self, rows):
             return super().forward(rows).relu()
 
-    with pytest.raises(ConfigError, match="Activated is a batch normalization with a forward of its own"):
+    with pytest.raises(ConfigError, match="Activated is a batch normalization layer that overrides forward"):
         hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(Activated(3)))
 
 

@@ -50,7 +50,7 @@ def test_an_executor_without_the_compiled_core_passes_its_message_on():
         ),
         (
             "org.apache.spark.SparkException: Python worker exited unexpectedly (crashed). Consider",
-            "the Python worker of task 1 was killed or crashed; the kernel kills it if the host is short of memory.",
+            "the Python worker of task 1 was killed or crashed, for example because the host ran out of memory.",
         ),
     ],
 )

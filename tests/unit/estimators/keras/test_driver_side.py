@@ -193,7 +193,7 @@ def carrying_states():
         (
             {"optimizer": keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 5)), "scale_lr": True},
             ParamError,
-            "scale_lr=True needs a learning rate that is a number",
+            "scale_lr=True needs a constant learning rate",
         ),
         (
             {"metrics": [Unmade()]},
@@ -293,7 +293,7 @@ def test_a_metric_of_several_numbers_is_rejected(outputs):
     data = schema(x=("feature", "float32", (6,), "array"), y=("label", "float32", (outputs,), "array"))
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(outputs)])
     given = parameters(data, model=model, loss="mse", metrics=[keras.metrics.F1Score()])
-    with pytest.raises(ParamError, match=rf"'f1_score' returns numbers of shape \[{outputs}\], .*average='macro'"):
+    with pytest.raises(ParamError, match=rf"'f1_score' returns an array of shape \[{outputs}\], .*average='macro'"):
         PLUGIN.check(given, data, None)
 
 
