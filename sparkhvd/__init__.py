@@ -70,7 +70,7 @@ __all__ = [
     "slots",
 ]
 
-# `from sparkhvd import *` brings what the installed frameworks have; importing nothing, this only looks for them.
+# `from sparkhvd import *` provides the names of the installed frameworks. This looks for them without an import.
 _PACKAGES = {"Keras": ("keras",), "Lightning": ("lightning", "pytorch_lightning"), "Torch": ("torch",)}
 for _framework, _packages in _PACKAGES.items():
     if not any(map(find_spec, _packages)):
@@ -81,7 +81,7 @@ for _framework, _packages in _PACKAGES.items():
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(missing("sparkhvd", name, __all__))
-    # Nothing imports Keras before its backend is known, so that nothing would fail here.
+    # The modules of these names do not import Keras, so importing them would not show that Keras is missing.
     if name.startswith("Keras") and find_spec("keras") is None:
         raise ModuleNotFoundError(not_installed(f"sparkhvd.{name}", "keras"), name="keras")
     try:

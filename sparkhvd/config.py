@@ -1,7 +1,7 @@
 """The settings of a process, read from the environment in this module only.
 
 All other modules receive the frozen ``Config``. Each field declares its default, its reader, its meaning, and the
-``HOROVOD_*`` variables that are read as a fallback. Its own variable is ``SPARKHVD_`` plus its name in capitals.
+``HOROVOD_*`` variables that are read as a fallback. A field's own variable is ``SPARKHVD_`` plus its name in capitals.
 A test compares the documentation's page of settings with these declarations.
 """
 
@@ -409,7 +409,7 @@ def with_changed_variables(
         changed = [variable for variable in readers if env.get(variable, "") != before.get(variable, "")]
         if _first_set(changed, env) is None and _first_set(readers, before) not in changed:
             continue
-        # What the program has set counts before what it has inherited.
+        # Variables that the program has set take precedence over inherited ones.
         variable = _first_set([*changed, *readers], env)
         values[name] = (
             getattr(_DEFAULTS, name) if variable is None else _read(variable, env[variable], readers[variable])
@@ -417,8 +417,8 @@ def with_changed_variables(
     result = replace(config, **values)
     if result.encrypt != config.encrypt:
         raise ConfigError(
-            f"{variable_of('encrypt')} has changed since the job was launched, whose servers already run "
-            f"{'with' if config.encrypt else 'without'} encryption. Set it where you launch the job."
+            f"{variable_of('encrypt')} has changed since the job was launched, but the servers of the job "
+            f"already run {'with' if config.encrypt else 'without'} encryption. Set it where you launch the job."
         )
     return result
 

@@ -22,7 +22,7 @@ class UnsupportedError(ConfigError, NotImplementedError):
 
 
 class NotInitializedError(SparkHvdError, ValueError):
-    """A collective or a rank was asked for before ``init()`` or after ``shutdown()``."""
+    """A collective or a rank was requested before ``init()`` or after ``shutdown()``."""
 
 
 class HorovodInternalError(SparkHvdError, RuntimeError):
@@ -67,7 +67,7 @@ class LaunchError(SparkHvdError, RuntimeError):
 
 
 class SlotsError(LaunchError):
-    """More ranks were asked for than the cluster has slots."""
+    """More ranks were requested than the cluster has slots."""
 
 
 class StartTimeoutError(LaunchError, TimeoutError):

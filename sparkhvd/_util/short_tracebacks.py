@@ -21,7 +21,7 @@ def brief_errors(function: Callable[P, R]) -> Callable[P, R]:
     """Let ``function`` raise errors about its arguments, and KeyboardInterrupt, without the frames below it.
 
     A notebook shows ten lines of source per frame, which bury the message. The causes of an error stay, because they
-    are the user's own code. Logging at level DEBUG has the whole traceback.
+    are the user's own code. The log at level DEBUG has the whole traceback.
     """
 
     @functools.wraps(function)

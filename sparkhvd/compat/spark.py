@@ -127,7 +127,7 @@ def map_in_barrier(
     schema: str,
     profile: ResourceProfile | None,
 ) -> DataFrame:
-    """Return what ``task`` makes of each partition in a barrier stage, whose tasks have the resources of a profile."""
+    """Return the rows that ``task`` yields per partition in a barrier stage, with the resources of a profile."""
     if profile is None:
         return rows.mapInArrow(task, schema, barrier=True)
     if _has_release(4, 0):

@@ -67,7 +67,7 @@ def weighted(gradients: list[Any], share: Callable[[], float]) -> list[Any]:
     if keras.config.backend() == "tensorflow":
         import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
-        # Called at every run of the graph, after the gradients are computed. Before, the step may lack its rows.
+        # Called at every run of the graph, after the gradients are computed. Until then, the rows may be unknown.
         number: Any = tf.stop_gradient(tf.py_function(lambda *_: factor(), _dependency_on(gradients), tf.float32))
         number.set_shape([])
         return [None if g is None else scaled(g, tf.cast(number, g.dtype)) for g in gradients]

@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Starts all ranks from the weights and the optimizer state of ``root_rank``; variables local to a rank stay.
+    """Starts all ranks from the weights and the optimizer state of ``root_rank``, except for local variables.
 
     The variables are broadcast before the first step. A model that is built by its first batch (a ``Sequential``
-    without an ``Input``, a subclass that has not been called) has none by then: its ranks continue from the state of
-    ``root_rank`` after the first step.
+    without an ``Input``, a subclass that has not been called) has no variables by then: its ranks continue from the
+    state of ``root_rank`` after the first step.
 
-    It logs a warning if the ranks then train apart: the model has Keras' own training step and an optimizer that does
-    not exchange gradients, as a copy of a model or the result of ``keras.saving.load_model`` has.
+    The callback logs a warning if every rank would train a model of its own. This happens if the model has Keras' own
+    training step and an optimizer that does not exchange gradients, as copied and loaded models have.
 
     Args:
         root_rank: the rank whose variables are sent.
@@ -198,7 +198,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self._verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Say when the warmup is over."""
+        """Report the end of the warmup."""
         super().on_epoch_end(epoch, logs)
         if self._verbose and self._end is not None and epoch == int(self._end) - 1:
             self._report(f"The warmup ended after epoch {epoch + 1}; the learning rate is {self._initial_lr:g}.")
@@ -218,7 +218,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
         monitor: the metric that selects the best epoch.
         verbose: 1 reports when a model is saved.
         mode: ``min``, ``max`` or ``auto``.
-        save_freq: ``epoch``, or the number of batches after which it looks for a better model.
+        save_freq: ``epoch``, or the number of batches after which the callback looks for a better model.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ class KerasState(ObjectState):
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
     """Commits a state after every ``batches_per_commit`` batches and after every epoch.
 
-    It commits before the next batch begins, when all other callbacks have seen the end of the last one.
+    It commits before the next batch begins, after all other callbacks have seen the end of the last batch.
 
     Args:
         state: the state.
@@ -167,7 +167,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._before = state.batch
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Count on from the batches before the reset."""
+        """Continue the count from the batches before the reset."""
         self._before = self._state.batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002

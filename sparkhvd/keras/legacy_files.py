@@ -26,7 +26,7 @@ def restore_legacy_state(model: Any, filepath: str) -> None:
     if values is None:
         return
     optimizer = type(loaded).from_config(loaded.get_config())
-    unbuilt = len(optimizer.variables)  # an optimizer that was saved before its first step has no more
+    unbuilt = len(optimizer.variables)  # an optimizer that was saved before its first step has only these
     optimizer.build(model.trainable_variables)
     variables = optimizer.variables
     shapes = [tuple(variable.shape) for variable in variables]

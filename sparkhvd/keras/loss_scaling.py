@@ -13,9 +13,9 @@ import keras
 def make_ranks_skip_together() -> None:
     """Make every ``LossScaleOptimizer`` around a distributed optimizer ask all ranks whether gradients are finite.
 
-    Keras asks for this rank's gradients, which are not exchanged yet. A rank would skip the exchange that the others
-    wait in. ``compile`` creates the ``LossScaleOptimizer`` of a model in ``mixed_float16`` itself, so no subclass of
-    it can be used instead.
+    Keras checks only this rank's gradients, before their exchange. A rank with infinite gradients would skip the
+    exchange in which the others wait. ``compile`` itself creates the ``LossScaleOptimizer`` of a model in
+    ``mixed_float16``, so a subclass cannot take its place.
     """
     kind = keras.optimizers.LossScaleOptimizer
     check_own = kind.check_finite

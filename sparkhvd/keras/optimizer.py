@@ -189,7 +189,7 @@ class ExchangingOptimizer:
         self._local.variables[id(variable)] = variable
 
     def local_variables(self) -> list[Any]:
-        """Return the variables whose gradients are not exchanged, and their state in the optimizer, which is built."""
+        """Return the variables whose gradients are not exchanged, and their state in the (built) optimizer."""
         trained = self._trainable_variables  # type: ignore[attr-defined]
         indices = [index for index, variable in enumerate(trained) if id(variable) in self._local.variables]
         # Keras stores the state in lists in the order of the variables, and has no other way to find it.
@@ -242,7 +242,8 @@ class DeltaOptimizer(ExchangingOptimizer):
     """A mixin that ``DistributedOptimizer(op=Adasum)`` adds to the class of the optimizer that it wraps.
 
     Every rank takes a step from its own gradients, and Adasum combines the steps; ``sparkhvd.torch.optimizer.delta``
-    says why. Each rank clips its own gradients. Weight decay needs no exchange, because it is the same on all ranks.
+    explains why. Each rank clips its own gradients. Weight decay needs no exchange, because it is the same on all
+    ranks.
     """
 
     def weight_by(self, share: Callable[[], float], ends: Callable[[], bool] | None = None) -> None:
@@ -291,8 +292,8 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     sparkhvd. Compile the model after wrapping, without ``jit_compile=True``.
 
     ``from_config`` of the optimizer, ``copy`` and ``pickle`` return optimizers that exchange gradients with the same
-    settings. A copy of a compiled model (``clone_model``, ``copy.deepcopy``, ``pickle``) is made like a saved file: its
-    optimizer is the original one. Wrap it and compile again.
+    settings. A copy of a compiled model (``clone_model``, ``copy.deepcopy``, ``pickle``) is made like a model loaded
+    from a file: its optimizer has the original class. Wrap that optimizer and compile again.
 
     Args:
         optimizer: the optimizer, which is changed in place.
@@ -300,7 +301,7 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
         compression: compresses gradients for transfer (``hvd.Compression`` of the backend).
         sparse_as_dense: whether the gradients of embeddings are converted to dense tensors; TensorFlow backend only.
         backward_passes_per_step: batches whose gradients are accumulated on the rank before they are exchanged.
-        op: ``Average`` or ``Sum`` of the ranks' gradients, or ``Adasum`` of the steps that they take from them.
+        op: ``Average`` or ``Sum`` of the ranks' gradients, or ``Adasum`` of the steps that the ranks take.
         gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
         average_aggregated_gradients: whether the gradients of accumulated batches are averaged instead of summed.
         process_set: the ranks that train this model together, all by default.

@@ -1,8 +1,8 @@
 """Lightning on the ranks of a job: ``import sparkhvd.lightning``, then ``Trainer(strategy="sparkhvd")``.
 
 The import registers the strategy with each imported Lightning, ``lightning`` or ``pytorch_lightning``; if none is
-imported yet, with the installed one (``lightning`` if both are). This is the only module of sparkhvd whose import has
-an effect, because Lightning finds only registered strategies by name.
+imported yet, with the installed one (``lightning`` if both are). The import has this effect because Lightning finds
+only registered strategies by name.
 
 To set options, pass an instance: ``Trainer(strategy=SparkHvdStrategy(compression=...))``.
 """

@@ -1,4 +1,4 @@
-"""The ranks of a job as Lightning's cluster environment, without the base class, which Lightning has twice."""
+"""The ranks of a job as Lightning's cluster environment, without the base class: each Lightning package has its own."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class RankEnvironment:
         return self._world.size
 
     def set_world_size(self, size: int) -> None:
-        """The launcher has decided."""
+        """Do nothing: the launcher has set the size."""
 
     def global_rank(self) -> int:
         return self._world.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """The launcher has decided."""
+        """Do nothing: the launcher has set the rank."""
 
     def local_rank(self) -> int:
         return self._world.local_rank
@@ -41,4 +41,4 @@ class RankEnvironment:
         return self._world.cross_rank
 
     def teardown(self) -> None:
-        """The ranks stay connected."""
+        """Do nothing: the ranks stay connected."""

@@ -294,7 +294,7 @@ class RankStrategy:
             hvd.barrier()
 
     def _is_ending(self) -> bool:
-        """Whether an exception is ending this rank: its callbacks may save checkpoints, but other ranks do not join."""
+        """Whether an exception is ending this rank: its callbacks may save checkpoints without other ranks."""
         trainer = getattr(self.lightning_module, "_trainer", None)
         return trainer is not None and bool(trainer.interrupted)
 

@@ -1,7 +1,7 @@
 """Collectives without a framework: ``import sparkhvd.numpy as hvd``.
 
-They take NumPy arrays, and whatever NumPy can read, such as arrays of JAX and Arrow. Names and meanings are those of
-``sparkhvd.torch``.
+They take NumPy arrays, and other values that NumPy can read, such as arrays of JAX and Arrow. Names and meanings are
+those of ``sparkhvd.torch``.
 """
 
 from __future__ import annotations

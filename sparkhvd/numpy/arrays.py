@@ -36,9 +36,9 @@ def array_of(values: npt.ArrayLike, what: str) -> Array:
 
 
 def _from_device(values: npt.ArrayLike, what: str, problem: Exception) -> Array:
-    """Return a copy of what NumPy cannot read in place, such as the memory of a GPU."""
+    """Return a copy of values that NumPy cannot read in place, such as those in the memory of a GPU."""
     try:
-        return np.from_dlpack(values, device="cpu")  # type: ignore[arg-type]  # what lacks it raises
+        return np.from_dlpack(values, device="cpu")  # type: ignore[arg-type]  # values without DLPack raise an error
     except (AttributeError, TypeError, ValueError, RuntimeError, BufferError):
         raise ConfigError(
             f"{what}, a {type(values).__name__}, cannot be read as an array: {problem}. Convert it to a NumPy array "

@@ -1,15 +1,15 @@
 """The collectives on arrays.
 
-Arrays are whatever NumPy can read: its own arrays, numbers, lists, and objects with the buffer protocol, ``__array__``
-or DLPack, such as arrays of JAX, CuPy and Arrow. Results are NumPy arrays. All functions raise ``ConfigError`` for
-values that NumPy cannot read. Waiting for a result raises
+An array is any value that NumPy can read: its own arrays, numbers, lists, and objects with the buffer protocol,
+``__array__`` or DLPack, such as arrays of JAX, CuPy and Arrow. Results are NumPy arrays. All functions raise
+``ConfigError`` for values that NumPy cannot read. Waiting for a result raises
 
 - ``MismatchError`` on every rank when the ranks disagree on shape, dtype, operation or root,
 - ``PeerLostError`` when a rank has ended,
 - ``DeadlineExceededError`` when not all ranks took part in time.
 
-``with_waiter`` lets an operation begin only when a thread waits for its handle. It then runs on that thread, which
-saves a switch to another one.
+``with_waiter`` lets an operation begin only when a thread waits for its handle. The operation then runs on that thread,
+which saves a switch to another thread.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def allreduce_async_(
 
     Args:
         array: a contiguous and writable NumPy array, or another object with such a buffer.
-        name: as in ``allreduce``, like all that follow.
+        name: as in ``allreduce``, as are the arguments below.
         op: the reduction.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the result.
@@ -134,7 +134,7 @@ def grouped_allreduce_async(
     Args:
         arrays: the same number of arrays, with the same shapes and dtypes, on all ranks.
         name: the group's name, equal on all ranks; numbered automatically when None.
-        op: as in ``allreduce``, like all that follow.
+        op: as in ``allreduce``, as are the arguments below.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the results.
         process_set: the ranks that take part.
@@ -165,7 +165,7 @@ def grouped_allreduce_async_(
 
     Args:
         arrays: contiguous and writable NumPy arrays, or other objects with such buffers.
-        name: as in ``grouped_allreduce``, like all that follow.
+        name: as in ``grouped_allreduce``, as are the arguments below.
         op: the reduction.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the results.
@@ -230,7 +230,7 @@ def grouped_reducescatter_async(
     Args:
         arrays: the same number of arrays, with the same shapes and dtypes, on all ranks.
         name: the group's name, equal on all ranks; numbered automatically when None.
-        op: as in ``reducescatter``, like all that follow.
+        op: as in ``reducescatter``, as are the arguments below.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the results.
         process_set: the ranks that take part.

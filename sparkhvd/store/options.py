@@ -54,7 +54,7 @@ class StorageOptions(Mapping[str, object]):
 def refuse_credentials(url: str) -> None:
     """Raise ``StoreError`` for a URL with ``user:password@`` in it, without showing them.
 
-    A password may have a slash in it, so what stands before one need not be a server.
+    A password may contain a slash, so the text before a slash is not necessarily a server.
     """
     for match in _URL.finditer(url):
         if not _SERVER.fullmatch(match["server"]):

@@ -71,10 +71,10 @@ class Store(Protocol):
         """Write one small object atomically; raise ``StoreError`` if ``path`` exists, also in a race."""
 
     def delete(self, path: str) -> None:
-        """Remove a file or a folder with its content; a missing path is no error."""
+        """Remove a file or a folder with its content; a missing path is not an error."""
 
     def spark_url(self, path: str) -> str | None:
-        """Return the URL of ``path`` for Spark's readers and writers; None when Hadoop lacks the scheme."""
+        """Return the URL of ``path`` for Spark's readers and writers; None if Hadoop lacks the scheme."""
 
     def spark_options(self) -> dict[str, str]:
         """Return options for Spark's readers and writers with the access settings of this Store."""

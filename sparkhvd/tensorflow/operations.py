@@ -103,7 +103,7 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     gathered = iter(reduce_slices(slices, scaled, name and f"{name}.sparse", process_set) if slices else ())
     values = [tf.convert_to_tensor(tensor) for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
     full_name = graph_name("allreduce", name) if values else None
-    # A tensor may be in the group twice, so its own name does not identify its place.
+    # A tensor may be in the group twice, so its own name does not identify its position.
     names = [f"{full_name}.{i}" if full_name and len(values) > 1 else full_name for i in range(len(values))]
     dense = iter(reduce_dense(values, scaled, names, compression, process_set))
     return [next(gathered) if isinstance(tensor, tf.IndexedSlices) else next(dense) for tensor in tensors]
@@ -368,7 +368,7 @@ def join(process_set: ProcessSet | None = None) -> tf.Tensor:
 def reduce_slices(
     slices: Sequence[tf.IndexedSlices], reduction: Reduction, name: str | None, process_set: ProcessSet | None
 ) -> list[tf.IndexedSlices]:
-    """Concatenate the rows of all ranks, which adds them up once they are applied; one call for all slices.
+    """Concatenate the rows of all ranks, which are added up when the slices are applied; one call for all slices.
 
     Means of integers are not truncated: they have the dtype of TensorFlow's division.
     """
@@ -405,9 +405,10 @@ def _with_gradient_of_sum(gathered: tf.Tensor, ranks: Any) -> tf.Tensor:
 
 
 def _as_quotients(values: tf.Tensor) -> tf.Tensor:
-    """Return integers in the dtype of TensorFlow's division; others as they are.
+    """Return integers in the dtype of TensorFlow's division; other values are unchanged.
 
-    The means of dense integers are truncated. But a rank's share of the mean of a row is not the mean yet.
+    The means of dense integers are truncated. Here, each rank has only its share of a row's mean, which must not be
+    truncated.
     """
     return tf.math.truediv(values, tf.ones([], values.dtype)) if values.dtype.is_integer else values
 

@@ -146,7 +146,7 @@ def graph_name(kind: str, name: str | None) -> str | None:
     """Return an operation's name: ``name`` if set; inside a graph, one that numbers the graph's operations of a kind.
 
     Return None in eager mode, where operations are numbered. A name that is used in every step is negotiated only once.
-    The names of tensors would not do: Keras numbers layers in the order in which a process makes them.
+    The names of tensors are unsuitable, because Keras numbers layers in the order in which a process creates them.
     """
     if name is not None or tf.executing_eagerly():
         return name

@@ -58,7 +58,7 @@ def take_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) ->
 
 
 def take_new_buffers(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Overwrite the buffers that are None with those of a state, as ``load_state_dict`` does not expect them there."""
+    """Set the buffers that are None from a state, because ``load_state_dict`` does not expect keys for them."""
     for path, part in module.named_modules():
         absent = [f"{path}.{name}" if path else name for name, buffer in part._buffers.items() if buffer is None]  # noqa: SLF001
         take_buffers(module, {key: state[key] for key in absent if key in state})

@@ -20,7 +20,7 @@ class SuccessiveHalving:
 
     Attributes:
         min_epochs: epochs of every trial.
-        factor: one of so many trials is promoted.
+        factor: one in ``factor`` trials is promoted.
 
     Raises:
         ParamError: a number is too small or not whole.
@@ -38,7 +38,7 @@ class SuccessiveHalving:
             )
 
     def rungs(self, epochs: int) -> tuple[int, ...]:
-        """Return the epochs at which trials are compared, and at last those of a whole training."""
+        """Return the numbers of epochs after which trials are compared; the last one is that of a full training."""
         rungs = []
         reached = self.min_epochs
         while reached < epochs:

@@ -81,7 +81,7 @@ def _opened_storage(url: str) -> optuna.storages.BaseStorage:
     import optuna  # noqa: PLC0415  (optional)
 
     try:
-        # Redis is the one URL that is no database.
+        # A Redis URL is the only one that SQLAlchemy does not open.
         return optuna.storages.get_storage(url) if url.startswith("redis") else optuna.storages.RDBStorage(url)
     except Exception as error:  # of SQLAlchemy or a driver of a database
         raise ParamError(
@@ -94,7 +94,7 @@ def check_name(name: str) -> None:
     """Refuse the name of a study that cannot be part of a folder's name.
 
     Raises:
-        ParamError: the message says which names can.
+        ParamError: the name is not allowed; the message states the rule.
     """
     try:
         layout.run_folder(name and f"{name}{_LONGEST_END}")

@@ -50,7 +50,7 @@ _OF_THE_SEARCH = ("store", "run_id", "resume", "epoch_callback", *_OF_THE_ROWS)
 
 @dataclass(frozen=True)
 class Limits:
-    """How many trials run: in all, at the same time, and within how many seconds they start."""
+    """The limits of a search: all trials, the trials at the same time, and the seconds within which trials start."""
 
     trials: int
     parallelism: int
@@ -71,9 +71,9 @@ class Attempt:
     Attributes:
         trial: the trial.
         run_id: its run, which all of its attempts train.
-        reports: what it has reported.
+        reports: its reports to Optuna.
         rung: the number of the rung.
-        parameters: what the space returned; None before it was called.
+        parameters: the parameters that the space returned; None before the call.
     """
 
     trial: optuna.Trial
@@ -91,11 +91,11 @@ class Trials:
         data: the rows of all trials.
         store: the Store of the runs.
         space: returns the parameters of a trial.
-        study: of Optuna.
-        metrics: that the study optimizes.
+        study: Optuna's study.
+        metrics: the metrics that the study optimizes.
         spark: the session.
         prefix: the beginning of the ids of the runs.
-        halving: which trials are trained how long; None trains all of them to the end.
+        halving: decides how long each trial is trained; None trains all of them to the end.
         keep_runs: whether the runs of all trials are kept.
     """
 
@@ -292,7 +292,7 @@ class Trials:
         """Return the estimator that trains a trial up to the rung."""
         named = {f"trial.{name}": value for name, value in attempt.trial.params.items()}
         candidate = self._template.as_trial(f"trial {attempt.trial.number}", named)
-        candidate.setParams(verbose=0)  # lines of several trials at a time would not say whose they are
+        candidate.setParams(verbose=0)  # the lines of parallel trials would not name their trial
         candidate.setParams(**dict.fromkeys(_OF_THE_ROWS), **(attempt.parameters or {}), run_id=attempt.run_id)
         if len(self._rungs) > 1:
             candidate.setParams(epochs=self._rungs[attempt.rung])
@@ -413,9 +413,9 @@ def _has_ended(trial: optuna.trial.FrozenTrial) -> bool:
 
 
 def _record_of(model: TrainedModel, estimator: DistributedEstimator, epochs: int | None) -> EpochRecord:
-    """Return the epoch whose model was returned, or would have been after so many epochs.
+    """Return the record of the epoch whose model was returned, or would have been returned after ``epochs`` epochs.
 
-    A run that a killed search trained further has more.
+    A run that a killed search trained further has more epochs.
     """
     history = model.trained.history[:epochs]
     best = estimator.getOrDefault(estimator.checkpoints).best_epoch(history)

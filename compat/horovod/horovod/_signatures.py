@@ -1,4 +1,4 @@
-"""Horovod's order of the arguments, for functions that sparkhvd orders otherwise."""
+"""Horovod's order of arguments, for functions whose arguments have another order in sparkhvd."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def with_parameters(names: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with these parameters, of which those without an effect here are ignored.
+    """Return ``function`` with these parameters; parameters that have no effect here are ignored.
 
     Args:
         names: the parameters that Horovod takes, in its order and separated by spaces.
-        function: takes the others by keyword.
+        function: the function, which takes the other parameters by keyword.
     """
     order = tuple(names.split())
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import unquote
 
-_UNFINISHED = "._COPYING_"  # of Hadoop's shell
+_UNFINISHED = "._COPYING_"  # the suffix of files that Hadoop's shell is still copying
 
 
 def shown_files(paths: Sequence[str]) -> list[str]:
-    """Return the files with rows, in their order.
+    """Return the files that contain rows, in their original order.
 
-    A name that begins with ``_`` or a dot hides a file, or all files in a folder; ``_day=1`` is the folder of a value
-    and hides nothing. If there are folders of values, the rows are in their files, otherwise in the files directly in
-    the folder. If there are neither, where Spark would fail, files at any depth count.
+    A name that begins with ``_`` or a dot hides a file, or all files in a folder. A partition folder such as ``_day=1``
+    is not hidden. If there are partition folders, the rows are in their files; otherwise they are in the files directly
+    in the folder. If there are neither, files at any depth count, although Spark would fail.
 
     Args:
         paths: all files, relative to the folder.
@@ -24,12 +24,12 @@ def shown_files(paths: Sequence[str]) -> list[str]:
 
 
 def visible_files(paths: Sequence[str]) -> list[str]:
-    """Return the files that are not hidden by a name."""
+    """Return the files that are not hidden by their own name or the name of a folder."""
     return [path for path in paths if not any(map(_is_hidden, path.split("/")))]
 
 
 def partition_columns(paths: Sequence[str]) -> set[str]:
-    """Return the columns whose values are the names of folders, as ``partitionBy`` of Spark's writers makes them."""
+    """Return the partition columns, whose values are in folder names, as Spark's ``partitionBy`` writes them."""
     folders = {folder for path in paths for folder in path.split("/")[:-1]}
     return {unquote(folder.partition("=")[0]) for folder in folders if "=" in folder}
 

@@ -1,7 +1,7 @@
 """Opens existing Parquet files (by Spark, pandas, pyarrow, petastorm or sparkhvd) as a dataset for the readers.
 
-The footers contain the row groups and the NULLs, the first row has the shapes of arrays and vectors. Nothing else is
-read, and nothing is written. The readers check later that all rows have the same shapes.
+The footers contain the row groups and the NULL counts. The shapes of arrays and vectors come from the first value that
+is not NULL. No other rows are read, and nothing is written. The readers check later that all rows have the same shapes.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ def open_existing(
         access: how to access the file system.
 
     Raises:
-        DataError: the path is empty, a file is not Parquet or is damaged, there are too few rows, or NULL without fill.
-        SchemaError: a column is missing or cannot be used, or the files differ in it.
+        DataError: the path is empty, a file is not Parquet or is damaged, there are too few rows, or a column without a
+            fill has NULL.
+        SchemaError: a column is missing, cannot be used, or differs between files.
         StoreError: the file system cannot be reached.
     """
     store, locations = locate([train] if validation is None else [train, validation], access or Access())
@@ -174,7 +175,7 @@ def open_data(
 
 
 def _open(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> ExistingFiles:
-    """Open the prepared dataset or the other files at a path; two paths are rows to train on and to validate on."""
+    """Open the prepared dataset or the plain files at a path. A second path has the rows to validate on."""
     at = locations[0] if locations[0].endswith(_MANIFEST) else f"{locations[0]}/{_MANIFEST}"
     if len(locations) > 1 or not store.exists(at):
         return ExistingFiles(store, _manifest(store, locations, wanted))
@@ -355,7 +356,7 @@ def _as_declared(column: ColumnSpec, field: petastorm_schema.Field, arrow: pa.Da
 
 
 def _tops(stored: Mapping[str, pa.DataType], name: str) -> list[str]:
-    """Return the columns of the files that hold ``name``: its own, those of its fields, or that of its struct."""
+    """Return the stored columns that hold ``name``: the column itself, a column per field, or its struct."""
     if name in stored:
         return [name]
     # prepare_data writes the fields of a struct as columns of their own.
@@ -421,7 +422,7 @@ def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> N
 
 
 def _check_calendar(column: ColumnSpec, within: Iterable[LeafFacts], url: str) -> None:
-    """Refuse old times of the Julian calendar, which only Spark converts."""
+    """Refuse old dates and times in the Julian calendar, which only Spark converts."""
     first_same = _SAME_IN_BOTH_CALENDARS.get(column.dtype)
     for leaf in within:
         if first_same is not None and leaf.low is not None and leaf.low.timetuple()[:3] < first_same:

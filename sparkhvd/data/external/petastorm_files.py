@@ -15,7 +15,7 @@ from sparkhvd.store.protocol import Store
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# petastorm takes the folder from a URL; with an explicit file system it does not open this one locally.
+# petastorm takes the folder from a URL. With an explicit file system, it does not open the URL on the local disk.
 URL = "file:///store"
 _TOP = "/store"
 

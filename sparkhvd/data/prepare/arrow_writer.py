@@ -31,8 +31,8 @@ class ArrowWrite:
         store: where the files go.
         folder: the folder in it.
         write_id: a unique id of the write.
-        names: the names of the columns, in order; Spark uses others in between, as ``mapInArrow`` takes a dot for the
-            separator of a field.
+        names: the names of the columns, in order. Spark sees other names, because ``mapInArrow`` takes a dot in a name
+            for the separator of a field.
         row_group_bytes: bytes of a row group in memory.
         split: the column whose values select a folder ``<column>=<value>``; it is not written. None is one folder.
     """

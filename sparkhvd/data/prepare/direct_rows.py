@@ -60,9 +60,9 @@ def partition_for_ranks(df: DataFrame, selection: Selection, *, num_proc: int, s
 
 
 def _ordered_by_hash(rows: DataFrame) -> DataFrame:
-    """Return the same rows, such that ``repartition`` orders them by a hash before it assigns them in turn.
+    """Return the same rows in a session where ``repartition`` orders them by a hash before it assigns them in turn.
 
-    Without that, rows with alternating classes would leave each rank with a single class.
+    Without that order, rows with alternating classes could leave each rank with a single class.
 
     Raises:
         ConfigError: the session does not order the rows, and its setting cannot be changed here.

@@ -25,8 +25,9 @@ class LeafFacts:
     Attributes:
         path: names from the top, with dots between.
         values: the number of values in each row group, NULLs included; for a scalar column, the number of rows.
-        nulls: NULLs in the whole file, and empty or NULL arrays; None if the file has no such statistics.
-        low: the smallest value, high: the largest; None if the file has no such statistics.
+        nulls: the NULLs in the whole file, including empty and NULL arrays; None if the file has no such statistics.
+        low: the smallest value; None if the file has no such statistics.
+        high: the largest value; None if the file has no such statistics.
     """
 
     path: str

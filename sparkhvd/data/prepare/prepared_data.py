@@ -2,8 +2,8 @@
 
 The rows are removed when the last user releases them, with two exceptions. Rows with a fingerprint
 (``data.reuse.fingerprint``) stay for ``keep_seconds`` after their last use, and a preparation of the same rows reuses
-them, in this session or a later one, on this driver or another. Rows with a name stay as long, whatever they were made
-of, and are found by their name. Every preparation removes the rows whose time is over.
+them, in this session or a later one, on this driver or another. Rows with a name stay just as long, whatever their
+source, and later jobs find them by their name. Every preparation removes rows whose retention time is over.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEEP_SECONDS = 24 * 3600.0
-# How long to wait for a process that prepares the same rows. It must exceed any preparation, or all start at once.
+# How long to wait for a process that prepares the same rows. If a preparation takes longer, the processes that wait for
+# it all start their own at once.
 _TURN_SECONDS = 24 * 3600.0
 
 
@@ -126,9 +127,9 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
         validation: rows to hold out: a fraction in [0, 1), decided by a hash of each row's feature and label values and
             ``seed``, or the name of a column that is true or 1 for them.
         sample_weight_col: a column with one number per row, its weight.
-        compress_sparse: also store dense vectors as their entries that are not 0. Sparse vectors always are.
-        partitions_per_process: row groups per rank, as long as they have 1 MiB; more of them shuffle better, fewer read
-            faster.
+        compress_sparse: store dense vectors, too, as their entries that are not 0; sparse vectors always are.
+        partitions_per_process: row groups per rank, each of at least 1 MiB. More row groups shuffle better; fewer are
+            read faster.
         verbose: above 0, log the number of rows.
         seed: the seed of a split by fraction.
         sparse_cols: vector columns that the readers deliver as their entries instead of as dense arrays.
@@ -136,9 +137,9 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
         row_group_bytes: the size of a row group; None chooses it by ``partitions_per_process``.
         keep_seconds: how long the rows stay after their last use if they have a name or can be recognised; 0 keeps
             and reuses nothing.
-        name: a name for the rows, which keeps them whatever they are made of. A later job finds them with
-            ``fit_on_parquet(dataset_idx=name)``, or with ``prepare_data`` and the same name, columns and split, which
-            then evaluates nothing. Other rows need another name.
+        name: a name for the rows, which keeps them whatever their source. A later job finds them with
+            ``fit_on_parquet(dataset_idx=name)``, or with ``prepare_data`` and the same name, columns and split;
+            ``prepare_data`` then evaluates nothing. Other rows need another name.
 
     Raises:
         SchemaError: a column is missing or cannot be used; raised before any Spark job.

@@ -1,8 +1,8 @@
 """Spark expressions that decide which rows are held out for validation.
 
-A fraction is decided by a hash of the values of a row's features and labels, whatever their encoding: a vector, dense
-or sparse, has the hash of the array with the same values, and a number that of the equal ``double``. The columns are
-taken in the order of their names. Weights do not count. So equal rows are always in the same split, in every
+A fraction is decided by a hash of the values of a row's features and labels, whatever their encoding: a dense or sparse
+vector has the hash of the array with the same values, and a number has the hash of the equal ``double``. The columns
+are hashed in the order of their names, and weights are ignored. So equal rows are always in the same split, in every
 preparation, however their columns are stored or ordered.
 """
 
@@ -69,7 +69,7 @@ def _filled(value: Column, depth: int, fill: float | str) -> Column:
 
 
 def _of_vector(vector: Column) -> list[Column]:
-    """Return two columns: the elements of a vector, and the entries of a wide one; one of both is NULL."""
+    """Return two columns: the elements of a vector, and the entries of a wide one; one of the two is NULL."""
     from pyspark.ml.functions import vector_to_array  # noqa: PLC0415
     from pyspark.sql import functions  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Arrays in memory of Arrow's pool, which reuses freed memory; fresh pages of the system cost more time.
+"""Arrays in the memory pool of Arrow, which reuses freed memory; new pages from the system cost more time.
 
 A view of such an array (of numpy, or a tensor without a copy) keeps the array alive, so memory returns to the pool only
 when nothing refers to it. Decoded columns use the same pool.

@@ -48,7 +48,8 @@ class ParquetBlocks:
         split: the files.
         columns: the columns to read.
         chunk_rows: rows to decode at once.
-        digests: of the files' footers by URL, filled in when a file is read, to recognise a replaced file later.
+        digests: the digests of file footers by URL. They are filled in when a file is read, to detect later that it was
+            replaced.
     """
 
     fresh = True
@@ -126,7 +127,7 @@ class ArrowBlocks:
     Args:
         path: the file.
         where: the name of the file in errors.
-        names: the names of columns that have other names in the file, by those in the file.
+        names: the real names of columns that have other names in the file, by their names in the file.
     """
 
     fresh = False

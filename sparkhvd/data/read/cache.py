@@ -25,7 +25,7 @@ class CachedBlocks:
         blocks: the source of the rows.
         pieces: the pieces to cache; every requested piece must lie within one of them.
         keep: stores the rows of a piece.
-        kept: the pieces in the cache; the owner passes it on to use the cache in several epochs.
+        kept: the pieces in the cache; the owner passes the same dict in every epoch to keep using the cache.
     """
 
     fresh = False

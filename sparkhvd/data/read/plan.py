@@ -43,7 +43,7 @@ RowIds = npt.NDArray[np.int64]
 # The version of the rules for shuffling: an interrupted epoch resumes only under the same rules.
 _RULES = 2
 
-# Rows that are permuted together: they fit into a processor's cache, which makes it several times as fast.
+# Rows that are permuted together: they fit into a processor's cache, which makes the permutation several times faster.
 PORTION_ROWS = 128 * 1024
 
 

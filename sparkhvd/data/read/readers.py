@@ -144,7 +144,7 @@ class RowSource:
         """Return the steps per epoch, the same on every rank and in every epoch."""
         return self._plan.steps()
 
-    def division_of(self, epoch: int) -> Plan:  # noqa: ARG002 - that of every epoch
+    def division_of(self, epoch: int) -> Plan:  # noqa: ARG002 - the same in every epoch
         """Return the division of an epoch's rows into the batches of ranks."""
         return self._plan
 
@@ -166,7 +166,7 @@ class RowSource:
         Raises:
             DataError: the rows are not those of the manifest, or a transformation changed their number.
             StoreError: a file cannot be read.
-            DeadlineExceededError: no batch came within the time for it.
+            DeadlineExceededError: no batch arrived within the timeout.
         """
         if not 0 <= first_step <= self.steps():
             raise ConfigError(
@@ -206,15 +206,15 @@ class ParquetSource(RowSource):
 
     Args:
         store: where the dataset lies.
-        manifest: what it consists of.
+        manifest: the files and columns of the dataset.
         split: ``"train"`` or ``"validation"``.
         world: this rank and the number of ranks.
         batch_size: rows of one rank in a full step.
-        seed: of the shuffling.
-        shuffle: whether every epoch has an order of its own; otherwise a rank's rows come in dataset order.
-        steps_per_epoch: None means one pass over the rows. Fewer steps cut the pass short, more continue with
+        seed: the seed of the shuffling.
+        shuffle: whether every epoch has its own order; otherwise a rank's rows come in dataset order.
+        steps_per_epoch: None means one pass over the rows. Fewer steps cut the pass short, more steps continue with
             further passes.
-        reading: how to read.
+        reading: the options for reading.
         pair_last_row: see ``Plan``.
 
     Raises:

@@ -1,7 +1,8 @@
 """Passes rows from a Spark task to its rank through unnamed Arrow files on the executor's disk.
 
 The task writes them while its worker process starts and imports. The files have no names, so the worker opens them by
-the file descriptors of the task's process. However task and worker end, the disk space is free when both have exited.
+the file descriptors of the task's process. However the task and the worker end, the disk space is free once both have
+exited.
 """
 
 from __future__ import annotations

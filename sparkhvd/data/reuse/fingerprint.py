@@ -8,8 +8,8 @@ again. The fingerprint covers:
 - functions of Spark ML's own transformers (``VectorAssembler``), by the name of their code and their state;
 - the leaves of the plan: ranges, rows that are part of the plan, caches, and files. Files count by path, size and
   modification time, listed now and equal to the listing of the DataFrame. A cache holds the original rows, whatever its
-  files hold now. So it is identified by the number of its RDD, which is unique in the application, and its rows are
-  recognised as long as the cache lives;
+  files hold now. So a cache is identified by the number of its RDD, which is unique in the application, and its rows
+  are recognised as long as the cache lives;
 - the session's ``spark.sql`` settings, the versions of Spark and of the written format, the selection and the split's
   seed;
 - with ``sample`` or ``randomSplit``, which choose rows by their position in partitions, the parallelism that partitions
@@ -146,7 +146,7 @@ def fingerprint(
 
 
 def living_caches(spark: SparkSession) -> Callable[[str], bool]:
-    """Return a predicate that says whether one of ``Fingerprint.caches`` may live; caches of other machines may."""
+    """Return a predicate for whether one of ``Fingerprint.caches`` may exist; caches of other machines always may."""
     if is_connect(spark):
         return lambda _cache: True
     application, here = _application(spark), machine_id()
@@ -285,7 +285,7 @@ def _nodes(tree: object) -> Iterator[dict[str, object]]:
 
 
 def _with_own_numbers(description: str, shown: str) -> list[str]:
-    """Return the plan with its own numbering of columns and transformers; Spark's differs between equal plans."""
+    """Return the plan with renumbered columns and transformers, because Spark's numbers differ between equal plans."""
     numbers: dict[str, int] = {}
 
     def number(match: re.Match[str]) -> str:

@@ -126,7 +126,7 @@ class Lease:
         except StoreError:
             if self.keep_seconds > 0:
                 raise
-            # A full disk takes no note; the removal of the dataset makes room.
+            # The note cannot be written to a full disk; the removal of the dataset makes room.
         self.store.delete(self.path)
         if self.keep_seconds <= 0:
             remove_unused(self.store, self.dataset_id, now)
@@ -142,7 +142,7 @@ class Renewable(Protocol):
 
 
 class Hold:
-    """Renews a lease every ``RENEW_SECONDS`` in a thread until ``close``; a failure is logged and repeated.
+    """Renews a lease every ``RENEW_SECONDS`` in a thread until ``close``; a failed renewal is logged and retried.
 
     Args:
         lease: a lease that was taken just now.
@@ -267,7 +267,7 @@ def remove_all_unused(store: Store) -> list[str]:
 
 
 def remove_unused(store: Store, dataset_id: str, now: float) -> bool:
-    """Remove a dataset unless somebody holds it; the module's docstring explains the order."""
+    """Remove a dataset unless a lease on it is held; the module's docstring explains the order."""
     if _held(store, dataset_id, now):
         return False
     path = layout.manifest_path(dataset_id)

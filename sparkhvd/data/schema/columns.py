@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.generic]
 T = TypeVar("T")
 
-# A double represents every decimal of so many digits, and rounding to as many digits restores the decimal.
+# Every decimal of at most this many digits survives conversion to a double: rounding to as many digits restores it.
 FLOAT_DIGITS = 15
 INTEGER_DIGITS = 18
 VECTOR_FIELDS = ("type", "size", "indices", "values")  # Spark's struct of an ML vector
@@ -71,7 +71,7 @@ def stored(batch: pa.RecordBatch, column: ColumnSpec) -> pa.Array:
 
 
 def plain_type(arrow: pa.DataType) -> pa.DataType:
-    """Return the type of Parquet's own that stores an extension type or views, which Spark reads in its place."""
+    """Return the plain type in which Parquet stores an extension type or a view type; Spark reads the plain type."""
     import pyarrow as pa  # noqa: PLC0415
 
     while isinstance(arrow, pa.BaseExtensionType):

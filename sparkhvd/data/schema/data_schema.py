@@ -17,7 +17,7 @@ NUMBERS = frozenset(
     {"bool", "float16", "float32", "float64"}
     | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )  # fmt: skip
-# Types that are no numbers: a transformation function or the user of a loader converts them.
+# Types that are not numbers: a transformation function or the user of a loader converts them.
 OBJECTS = frozenset({"str", "bytes", "decimal"})
 
 

@@ -26,7 +26,7 @@ class DataFile:
     Attributes:
         path: relative to the dataset's folder.
         row_groups: the number of rows of each row group.
-        size: its bytes, if others may replace the file; None for a prepared one, which nobody changes.
+        size: the size in bytes if others may replace the file; None for a prepared file, which nobody changes.
     """
 
     path: str
@@ -58,14 +58,15 @@ class Manifest:
     """A prepared dataset.
 
     Attributes:
-        dataset_id: unique; never used again.
+        dataset_id: unique and never reused.
         folder: the dataset's folder, relative to the Store: the manifest's location, which its file does not hold.
         schema: the columns, all shapes known.
         train: the rows to train on.
-        validation: the rows held out; None when none were asked for.
+        validation: the rows held out; None if none were requested.
         seed: the seed of the split.
-        validated_by: the fraction or the column that made the split; None without validation.
-        fingerprint: compared by later preparations with their own; None where the rows cannot be recognised.
+        validated_by: the fraction, the column or (for existing files) the path that defines the split; None without
+            validation.
+        fingerprint: later preparations compare it with their own; None if the rows cannot be recognised.
         labels: the smallest and the largest value of labels that are numbers, by their names.
         name: the user's name for the dataset, if there is one.
     """

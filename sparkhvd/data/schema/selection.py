@@ -46,7 +46,7 @@ def select(
     fill: Mapping[str, Fill] | None = None,
     transformed: bool = False,
 ) -> Selection:
-    """Check the columns of a DataFrame against what the user asked for.
+    """Check the columns of a DataFrame against the user's request.
 
     Args:
         spark_schema: ``df.schema``.
@@ -56,8 +56,8 @@ def select(
         weight_col: the rows' weights: one number per row.
         validation: a fraction in [0, 1), where 0 means none, or the name of a boolean or 0/1 column.
         sparse_cols: the vector columns to deliver as their stored entries.
-        fill: by column (``struct.field`` for a field), the value to put in place of NULL, be it the row, an array in
-            it, or an element.
+        fill: by column (``struct.field`` for a field), the value to put in place of NULL, whether a whole row, an
+            inner array or an element is NULL.
         transformed: whether a transformation function converts the columns first, so that they may also be strings,
             dates and the like.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# sparkhvd itself, and what it imports before all else that Spark's own functions do not need.
+# sparkhvd itself, and the packages that it imports first, except those that Spark's own functions need, too.
 _MISSING = re.compile(r"No module named '((?:sparkhvd|cloudpickle|fsspec)(?:\.[\w.]+)?)'")
 # A line of the module that stands in for a missing ``sparkhvd._core``; the code of that line may precede it.
 _NO_CORE = re.compile(r"(?<=ImportError: )The sparkhvd in .* has no compiled core .*")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sparkhvd.deadline import Deadline
 
-_CLAIM_SECONDS = 60.0  # longer than looking and renaming takes
+_CLAIM_SECONDS = 60.0  # longer than checking and renaming take
 _POLL_SECONDS = 0.05  # polled, because nothing reports the removal of a folder
 
 

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 SILENCE_SECONDS = 60.0  # seconds without progress after which a call is abandoned
 _SLOWEST = 1e6  # bytes per second; a slower transfer counts as stalled
-# Clients without a time limit per call still switch servers by themselves: HDFS's tries three data nodes.
+# A client without a time limit per call switches servers by itself before it fails: HDFS's tries three data nodes.
 _SERVERS_TRIED = 3
 # The package to install for the most frequent schemes; fsspec names it for the others. The versions are the first
 # with an exclusive write (mode="create"): older ones replace a file that another writer has published.
@@ -57,8 +57,8 @@ class FilesystemStore(Store):
     """A Store at any URL that fsspec opens: ``gs://``, ``abfss://``, ``memory://`` and more.
 
     A file appears all at once, because it is sent as a whole on close. ``publish`` uses the exclusive write of the
-    file system. It excludes writers on other machines where the file system does (GCS, ADLS). Nothing can be written
-    where fsspec has no such write (SFTP, FTP, SMB, WebHDFS); files can be read there.
+    file system, which excludes writers on other machines if the file system supports that (GCS, ADLS). If fsspec has no
+    exclusive write for a file system (SFTP, FTP, SMB, WebHDFS), files there can be read but not written.
 
     Attributes:
         prefix_path: the URL of the folder. None if the paths below are enough: the Store is then the deepest folder

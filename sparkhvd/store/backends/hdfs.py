@@ -63,9 +63,9 @@ class HDFSStore(FilesystemStore):
         host: the name node or name service, instead of the one in the URL; ``"default"`` changes nothing.
         port: its port; None or 0 for a name service.
         user: the user of a cluster without Kerberos. All connections of a process have the same user, taken from
-            the variable ``HADOOP_USER_NAME``; this argument checks it.
+            the variable ``HADOOP_USER_NAME``; this argument only checks that variable.
         kerb_ticket: the Kerberos ticket cache to use.
-        driver: must be None; with it Horovod chooses a client, but here there is only one.
+        driver: must be None. Horovod chooses a client by it; here there is only one client.
         extra_conf: Hadoop settings of the client, such as ``dfs.ha.namenodes.<name service>``.
         storage_options: more Hadoop settings of the client.
         paths: ``train_path``, ``val_path``, ``test_path``, ``runs_path``, ``save_runs`` and ``retry_seconds`` as in
@@ -217,7 +217,7 @@ def _hdfs_url(path: str | None, authority: str) -> str | None:
 
 
 def _hidden(location: str) -> str:
-    """Return a new name, since an earlier attempt whose answer was lost may have created its file."""
+    """Return a new hidden name, because an earlier attempt whose response was lost may have created its file."""
     return f"{location.rpartition('/')[0]}/.{uuid.uuid4().hex}{UNFINISHED}"
 
 

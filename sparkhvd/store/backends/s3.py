@@ -37,7 +37,7 @@ _CREDENTIALS_COME_FROM = (
 _WRITING = "sparkhvd-writing"  # metadata that identifies the writer of a file
 _PARTS_TRIED = 2  # attempts of s3fs for one part of a large file, before the Store retries the whole file
 _TOO_EARLY = frozenset({408, 409, 425, 429})  # statuses below 500 after which a request may be retried
-# Operations whose answers always have content; the client takes an empty one for an empty list, or for a success.
+# Operations whose responses always have content; the client takes an empty response for an empty list or a success.
 _ANSWERED_WITH_CONTENT = frozenset(
     {"ListObjects", "ListObjectsV2", "DeleteObjects", "CopyObject", "CreateMultipartUpload", "CompleteMultipartUpload"}
 )
@@ -118,7 +118,7 @@ class S3Store(FilesystemStore):
 
 
 class _S3FileSystem(s3fs.S3FileSystem):  # type: ignore[misc]  # it has no types
-    """s3fs, without its silence about empty answers and about files that a server did not delete."""
+    """s3fs, but with errors for empty responses and for files that a server did not delete."""
 
     async def get_s3(self, bucket: str | None = None) -> Any:
         client = await super().get_s3(bucket)

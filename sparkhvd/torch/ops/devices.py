@@ -61,7 +61,7 @@ def nccl_supports(dtype: torch.dtype, op: ReduceOp | None) -> bool:
 
 
 def in_stream_order(handle: Handle[T], device: torch.device) -> Handle[T]:
-    """Make the stream that is current at the first wait for the result wait for the operation, too."""
+    """Return a handle whose first wait also makes the stream that is current at that time wait for the operation."""
     return handle.behind(lambda: stream_of(device))
 
 

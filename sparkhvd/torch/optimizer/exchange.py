@@ -78,7 +78,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         self._exchange.set_passes(checked_passes(passes))
 
     def abandon_step(self) -> None:
-        """Drop the exchange of an unfinished step, whose ranks are lost; gradients keep whatever they hold."""
+        """Drop the exchange of an unfinished step after ranks were lost; the gradients keep their current values."""
         self._exchange.reset()
 
     def close(self) -> None:
@@ -122,7 +122,9 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         self._synchronize_once()
 
     def agree_on_skipping(self, infinite: torch.Tensor) -> None:
-        """Make ``infinite`` positive on all ranks if it is on one; here it is already, as all have the same gradients.
+        """Make ``infinite`` positive on all ranks if it is positive on one.
+
+        Nothing needs to be done here, because all ranks have the same gradients.
 
         Args:
             infinite: scalar, positive if gradients of this rank are infinite or NaN; a ``GradScaler`` skips the step.

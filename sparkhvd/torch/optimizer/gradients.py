@@ -209,7 +209,8 @@ class GradientExchange:
             return Weight(self._settings.op)
         if self._settings.passes == 1:
             return Weight(ReduceOp.SUM, self._share)
-        # The sum over several passes already contains the shares, but not if all ranks have kept it from another step.
+        # A sum over several passes already contains the shares. A gradient that all ranks have kept from an earlier
+        # step does not: it is equal on all ranks, so it is averaged.
         is_kept = tracked is not None and tracked.passes == -self._settings.passes
         ranks = session.current().channel(self._settings.process_set).size
         return Weight(ReduceOp.SUM, 1.0 / ranks if is_kept else 1.0)

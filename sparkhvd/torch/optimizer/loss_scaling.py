@@ -14,8 +14,8 @@ from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 def make_scalers_wait() -> None:
     """Make every ``GradScaler`` wait for a distributed optimizer before it divides gradients in place.
 
-    It has no hook for that. Without the wait, it would divide them while they are being exchanged; and a rank whose own
-    gradients are finite would take the step that another one skips.
+    ``GradScaler`` has no hook for this. Without the wait, it would divide gradients while they are being exchanged, and
+    a rank whose own gradients are finite would take a step that another rank skips.
     """
     unscale = torch.amp.GradScaler._unscale_grads_
 

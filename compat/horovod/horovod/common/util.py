@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def check_extension(*_: Any, **__: Any) -> None:
-    """Return: sparkhvd's core serves every framework."""
+    """Do nothing: sparkhvd's core serves every framework."""
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
@@ -36,7 +36,7 @@ def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
 
 @contextmanager
 def env(**variables: str | None) -> Iterator[None]:
-    """Set environment variables, and restore them afterwards; None leaves a variable as it is."""
+    """Set environment variables, and restore them afterwards; None leaves a variable unchanged."""
     environment = os.environ  # noqa: TID251  the function is about the environment
     new = {name: value for name, value in variables.items() if value is not None}
     old = {name: environment.get(name) for name in new}

@@ -47,12 +47,12 @@ def run(  # noqa: PLR0917  the arguments are Horovod's
 ) -> list[Any]:
     """Run ``func`` in ``num_proc`` processes and return its results, ordered by rank.
 
-    ``sparkhvd.run`` does it; with ``min_num_proc`` or ``max_num_proc``, ``sparkhvd.run_elastic`` does, whose slots are
-    those of the hosts. ``disable_cache`` has no effect: there is no cache of checks.
+    ``sparkhvd.run`` runs the function. With ``min_num_proc`` or ``max_num_proc``, ``sparkhvd.run_elastic`` runs it on
+    the slots of the hosts. ``disable_cache`` has no effect: there is no cache of checks.
 
     Raises:
         ValueError: arguments contradict each other.
-        NotImplementedError: mpirun would start the job without Spark, or hosts would come from a script.
+        NotImplementedError: the arguments ask for mpirun, or for hosts that a script prints.
     """
     if slots is not None:
         raise NotImplementedError(

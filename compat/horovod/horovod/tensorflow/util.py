@@ -17,7 +17,7 @@ def _executing_eagerly() -> bool:
 
 
 def _cache(function: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that keeps the results of ``function``: one for each arguments, eager or in graphs."""
+    """Return a function that caches the results of ``function`` by arguments, separately for eager mode and graphs."""
     results: dict[tuple[Any, bool], T] = {}
 
     @wraps(function)

@@ -22,8 +22,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Overwrite the state and the options of an optimizer with those of ``root_rank``.
 
-    A state that does not exist yet is created first, by a step with gradients of zero that leaves the parameters as
-    they are. The gradients of zero remain.
+    A state that does not exist yet is created first, by a step with zero gradients that leaves the parameters
+    unchanged. The zero gradients remain.
 
     Raises:
         ValueError: the optimizer is LBFGS.

@@ -19,7 +19,7 @@ __all__ = ["DistributedOptimizer"]
 
 
 class _HorovodsOptimizer(ExchangingOptimizer):
-    """Adds to a distributed optimizer what programs use of Horovod's."""
+    """Adds the members of Horovod's optimizer that programs use to a distributed optimizer."""
 
     _parameter_names: dict[torch.Tensor, str]
 

@@ -25,7 +25,7 @@ HorovodModel = TrainedModel
 
 
 class RowByRow:
-    """A function of a row as one of a batch, the form of sparkhvd's ``transformation_fn``."""
+    """Turns a function of a row into a function of a batch, as sparkhvd's ``transformation_fn`` must be."""
 
     def __init__(self, function: Callable[[Row], Row]) -> None:
         self.function = function
@@ -38,7 +38,7 @@ class RowByRow:
 
 
 class HorovodsMeaning(EstimatorParams):
-    """Parameters with Horovod's defaults and meaning, before a class of sparkhvd's in the bases."""
+    """Parameters with Horovod's defaults and meaning; list it before sparkhvd's class among the bases."""
 
     model_class: ClassVar[type[TrainedModel]]
 

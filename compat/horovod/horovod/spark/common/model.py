@@ -1,4 +1,4 @@
-"""What programs that derive from Horovod's models rely on, added to sparkhvd's models."""
+"""Additions to sparkhvd's models for programs that derive from Horovod's models."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _HELD_BY_ARTIFACTS = ("_metadata", "model", "optimizer", "history", "loss", "los
 
 
 class DerivableModel(TrainedModel):
-    """A model that subclasses create from parameters alone, before a class of sparkhvd's in the bases.
+    """A model that subclasses create from parameters alone; list it before sparkhvd's class among the bases.
 
-    A subclass that defines ``get_prediction_fn`` predicts row by row with the function that it returns, of the model
-    and a row.
+    If a subclass defines ``get_prediction_fn``, the model predicts row by row with the function that this method
+    returns. The function takes the model and a row.
     """
 
     get_prediction_fn: Callable[[], Callable[[Any, Row], Any]] | None = None

@@ -1,4 +1,4 @@
-"""What programs for Lightning 1 use and Lightning 2 lacks; Horovod 0.28 knew Lightning 1 only."""
+"""Names and hooks of Lightning 1 that programs use and Lightning 2 lacks; Horovod 0.28 supported Lightning 1 only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def restore_names() -> None:
 def with_epoch_ends(package: LightningPackage) -> LightningPackage:
     """Let a callback call ``training_epoch_end`` and ``validation_epoch_end``, which Lightning 2 refuses in a module.
 
-    They get the outputs of the steps of the epoch on this rank, but for those that are None, as in Lightning 1.
+    They get the outputs of the epoch's steps on this rank, without those that are None, as in Lightning 1.
     """
     model, flavour = package.model, flavour_of(package.model)
     functions = {name: getattr(model, name) for name in _EPOCH_ENDS if callable(getattr(model, name, None))}
@@ -59,7 +59,7 @@ class _EpochEnds:
         self._end("validation_epoch_end")
 
     def on_fit_end(self, _trainer: Any, module: Any) -> None:
-        """Return the module as it was."""
+        """Stop hiding the methods of the module."""
         for name in self._functions:
             delattr(module, name)
 

@@ -1,4 +1,4 @@
-"""What the launcher tells a process."""
+"""The rank and the number of ranks that a launcher passes to a process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _VARIABLES = (
 def get_env_rank_and_size() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks, before ``hvd.init``.
 
-    They are those of sparkhvd's launcher, else of the first pair of Horovod's variables that is set, else 0 and 1.
+    They are those of sparkhvd's launcher if it started several ranks. Otherwise they are those of the first pair of
+    variables of Horovod, Open MPI or PMI that is set, and by default 0 and 1.
 
     Raises:
         RuntimeError: one variable of a pair is set without the other.
