@@ -98,7 +98,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     Args:
         initial_lr: the learning rate that is multiplied.
-        multiplier: a number, which multiplies the rate once; or a function of the epoch, which is fractional without
+        multiplier: a number, the same in all epochs; or a function of the epoch, which is fractional without
             ``staircase``.
         start_epoch: the first epoch of the range.
         end_epoch: the end of the range, exclusive; None for no end.

@@ -124,11 +124,11 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ke
         self._batches, self._due = 0, False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Commit what the last epoch has done."""
+        """Commit the result of the last epoch."""
         self._commit_if_due()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Commit what the last batch has done."""
+        """Commit the result of the last batches, if a commit is due."""
         self._commit_if_due()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
@@ -142,7 +142,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ke
         self._due = True
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Commit what the last epoch has done."""
+        """Commit the result of the last epoch."""
         self._commit_if_due()
 
     def _commit_if_due(self) -> None:

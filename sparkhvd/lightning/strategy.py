@@ -202,7 +202,11 @@ class RankStrategy:
         return result
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run an optimizer step when no gradient exchange is pending."""
+        """Run an optimizer step.
+
+        Raises:
+            ConfigError: gradients are still being exchanged, because ``loss.backward()`` computed them.
+        """
         return super().optimizer_step(  # type: ignore[misc]
             optimizer, partial(self._run_closure, closure), model, **kwargs
         )

@@ -1,9 +1,9 @@
 """Spark expressions that decide which rows are held out for validation.
 
 A fraction is decided by a hash of the values of a row's features and labels, whatever their encoding: a dense or sparse
-vector has the hash of the array with the same values, and a number has the hash of the equal ``double``. The columns
-are hashed in the order of their names, and weights are ignored. So equal rows are always in the same split, in every
-preparation, however their columns are stored or ordered.
+vector of up to ``WIDE`` elements has the hash of the array with the same values, and a number has the hash of the equal
+``double``. The columns are hashed in the order of their names, and weights are ignored. So equal rows are always in the
+same split, in every preparation, however their columns are stored or ordered.
 """
 
 from __future__ import annotations

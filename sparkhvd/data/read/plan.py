@@ -1,8 +1,9 @@
 """Plans which rows a rank reads in which step, as a pure function of integers that every rank computes for itself.
 
-Every rank has a shard of the rows; the shards' sizes differ by at most one. Without ``shuffle``, rank ``r`` has the
-``r``-th contiguous part of the dataset. With ``shuffle``, every epoch has new shards, and each is a fair sample of the
-dataset whatever its order: neighbouring parts of the dataset go to different ranks and windows, at random.
+Every rank has a shard of the rows; the sizes of shards of shared blocks differ by at most one row. Without ``shuffle``,
+rank ``r`` has the ``r``-th contiguous part of the dataset. With ``shuffle``, every epoch has new shards, and each is a
+fair sample of the dataset whatever its order: neighbouring parts of the dataset go to different ranks and windows, at
+random. Shuffled shards are chosen in one of three ways:
 
 - Rows that fit into one window are read by every rank, each block once; a rank takes its share by runs of rows.
 - Other rows are assigned by whole blocks, so that a rank decodes its shard only. Blocks are cut if there would be

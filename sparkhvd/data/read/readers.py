@@ -125,7 +125,7 @@ class RowSource:
 
     @cached_property
     def sample(self) -> Arrays:
-        """A row with the columns of a batch: the first row, transformed; without a transformation, a synthetic row."""
+        """A row with the columns of a batch. It is synthetic, but a ``ParquetSource`` transforms its real first row."""
         function = self._reading.transformation
         if function is None:
             return self._first_row()

@@ -1,10 +1,12 @@
 """Leases on prepared datasets, and the removal of unused datasets.
 
 A lease is a small file in the Store, ``leases/<dataset id>/<owner>``, that a driver holds while it prepares or uses a
-dataset. Drivers that share a Store may be killed at any time, and leases guarantee:
+dataset. Drivers that share a Store may be killed at any time. Leases guarantee three things:
 
-- a dataset is removed only when no lease on it is held and its retention time since the last use is over;
-- the remains of a killed preparation are found by the lease that it leaves.
+- A dataset is not removed while a lease on it is held.
+- Unless ``clean`` removes it, a dataset stays until its retention time since the last use is over, or one of the caches
+  that it was read from is dropped.
+- The remains of a killed preparation are found by the lease that it leaves.
 
 A lease of a process on this machine ends with the process. A lease of another machine is valid for
 ``BELIEVED_SECONDS``, and its owner renews it (``Hold``) long before.

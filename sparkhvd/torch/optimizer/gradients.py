@@ -53,7 +53,7 @@ class GradientExchange:
     Args:
         settings: how to send gradients.
         with_frozen: whether to exchange the gradients that parameters had when they were frozen, because an optimizer
-            goes on applying them.
+            still applies them.
     """
 
     def __init__(self, settings: ExchangeSettings, *, with_frozen: bool = True) -> None:
