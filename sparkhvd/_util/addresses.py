@@ -48,8 +48,8 @@ def with_port(host: str, port: int) -> str:
 def address_to_bind(own_host: str, peer_hosts: Sequence[str]) -> str:
     """Return a local address that peers on ``peer_hosts`` can reach.
 
-    This is loopback if all peers are on ``own_host``. Otherwise it is what ``own_host`` resolves to, if this machine
-    has that address. Otherwise (for example behind NAT) it is the source address of packets to the peers.
+    This is loopback if all peers are on ``own_host``. Otherwise it is the address that ``own_host`` resolves to, if
+    this machine has that address. Otherwise (for example behind NAT) it is the source address of packets to the peers.
     """
     elsewhere = [host for host in peer_hosts if host != own_host]
     if not elsewhere:

@@ -16,10 +16,10 @@ _POLL_SECONDS = 0.5
 
 
 def in_background(act: Callable[[], T], name: str) -> Future[T]:
-    """Call ``act`` in a daemon thread; ``sparkhvd.compat.spark.inheriting`` makes the caller's Spark properties apply.
+    """Call ``act`` in a daemon thread; ``sparkhvd.compat.spark.inheriting(spark, act)`` keeps the Spark properties.
 
-    Wait for the future, not for the thread: after Ctrl-C interrupts a ``Thread.join``, the thread counts as ended
-    from then on.
+    Wait for the future, not for the thread: once Ctrl-C has interrupted a ``Thread.join``, Python considers the thread
+    ended.
     """
     future: Future[T] = Future()
 
@@ -29,8 +29,8 @@ def in_background(act: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:  # noqa: BLE001 - raised again where the result is awaited
             future.set_exception(error)
 
-    # Without ``daemon`` here, threading would ask for the current thread, and a thread of Arrow would keep the name
-    # that it gets from that.
+    # Without ``daemon`` here, threading would look up the current thread. The lookup would give a thread of Arrow a
+    # name that it keeps.
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
 

@@ -27,7 +27,7 @@ _SAY_SECONDS = 3600.0
 def exclusive_on_machine(what: str, deadline: Deadline) -> Iterator[None]:
     """Hold the machine-wide lock for ``what`` inside ``with``.
 
-    The lock only avoids duplicate work. The block also runs without the lock, and after the deadline.
+    The lock only avoids duplicate work. If no lock is available, or the deadline passes, the block runs without it.
 
     Args:
         what: the work, such as "preparing rows 7"; equal texts exclude each other.

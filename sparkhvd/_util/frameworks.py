@@ -57,13 +57,14 @@ FRAMEWORKS = Registry(
 def frameworks() -> tuple[Framework, ...]:
     """Return all frameworks, those of other packages last.
 
-    A package that is installed later counts after a restart: to look for entry points takes milliseconds per call.
+    The result is cached, because looking for entry points takes milliseconds per call. A package that is installed
+    later counts after a restart.
     """
     return tuple(FRAMEWORKS.load(name) for name in (*FRAMEWORKS.own, *FRAMEWORKS.added()))
 
 
 def framework_of(value: object) -> str | None:
-    """Return the package of the framework that an object, function or class comes from; None if it is none of these.
+    """Return the package of the framework that an object, function or class comes from; None if it is unknown.
 
     A user's class belongs to the framework of its nearest base class.
     """

@@ -12,16 +12,16 @@ from typing import Any
 class Registry:
     """Implementations by name, as ``module:attribute``, imported on use.
 
-    An installed package adds one by an entry point, here to the registry of the group ``sparkhvd.launchers``::
+    An installed package adds one by an entry point, for example to the registry of the group ``sparkhvd.launchers``::
 
         [project.entry-points."sparkhvd.launchers"]
         slurm = "my_package.slurm:SlurmLauncher"
 
-    It cannot replace one of this package.
+    An entry point cannot replace an implementation of this package.
 
     Attributes:
         group: the group of the entry points.
-        own: those of this package, by name.
+        own: the implementations of this package, by name.
     """
 
     group: str

@@ -59,7 +59,7 @@ def spark_url_of(path: str) -> str:
 
 
 def task_gpus(addresses: Sequence[str], visible: Sequence[str]) -> tuple[str, ...] | None:
-    """Return CUDA's names of the GPUs of a task that sees only its own; None if it sees others too.
+    """Return CUDA's names of a task's GPUs if the task sees only its own GPUs; None if it sees others, too.
 
     Args:
         addresses: the addresses from Spark.

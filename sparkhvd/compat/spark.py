@@ -142,7 +142,7 @@ def map_in_barrier(
 
 
 def task_number(context: BarrierTaskContext) -> int:
-    """Return a number for an attempt of a barrier task: the smallest of its stage's attempt, plus the task's index.
+    """Return a number for an attempt of a barrier task: its stage's smallest attempt id, plus the task's index.
 
     Spark starts the tasks of a barrier stage in one step, so their attempt ids are consecutive. From 4.0 on, they are
     in the order of the indices. Spark 3.5 with Scala 2.12 assigns them in the order of a hash table. Therefore its

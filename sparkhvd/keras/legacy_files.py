@@ -32,8 +32,8 @@ def restore_legacy_state(model: Any, filepath: str) -> None:
     shapes = [tuple(variable.shape) for variable in variables]
     if [value.shape for value in values] not in (shapes, shapes[:unbuilt]):
         raise ConfigError(
-            f"The optimizer of {filepath} has {len(variables)} variables, but the file has {len(values)} or others, so "
-            "its state cannot be restored. Save the model as a .keras file."
+            f"The optimizer of {filepath} has {len(variables)} variables, but the file has {len(values)}, or some of "
+            "other shapes, so its state cannot be restored. Save the model as a .keras file."
         )
     for variable, value in zip(variables, values, strict=False):
         variable.assign(value)

@@ -34,7 +34,7 @@ class SuccessiveHalving:
         if not whole or self.min_epochs < 1 or self.factor < 2:
             raise ParamError(
                 f"SuccessiveHalving(min_epochs={self.min_epochs}, factor={self.factor}): min_epochs must be a whole "
-                "number of at least 1, and factor one of at least 2."
+                "number of at least 1, and factor a whole number of at least 2."
             )
 
     def rungs(self, epochs: int) -> tuple[int, ...]:

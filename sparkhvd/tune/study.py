@@ -151,6 +151,6 @@ def check_comparable(study: optuna.Study, facts: Mapping[str, object]) -> None:
         if stored != value:
             raise ParamError(
                 f"The earlier trials of study {study.study_name!r} have {name} {stored}, but this search has {value}, "
-                "so they could not be compared. Continue with the same, or choose another study_name."
+                f"so they could not be compared. Continue with the same {name}, or choose another study_name."
             )
         study.set_user_attr(key, value)

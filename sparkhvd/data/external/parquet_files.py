@@ -286,7 +286,7 @@ def _refuse_log(inside: str, url: str) -> None:
             raise DataError(
                 f"{url} is {description}. Only its log ({inside.lstrip('/')}) says which files hold its current rows, "
                 "so its files may contain rows that were deleted, replaced or never committed. Read it with Spark: "
-                f'fit(spark.read.format("{format_}").load(...)), or prepare_data of that.'
+                f'fit(spark.read.format("{format_}").load(...)), or pass that DataFrame to prepare_data.'
             )
 
 
@@ -396,7 +396,10 @@ def _with_shape(value: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:
     for _ in range(column.depth):
         lengths = columns.lengths(value)
         if lengths is None or not len(lengths) or not lengths[0]:
-            raise SchemaError(f"Column {column.name!r} has an empty array in the first row of {url}; leave it out.")
+            raise SchemaError(
+                f"Column {column.name!r} has an empty array in {url}, but its arrays need a length of at least 1. Leave "
+                "the column out."
+            )
         shape.append(int(lengths[0]))
         value = value if column.kind == "vector" else value.flatten()
     return replace(column, shape=tuple(shape))

@@ -58,7 +58,7 @@ def read(store: Store, folder: str, footer: Footer) -> dict[str, Field]:
     """Return the fields of the petastorm dataset in a folder; empty for other datasets.
 
     Raises:
-        DataError: there is a schema that petastorm did not write.
+        DataError: the schema is damaged, or petastorm did not write it.
     """
     for name in _FILES:
         path = f"{folder}/{name}"

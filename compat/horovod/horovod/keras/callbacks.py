@@ -19,7 +19,7 @@ __all__ = [
 
 
 class LearningRateScheduleCallback(_ours.LearningRateScheduleCallback):
-    """See ``sparkhvd.keras``; but a number as ``multiplier`` is applied once more in each epoch from ``start_epoch``."""
+    """See ``sparkhvd.keras``; but a number as ``multiplier`` is applied again in every epoch after ``start_epoch``."""
 
     def __init__(  # noqa: PLR0917  the arguments are Horovod's
         self,
