@@ -105,8 +105,7 @@ def minimize(
         sampler: Optuna's sampler; None is its default.
         pruner: Optuna's pruner; None is its default.
         halving: train all trials for a few epochs and only the best of them further; None trains all to the end.
-        timeout: seconds, counted from the end of the rows' preparation, after which no further trial starts; None sets
-            no limit.
+        timeout: seconds, counted after the rows are prepared, after which no further trial starts; None sets no limit.
         keep_runs: whether the Store keeps the runs of all trials; False keeps those of the best ones.
 
     Raises:

@@ -204,7 +204,7 @@ class Trials:
     def _why_none_completed(self) -> str:
         trials = self._trials()
         if not trials:
-            return "No trial started within timeout, which counts from the end of the rows' preparation. Allow more seconds."
+            return "No trial started within timeout, which counts after the rows are prepared. Allow more seconds."
         errors = [(trial.number, trial.user_attrs[_ERROR]) for trial in trials if _ERROR in trial.user_attrs]
         reason = f" Trial {errors[0][0]} failed: {errors[0][1]}" if errors else " The pruner or the space pruned them."
         return f"None of {counted(len(trials), 'trial')} completed.{reason}"

@@ -397,8 +397,8 @@ def _with_shape(value: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:
         lengths = columns.lengths(value)
         if lengths is None or not len(lengths) or not lengths[0]:
             raise SchemaError(
-                f"Column {column.name!r} has an empty array in {url}, but its arrays need a length of at least 1. Leave "
-                "the column out."
+                f"Column {column.name!r} has an empty array in {url}, but all its arrays need a length of at least 1. "
+                "Leave the column out."
             )
         shape.append(int(lengths[0]))
         value = value if column.kind == "vector" else value.flatten()

@@ -30,8 +30,8 @@ _POLL_SECONDS = 0.5  # an interrupt is delivered between two waits
 def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.inf) -> T:
     """Run ``action``, which starts Spark jobs, in a thread, and return its result.
 
-    When the waiting thread is interrupted (control-C in a script or a notebook) or the time is up, the jobs are
-    cancelled and have ended before the exception propagates, so that the caller can remove what they wrote.
+    When the waiting thread is interrupted (Ctrl-C in a script or a notebook) or the time is up, the jobs are cancelled.
+    The exception propagates once they have ended, at most a minute later, so that the caller can remove their files.
 
     Raises:
         TimeoutError: it took longer than ``seconds``.
@@ -96,7 +96,7 @@ def add_tag(spark: SparkSession, tag: str) -> None:
     if is_connect(spark):
         spark.addTag(tag)
     else:
-        # Only the thread that set a tag of a classic session knows it; tags of the context are known to all threads.
+        # Tags of a classic session are visible only to the thread that set them; tags of the context to all threads.
         spark.sparkContext.addJobTag(tag)
 
 

@@ -30,10 +30,10 @@ _BUILT_IN = frozenset({"file", "hdfs", "viewfs", "dbfs"})
 
 
 def with_spark_credentials(store: Store, spark: SparkSession | None) -> Store:
-    """Return the Store with the credentials and addresses of Spark's own connectors, where it has none.
+    """Return the Store, with missing credentials and addresses filled in from Spark's own connectors.
 
     They come from the settings ``fs.s3a.*``, ``fs.defaultFS`` and those of HDFS name services, from the session's
-    ``spark.hadoop.*`` and Hadoop's configuration files. Without a session, the Store stays as it is.
+    ``spark.hadoop.*`` and Hadoop's configuration files. Without a session, the Store is unchanged.
     """
     if spark is None or _scheme_of(store.url) not in _CONFIGURABLE:
         return store

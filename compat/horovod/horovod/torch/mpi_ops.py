@@ -99,7 +99,7 @@ def _with_int32(result: Any) -> Any:
 
 
 def join(device: int = -1) -> int:
-    """Announce that this rank has no more data; return the rank that joined last. -1 is the CPU."""
+    """Announce that this rank has no more data; return the rank that joined last. -1 is the current device."""
     return _hvd.join(None if device < 0 else device)
 
 
