@@ -219,8 +219,8 @@ class Config:
     link_gbits: float = setting(
         25.0,
         positive_number,
-        "Bandwidth between hosts in Gbit/s. It and the next setting choose the algorithms between hosts, and limit "
-        "nothing. Must be equal on all ranks.",
+        "Bandwidth between hosts in Gbit/s. This setting and `SPARKHVD_LINK_LATENCY_US` choose the algorithms between "
+        "hosts; they limit nothing. Must be equal on all ranks.",
     )
     link_latency_us: float = setting(
         30.0,
@@ -242,7 +242,7 @@ class Config:
     autotune_warmup_samples: int = setting(
         3,
         non_negative_integer,
-        "Number of first samples that autotuning discards.",
+        "Number of initial samples that autotuning discards.",
         "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
     )
     autotune_steps_per_sample: int = setting(
@@ -294,8 +294,8 @@ class Config:
     stall_check_seconds: float = setting(
         60.0,
         non_negative_number,
-        "Seconds that a rank waits in a collective before its first stall report. Each next report comes after twice "
-        "the time.",
+        "Seconds that a rank waits in a collective before its first stall report. Each further report comes when the "
+        "wait has doubled.",
         "HOROVOD_STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_seconds: float = setting(

@@ -20,18 +20,18 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """The deadline ``seconds`` from now."""
+        """Return the deadline ``seconds`` from now."""
         return cls(time.monotonic() + seconds)
 
     def remaining(self) -> float:
-        """Seconds left, never negative."""
+        """Return the seconds left, never negative."""
         return max(0.0, self.at - time.monotonic())
 
     def expired(self) -> bool:
         return time.monotonic() >= self.at
 
     def capped(self, seconds: float) -> Deadline:
-        """The earlier of this deadline and ``seconds`` from now."""
+        """Return the earlier of this deadline and the one ``seconds`` from now."""
         return Deadline(min(self.at, time.monotonic() + seconds))
 
     def check(self, waiting_for: str) -> None:

@@ -35,7 +35,7 @@ class World:
 
 
 def layout(host_of_rank: Sequence[str]) -> list[World]:
-    """The world of every rank, from the host that each rank runs on.
+    """Return the world of every rank, from the host that each rank runs on.
 
     Args:
         host_of_rank: one host key per rank, in rank order; ranks of one host need not be neighbours.

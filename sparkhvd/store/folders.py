@@ -62,7 +62,7 @@ def root_of(prefix: str | None, others: Sequence[str | None]) -> str:
         return prefix
     paths = [path.rstrip("/") for path in others if path is not None]
     if not paths:
-        raise StoreError("A Store needs a folder: set prefix_path, or one of train_path, val_path and runs_path.")
+        raise StoreError("A Store needs a folder: set prefix_path, or one of the other paths.")
     common = _common_folder([posixpath.dirname(path) for path in paths])
     if not common:
         raise StoreError(f"{', '.join(paths)} have no folder in common that could hold the Store. Set prefix_path too.")

@@ -123,7 +123,7 @@ def load(store: Store, path: str) -> Manifest:
 
     Raises:
         StoreError: there is no such file, or it cannot be read.
-        DataError: it is not a manifest, is incomplete, or was written by a newer version.
+        DataError: it is not a manifest, is incomplete, or has another format version.
     """
     url = f"{store.url}/{path}"
     if not store.exists(path):
