@@ -1,4 +1,4 @@
-// One monotonic deadline per operation, made at the edge and passed down.
+// A monotonic deadline. The outermost call of an operation creates one and passes it down.
 #pragma once
 
 #include <algorithm>

@@ -10,7 +10,7 @@
 
 namespace sparkhvd {
 
-// A check costs one memory read: the kernel zeroes the guard's page in a child.
+// A check costs one memory read, because the kernel zeroes the guard's page in a child.
 class ForkGuard {
  public:
   ForkGuard() : owner_(::getpid()) {
@@ -29,7 +29,7 @@ class ForkGuard {
   ForkGuard(const ForkGuard&) = delete;
   ForkGuard& operator=(const ForkGuard&) = delete;
 
-  // Returns whether this process is a forked child of the one that made the guard.
+  // Returns whether this process is a forked child of the process that made the guard.
   bool InChild() const {
     if (mark_ != nullptr) return mark_->load(std::memory_order_relaxed) == 0;
     return ::getpid() != owner_;

@@ -47,8 +47,8 @@ class LinkCipher {
   LinkCipher& operator=(LinkCipher&& other) noexcept;
   ~LinkCipher();
 
-  // `sealed` holds the ciphertext of `plain` and kCipherTagBytes for the tag. Both may begin at the
-  // same address.
+  // `sealed` holds the ciphertext of `plain` and kCipherTagBytes for the tag. `plain` and `sealed`
+  // may begin at the same address.
   Status Seal(ConstBytes plain, Bytes sealed);
   // Decrypts; `plain` may overlap `sealed`. Fails with kAuthentication unless the peer sealed this
   // record.

@@ -50,7 +50,7 @@ class [[nodiscard]] Status {
 };
 
 // Like Annotate (or a copy, for an empty context), but never throws. When memory is short, it drops
-// the context or the whole message.
+// the context, or replaces the whole message.
 Status AnnotateIfPossible(const Status& status, std::string_view context) noexcept;
 
 // Converts the exception `error` into a failure.

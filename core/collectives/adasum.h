@@ -16,8 +16,8 @@ bool HasAdasum(DType dtype);
 
 // Replaces `data` on every rank with the adaptive sum of all ranks' data. All ranks get the same
 // bits. The data holds consecutive tensors of `lengths` elements. Each tensor is summed on its own,
-// so the result does not depend on which tensors are fused. Computes in float32, or in float64 for
-// that type.
+// so the result does not depend on which tensors are fused. Computes in float64 for float64 data,
+// and in float32 for all other types.
 //
 // The adaptive sum of two vectors is (1 - ab/2aa) a + (1 - ab/2bb) b: their sum if they are
 // orthogonal, their mean if they are equal (Maleki and others, "Scaling Distributed Training with

@@ -24,8 +24,8 @@ std::vector<size_t> Offsets(const std::vector<size_t>& lengths) {
 
 }  // namespace
 
-// Each step sends to the right what the previous step received from the left. The first step sends
-// this rank's own contribution.
+// Each step sends to the right the contribution that the previous step received from the left. The
+// first step sends this rank's own contribution.
 Status AllgatherRing(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
                      Bytes target, Deadline deadline) {
   const int size = transport.size();
@@ -56,7 +56,7 @@ Status AllgatherDoubling(Transport& transport, ConstBytes source,
   const auto offset_of = [&](int owner) {
     return owner < size ? offsets[static_cast<size_t>(owner)] : target.size();
   };
-  // Returns the memory of the contributions of `count` ranks, which may continue at the beginning.
+  // Returns the memory of the contributions of `count` ranks, which may wrap around to rank 0.
   const auto pieces = [&](int begin, int count) {
     Fragments found;
     const auto add = [&](int first, int end) {

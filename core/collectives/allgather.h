@@ -16,11 +16,11 @@ namespace sparkhvd {
 Status AllgatherRing(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
                      Bytes target, Deadline deadline);
 
-// Like AllgatherRing, in log2 of the number of ranks rounds.
+// Like AllgatherRing, but takes log2(n) rounds among n ranks, rounded up.
 Status AllgatherDoubling(Transport& transport, ConstBytes source,
                          const std::vector<size_t>& lengths, Bytes target, Deadline deadline);
 
-// Like AllgatherRing, by the algorithm that suits the lengths.
+// Like AllgatherRing, but chooses the algorithm by the lengths.
 Status AllgatherLinks(Transport& transport, ConstBytes source, const std::vector<size_t>& lengths,
                       Bytes target, Deadline deadline);
 

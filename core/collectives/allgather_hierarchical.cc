@@ -57,8 +57,8 @@ Status SpreadShm(ArenaSteps& steps, const std::vector<Fragments>& fragments, Dea
   return Status();
 }
 
-// The share that each lane carries of each group's contributions. Those of one host may be
-// scattered, because the result is in rank order.
+// The share that each lane carries of each group's contributions. The contributions of one host may
+// be scattered over the result, because the result is in rank order.
 class Shares {
  public:
   Shares(const Hierarchy& hierarchy, const std::vector<size_t>& lengths, Bytes target)
@@ -98,7 +98,7 @@ class LaneGather {
         ranks_(hierarchy.LaneRanks()),
         deadline_(deadline) {}
 
-  // `bytes` are those of all shares, as far as the choice of the algorithm needs them.
+  // `bytes` is the approximate length of all shares. It decides which algorithm runs.
   Status Run(size_t bytes) const {
     return (GathersByDoubling(count(), bytes, transport_.costs()) ? ByDoubling() : AroundRing())
         .Annotate("between hosts");
@@ -109,7 +109,8 @@ class LaneGather {
   int GroupAt(int distance) const { return (hierarchy_.group + distance + 2 * count()) % count(); }
   int RankAt(int distance) const { return ranks_[static_cast<size_t>(GroupAt(distance))]; }
 
-  // Returns the shares of `number` groups, the first of which is `distance` groups from this one.
+  // Returns the shares of `number` consecutive groups, beginning `distance` groups after this
+  // rank's group.
   Fragments SharesFrom(int distance, int number) const {
     Fragments fragments;
     for (int group = distance; group < distance + number; ++group) {
@@ -130,7 +131,7 @@ class LaneGather {
     return Status();
   }
 
-  // As AllgatherDoubling.
+  // Like AllgatherDoubling.
   Status ByDoubling() const {
     for (int distance = 1; distance < count(); distance *= 2) {
       const int number = std::min(distance, count() - distance);

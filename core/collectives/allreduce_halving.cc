@@ -20,9 +20,9 @@ Bytes PartOf(std::byte* data, size_t width, const std::vector<Slice>& slices, in
 }  // namespace
 
 // Rabenseifner's algorithm (Thakur, Rabenseifner and Gropp 2005). In each round of the first half,
-// two players divide what both still reduce, until every player has the result of its slice. The
-// rounds of the second half are those of the first one backwards, and gather the slices.
-// Neighbours, which are most likely on one host, exchange the most, and distant players the least.
+// two players split the data that both still reduce, until every player has the result of its
+// slice. The second half runs the same rounds in reverse order and gathers the slices. Neighbours,
+// which are most likely on one host, exchange the most, and distant players the least.
 Status AllreduceHalvingInPlace(Transport& transport, const Reduction& reduction, int ranks,
                                std::byte* data, size_t count, std::vector<std::byte>& scratch,
                                Deadline deadline) {

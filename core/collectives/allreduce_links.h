@@ -10,9 +10,9 @@
 
 namespace sparkhvd {
 
-// Reduces `count` elements of every rank, by the algorithm that suits them; see SelectForLinks. All
-// ranks get the same bits. `target` may be `source`.
-// `scratch` is the caller's working memory; it grows as needed and should be reused.
+// Reduces `count` elements of every rank. SelectForLinks chooses the algorithm. All ranks get the
+// same bits. `target` may be `source`. `scratch` is the caller's working memory; it grows as needed
+// and should be reused.
 Status AllreduceLinks(Transport& transport, const Reduction& reduction, const std::byte* source,
                       std::byte* target, size_t count, std::vector<std::byte>& scratch,
                       Deadline deadline);
@@ -22,10 +22,10 @@ Status AllreduceLinksInPlace(Transport& transport, const Reduction& reduction, i
                              std::byte* data, size_t count, std::vector<std::byte>& scratch,
                              Deadline deadline);
 
-// Like AllreduceLinksInPlace, by one algorithm each:
-// - around a ring, which sends the fewest bytes;
-// - in about 2 * log2 of the number of ranks rounds, each of which exchanges a part;
-// - in about log2 of the number of ranks rounds, each of which exchanges all of the data.
+// Like AllreduceLinksInPlace, but each with one fixed algorithm among n ranks:
+// - AllreduceRingInPlace sends the data around a ring, and sends the fewest bytes.
+// - AllreduceHalvingInPlace takes about 2 * log2(n) rounds. A round exchanges a part of the data.
+// - AllreduceDoublingInPlace takes about log2(n) rounds. A round exchanges all of the data.
 Status AllreduceRingInPlace(Transport& transport, const Reduction& reduction, int ranks,
                             std::byte* data, size_t count, std::vector<std::byte>& scratch,
                             Deadline deadline);

@@ -9,14 +9,14 @@
 
 namespace sparkhvd {
 
-// The sizes at which the algorithm changes. They are equal on all members and do not affect
+// The sizes at which the algorithm changes. They must be equal on all members. They do not affect
 // results.
 struct ArenaSwitches {
   // Up to this total size of all contributions, every member reduces everything: one step instead
   // of two.
   size_t small_bytes = size_t{32} << 10;
-  // Larger buffers are reduced in chunks. The memory of a chunk (its share of the source, the
-  // target and all slots) stays in the second-level cache.
+  // Larger buffers are reduced in chunks of this size. The memory of a chunk (its share of the
+  // source, the target and all slots) stays in the second-level cache.
   size_t chunk_bytes = size_t{256} << 10;
 
   bool operator==(const ArenaSwitches& other) const {

@@ -185,9 +185,9 @@ Status AlltoallShm(ArenaSteps& steps, const RowsToSend& own, const RowsTarget& t
   std::vector<Section> incoming(outgoing.size());
   Bytes target;
   const size_t stretch = steps.SlotBytes();
-  size_t longest = header_bytes;  // of what any member publishes, as far as known
+  size_t longest = header_bytes;  // the most bytes of any member, as far as known
   for (size_t done = 0; done < longest; done += stretch) {
-    // Returns what of `count` bytes from `begin` on is published in this round.
+    // Returns the part of the `count` bytes from `begin` that is published in this round.
     const auto in_round = [&](size_t begin, size_t count) {
       const size_t first = std::max(begin, done);
       const size_t last = std::min(begin + count, done + stretch);

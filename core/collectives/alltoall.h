@@ -14,8 +14,8 @@
 
 namespace sparkhvd {
 
-// What a rank sends: `splits[r]` rows of `row_bytes` bytes to rank r, in the order of the ranks. No
-// split is negative.
+// The rows that a rank sends: `splits[r]` rows of `row_bytes` bytes to rank r, in the order of the
+// ranks. No split is negative.
 struct RowsToSend {
   ConstBytes data;
   const std::vector<int64_t>& splits;
@@ -23,13 +23,13 @@ struct RowsToSend {
 };
 
 // Returns memory for `rows[s]` rows of every rank s, in the order of the ranks. Fails if a number
-// is negative or the rows are too many. Called once.
+// is negative or there are too many rows. Called once.
 using RowsTarget = std::function<Result<Bytes>(const std::vector<int64_t>& rows)>;
 
-// A rank only knows how many rows it sends. It learns from each other rank how many it receives.
-// No rank learns about rows between others, so that the cost of a rank grows with the number of
-// ranks and not with its square. With rows of 0 bytes, ranks exchange only the numbers of rows.
-// `scratch` is working memory that the caller may keep for the next call.
+// A rank only knows how many rows it sends. It learns from each other rank how many it receives. No
+// rank learns about rows between other ranks, so the cost of a rank grows with the number of ranks
+// and not with its square. With rows of 0 bytes, ranks exchange only the numbers of rows. `scratch`
+// is working memory that the caller may keep for the next call.
 Status AlltoallLinks(Transport& transport, const RowsToSend& own, const RowsTarget& target_of,
                      std::vector<std::byte>& scratch, Deadline deadline);
 
@@ -37,8 +37,8 @@ Status AlltoallLinks(Transport& transport, const RowsToSend& own, const RowsTarg
 Status AlltoallShm(ArenaSteps& steps, const RowsToSend& own, const RowsTarget& target_of,
                    Deadline deadline);
 
-// Returns how many bytes of rows fit into one message with their number. More rows for one rank
-// follow in a second message.
+// Returns how many bytes of rows fit into the same message as their number. A longer part follows
+// in a second message.
 size_t AlltoallShortBytes(int ranks);
 
 }  // namespace sparkhvd

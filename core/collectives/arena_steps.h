@@ -10,8 +10,9 @@
 
 namespace sparkhvd {
 
-// Each arena has one, which the arena's user owns. All members run the same collectives in the same
-// order, so their counts agree, and the count alone decides which part of a region may be written.
+// Each arena has one ArenaSteps, which the arena's user owns. All members run the same collectives
+// in the same order, so their counts agree, and the count alone decides which part of a region may
+// be written.
 //
 // A region is divided into `kSlots` slots. A collective works in rounds. A round starts after an
 // AwaitAll at the current step, makes one or two steps, and uses the slot of the step at which it
@@ -31,7 +32,7 @@ class ArenaSteps {
 
   size_t SlotBytes() const { return arena_.Region(arena_.member()).size() / kSlots; }
 
-  // The slots of all members in one round. It stays valid while the steps advance.
+  // The slots of all members in one round. A Round stays valid while the steps advance.
   class Round {
    public:
     Round(const Arena& arena, size_t offset) : arena_(&arena), offset_(offset) {}

@@ -12,7 +12,7 @@
 
 namespace sparkhvd {
 
-// Takes a piece that has arrived, while later ones are under way.
+// Takes a piece that has arrived, while later pieces are under way.
 using TakePiece = std::function<Status(Bytes piece)>;
 
 // Only the root reads `source`. Every rank receives into `target`, which may be the source on the

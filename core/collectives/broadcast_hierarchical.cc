@@ -32,7 +32,7 @@ struct Leaders {
 }  // namespace
 
 // One rank per group receives a piece over the links and shares it with its group while the next
-// ones are under way. Every byte thus enters a host once.
+// pieces are under way. Every byte thus enters a host once.
 Status BroadcastHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
                              int root, const std::byte* source, Bytes target, Deadline deadline) {
   const Leaders leaders(hierarchy, root);

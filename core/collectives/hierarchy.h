@@ -7,10 +7,10 @@
 
 namespace sparkhvd {
 
-// A group is the ranks that share an arena; links connect the groups. Every group has as many lanes
-// as the smallest group has members: the first members of all groups form lane 0, the second
-// members lane 1 and so on. Each lane carries its share of the data between groups over its own
-// links. Members beyond the last lane only take part inside their group.
+// A group consists of the ranks that share an arena. Links connect the groups. Every group has as
+// many lanes as the smallest group has members: the first members of all groups form lane 0, the
+// second members lane 1 and so on. Each lane carries its share of the data between groups over its
+// own links. Members beyond the last lane only take part inside their group.
 struct Hierarchy {
   std::vector<std::vector<int>> groups;  // all ranks; equal on every rank
   int group = 0;                         // this rank's group

@@ -12,7 +12,7 @@ void FillAll(std::byte* data, size_t count, T value) {
   for (size_t i = 0; i < count; ++i) std::memcpy(data + i * sizeof(T), &value, sizeof(T));
 }
 
-// Returns the neutral elements of the operators for one element type.
+// The neutral elements of the operators for one element type.
 template <typename T>
 struct Identities {
   T one;

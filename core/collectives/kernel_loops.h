@@ -1,5 +1,5 @@
 // The loops of the kernel tables. Every function is inlined into a caller that is compiled for one
-// instruction set, which is what vectorises it. Only such callers may use them.
+// instruction set, and is vectorised for that set. Only such callers may use these functions.
 #pragma once
 
 #include <cstdint>
@@ -186,8 +186,8 @@ template <typename T>
   std::memcpy(data + index * sizeof(T), &value, sizeof(T));
 }
 
-// The pragmas state that the iterations are independent. `target` may be one of the inputs, element
-// for element.
+// The pragmas state that the iterations are independent. `target` may be one of the inputs, because
+// every iteration reads and writes the same index.
 template <typename T, typename Op>
 [[gnu::always_inline]] inline void CombineAll(std::byte* target, const std::byte* left,
                                               const std::byte* right, size_t count) {

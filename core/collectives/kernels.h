@@ -31,7 +31,7 @@ struct KernelTable {
 // Returns the kernels that run on every processor.
 const KernelTable& GenericKernels();
 
-// Returns the best table for this processor, which is chosen once.
+// Returns the best table for this processor. The choice is made once.
 const KernelTable& FastestKernels();
 
 // Computes target = left op right. An average is summed here. Adasum is not elementwise and has no
@@ -39,8 +39,8 @@ const KernelTable& FastestKernels();
 void Combine(DType dtype, ReduceOp op, std::byte* target, const std::byte* left,
              const std::byte* right, size_t count);
 
-// Computes target = source * reduction.prescale for every element. A prescale of 1 makes it a plain
-// copy, or nothing if `target` is `source`.
+// Computes target = source * reduction.prescale for every element. With a prescale of 1, only
+// copies, or does nothing if `target` is `source`.
 void CopyPrescaled(const Reduction& reduction, std::byte* target, const std::byte* source,
                    size_t count);
 

@@ -1,4 +1,4 @@
-// Work on long data piece by piece.
+// Processes long data piece by piece.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace sparkhvd {
 
-// Calls `visit` with consecutive parts of `whole`, each of `length` bytes but for the last, until
-// one call fails.
+// Calls `visit` with consecutive parts of `whole`, each `length` bytes long except for the last,
+// until a call fails.
 template <typename Visit>
 Status ForEachPiece(Bytes whole, size_t length, Visit visit) {
   for (size_t done = 0; done < whole.size(); done += length) {

@@ -1,5 +1,4 @@
-// The ranks that take part in the rounds of an allreduce whose number of ranks has to be a power of
-// two.
+// The ranks that take part in the rounds of an allreduce. Their number must be a power of two.
 #pragma once
 
 #include "base/deadline.h"
@@ -11,8 +10,8 @@
 
 namespace sparkhvd {
 
-// The odd ones of the first 2 * `extra` ranks do not take part. Their left neighbours do so for
-// them (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+// Of the first 2 * `extra` ranks, the odd ranks do not take part. Their left neighbours take part
+// for them (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
 // MPICH", 2005).
 struct Players {
   explicit constexpr Players(int size) : count(PowerOfTwoUpTo(size)), extra(size - count) {}

@@ -1,4 +1,5 @@
-// Chooses the algorithm of a collective: a pure decision, equal on all ranks.
+// Chooses the algorithm of a collective. The choice is a pure function with the same result on all
+// ranks.
 #pragma once
 
 #include <cstddef>
@@ -41,8 +42,9 @@ enum class LinkAlgorithm { kDoubling, kHalving, kRing };
 constexpr double kCombiningSecondsPerByte = 0.1e-9;
 
 // Returns the algorithm that takes the least time (Thakur, Rabenseifner and Gropp, "Optimization of
-// collective communication operations in MPICH", 2005). Prefers the ring if its messages cost
-// little beside its bytes, because only neighbours communicate.
+// collective communication operations in MPICH", 2005). Prefers the ring if the latency of its
+// messages is small compared with the time for its bytes, because in a ring only neighbours
+// communicate.
 constexpr LinkAlgorithm SelectForLinks(int size, size_t bytes, const LinkCosts& costs = {}) {
   constexpr double kLittle = 0.1;
   int rounds = 0;
@@ -65,8 +67,9 @@ constexpr LinkAlgorithm SelectForLinks(int size, size_t bytes, const LinkCosts& 
   return LinkAlgorithm::kHalving;
 }
 
-// Returns whether an allgather of so many bytes of all ranks takes rounds instead of a ring. Its
-// bytes then pass the line of a host once for each rank there, so they have to matter little.
+// Returns whether an allgather with `bytes` bytes of all ranks together uses AllgatherDoubling
+// instead of the ring. Doubling sends all bytes over the line of a host once for every rank of the
+// host, so the time for the bytes must be small compared with the latency of a ring.
 constexpr bool GathersByDoubling(int size, size_t bytes, const LinkCosts& costs = {}) {
   constexpr double kMostRanksOnAHost = 8;
   return static_cast<double>(bytes) * costs.per_byte * kMostRanksOnAHost <
@@ -80,8 +83,9 @@ struct BroadcastRoute {
 };
 
 // Returns the route that takes the least time. The root of a tree sends all bytes once per level,
-// and in a chain every rank sends them once. But the last rank of a chain waits for as many pieces
-// as there are ranks, so a chain pays for long data, and its pieces grow with it.
+// and in a chain every rank sends them once. But the first piece passes all ranks of a chain before
+// the last rank has it. A chain therefore pays off for long data only, with pieces that grow with
+// the data.
 constexpr BroadcastRoute SelectBroadcast(int size, size_t bytes, const LinkCosts& costs = {}) {
   constexpr size_t kSmallest = size_t{32} << 10;
   constexpr size_t kLargest = size_t{4} << 20;

@@ -18,7 +18,8 @@
 namespace sparkhvd {
 namespace {
 
-// A later address cannot overtake one that answers within this time.
+// Each address is dialed this long after the previous one. An address that answers within this time
+// is therefore preferred to all later addresses.
 constexpr std::chrono::milliseconds kHeadStart(100);
 constexpr int kSliceMillis = 100;
 // The dialer dials a full listener again after a random pause around this value, which doubles with
@@ -30,7 +31,7 @@ constexpr std::chrono::milliseconds kLongestPause(1000);
 // together do not return together.
 std::chrono::nanoseconds WithJitter(std::chrono::nanoseconds typical) {
   std::array<std::byte, 1> random{std::byte{128}};
-  (void)FillRandom(Bytes(random.data(), random.size()));  // without random bytes, the middle
+  (void)FillRandom(Bytes(random.data(), random.size()));  // on failure, the middle
   return typical / 2 + typical * std::to_integer<int>(random[0]) / 255;
 }
 
@@ -224,7 +225,7 @@ class Dialing::Attempts {
 
   std::optional<Result<Connection>> Advance(Span<const pollfd> fds) {
     if (attempts_.empty()) {
-      return Status(StatusCode::kInvalidArgument, "at least one address to dial is needed");
+      return Status(StatusCode::kInvalidArgument, "no address to dial was given");
     }
     for (size_t i = 0; i < attempts_.size(); ++i) attempts_[i].Advance(fds[i].revents);
     for (Attempt& attempt : attempts_) {
@@ -282,7 +283,7 @@ class Dialing::Attempts {
     for (const Attempt& attempt : attempts_) {
       tried += (tried.empty() ? "" : "; ") + ToText(attempt.address()) + ": " +
                attempt.failure().message();
-      // Among several failures, report the refused token: it is the one that the user can fix.
+      // Among several failures, report the refused token, because the user can fix that failure.
       if (code != StatusCode::kAuthentication) code = attempt.failure().code();
     }
     return Status(code, tried);

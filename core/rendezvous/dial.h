@@ -32,8 +32,8 @@ struct DialOptions {
 };
 
 // Tries all addresses with staggered starts. Keeps the first connection whose acceptor proves that
-// it knows the token, because an address may be unroutable or lead to another listener. Dials a
-// full listener again until the deadline. The failure names every address and its problem.
+// it knows the token: an address may be unreachable or belong to another listener. Dials a full
+// listener again until the deadline. The failure names every address and its problem.
 //
 // Has no thread: the owner polls the descriptors from AppendPollFds together with its own for at
 // most TimeoutMillis, and then calls Advance. Only the constructor may wait, for a name service.
@@ -44,7 +44,7 @@ class Dialing {
     SessionKeys keys;
   };
 
-  // The owner does what `check` of the options is for.
+  // Never calls `check` of the options: the owner does its own checks between calls of Advance.
   Dialing(DialOptions options, Deadline deadline);
   Dialing(Dialing&&) noexcept;
   Dialing& operator=(Dialing&&) noexcept;
@@ -52,8 +52,8 @@ class Dialing {
 
   void AppendPollFds(std::vector<pollfd>& fds);
   int TimeoutMillis(int cap);
-  // `fds` holds, after poll, what AppendPollFds appended last. Returns nothing while the dialing
-  // continues.
+  // Call it after poll. `fds` contains the entries of the last AppendPollFds at the same indices.
+  // Returns nothing while the dialing continues.
   std::optional<Result<Connection>> Advance(const std::vector<pollfd>& fds);
 
  private:
@@ -62,7 +62,8 @@ class Dialing {
   size_t first_ = 0;  // index of the first descriptor of the attempts
 };
 
-// Dials and waits for the connection. `keys`, if set, receives its keys.
+// Dials and waits for the connection. If `keys` is not null, stores the keys of the connection
+// there.
 Result<UniqueFd> Dial(const DialOptions& options, Deadline deadline, SessionKeys* keys = nullptr);
 
 }  // namespace sparkhvd

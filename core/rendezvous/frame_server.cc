@@ -29,10 +29,11 @@ struct FrameServer::Session {
     if (connection.HasOutput()) return POLLOUT;
     return paused ? short{0} : short{POLLIN};
   }
-  // The end of a connection that waits for its handler is reported by poll again and again.
+  // Leaves out a connection that has ended while it waits for its handler, because poll would
+  // report the end again and again.
   int fd() const { return muted ? -1 : connection.fd(); }
 
-  // Fails if the peer's host is lost, or the peer does not do its part in time.
+  // Fails if the peer's host is lost, or if the peer does not send or read in time.
   Status CheckPeer() {
     if (host.IsSilent(connection.fd(), kSilentRendezvous)) {
       return Status(StatusCode::kPeerLost, kSilentHost, ETIMEDOUT);
@@ -52,7 +53,7 @@ struct FrameServer::Session {
 
   FrameConnection connection;
   HostWatch host;
-  Status failure;       // not OK: the connection is to be ended
+  Status failure;       // not OK: the server ends the connection
   bool paused = false;  // until Resume
   bool muted = false;   // has ended while it was paused
   Deadline idle = Deadline::Never();
@@ -183,8 +184,7 @@ void FrameServer::Serve(Reception owned) {
     for (auto& [connection, session] : sessions) {
       const short ready = polled ? fds[index].revents : short{0};
       ++index;
-      const bool watched =
-          checks && !session.paused;  // the handler learns of an end after its frame
+      const bool watched = checks && !session.paused;  // paused: the handler has a frame
       if (ready == 0 && !watched) continue;
       // A session that runs out of memory ends. The others continue.
       session.failure = Guarded([&, id = connection, &client = session] {
@@ -215,7 +215,7 @@ void FrameServer::Serve(Reception owned) {
     if (reception) {
       reception.reset();
       for (auto& [connection, session] : sessions) {
-        // What has arrived is still read, before the end.
+        // Data that has arrived is still read.
         (void)::shutdown(session.connection.fd(), SHUT_RD);
       }
     }

@@ -26,7 +26,7 @@ struct FrameServerOptions {
   bool encrypt = false;
   ReceptionLimits reception;
   FrameLimits frames;
-  double answer_seconds = kNoLimit;  // the limit for a peer to accept an answer
+  double answer_seconds = kNoLimit;  // time limit for a peer to accept an answer
   std::string thread_name;
 };
 
@@ -36,11 +36,12 @@ class FrameServer;
 class FrameHandler {
  public:
   virtual ~FrameHandler() = default;
-  // Returns whether the next frame of this connection may be read. Otherwise Resume allows it.
+  // Returns whether the server may read the next frame of this connection at once. If not, the
+  // server reads it after Resume.
   virtual bool OnFrame(FrameServer& server, uint64_t connection, std::string frame) = 0;
   // The connection has ended, but not because the server was closed.
   virtual void OnEnd(FrameServer& server, uint64_t connection, const Status& why) = 0;
-  virtual void OnOutOfDescriptors() {}           // once
+  virtual void OnOutOfDescriptors() {}           // called once
   virtual void OnTurn(FrameServer& server) = 0;  // after frames have arrived, and after Wake
 };
 
@@ -48,7 +49,8 @@ class FrameHandler {
 // ignore connections that have ended.
 class FrameServer {
  public:
-  // Fails with kIo if it is to encrypt and OpenSSL is missing. `handler` must outlive the server.
+  // Fails with kIo if `options.encrypt` is set and OpenSSL is missing. `handler` must outlive the
+  // server.
   static Result<std::unique_ptr<FrameServer>> Start(FrameServerOptions options,
                                                     FrameHandler& handler);
   FrameServer(const FrameServer&) = delete;
@@ -58,9 +60,10 @@ class FrameServer {
   const HostPort& address() const { return address_; }
   bool InChild() const { return guard_.InChild(); }
 
-  // While an answer is on its way, no frame of the connection is read.
+  // Sends an answer. The server reads no frame of the connection until the whole answer is sent.
   void Send(uint64_t connection, std::shared_ptr<const std::string> payload);
-  // Reads the next frame. The connection ends with kTimeout if none begins within `idle_seconds`.
+  // Reads the next frame. The connection ends with kTimeout if no frame begins within
+  // `idle_seconds`.
   void Resume(uint64_t connection, double idle_seconds);
   void Drop(uint64_t connection);
   void Wake();

@@ -24,7 +24,8 @@ Result<FrameProtection> FrameProtection::Make(const Digest& key, bool encrypt,
   return protection;
 }
 
-// The frame's number stands where the tag will be, so that both need no copy of the payload.
+// Writes the frame's number where the tag will be, so that the HMAC covers payload and number
+// without a copy of the payload.
 Digest FrameProtection::NextTag(Bytes payload_and_tag) {
   const size_t size = payload_and_tag.size() - sizeof(Digest);
   StoreLittleEndian(frames_++, payload_and_tag.data() + size);
@@ -118,7 +119,7 @@ Result<std::optional<std::string>> FrameConnection::Read() {
     received_ += count.value();
     if (received_ == head_.size()) SHVD_TRY(ReadLength());
     if (received_ < head_.size() + body_.size()) continue;
-    if (in_head) continue;  // a body always has a tag
+    if (in_head) continue;  // the body is never empty: it has a tag
     received_ = 0;
     auto payload = incoming_.Verify(Bytes(body_.data(), body_.size()));
     if (!payload.ok()) return payload.status();

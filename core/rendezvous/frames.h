@@ -1,12 +1,12 @@
-// Frames on an authenticated connection, the same for the rendezvous and for the messages between
-// driver and tasks.
+// Frames on an authenticated connection. The rendezvous and the messages between driver and tasks
+// use the same frames.
 //
 // A frame is the length of its payload (4 bytes), the payload and a tag. Every frame is
 // authenticated with a key that belongs to one direction of one connection, and with its number in
-// that direction. So an altered, omitted, repeated, reordered or reflected frame fails. The tag is
-// the HMAC-SHA256 of payload and number, or that of AES-256-GCM if the acceptor encrypts. The
-// length is checked against a limit before memory is allocated. A changed length makes the receiver
-// check the wrong bytes, so it fails, too.
+// that direction. So an altered, omitted, repeated, reordered or reflected frame fails
+// authentication. The tag is the HMAC-SHA256 of payload and number, or the tag of AES-256-GCM if
+// the acceptor encrypts. The length is checked against a limit before memory is allocated. A
+// changed length makes the receiver check the wrong bytes, so such a frame fails, too.
 #pragma once
 
 #include <array>
@@ -46,7 +46,7 @@ class FrameProtection {
   // Appends the protected payload to `out`.
   Status Protect(ConstBytes payload, std::vector<std::byte>* out);
   // Returns the payload, at the beginning of `record`. Fails with kAuthentication unless the peer
-  // sent it as its next one.
+  // sent `record` as its next frame.
   Result<Bytes> Verify(Bytes record);
 
  private:
@@ -66,17 +66,18 @@ class FrameConnection {
   int fd() const { return fd_.get(); }
   void Close() { fd_.Reset(); }
 
-  // These never wait. Read returns the next frame once it is complete. kPeerLost: the connection
-  // has ended.
+  // The following functions never wait, and fail with kPeerLost once the connection has ended. Read
+  // returns the next frame once it is complete.
   Status Queue(ConstBytes payload);  // kInvalidArgument for a payload above the limit
   Status Flush();
   bool HasOutput() const { return sent_ < output_.size(); }
   Result<std::optional<std::string>> Read();
-  // Returns whether a frame has begun to arrive but not ended within its time.
+  // Returns whether a frame has begun to arrive but is not complete within its time limit.
   bool IsFrameLate() const { return received_ > 0 && frame_deadline_.Expired(); }
   bool IsInFrame() const { return received_ > 0; }
 
-  // These wait. After kTimeout, another call of AwaitFlushed or Receive continues.
+  // The following functions wait. After kTimeout, another call of AwaitFlushed or Receive
+  // continues.
   Status Send(ConstBytes payload, Deadline deadline);
   Status AwaitFlushed(Deadline deadline);
   Result<std::string> Receive(Deadline deadline);

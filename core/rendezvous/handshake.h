@@ -6,9 +6,9 @@
 //   dialer   -> acceptor  HMAC("dial", all of this, purpose)    (32 bytes)
 //   acceptor -> dialer    HMAC("acpt", all of this, purpose)    (32 bytes)
 //
-// Instead of a welcome or a proof, the acceptor may send the beginning of BusyNotice and hang up:
-// it is full, or the dialer was too slow. The dialer then dials again. Nothing authenticates this
-// message: an attacker who could forge it could also cut the connection.
+// If the acceptor is full, or the dialer was too slow, the acceptor sends the beginning of
+// BusyNotice instead of a welcome or a proof, and hangs up. The dialer then dials again. Nothing
+// authenticates this message: an attacker who could forge it could also cut the connection.
 //
 // Both nonces are fresh, so a recording is worthless later. The label prevents a proof from being
 // reflected. The purpose, which both ends know and never send, prevents a connection from being
@@ -41,7 +41,7 @@ struct SessionKeys {
   bool encrypt = false;
 };
 
-// Has the length of the longest message that it replaces.
+// Returns the message of a busy acceptor. It is as long as the longest message that it replaces.
 ConstBytes BusyNotice();
 // Returns whether this message of the acceptor is the beginning of BusyNotice().
 bool IsBusyNotice(ConstBytes message);
@@ -58,9 +58,9 @@ class AcceptorHandshake {
       : token_(token), purpose_(purpose), encrypt_(encrypt) {}
 
   size_t wanted() const { return hello_seen_ ? kProofBytes : kHelloBytes; }
-  // Returns the reply to send. kAuthentication means: drop the dialer without an answer.
+  // Returns the reply to send. After kAuthentication, drop the dialer without an answer.
   Result<std::vector<std::byte>> Consume(ConstBytes message);
-  // Returns the reply to send before hanging up, which makes a member dial again.
+  // Returns the message to send before hanging up. It makes a member dial again.
   ConstBytes farewell() const {
     return BusyNotice().Sub(0, hello_seen_ ? kProofBytes : kWelcomeBytes);
   }
@@ -100,7 +100,8 @@ class DialerHandshake {
   Welcome welcome_{};
 };
 
-// Returns kAuthentication: the other side closed the connection during the handshake.
+// Returns kAuthentication with the message that the other side closed the connection during the
+// handshake.
 Status HandshakeRefused();
 
 }  // namespace sparkhvd

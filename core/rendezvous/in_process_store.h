@@ -1,4 +1,5 @@
-// A key-value store for the threads of one process. TcpStoreServer keeps its keys in one.
+// A key-value store for the threads of one process. TcpStoreServer keeps its keys in an
+// InProcessStore.
 #pragma once
 
 #include <condition_variable>
@@ -20,10 +21,10 @@ class InProcessStore final : public KeyValueStore {
   // Returns the value, or nothing if the key is not set.
   std::optional<std::string> Find(const std::string& key) const;
 
-  // Deletes all keys that begin with `prefix`, and returns their number. They can be set again.
+  // Deletes all keys that begin with `prefix`, and returns their number. The keys can be set again.
   size_t Erase(const std::string& prefix);
 
-  // Wakes all waiters in Get with `why`. Later calls fail with it, too.
+  // Wakes all waiters in Get with `why`. Later calls fail with `why`, too.
   void Close(const Status& why);
 
  private:

@@ -11,18 +11,19 @@
 
 namespace sparkhvd {
 
-// The numbers from `first` to `end` - 1, in which the names of related keys end.
+// The numbers from `first` to `end` - 1. The names of related keys are a prefix and such a number.
 struct NumberRange {
   uint32_t first = 0;
   uint32_t end = 0;
 };
 
-// Makes the store set a key if the process ends without notice. A will ends before its store.
+// Makes the store set a key if the process ends without notice. Destroy a will before its store.
 class Will {
  public:
   virtual ~Will() = default;  // has the same effect as the end of the process
 
-  // Withdraws the will: the process ends in good order, or no other process depends on it.
+  // Withdraws the will. Call it if the process ends in good order, or if no other process depends
+  // on it any more.
   virtual void Withdraw() = 0;
 };
 
@@ -35,13 +36,13 @@ class KeyValueStore {
 
   virtual Status Set(const std::string& key, const std::string& value, Deadline deadline) = 0;
 
-  // Waits until `key` is set and returns its value. kTimeout names the key. kPeerLost means that
-  // the server has ended.
+  // Waits until `key` is set and returns its value. Fails with kTimeout and the name of the key, or
+  // with kPeerLost if the server has ended.
   virtual Result<std::string> Get(const std::string& key, Deadline deadline) = 0;
 
-  // Waits until all keys are set that consist of `prefix` and one of `numbers`, and returns their
-  // values in this order. Fails like Get. A remote store answers with few messages, however many
-  // keys there are.
+  // Waits until the keys that consist of `prefix` and a number are set for all `numbers`. Returns
+  // their values in the order of the numbers. Fails like Get. A remote store sends few messages,
+  // however many keys there are.
   virtual Result<std::vector<std::string>> GetAll(const std::string& prefix, NumberRange numbers,
                                                   Deadline deadline) {
     std::vector<std::string> values;
@@ -53,8 +54,8 @@ class KeyValueStore {
     return values;
   }
 
-  // Returns those of `numbers` whose keys are not set, without waiting for them. The deadline is
-  // for the answer of a remote store, which is one message.
+  // Returns the numbers whose keys are not set, without waiting for the keys. `deadline` limits the
+  // wait for the answer of a remote store.
   virtual Result<std::vector<uint32_t>> Missing(const std::string& prefix, NumberRange numbers,
                                                 Deadline deadline) {
     (void)deadline;
@@ -68,8 +69,7 @@ class KeyValueStore {
     return missing;
   }
 
-  // Ends the use of `key`, or of the prefix `key`, on this side: discards the state that a
-  // timed-out Get or GetAll has left.
+  // Discards what a timed-out Get of `key`, or GetAll of the prefix `key`, has left on this side.
   virtual void StopAsking(const std::string& key) { (void)key; }
 
   // Makes the store set `key` to `value` once this process has ended or is unreachable. Returns

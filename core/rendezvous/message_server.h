@@ -34,7 +34,8 @@ class MessageServer final : private FrameHandler {
                                                       const std::string& thread_name);
 
   const HostPort& address() const { return server_->address(); }
-  // Returns the next event. kTimeout: there was none. kShutDown: the server is closed.
+  // Returns the next event. Fails with kTimeout if there is none before the deadline, and with
+  // kShutDown once the server is closed.
   Result<MessageEvent> Next(Deadline deadline);
   // See FrameServer. Thread-safe.
   void Send(uint64_t connection, std::shared_ptr<const std::string> message);

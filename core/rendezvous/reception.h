@@ -40,7 +40,7 @@ struct Admitted {
 // Serve.
 class Reception {
  public:
-  // `encrypt` is that of AcceptorHandshake.
+  // For `encrypt`, see AcceptorHandshake.
   Reception(std::vector<UniqueFd> listeners, std::string token, std::string purpose,
             ReceptionLimits limits = {}, bool encrypt = false);
 
@@ -48,7 +48,7 @@ class Reception {
   int TimeoutMillis(int cap) const;
   // Accepts, reads, answers and drops connections without waiting. Returns the newly admitted ones.
   std::vector<Admitted> Serve();
-  // Returns whether a connection was ever not accepted because no descriptor was free.
+  // Returns whether Serve has ever failed to accept a connection because no descriptor was free.
   bool out_of_descriptors() const { return out_of_descriptors_; }
 
  private:

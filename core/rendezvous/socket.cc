@@ -87,12 +87,12 @@ Result<HostPort> Numeric(const sockaddr* address, socklen_t length) {
 }
 
 void SetOption(int fd, int level, int name, int value) {
-  // For tuning only: without these options the socket is slower, but correct.
+  // Ignores failures, because the data of a socket is correct without these options.
   (void)::setsockopt(fd, level, name, &value, sizeof(value));
 }
 
-// Sends the first probe after a third of `silence`, and ends the link after three more unanswered
-// probes.
+// Sends the first probe after a third of `silence`. Ends the link after three unanswered probes,
+// about `silence` after the last answer.
 void SetKeepalive(int fd, std::chrono::seconds silence) {
   const int third = static_cast<int>(silence.count() / 3);
   SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, third);
@@ -119,7 +119,7 @@ Result<socklen_t> AbstractAddress(const std::string& name, sockaddr_un* address)
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
 
-// Returns the number of bytes moved. EAGAIN is not a failure; the peer's end is.
+// Returns the number of bytes moved. EAGAIN counts as 0 bytes. The end of the peer is a failure.
 Result<size_t> Moved(ssize_t count, const char* what) {
   if (count > 0) return static_cast<size_t>(count);
   if (count == 0) return Status(StatusCode::kPeerLost, "the other side closed the connection");
@@ -201,7 +201,7 @@ Result<UniqueFd> ConnectUnix(const std::string& name, Deadline deadline, int buf
   if (!fd.valid()) return IoStatus("open a Unix socket", errno);
   SetBuffers(fd.get(), buffer_bytes);
   while (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), length.value()) != 0) {
-    // A signal may interrupt a call that has connected the socket. The next call reports that.
+    // A signal may interrupt a call after it has connected the socket. The next call reports that.
     if (errno == EINTR) continue;
     if (errno == EISCONN) break;
     if (errno != EAGAIN) return IoStatus("connect", errno);

@@ -29,17 +29,17 @@ Result<UniqueFd> ListenTcp(const HostPort& address, int buffer_bytes = 0);
 // Listens on a name in the abstract namespace, which needs no file and disappears with the process.
 Result<UniqueFd> ListenUnix(const std::string& name, int buffer_bytes = 0);
 
-// Returns the numeric addresses of a name, or the address itself. kTimeout if the name service is
-// slow.
+// Returns the numeric addresses of a name, or the address itself if it is numeric. Fails with
+// kTimeout if the name service is slow.
 Result<std::vector<HostPort>> ResolveAll(const HostPort& address, Deadline deadline);
 
-// Returns a socket that is connecting to a numeric address. The socket becomes writable or fails
-// when the connection is decided.
+// Returns a socket that is connecting to a numeric address. The socket becomes writable once the
+// attempt has succeeded or failed.
 Result<UniqueFd> BeginConnectTcp(const HostPort& address, int buffer_bytes = 0);
 Result<UniqueFd> ConnectUnix(const std::string& name, Deadline deadline, int buffer_bytes = 0);
 
-// Doubles this process's limit of descriptors, up to the hard limit. Returns false if that is
-// reached.
+// Doubles this process's limit of descriptors, up to the hard limit. Returns false if the limit
+// cannot be raised further.
 bool AllowMoreDescriptors();
 
 // Returns the numeric address to which a TCP socket is bound.
@@ -47,11 +47,11 @@ Result<HostPort> LocalAddress(int fd);
 // Returns the address of the peer.
 Result<HostPort> PeerAddress(int fd);
 
-// These constants tell a host that vanished (no power, no network) from a slow or stopped process.
-// The kernel of a stopped process still acknowledges keepalive probes on an idle link and probes of
-// a full window. So a peer may take any time, and only the silence of its host is limited:
-// keepalive ends an idle link, and a waiting thread checks a HostWatch. (TCP_USER_TIMEOUT would
-// also end links whose receiver does not read.)
+// These limits distinguish a host that vanished (no power, no network) from a slow or stopped
+// process. The kernel of a stopped process still acknowledges keepalive probes on an idle link and
+// probes of a full window. So a peer may take any time, and only the silence of its host is
+// limited: keepalive ends an idle link, and a waiting thread checks a HostWatch. (TCP_USER_TIMEOUT
+// would also end links whose receiver does not read.)
 
 // For links between ranks.
 constexpr std::chrono::seconds kSilentLink(30);
@@ -88,8 +88,8 @@ Status AwaitEvents(int fd, short events, Deadline deadline);
 Status ReadExactly(int fd, Bytes data, Deadline deadline);
 Status WriteExactly(int fd, ConstBytes data, Deadline deadline);
 
-// Tries once without waiting. Returns the number of bytes moved, 0 if the socket is not ready, or a
-// failure of ReadExactly.
+// Tries once without waiting. Returns the number of bytes moved, or 0 if the socket is not ready.
+// Fails like ReadExactly.
 Result<size_t> ReadSome(int fd, Bytes data);
 Result<size_t> WriteSome(int fd, ConstBytes data);
 

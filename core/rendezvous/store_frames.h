@@ -22,8 +22,8 @@ inline constexpr char kStorePurpose[] = "rendezvous";
 // A will is a Set that the server carries out when the connection ends. An empty will withdraws it.
 enum class StoreRequestKind : uint32_t { kSet = 1, kGet = 2, kWill = 3, kGetAll = 4, kMissing = 5 };
 
-// The answer to a Get is the value, that to a GetAll some values, that to a Missing numbers, and
-// the others are empty.
+// The server answers a Get with the value, a GetAll with the first values, a Missing with numbers,
+// and all other requests with an empty payload.
 struct StoreRequest {
   StoreRequestKind kind = StoreRequestKind::kGet;
   std::string key;
@@ -39,11 +39,11 @@ Result<NumberRange> DecodeNumberRange(ConstBytes bytes);
 constexpr uint32_t kMostNumbersOfMissing = uint32_t{1} << 16;
 
 void AppendToMissing(std::string* answer, uint32_t number);
-// Fails with kInvalidArgument for bytes that are no whole numbers.
+// Fails with kInvalidArgument if the bytes end inside a number.
 Result<std::vector<uint32_t>> DecodeMissing(ConstBytes bytes);
 
-// Appends `value` to the answer to a GetAll. Returns false, and appends nothing, if the answer
-// would be longer than a value may be; the client then asks for the rest.
+// Appends `value` to the answer to a GetAll. If the answer would exceed its limit, appends nothing
+// and returns false. The client then asks for the rest.
 bool AppendToAnswer(std::string* answer, const std::string& value);
 // Fails with kInvalidArgument for an answer without values.
 Result<std::vector<std::string>> DecodeAnswer(ConstBytes bytes);

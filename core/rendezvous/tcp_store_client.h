@@ -20,12 +20,13 @@ namespace sparkhvd {
 
 // Thread-safe: every call in progress has its own connection, so a thread that waits for a key does
 // not block the others. After a timeout, the server keeps the request of a Get, and the next Get of
-// the key reuses the connection, so polling is cheap. Has no thread. Encrypts if the server does.
-// In a forked child only Close works; it closes the child's copies of the connections.
+// the key reuses the connection, so polling is cheap. The client has no thread. It encrypts if the
+// server does. In a forked child, only Close works. It closes the child's copies of the
+// connections.
 class TcpStoreClient final : public KeyValueStore {
  public:
-  // Keeps the first address that answers and knows the token. For `check` and `require_encryption`,
-  // see DialOptions.
+  // Keeps the address of the first server that answers and knows the token. For `check` and
+  // `require_encryption`, see DialOptions.
   static Result<std::unique_ptr<TcpStoreClient>> Connect(const std::vector<HostPort>& addresses,
                                                          const std::string& token,
                                                          Deadline deadline,
@@ -63,7 +64,7 @@ class TcpStoreClient final : public KeyValueStore {
                                  Deadline deadline);
   // Sends a request that the server answers at once.
   Result<std::string> AskNow(const StoreRequest& request, Deadline deadline);
-  // Sends a Get or a GetAll, unless the server already has it, and waits for the answer.
+  // Sends a Get or a GetAll unless the server already has the request, and waits for the answer.
   Result<std::string> Await(const StoreRequest& request, Deadline deadline);
   Result<FrameConnection> Take(Deadline deadline);
   std::optional<FrameConnection> TakeAsked(const std::string& request);

@@ -96,8 +96,8 @@ class TcpStoreServer::Handler final : public FrameHandler {
     std::string answer;
   };
 
-  // A Get or GetAll that waits. All ranks of a job ask the same, so it is looked up and its answer
-  // is made once for all of them.
+  // A waiting Get or GetAll. All ranks of a job ask for the same keys, so the server builds one
+  // answer for all of them.
   struct Question {
     std::string key;  // a prefix if there are numbers
     std::optional<Numbers> numbers;
@@ -105,7 +105,7 @@ class TcpStoreServer::Handler final : public FrameHandler {
   };
   using Questions = std::map<std::string, Question>;  // by the frame of the request
 
-  // Returns nothing as long as a key is not set and the answer has room for more.
+  // Returns nothing while the answer has room for a value whose key is not set.
   std::optional<std::string> Answer(Question* question) const {
     if (!question->numbers) return values_.Find(question->key);
     auto& [rest, answer] = *question->numbers;

@@ -34,7 +34,7 @@ class TcpStoreServer final : public KeyValueStore {
   Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
   Result<std::string> Get(const std::string& key, Deadline deadline) override;
 
-  // Deletes all keys that begin with `prefix`, and returns their number. They can be set again.
+  // Deletes all keys that begin with `prefix`, and returns their number. The keys can be set again.
   // Only the server's owner knows which keys no client will ask for any more.
   size_t Erase(const std::string& prefix) { return values_.Erase(prefix); }
 

@@ -9,9 +9,9 @@
 
 namespace sparkhvd {
 
-// A region and a counter per member. Members are numbered 0 to count() - 1 in rank order, and
-// `ranks()[i]` is the rank of member i. A collective over the arena is a series of steps: write the
-// own region, Arrive, AwaitAll, read the others' regions.
+// An arena has one region and one counter per member. Members are numbered 0 to count() - 1 in rank
+// order, and `ranks()[i]` is the rank of member i. A collective over the arena is a series of
+// steps: write the own region, call Arrive and AwaitAll, and read the regions of the other members.
 class Arena {
  public:
   virtual ~Arena() = default;

@@ -21,7 +21,8 @@ namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-// One byte of data, because a descriptor cannot be sent alone, and room for the descriptor.
+// A message of one byte of data and a descriptor. The byte is needed because a descriptor cannot be
+// sent alone.
 struct FileMessage {
   FileMessage() {
     part.iov_base = &has_file;
@@ -41,16 +42,15 @@ struct FileMessage {
 };
 
 // The kernel does not refuse to reserve more memory than is available; it kills other processes to
-// free some. So this checks the limit first.
+// free some. So this function checks the limit before the reservation.
 Status CheckAffordable(size_t bytes) {
   const Result<uint64_t> memory = MemoryLimit();
   SHVD_TRY(memory.status());
   if (bytes <= memory.value() / 4) return Status();
-  return Status(
-      StatusCode::kIo,
-      std::to_string(bytes) +
-          " bytes of shared memory are more than a quarter of what this process may use, " +
-          std::to_string(memory.value()));
+  return Status(StatusCode::kIo,
+                std::to_string(bytes) +
+                    " bytes of shared memory exceed a quarter of this process's memory limit of " +
+                    std::to_string(memory.value()) + " bytes");
 }
 
 UniqueFd TakeFile(msghdr* message) {

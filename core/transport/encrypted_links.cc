@@ -30,7 +30,7 @@ namespace {
 constexpr size_t kLengthBytes = 4;
 constexpr size_t kContentBytes = size_t{128} << 10;
 constexpr size_t kRecordBytes = kLengthBytes + kContentBytes + kCipherTagBytes;
-// Before a record in its buffer, so that the content is aligned.
+// The gap before a record in its buffer, which aligns the content.
 constexpr size_t kMargin = alignof(std::max_align_t) - kLengthBytes;
 constexpr std::chrono::milliseconds kFarewellTime(1000);
 constexpr std::chrono::seconds kHostCheckInterval(1);  // between checks of the peers' hosts
@@ -42,8 +42,8 @@ int BytesOnTheirWay(int fd) {
 }
 
 // The memory for the records that are on their way through this process. A link uses memory only
-// while it has a part of a record, because most links of a large job are idle most of the time. One
-// thread uses it.
+// while it has a part of a record, because most links of a large job are idle most of the time.
+// Only one thread may use the buffers.
 class RecordBuffers {
  public:
   using Buffer = std::unique_ptr<std::byte[]>;
@@ -71,7 +71,7 @@ class RecordBuffers {
   }
 };
 
-// A record that is being read or written, in a buffer that it has while it is not empty.
+// A record that is being read or written. It has a buffer only while it is not empty.
 class Record {
  public:
   explicit Record(RecordBuffers& buffers) : buffers_(&buffers) {}
@@ -228,8 +228,8 @@ class EncryptedLinks::Tunnel {
     };
     const short plain = events(sealing_.wants_input(), opening_.wants_output());
     const short link = events(opening_.wants_input(), sealing_.wants_output());
-    // poll reports the end of a socket even without requested events. A socket without them is
-    // skipped, because nothing can be done about its end yet.
+    // poll reports the end of a socket even without requested events. A socket without requested
+    // events is skipped, because its end cannot be handled yet.
     fds.push_back({plain != 0 ? plain_.get() : -1, plain, 0});
     fds.push_back({link != 0 ? link_.get() : -1, link, 0});
   }

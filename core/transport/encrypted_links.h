@@ -25,15 +25,15 @@ struct LinkKeys {
 //
 //   length of the content (4 bytes), content, tag (16 bytes)
 //
-// An end on one side becomes an end on the other. So does a record that fails authentication:
-// nothing after it can be trusted.
+// When one side ends, the thread ends the other side, too. A record that fails authentication ends
+// both sides, because nothing after it can be trusted.
 class EncryptedLinks {
  public:
   // Fails if OpenSSL is missing. A link ends once the other host is silent for longer than
   // `silence`.
   static Result<std::unique_ptr<EncryptedLinks>> Make(
       std::chrono::milliseconds silence = kSilentLink);
-  // Gives data that was written before the plain sockets were closed a moment to leave.
+  // Waits a moment until data that was written before the plain sockets were closed has been sent.
   ~EncryptedLinks();
 
   // Returns the plain end of `link`, a connected non-blocking socket. Add all links before Start.
@@ -49,7 +49,7 @@ class EncryptedLinks {
   std::thread thread_;
 };
 
-// Wraps a `transport` over sockets of `links`, and ends both in the right order.
+// Wraps a `transport` over sockets of `links`. The result destroys both in the right order.
 std::unique_ptr<Transport> MakeEncryptedTransport(std::unique_ptr<EncryptedLinks> links,
                                                   std::unique_ptr<Transport> transport);
 

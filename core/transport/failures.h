@@ -17,7 +17,8 @@ std::string RankNames(const std::vector<int>& ranks);
 // Returns "send to rank 3" or "receive from rank 3".
 std::string TransferName(Direction direction, int peer);
 
-// What a receiver knows about the length of a message. The text precedes the number in messages.
+// What a receiver knows about the length of a message. The text precedes the number of bytes in
+// failure messages.
 constexpr char kExactly[] = "";
 constexpr char kAtMost[] = "at most ";
 

@@ -14,15 +14,15 @@
 namespace sparkhvd {
 namespace {
 
-// Connects the ranks. A send completes when its receive has been posted, which is stricter than
-// with sockets: a deadlock here would be one there with larger messages.
+// Connects the ranks. A send completes once its receive has been posted. Sockets are less strict:
+// over them, the same calls would deadlock only with larger messages.
 class Hub {
  public:
   explicit Hub(int size)
       : members_(static_cast<size_t>(size)),
         channels_(static_cast<size_t>(size) * static_cast<size_t>(size)) {}
 
-  // `length` is that of a PostReceiveUpTo, otherwise null.
+  // `length` is the pointer passed to PostReceiveUpTo, and null for other transfers.
   Result<Ticket> Post(int rank, int peer, Direction direction, std::byte* data, size_t size,
                       size_t* length = nullptr) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -64,7 +64,7 @@ class Hub {
     if (!At(rank).broken) Leave(rank, why);
   }
 
-  // The owner of the rank is ending. Its peers get no reason.
+  // Ends the rank when its owner is destroyed. The peers get no reason.
   void Close(int rank) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (At(rank).broken) return;
@@ -141,7 +141,7 @@ class Hub {
     return Status();
   }
 
-  // Breaks `rank` for good: its buffers are no longer touched, and all ranks check whether that
+  // Breaks `rank` for good: its buffers are no longer touched, and all ranks check whether its end
   // affects them.
   void Leave(int rank, const Status& why) {
     Member& leaver = At(rank);
@@ -196,7 +196,7 @@ class InProcessTransport final : public Transport {
   const int size_;
 };
 
-// Makes the arenas of the hosts. If there is no memory for one, its ranks continue without it.
+// Makes the arenas of one host. If there is no memory for them, the ranks continue without arenas.
 void ShareArena(std::vector<Mesh>& meshes, const std::vector<int>& ranks, size_t region_bytes) {
   auto mapping = SharedMapping::Anonymous(ArenaPair::Bytes(ranks.size(), region_bytes));
   if (!mapping.ok()) return;

@@ -3,8 +3,8 @@
 
 namespace sparkhvd {
 
-// The numbers by which algorithms are chosen. They are given and not measured: ranks have to choose
-// alike, and another choice would round results differently.
+// Algorithms are chosen by these costs. The costs are configured instead of measured, because all
+// ranks must choose the same algorithm, and a different algorithm would round results differently.
 struct LinkCosts {
   double per_message = 30e-6;  // seconds
   double per_byte = 0.32e-9;   // seconds; 25 Gbit/s, which the ranks of a host share

@@ -13,7 +13,6 @@ namespace {
 constexpr std::chrono::milliseconds kSlice(100);
 // Long enough for a server on another host, and short enough not to delay a failure.
 constexpr double kBoardSeconds = 2.0;
-// For a key that may be missing.
 
 }  // namespace
 

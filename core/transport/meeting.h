@@ -1,4 +1,4 @@
-// How connecting ranks learn of each other's failures.
+// Reports failures to the other ranks while all ranks connect.
 #pragma once
 
 #include <functional>
@@ -12,8 +12,9 @@
 
 namespace sparkhvd {
 
-// Every wait for another rank also ends with a failure: one that a rank has published, or the will
-// that it left with the store for the end of its process. All ranks report the first failure.
+// A wait for another rank also ends once a rank fails. A rank publishes its failure, or the store
+// publishes the will that the rank left for the end of its process. All ranks report the first
+// failure.
 class Meeting {
  public:
   // `interrupted` is polled several times a second, and its failure ends the wait. It may be empty.
@@ -27,11 +28,11 @@ class Meeting {
 
   Status Join();
   Status Set(const std::string& key, const std::string& value);
-  // Waits for what all `ranks` ranks have set under `what`/rank. A failure names the first rank
-  // that did not set it in time.
+  // Waits until every rank below `ranks` has set the key `what`/rank, and returns the values by
+  // rank. A failure names the first rank that did not set its key in time.
   Result<std::vector<std::string>> GetAll(const std::string& what, int ranks);
   // Returns the failure of another rank, or the interruption, without waiting. The answer of the
-  // store may arrive only by the next call.
+  // store may arrive too late for this call. The next call then returns it.
   Status Check();
   // Publishes `own` and returns the first failure.
   Status Fail(const Status& own);

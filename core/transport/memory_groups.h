@@ -1,4 +1,5 @@
-// Decides which ranks may share an arena: a pure decision, equal on all ranks.
+// Decides which ranks may share an arena. The decision is a pure function with the same result on
+// all ranks.
 #pragma once
 
 #include <vector>
@@ -8,8 +9,8 @@
 namespace sparkhvd {
 
 // Returns all ranks in groups. Ranks are ascending inside a group, and groups are in the order of
-// their first ranks. A rank that shares memory with no other is a group of its own. `records` is
-// indexed by rank.
+// their first ranks. A rank that shares memory with no other rank is a group of its own. `records`
+// is indexed by rank.
 std::vector<std::vector<int>> MemoryGroups(const std::vector<AddressRecord>& records);
 
 }  // namespace sparkhvd

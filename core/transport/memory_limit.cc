@@ -22,8 +22,9 @@ uint64_t ReadLimit(const std::string& path) {
   return file >> limit ? limit : kNoLimit;
 }
 
-// Returns the smallest limit of the group and its parents. In a container, the path may be that of
-// the host, of which only the last part or nothing is visible here. Then the visible groups decide.
+// Returns the smallest limit of the group and its parents. In a container, `path` may be the path
+// on the host, and only its last part or nothing of it is visible here. Then the visible groups
+// decide.
 uint64_t SmallestLimit(const std::string& folder, std::string path, const std::string& name) {
   uint64_t limit = ReadLimit(folder + "/" + name);
   while (path.size() > 1) {

@@ -8,7 +8,8 @@
 
 namespace sparkhvd {
 
-// Returns the host's memory or the smallest limit of this process's control groups.
+// Returns the memory of the host or the smallest limit of this process's control groups, whichever
+// is less, in bytes.
 Result<uint64_t> MemoryLimit();
 
 // Returns the smallest limit of the groups in `membership`, the text of /proc/self/cgroup, whose

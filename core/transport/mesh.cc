@@ -31,15 +31,15 @@
 namespace sparkhvd {
 namespace {
 
-// A dialer claims its rank and the purpose of the connection. The watch comes before the link.
+// A dialer claims its rank and the kind of the connection. It dials the watch before the link.
 enum class Kind : uint64_t { kLink = 1, kWatch = 2 };
 constexpr int kKindShift = 32;
-// What the ranks tell each other: where to dial them, and whether they have the shared memory.
+// The keys that each rank publishes: its addresses, and whether it has mapped the shared memory.
 constexpr char kAddress[] = "address";
 constexpr char kArena[] = "arena";
 constexpr char kYes[] = "yes";
 constexpr int kSliceMillis = 100;  // interval of the checks of other ranks
-// Enough to hide the round trips of a handshake, and few enough for the acceptors.
+// Enough dials to hide the round trips of a handshake, and few enough for the acceptors.
 constexpr size_t kDialsAtOnce = 16;
 constexpr size_t kMaxArenaRegionBytes = size_t{1} << 40;
 
@@ -62,8 +62,8 @@ Result<std::string> FreshUnixName() {
   return name;
 }
 
-// Returns a pidfd of the process at the other end of a Unix socket. Empty if the kernel or a
-// namespace denies it, and for this process itself.
+// Returns a pidfd of the process at the other end of a Unix socket. The result is empty if the
+// kernel or a namespace denies access, and for this process itself.
 UniqueFd OpenPeerProcess(int unix_socket) {
   ucred peer{};
   socklen_t size = sizeof(peer);

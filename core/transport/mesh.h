@@ -21,7 +21,7 @@ struct MeshOptions {
   int rank = 0;
   int size = 1;
   std::string token;  // the job's secret; empty only if size is 1
-  // Equal for ranks that may share memory. They find out by trying.
+  // Ranks with equal keys try to share memory.
   std::string host_key;
   // Local addresses at which peers may reach this rank, preferred address first.
   std::vector<std::string> bind_hosts = {"127.0.0.1"};
@@ -33,7 +33,7 @@ struct MeshOptions {
   std::map<std::string, std::string> common_settings;
   LinkCosts link_costs;  // equal on all ranks
   size_t arena_region_bytes = size_t{4} << 20;
-  // Polled several times a second while the ranks connect. A failure ends the connecting. May be
+  // Polled several times a second while the ranks connect. If it fails, so does ConnectMesh. May be
   // empty.
   std::function<Status()> interrupted;
   int socket_buffer_bytes = 0;  // 0 keeps the kernel's default; tests set tiny buffers

@@ -1,5 +1,5 @@
-// The header of every message on a socket: a farewell, or the payload's length, which reveals a
-// disagreement.
+// The header of every message on a socket: a farewell, or the payload's length, by which the
+// receiver detects a disagreement.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// The sockets whose end tells peers that this process has ended.
+// The sockets by which peers notice that this process has ended.
 #pragma once
 
 #include <sys/types.h>

@@ -38,9 +38,9 @@ class SharedMapping {
   std::shared_ptr<SharedMapping> whole_;  // null if this is the whole mapping
 };
 
-// The means to notice that another member has ended without notice: a connected socket that ends
-// with it, and a pidfd. The pidfd covers children that inherited the socket and keep it open.
-// Either may be missing.
+// Detects that the process of another member has ended without notice, by a connected socket that
+// ends with the process, and by a pidfd. The pidfd is needed if a child of the process inherited
+// the socket and keeps it open. Either may be missing.
 struct MemberWatch {
   UniqueFd socket;
   UniqueFd process;
@@ -50,7 +50,7 @@ struct MemberWatch {
 };
 
 // One watch per member; this rank's own is empty. Arenas of the same members share the watches. The
-// last arena to go ends the sockets, so that peers notice.
+// last of these arenas shuts the sockets down when it is destroyed, so that peers notice.
 class MemberWatches {
  public:
   explicit MemberWatches(std::vector<MemberWatch> watches) : watches_(std::move(watches)) {}

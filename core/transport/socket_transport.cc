@@ -35,7 +35,7 @@ namespace {
 // Limits one system call, so that a sending peer does not starve the others.
 constexpr size_t kBytesPerCall = size_t{1} << 20;
 constexpr int kCallsPerTurn = 8;
-// For peers that are slow to read. Nearly always, the data has arrived long before.
+// Limits Linger, for peers that are slow to read. The data has nearly always arrived long before.
 constexpr std::chrono::milliseconds kLingerTime(1000);
 constexpr int kLingerSliceMillis = 5;
 constexpr std::chrono::seconds kCheckInterval(1);  // between checks of the peers' hosts
@@ -61,7 +61,7 @@ class Remaining {
       Add(operation.header.data() + operation.done, kMessageHeaderBytes - operation.done);
     }
     message_.msg_iov = parts_.data();
-    if (operation.length != nullptr) return;  // what follows may be the next message
+    if (operation.length != nullptr) return;  // the next bytes may be of the next message
     const size_t offset = operation.payload_done();
     Add(operation.data + offset, std::min(operation.size - offset, kBytesPerCall));
   }
@@ -176,8 +176,8 @@ class Link {
   }
 
  private:
-  // Returns the bytes that the peer's host has not acknowledged. Unix sockets lose nothing, so it
-  // is 0 for them.
+  // Returns the bytes that the peer's host has not acknowledged. Returns 0 for Unix sockets,
+  // because they lose nothing.
   int Undelivered() const {
     int bytes = 0;
     tcp_info info{};
@@ -258,7 +258,8 @@ class Link {
     const auto header = EncodeMessageHeader({true, text.size(), why.code()});
     std::string message(reinterpret_cast<const char*>(header.data()), header.size());
     message += text;
-    // Drops what cannot be sent at once. The peer then notices the end without the reason.
+    // Drops the bytes that cannot be sent at once. The peer then notices the end without the
+    // reason.
     (void)!::send(socket_.stream.get(), message.data(), message.size(), MSG_NOSIGNAL);
     return Status();
   }
@@ -360,7 +361,7 @@ class SocketTransport final : public Transport {
     open_.insert(operation.ticket);
     Link& link = links_[static_cast<size_t>(peer)];
     link.Post(direction, operation);
-    // Starts small messages before the wait. Wait reports a failure.
+    // Sends small messages before the wait. Wait reports any failure of this.
     if (sending) link.Advance(open_);
     return operation.ticket;
   }

@@ -18,7 +18,7 @@ struct PeerSocket {
   UniqueFd process;
 };
 
-// `peers` has one entry per rank, and this rank's own is empty. Sockets are non-blocking and
+// `peers` has one entry per rank. The entry of this rank is empty. Sockets are non-blocking and
 // authenticated. A peer is lost if its host is silent for longer than `silence`, but not if it is
 // only slow.
 Result<std::unique_ptr<Transport>> MakeSocketTransport(

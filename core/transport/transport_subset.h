@@ -10,7 +10,8 @@
 namespace sparkhvd {
 
 // Numbers `ranks` of `whole`, which include this rank, as 0, 1, 2... Posts and waits go to `whole`,
-// so failures name its ranks. `sharing` subsets use the same lines at the same time.
+// so failures name its ranks. `sharing` is the number of subsets that use the same network lines at
+// the same time.
 class TransportSubset final : public Transport {
  public:
   TransportSubset(Transport& whole, std::vector<int> ranks, int sharing = 1)
