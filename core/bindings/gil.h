@@ -1,8 +1,8 @@
 // Releases and acquires the GIL in threads that may outlive the interpreter.
 //
 // Up to Python 3.13, a thread that asks for the GIL while the interpreter ends is itself ended by
-// pthread_exit. Unwinding must not pass a destructor, so the process would abort. Such a thread
-// blocks instead, as it does since Python 3.14, and ends with the process.
+// pthread_exit. Unwinding must not pass a destructor, so the process would abort. These classes
+// block such a thread instead, as Python 3.14 does, until the process ends.
 #pragma once
 
 #include <pybind11/pybind11.h>

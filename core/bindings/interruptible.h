@@ -9,7 +9,7 @@
 
 namespace sparkhvd::bindings {
 
-// For waits without the GIL that poll whether to continue. Returns kAborted if a signal handler
+// For waits without the GIL that poll for interruptions. Returns kAborted if a signal handler
 // raised; ThrowIfInterrupted() then throws that exception.
 inline Status CheckSignals() {
   const GilAcquire acquire;
@@ -28,7 +28,7 @@ inline bool IsMainThread() {
   return threading.attr("get_ident")().equal(threading.attr("main_thread")().attr("ident"));
 }
 
-// Calls `wait(deadline)` without the GIL until it returns another status than kTimeout, until
+// Calls `wait(deadline)` without the GIL until it returns a status other than kTimeout, until
 // `settled()` returns true, which makes kTimeout the outcome, or until `timeout_s` has passed. The
 // main thread waits in short slices and runs Python's signal handlers between them.
 template <typename Wait, typename Settled>

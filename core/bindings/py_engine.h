@@ -21,10 +21,10 @@ namespace sparkhvd::bindings {
 
 namespace py = pybind11;
 
-// Python may drop a handle while the engine's thread still uses the buffers. That thread never
-// touches a Python object, because it must not need the GIL, least of all while the interpreter
-// shuts down. So the objects that a dropped handle kept alive stay here until the operation is
-// settled, and the next call that holds the GIL releases them.
+// Python may drop a handle while the engine's thread still uses the buffers. The engine's thread
+// never touches a Python object, because it must never wait for the GIL, least of all while the
+// interpreter shuts down. So the objects that a dropped handle kept alive stay here until the
+// operation is settled, and the next call that holds the GIL releases them.
 class Orphans {
  public:
   void Adopt(std::shared_ptr<Operation> operation, py::object keep_alive) {
@@ -35,7 +35,7 @@ class Orphans {
     const auto done =
         std::stable_partition(orphans_.begin(), orphans_.end(),
                               [](const Orphan& orphan) { return !orphan.operation->settled(); });
-    // Release them outside the list, because a finalizer may call this again.
+    // Release the objects outside the list, because a finalizer may call this function again.
     std::vector<Orphan> finished(std::make_move_iterator(done),
                                  std::make_move_iterator(orphans_.end()));
     orphans_.erase(done, orphans_.end());
@@ -82,7 +82,7 @@ class PyEngine {
   PendingOperations pending_;
 };
 
-// A call of the CUDA driver may block.
+// Runs `act` without the GIL, because a call of the CUDA driver may block.
 template <typename Act>
 auto WithoutGil(const Act& act) {
   const GilRelease release;

@@ -12,7 +12,8 @@
 namespace sparkhvd {
 namespace {
 
-// Picking more columns at once gains nothing: their data leaves the processor's nearer caches.
+// Picking more columns at once gains nothing, because their data does not fit into the processor's
+// nearer caches.
 constexpr size_t kTogether = 4;
 constexpr uint32_t kNowhere = std::numeric_limits<uint32_t>::max();
 
@@ -34,8 +35,8 @@ void ForEachRun(const std::vector<RowRun>& runs, const std::vector<ConstBytes>& 
   }
 }
 
-// Reads at random indices dominate the time, so N columns share them: `together` interleaves their
-// values of a row, which are then picked together.
+// Reads at random indices dominate the time, so N columns share each read: `together` interleaves
+// the N values of every row, and one read fetches all of them.
 template <size_t kBytes, size_t N>
 void PickTogether(const std::vector<uint32_t>& indices, const std::vector<RowRun>& runs,
                   const ColumnRows* columns, std::byte* together) {
@@ -122,7 +123,7 @@ std::vector<RowRun> NumberWanted(std::vector<uint32_t>& indices, size_t rows) {
 
 Result<RowOrder> RowOrder::Make(Span<const int64_t> indices, size_t rows) {
   if (rows >= kNowhere) {
-    return Status(StatusCode::kInvalidArgument, "a RowOrder covers fewer than 2**32 rows");
+    return Status(StatusCode::kInvalidArgument, "a RowOrder covers fewer than 2**32 - 1 rows");
   }
   std::vector<uint32_t> checked(indices.size());
   size_t outside = 0;

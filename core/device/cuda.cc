@@ -18,7 +18,7 @@ Result<std::shared_ptr<const CudaFunctions>> LoadCuda(const std::string& path) {
   SHVD_TRY(opened.status());
   const Library& library = opened.value();
   CudaFunctions cuda{};
-  // For a function with a suffix, cuda.h maps the plain name to that suffix since CUDA 11.
+  // cuda.h has mapped the plain names to the names with these suffixes since CUDA 11.
   SHVD_TRY(library.Find("cuInit", cuda.init));
   SHVD_TRY(library.Find("cuGetErrorString", cuda.get_error_string));
   SHVD_TRY(library.Find("cuDeviceGet", cuda.device_get));

@@ -6,8 +6,8 @@ namespace sparkhvd {
 namespace {
 
 constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
-// The free memory that the pool keeps. Without it, every synchronization of the device would return
-// all free memory to the driver.
+// The free memory that the pool keeps. Without this threshold, every synchronization of the device
+// would return all free memory to the driver.
 constexpr uint64_t kKeptBytes = uint64_t{64} << 20;
 constexpr unsigned kBesideTheOthers =
     1;  // CU_STREAM_NON_BLOCKING: no order with the default stream

@@ -26,7 +26,7 @@ class DeviceEvent {
   DeviceEvent& operator=(const DeviceEvent&) = delete;
   ~DeviceEvent();
 
-  // Returns whether the device has reached it. A failed device counts as having reached it.
+  // Returns whether the device has reached the event. A failed device counts as having reached it.
   bool Reached() const;
 
   // Makes later work on `stream` wait for the event. The host does not wait.
@@ -63,7 +63,7 @@ class DeviceMemory {
   size_t bytes_ = 0;
 };
 
-// Any thread may use it.
+// A CUDA device with its own stream and memory pool. Any thread may use it.
 class Device : public std::enable_shared_from_this<Device> {
  public:
   // Uses the primary context, which the whole process shares. Engines that use the same device
@@ -118,8 +118,8 @@ class Device : public std::enable_shared_from_this<Device> {
   mutable LaunchOrder order_;
 
   mutable std::mutex mutex_;  // guards the fields below; a leaf
-  // An event may be recorded again while streams still wait for its previous point. They continue
-  // to wait for that point.
+  // An event may be recorded again while streams still wait for its previous point. These streams
+  // continue to wait for the previous point.
   mutable std::vector<CudaEvent> free_events_;
 };
 

@@ -49,8 +49,8 @@ class LaunchOrder {
     Position position_;  // guarded by the order's mutex
   };
 
-  // `communicator` is equal on all of its ranks and unique among their communicators. It proposes
-  // one collective at a time.
+  // `communicator` is equal on all of its ranks and unique among their communicators. A
+  // communicator proposes one collective at a time.
   std::unique_ptr<Turn> Propose(const std::string& communicator);
 
  private:

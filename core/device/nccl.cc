@@ -12,8 +12,8 @@ std::string VersionText(int version) {
          std::to_string(version % 100);
 }
 
-// NCCL does not signal the progress of background work, so it has to be polled: without a pause for
-// the time that most calls take, then at intervals.
+// NCCL does not signal the progress of background work, so AwaitResult polls: without a pause for
+// as long as most calls take, and then at this interval.
 constexpr std::chrono::microseconds kSoon{200};
 
 }  // namespace

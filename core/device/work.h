@@ -19,7 +19,7 @@ struct DeviceStream {
   }
 };
 
-// The engine fills it in. Once the operation is done, only its output changes.
+// The engine sets the fields. Once the operation is done, only the output changes.
 class DeviceWork {
  public:
   explicit DeviceWork(std::shared_ptr<const DeviceEvent> submitted)

@@ -1,7 +1,7 @@
 // Negotiation of ranks that share memory. Every rank writes its message to its slot. After one
 // step, every rank reads all messages and reaches the same decision, because all Readiness tables
 // receive the same messages in the same order. There is no coordinator, and no answer to wait for.
-// The data of a small operation may be sent beside the message. If all messages are equal, that
+// The data of a small operation may be sent beside the message. If all messages are equal, this
 // data has already arrived, and the operation needs no further step.
 #include <algorithm>
 #include <cstring>
@@ -97,7 +97,7 @@ class ArenaNegotiation final : public Negotiation {
     std::memcpy(round_.Slot(steps_.member()) + PartOffset(), own_.data() + part.begin, part.count);
   }
 
-  // Compares the messages without decoding them, which suffices in the steady state.
+  // Compares the messages without decoding them. In the steady state, all messages are equal.
   bool AllAskTheSame() const {
     if (own_.size() > frame_bytes_ - sizeof(Head)) return false;
     for (int member = 0; member < steps_.count(); ++member) {

@@ -56,10 +56,10 @@ class Autotuner {
     size_t bytes;
   };
 
-  // `start` is the settings in force, where the search begins.
+  // The search begins at `start`, the settings in force.
   Autotuner(AutotuneOptions options, const TuningScope& scope, const Tunables& start);
 
-  // Returns settings that all ranks must receive. Returns each of them once.
+  // Returns new settings that all ranks must receive, once each.
   std::optional<Retuning> TakeRetuning() { return std::exchange(retuning_, std::nullopt); }
 
   // Records that the new settings are in force.

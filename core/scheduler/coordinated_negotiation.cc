@@ -1,7 +1,7 @@
 // Negotiation over links. Messages travel along a tree to the coordinator, rank 0, and its answer
-// travels back. Every rank passes on the messages of the ranks below it, and joins equal ones. A
-// message is a frame of fixed length, which suffices in the steady state. A second transfer carries
-// the rest of a longer message.
+// travels back. Every rank passes on the messages of the ranks below it, and merges equal messages.
+// A message is a frame of fixed length, which suffices in the steady state. A second transfer
+// carries the rest of a longer message.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -19,8 +19,9 @@ constexpr int kCoordinator = 0;
 constexpr size_t kFrameBytes = 256;
 constexpr size_t kLengthBytes = sizeof(uint32_t);
 
-// The error of the rank that a missing rank reports to names the missing rank. So ranks wait a
-// little longer for those who wait for others, and longest for the coordinator.
+// If a rank is missing, its parent in the tree fails with an error that names it. This error must
+// come first. So a rank waits a little longer for a child that itself waits for others, and longest
+// for the coordinator.
 constexpr double kPatienceShare = 0.5;
 constexpr double kPatienceSeconds = 2.0;
 
@@ -98,7 +99,7 @@ bool Equal(ConstBytes one, ConstBytes other) {
          (one.empty() || std::memcmp(one.data(), other.data(), one.size()) == 0);
 }
 
-// `next` follows the other messages.
+// Appends `next`, whose ranks follow those of `messages`.
 void Append(std::vector<RankedMessage>& messages, const RankedMessage& next) {
   if (!messages.empty() && Equal(messages.back().content, next.content)) {
     messages.back().count += next.count;
@@ -147,13 +148,13 @@ class CoordinatedNegotiation final : public Negotiation {
  private:
   bool coordinates() const { return transport_.rank() == kCoordinator; }
 
-  // By how much longer the next rank towards the coordinator waits.
+  // Returns how much longer a rank waits than its children in the tree.
   std::chrono::duration<double> Patience() const {
     return std::chrono::duration<double>(std::min(timeout_s_ * kPatienceShare, kPatienceSeconds) /
                                          std::max(height_of_all_, 1));
   }
 
-  // Until when ranks wait for the coordinator.
+  // Returns the deadline for the answer of the coordinator.
   Deadline Longest(Deadline deadline) const { return deadline.Later(height_of_all_ * Patience()); }
 
   Status CollectFromBelow(Deadline deadline) {
@@ -231,7 +232,7 @@ class CoordinatedNegotiation final : public Negotiation {
   const PlaceInTree place_;
   const int height_of_all_;
 
-  // The state of the current cycle. Frames are those of the children, in their order.
+  // The state of the current cycle. Each child has one of the frames, in the same order.
   RequestMessage own_;
   std::vector<std::byte> packed_;
   std::vector<Frame> frames_;

@@ -25,7 +25,7 @@ inline uint64_t Microseconds(std::chrono::steady_clock::duration duration) {
       std::chrono::duration_cast<std::chrono::microseconds>(duration).count());
 }
 
-// The thread that drives the cycle writes them. Any thread may read them.
+// The thread that drives the cycle writes the counters. Any thread may read them.
 struct Counters {
   std::atomic<uint64_t> operations{0};
   std::atomic<uint64_t> bytes{0};

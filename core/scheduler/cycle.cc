@@ -158,7 +158,8 @@ Result<Cycle::OperationPointer> Cycle::Accept(const Agreement& agreement) {
     return OperationPointer();
   }
   if (operation) {
-    // When some ranks have joined, an operation has different rows than with all ranks.
+    // Agreements with joined ranks are not stored, because their rows differ from those with all
+    // ranks.
     if (!agreement.request && operation->request().kind != OperationKind::kJoin) {
       parts_.negotiation.Remember(operation->request(), agreement.rows);
     }

@@ -35,7 +35,7 @@ namespace sparkhvd {
 //   kEntered -> kIdle, kPending   Run: the ranks agreed, and the operations have run
 //   any state -> kFailed          Run failed. Every later Run fails, too.
 //
-// Only the thread that has the turn uses it, except for tuning().
+// Only the thread that has the turn may use a Cycle, except for tuning().
 class Cycle {
  public:
   enum class State {
@@ -69,17 +69,17 @@ class Cycle {
   // failure, all ranks have to end.
   Status Run(Deadline patience) noexcept;
 
-  // Returns when the next Run is due without a submission. Nothing if none is.
+  // Returns when the next Run is due even without a submission, or nothing if no Run is due.
   SubmissionQueue::Due due() const;
 
-  // Returns whether the last Run concluded a cycle with progress, so that another may follow at
-  // once.
+  // Returns whether the last Run concluded a cycle with progress, so that another cycle may follow
+  // at once.
   bool made_progress() const { return state_ != State::kEntered && pause_.count() == 0; }
 
   // Returns the delay of the next cycle. Zero after a cycle with progress.
   std::chrono::microseconds pause() const { return pause_; }
 
-  // Drops the pending operations. The engine has ended.
+  // Drops the pending operations. Call it once the engine has ended.
   void DropPending() { pending_.clear(); }
 
   // Returns the settings in force on all ranks and whether they may still change. Any thread may

@@ -77,7 +77,7 @@ class Calls {
          });
   }
 
-  // Uses equal parts if the rows divide evenly. Otherwise reduces every part to its rank.
+  // Uses equal parts if the rows divide evenly. Otherwise reduces each part separately to its rank.
   void AddReducescatter(const Part& part) {
     const auto rows = static_cast<size_t>(part.request->shape[0]);
     const size_t row = RowElements(*part.request);
@@ -109,7 +109,7 @@ class Calls {
     });
   }
 
-  // If contributions differ in length, every rank broadcasts its own.
+  // If contributions differ in length, every rank broadcasts its own contribution.
   void AddAllgather(const Part& part) {
     const std::vector<size_t>& lengths = part.lengths;
     const auto differs = [&](size_t length) { return length != lengths[0]; };
@@ -155,7 +155,7 @@ class Calls {
 };
 
 // Returns the operation with memory for its output, and for its contribution if this rank has
-// joined. `rows` are those that this rank receives, by sender, if the operation has an output.
+// joined. `rows` are the rows that this rank receives, by sender, if the operation has an output.
 Result<Part> PartOf(const Ready& ready, const std::vector<int64_t>& rows, const Device& device,
                     int size) {
   const Operation& operation = *ready.operation;
@@ -333,7 +333,7 @@ void DeviceExecution::Leave(const EndBarrier& barrier) {
   }
   if (communicator_ && barrier && Watch().ok()) {
     // Work that is complete here may be incomplete on other ranks, which use this rank's NCCL
-    // memory. A long queue of the program's own work may delay it.
+    // memory. A long queue of the program's own work may delay the work there.
     if (!busy() && barrier(deadline).ok()) {
       const Waiting waiting{deadline, [] { return Status(); }};
       static_cast<void>(NcclCommunicator::Finish(std::move(communicator_), waiting));

@@ -20,9 +20,9 @@
 
 namespace sparkhvd {
 
-// The device of one rank: the first one that the rank submits an operation on. An operation is done
-// here once its work is on a stream of the device, after the work that the submitter had put on its
-// own stream. The device then continues alone, and Watch() checks it.
+// The device of one rank is the first device on which the rank submits an operation. An operation
+// is done here once its work is on a stream of the device, after the work that the submitter had
+// put on its own stream. The device then continues alone, and Watch() checks it.
 class DeviceExecution {
  public:
   // `libraries` may be null, which means that there is no device. `communicator` is equal on all
@@ -47,14 +47,16 @@ class DeviceExecution {
   struct Links {
     std::function<Status(Bytes)> share;       // sends the bytes of rank 0 to all ranks
     std::function<Status(int64_t*)> highest;  // gives all ranks the highest number of any rank
-    // Tells every rank the number of rows for it. Returns those for this rank, by sender.
+    // Sends every rank the number of rows for it. Returns the numbers of rows for this rank, by
+    // sender.
     std::function<Result<std::vector<int64_t>>(const std::vector<int64_t>&)> exchange;
   };
 
   // Runs operations of one kind together. Operations that are not done by the deadline fail.
   Status Run(const std::vector<const Ready*>& group, const Waiting& waiting, const Links& links);
 
-  // Announces that other communicators use the devices from now on, on all ranks. See LaunchOrder.
+  // Makes later collectives follow a LaunchOrder, because other communicators now use the devices,
+  // too. All ranks call it between the same two collectives.
   void ShareDevice() { shared_ = true; }
 
   // Returns whether NCCL connects the ranks. The first Run makes the connection.
@@ -70,7 +72,7 @@ class DeviceExecution {
   using EndBarrier = std::function<Status(Deadline)>;
 
   // Leaves the other ranks. With `barrier`, the end is orderly: running work ends first on all
-  // ranks, or continues if that takes long. Without it, the work is aborted.
+  // ranks, or continues if that takes long. Without `barrier`, the work is aborted.
   void Leave(const EndBarrier& barrier);
 
  private:

@@ -27,7 +27,7 @@ std::string ToText(const Call& call) {
          " x " + Name(static_cast<DType>(call.dtype));
 }
 
-// All ranks compare every call with the first one, so all reach the same result.
+// All ranks compare every call with the call of rank 0, so all ranks reach the same result.
 Status CompareCalls(const ArenaSteps& steps, const ArenaSteps::Round& round) {
   Call first;
   std::memcpy(&first, round.Slot(0), sizeof(first));

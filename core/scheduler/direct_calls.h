@@ -19,9 +19,9 @@ class DirectCalls {
   explicit DirectCalls(Arena& arena) : steps_(arena) {}
 
   // Reduces `count` elements of every rank into `target`, which may be `source`. Polls
-  // `interrupted` while it waits for the other ranks, and fails with kAborted once that returns
-  // true. If the calls differ, it fails with kMismatch on all ranks, which may then continue. After
-  // any other failure, no further call can work.
+  // `interrupted` while it waits for the other ranks, and fails with kAborted once `interrupted`
+  // returns true. If the calls differ, it fails with kMismatch on all ranks, which may then
+  // continue. After any other failure, no further call can work.
   Status Allreduce(const Reduction& reduction, const std::byte* source, std::byte* target,
                    size_t count, Deadline deadline, const std::function<bool()>& interrupted);
 

@@ -25,7 +25,7 @@ namespace sparkhvd {
 // A barrier with this name announces that other engines use the ranks' devices from then on.
 inline constexpr const char* kShareDeviceName = "devices.share";
 
-// Only the thread that has the turn uses it.
+// Only the thread that has the turn may use a Dispatcher.
 class Dispatcher {
  public:
   struct Parts {
@@ -45,15 +45,15 @@ class Dispatcher {
         label_(std::move(label)),
         collective_timeout_s_(collective_timeout_s) {}
 
-  // Runs operations in this order, fused where possible. After a failure, it runs no more, and all
-  // that have not run fail with the failure that came first on any rank.
+  // Runs operations in this order, fused where possible. After a failure, it runs no further
+  // operation: all remaining operations fail with the failure that came first on any rank.
   Status Run(const std::vector<Ready>& ready);
 
   // Completes operations whose data the ranks sent beside their messages.
   void Combine(const std::vector<Ready>& ready, const ArenaSteps::Round& round);
 
-  // Gives the operations their outcome and frees their names. They are of one kind if they
-  // succeeded.
+  // Gives the operations their outcome and frees their names. Operations that succeeded must be of
+  // one kind.
   void Complete(Operations operations, const Status& status) noexcept;
 
   // Gives every operation in flight this outcome. Call it after the queue is closed.
@@ -62,7 +62,7 @@ class Dispatcher {
   // Returns whether a device may still have work.
   bool device_busy() const { return parts_.devices.busy(); }
 
-  // Returns a failure of a device, or one that makes waiting for it futile.
+  // Returns a failure of a device, or a failure that makes it pointless to wait for the device.
   Status WatchDevice();
 
   // Ends the work on devices, in good order unless the engine has failed.

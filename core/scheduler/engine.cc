@@ -171,7 +171,7 @@ Status Engine::AllreduceNow(const Reduction& reduction, const std::byte* source,
 
 void Engine::CloseLinks() {
   {
-    // No direct call can begin any more. A waiting one is aborted.
+    // No direct call can begin any more. A waiting call is aborted.
     std::unique_lock<std::mutex> turn(direct_mutex_, std::try_to_lock);
     if (!turn.owns_lock()) {
       mesh_.direct_arena->Abort(Status(StatusCode::kShutDown, "this rank has shut down"));

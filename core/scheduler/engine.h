@@ -35,8 +35,8 @@ namespace sparkhvd {
 struct EngineConfig {
   // Prefixes failure messages. Empty if this engine serves the whole job.
   std::string label;
-  // A value that is set stays. Otherwise the default depends on the links, and the autotuner may
-  // change it.
+  // If a value is set, the engine keeps it. If not, the default depends on the links, and the
+  // autotuner may change the value.
   std::optional<size_t> fusion_threshold;
   std::optional<bool> hierarchical_allreduce;
   size_t cache_capacity = 1024;
@@ -53,7 +53,7 @@ struct EngineConfig {
 
 // Wires the parts of an engine. A submission goes to the SubmissionQueue. The CycleDriver decides
 // which thread runs the next Cycle, in which the ranks agree on operations. The Dispatcher runs
-// them. The Lifecycle ends all of it.
+// them. The Lifecycle ends all parts.
 class Engine {
  public:
   Engine(const EngineConfig& config, Mesh mesh, FailureBoard board);
@@ -100,9 +100,9 @@ class Engine {
   bool has_direct_calls() const { return direct_calls_.has_value(); }
 
   // Runs an allreduce without a name and without negotiation on the calling thread. Every rank must
-  // make the same calls in the same order. It may run beside all other work of the engine. Polls
-  // `interrupted` during a wait. An interrupted call ends the engine. So does every failure except
-  // kMismatch and kInvalidArgument.
+  // make the same calls in the same order. The call may run at the same time as all other work of
+  // the engine. Polls `interrupted` during a wait. An interrupted call ends the engine. So does
+  // every failure except kMismatch and kInvalidArgument.
   Status AllreduceNow(const Reduction& reduction, const std::byte* source, std::byte* target,
                       size_t count, const std::function<bool()>& interrupted);
 
@@ -116,7 +116,7 @@ class Engine {
   // Leaves the job: pending operations fail with kShutDown. May be called again.
   Status Shutdown(Deadline deadline) { return lifecycle_.Shutdown(deadline); }
 
-  // Closes a forked child's copies of the links. A child may call nothing else.
+  // Closes a forked child's copies of the links. A child may call no other function.
   void CloseCopies() const { mesh_.sockets.CloseCopies(); }
 
  private:
@@ -144,7 +144,7 @@ class Engine {
   const bool waiters_drive_;
   Execution execution_;
   DeviceExecution devices_;
-  // One direct call at a time. Taken before all mutexes but the one that Lifecycle leaves with.
+  // One direct call at a time. Taken before all mutexes except leave_mutex_ of Lifecycle.
   std::mutex direct_mutex_;
   std::optional<DirectCalls> direct_calls_;
   SubmissionQueue queue_;

@@ -39,7 +39,7 @@ Result<std::unique_ptr<std::byte[]>> Allocate(size_t bytes) {
   std::unique_ptr<std::byte[]> memory(new (std::nothrow) std::byte[bytes]);
   if (!memory) {
     return Status(StatusCode::kIo,
-                  "cannot allocate the " + std::to_string(bytes) + " bytes that all ranks send");
+                  "cannot allocate " + std::to_string(bytes) + " bytes for the data of all ranks");
   }
   return memory;
 }
@@ -170,7 +170,7 @@ bool Execution::GoThroughSlots(Operations group) const {
 }
 
 // Copies the tensors to the slots and combines them back into the tensors. Each round takes as many
-// as fit into a slot.
+// tensors as fit into a slot.
 Status Execution::AllreduceInSlots(Operations group, Deadline deadline) {
   for (size_t begin = 0, end = 0; begin < group.size(); begin = end) {
     const auto start = Deadline::Clock::now();

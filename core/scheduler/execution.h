@@ -49,8 +49,8 @@ class Execution {
   // Copies this rank's contributions to `room`.
   void Deposit(Operations group, Bytes room) const;
 
-  // Completes such an allreduce from the contributions of all ranks. `phase` is its name in the
-  // timeline.
+  // Completes deposited allreduces from the contributions of all ranks. `phase` is the name of this
+  // step in the timeline.
   void CombineDeposits(Operations group, const ArenaSteps::Round& round,
                        Phase phase = Phase::kCollective) const;
 
@@ -60,7 +60,8 @@ class Execution {
   // Copies the root's bytes to all ranks. On the root, the target may be the source.
   Status Broadcast(int root, const std::byte* source, Bytes target, Deadline deadline);
 
-  // Tells every rank the number of this rank's rows for it. Returns those for this rank, by sender.
+  // Sends every rank the number of this rank's rows for it. Returns the numbers of rows for this
+  // rank, by sender.
   Result<std::vector<int64_t>> ExchangeRows(const std::vector<int64_t>& splits, Deadline deadline);
 
   // Sets `number` to the highest value of all ranks.

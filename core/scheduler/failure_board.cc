@@ -33,7 +33,7 @@ Status FailureBoard::Look() const {
   return note.ok() ? DecodeFailure(note.value()).value_or(Status()) : Status();
 }
 
-// Rank 0 waits for all other ranks, and they wait for rank 0. Each sends a constant number of
+// Rank 0 waits for all other ranks, and they wait for rank 0. Each rank sends a constant number of
 // requests.
 Status FailureBoard::AwaitAllDone(int rank, int size, Deadline deadline) const {
   if (!store || size == 1) return Status();

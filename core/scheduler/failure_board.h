@@ -15,8 +15,8 @@ struct FailureBoard {
   std::shared_ptr<KeyValueStore> store;  // null: each rank knows only its own failures
   std::string scope;                     // unique per engine of a job
 
-  // Publishes the failure of `rank`. Returns the first failure on the board, or `own` if that is
-  // unknown.
+  // Publishes the failure of `rank`. Returns the first failure on the board, or `own` if the board
+  // cannot be read.
   Status First(const Status& own, int rank) const;
 
   // Returns the failure on the board, if there is one, without waiting.
@@ -28,8 +28,8 @@ struct FailureBoard {
   // Ends the use of Look() on this rank.
   void StopWatching() const;
 
-  // Leaves a will: if the process of `rank` ends without notice, the store publishes that. Returns
-  // null if the store does not accept it.
+  // Leaves a will: if the process of `rank` ends without notice, the store publishes that failure.
+  // Returns null if the store does not accept the will.
   std::unique_ptr<Will> LeaveWill(int rank) const;
 
  private:

@@ -1,4 +1,5 @@
-// Plans the fusion of ready operations: a pure decision, equal on all ranks.
+// Plans the fusion of ready operations. The plan is a pure function with the same result on all
+// ranks.
 #pragma once
 
 #include <cstddef>

@@ -16,7 +16,7 @@
 
 namespace sparkhvd {
 
-// Owns the engine's thread and the reason of the end. The state only advances:
+// Owns the engine's thread and the reason for the end. The state only advances:
 //
 //   kRunning -> kEnding  End, Abort or Shutdown, each on any thread. The first reason stays, and
 //                        the queue is closed with it.
@@ -47,17 +47,18 @@ class Lifecycle {
   // closed. Call it once.
   void Start(std::optional<int> processor_core, std::function<void()> work);
 
-  // Returns the reason of the end. OK while the engine runs.
+  // Returns the reason for the end. OK while the engine runs.
   Status Reason() const noexcept;
 
-  // The same, but OK after an orderly Shutdown.
+  // Like Reason(), but OK after an orderly Shutdown.
   Status Failure() const;
 
-  // The same as Reason(), but on the thread that has the turn, which then also looks for failures
-  // of other ranks. A rank that waits for its device may not notice them otherwise.
+  // Like Reason(), but also looks on the board for failures of other ranks. A rank that waits for
+  // its device may not notice such failures otherwise. Only the thread that has the turn may call
+  // it.
   Status Poll();
 
-  // Returns the failure that came first on any rank: the reason of the end if there is one, the
+  // Returns the failure that came first on any rank: the reason for the end if there is one, the
   // first failure on the board, or `own`.
   Status FirstFailure(const Status& own) noexcept;
 

@@ -41,7 +41,7 @@ struct ResponseMessage {
 };
 
 // The equal messages of consecutive ranks, encoded. Most ranks submit the same operations in the
-// same order, so the messages of many ranks are few different ones.
+// same order, so many ranks send only a few different messages.
 struct RankedMessage {
   int first = 0;
   int count = 0;
@@ -59,8 +59,8 @@ std::vector<std::byte> Encode(const std::vector<RankedMessage>& messages);
 // bytes can hold.
 Result<RequestMessage> DecodeRequestMessage(ConstBytes bytes);
 Result<ResponseMessage> DecodeResponseMessage(ConstBytes bytes);
-// The contents are views of `bytes`. Also fails unless the messages are those of all ranks from
-// `begin` to before `end`, in this order.
+// The contents are views of `bytes`. Also fails unless the messages are those of the ranks from
+// `begin` to `end` - 1, in this order.
 Result<std::vector<RankedMessage>> DecodeRankedMessages(ConstBytes bytes, int begin, int end);
 
 }  // namespace sparkhvd

@@ -16,7 +16,7 @@
 
 namespace sparkhvd {
 
-// A rank handles some ten messages in the time that one needs to travel between hosts.
+// A rank handles about ten messages in the time that one message takes to travel between hosts.
 constexpr int kFanIn = 16;
 
 // The result of a cycle: the operations that all ranks have requested, in the same order on all
@@ -24,7 +24,8 @@ constexpr int kFanIn = 16;
 struct Outcome {
   ResponseMessage response;
   // Set if all ranks requested exactly the same operations, by ids alone. `response` then holds
-  // these, and this round the data that the ranks put beside their messages in the members' slots.
+  // these operations. The members' slots of this round hold the data that the ranks put beside
+  // their messages.
   std::optional<ArenaSteps::Round> beside;
 };
 
@@ -58,7 +59,7 @@ class Negotiation {
 
  protected:
   // Decides from the messages of all ranks which operations are complete and which never will be.
-  // `retuning` is that of rank 0.
+  // `retuning` comes from the message of rank 0.
   ResponseMessage Decide(Readiness::Time now, double timeout_s,
                          const std::optional<Retuning>& retuning);
 

@@ -5,8 +5,8 @@
 
 namespace sparkhvd {
 
-// A rank's place in the tree. In the base `fan_in`, the parent of a rank is the rank without the
-// last digit that is not 0. So the ranks below a rank are consecutive and follow it.
+// A rank's place in the tree. With ranks written in base `fan_in`, the parent of a rank is the rank
+// whose last non-zero digit is set to 0. So the ranks below a rank are consecutive and follow it.
 struct PlaceInTree {
   struct Child {
     int rank;

@@ -48,7 +48,7 @@ class Operation {
   Deadline::Clock::time_point submitted() const { return submitted_; }
 
   // With device memory, done means that the work is enqueued: later work on a stream that waits for
-  // it sees the result.
+  // the operation sees the result.
   bool done() const { return done_.load(std::memory_order_acquire); }
 
   // Returns whether the operation is done and nothing uses its buffers.
@@ -69,10 +69,10 @@ class Operation {
     return status_;
   }
 
-  // For allgather and alltoall once done: the data of all ranks in rank order. On a device, its
-  // DeviceWork holds it.
+  // For allgather and alltoall once done: the data of all ranks in rank order. For device memory,
+  // the DeviceWork holds the data.
   Bytes output() const { return Bytes(output_.get(), output_bytes_); }
-  // Returns the rows of the output by rank. For a join, it holds only the last rank to join.
+  // Returns the rows of the output by rank. For a join, returns only the last rank to join.
   const std::vector<int64_t>& rows() const { return rows_; }
 
   // Only the engine calls the following functions.

@@ -23,7 +23,8 @@ Status Readiness::Add(int rank, const RequestMessage& message, const ResponseCac
       AddJoin(rank);
       continue;
     }
-    // Other ranks may have requested this name by its id. From now on it is negotiated in full.
+    // Other ranks may have requested this name by its id. From now on, the name is negotiated in
+    // full.
     if (const auto id = cache.FindName(request.name)) Forget(*id, cache);
     AddRequest(rank, request, now);
   }
@@ -142,7 +143,7 @@ std::optional<std::string> Readiness::NeededFromJoined(const Waiting& waiting) {
     case OperationKind::kAlltoall:
       return "the data of every rank";
   }
-  if (asked.on_device) return "memory of every rank on its device";
+  if (asked.on_device) return "device memory of every rank";
   return std::nullopt;
 }
 

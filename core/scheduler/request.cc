@@ -59,7 +59,7 @@ std::string GroupText(const Request& request) {
 }
 
 std::string MemoryText(const Request& request) {
-  return request.on_device ? "that of a CUDA device" : "that of the host";
+  return request.on_device ? "a tensor in CUDA device memory" : "a tensor in host memory";
 }
 
 std::string Differ(const char* what, int first_rank, const std::string& first, int second_rank,

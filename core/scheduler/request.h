@@ -28,8 +28,8 @@ const char* Name(OperationKind kind);
 constexpr const char* kJoinName = "join()";
 
 // The fields that ranks must agree on, which Disagreement() compares for one tensor. The prescale
-// and the splits are each rank's own and are neither sent nor compared. In device memory the
-// submitter scales, and the factors are only compared.
+// and the splits are each rank's own and are neither sent nor compared. For device memory, the
+// submitter applies both factors, and the engine only compares the postscale.
 struct Request {
   std::string name;
   OperationKind kind = OperationKind::kAllreduce;
@@ -44,7 +44,8 @@ struct Request {
   uint32_t group_size = 0;       // operations in the group
   bool on_device = false;        // whether the buffers are in CUDA device memory
 
-  // Compares what other ranks need to know. The rows of an alltoall are no part of that.
+  // Compares what other ranks need to know. Other ranks do not need to know the rows of an
+  // alltoall.
   bool operator==(const Request& other) const;
 
   // Returns the title for error messages, such as "allreduce 'grad/7'".

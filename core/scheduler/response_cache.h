@@ -1,4 +1,4 @@
-// Caches operations that the ranks have agreed on, so that requesting one again takes a bit.
+// Caches operations that the ranks have agreed on, so that a repeated request takes one bit.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace sparkhvd {
 // Every rank adds the same agreements in the same order, so an id means the same on all ranks. Each
 // rank stores its own requests. Where requests differ by rank (the rows of an allgather), the
 // agreement has the values of all ranks. The splits of an alltoall are not stored: an id stands for
-// any.
+// an alltoall with any splits.
 class ResponseCache {
  public:
   explicit ResponseCache(size_t capacity) : capacity_(capacity) {}

@@ -11,7 +11,7 @@ namespace sparkhvd {
 double Median(std::vector<double> values);
 
 // Searches a grid for the point with the highest score, one axis after the other (coordinate
-// descent), and starts again with the first axis after the last. The values of an axis compete by
+// descent), and returns to the first axis after the last one. The values of an axis compete by
 // sequential halving, with the other axes at their best values so far: a round samples all
 // remaining values in turn, then drops the worse half by the median of all their samples (Karnin,
 // Koren and Somekh, "Almost optimal exploration in multi-armed bandits", ICML 2013).
@@ -26,7 +26,7 @@ class GridSearch {
   static constexpr size_t kRoundSamples = 6;  // approximate samples of a round before the final
   static constexpr size_t kFinalPairs = 7;
   static constexpr size_t kMostLost = 1;
-  static constexpr size_t kLeastPairs = 3;  // enough to decide, if all won, when samples run out
+  static constexpr size_t kLeastPairs = 3;  // if all are won, enough when samples run out
   static constexpr double kMargin = 0.02;
 
   using Point = std::vector<size_t>;  // indexed by axis: the index of a value

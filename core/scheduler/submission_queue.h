@@ -21,13 +21,13 @@ namespace sparkhvd {
 
 // When an operation starts.
 enum class Start {
-  kNow,        // at once, on the engine's thread
+  kNow,        // on the engine's thread, after a short gathering
   kWithWaiter  // on the thread that waits for it, or with the next kNow
 };
 
-// Any thread pushes. The thread that has the turn takes. One thread at a time has the turn: the
-// engine's thread, which waits for it, or a thread that waits for an operation, which takes it if
-// no other thread has it.
+// Any thread may push. Only the thread that has the turn takes operations. One thread at a time has
+// the turn: the engine's thread, which waits for it, or a thread that waits for an operation, which
+// takes it if no other thread has it.
 //
 // A name is in flight from Push to Release, and only once at a time. Submissions without a waiter
 // are gathered for up to kGathering, or until they reach kEnoughBytes, before the engine's thread
@@ -41,17 +41,17 @@ class SubmissionQueue {
   SubmissionQueue(bool waiters_drive, EngineTimeline& timeline)
       : waiters_drive_(waiters_drive), timeline_(timeline) {}
 
-  // Takes all operations or none. Fails with kInvalidArgument for a name in flight and after a
-  // join, and with the reason of Close.
+  // Takes all operations or none. Fails with kInvalidArgument for a name that is in flight and
+  // while a join is in flight, and with the reason passed to Close after Close.
   Status Push(Span<const OperationPointer> operations, Start start);
 
-  // Ends the gathering: the engine's thread gets a turn at once, unless a thread has it.
+  // Ends the gathering: the engine's thread gets the turn at once, unless another thread has it.
   void StartNow();
 
-  // Why the engine's thread gets the turn.
+  // The reason why the engine's thread gets the turn.
   enum class Turn {
     kSubmissions,  // there are submissions to take
-    kDue,          // the time that the last turn named has come
+    kDue,          // the time that the previous turn set has come
     kClosed        // never again: the queue is closed and no thread has the turn
   };
 
@@ -79,7 +79,7 @@ class SubmissionQueue {
   // Frees the names of operations that get their outcome.
   void Release(Span<const OperationPointer> operations);
 
-  // Refuses all later pushes with the first reason, and ends the waits of the engine's thread.
+  // Makes all later pushes fail with the first reason, and ends the waits of the engine's thread.
   void Close(const Status& why) noexcept;
   bool closed() const { return closed_.load(std::memory_order_acquire); }
 

@@ -1,4 +1,4 @@
-// The part that a joined rank plays in the other ranks' operations.
+// How a joined rank takes part in the operations of other ranks.
 #pragma once
 
 #include <memory>

@@ -14,7 +14,7 @@
 namespace sparkhvd {
 namespace {
 
-// This many events wake the writer early. A slow writer keeps at most this many.
+// kBatch events wake the writer early. At most kMostWaiting events wait for a slow writer.
 constexpr size_t kBatch = 8192;
 constexpr size_t kMostWaiting = size_t{1} << 20;
 constexpr uint32_t kCycleTrack = 0;

@@ -36,9 +36,9 @@ struct TimelineOptions {
   bool mark_cycles = false;
 };
 
-// Ranks are the trace's processes, and tensors their threads. Callers first check whether it is on.
-// A separate thread writes the events. When the process is killed, at most the events of the last
-// kLag are lost. Thread-safe.
+// Ranks are the trace's processes, and tensors their threads. Callers first check on(). A separate
+// thread writes the events. When the process is killed, at most the events of the last kLag are
+// lost. Thread-safe.
 class Timeline {
  public:
   static constexpr std::chrono::milliseconds kLag{200};

@@ -18,7 +18,7 @@ constexpr char kEnd[] = "\n]\n";
 constexpr size_t kEndBytes = sizeof(kEnd) - 1;
 
 // These locks are on bytes far beyond the content. They belong to the open file, so they disappear
-// with a killed process, and ranks that are threads of one process hold separate ones.
+// with a killed process, and ranks that are threads of one process hold separate locks.
 constexpr off_t kTurn = off_t{1} << 40;  // held while a writer joins or leaves
 constexpr off_t kPresence = kTurn + 1;   // shared by all writers
 

@@ -344,8 +344,8 @@ TEST(EngineDevice, MemoryOfTheHostOnOneRankIsAMismatch) {
         continue;
       }
       ExpectFailure(FailureOf(mixed), StatusCode::kMismatch,
-                    {"allreduce 'mixed'", "about the memory", "rank 0 submitted that of a CUDA",
-                     "rank 2 submitted that of the host"});
+                    {"allreduce 'mixed'", "about the memory", "rank 0 submitted a tensor in CUDA",
+                     "rank 2 submitted a tensor in host memory"});
     }
   });
 }

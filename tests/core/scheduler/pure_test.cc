@@ -70,8 +70,8 @@ TEST(Request, DisagreementNamesTheFieldBothRanksAndBothValues) {
   other = base;
   other.on_device = true;
   EXPECT_EQ(MismatchOf(base, other),
-            "ranks disagree about the memory: rank 0 submitted that of the host, rank 3 submitted "
-            "that of a CUDA device");
+            "ranks disagree about the memory: rank 0 submitted a tensor in host memory, rank 3 "
+            "submitted a tensor in CUDA device memory");
   EXPECT_EQ(MismatchOf(Allgather("g", 1), Allgather("g", 7)), "agreed");
   EXPECT_EQ(MismatchOf(Alltoall({1, 2}), Alltoall({0, 9})), "agreed");
   EXPECT_NE(MismatchOf(Alltoall({1, 2}), Allgather("exchange", 3)), "agreed");
