@@ -1,11 +1,11 @@
 """The compiled core (``core/``), as seen from Python.
 
-Only ``sparkhvd.comm``, ``sparkhvd.rpc`` and ``sparkhvd.data.read.shuffle`` import it.
+Only ``sparkhvd.comm``, ``sparkhvd.rpc`` and ``sparkhvd.data.read.shuffle`` import this module.
 
-All waits release the GIL. Every failure is a ``CoreError`` whose ``args`` are ``(code, message)`` with ``code`` one of
-``invalid_argument``, ``mismatch``, ``timeout``, ``aborted``, ``peer_lost``, ``io``, ``authentication``, ``shut_down``,
-``internal``; its importers translate these into the types of ``sparkhvd.errors``. ``errno`` is that of the failed
-system call, or 0.
+All waits release the GIL. Every failure is a ``CoreError`` whose ``args`` are ``(code, message)``. The code is one of
+``invalid_argument``, ``mismatch``, ``timeout``, ``aborted``, ``peer_lost``, ``io``, ``authentication``, ``shut_down``
+and ``internal``. The importing modules translate the codes into the types of ``sparkhvd.errors``. The attribute
+``errno`` is the errno value of the failed system call, or 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,47 +16,48 @@ from numpy.typing import NDArray
 # The number of the CUDA device that holds the buffers, and the address of the stream whose work makes them ready.
 OnDevice = tuple[int, int] | None
 
-# One tensor of a group: name, address of the source, of the target (unused by an allgather), shape, dtype, keep_alive.
+# One tensor of a group: name, source address, target address (ignored by an allgather), shape, dtype, keep_alive.
 Tensor = tuple[str, int, int, Sequence[int], str, object]
 
 class CoreError(Exception):
     errno: int
 
 def local_addresses() -> list[tuple[str, str, bool]]:
-    """Return interface, numeric address and whether it is a loopback, of every address of this host that is up."""
+    """Return interface name, numeric address and is_loopback for every address of this host's active interfaces."""
 
 class RowOrder:
-    """The order of rows: their indices, ``places`` (int64), among ``rows`` rows, each at most once."""
+    """The rows to deliver and their order: ``places`` (int64) are indices into ``rows`` rows, each at most once."""
 
     def __init__(self, places: NDArray[np.int64], rows: int) -> None: ...
     def pick(
         self, columns: Sequence[tuple[Sequence[NDArray[np.generic]], NDArray[np.generic]]], row_bytes: int
     ) -> None:
-        """Copy rows of ``row_bytes`` in this order: of every column, from its parts into its target.
+        """Copy the rows of every column, from its parts into its target, in this order.
 
-        Arrays are C-contiguous, without Python objects, and the parts of all columns split the rows alike. Four
-        columns of up to 8 bytes take less time together than one by one. Several threads may pick at once.
+        A row has ``row_bytes`` bytes. Arrays must be C-contiguous and must not hold Python objects, and the parts of
+        all columns must split the rows alike. For rows of 1, 2, 4 or 8 bytes, four columns take less time together
+        than one by one. Several threads may pick at once.
         """
 
 MAX_MESSAGE_BYTES: int
 
 def check_encryption() -> None:
-    """Raise ``invalid_argument`` where OpenSSL is missing."""
+    """Fail with ``invalid_argument`` if this host has no OpenSSL."""
 
 class FrameConnection:
-    """One authenticated connection for frames; made by a static method. Any thread may wake or close it.
+    """One authenticated connection for frames. The static methods create it. Any thread may wake or close it.
 
-    Every frame is authenticated, and also encrypted if the acceptor decides so. ``invalid_argument``: the acceptor
-    encrypts, but OpenSSL is missing here.
+    Every frame is authenticated, and also encrypted if the acceptor decides so. If the acceptor encrypts and this host
+    has no OpenSSL, the static methods fail with ``invalid_argument``.
     """
 
     @staticmethod
     def connect(
         addresses: Sequence[tuple[str, int]], token: bytes, timeout_s: float, encrypt: bool = False
     ) -> FrameConnection:
-        """Connect to the first of ``addresses`` that answers and knows ``token``.
+        """Connect to the first server at ``addresses`` that answers and knows ``token``.
 
-        With ``encrypt`` a server that does not encrypt is refused with ``authentication``.
+        With ``encrypt``, fail with ``authentication`` if the server does not encrypt.
         """
 
     @staticmethod
@@ -70,40 +71,42 @@ class FrameConnection:
     def fileno(self) -> int: ...
     def send(self, payload: bytes, timeout_s: float) -> None: ...
     def receive(self, timeout_s: float) -> bytes:
-        """Return the next frame; ``peer_lost`` when the connection has ended."""
+        """Return the next frame. Fail with ``peer_lost`` once the connection has ended."""
 
     def set_ack_timeout(self, seconds: float) -> None: ...
     def wake(self) -> None: ...
     def close(self) -> None: ...
 
 class MessageServer:
-    """Server of connections for frames, on one thread; serves from construction until ``close()``.
+    """A server of connections for frames, on one thread. It serves from construction until ``close()``.
 
-    ``io`` where the address cannot be bound; ``invalid_argument`` if it is to encrypt and OpenSSL is missing.
+    The constructor fails with ``io`` if it cannot bind the address, and with ``invalid_argument`` if ``encrypt`` is set
+    and this host has no OpenSSL.
     """
 
     def __init__(self, token: bytes, host: str, port: int, encrypt: bool, name: str) -> None: ...
     @property
     def port(self) -> int: ...
     def next(self, timeout_s: float) -> tuple[int, bytes | None, str, str, int] | None:
-        """Return the next event, or None; ``shut_down`` once the server is closed.
+        """Return the next event, or None if there is none in time. Fail with ``shut_down`` once the server is closed.
 
-        An event is a connection and its message, or None and the code, the text and the errno of the connection's end.
-        Connection 0 stands for the whole process, which has no descriptor left; this is reported once.
+        An event is ``(connection, message, code, text, errno)``. ``message`` is None if the connection has ended.
+        The last three values then describe its end. Connection 0 means that this process has no descriptor left for a new connection,
+        which is reported once.
         """
 
     def send(self, connection: int, message: bytes) -> None: ...
     def resume(self, connection: int, idle_seconds: float) -> None:
-        """Read the next message of a connection, which ends with ``timeout`` if none begins in time."""
+        """Read the next message of a connection. The connection ends with ``timeout`` if no message begins in time."""
 
     def drop(self, connection: int) -> None: ...
     def close(self, seconds: float) -> None:
-        """End all connections. Messages that have arrived are handled and answered for up to ``seconds``."""
+        """End all connections. For up to ``seconds``, messages that have arrived are still handled and answered."""
 
 class RendezvousServer:
-    """Key-value server that speaks only to holders of ``token``; serves from construction until ``close()``.
+    """A key-value server for clients that know ``token``. It serves from construction until ``close()``.
 
-    With ``encrypt`` all messages are encrypted; ``io`` where OpenSSL is missing.
+    With ``encrypt``, all messages are encrypted, and the constructor fails with ``io`` if this host has no OpenSSL.
     """
 
     def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, encrypt: bool = False) -> None: ...
@@ -113,7 +116,7 @@ class RendezvousServer:
     def get(self, key: str, timeout_s: float) -> bytes: ...
     @property
     def requests(self) -> int:
-        """The number of requests that clients have sent."""
+        """Return the number of requests that clients have sent."""
 
     def erase(self, prefix: str) -> int:
         """Delete all keys that begin with ``prefix``, and return their number."""
@@ -121,10 +124,10 @@ class RendezvousServer:
     def close(self) -> None: ...
 
 class RendezvousClient:
-    """Connection to a ``RendezvousServer``; both sides prove that they know ``token`` before parsing anything else.
+    """A client of a ``RendezvousServer``. Both sides prove that they know ``token`` before they parse anything else.
 
-    ``addresses`` are tried in order until one answers. Safe for use from several threads. With ``encrypt`` a server
-    that does not encrypt is refused with ``authentication``.
+    The constructor dials all ``addresses``, each a moment after the previous one, and keeps the first server that
+    answers. With ``encrypt``, it fails with ``authentication`` if the server does not encrypt. Thread-safe.
     """
 
     def __init__(
@@ -132,77 +135,90 @@ class RendezvousClient:
     ) -> None: ...
     def set(self, key: str, value: bytes, timeout_s: float) -> None: ...
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Return the value of ``key``, waiting until it is set; ``peer_lost`` when the server ends."""
+        """Wait until ``key`` is set, and return its value. Fail with ``peer_lost`` if the server ends."""
 
     def get_all(self, prefix: str, first: int, end: int, timeout_s: float) -> list[bytes]:
-        """Return the values of the keys ``prefix`` + number for ``first`` <= number < ``end``, once all are set."""
+        """Wait until the keys ``prefix`` + n are set for ``first`` <= n < ``end``, and return their values in order."""
 
     def missing(self, prefix: str, first: int, end: int, timeout_s: float) -> list[int]:
-        """Return those of the numbers whose keys are not set, without waiting for them."""
+        """Return the numbers n whose keys (see ``get_all``) are not set, without waiting for the keys."""
 
     def close(self) -> None: ...
 
 class Operation:
-    """One submitted collective. Keeps its buffers alive until it is done and dropped."""
+    """One submitted collective. Keeps its buffers alive until it is done and this object is dropped."""
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> None:
-        """Wait for the result; raises the operation's error, or ``timeout`` naming the tensor. May be called again."""
+        """Wait for the result. Fail with the operation's error, or with ``timeout`` and the tensor's name.
+
+        It may be called again.
+        """
 
     def output(self) -> memoryview:
-        """Allgather and alltoall, after ``wait``: the data of all ranks (owned by this object), format ``B``."""
+        """Return the data of all ranks, after ``wait`` for an allgather or alltoall.
+
+        This object owns the memory. The format is ``B``.
+        """
 
     def rows(self) -> list[int]:
-        """After ``wait``: the rows of ``output`` by rank. Join: only the number of the last rank to join."""
+        """Return the rows of ``output`` by rank, after ``wait``. For a join, return only the last rank to join."""
 
     def let_wait(self, stream: int) -> None:
-        """After ``wait``: make later work on the CUDA stream see the result; does nothing for memory of the host.
+        """After ``wait``, make later work on the CUDA stream see the result. Do nothing for host memory.
 
-        Raises the failure of the engine if it has ended: the operation may still have failed on the device.
+        Fail if the engine has failed, because the operation may then have failed on the device.
         """
 
     def carried_out(self) -> bool:
-        """After ``wait``: whether the device has done it; True for memory of the host. Raises like ``let_wait``."""
+        """After ``wait``, return whether the device has completed the work. Return True for host memory.
+
+        Fail like ``let_wait``.
+        """
 
     def move_output(self, target: int, stream: int) -> None:
-        """Allgather and alltoall on a device, after ``wait``: copy the result into its memory, in order of the stream.
+        """Copy the result to device memory in stream order, after ``wait`` for an allgather or alltoall on a device.
 
-        ``output`` is empty then. Works once.
+        Works once. ``output`` is always empty for such an operation.
         """
 
 class DeviceLibraries:
-    """CUDA's driver and NCCL, loaded, with which collectives work on the memory of CUDA devices."""
+    """The loaded CUDA driver and NCCL, for collectives in the memory of CUDA devices."""
 
     def __init__(self, cuda: str, nccl: str) -> None: ...
 
 def nccl_version(path: str) -> int:
-    """Return the version of the NCCL at ``path``, such as 22907; fails with ``io`` where it is missing or too old."""
+    """Return the version of the NCCL at ``path``, such as 22907. Fail with ``io`` if NCCL is missing or too old."""
 
 SHARE_DEVICE_NAME: str
-"""The name of the barrier after which other engines use the devices of an engine's ranks, too."""
+"""The name of a barrier: after it, other engines use the devices of this engine's ranks, too."""
 
 class Autotune:
-    """How an engine searches for its fastest settings; rank 0 writes every sample into ``log`` unless that is empty."""
+    """How an engine searches for its fastest settings. Rank 0 writes every sample to ``log`` if ``log`` is set."""
 
     def __init__(self, log: str, warmup_samples: int, steps_per_sample: int, max_samples: int) -> None: ...
 
 class Engine:
-    """One rank of a job: owns the links to its peers and one thread that negotiates and runs collectives.
+    """One rank of a job. It owns the links to its peers and one thread that negotiates and runs collectives.
 
-    ``rendezvous`` is None only for ``size == 1``. ``host_key`` is equal for ranks that may share memory; whether they
-    do is decided by trying. ``bind_hosts`` are the local addresses that this rank's sockets bind and offer, the
-    preferred one first. ``encrypt`` (equal on all ranks) encrypts the TCP links; it needs OpenSSL on all hosts.
-    Ranks that differ in a value of ``common_settings`` do not connect. ``link_gbits`` and ``link_latency_us`` (equal on
-    all ranks) are the costs by which algorithms between hosts are chosen.
-    ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than once; ``label``
-    prefixes the messages of failed operations. ``hierarchical_allreduce`` and ``hierarchical_allgather``
-    (equal on all ranks) say whether these use shared memory where the ranks are on several hosts.
-    ``processor_core`` is the core that the engine's thread runs on, any by default. ``autotune`` tunes
-    ``fusion_threshold`` and ``hierarchical_allreduce`` where they are None, and the switch points of shared memory.
-    ``device_libraries`` (the same object for all engines of a process) lets it take memory of CUDA devices;
-    ``shares_device`` says that other engines use these devices, too, so all launch in one order.
-    This engine shares the timeline of ``recorded_with``, where its tensors carry ``timeline_label``.
-    Construction connects to every peer within ``timeout_s`` and is collective.
+    The constructor is collective: it connects to every peer, or fails after ``timeout_s``.
+
+    ``rendezvous`` may be None only if ``size`` is 1. ``scope`` prefixes the rendezvous keys of this engine, so that a
+    job can connect its ranks more than once. ``label`` prefixes the messages of failed operations. Ranks with the same
+    ``host_key`` try to share memory. ``bind_hosts`` are the local addresses that this rank's sockets bind and publish,
+    the preferred address first. Ranks that differ in a value of ``common_settings`` do not connect.
+
+    The following parameters must be equal on all ranks. ``encrypt`` encrypts the TCP links and needs OpenSSL on all
+    hosts. ``link_gbits`` and ``link_latency_us`` are the costs by which algorithms between hosts are chosen.
+    ``hierarchical_allreduce`` and ``hierarchical_allgather`` set whether these operations use shared memory when the
+    ranks are on several hosts.
+
+    ``processor_core`` is the core for the engine's thread; None allows any core. ``autotune`` tunes
+    ``fusion_threshold`` and ``hierarchical_allreduce`` if they are None, and the sizes at which algorithms in shared
+    memory change. ``device_libraries`` (the same object for all engines of a process) allows buffers in the memory of
+    CUDA devices. ``shares_device`` states that other engines use the same devices, so that all engines launch their
+    collectives in one order. The engine records into the timeline of ``recorded_with``, where the names of its tensors
+    begin with ``timeline_label``.
     """
 
     def __init__(
@@ -238,14 +254,16 @@ class Engine:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    # Buffers are addresses of contiguous memory; `keep_alive` is held by the Operation. `dtype` is one of bool, uint8,
-    # int8, int16, int32, int64, float16, bfloat16, float32, float64; `op` one of sum, average, min, max, product.
-    # `source` and `target` may be the same address. A rank's value is multiplied by `prescale` before the reduction and
-    # the result by `postscale` after it; `prescale` is each rank's own (it may differ among ranks and from call to call
-    # without costing a cache hit), the rest must agree. `with_waiter`: the operation may begin only once a thread waits
-    # for it, and then runs on that thread. With a `device`, for engines with DeviceLibraries, the buffers
-    # are in its memory, and an operation is done once its work is enqueued there: `let_wait` orders a stream behind it.
-    # There the caller scales; the factors are only compared.
+    # Buffers are addresses of contiguous memory. The Operation holds a reference to `keep_alive`. `dtype` is one of
+    # bool, uint8, int8, uint16, int16, int32, int64, float16, bfloat16, float32 and float64. `op` is one of sum,
+    # average, min, max, product and adasum. `source` and `target` may be the same address. Each rank's value is
+    # multiplied by `prescale` before the reduction, and the result by `postscale` after it. `prescale` may differ among
+    # ranks and from call to call, even for a cached operation. Name, shape, dtype, op and `postscale` must be equal on
+    # all ranks.
+    # With `with_waiter`, the operation may begin only once a thread waits for it, and may then run on that thread.
+    # `device` requires an engine with DeviceLibraries. It means that the buffers are in the memory of that device. Such
+    # an operation is done once its work is enqueued on the device. `let_wait` makes a stream wait for the work. The
+    # caller applies both factors to device memory, and the engine only compares `postscale`.
     def allreduce(
         self,
         name: str,
@@ -260,8 +278,8 @@ class Engine:
         with_waiter: bool = False,
         device: OnDevice = None,
     ) -> Operation: ...
-    # The first dimension is divided among the ranks, the first ones get one more; `target` receives this rank's part
-    # and must not overlap `source`.
+    # Divides the first dimension among the ranks. If it does not divide evenly, the first ranks get one row more.
+    # `target` receives this rank's part and must not overlap `source`.
     def reducescatter(
         self,
         name: str,
@@ -286,7 +304,7 @@ class Engine:
         with_waiter: bool = False,
         device: OnDevice = None,
     ) -> Operation: ...
-    # `splits` says how many rows of the first dimension go to each rank.
+    # `splits` holds the number of rows of the first dimension for each rank.
     def alltoall(
         self,
         name: str,
@@ -310,7 +328,7 @@ class Engine:
         with_waiter: bool = False,
         device: OnDevice = None,
     ) -> Operation: ...
-    # Groups: all tensors run together, or all fail where the ranks disagree about one.
+    # The tensors of a group run together. If the ranks disagree about one tensor, all tensors of the group fail.
     def grouped_allreduce(
         self,
         group: str,
@@ -336,50 +354,61 @@ class Engine:
     ) -> list[Operation]: ...
     def barrier(self, name: str, with_waiter: bool = False) -> Operation: ...
     def join(self, with_waiter: bool = False, device: OnDevice = None) -> Operation:
-        """Contribute nothing to the others' operations until all have joined; on ``device`` to those on devices."""
+        """Contribute nothing to the operations of other ranks until all ranks have joined.
+
+        ``device`` is this rank's device for operations in device memory.
+        """
 
     def has_direct_calls(self) -> bool:
-        """Return whether ``allreduce_now`` works: all ranks share memory."""
+        """Return whether ``allreduce_now`` works: all ranks must share memory."""
 
     def allreduce_now(self, source: NDArray[np.generic], target: NDArray[np.generic], op: str) -> None:
-        """Reduce on the calling thread without negotiation; every rank must make the same calls in the same order.
+        """Reduce on the calling thread without negotiation. Every rank must make the same calls in the same order.
 
-        Contiguous arrays of a dtype that the buffer protocol supports. Fails with ``mismatch`` on all ranks when their
-        calls differ; any other failure, an interruption included, ends the engine.
+        The arrays must be contiguous and of a dtype that the buffer protocol supports. Fail with ``mismatch`` on all
+        ranks if their calls differ. Any other failure ends the engine, and so does an interruption. Invalid arguments
+        fail with ``invalid_argument`` before the call begins.
         """
 
     def tuning(self) -> dict[str, int]:
-        """``fusion_threshold``, ``small_allreduce``, ``allreduce_chunk``, ``hierarchical_allreduce``, ``searching``."""
+        """Return the settings in force on all ranks, and in ``searching`` whether they may still change (1 or 0).
+
+        The settings are ``fusion_threshold``, ``small_allreduce``, ``allreduce_chunk`` and ``hierarchical_allreduce``.
+        """
 
     def close_copies(self) -> None:
-        """In a forked child, where every other method fails: close the child's copies of the links."""
+        """Close a forked child's copies of the links. Do nothing in the rank's own process.
+
+        A forked child may call no other method.
+        """
 
     def counters(self) -> dict[str, int]:
-        """Monotonic counts by name.
+        """Return monotonic counts by name.
 
-        ``operations``, ``bytes``, ``cycles``, ``cache_hits``, ``fused_buffers``, ``hierarchical`` (allreduces and
-        allgathers that went through the memory of several hosts), ``on_device``; the engine's time by phase,
-        ``negotiation_us`` and ``collective_us`` (``fusion_copy_us`` of it for copies); ``queue_us`` summed over
-        operations; and ``allreduce.operations``, ``allreduce.bytes`` and so on for every kind that has run.
+        The counts are ``operations``, ``bytes``, ``cycles``, ``cache_hits``, ``fused_buffers``, ``hierarchical``
+        (allreduces, allgathers and broadcasts that used shared memory inside hosts and links between them) and
+        ``on_device``. ``negotiation_us`` and ``collective_us`` are the engine's time by phase. ``fusion_copy_us`` is
+        the part of ``collective_us`` for copies. ``queue_us`` is a sum over operations. Every kind that has run has
+        its own counts, such as ``allreduce.operations`` and ``allreduce.bytes``.
         """
 
     def pending(self) -> list[tuple[str, float]]:
         """Return the submitted operations that are not done, as ``("allreduce 'grad/7'", seconds)``, oldest first."""
 
     def start_timeline(self, path: str, recording: str, mark_cycles: bool) -> None:
-        """Record into ``path``, with the other ranks of this host that pass the same ``recording``."""
+        """Record into ``path``, together with the other ranks of this host that pass the same ``recording``."""
 
     def stop_timeline(self) -> None:
-        """Write the rest of the recording; does nothing when none is running."""
+        """Write the rest of the recording and end it. Do nothing if no recording is running."""
 
     def local_ranks(self) -> list[int]:
-        """Return the ranks that this one shares memory with, itself included; only itself where sharing failed."""
+        """Return this rank and the ranks that share memory with it. Return only this rank if sharing failed."""
 
     def host_ranks(self) -> list[int]:
-        """Return the ranks with this one's ``host_key``, itself included."""
+        """Return the ranks with the same ``host_key`` as this rank, including this rank."""
 
     def abort(self, why: str) -> None:
-        """End every pending and future operation here and on all peers with ``aborted: why``."""
+        """End every pending and future operation, here and on all peers, with the code ``aborted`` and ``why``."""
 
     def shutdown(self, timeout_s: float) -> None:
-        """Leave the job: pending operations fail with ``shut_down``; peers that need this rank get ``peer_lost``."""
+        """Leave the job. Pending operations fail with ``shut_down``; peers that need this rank get ``peer_lost``."""
