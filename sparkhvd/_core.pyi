@@ -91,8 +91,8 @@ class MessageServer:
         """Return the next event, or None if there is none in time. Fail with ``shut_down`` once the server is closed.
 
         An event is ``(connection, message, code, text, errno)``. ``message`` is None if the connection has ended.
-        The last three values then describe its end. Connection 0 means that this process has no descriptor left for a new connection,
-        which is reported once.
+        The last three values then describe its end. Connection 0 means that this process has no descriptor left for a
+        new connection, which is reported once.
         """
 
     def send(self, connection: int, message: bytes) -> None: ...

@@ -225,7 +225,7 @@ class Dialing::Attempts {
 
   std::optional<Result<Connection>> Advance(Span<const pollfd> fds) {
     if (attempts_.empty()) {
-      return Status(StatusCode::kInvalidArgument, "no address to dial was given");
+      return Status(StatusCode::kInvalidArgument, "dialing needs at least one address");
     }
     for (size_t i = 0; i < attempts_.size(); ++i) attempts_[i].Advance(fds[i].revents);
     for (Attempt& attempt : attempts_) {
