@@ -31,7 +31,7 @@ void AllreduceNow(PyEngine& self, py::handle source, py::handle target, const st
   const ArrayMemory from(source, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT);
   const ArrayMemory to(target, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE);
   const std::optional<ReduceOp> parsed = ParseReduceOp(op);
-  if (!parsed) Check(Status(StatusCode::kInvalidArgument, "op '" + op + "' is unknown"));
+  if (!parsed) Check(Status(StatusCode::kInvalidArgument, "unknown op '" + op + "'"));
   const Reduction reduction{DTypeOf(from), *parsed, 1.0, 1.0};
   if (to.count() != from.count() || DTypeOf(to) != reduction.dtype) {
     Check(Status(StatusCode::kInvalidArgument,

@@ -40,9 +40,9 @@ DType ToDType(std::string_view name) {
 
 ReduceOp ToReduceOp(std::string_view name) {
   if (const std::optional<ReduceOp> op = ParseReduceOp(name)) return *op;
-  throw CoreFailure(Status(
-      StatusCode::kInvalidArgument,
-      "unknown op '" + std::string(name) + "'; expected sum, average, min, max, product, adasum"));
+  throw CoreFailure(Status(StatusCode::kInvalidArgument,
+                           "unknown op '" + std::string(name) +
+                               "'; expected one of sum, average, min, max, product, adasum"));
 }
 
 // Python passes addresses as integers: tensor.data_ptr(), array.ctypes.data.

@@ -1,5 +1,5 @@
-// The handshake in which both ends of a connection prove that they know the job's token. Nothing
-// else is read before it.
+// The handshake in which both ends of a connection prove that they know the job's token. Neither
+// end reads anything else before the handshake.
 //
 //   dialer   -> acceptor  magic, nonce of the dialer, claim     (48 bytes)
 //   acceptor -> dialer    nonce of the acceptor, its terms      (40 bytes)
@@ -10,10 +10,11 @@
 // BusyNotice instead of a welcome or a proof, and hangs up. The dialer then dials again. Nothing
 // authenticates this message: an attacker who could forge it could also cut the connection.
 //
-// Both nonces are fresh, so a recording is worthless later. The label prevents a proof from being
-// reflected. The purpose, which both ends know and never send, prevents a connection from being
-// redirected to another listener of the job. A stranger learns only a nonce. The proofs do not
-// protect the data that follows: that requires encryption with the keys that the handshake derives.
+// Both nonces are fresh, so a recording is worthless later. The labels "dial" and "acpt" prevent a
+// proof from being reflected. The purpose, which both ends know and never send, prevents a
+// connection from being redirected to another listener of the job. A stranger learns only a nonce.
+// The proofs do not protect the data that follows: that requires encryption with the keys that the
+// handshake derives.
 #pragma once
 
 #include <array>

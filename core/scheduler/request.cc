@@ -39,9 +39,8 @@ bool Ragged(OperationKind kind) {
 // Returns what is wrong with an alltoall's splits, if anything.
 std::optional<std::string> SplitsProblem(const Request& request, int size) {
   if (request.splits.size() != static_cast<size_t>(size)) {
-    return "splits " + Text(request.splits) + " has length " +
-           std::to_string(request.splits.size()) + " for size " + std::to_string(size) +
-           "; pass the number of rows for each rank";
+    return "splits " + Text(request.splits) + " has " + std::to_string(request.splits.size()) +
+           " entries for " + std::to_string(size) + " ranks; pass the number of rows for each rank";
   }
   int64_t left = request.shape[0];
   for (const int64_t rows : request.splits) {

@@ -504,7 +504,7 @@ def test_a_wait_that_is_too_short_is_a_timeout_that_names_the_tensor():
     ("call", "words"),
     [
         (lambda e: e.allreduce("x", 0, 0, (1,), "complex64"), "unknown dtype 'complex64'; expected one of bool"),
-        (lambda e: e.allreduce("x", 0, 0, (1,), "float32", "median"), "unknown op 'median'; expected sum"),
+        (lambda e: e.allreduce("x", 0, 0, (1,), "float32", "median"), "unknown op 'median'; expected one of sum"),
         (lambda e: e.allreduce("x", 0, 0, (-1,), "float32"), "allreduce 'x': shape (-1,)"),
         (lambda e: e.allreduce("x", 0, 0, (0,), "float32", prescale=float("nan")), "must be finite"),
         (lambda e: e.broadcast("x", 0, 0, (0,), "float32", 1), "root 1 is out of range for a job of size 1"),

@@ -79,7 +79,7 @@ TEST(Request, DisagreementNamesTheFieldBothRanksAndBothValues) {
 
 TEST(Request, ProblemRefusesInvalidSplits) {
   EXPECT_EQ(Problem(Alltoall({1, 2}), 2), std::nullopt);
-  EXPECT_NE(Problem(Alltoall({1, 2}), 3)->find("has length 2 for size 3"), std::string::npos);
+  EXPECT_NE(Problem(Alltoall({1, 2}), 3)->find("has 2 entries for 3 ranks"), std::string::npos);
   Request request = Alltoall({1, 2});
   for (const std::vector<int64_t>& splits :
        {std::vector<int64_t>{1, 1}, {4, -1}, {std::numeric_limits<int64_t>::max(), 4}}) {
