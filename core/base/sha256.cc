@@ -68,7 +68,7 @@ void Sha256::Compress(const std::byte* block) {
     const uint32_t s1 = RotateRight(w[t - 2], 17) ^ RotateRight(w[t - 2], 19) ^ (w[t - 2] >> 10);
     w[t] = w[t - 16] + s0 + w[t - 7] + s1;
   }
-  // The names a to h are those of the standard.
+  // The standard uses the names a to h.
   auto [a, b, c, d, e, f, g, h] = state_;
   for (size_t t = 0; t < 64; ++t) {
     const uint32_t sum1 = RotateRight(e, 6) ^ RotateRight(e, 11) ^ RotateRight(e, 25);

@@ -14,7 +14,7 @@ namespace sparkhvd::bindings {
 // py::buffer_info, which builds Python objects.
 class ArrayMemory {
  public:
-  // `flags` are those of the buffer protocol. Without PyBUF_FORMAT, the memory is bytes: not every
+  // `flags` are flags of the buffer protocol. Without PyBUF_FORMAT, the memory is bytes: not every
   // NumPy dtype has a format.
   ArrayMemory(pybind11::handle array, int flags) {
     if (PyObject_GetBuffer(array.ptr(), &view_, flags) != 0) throw pybind11::error_already_set();

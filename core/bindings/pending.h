@@ -50,8 +50,8 @@ class PendingOperations {
     return !operation || operation->done();
   }
 
-  // In the order of submission, which is roughly that of completion. The pointers are weak, because
-  // an operation without an owner is done.
+  // In the order of submission, which is roughly the order of completion. The pointers are weak,
+  // because an operation without an owner is done.
   std::deque<std::weak_ptr<Operation>> operations_;
   std::optional<Deadline::Clock::time_point> direct_since_;
 };

@@ -87,9 +87,9 @@ class Tree {
  private:
   // Recursive vector halving (distance doubling). In every step, two groups of `distance` ranks,
   // each holding one vector in pieces, become one group that holds the sum of both vectors.
-  // Partners exchange halves of their pieces. The products are those of whole vectors, so each step
-  // sums the partial products of the ranks of both groups. Afterwards, the pieces are gathered in
-  // reverse order.
+  // Partners exchange halves of their pieces. The weights need the products of whole vectors, so
+  // each step sums the partial products of the ranks of both groups. Afterwards, the pieces are
+  // gathered in reverse order.
   Status HalveAndDouble() {
     std::vector<Slice> pieces{Slice{0, count_}};
     for (int distance = 1; distance < paired_; distance *= 2) {

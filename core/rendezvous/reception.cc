@@ -88,7 +88,8 @@ void Reception::Accept(int listener) {
       if (errno == EMFILE && AllowMoreDescriptors()) continue;
       const bool exhausted =
           errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
-      // The listener stays readable meanwhile, so without a pause the owner's loop would spin.
+      // The listener stays readable until the connection is accepted, so without a pause the
+      // owner's loop would spin.
       if (exhausted) {
         out_of_descriptors_ = true;
         resume_accepting_ = Deadline::AfterSeconds(kPauseWithoutDescriptors);

@@ -12,8 +12,8 @@
 namespace sparkhvd {
 
 // Calls have no names and no negotiation: the first calls of all ranks match each other, then the
-// second ones, and so on. The calls have their own arena, so the engine may be busy meanwhile. One
-// call at a time.
+// second calls, and so on. The calls have their own arena, so they may run while the engine is
+// busy. Only one call may run at a time.
 class DirectCalls {
  public:
   explicit DirectCalls(Arena& arena) : steps_(arena) {}

@@ -6,8 +6,8 @@ namespace sparkhvd {
 namespace {
 
 // Limits fusion if all ranks share memory. Fused data is copied, and for more than a few ranks
-// copied twice. That soon costs more than the steps it saves, and larger buffers leave the cache in
-// between.
+// copied twice. That soon costs more than the steps it saves, and larger buffers leave the cache
+// between the copies.
 constexpr size_t kFusionInMemory = size_t{1} << 20;
 
 std::vector<int> LocalRanks(const Mesh& mesh) {

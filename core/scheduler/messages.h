@@ -59,8 +59,8 @@ std::vector<std::byte> Encode(const std::vector<RankedMessage>& messages);
 // bytes can hold.
 Result<RequestMessage> DecodeRequestMessage(ConstBytes bytes);
 Result<ResponseMessage> DecodeResponseMessage(ConstBytes bytes);
-// The contents are views of `bytes`. Also fails unless the messages are those of the ranks from
-// `begin` to `end` - 1, in this order.
+// The contents are views of `bytes`. Also fails unless the messages come from the ranks `begin` to
+// `end` - 1, in this order.
 Result<std::vector<RankedMessage>> DecodeRankedMessages(ConstBytes bytes, int begin, int end);
 
 }  // namespace sparkhvd

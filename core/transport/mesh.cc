@@ -1,5 +1,5 @@
-// Connects the ranks. Every rank listens, publishes its addresses, dials all lower ranks, some at a
-// time, and accepts all higher ranks meanwhile.
+// Connects the ranks. Every rank listens, publishes its addresses, and dials all lower ranks, a few
+// at a time, while it accepts connections from all higher ranks.
 #include "transport/mesh.h"
 
 #include <poll.h>

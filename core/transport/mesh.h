@@ -51,11 +51,11 @@ struct Mesh {
   std::vector<int> host_ranks;  // all ranks with this rank's host key, ascending
 };
 
-// Connects this rank with all others through `rendezvous`. All ranks call it. If one rank fails or
-// ends meanwhile, all fail with its reason, which stays in the store. Point-to-point data travels
-// over TCP, authenticated with the token, or over Unix sockets inside a host. The ranks of one host
-// agree on an arena in a memfd, which they pass over an authenticated Unix socket. If one rank
-// cannot use the arena, none does.
+// Connects this rank with all others through `rendezvous`. All ranks call it. If a rank fails or
+// ends before all ranks are connected, all ranks fail with its reason, which stays in the store.
+// Point-to-point data travels over TCP, authenticated with the token, or over Unix sockets inside a
+// host. The ranks of one host agree on an arena in a memfd, which they pass over an authenticated
+// Unix socket. If one rank cannot use the arena, none does.
 Result<Mesh> ConnectMesh(const MeshOptions& options, KeyValueStore& rendezvous, Deadline deadline);
 
 // Makes one mesh per rank inside this process for tests, in which ranks are threads. `hosts[i]` is

@@ -213,8 +213,8 @@ class SharedArena final : public Arena {
     return false;
   }
 
-  // A member that left after reaching the step is not missing, so its counter is read again after
-  // its end was noticed.
+  // A member that left after reaching the step is not missing, so its counter is read again once
+  // its end has been noticed.
   Status FindDeparted(int first, int last, uint64_t step) const {
     for (int m = first; m < last; ++m) {
       if (Slot(m).departed.load(std::memory_order_acquire) != 0 && !Reached(m, step)) {
