@@ -63,7 +63,10 @@ Status Timeline::Start(const TimelineOptions& options) {
   const std::string rank = "{\"ph\":\"M\",\"pid\":" + pid + ",\"name\":\"process_";
   written_ = file_->Append(",\n" + rank + "name\",\"args\":{\"name\":\"rank " + pid + "\"}},\n" +
                            rank + "sort_index\",\"args\":{\"sort_index\":" + pid + "}}");
-  SHVD_TRY(written_);
+  if (!written_.ok()) {
+    file_.reset();  // leaves the file, which other ranks may write
+    return written_;
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     tracks_.clear();

@@ -1,8 +1,10 @@
 #include "timeline/timeline.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
@@ -156,6 +158,23 @@ TEST_F(TimelineTest, AFullDiskIsReportedAtTheEnd) {
   TimelineOptions full = Options(0);
   full.path = "/dev/full";
   EXPECT_EQ(timeline.Start(full).code(), StatusCode::kIo);
+}
+
+TEST_F(TimelineTest, ARankThatCannotWriteLeavesTheFileToTheOthers) {
+  Timeline first;
+  Timeline other;
+  ASSERT_TRUE(first.Start(Options(0)).ok());
+  rlimit unlimited{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &unlimited), 0);
+  rlimit full = unlimited;
+  full.rlim_cur = Content().size();
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &full), 0);
+  EXPECT_EQ(other.Start(Options(1)).code(), StatusCode::kIo);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &unlimited), 0);
+  std::signal(SIGXFSZ, handler);
+  ASSERT_TRUE(first.Stop().ok());
+  EXPECT_EQ(Count(Content(), "\n]\n"), 1u) << "the last that leaves closes the array";
 }
 
 }  // namespace
