@@ -167,7 +167,7 @@ def _elastic(
 
 
 def _hosts(flags: argparse.Namespace) -> tuple[tuple[Host, ...], SshOptions | SrunOptions]:
-    """Return the hosts to use, and how to reach them; none is this machine alone."""
+    """Return the hosts to use, and how to reach them; no hosts mean this machine alone."""
     ssh = SshOptions(flags.ssh_port, flags.ssh_identity_file)
     if flags.hostfile is not None:
         try:
@@ -193,7 +193,7 @@ def _run_by_mpi(flags: argparse.Namespace, hosts: tuple[Host, ...], command: Seq
     line = [find_mpirun(with_orted=False), *mpirun_words(flags, hosts, environment_for_hosts(), is_root()), *command]
     if flags.verbose:
         sys.stderr.write(f"sparkhvdrun: {shlex.join(line)}\n")
-    # In a session of its own, so that a signal reaches it only once, through this process, and it ends its ranks in
+    # mpirun gets its own session. So a signal reaches it only once, through this process, and it ends its ranks in
     # order.
     with subprocess.Popen(line, start_new_session=True) as mpirun:
         try:

@@ -63,10 +63,11 @@ def agree(
 ) -> dict[str, npt.NDArray[np.generic]]:
     """Return the arrays that this rank must adopt so that all ranks hold the same values; collective.
 
-    A floating-point or complex array becomes the weighted mean over ranks. A variance becomes that of all ranks'
-    values together, which includes the spread of the ranks' means. An array of any other type becomes that of the first
-    rank with a weight, as does an array whose shape or type differs among the ranks with a weight. If no rank has a
-    weight, all ranks count equally. Arrays that are equal on all ranks stay bit-identical; only their digests are sent.
+    A floating-point or complex array becomes the weighted mean over ranks. A variance becomes the variance of all
+    ranks' values together, which includes the spread of the ranks' means. An array of any other type becomes that of
+    the first rank with a weight, as does an array whose shape or type differs among the ranks with a weight. If no rank
+    has a weight, all ranks count equally. Arrays that are equal on all ranks stay bit-identical; only their digests are
+    sent.
 
     Args:
         communicator: the ranks that take part.

@@ -70,7 +70,7 @@ class Channel:
         return len(self.ranks)
 
     def named(self, kind: str, name: str | None) -> str:
-        """Return the name, or one made by counting if it is None."""
+        """Return ``name``, or a name made by counting if it is None."""
         return f"{kind}.noname.{next(self.counts[kind])}" if name is None else name
 
     def renumber(self) -> None:
@@ -95,7 +95,7 @@ class Channel:
 
 
 class HasChannels(Protocol):
-    """A communicator, as far as collectives use it."""
+    """The part of a communicator that collectives use."""
 
     def channel(self, process_set: ProcessSet | None = None) -> Channel:
         """Return the channel to the ranks of ``process_set``, by default to all ranks."""

@@ -35,7 +35,7 @@ class Communicator:
 
     The constructor connects to all peers and is collective; use it as a context manager, or ``close()`` it. All methods
     may be called from any thread. Every collective has a name by which the ranks match their submissions. A missing
-    name is made by counting, so all ranks must then submit unnamed operations of a kind in the same order.
+    name is made by counting, so all ranks must submit their unnamed operations of a kind in the same order.
 
     Args:
         context: the rank's position in the job, and how to reach its peers.
@@ -120,7 +120,7 @@ class Communicator:
             return self._engine.tuning()
 
     def local_ranks(self) -> list[int]:
-        """Return the ranks that share memory with this one, itself included."""
+        """Return the ranks that share memory with this one, including this one."""
         with translated():
             return self._engine.local_ranks()
 
@@ -225,7 +225,7 @@ class Communicator:
             The set, registered.
 
         Raises:
-            MismatchError: on every rank, if they ask for different sets.
+            MismatchError: on every rank, if the ranks ask for different sets.
             ConfigError: on every rank, if the set already exists or one of its ranks is not in the job.
         """
         asked = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -275,7 +275,7 @@ class Communicator:
             Whether the set was registered; the set of all ranks stays.
 
         Raises:
-            MismatchError: on every rank, if they remove different sets.
+            MismatchError: on every rank, if the ranks remove different sets.
         """
         number = process_set.process_set_id
         with self._sets_lock:

@@ -11,7 +11,7 @@ from sparkhvd.errors import ConfigError, MismatchError, NotInitializedError
 
 @runtime_checkable
 class MpiCommunicator(Protocol):
-    """An ``mpi4py.MPI.Comm``, as far as process sets use it; a null communicator is false."""
+    """The part of an ``mpi4py.MPI.Comm`` that process sets use; a null communicator is false."""
 
     def allgather(self, sendobj: int) -> list[int]:
         """Return the objects of all members."""
@@ -50,8 +50,8 @@ class ProcessSet:
     """Some of the ranks, usable once ``init(process_sets=[...])`` or ``add_process_set()`` has registered it.
 
     Args:
-        ranks: ranks of the job, or an ``mpi4py`` communicator: the set is then the ranks that hold it. Ranks may come
-            with different communicators, such as those of ``Split``; each becomes a set.
+        ranks: ranks of the job, or an ``mpi4py`` communicator: the set is then the ranks that hold it. Ranks may pass
+            different communicators, such as those of ``Split``; each becomes a set.
 
     Raises:
         ConfigError: there are no ranks, or one of them appears twice.
@@ -77,7 +77,7 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """Return its ranks of the job, ascending; those of a communicator are known once it is registered."""
+        """Return the set's ranks in the job, ascending. With a communicator, they are known after the registration."""
         return list(self._given if self._registration is None else self._registration.ranks)
 
     @property

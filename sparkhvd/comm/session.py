@@ -1,6 +1,7 @@
 """The communicator of this process: ``init()``, ``shutdown()``, ``current()``, and this process's position in its job.
 
-It holds the one mutable variable of the package, because ``hvd.init()`` and ``hvd.rank()`` are functions by contract.
+It holds the only mutable module variable of the package, because ``hvd.init()`` and ``hvd.rank()`` are functions by
+contract.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ class _Session:
     membership: Membership | None = None  # in an elastic job, from the first ``init()`` on
     publisher: CommitPublisher | None = None  # in an elastic job with a Store
     watch: LossWatch | None = None  # of the current generation, if it has several ranks
-    # The number of connections of each selection of ranks. It agrees among the ranks, so it can name the next scope.
+    # The number of connections of each selection of ranks. It is equal on all ranks, so it can name the next scope.
     inits: Counter[tuple[int, ...]] = field(default_factory=Counter)
     watches_forks: bool = False
     forked: bool = False  # this process is a child of the one that was initialized
 
 
-_ASK_SECONDS = 0.5  # to look a key up in the rendezvous, which answers only once the key is set
+_ASK_SECONDS = 0.5  # for a key in the rendezvous, which answers only once the key is set
 
 _session = _Session()
 
@@ -120,8 +121,8 @@ def init(
 
     Collective: every rank must call it. Calling it again without ``shutdown()`` connects nothing: it accepts only
     process sets that already exist, and registers the objects that are passed for them. After ``shutdown()`` the ranks
-    connect again. A rank on which it failed may call it again: it then connects with the ranks that are still waiting
-    and those that call later.
+    connect again. If it fails on a rank, that rank may call it again. It then connects with the ranks that are still
+    waiting and those that call later.
 
     Args:
         comm: makes some ranks a separate job: a list of ranks of the launcher's job or of MPI's world, which
@@ -150,7 +151,7 @@ def init(
         _session.from_mpi = _is_of_mpi(comm)
         if _session.forked and (_session.from_mpi or _session.context is not None):
             raise ConfigError(
-                "This process was forked from a rank and cannot join the job in its stead. Call hvd.init() in the "
+                "This process was forked from a rank and cannot join the job in its place. Call hvd.init() in the "
                 "rank's own process only."
             )
         context = _effective_context()
@@ -189,7 +190,7 @@ def _join_generation(
     membership = _session.membership
     while True:
         current = replace(membership.next_generation(), config=context.config)
-        # For messages; ``init()`` never connects by it.
+        # Only for messages: ``init()`` does not use this world to connect.
         _session.context = replace(_session.context or context, world=current.world)
         scope = f"generation-{membership.generation}"
         try:

@@ -17,7 +17,7 @@ from sparkhvd.errors import ConfigError
 
 
 def timeline_path(path: str, host_ranks: Sequence[int]) -> str:
-    """Return the file of one host's ranks: ``path`` on rank 0's host, elsewhere with the host's first rank in it.
+    """Return the file of one host's ranks: ``path`` on rank 0's host, elsewhere with the host's first rank in its name.
 
     Each host has its own file because appends from several hosts could mix in a shared folder.
     """

@@ -20,7 +20,7 @@ from sparkhvd.task.log_files import LogFiles
 
 logger = logging.getLogger(__name__)
 
-# Linux starts no process with a longer string; the terminating zero byte counts.
+# Linux does not start a process with a longer variable. The terminating zero byte counts.
 _MAX_VARIABLE_BYTES = 128 * 1024 - 1
 
 
@@ -121,7 +121,7 @@ def checked_environment(env: Mapping[str, str | None] | None) -> dict[str, str |
     """Return a validated copy of the user's ``env``.
 
     Raises:
-        ConfigError: it is not a mapping, or a name or value is not a valid string.
+        ConfigError: ``env`` is not a mapping, or a name or value is not a valid string.
     """
     if env is not None and not isinstance(env, Mapping):
         raise ConfigError(
@@ -164,7 +164,7 @@ def check_sink(name: str, sink: TextIO | LogFiles | None) -> None:
     """Reject a destination for output that does not accept text.
 
     Raises:
-        ConfigError: writing to it fails.
+        ConfigError: writing to the destination fails.
     """
     if sink is None or isinstance(sink, LogFiles):
         return

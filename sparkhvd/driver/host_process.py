@@ -45,7 +45,7 @@ class SshOptions:
 
 @dataclass(frozen=True)
 class SrunOptions:
-    """Reach the hosts through ``srun`` in a Slurm job, which needs no ssh and counts as the job's own work."""
+    """How to reach the hosts of a Slurm job: ``srun`` needs no ssh, and Slurm counts the ranks as part of the job."""
 
     check: ClassVar[str] = "srun --nodelist=HOST true"
 
@@ -60,7 +60,7 @@ class HostEnded:
 
 
 def host_command(host: str, executable: str, options: SshOptions | SrunOptions, module: str = FIXED_JOB) -> list[str]:
-    """Return the command that starts our process on a host. It contains no secret and no user's variable."""
+    """Return the command that starts the host process. It contains no secret and no variable of the user."""
     own = ["env", f"{IMPORT_PATH}={import_path(executable)}", executable or sys.executable, "-m", module]
     if is_this_machine(host):
         return own
@@ -76,12 +76,12 @@ def host_command(host: str, executable: str, options: SshOptions | SrunOptions, 
 
 
 def is_this_machine(host: str) -> bool:
-    """Return whether a host's name or address is one by which this machine knows itself."""
+    """Return whether a name or address is loopback or the host name of this machine."""
     return is_loopback(host) or host == socket.gethostname()
 
 
 def host_setup() -> HostSetup:
-    """Return what the process on a host takes over from this one."""
+    """Return the environment and the working directory that a host process takes over from this process."""
     return HostSetup(environment_for_hosts(), str(Path.cwd()))
 
 
@@ -108,7 +108,7 @@ class HostProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C reaches this process only, which then ends the host's
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the host process
         )
         self._output = Connection(os.dup(self._fileno(self._process.stdin)), readable=False)
         if self._process.stdin is not None:
@@ -126,7 +126,7 @@ class HostProcess:
             thread.start()
 
     def send(self, message: object) -> None:
-        """Send a message without waiting for the host to read it; a host that has ended ignores it."""
+        """Send a message without waiting for the host to read it; if the host has ended, the message is lost."""
         self._outbox.put(pickle.dumps(message))
 
     def hang_up(self) -> None:
@@ -169,7 +169,7 @@ class HostProcess:
         self._receive(HostEnded(why))
 
     def _write(self) -> None:
-        # If the host does not read, the write fails when its process is ended.
+        # If the host does not read, the write blocks until its process is killed, and then fails.
         with contextlib.suppress(OSError), contextlib.closing(self._output):
             while (content := self._outbox.get()) is not None:
                 self._output.send_bytes(content)

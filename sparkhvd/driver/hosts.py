@@ -102,8 +102,8 @@ def check_name(name: str) -> None:
 def _entry(text: str) -> Host:
     if is_ipv6(text):
         raise ConfigError(
-            f"{text!r} is ambiguous: it may end in an address or in a number of slots. Write [{text}] or "
-            "[ADDRESS]:SLOTS."
+            f"{text!r} is ambiguous: its last part may belong to the address or be the number of slots. Write "
+            f"[{text}] or [ADDRESS]:SLOTS."
         )
     parts = _ENTRY.fullmatch(text)
     if parts is None:

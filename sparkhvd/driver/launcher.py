@@ -81,7 +81,7 @@ class LaunchHandle(Protocol):
         """Wait until the ranks run (or have ended).
 
         Raises:
-            StartTimeoutError: they did not start by the deadline.
+            StartTimeoutError: the ranks did not start by the deadline.
         """
 
     def results(self) -> list[bytes]:
@@ -99,7 +99,7 @@ class Launcher(Protocol):
     """One way to start the ranks.
 
     Attributes:
-        on_spark: whether the ranks run in Spark tasks, which may have resources and import the same modules.
+        on_spark: whether the ranks run in Spark tasks.
         takes_rows: whether it passes the rows of a DataFrame to the ranks.
 
     A launcher that reserves ``cpus_per_task`` and ``gpus_per_task`` without Spark sets ``takes_resources = True``.
@@ -122,7 +122,7 @@ class Launcher(Protocol):
 
 
 def launcher_class(name: str) -> type[Launcher]:
-    """Return the launcher with a name that ``choose_launcher`` returned.
+    """Return the class of the launcher with a name that ``choose_launcher`` returned.
 
     Raises:
         LaunchError: a package that the launcher needs is not installed.
@@ -139,8 +139,8 @@ def launcher_class(name: str) -> type[Launcher]:
 def choose_launcher(launcher: str, use_mpi: bool | None, use_gloo: bool | None, request: LaunchRequest) -> str:
     """Return the name of the launcher to use.
 
-    ``auto`` is the barrier launcher, unless ``use_mpi`` or ``extra_mpi_args`` select Open MPI, or ``hosts`` ssh.
-    Horovod's ``use_gloo`` is the barrier launcher.
+    ``auto`` is the barrier launcher, unless ``use_mpi`` or ``extra_mpi_args`` selects Open MPI or ``hosts`` ssh.
+    Horovod's ``use_gloo`` selects the barrier launcher.
 
     Raises:
         ConfigError: the launcher is unknown, or the arguments contradict each other.

@@ -1,4 +1,4 @@
-"""Turns the results and failure reports of the ranks into what ``run`` returns or raises."""
+"""Turns the results and failure reports of the ranks into the return value or the exception of ``run``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparkhvd.task.supervision import Outcome
 if TYPE_CHECKING:
     from pyspark.sql import Row
 
-# A job may have thousands of tasks.
+# Limits the lists in messages, because a job may have thousands of tasks.
 _MAX_LISTED = 10
 
 
@@ -113,7 +113,7 @@ def tasks_not_ready(
         missing: their indices.
         hosts: hosts of the tasks that Spark runs, by index, as far as they are known.
         seconds: the user's ``start_timeout``.
-        with_rows: whether the tasks receive rows, so that the time counts from when the others had received theirs.
+        with_rows: whether the tasks receive rows. If so, the time starts when the other tasks have received theirs.
     """
     run = _listed([f"task {index} on host {hosts[index]}" for index in missing if hosts.get(index)])
     unknown = _listed([f"task {index}" for index in missing if not hosts.get(index)])

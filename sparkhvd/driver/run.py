@@ -94,8 +94,8 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         kwargs: keyword arguments of ``fn``.
         num_proc: number of ranks; None starts as many as the cluster has slots (or this machine has cores, for
             ``launcher="local"``).
-        start_timeout: seconds within which all ranks must have started, after other jobs of this driver have left
-            their slots; None takes ``SPARKHVD_START_TIMEOUT`` (600).
+        start_timeout: seconds within which all ranks must have started. The time that the job waits for other jobs of
+            this driver does not count. None takes ``SPARKHVD_START_TIMEOUT`` (600).
         use_mpi: True selects ``launcher="mpi"``.
         use_gloo: True selects ``launcher="barrier"``.
         extra_mpi_args: additional arguments of ``mpirun``, as one string or a list.
@@ -110,25 +110,25 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         prefix_output_with_timestamp: whether every line starts with the time of its arrival.
         executable: the Python of the ranks; None is the Python of the Spark tasks.
         spark: the session to use; None takes the active one.
-        launcher: ``barrier`` starts the ranks in a Spark barrier stage, ``mpi`` lets Open MPI start them in the
-            tasks of such a stage, ``local`` starts them on this machine, ``ssh`` on other machines and ``ray`` on a
-            Ray cluster, these three without Spark; ``auto`` is ``barrier``, unless ``use_mpi``, ``extra_mpi_args`` or
-            ``hosts`` select another.
+        launcher: ``barrier`` starts the ranks in a Spark barrier stage, and ``mpi`` lets Open MPI start them in the
+            tasks of such a stage. Without Spark, ``local`` starts them on this machine, ``ssh`` on other machines, and
+            ``ray`` on a Ray cluster. ``auto`` is ``barrier``, unless ``use_mpi``, ``extra_mpi_args`` or ``hosts``
+            selects another launcher.
         hosts: the machines of ``launcher="ssh"``, which starts the ranks there without Spark, for example
             ``host1:2,host2:2``. Python and sparkhvd must be installed there under the same paths.
         ssh_port: port of the hosts' ssh servers; None uses ssh's configuration.
         ssh_identity_file: the private key for the ssh servers.
         gpus_per_task: GPUs of each rank, for this job only; None uses the session's ``spark.task.resource.gpu.amount``.
             Works on standalone, YARN, Kubernetes and local-cluster. With ``launcher="ray"``, None is no GPU.
-        cpus_per_task: cores of each rank, for this job only; None uses the session's ``spark.task.cpus``; one core with
-            ``launcher="ray"``.
+        cpus_per_task: cores of each rank, for this job only; None uses the session's ``spark.task.cpus``, or one core
+            with ``launcher="ray"``.
         output_filename: a folder in which each rank's output is also saved, in ``rank.<number>/stdout`` and ``stderr``.
         preload: modules that the processes import while they wait for each other.
         rows: a DataFrame with ``num_proc`` partitions, one for each rank; ``sparkhvd.config.given_rows()`` returns the
             rank's partition as a local Arrow file.
-        priority: if jobs of this driver wait for slots, those of a higher priority start first, and jobs of the same
-            one in the order in which they were started.
-        **unknown: nothing; other keywords, such as Horovod's ``np``, are rejected with the right name.
+        priority: if jobs of this driver wait for slots, those of a higher priority start first. Jobs of the same
+            priority start in the order of their calls.
+        **unknown: not accepted; the error for another keyword, such as Horovod's ``np``, names the right one.
 
     Returns:
         The results of ``fn``, ordered by rank; at most 256 MB in all.
@@ -222,7 +222,7 @@ def run_with(  # noqa: PLR0917
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[Result]:
-    """Run ``fn`` with a launcher that has been chosen; see ``run``."""
+    """Run ``fn`` with the chosen launcher; see ``run``."""
     with launched(request, launcher, options, fn, args, kwargs) as handle:
         return unpickled(handle.results())
 
@@ -241,13 +241,13 @@ def launched(  # noqa: PLR0917
     """Yield the handle of a job that runs ``fn``; leaving ``with`` ends the job. See ``run``.
 
     Args:
-        request: what decides where the ranks run.
+        request: the arguments that decide where the ranks run.
         launcher: the name of the chosen launcher.
         options: the other arguments of ``run``.
         fn: the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        make: makes the launcher; None calls its class.
+        make: creates the launcher; None calls its class.
     """
     check_counts(request.num_proc, request.resources.gpus, request.resources.cpus)
     check_options(options, launcher)
@@ -277,7 +277,7 @@ def launched(  # noqa: PLR0917
 def new_job(
     payload: bytes, num_proc: int, changes: Mapping[str, str | None], config: Config, options: RunOptions
 ) -> Job:
-    """Return a job with a secret of its own; ``changes`` are those of the ranks' environment."""
+    """Return a job with a secret of its own; ``changes`` are changes to the ranks' environment."""
     return Job(
         payload=payload,
         num_proc=num_proc,

@@ -46,11 +46,11 @@ _OWN = ("num_workers", "num_hosts", "num_workers_per_host", "cpus_per_worker", "
 class RayExecutor:
     """Ranks in a Ray cluster that stay between calls, with Horovod's methods.
 
-    The process of a rank keeps what functions leave in it: imports, an initialised ``hvd``, and an object of
+    The process of a rank keeps what functions leave in it: imports, an initialized ``hvd``, and an object of
     ``executable_cls``. If a rank fails, all ranks end; call ``start`` again.
 
     Args:
-        settings: what ``create_settings`` returns, or an object with the same attributes; None takes the defaults.
+        settings: the result of ``create_settings``, or an object with the same attributes; None takes the defaults.
         num_workers: the number of ranks; Ray packs them on few nodes.
         num_hosts: the number of nodes, instead of ``num_workers``.
         num_workers_per_host: the number of ranks on each of these nodes; None is 1.
@@ -63,7 +63,7 @@ class RayExecutor:
         stdout: destination of the ranks' stdout, as in ``sparkhvd.run``.
         stderr: the same for stderr.
         output_filename: a folder for the ranks' output, as in ``sparkhvd.run``.
-        **unknown: nothing; Horovod's elastic arguments are rejected.
+        **unknown: not accepted; the errors for Horovod's elastic arguments say so.
 
     Raises:
         ConfigError: an argument has a value that cannot work, or arguments contradict each other.
@@ -94,7 +94,7 @@ class RayExecutor:
     ) -> None:
         for name in unknown:
             if name in _ELASTIC:
-                raise ConfigError(f"{name} is for elastic jobs, which sparkhvd has not on Ray. Use num_workers.")
+                raise ConfigError(f"{name} is for elastic jobs, which sparkhvd lacks on Ray. Use num_workers.")
             raise TypeError(f"RayExecutor() takes no argument {name!r}. {did_you_mean(name, _OWN, show=str)}".rstrip())
         own = settings_from(settings)
         if placement_group_timeout_s is not None:
@@ -164,12 +164,12 @@ class RayExecutor:
 
         Raises:
             SlotsError: the cluster has fewer resources than the ranks need.
-            StartTimeoutError: it has enough, but they stayed busy, or a rank did not become ready.
+            StartTimeoutError: the cluster has enough resources, but they stayed busy, or a rank did not become ready.
             RankFailedError: ``executable_cls`` raised.
-            LaunchError: the ranks run already, or could not be started.
+            LaunchError: the ranks are already running, or could not be started.
         """
         if self._job is not None:
-            raise LaunchError("The ranks of this RayExecutor run already. Call shutdown() before start().")
+            raise LaunchError("The ranks of this RayExecutor are already running. Call shutdown() before start().")
         job = launched(
             LaunchRequest(self._layout.num_proc),
             "ray",
@@ -196,7 +196,7 @@ class RayExecutor:
 
         Raises:
             RankFailedError: a rank failed, which ends all ranks.
-            LaunchError: the ranks do not run, ``fn`` cannot be sent, or a result cannot be unpickled here.
+            LaunchError: the ranks are not running, ``fn`` cannot be sent, or a result cannot be unpickled here.
         """
         return self._results(self._send(RUN, fn, args, kwargs))
 
@@ -210,7 +210,7 @@ class RayExecutor:
             Ray's references to the results, in rank order. ``ray.get`` raises ``RankFailedError`` if a rank failed.
 
         Raises:
-            LaunchError: the ranks do not run, or ``fn`` cannot be sent.
+            LaunchError: the ranks are not running, or ``fn`` cannot be sent.
         """
         return self._send(RUN, fn, args, kwargs)
 
@@ -223,7 +223,7 @@ class RayExecutor:
 
         Raises:
             RankFailedError: a rank failed, which ends all ranks.
-            LaunchError: the ranks do not run, ``fn`` cannot be sent, or a result cannot be unpickled here.
+            LaunchError: the ranks are not running, ``fn`` cannot be sent, or a result cannot be unpickled here.
         """
         return self._results(self._send(EXECUTE, fn))
 
@@ -270,7 +270,7 @@ class RayExecutor:
         if self._job is not None and self._job.has_ended():  # a failure that nobody waited for
             self._fail(None)
         if self._job is None:
-            raise LaunchError(f"The ranks of this RayExecutor do not run. {self._failure}Call start() first.")
+            raise LaunchError(f"The ranks of this RayExecutor are not running. {self._failure}Call start() first.")
         if not callable(fn):
             raise TypeError(f"fn must be a function, got {fn!r}. Pass it without calling it.")
         command = kind + pickle_call(fn, tuple(args or ()), dict(kwargs or {}), importable_nowhere)

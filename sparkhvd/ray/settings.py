@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RaySettings:
-    """What ``RayExecutor.create_settings`` returns, under Horovod's names.
+    """The settings that ``RayExecutor.create_settings`` returns, under Horovod's names.
 
     Attributes:
         timeout_s: seconds within which all ranks must be ready, after Ray has reserved their resources.
@@ -36,10 +36,10 @@ class RaySettings:
 
 
 def settings_from(value: object) -> RaySettings:
-    """Return the settings for the argument ``settings``: None, ``RaySettings``, or an object of Horovod's.
+    """Return the settings for the argument ``settings``: None, ``RaySettings``, or a settings object of Horovod.
 
     Raises:
-        ConfigError: the settings ask for what sparkhvd lacks.
+        ConfigError: the settings ask for elastic jobs, or have another type.
     """
     if isinstance(value, RaySettings):
         return value
@@ -53,7 +53,7 @@ def settings_from(value: object) -> RaySettings:
 
 
 def names_of(nics: Iterable[str] | None) -> tuple[str, ...]:
-    """Return network interfaces, also from a set, or a single name."""
+    """Return the names of network interfaces from a collection or from a single name."""
     return (nics,) if isinstance(nics, str) else tuple(sorted(nics or ()))
 
 
@@ -62,9 +62,9 @@ class Layout:
     """The ranks of a ``RayExecutor``.
 
     Attributes:
-        num_proc: their number.
-        ranks_per_node: the number on each node; None lets Ray choose.
-        resources: those of each rank.
+        num_proc: the number of ranks.
+        ranks_per_node: the number of ranks on each node; None lets Ray choose.
+        resources: the resources of each rank.
     """
 
     num_proc: int

@@ -105,7 +105,7 @@ def candidates(nics: Sequence[str], host: str, peer_hosts: Sequence[str]) -> lis
 def _preferred(addresses: list[Interface], host: str) -> list[Interface]:
     """Return the IPv4 addresses, unless there are none or the cluster knows this machine only by IPv6.
 
-    Hosts often have IPv6 addresses that other hosts cannot reach, and the attempt takes long.
+    Hosts often have IPv6 addresses that other hosts cannot reach, and it takes long to try them.
     """
     wanted = [one for one in addresses if is_ipv6(one.address) == is_ipv6_only(host)]
     return wanted or addresses

@@ -79,7 +79,7 @@ class Acknowledged:
 
 @dataclass(frozen=True)
 class Register:
-    """Task to driver: it is ready for its assignment."""
+    """Task to driver: the task is ready for its assignment."""
 
     registration: TaskRegistration
 
@@ -184,7 +184,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class OfferSlot:
-    """Elastic task to driver: it can run one worker; ``task_index`` is the number of its lease.
+    """Elastic task to driver: the task can run one worker; ``task_index`` is the number of its lease.
 
     The answer is ``Acknowledged``, ``Rejected`` while another attempt holds the lease, or ``EndLease``.
     """

@@ -76,9 +76,9 @@ class Server(Closable):
         self._handler = handler
         self._name = name
         self._attending: dict[int, TaskStatus] = {}  # by connection, whose messages only one thread handles at a time
-        self._late: dict[int, Future[Message]] = {}  # the same
+        self._late: dict[int, Future[Message]] = {}  # by connection, too
         self._last_encoded: tuple[Message, bytes] | None = None  # shared by all threads: it is replaced atomically
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards the two fields below
         self._threads: list[threading.Thread] = []
         self._idle = 0
         with translated():
@@ -171,7 +171,7 @@ class Server(Closable):
         return last[1]
 
     def _end(self, connection: int, error: OSError | ValueError) -> None:
-        # A peer's end is no problem of ours; an answer that is too large is one.
+        # The end of a peer is not an error here, but an answer that is too large is one.
         logger.log(logging.WARNING if isinstance(error, ValueError) else logging.DEBUG, "A connection ended: %s", error)
         self._late.pop(connection, None)
         attending = self._attending.pop(connection, None)

@@ -37,9 +37,9 @@ class FailureReport:
         stderr_tail: the last lines that it wrote to stderr.
         phase: the phase in which it failed; empty when ``cause`` contains it.
         secondary: whether it failed because it lost another rank. The other rank's failure is then the one to report.
-        error: what ``fn`` itself raised, alike whenever it raises the same again: the type and the first line of the
-            message. Empty if something else ended the rank.
-        is_final: whether every try would raise this error, as its cause is the program or its input.
+        error: the error that ``fn`` itself raised: its type and the first line of its message, which are equal whenever
+            ``fn`` raises it again. Empty if something else ended the rank.
+        is_final: whether every attempt would raise this error, because its cause is the program or its input.
     """
 
     rank: int

@@ -269,8 +269,8 @@ def _lost(job: Supervision, event: ServerLost) -> LaunchError:
 def publish_outcome(client: RendezvousClient, hosts: Sequence[str], result_cap: int) -> None:
     """Wait until every rank has finished, then publish the outcome. The task that serves the rendezvous calls it.
 
-    A failing rank publishes its outcome before it finishes, so this one only counts if no rank failed. After a
-    failure the wait is short, because hosts of missing ranks may be lost.
+    A failing rank publishes its outcome before it finishes, so the outcome published here counts only if no rank
+    failed. After a failure the wait is short, because hosts of missing ranks may be lost.
     """
     deadline = Deadline.after(JOB_SECONDS)
     sizes: list[bytes] | None = None

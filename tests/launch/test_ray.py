@@ -242,10 +242,10 @@ def test_an_executor_keeps_its_ranks_between_calls_and_reports_a_failure(cluster
 
     settings = RayExecutor.create_settings(timeout_s=100, placement_group_timeout_s=50)
     with RayExecutor(settings, num_hosts=2) as executor:
-        with pytest.raises(LaunchError, match=r"ranks of this RayExecutor do not run\. Call start\(\) first"):
+        with pytest.raises(LaunchError, match=r"ranks of this RayExecutor are not running\. Call start\(\) first"):
             executor.run(join)
         executor.start(Counter, executable_args=(5,), executable_kwargs={"step": 2}, extra_env_vars={"MINE": "yes"})
-        with pytest.raises(LaunchError, match=r"run already\. Call shutdown\(\) before start"):
+        with pytest.raises(LaunchError, match=r"are already running\. Call shutdown\(\) before start"):
             executor.start()
         assert executor.run(join) == [(0, "yes"), (1, "yes")]
         assert executor.run(total, args=(3.0,)) == [6.0, 6.0]

@@ -175,7 +175,7 @@ def broadcast_async(
     out: Array | None = None,
     **options: Unpack[SubmitKeywords],
 ) -> Handle[Array]:
-    """Send the array of rank ``root`` to every rank; all ranks pass one of its shape and dtype.
+    """Send the array of rank ``root`` to every rank; all ranks pass arrays of the same shape and dtype.
 
     Args:
         me: the communicator.
@@ -193,7 +193,7 @@ def broadcast_async(
 def _result_array(array: Array, out: Array | None) -> Array:
     if out is None:
         return np.empty_like(array)
-    if not out.flags.writeable:  # the core would write into its memory all the same
+    if not out.flags.writeable:  # the core would write into its memory anyway
         raise ConfigError("The array for the result is read-only; pass a writable one.")
     return out
 
@@ -212,4 +212,4 @@ def _joined(gathered: Gathered, like: Array) -> Array:
 def _contiguous(array: Array) -> Array:
     # numpy.ascontiguousarray would make a scalar one-dimensional.
     array = np.require(array, requirements="C")
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))  # the core computes in native
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))  # for the core

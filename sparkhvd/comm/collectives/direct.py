@@ -27,8 +27,8 @@ def allreduce_now(
 
     The first call of a rank is matched with the first calls of the others, its second with their second, and so on. So
     every rank must make the same calls in the same order, one at a time. If the ranks do not all share memory, it is
-    an ``allreduce`` under a fixed name. It never waits for other collectives of this communicator, nor do they wait for
-    it. It is not part of the timeline.
+    an ``allreduce`` under a fixed name. It and the other collectives of this communicator never wait for each other.
+    It is not part of the timeline.
 
     Args:
         me: the communicator.
@@ -42,7 +42,7 @@ def allreduce_now(
 
     Raises:
         ConfigError: an array is not contiguous, or the core does not support its dtype.
-        MismatchError: on every rank, if they disagree; the communicator stays usable.
+        MismatchError: on every rank, if the ranks disagree; the communicator stays usable.
         PeerLostError: a rank has ended, or left a call through an exception such as ``KeyboardInterrupt``.
         DeadlineExceededError: not all ranks called it in time; the communicator has ended.
     """

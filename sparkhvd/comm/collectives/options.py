@@ -11,7 +11,7 @@ from sparkhvd.comm.process_sets import ProcessSet
 
 
 class SubmitOptions(NamedTuple):
-    """The options that match an operation with the other ranks', and that decide when it begins.
+    """The options that match an operation with those of the other ranks, and that decide when it begins.
 
     Attributes:
         name: the name by which the ranks match their submissions; made by counting if None.

@@ -1,4 +1,4 @@
-"""The commits of an elastic job in a Store, for the case that all ranks with its state are lost."""
+"""The commits of an elastic job in a Store, from which it resumes if all ranks with its state are lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEPT = 2  # the newest commit, and the one before, which the driver may still n
 
 
 class CommitStore(Protocol):
-    """A ``sparkhvd.store.Store``, as far as commits need it."""
+    """The part of a ``sparkhvd.store.Store`` that commits need."""
 
     @property
     def url(self) -> str: ...
@@ -80,7 +80,7 @@ class CommitFolder:
         """Return the state of a commit.
 
         Raises:
-            StoreError: it cannot be read, or is damaged.
+            StoreError: the commit cannot be read, or is damaged.
         """
         with self.store.open(path, "rb") as file:
             head, _, state = file.read().partition(b"\n")
@@ -108,10 +108,10 @@ def number_of(path: str) -> int:
 
 
 class CommitPublisher:
-    """Publishes commits of this rank every so often; used by one thread.
+    """Publishes commits of this rank at intervals; used by one thread.
 
     Args:
-        folder: where.
+        folder: where the commits go, and the interval.
     """
 
     def __init__(self, folder: CommitFolder) -> None:
@@ -127,7 +127,7 @@ class CommitPublisher:
             generation: the current generation.
             number: the number of the commit.
             dump: returns the state.
-            report: called with the path once the commit is there, before older ones are deleted.
+            report: called with the path once the commit is published, before older commits are deleted.
         """
         if time.monotonic() < self._next:
             return

@@ -37,7 +37,7 @@ def memory_file(content: bytes) -> Iterator[str]:
 def context_file(context: LaunchContext) -> AbstractContextManager[str]:
     """Within this block, provide the path under which child processes find ``context``.
 
-    They also find the settings in the environment of this process, from which those of a program may differ later.
+    They also find the settings in this process's environment, to detect which settings a program changes later.
     """
     return memory_file(to_json(context))
 

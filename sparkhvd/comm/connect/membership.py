@@ -3,12 +3,12 @@
 The driver serves the membership server, a key-value store whose keys are set once:
 
 - ``worker/<worker>/report/<n>``: the n-th report of a worker;
-- ``worker/<worker>/assignment/<generation>``: its rank in the generation that follows the one it has left;
+- ``worker/<worker>/assignment/<generation>``: the worker's rank in the generation after ``<generation>``;
 - ``generation/<generation>/notice``: set when the members of a generation should leave it at their next commit;
 - ``generation/<generation>/loss``: set when a generation has lost a member, to the reason: its collectives cannot end.
 
-The driver deletes the keys of a worker when it assigns the next rank, for which the worker waits, and those of a
-generation when it forms the next one, because all members have left then.
+The driver deletes the keys of a worker when it assigns the next rank, because the worker waits for it. It deletes the
+keys of a generation when it forms the next one, because all members have left by then.
 
 Each generation has a rendezvous of its own, with a secret that is derived from the job's.
 """
@@ -50,7 +50,7 @@ class Report:
         generation: the worker's latest generation; 0 if it has had none.
         commit: the number of its newest commit; -1 if it has no state of the job.
         reason: why it has left the generation; empty if the driver asked for it.
-        path: of the published commit.
+        path: the path of the published commit.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class Assignment:
     Attributes:
         generation: the number of the generation.
         world: the rank's position.
-        port: of the generation's rendezvous, on the hosts of the membership server.
+        port: the port of the generation's rendezvous, on the hosts of the membership server.
         host_key: equal for ranks that may share memory.
         bind_host: the address at which the other ranks reach this one best.
         published: the path of the newest commit in the job's Store that the driver knows; empty without one.

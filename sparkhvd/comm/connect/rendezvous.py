@@ -19,7 +19,7 @@ class RendezvousServer(Closable):
     """Serves keys and values to holders of ``token``, from construction until ``close()``.
 
     Args:
-        token: the job's secret; the server refuses a client that does not know it before it parses anything.
+        token: the job's secret. The server refuses a client that does not know the secret, before it parses anything.
         host: the local address to bind.
         port: the port to bind, 0 for any free one.
         encrypt: whether all traffic is encrypted; the clients follow.
@@ -40,7 +40,7 @@ class RendezvousServer(Closable):
 
     @property
     def requests(self) -> int:
-        """Return the number of requests that clients have sent; one that waits again for a key sends no other."""
+        """Return the number of requests that clients have sent. A renewed wait for a key is not a new request."""
         return self._open().requests
 
     def set(self, key: str, value: bytes) -> None:
@@ -52,7 +52,7 @@ class RendezvousServer(Closable):
         """Return the value of ``key``, waiting until it is set.
 
         Raises:
-            DeadlineExceededError: it was not set in time.
+            DeadlineExceededError: the key was not set in time.
         """
         with translated():
             return self._open().get(key, deadline.remaining())
@@ -105,7 +105,7 @@ class RendezvousClient(Closable):
         """Return the value of ``key``, waiting until it is set.
 
         Raises:
-            DeadlineExceededError: it was not set in time.
+            DeadlineExceededError: the key was not set in time.
             PeerLostError: the server has ended.
         """
         with translated():
@@ -122,7 +122,7 @@ class RendezvousClient(Closable):
             return self.core.get_all(prefix, numbers.start, numbers.stop, deadline.remaining())
 
     def missing(self, prefix: str, numbers: range) -> list[int]:
-        """Return those of the numbers whose keys are not set now; one request.
+        """Return the numbers whose keys ``prefix`` + number are not set now; one request.
 
         Raises:
             DeadlineExceededError: the server does not respond.
@@ -132,7 +132,7 @@ class RendezvousClient(Closable):
             return self.core.missing(prefix, numbers.start, numbers.stop, _RESPONSE_SECONDS)
 
     def get_present(self, prefix: str, numbers: range, deadline: Deadline | None = None) -> dict[int, bytes]:
-        """Return the values of those of the keys ``prefix`` + number that are set, by number.
+        """Return the values of the keys ``prefix`` + number that are set, by number.
 
         It takes one request if all keys are set within the deadline. Otherwise it takes one or two, and one for each
         run of consecutive numbers.

@@ -42,7 +42,7 @@ def run(func: Callable[Concatenate[S, P], Result]) -> Callable[Concatenate[S, P]
 
     @wraps(func)
     def wrapper(state: S, /, *args: P.args, **kwargs: P.kwargs) -> Result:
-        session.current()  # says that init() is missing
+        session.current()  # raises if init() is missing
         membership = session.membership()
         if membership is None:
             state.sync()
@@ -90,7 +90,7 @@ def _synchronize(membership: Membership, state: State) -> None:
 
 
 def _resume(membership: Membership, state: State) -> None:
-    """Load the last published commit, if all ranks that had the job's state are lost; rank 0 would have had it."""
+    """Load the last published commit. All ranks with the job's state are lost, or rank 0 would have the state."""
     publisher = session.publisher()
     if publisher is None or membership.generation == 1:
         return

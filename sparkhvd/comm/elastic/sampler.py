@@ -59,7 +59,7 @@ class ElasticSampler:
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, in which no sample is processed yet. Call it at the *end* of an epoch, with the next one.
 
-        Called at the beginning of the training function, it would forget what is processed after a reset.
+        A call at the beginning of the training function would forget the processed samples after a reset.
         """
         self.epoch, self.processed_num = epoch, 0
         self.reset()
@@ -85,10 +85,10 @@ class ElasticSampler:
         self._record((batch_idx + 1) * batch_size)
 
     def record_indices(self, indices: Sequence[int]) -> None:
-        """Record that all ranks have processed as many samples; ``indices`` are the next ones of this rank.
+        """Record that all ranks have processed ``len(indices)`` samples each; ``indices`` are this rank's next ones.
 
         Raises:
-            ConfigError: they are not the next samples that this sampler has returned.
+            ConfigError: ``indices`` are not the next samples that this sampler has returned.
         """
         expected = self.indices[self._recorded : self._recorded + len(indices)]
         if list(indices) != expected:

@@ -1,4 +1,4 @@
-"""States: what an elastic training keeps when its ranks change."""
+"""States: the values that an elastic training keeps when its ranks change."""
 
 from __future__ import annotations
 
@@ -169,11 +169,11 @@ class ObjectState(State):
         self.restore()
 
     def _kept(self) -> dict[str, Any]:
-        """Return what ``save`` has kept."""
+        """Return the copy that ``save`` has kept."""
         return {"values": self._saved}
 
     def _keep(self, kept: dict[str, Any]) -> None:
-        """Set what ``restore`` returns to."""
+        """Set the copy that ``restore`` returns to."""
         self._saved = kept["values"]
 
     def __getattr__(self, name: str) -> Any:  # only so that type checkers accept the attributes

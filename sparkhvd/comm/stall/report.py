@@ -17,7 +17,7 @@ class StalledTensor:
     """A stalled collective.
 
     Attributes:
-        title: such as ``allreduce 'grad/7'``, with the process set unless that is all ranks.
+        title: such as ``allreduce 'grad/7'``, with the process set unless it has all ranks.
         age: the longest that a rank has waited for it, in seconds.
         waiting: the ranks that have submitted it.
         missing: the ranks that have answered and not submitted it.
@@ -33,12 +33,12 @@ class StalledTensor:
 
 @dataclass(frozen=True)
 class StallReport:
-    """Why collectives do not end; ``str()`` of it is what was logged.
+    """The reasons why collectives do not end; ``str()`` returns the text that was logged.
 
-    tensors: the stalled collectives, the longest wait first.
+    Attributes:
         tensors: the stalled collectives, the longest wait first.
         conditions: the answers of the ranks, by rank.
-        silent: what is known about the ranks that did not answer, by rank.
+        silent: why ranks did not answer, as far as it is known, by rank.
         identities: the processes of the ranks, by rank, as far as they are known.
     """
 

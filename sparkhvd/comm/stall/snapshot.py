@@ -94,7 +94,7 @@ def process_problem(process: ProcessIdentity) -> str | None:
 
 
 def stacks(without: threading.Thread | None = None) -> dict[str, str]:
-    """Return the Python stack of every thread by name, the main thread first; works while the others are busy."""
+    """Return the Python stack of every thread by name, the main thread first; works while other threads are busy."""
     frames = sys._current_frames()  # noqa: SLF001 - documented, the only way to see other threads
     main = threading.main_thread()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
@@ -118,7 +118,7 @@ def decode_identity(content: bytes) -> ProcessIdentity:
     """Decode the identity that ``encode`` encoded.
 
     Raises:
-        CollectiveError: the content is anything else.
+        CollectiveError: the content is not an encoded identity.
     """
     try:
         return ProcessIdentity(**json.loads(content))
@@ -130,7 +130,7 @@ def decode_condition(content: bytes) -> Condition:
     """Decode the condition that ``encode`` encoded.
 
     Raises:
-        CollectiveError: the content is anything else.
+        CollectiveError: the content is not an encoded condition.
     """
     try:
         fields = json.loads(content)

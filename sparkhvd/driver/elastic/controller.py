@@ -35,7 +35,7 @@ from sparkhvd.task.job import RESULT_CAP_BYTES
 
 logger = logging.getLogger(__name__)
 
-# How often decisions that depend on the time alone are made.
+# The longest time between two rounds of decisions, because some decisions depend only on the time.
 _TICK_SECONDS = 0.25
 
 
@@ -69,7 +69,7 @@ class Controller:
         self._next_worker = 0
         self._unusable: set[str] = set()
         self._published = ""  # the path of the newest published commit
-        self._reported_wait: float | None = None  # since when the job had waited for slots when it last said so
+        self._reported_wait: float | None = None  # the start of the wait that was logged last
 
     def run(self) -> list[bytes]:
         """Run the job and return the pickled results of the ranks of the last generation, in rank order.
@@ -101,7 +101,7 @@ class Controller:
                 self._carry_out(decision)
 
     def _report_shortage(self) -> None:
-        """Log once per wait that the job waits for slots."""
+        """Log a warning if the job waits for slots, once per wait."""
         now = time.monotonic()
         view = self._roster.view(now)
         if view.gathered_since != self._reported_wait and (text := shortage(view, self._limits, now)):
@@ -213,7 +213,7 @@ class Controller:
         return {host: slots for host, slots in capacity.items() if host not in unusable}
 
     def _error(self, decision: Fail) -> LaunchError:
-        """Return the error for a failed job: that of the first rank that failed in the last generation, if one did."""
+        """Return the error for a failed job: the error of the last generation's first failed rank, if any."""
         for failure in self._failures:
             if failure.error and failure.error == decision.error:
                 return failure_of(failure, decision.why)

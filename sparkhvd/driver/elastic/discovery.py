@@ -1,4 +1,4 @@
-"""Discovery of slots: a function or a script that returns the hosts, asked once per second."""
+"""Discovery of slots: calls a function or a script that returns the hosts, once per second."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Discovery(Protocol):
         """Return the number of slots by host.
 
         Raises:
-            Exception: the hosts cannot be found out now.
+            Exception: the hosts are unknown at this time.
         """
 
     def cancel(self) -> None:
@@ -44,7 +44,7 @@ class Discovery(Protocol):
 
 
 class DiscoveryFunction:
-    """Asks a function of the user's."""
+    """Calls a function of the user."""
 
     def __init__(self, function: Callable[[], Mapping[str, int]]) -> None:
         self._function = function
@@ -69,7 +69,7 @@ class DiscoveryScript:
 
     Args:
         command: the script and its arguments, in shell syntax.
-        default_slots: the slots of a host without a number.
+        default_slots: the number of slots of a host that is printed without a number.
         seconds: the time after which a running script is killed.
 
     Raises:
@@ -90,7 +90,7 @@ class DiscoveryScript:
         """Run the script and return the number of slots by host.
 
         Raises:
-            LaunchError: it failed, took too long, or printed a line in another form.
+            LaunchError: the script failed, took too long, or printed a line in another form.
         """
         with self._lock:
             if self._cancelled:
@@ -113,7 +113,7 @@ class DiscoveryScript:
                         f"The host discovery script did not end within {self._seconds:g} s and was killed."
                     ) from None
                 finally:
-                    self._kill(process)  # and what it has started
+                    self._kill(process)  # also ends its child processes
         finally:
             with self._lock:
                 self._process = None
@@ -159,7 +159,7 @@ def parse_discovered(text: str, default_slots: int) -> dict[str, int]:
 
 
 class DiscoveryThread:
-    """Asks a discovery once per ``interval`` and reports changes to ``inbox``, until ``close``."""
+    """Calls ``discovery.find`` every ``interval`` seconds and puts changes into ``inbox``, until ``close``."""
 
     def __init__(
         self, discovery: Discovery, inbox: queue.SimpleQueue[Event], interval: float = INTERVAL_SECONDS
@@ -172,7 +172,7 @@ class DiscoveryThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop asking. A user's function that still runs is left alone."""
+        """Stop the discovery. A function of the user that still runs is not interrupted."""
         self._stopping.set()
         self._discovery.cancel()
         self._thread.join(INTERVAL_SECONDS)

@@ -13,8 +13,8 @@ from sparkhvd.rpc.interfaces import interfaces
 def driver_addresses(hosts: Sequence[str] | None) -> tuple[str, list[str]]:
     """Return the local address to bind, and the addresses at which the hosts may reach this driver.
 
-    If all hosts reach it at the same address, it binds only this one, which is loopback for this machine alone.
-    Otherwise it binds all addresses.
+    If all hosts reach the driver at the same address, only that address is bound; it is loopback if all ranks run on
+    this machine. Otherwise all addresses are bound.
 
     Args:
         hosts: the names of the hosts; None if they are not known yet.
@@ -23,7 +23,7 @@ def driver_addresses(hosts: Sequence[str] | None) -> tuple[str, list[str]]:
     if hosts is not None and not elsewhere:
         return LOOPBACK, [LOOPBACK]
     towards = list({outgoing_address(host) for host in elsewhere})
-    if len(towards) == 1 and not is_loopback(towards[0]):  # loopback: a name that only ssh resolves
+    if len(towards) == 1 and not is_loopback(towards[0]):  # loopback means that only ssh resolves the name
         return towards[0], towards
     own = [one.address for one in interfaces() if not is_loopback(one.address)]
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0", own or [LOOPBACK]  # noqa: S104

@@ -1,8 +1,8 @@
 """Workers of an elastic job on several machines, through ssh, or through srun in a Slurm job.
 
-The first worker on a host starts a process there, as the launcher ``ssh`` does; it starts the host's workers. It stays
-as long as the host offers slots or runs workers. A host whose process ends has lost its workers, and gets a new process
-with the next worker that the policy starts there.
+For the first worker on a host, the driver starts a host process there, as the launcher ``ssh`` does. The host process
+starts the host's workers. It stays as long as the host offers slots or runs workers. If it ends, all its workers are
+lost, and the next worker that the policy starts there gets a new host process.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from sparkhvd.task.job import Job
 
 logger = logging.getLogger(__name__)
 
-# How much longer than its workers a host's process may take to end.
+# How much longer a host process may take to end than its workers.
 _MARGIN_SECONDS = 5.0
 
 
 @dataclass
 class _Host:
-    """A host with a process of ours.
+    """A host on which a process of this job runs.
 
     Attributes:
         name: the user's name for it.
-        workers: the workers that it runs or shall start.
+        workers: the workers that the host runs or will start.
         location: where its workers run; None until its process is ready.
     """
 
@@ -99,7 +99,7 @@ class HostWorkers:
         return {}
 
     def start(self, worker: int, host: str) -> None:
-        """Begin to start a worker: ``WorkerStarting`` for it follows, or ``Lost``."""
+        """Begin to start a worker; its ``WorkerStarting`` or ``Lost`` follows."""
         with self._lock:
             try:
                 entry = self._hosts.get(host) or self._open(host)
@@ -119,7 +119,7 @@ class HostWorkers:
                 self._send(entry, SetRank(worker, rank))
 
     def stop(self, worker: int) -> None:
-        """Begin to end a worker; does not wait."""
+        """Begin to end a worker, without waiting for its end."""
         with self._lock:
             self._ranks.pop(worker, None)
             if (entry := self._host_of(worker)) is not None:
@@ -147,7 +147,7 @@ class HostWorkers:
         return host
 
     def _receive(self, host: _Host, message: object) -> None:
-        """Handle a message of a host; called from the thread of its process's handle."""
+        """Handle a message of a host; its ``HostProcess`` calls this method from its reading thread."""
         if isinstance(message, Output):
             self._stream.handle(message)
         elif isinstance(message, HostReady):
@@ -182,12 +182,12 @@ class HostWorkers:
                 self._end(host)
 
     def _end_if_unused(self, host: _Host) -> None:
-        """End a host's process if it runs no worker and offers no slot, or does not get ready; holds the lock."""
+        """End the process of a host without workers, unless it is ready and offers slots; the caller holds the lock."""
         if not host.workers and (host.location is None or host.name not in self._offered):
             self._end(host)
 
     def _end(self, host: _Host) -> None:
-        """End a host's process in the background; holds the lock."""
+        """End a host's process in the background; the caller holds the lock."""
         self._hosts.pop(host.name, None)
         self._ending = [one for one in self._ending if not one.done()]
         if host.process is not None:

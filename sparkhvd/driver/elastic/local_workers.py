@@ -47,14 +47,14 @@ class LocalWorkers:
         )
 
     def note_offer(self, capacity: Mapping[str, int]) -> dict[str, str]:
-        """Return why no worker can run on some of the offered hosts."""
+        """Return the offered hosts on which no worker can run, with the reason for each."""
         elsewhere = [host for host in capacity if not is_this_machine(host)]
         return {
             host: f"{host} is not this machine; launcher='ssh' starts ranks on other machines" for host in elsewhere
         }
 
     def start(self, worker: int, host: str) -> None:
-        """Start a worker: report ``WorkerStarting``, or ``Lost``."""
+        """Start a worker: report ``WorkerStarting``, then ``Lost`` if it does not start."""
         location = WorkerLocation(host_hash(), host, LOOPBACK)
         self._inbox.put(WorkerStarting(worker, location))
         self._workers.start(worker, location)
@@ -64,7 +64,7 @@ class LocalWorkers:
         self._workers.set_rank(worker, rank)
 
     def stop(self, worker: int) -> None:
-        """Begin to end a worker; does not wait."""
+        """Begin to end a worker, without waiting for its end."""
         self._workers.stop(worker)
 
     def close(self) -> None:

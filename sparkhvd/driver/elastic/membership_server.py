@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 class MembershipServer:
     """Serves one elastic job.
 
-    Each generation has a rendezvous server of its own, whose keys end with it.
+    Each generation has its own rendezvous server, so its keys disappear with the generation.
 
     Args:
         secret: the job's secret.
         inbox: receives the reports.
         encrypt: whether all traffic is encrypted.
         host: the address to bind.
-        names: the names and addresses at which the workers may reach it; empty for ``host``.
+        names: the names and addresses at which the workers may reach this server; if empty, ``host``.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class MembershipServer:
         self._inbox = inbox
         self._server = RendezvousServer(secret, host, encrypt=encrypt)
         self._rendezvous: RendezvousServer | None = None
-        self._readers: dict[int, threading.Thread] = {}  # of the controller's thread
-        self._lock = threading.Lock()  # guards the next one
+        self._readers: dict[int, threading.Thread] = {}  # only the controller's thread uses them
+        self._lock = threading.Lock()  # guards the next field
         self._awaited: dict[int, int] = {}  # the number of the next report, by worker; absent for a forgotten worker
 
     @property
@@ -79,14 +79,14 @@ class MembershipServer:
         with self._lock:
             number = self._awaited.pop(worker, None)
         if number is not None:
-            self._server.set(report_key(worker, number), b"")  # wakes the reader, unless a report has done so
+            self._server.set(report_key(worker, number), b"")  # wakes the reader, unless a report has woken it
             self._readers.pop(worker).join()
             self._server.erase(worker_keys(worker))
 
     def open_rendezvous(self, generation: int) -> int:
-        """Start the rendezvous of a generation, and return its port; its hosts are those of this server.
+        """Start the rendezvous server of a generation, and return its port; its host names are those of this server.
 
-        No member of the previous generation may be left in it.
+        All members of the previous generation must have left it.
         """
         self.close_rendezvous()
         self._server.erase(generation_keys(generation - 1))
@@ -100,7 +100,7 @@ class MembershipServer:
             rendezvous.close()
 
     def assign(self, worker: int, left: int, assignment: Assignment) -> None:
-        """Answer a worker that waits for the generation after ``left``, all of whose reports have been received."""
+        """Send an assignment to a worker that waits for the generation after ``left``; its reports have all arrived."""
         self._server.erase(worker_keys(worker))
         self._server.set(assignment_key(worker, left), assignment.to_json())
 
@@ -109,7 +109,7 @@ class MembershipServer:
         self._server.set(notice_key(generation), b"")
 
     def report_loss(self, generation: int, why: str) -> None:
-        """Let the members of a generation leave its collectives at once; the first reason counts."""
+        """Make the members of a generation leave its collectives at once; the first reason counts."""
         self._server.set(loss_key(generation), why.encode())
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """The decisions of an elastic job: a pure function of its members, the offered slots, its limits and the time.
 
-A *generation* is one constant group of ranks. It is idle once a member has left it or was lost. The survivors then
-form the next generation as soon as all of them have arrived; workers that start later join a generation of their own.
+A *generation* is one fixed group of ranks. The job is idle once a member has left the generation or was lost. The
+survivors then form the next generation as soon as all of them have arrived. Workers that become ready after that join
+in a later generation.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-# The time that a worker which is ready to join waits for others that are still starting: one reset instead of several.
+# How long a ready worker waits for workers that are still starting: if they join together, the ranks reset only once.
 JOIN_SECONDS = 5.0
 # The time after which a job starts with fewer than num_proc ranks, if no further worker is starting.
 SETTLE_SECONDS = 10.0
-# Generations in a row that end with an error although no member was lost, without a new commit in between.
+# A job fails after this many generations in a row that ended with an error although no member was lost, and without a
+# new commit in between.
 MAX_FRUITLESS = 3
-# First generations that end before any rank has a state.
+# A job fails after this many generations if none of their ranks ever had a state.
 MAX_STATELESS = 5
-# The time that a job may wait for slots before it says so.
+# How long a job waits for slots before it logs a warning.
 SHORTAGE_SECONDS = 10.0
-# Generations that the same error of the user's function ends without a new commit in between, unless the user sets it.
+# The default of max_same_errors: how many generations the same error of the user's function may end without a new
+# commit in between.
 MAX_SAME_ERRORS = 3
-# Failures of num_proc workers each, in a row, before any worker has reached hvd.init().
+# A job fails after this many times num_proc workers have failed in a row, before any worker has reached hvd.init().
 MAX_FAILED_STARTS = 3
 
 
@@ -41,13 +44,13 @@ class Member:
     """One worker.
 
     Attributes:
-        worker: its number, which no other worker of the job ever has.
+        worker: its number, which is unique within the job.
         host: the host that it runs on.
         phase: its phase.
         since: the time at which the phase began.
         generation: the last generation that it was a member of; 0 if none.
-        rank: its rank there.
-        commit: the number of its newest commit; -1 as long as it has no state of the job.
+        rank: its rank in that generation.
+        commit: the number of its newest commit; -1 while it does not have the state of the job.
     """
 
     worker: int
@@ -92,18 +95,18 @@ class View:
         generation: the number of the current generation; 0 before the first.
         members: all workers that are not lost.
         capacity: the number of offered slots by host.
-        cooling: hosts on which no worker is started now.
+        cooling: hosts that get no new worker now, because a worker failed there.
         idle: whether no generation is intact.
-        gathered_since: the time since which an idle job waits only for new workers; None while survivors are on their
-            way, or while the generation is intact.
+        gathered_since: the time at which an idle job began to wait only for new workers; None while survivors are on
+            their way, or while the generation is intact.
         notified: whether the members of the current generation were asked to leave it.
-        stateful: whether a generation has had a state.
-        restarts: how often a generation has formed without the state of the job, which was lost.
+        stateful: whether any generation has had the state of the job.
+        restarts: how often a generation has formed without the state of the job, because the state was lost.
         fruitless: see ``MAX_FRUITLESS``.
         failed_starts: workers that failed before ``hvd.init()`` since the last one that reached it; 0 as long as an
             offered host has had no such failure.
         failed_end: why a rank failed, or left its generation, after others had finished; empty if none has.
-        final_error: an error of the user's function that every try would raise; empty if there was none.
+        final_error: an error that the user's function would raise in every attempt; empty if there was none.
         same_error: the error of the user's function that has ended the most generations since the last new commit.
         same_errors: how many generations it has ended.
         reasons: the latest failures, oldest first.
@@ -157,7 +160,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Done:
-    """All ranks have returned; their workers in rank order."""
+    """All ranks have returned; ``workers`` are their workers in rank order."""
 
     workers: tuple[int, ...]
 
@@ -206,7 +209,7 @@ def decide(view: View, limits: Limits, now: float) -> list[Decision]:
 
 
 def shortage(view: View, limits: Limits, now: float) -> str:
-    """Return that an idle job waits for slots; empty if it waits for something else, or not for long yet."""
+    """Return a warning that an idle job waits for slots; empty if it waits for something else or only for a moment."""
     if view.gathered_since is None or now < view.gathered_since + SHORTAGE_SECONDS:
         return ""
     if view.cooling or any(member.phase is not Phase.WAITING for member in view.members):
@@ -229,7 +232,7 @@ def _slots(view: View) -> str:
 
 
 def _beyond_capacity(view: View) -> frozenset[int]:
-    """Return the workers whose slots are no longer offered: on each host the newest, and those without state first."""
+    """Return the workers whose slots are no longer offered: on each host, those without a state, then the newest."""
     leaving: set[int] = set()
     for host in {member.host for member in view.members}:
         here = sorted(
@@ -241,7 +244,7 @@ def _beyond_capacity(view: View) -> frozenset[int]:
 
 
 def _should_regroup(view: View, limits: Limits, leaving: frozenset[int], now: float) -> bool:
-    """Return whether the members of an intact generation should meet again: to admit joiners, or to release slots."""
+    """Return whether the members of an intact generation should regroup, to admit joiners or to release slots."""
     current = [member for member in view.members if member.phase is Phase.RUNNING]
     staying = [member for member in current if member.worker not in leaving]
     if len(staying) < len(current) and (any(member.commit >= 0 for member in staying) or not view.stateful):
@@ -363,7 +366,7 @@ def _to_stop(view: View, limits: Limits, leaving: frozenset[int], now: float) ->
 
 
 def _last_holder(view: View, leaving: frozenset[int]) -> int | None:
-    """Return the worker that must stay although its slot is withdrawn, because nobody else has the newest state."""
+    """Return the worker that must stay although its slot is withdrawn, because no other worker has the newest state."""
     # The members of an intact generation have agreed on a state, which is newer than that of the others.
     newest = max((member.commit for member in view.members), default=-1) if view.idle else 0
     holders = [member for member in view.members if member.commit >= max(newest, 0)]

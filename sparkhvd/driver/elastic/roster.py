@@ -10,7 +10,7 @@ from operator import itemgetter
 from sparkhvd.driver.elastic.policy import Member, Phase, View
 
 _MAX_REASONS = 8
-# Failures of a host are forgotten after this many of the longest cooldowns.
+# A failure of a host is forgotten after this many times the longest cooldown.
 _MEMORY_OF_COOLDOWNS = 10
 
 
@@ -18,7 +18,7 @@ _MEMORY_OF_COOLDOWNS = 10
 class Cooldown:
     """The time for which no worker is started on a host after a failure.
 
-    The first failure costs ``shortest`` seconds, and every further one twice as many, up to ``longest``.
+    It is ``shortest`` seconds after the first failure. Every further failure doubles it, up to ``longest`` seconds.
     """
 
     shortest: float = 1.0
@@ -31,7 +31,8 @@ class Cooldown:
 class Roster:
     """All workers of a job.
 
-    Methods return whether a report counts. They do no I/O, and take the time as an argument; times must not decrease.
+    Methods that note a report return whether it counts. No method does I/O. Methods take the time as an argument, which
+    must not decrease from call to call.
     """
 
     def __init__(self, cooldown: Cooldown, now: float) -> None:
@@ -53,11 +54,11 @@ class Roster:
         self._undisturbed = True  # whether the current generation has lost no member and was not asked to regroup
         self._has_finished = False  # whether the training function has returned on all ranks
         self._failed_end = ""
-        # The newest commit so far; 0 again after the job has begun anew with a newer commit from its Store.
+        # The newest commit so far; reset to 0 when the job begins anew and its Store has got a commit in the meantime.
         self._furthest = 0
-        self._begins_further = False  # whether the Store has got a commit since the job began, or began anew
+        self._begins_further = False  # whether the Store has got a commit since the job last began
         self._has_published = False  # whether the current generation has put a commit into the job's Store
-        self._raised: set[str] = set()  # what the user's function raised in the current generation
+        self._raised: set[str] = set()  # the errors of the user's function in the current generation
         self._same_errors: dict[str, int] = {}  # generations that an error has ended, since the last new commit
         self._final_error = ""
         self._reasons: deque[str] = deque(maxlen=_MAX_REASONS)
@@ -97,7 +98,7 @@ class Roster:
         self._capacity = {host: count for host, count in capacity.items() if count > 0}
 
     def note(self, reason: str) -> None:
-        """Add a reason to those that an error of the job lists, unless it is the latest."""
+        """Add a reason to the list in the job's error message, unless it equals the latest one."""
         if not self._reasons or self._reasons[-1] != reason:
             self._reasons.append(reason)
 
@@ -131,7 +132,7 @@ class Roster:
             return False
         self._members[worker] = replace(member, commit=max(commit, 0))
         self._stateful = True
-        self._newest = max(self._newest, commit)  # a Store may have had a newer one than the members
+        self._newest = max(self._newest, commit)  # a Store may have had a newer commit than the members
         self._furthest = max(self._furthest, commit)
         return True
 
@@ -156,7 +157,7 @@ class Roster:
         if member.generation != self._generation or self._generation == 0:
             why = "returned without being a member of the current generation"
             return self.lost(worker, f"Worker {worker} on host {member.host} {why}", now)
-        if member.phase is Phase.RUNNING and self._idle:  # it has missed that its generation is broken
+        if member.phase is Phase.RUNNING and self._idle:  # the worker has not noticed that its generation is broken
             return self.lost(worker, _early_return(member), now)
         self._members[worker] = replace(member, phase=Phase.RETURNED, since=now)
         return True
@@ -168,7 +169,7 @@ class Roster:
             return
         if member.phase is Phase.RUNNING:
             self._raised.add(error)
-        # A new worker that fails while others train may have a fault of its host.
+        # If a new worker fails while others train, the cause may be its host.
         if is_final and (self._idle or member.phase is not Phase.STARTING):
             self._final_error = self._final_error or error
 
@@ -225,14 +226,14 @@ class Roster:
         return self._generation
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Set the ranks of the members of the current generation, where hosts require another order."""
+        """Set the ranks of the members of the current generation, if grouping by host requires another order."""
         for worker, rank in ranks.items():
             self._members[worker] = replace(self._members[worker], rank=rank)
 
     def _has_progressed(self) -> bool:
         """Return whether the current generation has made a commit that is newer than all before.
 
-        A job that has begun anew repeats commits, in which the same error may return.
+        A job that has begun anew repeats earlier commits, and the same error may return there.
         """
         newest = max((member.commit for member in self._members.values()), default=-1)
         return newest > self._furthest or self._has_published
@@ -243,7 +244,7 @@ class Roster:
         return {**before, **{error: before.get(error, 0) + 1 for error in self._raised}}
 
     def _lose_early_returns(self, now: float) -> None:
-        """Lose the ranks whose ``fn`` returned in a generation that another member has left to continue."""
+        """Count ranks as lost whose ``fn`` returned in a generation that another member has left to continue."""
         if self._has_finished:
             return
         for worker, member in list(self._members.items()):
@@ -256,7 +257,7 @@ class Roster:
             self._idle = True
             for worker, member in self._members.items():
                 if member.phase is Phase.RUNNING:
-                    self._members[worker] = replace(member, since=now)  # from now on it should arrive
+                    self._members[worker] = replace(member, since=now)  # from now on, elastic_timeout limits its return
 
     def _gather(self, now: float) -> None:
         outstanding = any(member.phase is Phase.RUNNING for member in self._members.values())
@@ -265,7 +266,7 @@ class Roster:
 
     def _cool(self, host: str, now: float) -> None:
         if self._cooling.get(host, now) > now:
-            return  # one failure of a host takes all of its workers
+            return  # a host's failure loses all of its workers, and counts once
         failures = self._failures.setdefault(host, deque(maxlen=64))
         memory = _MEMORY_OF_COOLDOWNS * self._cooldown.longest
         while failures and failures[0] < now - memory:

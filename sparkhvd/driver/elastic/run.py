@@ -1,4 +1,4 @@
-"""``run_elastic``: runs a function in a number of processes that may change while it runs."""
+"""``run_elastic``: runs a function in processes whose number may change during the run."""
 
 from __future__ import annotations
 
@@ -135,12 +135,13 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         fn: runs once per rank, in a process of its own.
         args: positional arguments of ``fn``.
         kwargs: keyword arguments of ``fn``.
-        num_proc: number of ranks that the job waits for at its start.
+        num_proc: number of ranks that the job waits for at its start; None is ``min_num_proc``, or else
+            ``max_num_proc``.
         min_num_proc: smallest number of ranks to train with; None is ``num_proc``.
         max_num_proc: largest number of ranks; None is all slots of ``discovery`` or ``hosts``, or else ``num_proc``.
-            On Spark, the job asks for this many tasks of one core each (``spark.task.cpus``) as long as it runs.
-        start_timeout: seconds within which the first ranks must have started, after other jobs of this driver have
-            left their slots, and each later one; None takes ``SPARKHVD_START_TIMEOUT`` (600).
+            On Spark, the job requests this many tasks of ``spark.task.cpus`` cores each, as long as it runs.
+        start_timeout: seconds within which the first ranks must have started, and each later rank. The time that the
+            job waits for other jobs of this driver does not count. None takes ``SPARKHVD_START_TIMEOUT`` (600).
         elastic_timeout: seconds within which enough ranks must be ready again after a loss; None is 600.
         reset_limit: largest number of changes of the ranks; None sets no limit.
         env: variables to add to the ranks' environment; the value None removes a variable.
@@ -151,12 +152,12 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         nics: network interfaces that the ranks use, the same on every host; ``local`` ignores it with a warning.
         prefix_output_with_timestamp: whether every line starts with the time of its arrival.
         spark: the session; None uses the active one.
-        launcher: ``spark``, also by default, starts the ranks in ordinary Spark tasks, which may come and go with the
-            executors, also by dynamic allocation; without Spark, ``local`` starts them on this machine, and ``ssh`` on
-            other machines; ``auto`` is ``spark``, unless ``hosts`` select ``ssh``.
-        discovery: for ``local`` and ``ssh``: returns the number of slots by host, such as ``{"localhost": 2}``, and is
-            called once per second: a function, or a script that prints lines of ``host`` or ``host:slots``. With
-            ``local``, None offers ``max_num_proc``, or else ``num_proc``, slots on this machine.
+        launcher: ``spark`` starts the ranks in ordinary Spark tasks, which may come and go with the executors, also
+            under dynamic allocation. Without Spark, ``local`` starts them on this machine, and ``ssh`` on other
+            machines. ``auto`` is ``ssh`` if ``hosts`` is set, and ``spark`` otherwise.
+        discovery: for ``local`` and ``ssh``: a function that returns the number of slots by host, such as
+            ``{"localhost": 2}``, or a script that prints lines of ``host`` or ``host:slots``. It is called once per
+            second. With ``local``, None offers ``max_num_proc``, or else ``num_proc``, slots on this machine.
         hosts: for ``ssh`` without ``discovery``: the machines and their slots, for example ``host1:2,host2:2``. Python
             and sparkhvd must be installed there under the same paths.
         ssh_port: port of the hosts' ssh servers; None uses ssh's configuration.
@@ -164,16 +165,16 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         cooldown_range: shortest and longest time in seconds without new ranks on a host after failures there; the time
             doubles with each failure. None is (1, 60).
         max_restarts: how often the job starts again with new ranks after all ranks that held its state were lost. None
-            is 3 with ``store``, and else 0: without a Store, ``fn`` must find its state by itself, such as in a
-            checkpoint.
-        max_same_errors: how often ``fn`` may raise the same error, of the same type and with the same first line,
-            before the job fails with it; a new commit in between begins the count anew, and ranks that raise it
+            is 3 with ``store``, and 0 otherwise: without a Store, ``fn`` must restore its state by itself, for example
+            from a checkpoint.
+        max_same_errors: how often ``fn`` raises the same error until the job fails with it. Errors are the same if
+            their types and their first lines are equal. A new commit resets the count, and ranks that raise the error
             together count once. None is 3. A ``DataError``, ``ParamError`` or ``MismatchError`` ends the job at once.
         store: a Store or its URL, where rank 0 publishes commits. If all ranks are lost, new ones resume from the last
             published commit. All hosts must reach it; the job deletes its commits when it succeeds.
         commit_interval: seconds from one published commit to the next; 0 publishes every commit. The ranks wait while
             rank 0 writes.
-        executable: the Python of the ranks; None is this one.
+        executable: the Python interpreter of the ranks; None is the one of this process.
         output_filename: a folder in which each rank's output is also saved, in ``rank.<number>/stdout`` and ``stderr``.
         preload: modules that the processes import at their start.
         priority: as in ``sparkhvd.run``, for jobs on Spark.
@@ -185,8 +186,8 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         RankFailedError: ranks failed, and the job could not continue; the message lists the reasons. ``rank`` and
             ``remote_traceback`` are those of the error that ended it.
         StartTimeoutError: fewer than ``min_num_proc`` ranks were ready within ``start_timeout``.
-        LaunchError: too few slots were left for ``elastic_timeout``, no Spark task could start, or discovery failed at
-            the start.
+        LaunchError: too few slots were offered for ``elastic_timeout`` seconds, no Spark task could start, or discovery
+            failed at the start.
         SlotsError: ``hosts`` have fewer slots than ``num_proc``.
         ConfigError: an argument has a value that cannot work.
         ParamError: ``store`` is neither a Store nor a URL.
@@ -267,7 +268,7 @@ def run_elastic_with(  # noqa: PLR0917
     kwargs: Mapping[str, Any] | None = None,
     spark: SparkSession | None = None,
 ) -> list[Result]:
-    """Run ``fn`` with a launcher that has been chosen, ``spark`` in this session; see ``run_elastic``."""
+    """Run ``fn`` with the chosen launcher, in the session ``spark`` if it is set; see ``run_elastic``."""
     check_options(options, elastic.launcher)
     changes = checked_environment(options.env)
     environment = changed_environment(changes)
@@ -311,7 +312,7 @@ def run_elastic_with(  # noqa: PLR0917
 
 
 def _elastic_job(job: Job, elastic: ElasticOptions, spark: SparkSession | None) -> Job:
-    """Return a job with the folder of its commits; on one machine, all ranks have its packages and network."""
+    """Return a job with its commit folder; on one machine, all ranks share the network and the packages."""
     job = replace(job, commits=_commits(elastic, spark))
     return replace(job, nics=(), versions=()) if elastic.launcher == "local" else job
 
@@ -329,7 +330,7 @@ def _delete(commits: CommitFolder) -> None:
     try:
         commits.store.delete(commits.folder)
     except StoreError as error:
-        logger.warning("The commits of this job stay in its Store: %s", error)
+        logger.warning("The commits of this job could not be deleted from its Store: %s", error)
 
 
 def _importable(launcher: str, options: RunOptions, spark: SparkSession | None) -> Importable:

@@ -4,8 +4,9 @@ Every slot is a *lease*: a Spark job of one ordinary task, which stays through a
 time. Leases without a free core wait in the queue of Spark, so dynamic allocation asks for executors. A lease that is
 lost is submitted again.
 
-Two jobs that each hold some of the slots that both need would wait for each other. So a job that holds too few slots to
-start, while other Spark jobs run, gives them back after a random time, and asks again a random time later.
+Two jobs that each hold some of the slots that both need would wait for each other. So if a job
+holds too few slots to start while other Spark jobs run, it gives them back after a random time, and requests slots
+again after another random time.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ _SHORTEST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
 # How long a job holds too few slots before it gives them back; it doubles every time.
 _HOLD_SECONDS = (10.0, 20.0)
-# How long it then asks for none.
+# How long the job then requests no slots.
 _AWAY_SECONDS = (2.0, 10.0)
 
 
 @dataclass
 class _Lease:
-    """A connected task and what it shall do."""
+    """A connected task, its worker and its pending commands."""
 
     attempt: int
     offer: TaskOffer
@@ -99,7 +100,7 @@ class LeaseBook:
         self._leases: dict[int, _Lease] = {}
         self._results: dict[int, list[bytes]] = {}  # the parts that have arrived, by worker
         self._ranks: dict[int, int] = {}  # by worker, for messages
-        self._connected: set[int] = set()  # the leases that have been connected since ``take_connected``
+        self._connected: set[int] = set()  # the leases that have connected since ``take_connected``
         self._ended = False
         self._has_formed = False  # whether a generation has formed
         self.heard = threading.Event()  # set when a lease has offered a slot
@@ -132,7 +133,7 @@ class LeaseBook:
                     "was lost with its Spark task: its executor or its Python process has ended, or its host is cut off"
                 )
                 self._inbox.put(Lost(lease.worker, FailureReport(rank, task.host, why)))
-            self._inbox.put(self._capacity())  # with the lock: the newest comes last
+            self._inbox.put(self._capacity())  # under the lock, so that the newest capacity comes last
         logger.info("A Spark task of the elastic job on host %s has ended: %s", task.host, error)
 
     def start(self, worker: int, host: str) -> bool:
@@ -157,7 +158,7 @@ class LeaseBook:
             self._command(lease, SetRank(worker, rank))
 
     def stop(self, worker: int) -> None:
-        """Let the task end a worker; its slot is free at once."""
+        """Make the task end a worker; its slot is free at once."""
         with self._lock:
             lease = self._lease_of(worker)
             self._ranks.pop(worker, None)
@@ -167,7 +168,7 @@ class LeaseBook:
             self._command(lease, StopWorker(worker))
 
     def end(self) -> None:
-        """Let all tasks end, those that connect later too."""
+        """Make all tasks end, also those that connect later."""
         with self._lock:
             self._ended = True
             waiting = [lease.waiting for lease in self._leases.values() if lease.waiting is not None]
@@ -186,7 +187,7 @@ class LeaseBook:
             return self._has_formed
 
     def give_back(self, least: int) -> int:
-        """Let the connected tasks end if they are too few to start, and return their number."""
+        """Make the connected tasks end if they are too few to start, and return their number; otherwise return 0."""
         with self._lock:
             count = len(self._leases)
             if self._has_formed or count >= least:
@@ -203,7 +204,7 @@ class LeaseBook:
             return lease in self._leases
 
     def take_connected(self, lease: int) -> bool:
-        """Return whether a lease has been connected since the last call."""
+        """Return whether a lease has connected since the last call."""
         with self._lock:
             was_connected = lease in self._connected
             self._connected.discard(lease)
@@ -268,7 +269,7 @@ class LeaseBook:
 
 @dataclass
 class _Run:
-    """One Spark job of a lease, and whether it ends because this job gives its slots back."""
+    """One Spark job of a lease; ``given_back`` means that it ends because the elastic job gives its slots back."""
 
     done: Future[None] = field(default_factory=Future)
     given_back: bool = False
@@ -302,7 +303,7 @@ class SparkWorkers:
         self._book = LeaseBook(job, stream, inbox)
         self._closing = threading.Event()
         self._least = least
-        self._back_at = 0.0  # when the job asks for slots again; written before the runs are marked
+        self._back_at = 0.0  # when the job requests slots again; written before ``given_back`` of its runs
         own_host, bind_host = driver_hosts(spark)
         with ExitStack() as stack:
             server = stack.enter_context(
@@ -328,7 +329,7 @@ class SparkWorkers:
             self._stack = stack.pop_all()
 
     def note_offer(self, capacity: Mapping[str, int]) -> dict[str, str]:  # noqa: ARG002 - the leases offered them
-        """Return no host: workers can run on all that have leases."""
+        """Return no host: workers can run on every host that has leases."""
         return {}
 
     def start(self, worker: int, host: str) -> None:
@@ -341,7 +342,7 @@ class SparkWorkers:
         self._book.set_rank(worker, rank)
 
     def stop(self, worker: int) -> None:
-        """Begin to end a worker; does not wait."""
+        """Begin to end a worker, without waiting for its end."""
         self._book.stop(worker)
 
     def close(self) -> None:
@@ -378,7 +379,7 @@ class SparkWorkers:
                 factor *= 2
 
     def _others_run(self) -> bool:
-        """Return whether other Spark jobs of this application may wait for cores; a Connect client cannot know."""
+        """Return whether other Spark jobs of this application may wait for cores; a Connect client assumes it."""
         if is_connect(self._spark):
             return True
         try:
@@ -389,7 +390,7 @@ class SparkWorkers:
         return len(active) > len(self._leases)
 
     def _give_way(self, seconds: float) -> None:
-        """Give all slots back, and ask for none for some seconds."""
+        """Give all slots back, and request none for some seconds."""
         self._back_at = time.monotonic() + seconds
         runs = [self._runs[number] for number in range(len(self._leases))]
         for run in runs:
@@ -430,7 +431,7 @@ class SparkWorkers:
             self._closing.wait(pause)
 
     def _run(self, tag: str, task: TaskFunction) -> Exception | None:
-        """Run a Spark job of one task; return its error."""
+        """Run a Spark job with one task, and return its error or None."""
         try:
             add_tag(self._spark, tag)
             self._spark.range(1, numPartitions=1).mapInArrow(entry_of(task), RESULT_SCHEMA).collect()

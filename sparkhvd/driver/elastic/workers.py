@@ -20,7 +20,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class WorkerStarting:
-    """A worker is about to start, and will run here."""
+    """A worker is about to start, and will run at ``location``."""
 
     worker: int
     location: WorkerLocation
@@ -35,11 +35,11 @@ class Offered:
 
 @dataclass(frozen=True)
 class DiscoveryFailed:
-    """The slots could not be found out.
+    """The offered slots could not be determined, or were given back.
 
     Attributes:
         why: the reason, as a whole message.
-        is_final: whether the job cannot go on.
+        is_final: whether the job cannot continue.
     """
 
     why: str
@@ -53,16 +53,16 @@ class Workers(Protocol):
     """Starts and ends workers on the hosts of one kind of cluster; their locations and ends arrive as events."""
 
     def note_offer(self, capacity: Mapping[str, int]) -> Mapping[str, str]:
-        """Note the slots that are offered now; return why no worker can run on some of their hosts."""
+        """Note the offered slots; return the hosts on which no worker can run, with the reason for each."""
 
     def start(self, worker: int, host: str) -> None:
-        """Begin to start a worker: ``WorkerStarting`` arrives before its own reports; ``Lost`` if it cannot start."""
+        """Begin to start a worker: ``WorkerStarting`` arrives before its reports, or ``Lost`` if it cannot start."""
 
     def assign(self, worker: int, rank: int) -> None:
         """Note the rank of a worker in a new generation."""
 
     def stop(self, worker: int) -> None:
-        """Begin to end a worker; does not wait."""
+        """Begin to end a worker, without waiting for its end."""
 
     def close(self) -> None:
         """End all workers and wait for their ends."""

@@ -34,7 +34,7 @@ from sparkhvd.task.main import run_task
 
 logger = logging.getLogger(__name__)
 
-# Rows that were in flight when a host was cut off may still arrive.
+# How long rows that were in flight may still arrive after a host was cut off.
 _ROWS_SECONDS = 1.0
 
 
@@ -101,7 +101,7 @@ class BarrierHandle:
         if (error := self._stage.error) is not None:
             raise LaunchError(self._spark_failure(error)) from error
         if self._job.gives_rows and not self._stage.rows:
-            raise no_rows()  # Spark starts no tasks if it finds out in time that there are no rows
+            raise no_rows()  # Spark starts no tasks if it learns early enough that there are no rows
         self._warn_if_unheard()
         return results_of(self._stage.rows, self._job.num_proc)
 
@@ -117,7 +117,7 @@ class BarrierHandle:
         self._wake.set()
 
     def _warn_if_unheard(self) -> None:
-        """Warn where the output is if the ranks run, or ran, and none has reached this driver."""
+        """Warn where to find the output if the ranks run, or ran, but no task has reached this driver."""
         if self._exchange.heard or self._unheard_warned:
             return
         self._unheard_warned = True
@@ -135,7 +135,7 @@ class BarrierHandle:
             self._ended()
 
     def _on_tasks_missing(self, tasks: Mapping[int, str]) -> None:
-        """End the job, because some tasks keep the others waiting."""
+        """End the job, because the other tasks wait for some that are missing."""
         hosts = {**self._stage.task_hosts(), **{index: host for index, host in tasks.items() if host}}
         self._lost = self._lost or tasks_not_ready(list(tasks), hosts, self._job.start_timeout, self._job.gives_rows)
         self._ended()

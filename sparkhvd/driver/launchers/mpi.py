@@ -194,7 +194,7 @@ class MpiHandle:
         return spark_failure(error, self._stage.host_of, self._stage.task_hosts(), self._service.tasks())
 
     def close(self) -> None:
-        self._fail("The job was cancelled.")  # does nothing when it has an outcome
+        self._fail("The job was cancelled.")  # does nothing if the job has an outcome
         self._service.end("The job has ended.")
         self._starter.join()
         if self._mpirun is not None:
@@ -214,7 +214,7 @@ class MpiHandle:
         self._wake.set()
 
     def _fail(self, why: str) -> None:
-        """Record a failure of the job rather than of a rank, unless it has an outcome; this ends all ranks."""
+        """Record a failure of the job itself, unless the job has an outcome; this ends all ranks."""
         self._record(FailureReport(-1, "", why, kind=LAUNCH))
 
     def _record(self, failure: FailureReport) -> None:
@@ -262,7 +262,7 @@ class MpiHandle:
         return None
 
     def _next_attempt(self, attempt: int, problem: OSError) -> tuple[int, list[TaskRegistration]]:
-        """Wait for the tasks with which Spark replaces those of a failed attempt."""
+        """Wait for the tasks of the attempt with which Spark replaces a failed one."""
         try:
             return self._service.await_registrations(attempt, self._deadline.capped(_NEW_ATTEMPT_SECONDS))
         except DeadlineExceededError:

@@ -15,7 +15,7 @@ from sparkhvd.errors import LaunchError
 from sparkhvd.task.mpi.job import RANK_COMMAND
 
 _VERSION_SECONDS = 20.0
-# Where its name is not mpirun, Open MPI 4 calls itself OpenRTE.
+# Open MPI 4 calls itself OpenRTE if its program is not named mpirun.
 _OPEN_MPI = re.compile(r"\((?:Open MPI|OpenRTE)\) v?((\d+)\S*)")
 _AGENT = "sparkhvd.driver.mpi.remote_shell"
 _LAST_VERSION_WITH_ORTED = 4
@@ -28,7 +28,7 @@ TRANSPORTS = {"pml": "ob1", "btl": "^openib,ofi"}
 def find_mpirun(*, with_orted: bool = True) -> str:
     """Return the path of Open MPI's ``mpirun`` on this machine.
 
-    Where ``mpirun`` is another MPI's, that is ``mpirun.openmpi``, Debian's name for it beside MPICH.
+    If ``mpirun`` belongs to another MPI, the path is that of ``mpirun.openmpi``, which Debian installs beside MPICH.
 
     Args:
         with_orted: whether it must start hosts with ``orted``, like Open MPI up to version 4.
@@ -97,7 +97,7 @@ def interface_parameters(interfaces: str, preset: Container[str]) -> dict[str, s
 
 
 def network_parameter(interface: str, network: str) -> str:
-    """Return what identifies a network in Open MPI's parameters: the interface for IPv6, which they do not accept."""
+    """Return a network for Open MPI's parameters; for IPv6 the interface, because they accept no IPv6 networks."""
     return interface if ":" in network else network
 
 
@@ -112,7 +112,7 @@ def mpirun_settings(hosts: Sequence[MpiHost], networks: Sequence[str], preset: C
     settings = {
         "plm": "rsh",
         "plm_rsh_agent": f"{sys.executable} -m {_AGENT}",
-        # Without the tree every orted is started from here; attached, so that the agent lives as long as its orted.
+        # Without the tree, every orted is started from here. It stays attached, so its agent lives as long as it does.
         "plm_rsh_no_tree_spawn": "true",
         "orte_leave_session_attached": "true",
         # An attached agent counts as starting until it ends, and all agents must run at the same time.

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _TERM_SECONDS = 2.0
 _OUTPUT_SECONDS = 0.5
 _TAIL_LINES = 60
-# Ends after its stdin is closed, even by the death of the driver; mpirun then needs the folder a moment longer.
+# Waits until its stdin is closed, also by the driver's death, and until mpirun, which needs the folder, has ended.
 _REMOVE = 'cat; n=0; while kill -0 "$1" 2>/dev/null && [ $n -lt 100 ]; do sleep 0.1; n=$((n+1)); done; rm -rf "$0"'
 
 
@@ -102,7 +102,7 @@ class Mpirun:
         self._thread.start()
 
     def close(self, grace_seconds: float) -> None:
-        """Wait for the process to end, then end it by force."""
+        """Wait up to ``grace_seconds`` for the process to end, then end it by force."""
         self._thread.join(grace_seconds)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self._thread.is_alive():
@@ -118,7 +118,7 @@ class Mpirun:
             self._remover.stdin.close()
         try:
             self._remover.wait(_TERM_SECONDS)
-        except subprocess.TimeoutExpired:  # a process that was forked from this one in the meantime holds the pipe
+        except subprocess.TimeoutExpired:  # a child that this process forked in the meantime holds the pipe open
             self._remover.kill()
             self._remover.wait()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -145,7 +145,7 @@ class Mpirun:
 
 
 def session_processes(session: int) -> list[int]:
-    """Return the processes of a session; the kernel does not reuse its number while it has any."""
+    """Return the processes of a session; the kernel does not reuse the session's id while it has any."""
     pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

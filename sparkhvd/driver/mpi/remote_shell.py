@@ -19,7 +19,7 @@ from sparkhvd.errors import LaunchError, SparkHvdError
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.messages import Executed, ExecuteOrted, FindTask, Message, Rejected, TaskAddress
 
-# Environment variables of mpirun that its agents inherit, but not the ranks.
+# Environment variables of mpirun that its agents inherit; the ranks do not.
 DRIVER_ADDRESSES = "SPARKHVD_AGENT_DRIVER"
 DRIVER_SECRET = "SPARKHVD_AGENT_SECRET"  # noqa: S105 - the name of a variable; a path in memory of the driver
 DRIVER_ENCRYPTS = "SPARKHVD_AGENT_ENCRYPTS"

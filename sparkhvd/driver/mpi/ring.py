@@ -59,7 +59,7 @@ def connect_ring(tasks: Sequence[TaskRegistration], secret: bytes, *, encrypt: b
 
 
 def choose_servers(usable: Sequence[Sequence[TaskServer]]) -> list[TaskServer]:
-    """Return one server per task: on a network common to all tasks, on an interface of one name, or the first.
+    """Return one server per task: on a network common to all tasks, on interfaces of the same name, or the first.
 
     Args:
         usable: for every task, the servers to choose from.

@@ -114,8 +114,8 @@ def preflight(
         spark: the session to use; None takes the active one.
         num_proc: number of ranks of the job; None takes the estimator's, or all slots.
         store: the Store to check, or its URL; None takes the estimator's.
-        estimator: provides the number of ranks, the Store, and the resources and networks of a task (of its
-            ``backend``), and, with ``df``, the model to try.
+        estimator: provides the number of ranks, the Store, the resources and networks of a task (those of its
+            ``backend``) and, with ``df``, the model to try.
         df: five of its rows run through the model of ``estimator`` on the driver.
         gpus_per_task: see ``run``; None takes the estimator's.
         cpus_per_task: see ``run``; None takes the estimator's.

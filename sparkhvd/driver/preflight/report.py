@@ -136,7 +136,7 @@ def _devices(tasks: Sequence[Examination]) -> Check:
 
 
 def _versions(tasks: Sequence[Examination], driver: Mapping[str, str]) -> Check:
-    """Compare versions: of Python, Spark and sparkhvd they must be equal; others should, because models are pickled."""
+    """Compare versions. Python, Spark and sparkhvd must match; other packages should, because models are pickled."""
     everywhere = [driver, *(task.versions for task in tasks)]
     names = sorted({name for versions in everywhere for name in versions})
     by_name = {name: sorted({versions.get(name, "none") for versions in everywhere}) for name in names}
@@ -145,7 +145,7 @@ def _versions(tasks: Sequence[Examination], driver: Mapping[str, str]) -> Check:
         if len({release(versions.get(name, "none")) for versions in everywhere}) == 1:
             differing.pop(name, None)
     if not differing:
-        return Check("versions", Verdict.OK, "the same on the driver and everywhere")
+        return Check("versions", Verdict.OK, "the same on the driver and on all hosts")
     shown = ", ".join(f"{name} {' and '.join(versions)}" for name, versions in differing.items())
     verdict = Verdict.FAIL if {"python", "pyspark", "sparkhvd"} & set(differing) else Verdict.WARN
     return Check(

@@ -1,4 +1,4 @@
-"""The connection of this process to a Ray cluster, and what the cluster has."""
+"""The connection of this process to a Ray cluster, and the resources of the cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparkhvd.errors import LaunchError
 
 
 class Connection:
-    """Counts the jobs that use a connection to Ray which sparkhvd has opened; the last one closes it."""
+    """Counts the jobs that use the connection to Ray; the last one closes it if sparkhvd has opened it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

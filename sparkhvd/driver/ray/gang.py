@@ -30,11 +30,11 @@ class Placement:
     """Where the ranks of a job run.
 
     Attributes:
-        resources: those of each rank.
+        resources: the resources of each rank.
         ranks_per_node: the number of ranks that each node must have; None lets Ray pack them on few nodes.
         group: an existing placement group to use; None makes one.
-        seconds: the limit for the reservation, the argument ``limit_name``; None takes what is left of the job's start.
-        limit_name: the name of the limit, for errors.
+        seconds: the time limit of the reservation; None uses the time that is left until the job's start must be over.
+        limit_name: the argument that sets the time limit, for errors.
     """
 
     resources: RankResources = field(default_factory=RankResources)
@@ -68,7 +68,7 @@ class Gang:
 
         Raises:
             SlotsError: the cluster has fewer resources than the ranks need.
-            StartTimeoutError: it has enough, but they stayed busy.
+            StartTimeoutError: the cluster has enough resources, but they stayed busy.
             LaunchError: the job was cancelled.
         """
         if self._group is not None:

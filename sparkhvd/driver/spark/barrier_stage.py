@@ -126,7 +126,7 @@ class BarrierStage:
             on_running: called periodically if Spark has run all tasks for a while and ``started`` is not set.
 
         Raises:
-            StartTimeoutError: they did not start by the deadline.
+            StartTimeoutError: the tasks did not start by the deadline.
         """
         ran = False
         while not is_set_within(started, deadline.capped(_POLL_SECONDS).remaining()):

@@ -1,4 +1,4 @@
-"""A check that Spark encrypts the secret of a job, without which ``SPARKHVD_ENCRYPT`` does not protect it."""
+"""A check that Spark encrypts a job's secret; otherwise ``SPARKHVD_ENCRYPT`` does not protect the job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def unencrypted_spark(spark: SparkSession) -> str:
-    """Return a warning if Spark sends the job's secret unencrypted; empty if it does not."""
+    """Return a warning if Spark sends the job's secret unencrypted; empty if it encrypts the secret."""
 
     def is_on(name: str) -> bool:
         return str(spark.conf.get(name, "false")).lower() == "true"

@@ -27,7 +27,7 @@ def check_executor_python(spark: SparkSession) -> None:
     it aborts the job.
 
     Raises:
-        LaunchError: it cannot import sparkhvd.
+        LaunchError: the tasks' Python cannot import sparkhvd.
     """
     if is_connect(spark) or not str(spark.sparkContext.master).startswith("local"):
         return

@@ -1,7 +1,7 @@
-"""The order in which the jobs of one Spark application start, so that none waits for ever or fails while others run.
+"""The order in which the jobs of one Spark application start, so that none waits forever or fails while others run.
 
-Spark starts whichever job fits its free slots: small jobs could keep a large one waiting without end. Here, a job
-starts if it is the first in the queue, and its slots are free or no other job runs.
+Spark starts any job that fits its free slots, so small jobs could keep a large one waiting forever. Here, a job starts
+if it is the first in the queue, and either its slots are free or no other job runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How often a waiting job looks whether the application has more slots, or has ended.
+# How often a waiting job checks whether the application has more slots, or has ended.
 _LOOK_SECONDS = 1.0
 
 
@@ -38,8 +38,8 @@ class Gang:
     """A job whose ranks run at the same time.
 
     Attributes:
-        ranks: the slots that it takes; for an elastic job, the most.
-        slots: returns the slots of the application for such ranks, free or not.
+        ranks: the number of slots that the job takes; for an elastic job, the largest number.
+        slots: returns the number of the application's slots for such ranks, free or not.
         resources: the cores and GPUs of each rank.
         priority: jobs of a higher priority start first.
     """
@@ -50,10 +50,10 @@ class Gang:
     priority: int = 0
 
     def fits(self, running: Sequence[Gang]) -> bool:
-        """Return whether there are slots for it beside others.
+        """Return whether there are slots for this job beside the running ones.
 
-        That is known only of others with the same resources: it depends on where the ranks run whether those with
-        fewer cores leave enough of them on one executor.
+        This is known only if the running jobs use the same resources. Otherwise, it depends on the executors of their
+        ranks: ranks with fewer cores may leave too few cores for one of ours on every executor.
         """
         slots = self.slots()
         if not running:
@@ -66,8 +66,8 @@ class Gang:
 class GangQueue:
     """The jobs of an application that wait for their slots, and those that run.
 
-    Only the first that waits may start. Its thread asks Spark for the slots without the lock, which is held for moments
-    only: an interrupt of a thread that ends a job must not lose the slots of that job.
+    Only the first waiting job may start. Its thread asks Spark for the slots without the lock. The lock is held only
+    for moments, because an interrupt of a thread that ends a job must not lose the slots of that job.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class GangQueue:
         if waiting[0] is not gang or not gang.fits(running):
             return False
         with self._changed:
-            if self._waiting[0] is not gang:  # a job of a higher priority has come
+            if self._waiting[0] is not gang:  # a job of a higher priority is first now
                 return False
             self._waiting.remove(gang)
             self._running.append(gang)
@@ -128,9 +128,10 @@ class SlotUse:
 
     Attributes:
         total: all task slots that are registered now.
-        running: the ranks of each sparkhvd job of this driver whose turn it is; for an elastic job, the most.
-        waiting: the same of each one that waits, in the order of their starts.
-        tasks: the tasks that run now, of these jobs and of all other Spark jobs.
+        running: the number of ranks of each sparkhvd job of this driver that has its slots; for an elastic job, the
+            largest number.
+        waiting: the same for each job that waits for slots, in the order in which they will start.
+        tasks: the number of tasks that run now, of these jobs and of all other Spark jobs.
     """
 
     total: int
@@ -147,12 +148,12 @@ _lock = threading.Lock()
 def turn_of(spark: SparkSession, resources: TaskResources, ranks: int, priority: int) -> Iterator[None]:
     """Wait until a job may start in the application of a session; its slots are free again at the end of ``with``.
 
-    Through Spark Connect, and under dynamic allocation, a job does not wait here: the slots are not known.
+    Through Spark Connect, and under dynamic allocation, a job does not wait here, because the slots are unknown.
 
     Args:
         spark: the session.
         resources: the cores and GPUs of each rank.
-        ranks: how many slots the job takes; for an elastic job, the most.
+        ranks: the number of slots that the job takes; for an elastic job, the largest number.
         priority: jobs of a higher priority start first.
 
     Raises:
@@ -194,8 +195,8 @@ def slots(spark: SparkSession | None = None) -> SlotUse:
         spark: a session of the application; None takes the active one.
 
     Raises:
-        ConfigError: it is a session of Spark Connect, whose client does not know the server's tasks.
-        LaunchError: there is no session, or it has been stopped.
+        ConfigError: the session is one of Spark Connect, whose client does not know the server's tasks.
+        LaunchError: there is no session, or the session has been stopped.
 
     Examples:
         >>> sparkhvd.slots()  # doctest: +SKIP

@@ -70,7 +70,7 @@ def check_master_supports(master: str, resources: TaskResources) -> None:
     """Check that a master supports resources per stage: Spark ignores them on a ``local`` master.
 
     Raises:
-        LaunchError: it does not.
+        LaunchError: the master does not support them.
     """
     if resources and is_local(master):
         raise unsupported_resources(f"with master {master}")

@@ -31,7 +31,7 @@ _ENDED = Rejected("The job has already ended. See the driver's log for the reaso
 class _Attempt:
     """The state of one attempt of the stage; the exchange succeeds for all its tasks or for none."""
 
-    statuses: dict[int, TaskStatus] = field(default_factory=dict)  # the last of each connected task
+    statuses: dict[int, TaskStatus] = field(default_factory=dict)  # the last status of each connected task
     introductions: dict[int, Introduction] = field(default_factory=dict)
     waiting: list[Future[Message]] = field(default_factory=list)
     answer: Introductions | ExchangeUnavailable | None = None
@@ -58,7 +58,7 @@ class _Attempt:
             self.ready_timer = None
 
     def missing(self, num_tasks: int) -> Mapping[int, str]:
-        """Return the tasks that the others wait for, with the host of each; empty if it is not known."""
+        """Return the tasks that the others wait for, with the host of each, which is empty if unknown."""
         if self.ranked:  # the exchange has succeeded, here or by ``allGather``
             late = set(self.statuses) - self.ranked
         else:
@@ -194,7 +194,7 @@ class TaskExchange:
 
     def _introductions(self, attempt: _Attempt) -> Introductions | ExchangeUnavailable:
         introductions = Introductions(tuple(attempt.introductions[task] for task in range(self._num_tasks)))
-        # Those of thousands of tasks may not fit into one message.
+        # The introductions of thousands of tasks may not fit into one message.
         return introductions if len(encode(introductions)) <= MAX_FRAME_BYTES else ExchangeUnavailable()
 
     def _wait_for_connections(self, attempt: _Attempt) -> None:

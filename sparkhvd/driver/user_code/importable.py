@@ -28,7 +28,7 @@ _SCHEMA = "found binary"
 
 
 def importable_elsewhere(modules: Mapping[str, str]) -> frozenset[str]:
-    """Return the modules that the executors of the active session can import; without one, another Python here.
+    """Return the modules that executors of the active session can import; without a session, another Python here can.
 
     Args:
         modules: the SHA-256 of each module's file, by the module's name.
@@ -81,7 +81,7 @@ def importable_by(known: Mapping[tuple[str, str], bool], modules: Mapping[str, s
 
 
 def _ask(spark: SparkSession, modules: Mapping[str, str], seconds: float) -> frozenset[str] | None:
-    """Return the modules that all the asked executors can import; None if they did not answer."""
+    """Return the modules that all asked executors can import; None if they did not answer."""
     # Spark spreads the tasks over idle executors.
     tasks = None if is_connect(spark) else min(_MAX_TASKS, spark.sparkContext.defaultParallelism)
     answers = spark.range(tasks or _MAX_TASKS, numPartitions=tasks).mapInArrow(partial(_answer, dict(modules)), _SCHEMA)

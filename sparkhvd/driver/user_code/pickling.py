@@ -1,4 +1,4 @@
-"""Pickles the user's objects so that ranks and executors can load them, with one identity of each class in all pickles.
+"""Pickles the user's objects so that ranks and executors can load them; each class has one identity in all pickles.
 
 A module that the executors can import with the driver's content is pickled by reference. A module that they cannot
 import is pickled by value, and so is every module that imports one, however indirectly: ``user_modules.sent_by_value``
@@ -32,7 +32,7 @@ from sparkhvd.driver.user_code.user_modules import (
 from sparkhvd.errors import ParamError
 from sparkhvd.task.user_code import importable, pickling
 
-# Returns those modules, out of a mapping of names to digests of files, that can be imported where a pickle is loaded.
+# Takes a mapping of module names to file digests; returns the modules that can be imported where a pickle is loaded.
 Importable = Callable[[Mapping[str, str]], Collection[str]]
 
 # cloudpickle's table of modules to pickle by value is global to the process; the lock protects it from other jobs.
@@ -92,7 +92,7 @@ class Code:
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Register the modules to pickle by value with cloudpickle within this block, and restore its table after."""
+        """Allow registering modules to pickle by value with cloudpickle; restore its table when the block ends."""
         with _PICKLE_TABLE:
             try:
                 yield
@@ -101,11 +101,11 @@ class Code:
                     cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
     def lacks_names(self) -> bool:
-        """Whether a module was pickled before all names that the pickled code uses of it were known."""
+        """Whether a module was pickled before all the names that the pickled code uses from it were known."""
         return any(self._used(sys.modules[name]) - names for name, names in self._sent.items())
 
     def module_by_value(self, name: str) -> UserModule | None:
-        """Return the module if it is one of the user's that is pickled by value; None otherwise."""
+        """Return the module if it belongs to the user and is pickled by value; None otherwise."""
         if name not in self._by_value:
             self._decide(name)
         return self._by_value[name]
@@ -122,7 +122,7 @@ class Code:
     def single_of(self, value: object) -> tuple[Any, ...] | None:
         """Return how to pickle a stateless value by its name in one of the user's modules; None for other values.
 
-        Such a value is compared by ``is``, but pickle would create another object for it in every pickle.
+        Such a value is compared by ``is``, but every pickle would create another object when it is loaded.
         """
         kind: Any = type(value)
         plain = all(getattr(kind, name) is getattr(object, name) for name in _PLAIN)
@@ -200,7 +200,7 @@ class CodePickler(pickling.Pickler):
             if sent is not None and sys.modules.get(value.__name__) is value:
                 digest = value.sent_digest if isinstance(value, pickling.SentModule) else sent.digest
                 return pickling.reduced_module(value, digest, self._code.names_of(value))
-            # cloudpickle sends only modules of Python's own type by name, and torch.backends.cudnn has another.
+            # cloudpickle sends only modules of Python's own type by name; torch.backends.cudnn has another type.
             has_name = sys.modules.get(value.__name__) is value and type(value).__reduce__ is object.__reduce__
             return (importlib.import_module, (value.__name__,)) if has_name else NotImplemented
         if type(value) is functools.cached_property:

@@ -54,7 +54,7 @@ def is_installed(path: Path) -> bool:
 
 
 def user_module(name: str) -> UserModule | None:
-    """Return the user's module of this name, imported or on the import path; None where it is not the user's."""
+    """Return the user's module of this name, imported or on the import path; None if it is not the user's."""
     top = name.partition(".")[0]
     if top in _PRESENT or (top in sys.stdlib_module_names and not _is_shadowed(top)):
         return None
@@ -90,8 +90,8 @@ def import_graph(names: Collection[str]) -> dict[str, tuple[UserModule, frozense
 def sent_by_value(imports: Mapping[str, Collection[str]], importable_there: Collection[str]) -> frozenset[str]:
     """Return the modules whose code must be sent: executors cannot import them, or a module that they import.
 
-    A module that goes by reference therefore never imports one that goes by value, and a class is the same class
-    wherever an executor meets it.
+    A module that is pickled by reference therefore never imports one that is pickled by value, so a class is the same
+    class everywhere on an executor.
 
     Args:
         imports: the modules that each module imports.
@@ -188,7 +188,7 @@ def _imports(content: bytes, name: str, is_package: bool) -> frozenset[str]:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all statements that run; those under ``if TYPE_CHECKING`` do not."""
+    """Yield all statements except those under ``if TYPE_CHECKING``, which do not run."""
     yield node
     children = ast.iter_child_nodes(node)
     if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):

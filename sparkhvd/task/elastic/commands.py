@@ -35,7 +35,7 @@ def carry_out_commands(
         is_orphaned: whether the process that this one must not outlive has ended.
 
     Returns:
-        The loss of the driver if that was the end, else None.
+        The loss of the driver if that ended the commands, else None.
     """
     while not is_orphaned():
         try:

@@ -1,7 +1,7 @@
 """The workers of an elastic job on one host without Spark: ``python -m sparkhvd.task.elastic.host``.
 
-Like the process of a job with a fixed number of ranks, it is started through ssh and ends with its stdin. It also ends
-when the driver's host cannot be reached any more: ssh alone may take hours to notice that.
+Like the process of a job with a fixed number of ranks, it is started through ssh and ends when its stdin is closed. It
+also ends when the driver's host cannot be reached any more: ssh alone may take hours to notice that.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from sparkhvd.task.host.versions import local_versions
 from sparkhvd.task.supervision import JOB_SECONDS
 from sparkhvd.task.worker.output import HandlerLog
 
-# For the driver to accept a connection at one of its addresses.
+# How long the driver may take to accept a connection at one of its addresses.
 _REACH_SECONDS = 3.0
-# For workers to end: after the job, while their exit handlers run, and after the loss of the driver.
+# How long workers may take to end: after the job, while their exit handlers run, and after the loss of the driver.
 END_SECONDS = 20.0
 _LOST_SECONDS = 5.0
 # A key that nobody sets: a request for it lasts as long as the connection.
@@ -101,7 +101,7 @@ def _connect(job: ElasticHostJob, client_address: str) -> tuple[RendezvousClient
     problems = []
     for host in dict.fromkeys([client_address, *named] if client_address else named):
         try:
-            # The core keeps trying an address at which nothing listens yet. Here, another one may be the right one.
+            # The core keeps trying an address at which nothing listens yet. Here, another address may be the right one.
             socket.create_connection((host, port), _REACH_SECONDS).close()
             deadline = Deadline.after(_REACH_SECONDS)
             line = RendezvousClient([(host, port)], membership.token, deadline, encrypt=job.job.config.encrypt)
@@ -124,7 +124,7 @@ def _own_address(job: ElasticHostJob, driver: str) -> str:
 
 
 def _report(launcher: LauncherConnection, end: End) -> None:
-    with suppress(OSError):  # the main thread learns of the launcher's end
+    with suppress(OSError):  # the main thread notices the launcher's end by itself
         launcher.send(end)
 
 

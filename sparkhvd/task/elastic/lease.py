@@ -117,7 +117,7 @@ def _device_variables(job: Job, offer: TaskOffer) -> tuple[tuple[str, str], ...]
 
 
 def _report(client: Client, end: End) -> None:
-    """Send how a worker ended; called from the worker's thread."""
+    """Send the end of a worker to the driver; the worker's thread calls this."""
     with suppress(OSError):  # the main thread notices by itself that the driver is lost
         if isinstance(end, Lost):
             client.send(WorkerLost(end.worker, end.failure.to_json()), Deadline.after(_SEND_SECONDS))

@@ -68,7 +68,7 @@ class ElasticWorker:
         location: where it runs.
         job: the job.
         membership: the address of the membership server, without a worker's number.
-        defaults: environment variables that hold where nothing else sets them.
+        defaults: environment variables that apply unless something else sets them.
         log: receives its output; its rank changes with every generation.
         report: called once with how the worker ended, from the thread; not after ``stop``.
         variables: environment variables for ``fn``.
@@ -116,7 +116,7 @@ class ElasticWorker:
         self._log.rank = rank
 
     def stop(self) -> None:
-        """Begin to end the worker; does not wait."""
+        """Begin to end the worker, without waiting for its end."""
         self._process.events.put(_Stop())
 
     def wait(self, deadline: Deadline) -> bool:
@@ -233,12 +233,12 @@ class RunningWorkers:
             self._report(Lost(number, FailureReport(number, location.host, why, phase=STARTING)))
 
     def set_rank(self, number: int, rank: int) -> None:
-        """See ``ElasticWorker``; does nothing for a worker that is not there."""
+        """See ``ElasticWorker``; does nothing for an unknown worker."""
         if number in self._workers:
             self._workers[number].set_rank(rank)
 
     def stop(self, number: int) -> None:
-        """See ``ElasticWorker``; does nothing for a worker that is not there."""
+        """See ``ElasticWorker``; does nothing for an unknown worker."""
         if number in self._workers:
             self._workers[number].stop()
 

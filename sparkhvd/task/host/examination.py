@@ -144,7 +144,7 @@ def examine_task(question: ExaminationRequest, batches: Iterator[pa.RecordBatch]
 
 
 def _addresses(nics: Sequence[str], task: TaskInfo) -> tuple[list[str], tuple[str, ...]]:
-    """Return the addresses that the rank of a task would offer, and problems with ``nics`` on this host.
+    """Return the addresses that the rank of a task would offer, and the problem with ``nics`` on this host, if any.
 
     Task 0 offers one address, which serves the rendezvous; the others offer all addresses.
     """

@@ -1,4 +1,4 @@
-"""A host's side of the connection to the launcher, which is ssh's stdin and stdout."""
+"""A host's side of the connection to the launcher, over the stdin and stdout of this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparkhvd.task.worker.import_path import IMPORT_PATH
 
 
 class LauncherConnection:
-    """The connection to the launcher at the other end of our stdin and stdout."""
+    """The connection to the launcher, over the stdin and stdout of this process."""
 
     def __init__(self) -> None:
         self._input = Connection(os.dup(0), writable=False)

@@ -1,6 +1,7 @@
 """The ranks of one host without Spark: ``python -m sparkhvd.task.host.main``, started through ssh.
 
-It ends its ranks and itself when its stdin is closed, which happens when the launcher ends or the connection is lost.
+The process ends its ranks and itself when its stdin is closed, which happens when the launcher ends or the connection
+is lost.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _own_address(job: HostJob) -> str:
 
 def _watch(launcher: LauncherConnection, workers: list[WorkerProcess]) -> None:
     try:
-        launcher.receive()  # returns only when the launcher ends, since it sends nothing more
+        launcher.receive()  # ends only when the launcher ends, because it sends nothing more
     except (EOFError, OSError):
         for worker in workers:
             worker.terminate(1.0)

@@ -32,7 +32,7 @@ class HostSetup:
 
 @dataclass(frozen=True)
 class HostJob:
-    """From launcher to host: its part of a job.
+    """From launcher to host: the host's part of a job.
 
     Attributes:
         setup: applied first.
@@ -57,9 +57,9 @@ class HostJob:
 
 @dataclass(frozen=True)
 class ElasticHostJob:
-    """From launcher to host: its part of an elastic job.
+    """From launcher to host: the host's part of an elastic job.
 
-    ``StartWorker``, ``SetRank`` and ``StopWorker`` follow; the host answers with how workers ended.
+    ``StartWorker``, ``SetRank`` and ``StopWorker`` follow; the host answers with the end of each worker.
 
     Attributes:
         setup: applied first.
@@ -80,7 +80,7 @@ class ElasticHostJob:
 
 @dataclass(frozen=True)
 class HostReady:
-    """From host to launcher: how to reach its ranks; the port is that of the rendezvous, 0 on other hosts."""
+    """From host to launcher: how to reach its ranks. ``rendezvous_port`` is 0 unless the host serves the rendezvous."""
 
     offers: tuple[TaskOffer, ...]
     rendezvous_port: int
@@ -95,6 +95,6 @@ class HostDone:
 
 @dataclass(frozen=True)
 class HostLost:
-    """From host to launcher: it can no longer take part."""
+    """From host to launcher: the host can no longer take part in the job."""
 
     why: str

@@ -66,7 +66,7 @@ def run_ranks(
 
 
 def _end_job(plan: JobPlan, rank: int, error: Exception, workers: Mapping[int, WorkerProcess]) -> None:
-    """End the supervision of the other ranks after that of one was lost; nobody else would."""
+    """End the supervision of the other ranks after the supervision of one was lost; nothing else would end it."""
     deadline = Deadline.after(NOTE_SECONDS)
     report = FailureReport(rank, plan.slots[rank].offer.host, f"was lost: {error}")
     try:

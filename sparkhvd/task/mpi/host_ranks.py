@@ -77,7 +77,7 @@ class RankListener:
                     raise LaunchError("no rank connected") from None
                 continue
             with connection, suppress(OSError, SparkHvdError, ValueError):
-                # Otherwise it is not one of our ranks, or one that has already ended: orted reports that.
+                # After an error, the peer is not one of our ranks, or the rank has already ended, which orted reports.
                 return self._accept_rank(connection, preload)
 
     def _accept_rank(self, connection: socket.socket, preload: Sequence[str]) -> tuple[RankConnected, Spawned]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from sparkhvd.task.job import Job
 
-# Environment of orted, which the ranks inherit: the Python to start, its folder, and how to connect to the task that
-# supervises them.
+# Environment variables of orted that the ranks inherit: the Python to start, its folder, and how to connect to the task
+# that supervises them.
 EXECUTABLE = "SPARKHVD_EXECUTABLE"
 FOLDER = "SPARKHVD_FOLDER"
 RANK_SOCKET = "SPARKHVD_RANK_SOCKET"

@@ -52,7 +52,7 @@ class Orted:
         environment: the environment of the process; its ranks inherit it.
 
     Raises:
-        LaunchError: it cannot be started.
+        LaunchError: ``orted`` cannot be started.
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -61,7 +61,7 @@ class Orted:
             self._folder = tempfile.mkdtemp(prefix="sparkhvd-")
         except OSError as error:
             raise LaunchError(f"orted cannot be started: its temporary folder cannot be created: {error}.") from error
-        # Hosts of one job that are one machine to Open MPI would otherwise share these by accident.
+        # Hosts of a job that Open MPI sees as one machine would otherwise share these folders by accident.
         shared = ("OMPI_MCA_orte_tmpdir_base", "OMPI_MCA_btl_vader_backing_directory", SCRATCH)
         own = dict.fromkeys(shared, self._folder)
         merged = {**environment, **own}
@@ -84,14 +84,14 @@ class Orted:
         self._reader.start()
 
     def wait(self) -> tuple[int, str]:
-        """Block until it has ended; return its exit code and its last output."""
+        """Block until ``orted`` has ended; return its exit code and its last output."""
         code = self._process.wait()
         self._kill(signal.SIGKILL)
         self._reader.join(1.0)  # ranks that left the process group may hold its output open
         return code, "".join(list(self._tail))
 
     def close(self) -> None:
-        """End it; the tasks that supervise its ranks end them."""
+        """End ``orted``; the tasks that supervise its ranks end the ranks."""
         self._kill(signal.SIGTERM)
         try:
             self._process.wait(_TERM_SECONDS)

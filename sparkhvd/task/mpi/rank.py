@@ -2,7 +2,7 @@
 
 The worker is a fork, so it costs neither a second start of Python nor its memory. The parent waits until the task
 has recorded how the worker ended: ``mpirun`` kills all ranks as soon as it learns of a failed one, which must not
-happen before that failure is known as the first.
+happen before that failure is recorded as the first.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ from sparkhvd.rpc.registration import TaskOffer, TaskServer
 from sparkhvd.task.mpi.orted import Orted
 
 _PROBE_SECONDS = 3.0
-# The time between the driver's message that starts mpirun and this task's preparations for it.
+# How long a request to execute orted waits until this task has prepared for it.
 _PREPARE_SECONDS = 30.0
 _NOT_FOUND = 127
-# The interval of signs of life for the driver.
+# The interval of heartbeats for the driver.
 _BEAT_SECONDS = 3.0
 
 
@@ -114,7 +114,7 @@ class TaskService:
         self._assigned.set()
         return Acknowledged()
 
-    def _attend(self, message: AwaitTaskEnd) -> Message:  # noqa: ARG002 - it says nothing but its type
+    def _attend(self, message: AwaitTaskEnd) -> Message:  # noqa: ARG002 - it has no fields
         return Acknowledged() if self._over.wait(_BEAT_SECONDS) else TaskRunning()
 
     def _execute(self, message: ExecuteOrted) -> Message:

@@ -62,7 +62,7 @@ _RANKS = "mpi/ranks/"
 
 @dataclass(frozen=True)
 class _Part:
-    """The knowledge of one task about its job once the driver has assigned the ranks."""
+    """The data of one task about its job, once the driver has assigned the ranks."""
 
     job: MpiJob
     plan: JobPlan
@@ -101,7 +101,7 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
     with ExitStack() as stack:
         service = TaskService(secret, encrypt=encrypt)
         path, problem = changed_environment(dict(job.job.env)).get("PATH"), ""
-        # Spark would gain nothing by another attempt: the driver ends the job.
+        # Another attempt by Spark would not help, so the driver ends the job.
         if job.job.executable and shutil.which(job.job.executable, path=path) is None:
             problem = f"The ranks on host {task.host} {not_started(job.job.executable, 'no such program')}."
         try:
@@ -126,7 +126,7 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
         own_address = next(slot for slot in plan.slots if slot.offer.task_index == task.index).offer.bind_host
         for one, server in servers.items():
             if one.address != own_address:
-                server.close()  # some hosts cannot reach it
+                server.close()  # some hosts cannot reach this address
         own = [slot for slot in plan.slots if slot.offer.host_hash == offer.host_hash]
         if min(slot.offer.task_index for slot in own) == task.index:
             return _run_host_ranks(_Part(job, plan, task, service, deadline, driver), own)

@@ -1,7 +1,7 @@
 """Cleanup after a rank whose actor Ray has killed.
 
 Ray kills the children of an actor together with it. So the worker process cannot end its own children, nor remove its
-temporary folder, as it does with other launchers. A shell that is no child of the actor does both.
+temporary folder, as it does with other launchers. A shell that is not a child of the actor does both.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 
-# The inner shell outlives the outer one, so its parent is not the actor. A line means that nothing is left to clean.
+# The inner shell outlives the outer one, so its parent is not the actor. A line on its stdin means that nothing is left
+# to clean.
 _SCRIPT = 'exec 3<&0; (read -r line <&3 || { kill -s KILL -- "-$1"; rm -rf -- "$2"; }) </dev/null &'
 
 

@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.2
 
 
 class PickledResult:
-    """The result of a command, which is unpickled where it is used: the actor lacks the modules that it needs."""
+    """The result of a command, unpickled only where it is used: the actor may lack the modules that it needs."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -37,7 +37,7 @@ class PickledResult:
 
 
 class CommandChannel:
-    """The actor's side of the socket; ``execute`` belongs to one thread, ``close`` to any."""
+    """The actor's side of the socket; one thread calls ``execute``, and any thread may call ``close``."""
 
     def __init__(self, token: bytes, rank: int) -> None:
         self._secret = _secret(token, rank)

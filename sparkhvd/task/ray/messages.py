@@ -23,7 +23,7 @@ class Node:
 
 @dataclass(frozen=True)
 class RankPart:
-    """From driver to actor: its part of a job.
+    """From driver to actor: the actor's part of a job.
 
     Attributes:
         index: the number of the actor; actor 0 serves the rendezvous.

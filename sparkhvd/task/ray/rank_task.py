@@ -33,14 +33,14 @@ from sparkhvd.task.worker.threads import thread_defaults
 
 # Each group has a thread of its own. Ray starts the methods of a group in the order of their calls.
 CONCURRENCY_GROUPS = {"messages": 1, "commands": 1}
-# How long the driver's request for messages waits for the first one.
+# How long a call of ``messages`` waits for the first message.
 _FETCH_SECONDS = 60.0
 # How long the supervision of a rank may take to end after the rank, or after ``end``.
 _END_SECONDS = 15.0
 
 
 class RankTask:
-    """One rank; the driver calls ``node``, ``prepare``, ``start`` and ``end``, and ``messages`` all the time."""
+    """One rank; the driver calls ``node``, ``prepare``, ``start`` and ``end``, and ``messages`` again and again."""
 
     def __init__(self) -> None:
         self._outbox = Outbox()
@@ -81,7 +81,7 @@ class RankTask:
         self._worker = WorkerProcess(spawned, self._log)
         self._stack.callback(self._worker.close)
         self._stack.callback(Cleanup(self._worker.pid, spawned.scratch).close)
-        self._stack.callback(self._worker.close)  # again: it ends before the cleanup is cancelled
+        self._stack.callback(self._worker.close)  # again, so that the worker ends before the cleanup is cancelled
         context = ray.get_runtime_context()
         # Ray maps its GPU ids to the names of CUDA_VISIBLE_DEVICES as it was when the node started.
         devices = tuple(context.get_accelerator_ids().get("GPU", ()))

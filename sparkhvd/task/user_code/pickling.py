@@ -24,7 +24,7 @@ from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as _BY_ID
 
 from sparkhvd.task.user_code.importable import locate
 
-# The limit of characters per function; tracebacks elsewhere show no source lines of longer ones.
+# The limit of characters per function; tracebacks elsewhere show no source lines of longer functions.
 _MOST_SOURCE = 64 * 1024
 # Identity belongs to the process, as cloudpickle's own table of classes does.
 _PROCESS = uuid.uuid4().hex
@@ -126,7 +126,7 @@ def reduced_single(value: object, module: str, name: str, digest: str) -> tuple[
     """Return how to pickle a stateless value by its name in a module.
 
     Args:
-        value: the only value of its kind.
+        value: the stateless value.
         module: the module's name.
         name: the value's name there.
         digest: identifies the version of the module; empty if only this process has the module.

@@ -1,7 +1,7 @@
 """The import path of a rank, equal to that of its task.
 
 Spark adds the files of ``addPyFile`` to ``sys.path`` alone, so the path goes to the worker by ``PYTHONPATH``. Before
-``fn`` runs, the worker gives that variable its own value back: what ``fn`` starts may be another Python.
+``fn`` runs, the worker restores the variable's own value, because ``fn`` may start another Python.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def import_path(executable: str = "") -> str:
     """Return the ``PYTHONPATH`` that makes this process's modules importable in another Python.
 
     Args:
-        executable: that Python; empty is the one that runs this. Another one has a standard library and packages of
-            its own.
+        executable: that Python; empty is the Python of this process. Another Python has its own standard library and
+            packages.
     """
     entries = [entry or str(Path.cwd()) for entry in sys.path]
     if executable and executable != sys.executable:

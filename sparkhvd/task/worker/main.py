@@ -50,11 +50,11 @@ _STACKS_AFTER = 0.8
 _STDERR = 2
 # How the messages of the core name a rank.
 _RANKS = re.compile(r"\branks? (\d+)")
-# Errors of the program or its input, which every try would raise.
+# Errors of the program or its input, which every attempt would raise.
 _FINAL_ERRORS = (DataError, MismatchError, ParamError)
-# Shells add the number of a signal to this, and programs that handle one exit likewise.
+# Shells add the number of a signal to this for an exit code; programs that handle a signal use the same code.
 _SIGNAL_CODES = 128
-# What differs between two messages about the same kind of object.
+# The part that differs between two messages about the same kind of object.
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
     threads = native_threads() - others
     with gc_paused_for_import():
         for name in options.preload:
-            with contextlib.suppress(ImportError):  # fn says it better, if it needs the module
+            with contextlib.suppress(ImportError):  # fn raises a clearer error if it needs the module
                 importlib.import_module(name)
     if options.template_fds is not None:
         listener, owner = options.template_fds
@@ -92,10 +92,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _connect(control: int) -> tuple[Connection, queue.SimpleQueue[bytes]]:
-    """Return this worker's private socket, and the queue of what its task sends, pickled.
+    """Return this worker's private socket, and the queue of the pickled messages of its task.
 
-    The main thread unpickles: another one might import modules while a template is forked, which would have parts of
-    them only.
+    The main thread unpickles. Another thread might import modules while a template is forked, which would then have
+    only parts of them.
     """
     connection = Connection(control)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -122,7 +122,7 @@ def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[
             report = _raised(error, "failed while leaving the job", "")
     _flush_output()
     connection.send_bytes(pickle.dumps(report))
-    # A failing rank stays connected until its failure is noted: otherwise the others' loss of it could be noted first.
+    # A failing rank stays connected until its failure is recorded. Otherwise, other ranks could report its loss first.
     with contextlib.suppress(queue.Empty):
         while not isinstance(message := pickle.loads(inbox.get(timeout=_LEAVE_SECONDS)), Leave):
             continue
@@ -147,13 +147,13 @@ def _dump_stacks_after(seconds: float) -> None:
 
 
 def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Returned | Raised:
-    """Run the pickled ``(fn, args, kwargs)``; whatever happens becomes a report.
+    """Run the pickled ``(fn, args, kwargs)``, and return a report of every result and error.
 
     A process that ``fn`` forked does not return from here: it ends where it leaves ``fn``.
 
     Args:
-        payload: what to run.
-        on_end: called when ``fn`` has ended, before what came of it is packed.
+        payload: the pickled call.
+        on_end: called when ``fn`` has ended, before its result or error is packed.
     """
     own = os.getpid()
     try:
@@ -200,7 +200,7 @@ def _end_child(error: BaseException | None) -> NoReturn:
 
 
 def _ended(error: BaseException) -> Raised:
-    if isinstance(error, CommandEndedError):  # what the program wrote to stderr says it
+    if isinstance(error, CommandEndedError):  # the program's stderr explains the failure
         return Raised(str(error), traceback="", secondary=False, phase="", error=_own_error(error))
     if isinstance(error, SystemExit):
         cause = f"called sys.exit({error.code!r})"
@@ -260,9 +260,9 @@ def _lost_a_peer(error: BaseException | None) -> bool:
 
 
 def _watch_task(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
-    """Hand on what the task sends; when its end of the socket closes, end this whole process group with it.
+    """Queue the messages of the task; when its end of the socket closes, end this whole process group.
 
-    The kernel's parent-death signal would not help: it ends this process alone, and its children would live on.
+    The kernel's parent-death signal would not help: it ends only this process, and its children would live on.
     """
     while True:
         try:

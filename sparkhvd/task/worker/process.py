@@ -45,7 +45,7 @@ class Spawned:
     """A worker process that was just started. Its owner closes ``control`` and the two descriptors.
 
     Attributes:
-        process: its end.
+        process: its process id and its end.
         control: our end of its private socket.
         stdout: read end of its stdout.
         stderr: read end of its stderr.
@@ -88,9 +88,9 @@ def spawn_worker(
 
     Args:
         env: changes to this process's environment; None removes a variable.
-        env_defaults: hold where neither the environment nor ``env`` says anything.
+        env_defaults: variables that apply unless the environment or ``env`` sets them.
         preload: modules that the worker imports first.
-        executable: the Python to use; empty is the one that runs this.
+        executable: the Python to use; empty is the Python of this process.
         warm_seconds: how long an idle template waits for the next job; 0 uses and starts none.
     """
     environment = changed_environment({IMPORT_PATH: import_path(executable), **env}, env_defaults)
@@ -108,7 +108,7 @@ def spawn_worker(
 
 
 def _fork_worker(origin: Origin) -> Spawned | Offer | None:
-    """Fork a worker, see ``Templates.fork``."""
+    """Fork a worker; see ``Templates.fork``."""
     with _channels() as channels:
         found = TEMPLATES.fork(origin, channels.of_worker)
         return channels.spawned(found, found.scratch) if isinstance(found, ForkedProcess) else found
@@ -178,7 +178,7 @@ def spawn_or_substitute(
     executable: str = "",
     warm_seconds: float = 0.0,
 ) -> tuple[Spawned, str]:
-    """Start a worker, or an idle substitute when the worker cannot start.
+    """Start a worker, or a substitute that stays idle when the worker cannot start.
 
     A retry would fail in the same way, so the task reports the failure to the others instead of raising. For that it
     needs a process to supervise.
@@ -196,7 +196,7 @@ def spawn_or_substitute(
 
 
 def not_started(executable: str, why: str) -> str:
-    """Return that this host cannot execute the Python of its ranks, to complete "Rank 1 on host X ..."."""
+    """Return a message that this host cannot execute the ranks' Python, to complete "Rank 1 on host X ..."."""
     program = f"executable={executable!r}" if executable else f"the executor's own Python {sys.executable!r}"
     advice = ". Set executable to the path of a Python that every executor has" if executable else ""
     return f"did not start: {program} cannot be executed on this host: {why}{advice}"
@@ -205,7 +205,7 @@ def not_started(executable: str, why: str) -> str:
 class WorkerProcess:
     """One worker and the private socket to it.
 
-    What it reports, and its end, arrive in ``events``. ``close`` ends the whole process group: nothing survives it.
+    The worker's reports and its exit arrive in ``events``. ``close`` ends the whole process group.
     """
 
     def __init__(self, spawned: Spawned, log: RankLog) -> None:
@@ -227,14 +227,14 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, message: object) -> None:
-        """Send to the worker; does nothing once it has ended (its exit is a separate event)."""
+        """Send a message to the worker, unless it has ended (its exit is a separate event)."""
         try:
             self._connection.send_bytes(pickle.dumps(message))
         except OSError:
             return
 
     def terminate(self, grace_seconds: float) -> None:
-        """SIGTERM to the process group, SIGKILL after ``grace_seconds``; what it left on the disk is removed."""
+        """Send SIGTERM to the process group, and SIGKILL after ``grace_seconds``; then remove the scratch folder."""
         if not self._exited.is_set():
             self._signal(signal.SIGTERM)
         self._exited.wait(grace_seconds)
@@ -269,7 +269,7 @@ class WorkerProcess:
 
     def _wait(self) -> None:
         exited = self._process.wait()
-        # A report that was sent just before the exit comes first.
+        # Wait for a report that was sent just before the exit, so that it comes first.
         self._signal(signal.SIGKILL)
         self._reader.join(1.0)
         self._exited.set()

@@ -1,7 +1,7 @@
 """The temporary folder of one rank.
 
-The supervisor of the rank removes it, because a killed process cannot. A rank whose supervisor is killed removes it
-before it ends.
+The supervisor of the rank removes the folder, because a killed rank cannot. If the supervisor is killed, the rank
+removes the folder before it ends.
 """
 
 from __future__ import annotations

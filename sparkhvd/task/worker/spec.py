@@ -10,7 +10,7 @@ from sparkhvd.comm.connect.launch_context import LaunchContext
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Task to worker: its rank and the function to run.
+    """Task to worker: the worker's rank and the function to run.
 
     Attributes:
         context: the launch context of the rank.
@@ -59,7 +59,7 @@ class Raised:
         cause: completes "Rank 1 on host X ...".
         traceback: the Python traceback, or empty.
         secondary: whether the loss of another rank was the cause.
-        phase: the phase of the rank; None is within ``fn``, empty when ``cause`` contains it.
+        phase: the phase of the rank; None means the phase that the task knows, empty means that ``cause`` contains it.
         error: see ``FailureReport``.
         is_final: see ``FailureReport``.
     """

@@ -2,7 +2,7 @@
 
 The first worker splits this template off right after its imports and before any code of the user, so that a template
 costs no import of its own. It serves all tasks of an executor, or all workers of a driver: they find it by the name of
-its socket, which says what it has imported. It ends with the executor or the driver.
+its socket, which depends on its imports. It ends with the executor or the driver.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _NUMBER = struct.Struct("!q")
 _CREDENTIALS = struct.Struct("3i")  # the process, user and group at the other end of a socket
 _END = b"end"
 _FORK_SECONDS = 5.0
-# The longest that workers wait for the imports of the one that splits the template off.
+# How long workers wait at most for the imports of the worker that splits the template off.
 _SPLIT_SECONDS = 60.0
 _LOOK_SECONDS = 0.02
 _LONGEST_POLL_SECONDS = 2_000_000.0
 _LONGEST_REQUEST = 8192
 _DESCRIPTORS = 4
-# Each holds the memory of its imports: as many as there are frameworks with an estimator.
+# Each template keeps the memory of its imports. There are as many as there are frameworks with an estimator.
 _MOST_TEMPLATES = 3
 _SOCKETS = Path("/proc/net/unix")
 _THREADS = Path("/proc/self/task")
 _DESCRIPTORS_OPEN = Path("/proc/self/fd")
-# A process that has opened one of them has started CUDA or ROCm, which a process forked from it cannot use.
+# A process that has opened one of these files has started CUDA or ROCm, which a process forked from it cannot use.
 _GPU_DRIVERS = frozenset({"/dev/nvidia-uvm", "/dev/kfd"})
 _CURRENT_FOLDER = Path("/proc/self/cwd")
 _THREAD = Path("/proc/thread-self")
@@ -67,16 +67,16 @@ _RESTARTED_THREADS = frozenset({"jemalloc_bg_thd"})
 
 @dataclass(frozen=True)
 class Origin:
-    """What determines the state of a worker after its imports. Only workers of equal origins share a template.
+    """The inputs that determine a worker's state after its imports. Only workers of equal origins share a template.
 
     Attributes:
-        owner: the id of the process with which the template ends: the one that starts the workers, or in a task of
-            Spark its parent, which starts Spark's Python workers and lives as long as the executor.
+        owner: the id of the process with which the template ends. It is the process that starts the workers; in a task
+            of Spark, it is the parent, which starts Spark's Python workers and lives as long as the executor.
         command: Python and the modules to import.
         environment: all variables but that of the scratch folder.
-        folder: the current folder, with its device and number: another one may have taken its name.
+        folder: the current folder, with its device and inode: another folder may have taken its name.
         installed: when a package was last installed or removed, see ``_installed``.
-        inherited: what else a process has from the thread that starts it, such as limits and the umask.
+        inherited: other state that a process inherits from the thread that starts it, such as limits and the umask.
     """
 
     owner: int
@@ -93,7 +93,7 @@ class Origin:
         variables = frozenset((name, value) for name, value in environment.items() if name != SCRATCH)
         owner = os.getppid() if in_task else os.getpid()
         installed = _installed(environment.get(IMPORT_PATH, ""))
-        folder = Path().stat()  # it has a state even after its removal
+        folder = Path().stat()  # works even after the folder was removed
         place = str(_CURRENT_FOLDER.readlink()), folder.st_dev, folder.st_ino
         return cls(owner, tuple(command), variables, place, installed, _inherited())
 
@@ -125,7 +125,7 @@ def _inherited() -> tuple[str, ...]:
 
 
 def _prefix(owner: int) -> str:
-    """Return how the names of the templates of an owner begin; containers may have processes of the same number."""
+    """Return the prefix of an owner's template names, with the namespace of its process id."""
     return f"\0sparkhvd-warm-{os.geteuid()}-{Path('/proc/self/ns/pid').stat().st_ino}-{owner}-"
 
 
@@ -150,11 +150,11 @@ class ForkedProcess:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a worker needs to split a template off; close it once the worker has been started.
+    """The descriptors with which a worker splits a template off; close them once the worker has been started.
 
     Attributes:
         listener: the bound socket of the template, which listens once it is ready.
-        owner: a descriptor of the template's owner, which becomes readable at its end.
+        owner: a descriptor of the template's owner; it becomes readable when the owner ends.
     """
 
     listener: socket.socket
@@ -173,22 +173,22 @@ class Templates:
     """The templates that this process can fork workers from."""
 
     def __init__(self) -> None:
-        self._failed: set[int] = set()  # hashes of origins that were waited for in vain
+        self._failed: set[int] = set()  # hashes of origins whose template did not become ready
 
     def fork(self, origin: Origin, descriptors: Sequence[int]) -> ForkedProcess | Offer | None:
         """Fork a worker from the template of its origin.
 
-        If another worker is about to split it off, wait for that: it takes as long as this worker's own imports would,
-        but no processor time and little memory. After a failure, the next workers of the origin do not wait.
+        If another worker is about to split the template off, wait for it. The wait takes as long as this worker's own
+        imports would, but no processor time and little memory. After a failure, the origin's next workers do not wait.
 
         Args:
-            origin: the worker's.
-            descriptors: its private socket, its stdout and its stderr.
+            origin: the origin of the worker.
+            descriptors: the worker's private socket, stdout and stderr.
 
         Returns:
             The worker. If there is no template, an offer for a new worker to split it off; None if that is not
-            possible. A worker that came too late finds its private socket closed, once the caller has closed the
-            descriptors, and ends; its scratch folder is no other worker's.
+            possible. A worker that is forked too late ends, because its private socket is closed once the caller has
+            closed the descriptors. No other worker has its scratch folder.
         """
         address, deadline = origin.address, Deadline.after(_SPLIT_SECONDS)
         is_first = True
@@ -196,7 +196,7 @@ class Templates:
             if (listener := _bind(address)) is not None:
                 if is_first:
                     return _offer(origin, listener)
-                listener.close()  # the other worker has ended, or cannot split it off
+                listener.close()  # the other worker has ended, or cannot split the template off
                 self._failed.add(hash(origin))
             if deadline.expired():  # another process has taken the name and does not answer
                 self._failed.add(hash(origin))
@@ -205,7 +205,7 @@ class Templates:
             is_first = False
             time.sleep(_LOOK_SECONDS)
         self._failed.discard(hash(origin))
-        scratch = make_scratch()  # not before the wait, during which this process may be killed
+        scratch = make_scratch()  # after the wait, because this process may be killed during the wait
         try:
             own, other = socket.socketpair()
             own.settimeout(_FORK_SECONDS)
@@ -222,7 +222,7 @@ class Templates:
         return None
 
     def close(self) -> None:
-        """End the templates of which this process is the owner; the workers that they forked go on."""
+        """End the templates that this process owns; the workers that they forked continue."""
         _end_oldest(os.getpid(), 0)
 
 
@@ -237,7 +237,7 @@ def _offer(origin: Origin, listener: socket.socket) -> Offer | None:
 
 
 def _descriptor_of(process: int) -> int:
-    """Return a descriptor of a process; a Python that was built on an old Linux, as conda's, lacks ``pidfd_open``."""
+    """Return a descriptor of a process; a Python built on an old Linux, such as conda's, lacks ``pidfd_open``."""
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(process)
     descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, process, 0))
@@ -247,7 +247,7 @@ def _descriptor_of(process: int) -> int:
 
 
 def _end_oldest(owner: int, spared: int) -> None:
-    """End the templates of an owner except so many."""
+    """End the templates of an owner, except for the ``spared`` newest."""
     with contextlib.ExitStack() as stack:
         links = [stack.enter_context(link) for name in _addresses(owner) if (link := _connect(name)) is not None]
         links.sort(key=_start_time, reverse=True)
@@ -295,7 +295,7 @@ def _connect(address: str) -> socket.socket | None:
 
 
 def _is_own(link: socket.socket) -> bool:
-    """Return whether the other end belongs to this user: anyone on this host may take or call a name."""
+    """Return whether the other end belongs to this user: anyone on this host may bind or connect to a name."""
     return _credentials(link)[1] == os.geteuid()
 
 
@@ -310,15 +310,16 @@ def split_off_template(
 ) -> int | None:
     """Fork the template, which serves until its owner ends or it is idle for too long.
 
-    Call it in the main thread. A fork copies no other thread, so nothing is forked where an import has started threads,
-    which its library would miss, or the driver of the GPUs, as Keras on PyTorch does.
+    Call it in the main thread. A fork copies no other thread. So no template is forked if an import has started threads
+    that its library needs, or the driver of the GPUs, as Keras on PyTorch does.
 
     Args:
-        offer: closed here.
+        offer: the template's descriptors, which this function closes.
         idle_seconds: how long the template waits for the next request.
         control: this worker's private socket, which the template closes.
-        known_threads: those of before the imports that may stay behind: the one that reads ``control``, and those of
-            NumPy's BLAS, which starts its own again; not one of Python, as a ``sitecustomize`` may start.
+        known_threads: threads from before the imports that a fork may lose: the thread that reads ``control`` and
+            threads of NumPy's BLAS, which starts them again, but no other threads of Python, such as those that a
+            ``sitecustomize`` starts.
 
     Returns:
         None in this process; in every worker that the template forks, the descriptor of its private socket.
@@ -339,7 +340,7 @@ def split_off_template(
             return None
         try:
             os.close(waiting)
-            os.setsid()  # it outlives the process group of this worker
+            os.setsid()  # the template outlives the process group of this worker
             offer.listener.listen()
             os.close(leaving)
             own_name = _COMMAND_NAME.read_text().rstrip("\n")
@@ -348,13 +349,13 @@ def split_off_template(
             nowhere = os.open(os.devnull, os.O_RDWR)
             _redirect(nowhere, nowhere)
             return _serve(offer, idle_seconds, own_name)
-        except BaseException:  # noqa: BLE001 - a process that nobody supervises must not run what follows
+        except BaseException:  # noqa: BLE001 - an unsupervised process must not run a worker's code
             os._exit(1)
 
 
 def _serve(offer: Offer, idle_seconds: float, name: str) -> int:
     """Fork a worker for every request; return only in a worker."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the parents of the workers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the parents of the workers
     sources = _sources()
     while True:
         news = _readable(offer.descriptors, idle_seconds)
@@ -363,7 +364,7 @@ def _serve(offer: Offer, idle_seconds: float, name: str) -> int:
         request, descriptors = _receive_request(offer.listener)
         if request == _END or _sources() != sources:
             os._exit(0)
-        # A process of its own waits for the worker, so that the template may end first.
+        # A separate process waits for the worker, so that the template may end first.
         if len(descriptors) == _DESCRIPTORS and os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _COMMAND_NAME.write_text(name)
@@ -379,7 +380,7 @@ def _serve(offer: Offer, idle_seconds: float, name: str) -> int:
 
 
 def _readable(descriptors: Sequence[int], seconds: float) -> set[int]:
-    """Wait until one of the descriptors can be read; they may have numbers that ``select`` does not take."""
+    """Wait until one of the descriptors can be read; their numbers may be too large for ``select``."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -390,7 +391,7 @@ def _sources() -> dict[str, tuple[int, int]]:
     """Return when the files of all imported modules were last changed, and their sizes."""
     found = {}
     for module in list(sys.modules.values()):
-        # Some modules import others when they are asked for a name that they lack.
+        # Use __dict__: some modules import others when an attribute that they lack is read.
         names = getattr(module, "__dict__", {})
         path = getattr(names.get("__loader__"), "archive", names.get("__file__"))  # a module may be in a zip file
         with contextlib.suppress(OSError):  # a name without a file
@@ -401,7 +402,7 @@ def _sources() -> dict[str, tuple[int, int]]:
 
 
 def _receive_request(listener: socket.socket) -> tuple[bytes, list[int]]:
-    """Return what the next caller sends, with its descriptors; nothing of callers of another user."""
+    """Return the request of the next caller and its descriptors; nothing for a caller of another user."""
     try:
         link, _ = listener.accept()
         with link:
@@ -428,12 +429,12 @@ def _report_end(pid: int, report: socket.socket, of_worker: Sequence[int]) -> No
 
 
 def _become_worker(stdout: int, stderr: int, scratch: str | None) -> None:
-    """Make the state of this process that of a newly started one."""
+    """Give this process the state of a newly started one."""
     os.setsid()
     _redirect(stdout, stderr)
     export({SCRATCH: scratch})
     importlib.invalidate_caches()
-    # What has drawn its seed during the imports draws another one. ``random`` does it by itself, TensorFlow later.
+    # Generators that were seeded during the imports get a new seed. ``random`` does so itself; TensorFlow seeds later.
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:
@@ -457,14 +458,14 @@ def _receive_number(link: socket.socket) -> int | None:
 
 def _has_started_gpu_driver() -> bool:
     for link in _DESCRIPTORS_OPEN.iterdir():
-        with contextlib.suppress(OSError):  # the one that lists them
+        with contextlib.suppress(OSError):  # the descriptor that lists the folder
             if str(link.readlink()) in _GPU_DRIVERS:
                 return True
     return False
 
 
 def native_threads() -> frozenset[int]:
-    """Return the ids of this process's threads, but for those that a library starts again after a fork."""
+    """Return the ids of this process's threads, except those that a library starts again after a fork."""
     found = set()
     for folder in _THREADS.iterdir():
         with contextlib.suppress(OSError):  # it has just ended

@@ -6,8 +6,8 @@ from __future__ import annotations
 def thread_defaults(cpus: int) -> dict[str, str]:
     """Return environment variables that limit a rank's libraries to its cores, unless the user sets others.
 
-    PyTorch follows OMP and MKL. TensorFlow gets two threads at least for running operations beside each other: one that
-    waits for other ranks must not keep the rest of the graph from running.
+    PyTorch follows OMP and MKL. TensorFlow gets at least two threads for running operations in parallel: an operation
+    that waits for other ranks must not keep the rest of the graph from running.
     """
     count = str(cpus)
     return {
