@@ -33,7 +33,7 @@ class Tuning:
         config_key: section and key in a configuration file.
         switch: whether it takes no value but has a ``--no-`` form.
         convert: converts the flag's text to the variable's.
-        inverted: whether the variable turns off what the flag turns on.
+        inverted: whether the variable turns a feature off that the flag turns on.
     """
 
     flag: str

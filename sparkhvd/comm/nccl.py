@@ -38,7 +38,7 @@ def libraries(config: Config) -> _core.DeviceLibraries | None:
         return None
     if config.encrypt:
         raise ConfigError(
-            "SPARKHVD_ENCRYPT and SPARKHVD_GPU_OPERATIONS=nccl exclude each other: NCCL does not encrypt its own "
+            "SPARKHVD_ENCRYPT and SPARKHVD_GPU_OPERATIONS=nccl cannot be combined: NCCL does not encrypt its own "
             "connections. Unset one of them; without NCCL, CUDA tensors go through the CPU and the links of the ranks."
         )
     restrict_nccl_to(config.network_interfaces)

@@ -134,7 +134,7 @@ def exchanges_with(process_set: ProcessSet | None) -> bool:
 def require_addable(sets: Sequence[ProcessSet], size: int) -> None:
     """Raise ``ConfigError`` unless a new communicator can add these sets, as far as this rank knows their ranks.
 
-    Every rank can call this before it connects, so that all of them fail alike and at once.
+    Every rank can call this before it connects, so that all of them fail in the same way and at once.
 
     Args:
         sets: the sets that ``init(process_sets=...)`` adds.

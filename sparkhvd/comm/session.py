@@ -106,7 +106,7 @@ def set_launch_context(
 
 
 def launch_context() -> LaunchContext:
-    """Return the launch context that the launcher set, or else that of a job of one rank."""
+    """Return the launch context that the launcher set, or else the context of a job with one rank."""
     return _session.context or LaunchContext(config=_own_config())
 
 

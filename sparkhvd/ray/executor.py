@@ -46,7 +46,7 @@ _OWN = ("num_workers", "num_hosts", "num_workers_per_host", "cpus_per_worker", "
 class RayExecutor:
     """Ranks in a Ray cluster that stay between calls, with Horovod's methods.
 
-    The process of a rank keeps what functions leave in it: imports, an initialized ``hvd``, and an object of
+    The process of a rank keeps its state between calls: imports, an initialized ``hvd``, and an object of
     ``executable_cls``. If a rank fails, all ranks end; call ``start`` again.
 
     Args:
@@ -267,7 +267,7 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         ranks: Sequence[int] | None = None,
     ) -> list[Any]:
-        if self._job is not None and self._job.has_ended():  # a failure that nobody waited for
+        if self._job is not None and self._job.has_ended():  # a rank failed while no call waited for a result
             self._fail(None)
         if self._job is None:
             raise LaunchError(f"The ranks of this RayExecutor are not running. {self._failure}Call start() first.")

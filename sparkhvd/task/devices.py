@@ -123,7 +123,7 @@ def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str]
 
 
 def selection(seen: Sequence[str], own: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return the variables with which a process sees the devices ``seen``, of which ``own`` belong to its rank."""
+    """Return the variables with which a process sees the devices ``seen``; ``own`` are the devices of its rank."""
     return ((VISIBLE, ",".join(seen)), (ORDER, "PCI_BUS_ID"), (OWN_DEVICES, ",".join(own)))
 
 

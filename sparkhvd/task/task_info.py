@@ -22,8 +22,8 @@ class TaskInfo:
         devices: the CUDA names of its GPUs.
         device_kind: the kind of GPU that its rank computes on; empty without one.
         parent: the process that it must not outlive.
-        attempt: the number of this attempt, unique in the application; those of a stage's tasks are consecutive, in the
-            order of the indices.
+        attempt: the number of this attempt, unique in the application. The tasks of a stage have consecutive numbers,
+            in the order of their indices.
     """
 
     index: int

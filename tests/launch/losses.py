@@ -36,7 +36,7 @@ def _executor_lost(when: str) -> str:
 
 def _task_lost(when: str) -> str:
     return (
-        rf"Task 1 on host 127\.0\.0\.1, that of rank 1, was lost \({when}\): its Python worker or its executor was "
+        rf"Task 1 on host 127\.0\.0\.1, the task of rank 1, was lost \({when}\): its Python worker or its executor was "
         "killed or crashed"
     )
 

@@ -30,7 +30,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert {"[0]<stdout>:hello", "[1]<stdout>:hello"} <= set(done.stdout.splitlines())
     assert re.match(r"Rank \d on host \S+ raised ValueError: no luck", found["failure"])
     assert "num_proc=3 is more than the 2 slots of the cluster" in found["slots"]
-    assert "a Spark Connect client is no such driver. Use launcher='barrier'" in found["mpi"]
+    assert "a Spark Connect client is not such a driver. Use launcher='barrier'" in found["mpi"]
     assert sorted(found["gpus"]) == [["0"], ["1"]]
     assert [sorted(names) for names in found["gpus of as many ranks as there is room for"]] == [["0", "1"]]
     assert "is more than the 1 slot of the cluster" in found["slots for GPUs"]

@@ -174,7 +174,7 @@ def test_a_script_that_fails_at_the_start_ends_the_job_with_its_error(tmp_path):
     script = tmp_path / "discover.sh"
     script.write_text("#!/bin/sh\necho the cloud is closed >&2; exit 3\n")
     script.chmod(0o755)
-    with pytest.raises(LaunchError, match=r"cannot be found out: .* exit code 3: the cloud is closed"):
+    with pytest.raises(LaunchError, match=r"cannot be determined: .* exit code 3: the cloud is closed"):
         sparkhvd.run_elastic(os.getpid, num_proc=1, launcher="ssh", discovery=str(script), **FAST)
 
 

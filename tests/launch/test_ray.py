@@ -171,7 +171,7 @@ def test_resources_that_stay_busy_are_a_start_timeout():
     group = placement_group([{"CPU": 2.0}])
     assert group.wait(30)
     try:
-        words = r"within start_timeout=1 s\. The cluster has .*, but other jobs use them; of these, 1 CPU and 2 GPU are"
+        words = r"within start_timeout=1 s\. The cluster has .*, but other jobs use them: only 1 CPU and 2 GPU are"
         with pytest.raises(StartTimeoutError, match=words):
             sparkhvd.run(describe, num_proc=2, launcher="ray", start_timeout=1)
     finally:

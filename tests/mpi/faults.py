@@ -160,7 +160,7 @@ def _kill_below(words: str) -> Callable[[Launched], None]:
 
 
 _PHASES = {"while the ranks run": CONNECTED, "at the end": ENDED}
-_LOST = r"Task 1 on host 127\.0\.0\.1, that of rank {}, was lost \({}\): its Python worker"
+_LOST = r"Task 1 on host 127\.0\.0\.1, the task of rank {}, was lost \({}\): its Python worker"
 MPI_FAULTS = [
     MpiFault("mpirun missing", r"mpirun was not found on the driver's PATH.*launcher='barrier'", _without_mpirun),
     MpiFault("mpirun of another MPI", r"\S+/mpirun is not Open MPI's; its version is 'HYDRA build det", _other_mpirun),

@@ -198,7 +198,7 @@ def test_a_lost_task_is_named_even_if_mpirun_ends_before_its_loss_is_detected(mo
         monkeypatch.setattr(launched.handle._mpirun, "_on_end", lambda *end: (has_ended.set(), ended(*end)))
         monkeypatch.setattr("sparkhvd.driver.launchers.mpi.is_host_unreachable", detect)
         launched.stage.processes[1].kill()
-        with pytest.raises(LaunchError, match=r"Task 1 on host 127\.0\.0\.1, that of rank 1, was lost \("):
+        with pytest.raises(LaunchError, match=r"Task 1 on host 127\.0\.0\.1, the task of rank 1, was lost \("):
             launched.handle.results()
     assert has_ended.is_set()
     assert left_of(tmp_path) == []

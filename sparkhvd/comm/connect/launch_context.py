@@ -1,4 +1,4 @@
-"""The launch context: what ``init()`` needs to find the other ranks."""
+"""The launch context: the data that ``init()`` needs to find the other ranks."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class RendezvousServer(Closable):
             return self._open().get(key, deadline.remaining())
 
     def erase(self, prefix: str) -> int:
-        """Delete all keys that begin with ``prefix``, for which nobody waits any more, and return their number."""
+        """Delete all keys that begin with ``prefix``, and return their number; nothing may wait for them any more."""
         with translated():
             return self._open().erase(prefix)
 

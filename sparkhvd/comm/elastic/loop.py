@@ -37,7 +37,7 @@ def run(func: Callable[Concatenate[S, P], Result]) -> Callable[Concatenate[S, P]
         func: the training function; its first argument is the state.
 
     Returns:
-        The decorated function. It returns what ``func`` returns, once ``func`` has returned on all ranks.
+        The decorated function. It returns the result of ``func``, once ``func`` has returned on all ranks.
     """
 
     @wraps(func)

@@ -34,7 +34,7 @@ class ElasticSampler:
     ranks have equally many. The ranks must record batches of equal size in the same steps.
 
     Args:
-        dataset: the dataset, of which only the length is used.
+        dataset: the dataset; only its length is used.
         shuffle: whether to shuffle the samples in each epoch.
         seed: the seed of the shuffle, equal on all ranks.
 

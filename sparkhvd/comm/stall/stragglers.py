@@ -32,7 +32,7 @@ class Straggler:
 
     Attributes:
         rank: its number in the launcher's job.
-        why: what the others waited for, and how long.
+        why: the event that the others waited for, and for how long.
         joined: whether it had reached ``init()``.
         stack: what its main thread is executing; empty if unknown.
     """

@@ -187,7 +187,7 @@ class DiscoveryThread:
                 why = f"{type(error).__name__}: {error}" if not isinstance(error, LaunchError) else str(error)
                 if not self._stopping.is_set() and why != failing:
                     first = known is None
-                    what = "The hosts of the job cannot be found out" if first else "The discovery of hosts failed"
+                    what = "The hosts of the job cannot be determined" if first else "The discovery of hosts failed"
                     self._inbox.put(DiscoveryFailed(f"{what}: {why}", first))
                 failing = why
             else:

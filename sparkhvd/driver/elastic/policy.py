@@ -184,7 +184,7 @@ Decision = Start | Stop | Notify | Form | Done | Fail
 
 
 def decide(view: View, limits: Limits, now: float) -> list[Decision]:
-    """Return what to do now; after carrying it out, decide again with the new view."""
+    """Return the decisions for now. After carrying them out, decide again with the new view."""
     current = [member for member in view.members if member.generation == view.generation > 0]
     if view.failed_end:
         return [Fail(_with_reasons("A rank failed after others had finished, so its result is missing.", view), True)]
@@ -355,10 +355,10 @@ def _to_stop(view: View, limits: Limits, leaving: frozenset[int], now: float) ->
     needed = _last_holder(view, leaving)
     for member in view.members:
         if member.phase is Phase.STARTING and member.since + limits.start_timeout <= now:
-            why = f"did not reach hvd.init() within start_timeout={limits.start_timeout:g} s"
+            why = f"it did not reach hvd.init() within start_timeout={limits.start_timeout:g} s"
             stops.append(Stop(member.worker, why, True))
         elif view.idle and member.phase is Phase.RUNNING and member.since + limits.elastic_timeout <= now:
-            why = f"did not leave the broken generation within elastic_timeout={limits.elastic_timeout:g} s"
+            why = f"it did not leave the broken generation within elastic_timeout={limits.elastic_timeout:g} s"
             stops.append(Stop(member.worker, why, True))
         elif member.worker in leaving and member.phase is not Phase.RUNNING and member.worker != needed:
             stops.append(Stop(member.worker, "its slot is no longer offered", False))
@@ -367,7 +367,7 @@ def _to_stop(view: View, limits: Limits, leaving: frozenset[int], now: float) ->
 
 def _last_holder(view: View, leaving: frozenset[int]) -> int | None:
     """Return the worker that must stay although its slot is withdrawn, because no other worker has the newest state."""
-    # The members of an intact generation have agreed on a state, which is newer than that of the others.
+    # The members of an intact generation have agreed on a state, which is newer than the state of any other worker.
     newest = max((member.commit for member in view.members), default=-1) if view.idle else 0
     holders = [member for member in view.members if member.commit >= max(newest, 0)]
     if not holders or any(member.worker not in leaving for member in holders):

@@ -163,7 +163,7 @@ class Roster:
         return True
 
     def raised(self, worker: int, error: str, *, is_final: bool) -> None:
-        """Note what the user's function raised in a worker, before it is lost; see ``FailureReport``."""
+        """Note the error of the user's function in a worker, before the worker is lost; see ``FailureReport``."""
         member = self._members.get(worker)
         if member is None or not error:
             return

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 _ASSIGN_SECONDS = 10.0
 _AFTER_START_SECONDS = 1.0
-# Spark replaces tasks that are lost before the start; those of the new attempt register within this time.
+# Spark replaces tasks that are lost before the start. The tasks of the new attempt register within this time.
 _NEW_ATTEMPT_SECONDS = 8.0
 # After a failure the tasks end their ranks, and the rows with the reports arrive within this time.
 _ROWS_SECONDS = 5.0
@@ -103,7 +103,7 @@ class MpiLauncher:
         if is_connect(self._spark):
             raise ConfigError(
                 "launcher='mpi' needs a driver that the executors can reach and that has mpirun; a Spark Connect "
-                "client is no such driver. Use launcher='barrier'."
+                "client is not such a driver. Use launcher='barrier'."
             )
         self._mpirun = find_mpirun()
 
@@ -325,10 +325,10 @@ class MpiHandle:
                 if is_host_unreachable(error) or isinstance(error, DeadlineExceededError):
                     self._record(lost_task(task, error))
                 self._fail(
-                    f"Task {offer.task_index} on host {offer.host}, that of rank {task.rank}, was lost "
+                    f"Task {offer.task_index} on host {offer.host}, the task of rank {task.rank}, was lost "
                     f"{'before mpirun was started' if self._mpirun is None else f'({task.phase})'}: its "
-                    "Python worker or its executor was killed or crashed, as on a host that is short of memory. The "
-                    "executor's log says more."
+                    "Python worker or its executor was killed or crashed, as on a host that runs out of memory. See "
+                    "the executor's log."
                 )
 
         thread = threading.Thread(target=watch, name="sparkhvd-attend", daemon=True)

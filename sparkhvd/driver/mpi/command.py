@@ -28,7 +28,7 @@ TRANSPORTS = {"pml": "ob1", "btl": "^openib,ofi"}
 def find_mpirun(*, with_orted: bool = True) -> str:
     """Return the path of Open MPI's ``mpirun`` on this machine.
 
-    If ``mpirun`` belongs to another MPI, the path is that of ``mpirun.openmpi``, which Debian installs beside MPICH.
+    If ``mpirun`` belongs to another MPI, return the path of ``mpirun.openmpi``, which Debian installs beside MPICH.
 
     Args:
         with_orted: whether it must start hosts with ``orted``, like Open MPI up to version 4.

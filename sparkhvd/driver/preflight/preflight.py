@@ -200,7 +200,7 @@ def _cluster(request: _Request, count: int) -> tuple[list[Examination], list[Che
         checks = [*cluster_checks(tasks, versions()), *_store(request.store, probe, tasks)]
         return tasks, [*checks, *_encryption(request, tasks)]
     except StoreError as error:
-        return [], [Check("store", Verdict.FAIL, f"The driver cannot use it: {error}")]
+        return [], [Check("store", Verdict.FAIL, f"The driver cannot use the Store: {error}")]
     except LaunchError as error:
         return [], [Check("tasks", Verdict.FAIL, str(error))]
     finally:

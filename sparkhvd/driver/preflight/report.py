@@ -25,7 +25,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """A check, its verdict, and its message: what was found and, for a problem, what to change."""
+    """A check, its verdict, and its message: the finding and, for a problem, the remedy."""
 
     name: str
     verdict: Verdict
@@ -55,7 +55,7 @@ class PreflightReport:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The problems that would prevent a job from running, each with what to change."""
+        """The problems that would prevent a job from running, each with its remedy."""
         return tuple(check.says for check in self.checks if check.verdict is Verdict.FAIL)
 
     def __str__(self) -> str:

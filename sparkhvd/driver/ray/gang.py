@@ -153,8 +153,8 @@ class Gang:
             return SlotsError(f"{self._lack()} Request fewer ranks or resources, or add nodes.")
         return StartTimeoutError(
             f"Ray did not reserve the resources of {self._num_proc} ranks with {self._placement.resources} each within "
-            f"{self._limit(seconds)}. The cluster has {described_nodes(node_resources())}, but other jobs use them; of "
-            f"these, {_free()} are free. Wait until other jobs have ended, or raise {self._placement.limit_name}."
+            f"{self._limit(seconds)}. The cluster has {described_nodes(node_resources())}, but other jobs use them: "
+            f"only {_free()} are free. Wait until other jobs have ended, or raise {self._placement.limit_name}."
         )
 
 

@@ -37,7 +37,7 @@ _REACH_SECONDS = 3.0
 # How long workers may take to end: after the job, while their exit handlers run, and after the loss of the driver.
 END_SECONDS = 20.0
 _LOST_SECONDS = 5.0
-# A key that nobody sets: a request for it lasts as long as the connection.
+# A key that is never set, so a request for it lasts as long as the connection.
 _LINE = "line"
 
 

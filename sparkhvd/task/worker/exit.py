@@ -22,7 +22,7 @@ class Exited:
 def wait_for_child(pid: int) -> int:
     """Block until a child has ended and return its ``returncode``; the child stays a zombie, so its id stays reserved.
 
-    The id is also that of the child's process group, which may still have members to be ended.
+    The child's process group has the same id, and may still have processes that must be ended.
     """
     status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     if status is None:

@@ -211,7 +211,7 @@ def _ended(error: BaseException) -> Raised:
 
 
 def _own_error(error: BaseException) -> str:
-    """Return ``FailureReport.error`` for what ``fn`` raised; empty if a signal or a collective was the cause."""
+    """Return ``FailureReport.error`` for an error of ``fn``; empty if a signal or a collective was the cause."""
     if isinstance(error, SystemExit | CommandEndedError) and isinstance(error.code, int):
         return f"exit code {error.code}" if 0 < error.code < _SIGNAL_CODES else ""
     if isinstance(error, MismatchError) or not isinstance(error, HorovodInternalError | KeyboardInterrupt):
@@ -224,7 +224,7 @@ def _message(error: BaseException) -> str:
     try:
         return str(error).strip()
     except Exception as own:  # noqa: BLE001 - the user's code may raise anything
-        return f"(its message cannot be shown, as str() of it raises {type(own).__name__})"
+        return f"(its message cannot be shown, because its str() raises {type(own).__name__})"
 
 
 def _raising_line(error: BaseException) -> str:

@@ -73,7 +73,7 @@ class Origin:
         owner: the id of the process with which the template ends. It is the process that starts the workers; in a task
             of Spark, it is the parent, which starts Spark's Python workers and lives as long as the executor.
         command: Python and the modules to import.
-        environment: all variables but that of the scratch folder.
+        environment: all variables except the one for the scratch folder.
         folder: the current folder, with its device and inode: another folder may have taken its name.
         installed: when a package was last installed or removed, see ``_installed``.
         inherited: other state that a process inherits from the thread that starts it, such as limits and the umask.

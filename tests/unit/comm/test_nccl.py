@@ -94,7 +94,7 @@ def test_the_advice_about_cuda_tensors_is_logged_once(caplog):
 
 
 def test_nccl_and_encryption_exclude_each_other():
-    with pytest.raises(ConfigError, match="SPARKHVD_ENCRYPT and SPARKHVD_GPU_OPERATIONS=nccl exclude each other"):
+    with pytest.raises(ConfigError, match="SPARKHVD_ENCRYPT and SPARKHVD_GPU_OPERATIONS=nccl cannot be combined"):
         nccl.libraries(Config(gpu_operations="nccl", encrypt=True))
 
 

@@ -110,7 +110,7 @@ def test_a_failure_before_the_first_slots_is_marked():
     events = [inbox.get(timeout=10) for _ in range(2)]
     thread.close()
     assert events == [
-        DiscoveryFailed("The hosts of the job cannot be found out: OSError: no network", True),
+        DiscoveryFailed("The hosts of the job cannot be determined: OSError: no network", True),
         Offered({"a": 1}),
     ]
 

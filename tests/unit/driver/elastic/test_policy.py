@@ -130,13 +130,13 @@ def test_no_generation_forms_while_a_survivor_is_on_its_way():
 
 def test_a_survivor_that_does_not_leave_is_ended():
     view = broken(waiting(0, 1, generation=1, rank=0), running(1, 1), slots=2, gathered_since=None)
-    stop = Stop(1, "did not leave the broken generation within elastic_timeout=30 s", True)
+    stop = Stop(1, "it did not leave the broken generation within elastic_timeout=30 s", True)
     assert decide(view, LIMITS, 30.0) == [stop, Start("a")]
 
 
 def test_a_worker_that_does_not_reach_init_is_ended():
     late = member(1, Phase.STARTING)
-    stop = Stop(1, "did not reach hvd.init() within start_timeout=60 s", True)
+    stop = Stop(1, "it did not reach hvd.init() within start_timeout=60 s", True)
     assert decide(intact(running(0, 0), late, slots=2), LIMITS, 59.9) == []
     assert decide(intact(running(0, 0), late, slots=2), LIMITS, 60.0) == [stop, Start("a")]
 

@@ -81,7 +81,7 @@ class UnprintableError(Exception):
 
 def test_an_error_whose_text_raises_is_reported_by_its_type():
     report = run_payload(call(throw, UnprintableError()))
-    assert report.cause == "raised UnprintableError: (its message cannot be shown, as str() of it raises KeyError)"
+    assert report.cause == "raised UnprintableError: (its message cannot be shown, because its str() raises KeyError)"
     assert "UnprintableError" in report.traceback
 
 
