@@ -260,7 +260,7 @@ def test_an_executor_keeps_its_ranks_between_calls_and_reports_a_failure(cluster
                 ray.get(ref)
         with pytest.raises(RankFailedError, match=r"^Rank 1 on host \S+ raised ValueError: no luck \(in fn, after "):
             executor.run(join)
-        words = r"do not run\. They ended because of a failure: Rank 1 .* no luck .*\. Call start\(\) first\."
+        words = r"are not running\. They ended because of a failure: Rank 1 .* no luck .*\. Call start\(\) first\."
         with pytest.raises(LaunchError, match=words):
             executor.run(join)
         executor.start()

@@ -13,7 +13,7 @@ from enum import Enum
 
 # How long a ready worker waits for workers that are still starting: if they join together, the ranks reset only once.
 JOIN_SECONDS = 5.0
-# The time after which a job starts with fewer than num_proc ranks, if no further worker is starting.
+# How long a job waits before it starts with fewer than num_proc ranks, if no further worker is starting.
 SETTLE_SECONDS = 10.0
 # A job fails after this many generations in a row that ended with an error although no member was lost, and without a
 # new commit in between.
@@ -22,8 +22,8 @@ MAX_FRUITLESS = 3
 MAX_STATELESS = 5
 # How long a job waits for slots before it logs a warning.
 SHORTAGE_SECONDS = 10.0
-# The default of max_same_errors: how many generations the same error of the user's function may end without a new
-# commit in between.
+# The default of max_same_errors: a job fails once the same error of the user's function has ended this many generations
+# without a new commit in between.
 MAX_SAME_ERRORS = 3
 # A job fails after this many times num_proc workers have failed in a row, before any worker has reached hvd.init().
 MAX_FAILED_STARTS = 3
@@ -74,7 +74,8 @@ class Limits:
         elastic_timeout: seconds for the next generation to form, and for a survivor to leave a broken one.
         reset_limit: the largest number of generations after the first; None sets no limit.
         max_restarts: how often the job may start again after all ranks with its state were lost.
-        max_same_errors: how many generations the same error may end without a new commit in between.
+        max_same_errors: the number of generations that the same error has ended, without a new commit in between, when
+            the job fails.
     """
 
     num_proc: int

@@ -4,9 +4,9 @@ Every slot is a *lease*: a Spark job of one ordinary task, which stays through a
 time. Leases without a free core wait in the queue of Spark, so dynamic allocation asks for executors. A lease that is
 lost is submitted again.
 
-Two jobs that each hold some of the slots that both need would wait for each other. So if a job
-holds too few slots to start while other Spark jobs run, it gives them back after a random time, and requests slots
-again after another random time.
+Two jobs that each hold some of the slots that both need would wait for each other. So if a job holds too few slots to
+start while other Spark jobs run, it gives them back after a random time, and requests slots again after another random
+time.
 """
 
 from __future__ import annotations

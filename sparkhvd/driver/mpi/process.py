@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _TERM_SECONDS = 2.0
 _OUTPUT_SECONDS = 0.5
 _TAIL_LINES = 60
-# Waits until its stdin is closed, also by the driver's death, and until mpirun, which needs the folder, has ended.
+# Waits until its stdin is closed, also by the driver's death, then up to 10 s for mpirun, which uses the folder.
 _REMOVE = 'cat; n=0; while kill -0 "$1" 2>/dev/null && [ $n -lt 100 ]; do sleep 0.1; n=$((n+1)); done; rm -rf "$0"'
 
 

@@ -33,7 +33,7 @@ class Placement:
         resources: the resources of each rank.
         ranks_per_node: the number of ranks that each node must have; None lets Ray pack them on few nodes.
         group: an existing placement group to use; None makes one.
-        seconds: the time limit of the reservation; None uses the time that is left until the job's start must be over.
+        seconds: the time limit of the reservation; None uses the rest of the job's start timeout.
         limit_name: the argument that sets the time limit, for errors.
     """
 

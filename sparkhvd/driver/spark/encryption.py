@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def unencrypted_spark(spark: SparkSession) -> str:
-    """Return a warning if Spark sends the job's secret unencrypted; empty if it encrypts the secret."""
+    """Return a warning if Spark sends the job's secret unencrypted; empty otherwise."""
 
     def is_on(name: str) -> bool:
         return str(spark.conf.get(name, "false")).lower() == "true"

@@ -28,7 +28,9 @@ _SCHEMA = "found binary"
 
 
 def importable_elsewhere(modules: Mapping[str, str]) -> frozenset[str]:
-    """Return the modules that executors of the active session can import; without a session, another Python here can.
+    """Return the modules that the executors of the active session can import.
+
+    Without a session, return the modules that another Python on this machine can import.
 
     Args:
         modules: the SHA-256 of each module's file, by the module's name.

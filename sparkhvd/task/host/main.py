@@ -97,7 +97,7 @@ def _own_address(job: HostJob) -> str:
 
 def _watch(launcher: LauncherConnection, workers: list[WorkerProcess]) -> None:
     try:
-        launcher.receive()  # ends only when the launcher ends, because it sends nothing more
+        launcher.receive()  # blocks until the launcher ends, because it sends nothing more
     except (EOFError, OSError):
         for worker in workers:
             worker.terminate(1.0)
