@@ -35,7 +35,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether any thread may use mpi4py beside the collectives; the core itself makes no MPI calls."""
+    """Return whether any thread may use mpi4py while collectives run; the core itself makes no MPI calls."""
     if not mpi.available():
         return False
     return mpi.has_threads() if session.uses_mpi() else True

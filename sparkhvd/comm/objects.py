@@ -82,7 +82,7 @@ def allgather_object(
 
 
 def _pickled(value: object) -> tuple[bytes, Exception | None]:
-    """Return the pickle of a value, or no bytes and the error, because the other ranks wait for either."""
+    """Return the pickle of a value, or no bytes and the error: the other ranks wait for bytes in both cases."""
     try:
         return cloudpickle.dumps(value), None
     except Exception as problem:  # noqa: BLE001  a user's __reduce__ may raise anything

@@ -54,7 +54,7 @@ class SrunOptions:
 
 @dataclass(frozen=True)
 class HostEnded:
-    """The process of a host has ended; ``why`` says how, with its last output."""
+    """The process of a host has ended; ``why`` describes the end, with the last output."""
 
     why: str
 

@@ -136,7 +136,7 @@ class RayExecutor:
         Args:
             timeout_s: seconds within which all ranks must be ready.
             ssh_identity_file: has no effect, because Ray starts the ranks.
-            ssh_str: has no effect, either.
+            ssh_str: has no effect either.
             placement_group_timeout_s: seconds within which Ray must have reserved the resources.
             nics: network interfaces whose addresses the ranks use.
             verbose: 0 shows no output of the ranks, 1 shows it, 2 adds sparkhvd's own debug lines.

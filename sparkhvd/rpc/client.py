@@ -21,7 +21,7 @@ class Client:
     def __init__(self, frames: FrameSocket) -> None:
         self._frames = frames
         self._sending = threading.Lock()
-        self._asking = threading.Lock()  # held for one request and its response; comes before the other
+        self._asking = threading.Lock()  # held for one request and its response; acquired before _sending
 
     def send(self, message: Message, deadline: Deadline) -> None:
         """Send a message without waiting for a response."""

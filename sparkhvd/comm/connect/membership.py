@@ -133,7 +133,7 @@ class Membership:
 
     Attributes:
         generation: the number of the current or latest generation; 0 before the first.
-        commit: the number of the newest commit; -1 as long as this worker has no state of the job.
+        commit: the number of the newest commit; -1 while this worker does not have the state of the job.
         reason: why this worker left the latest generation; empty if the driver asked for it.
         newest_published: the path of the newest commit in the job's Store that the driver knows; empty without one.
     """

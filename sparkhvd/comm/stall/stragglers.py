@@ -123,7 +123,7 @@ def straggler_error(
         publish_straggler(
             rendezvous, Straggler(context.rank_in_job(ranks[missing[0]]), f"rank {own} {waited}", joined=what != INIT)
         )
-    except SparkHvdError:  # the rendezvous has ended; the first error says more
+    except SparkHvdError:  # the rendezvous has ended; the first error has more details
         return None
     return DeadlineExceededError(
         f"Rank {own} {waited}. Check what that rank is doing, or raise SPARKHVD_START_TIMEOUT."

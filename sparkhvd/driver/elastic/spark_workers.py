@@ -404,7 +404,7 @@ class SparkWorkers:
         why = (
             f"The job held {count} of the {self._least} slots that it needs to start, while other Spark jobs of the "
             "application held or waited for cores. It gave them back, so that two jobs do not wait for each other, and "
-            "asks again"
+            "will request them again"
         )
         self._inbox.put(DiscoveryFailed(why, False))
         self._await_ends(connected, [run.done for run in runs])

@@ -236,7 +236,7 @@ class MpiHandle:
             while (problem := self._try_ranks(tasks)) is not None:
                 attempt, tasks = self._next_attempt(attempt, problem)
         except SparkHvdError as error:
-            if not self._stage_has_ended:  # otherwise Spark's own error says more
+            if not self._stage_has_ended:  # otherwise Spark's own error has more details
                 self._fail(str(error))
         except Exception as error:
             logger.debug("The start of mpirun failed.", exc_info=True)
@@ -337,7 +337,7 @@ class MpiHandle:
 
     def _mpirun_ended(self, code: int, output: str) -> None:
         if LOST_TASK in output:
-            # The connection of ``_watch`` breaks for the same reason at about the same time; its error says more.
+            # The connection of ``_watch`` breaks for the same reason at about the same time, with more details.
             self._wake.wait(UNANSWERED_SECONDS)
         if code != 0:
             self._fail(f"mpirun {describe_exit(code)}. Its last output:\n{output or 'none'}")

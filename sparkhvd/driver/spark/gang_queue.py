@@ -50,7 +50,7 @@ class Gang:
     priority: int = 0
 
     def fits(self, running: Sequence[Gang]) -> bool:
-        """Return whether there are slots for this job beside the running ones.
+        """Return whether there are slots for this job in addition to the running jobs.
 
         This is known only if the running jobs use the same resources. Otherwise, it depends on the executors of their
         ranks: ranks with fewer cores may leave too few cores for one of ours on every executor.

@@ -1,4 +1,4 @@
-"""Finds out which of the user's modules can be imported where a pickle is loaded; asks executors once per session."""
+"""Finds out which of the user's modules can be imported where a pickle is loaded; caches the executors' answers."""
 
 from __future__ import annotations
 

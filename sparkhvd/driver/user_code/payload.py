@@ -20,7 +20,7 @@ def pickle_call(
 ) -> bytes:
     """Return ``(fn, args, kwargs)`` as bytes that a worker can unpickle.
 
-    The code of modules that the workers cannot import, such as files beside a script, is pickled with them.
+    The code of modules that the workers cannot import, such as modules in a script's folder, is pickled with them.
 
     Args:
         fn: the function.

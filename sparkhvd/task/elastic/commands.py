@@ -15,7 +15,7 @@ _POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class DriverLost:
-    """The driver cannot be reached any more; ``why`` says how that was noticed."""
+    """The driver cannot be reached any more; ``why`` describes how the loss was noticed."""
 
     why: str
 

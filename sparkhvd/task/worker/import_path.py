@@ -1,6 +1,6 @@
 """The import path of a rank, which equals the import path of its task.
 
-Spark adds the files of ``addPyFile`` to ``sys.path`` alone, so the path goes to the worker by ``PYTHONPATH``. Before
+Spark adds the files of ``addPyFile`` to ``sys.path`` alone, so the worker gets the path through ``PYTHONPATH``. Before
 ``fn`` runs, the worker restores the variable's own value, because ``fn`` may start another Python.
 """
 

@@ -248,7 +248,7 @@ def _not_importable(module: str | None) -> str:
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:
-    """Return whether another rank's failure caused this error, as far as the error tells."""
+    """Return whether another rank's failure caused this error, as far as the error shows."""
     own = session.launch_context().world.rank
     while error is not None:
         if isinstance(error, CollectiveError | DeadlineExceededError) and not isinstance(error, MismatchError):

@@ -115,7 +115,7 @@ def _installed(import_path: str) -> tuple[int, ...]:
 
 
 def _inherited() -> tuple[str, ...]:
-    """Return the state that this thread hands down to a process that it starts."""
+    """Return the state that a process inherits from this thread when the thread starts it."""
     found = [str(os.getpriority(os.PRIO_PROCESS, 0))]
     for name in _INHERITED_FILES:
         with contextlib.suppress(OSError):  # not every kernel has it
