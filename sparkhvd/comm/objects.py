@@ -74,7 +74,8 @@ def allgather_object(
     gathered = communicator.gather_buffer(content, SubmitOptions(name, process_set)).wait()
     if problem is not None:
         raise CollectiveError(f"A {type(value).__name__} cannot be sent to other ranks: {problem}") from problem
-    if silent := [rank for rank, size in enumerate(gathered.first_dims) if size == 0]:
+    ranks = communicator.channel(process_set).ranks
+    if silent := [rank for rank, size in zip(ranks, gathered.first_dims, strict=True) if size == 0]:
         raise CollectiveError(f"Ranks {silent} could not pickle the objects to send; see the errors on those ranks.")
     ends = np.cumsum(gathered.first_dims).tolist()
     starts = [0, *ends[:-1]]

@@ -96,13 +96,18 @@ class LogFileWriter:
                 self._write_part()
             self._write_part()
 
+    def _next_number(self) -> int:
+        """Return the number after the largest one in the folder, from which files may have been deleted."""
+        start = f"{self._folder}/{self._stream}."
+        numbers = [path.removeprefix(start) for path in self._store.list(self._folder) if path.startswith(start)]
+        return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
+
     def _write_part(self) -> None:
         if not self._lines or self._error is not None:
             return
         try:
             if self._number is None:
-                there = self._store.list(self._folder)
-                self._number = sum(path.startswith(f"{self._folder}/{self._stream}.") for path in there)
+                self._number = self._next_number()
             with self._store.open(f"{self._folder}/{self._stream}.{self._number:06d}", "wb") as file:
                 file.writelines(self._lines)
         except StoreError as error:

@@ -5,6 +5,7 @@ import pytest
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.objects import allgather_object
 from sparkhvd.comm.process_sets import ProcessSet, Proposal, agreed_sets
 from sparkhvd.errors import CollectiveError, ConfigError, MismatchError, NotInitializedError
 from tests.ranks import RankGroup
@@ -61,6 +62,23 @@ def work_in_overlapping_sets_while_others_rest():
     for one in sets:
         me.remove_process_set(one)
     return right, len(handles)
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("holds a socket")
+
+
+def gather_what_a_rank_of_a_set_cannot_pickle():
+    me = session.current()
+    one = me.add_process_set([1, 3])
+    message = ""
+    if one.included():
+        with pytest.raises(CollectiveError) as caught:
+            allgather_object(me, Unpicklable() if me.world.rank == 3 else 5, process_set=one)
+        message = str(caught.value)
+    me.remove_process_set(one)
+    return message
 
 
 def disagree_within_a_set():
@@ -221,3 +239,10 @@ def test_an_unregistered_set_has_ranks_but_no_id():
     assert (one.process_set_id, one.ranks) == (None, [1, 2])
     with pytest.raises(NotInitializedError, match=r"hvd.init\(process_sets="):
         one.included()
+
+
+def test_ranks_that_cannot_pickle_are_named_by_their_ranks_in_the_job(group):
+    messages = group.run(gather_what_a_rank_of_a_set_cannot_pickle)
+    assert messages[0] == messages[2] == ""
+    assert messages[1] == "Ranks [3] could not pickle the objects to send; see the errors on those ranks."
+    assert messages[3] == "A Unpicklable cannot be sent to other ranks: holds a socket"

@@ -32,6 +32,17 @@ def test_lines_go_into_numbered_files_that_a_new_writer_does_not_replace(files):
     assert content(files, "logs/rank.3/stdout.000001") == b"second\nthird\n"
 
 
+def test_a_new_writer_replaces_no_file_although_earlier_ones_were_deleted(files):
+    for text in (b"first", b"second", b"third"):
+        writer = LogFileWriter(files, 0, "stdout")
+        writer.write(text)
+        writer.close()
+        if text == b"second":
+            files.store.delete("logs/rank.0/stdout.000000")
+    assert files.store.list("logs") == ["logs/rank.0/stdout.000001", "logs/rank.0/stdout.000002"]
+    assert content(files, "logs/rank.0/stdout.000001") == b"second\n"
+
+
 def test_large_output_is_divided_into_files_and_not_kept_in_memory(files, monkeypatch):
     monkeypatch.setattr(log_files, "_PART_BYTES", 1000)
     writer = LogFileWriter(files, 0, "stderr")
