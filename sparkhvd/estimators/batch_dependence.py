@@ -1,4 +1,4 @@
-"""Layers and losses that relate the rows of a batch, which is one rank's share, and the warnings before training."""
+"""Layers and losses that relate the rows of a batch, which is one rank's share, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class BatchDependence:
 
     Attributes:
         local: names of the normalizing layers that see this rank's rows only.
-        synchronized: what to use instead to normalize over the rows of all ranks.
+        synchronized: the layer or setting that normalizes over the rows of all ranks.
         pairs: names of the normalizing layers that cannot train on a single row.
         pixels: names of the normalizing layers that can train on a single row only if it has several pixels there.
-        losses: names of the losses that are not a mean over rows but a number of the whole batch.
+        losses: names of the losses that are not a mean over rows but a value of the whole batch.
         frequencies: names of the embeddings that divide gradients by the frequency of a value in the batch.
     """
 
@@ -56,10 +56,10 @@ class BatchDependence:
         return remarks
 
     def check_changing_ranks(self, batch_size: int) -> None:
-        """Check that no number of ranks, each with batches of its own, leaves a batch with a single row.
+        """Check that no number of ranks leaves a batch with a single row.
 
         Raises:
-            ParamError: batches are too small for a rank's last batch to take a second row from the one before it.
+            ParamError: the batches are too small for a rank's last batch to take a second row from the batch before.
         """
         if self.pairs and batch_size < _LEAST_TO_SHARE:
             raise ParamError(
@@ -78,7 +78,7 @@ class BatchDependence:
 
 
 _SHOWN = 3
-# A batch of three can give a row to the batch behind it and still have two.
+# A batch of three can give a row to the next batch and still have two.
 _LEAST_TO_SHARE = 3
 
 

@@ -32,8 +32,8 @@ class TrainSpec:
 
     Attributes:
         shards: the number of batches of ``batch_size`` rows that make up a global batch, which the ranks divide among
-            themselves; None is one per rank.
-        elastic: whether ranks may come and go within epochs.
+            themselves; None means one batch per rank.
+        elastic: whether ranks may join and leave within epochs.
         labels: the known ranges of labels.
         sample: one real row by column, for ranks without rows of their own; None if no row is known.
     """
@@ -81,9 +81,9 @@ class TrainSpec:
 
 
 def typed_params(kind: type[T], params: Mapping[str, Any]) -> T:
-    """Return the parameters that the fields of a dataclass name, with the types that their converters have checked.
+    """Return the parameters that a dataclass names as fields, with the types that their converters have checked.
 
-    Parameters that are missing are None.
+    Missing parameters are None.
     """
     return kind(**{field.name: params.get(field.name) for field in fields(kind)})
 
@@ -109,13 +109,13 @@ class TrainHooks(Protocol):
 
     @property
     def rank_state(self) -> bytes | None:
-        """The value of this rank's ``StepReport.rank_state`` at ``first_step``; None if other ranks have come there."""
+        """The value of this rank's ``StepReport.rank_state`` at ``first_step``; None if there is none."""
 
     @property
     def metrics(self) -> Sequence[bytes]:
         """The ranks' values of ``StepReport.metrics`` in the first epoch before the interruption.
 
-        Each of them is to be taken over by one rank; there may be more or fewer of them than ranks.
+        One rank must take over each value. There may be more or fewer values than ranks.
         """
 
     @property
@@ -131,16 +131,16 @@ class TrainHooks(Protocol):
     def on_step_end(self, report: StepReport, trainer: Trainer) -> None:
         """Report progress, end the training on a NaN or infinite loss, and write a checkpoint when one is due.
 
-        Trainers call it between steps, when ``trainer.state()`` is the state at the end of a step.
+        Trainers call this hook between steps, when ``trainer.state()`` is the state at the end of a step.
         """
 
     def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
-        """Average the metrics, log them and checkpoint on rank 0; return whether to continue, alike on every rank."""
+        """Average the metrics, log them and checkpoint on rank 0; return on every rank whether to continue."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Save the model as callbacks left it, if one of them ended the training.
+        """Save the model if callbacks changed it after the last checkpoint.
 
-        Trainers call it last, once after all epochs; a later fit of the run gets its model from there.
+        Trainers call this hook last, once after all epochs. A later fit of the run returns the saved model.
         """
 
 
@@ -151,7 +151,7 @@ class Trainer(Protocol):
         """Restore what ``state()`` returned on rank 0."""
 
     def state(self) -> bytes:
-        """Return the model, the optimizer and all other state with which a resumed run equals an uninterrupted one."""
+        """Return the model, the optimizer and all state that a resumed run needs to equal an uninterrupted one."""
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train all epochs, and call the hooks between steps and epochs."""
@@ -209,9 +209,9 @@ class FrameworkPlugin(Protocol):
         """
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
-        """Do on a rank what ``check`` does with rows, from the payload of ``pack``, if only ranks have the rows.
+        """Run the check with rows on a rank, with the payload of ``pack``, if only ranks have the rows.
 
-        ``pack`` may not have known the shapes; ``schema`` has them all.
+        ``schema`` has all shapes, even if ``pack`` did not know them.
         """
 
     def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
@@ -224,10 +224,10 @@ class FrameworkPlugin(Protocol):
         """
 
     def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
-        """Return the metrics that the run monitors, by parameter: ``monitored_metrics(params)``, and its own."""
+        """Return the metrics that the run monitors, by parameter: ``monitored_metrics(params)`` and the framework's."""
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
-        """Return what a checkpoint must have in common with the model and optimizer to be resumed with them."""
+        """Return the facts that a checkpoint must share with the model and optimizer that resume from it."""
 
     def batch_dependence(self, params: Mapping[str, object]) -> BatchDependence:
         """Return the layers and losses that relate the rows of a batch."""
@@ -242,4 +242,4 @@ class FrameworkPlugin(Protocol):
         """Write the untrained model of ``params`` in the format of ``Trainer.export``; the schema may lack labels."""
 
     def predictor(self, folder: Path, inference: Inference = ON_CPU) -> Predictor:
-        """Open what ``Trainer.export`` wrote."""
+        """Open a model that ``Trainer.export`` wrote."""

@@ -27,7 +27,7 @@ class EpochRecord:
     """One epoch of a run.
 
     Attributes:
-        epoch: from 0.
+        epoch: the epoch, counted from 0.
         train: metric name -> mean over the training rows of all ranks.
         validation: the same over the validation rows; empty without validation.
         rows_per_second: training rows of all ranks per second of training.
@@ -67,11 +67,11 @@ class EpochReport:
     Thus the validated model is the one that rank 0 saves.
 
     Attributes:
-        epoch: from 0.
+        epoch: the epoch, counted from 0.
         train: metric name -> (sum over this rank's rows, rows); always includes ``loss``.
         validation: the same over the validation rows; empty without validation.
         times: the time by phase.
-        steps: training steps that ``times`` are of, the same on every rank; without those before an interruption.
+        steps: the training steps that ``times`` covers, equal on every rank; without the steps before an interruption.
         on_record: called with the record of all ranks before the checkpoint is written, to update the trainer's state.
             Returns whether this rank requests the end of the training; one request ends it on all ranks.
     """
@@ -97,11 +97,11 @@ class StepReport:
     """A trainer's report after a training step.
 
     Attributes:
-        epoch: from 0.
+        epoch: the epoch, counted from 0.
         step: completed batches of the epoch, including those before an interruption. If the rest of the epoch was
             divided anew among other ranks, only the batches of the rest count, here and in ``steps``.
         steps: batches of the whole epoch.
-        loss: of this rank in this step; None if it had no rows.
+        loss: the loss of this rank in this step; None if the rank had no rows.
         sums: this rank's metrics of the epoch so far, as in ``EpochReport.train``, without those in ``metrics``.
         rank_state: returns this rank's own state that a resumed run needs, such as the state of random numbers.
         whole: whether the trainer's state is complete; False while gradients accumulate over several batches.
@@ -110,7 +110,7 @@ class StepReport:
         metrics: returns this rank's state of the metrics that ``sums`` lacks, with the earlier states that it has taken
             over (``TrainHooks.metrics``); empty without such metrics.
         wants_end: whether this rank requests the end of the training after this epoch. A run that resumes within the
-            epoch remembers the request, as the callback that made it may not repeat it.
+            epoch remembers the request, because the callback may not repeat it.
     """
 
     epoch: int

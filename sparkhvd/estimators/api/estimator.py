@@ -116,11 +116,11 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     plugin: ClassVar[str]
     model_class: ClassVar[type[TrainedModel]]
-    preload: ClassVar[tuple[str, ...]]  # imports of the ranks while they wait for each other; the framework first
+    preload: ClassVar[tuple[str, ...]]  # modules that waiting ranks import; the framework's first
     required: ClassVar[tuple[str, ...]] = ("feature_cols", "label_cols")
     _mlflow_run: str | None = None
     _part: str | None = None  # the part of a search, such as a fold of a CrossValidator, that this copy belongs to
-    _trial_params: Mapping[str, object] = MappingProxyType({})  # of the trial of a search that this copy belongs to
+    _trial_params: Mapping[str, object] = MappingProxyType({})  # of the search trial that this copy trains
     _mapped: frozenset[str] = frozenset()  # the parameters that a parameter map set on this copy
 
     @overload
@@ -184,7 +184,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         without an estimator. The model, its optimizer and its loss may still be missing.
 
         Raises:
-            SparkHvdError: a parameter or the rows are refused; the same error as that of ``fit``.
+            SparkHvdError: a parameter or the rows are refused; ``fit`` raises the same error.
         """
         plan = self._plan_of_rows(**self._overrides_for(dataset))
         self._require(plan, ("feature_cols", "label_cols"))
@@ -201,13 +201,13 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return acquire(dataset, selection, store, writing, keep_seconds=_keep_seconds(plan))
 
     def as_trial(self, name: str, params: Mapping[str, object]) -> Self:
-        """Return a copy that logs to MLflow as a nested run with this name and these further parameters."""
+        """Return a copy that logs to MLflow as a nested run with this name and these additional parameters."""
         copied = self.copy()
-        copied._part, copied._trial_params = name, params  # noqa: SLF001 - of a copy of its own
+        copied._part, copied._trial_params = name, params  # noqa: SLF001 - of this object's own copy
         return copied
 
     def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
-        """Return a copy with these parameters, as ``fit(df, params)`` and Spark ML's tuning make for every fit.
+        """Return a copy with these parameters; ``fit(df, params)`` and Spark ML's tuning make a copy for every fit.
 
         These fits run in threads, so the copy remembers the active MLflow run of the calling thread.
         """
@@ -220,7 +220,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return copied
 
     def try_rows(self, dataset: DataFrame, rows: int) -> str:
-        """Put a few rows through the model on the driver; return in words where columns went and what came out.
+        """Run a few rows through the model on the driver; return the mapping of the columns and the output shapes.
 
         Raises:
             ParamError: the model does not accept these rows.
@@ -247,7 +247,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """Print which columns go to which input and output, and the model's outputs for five rows, without training.
 
         Raises:
-            SparkHvdError: the rows cannot be trained on; the same error as that of ``fit``.
+            SparkHvdError: the rows cannot be trained on; ``fit`` raises the same error.
         """
         plan = self._checked_plan_for(df)
         sys.stdout.write(description(type(self).__name__, self.plugin, plan, df, self._selection(df, plan)))
@@ -273,13 +273,13 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     ) -> TrainedModel:
         """Train on existing Parquet files.
 
-        The rows come from the first of these that applies: ``dataset_idx``; the files at ``path``; the dataset that
-        this process holds open in the Store (inside ``with prepare_data(...)``), the last opened one that has the
-        columns; the files at the Store's ``train_path`` and ``val_path``.
+        The rows come from the first of these that applies: ``dataset_idx``; the files at ``path``; a dataset that this
+        process holds open in the Store (inside ``with prepare_data(...)``); the files at the Store's ``train_path`` and
+        ``val_path``. If several open datasets have the columns, the last opened one is used.
 
         Args:
             params: parameters for this fit only, as in ``fit``.
-            dataset_idx: what ``prepare_data`` returned, its ``dataset_id``, or the name passed to it.
+            dataset_idx: the result of ``prepare_data``, its ``dataset_id``, or the name passed to ``prepare_data``.
             path: a folder of Parquet files, or one file; written by Spark, pandas, pyarrow or petastorm.
             validation_path: the same for the validation rows.
             reader: overrides the parameter ``reader`` for this fit.
@@ -291,8 +291,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """
         if params is not None and not isinstance(params, Mapping):
             raise ParamError(
-                f"params={params!r} must be a dict of parameters, as in fit. Pass Parquet files as path=, and what "
-                "prepare_data returned as dataset_idx=."
+                f"params={params!r} must be a dict of parameters, as in fit. Pass Parquet files as path=, and the "
+                "result of prepare_data as dataset_idx=."
             )
         if params:
             return self.copy(params).fit_on_parquet(
@@ -373,7 +373,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return self._checked_plan(**self._overrides_for(dataset))
 
     def _overrides_for(self, dataset: DataFrame) -> dict[str, object]:
-        """Return the parameters that depend on the DataFrame: every field of a struct is a label of its own."""
+        """Return the parameters that depend on the DataFrame: every field of a struct is a separate label."""
         labels = self.values()["label_cols"]
         if labels is None or not hasattr(dataset, "sparkSession"):  # _selection refuses such a dataset
             return {}
@@ -385,7 +385,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return plan
 
     def _plan_of_rows(self, **overrides: object) -> FitPlan:
-        """Return the checked parameters, of which those of the model may be missing."""
+        """Return the checked parameters; those of the model may be missing."""
         plan = self._plan(**overrides)
         if plan.inputs is not None and self.values()["feature_cols"] is None:
             plan = replace(plan, feature_cols=columns_of(plan.inputs))
@@ -420,7 +420,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _selection(self, dataset: DataFrame, plan: FitPlan) -> Selection:
         require_spark_dataframe("fit", dataset)
-        # Default output names must only differ from the features, as transform may get another DataFrame.
+        # Default output names need to differ from the features only, because transform may get another DataFrame.
         check_output_names(_output_names(plan), dataset.columns if plan.output_cols else plan.feature_cols)
         return select(
             dataset.schema,
@@ -516,7 +516,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                     stdout=cast("TextIO | None", shown),
                 )
             except Exception:
-                if calls.error is not None:  # rank 0 failed because of it
+                if calls.error is not None:  # rank 0 failed because of this error
                     raise calls.error from None
                 raise
         # Only rank 0 returns a result.
@@ -552,7 +552,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 def _keep_seconds(plan: FitPlan) -> float:
     """Return how long prepared rows are kept after their last use.
 
-    Without ``random_seed``, every fit splits differently, so no later one can reuse them.
+    Without ``random_seed``, every fit splits differently, so no later fit can reuse the rows.
     """
     splits = isinstance(plan.validation, float) and plan.validation > 0
     keeps = plan.random_seed is not None or not splits
@@ -577,7 +577,7 @@ def _check_types(plan: FitPlan, schema: DataSchema | None, shapes: Sequence[tupl
 
 
 def _row_loader(plan: FitPlan) -> type[DataModule] | None:
-    """Return the data module that replaces the readers; None if the readers stay."""
+    """Return the data module that replaces the readers; None if the readers are used."""
     return plan.data_module if loads_rows(plan.data_module) else None
 
 

@@ -28,9 +28,9 @@ def existing_rows(
     access: Access,
     any_type: bool,
 ) -> Iterator[ExistingFiles]:
-    """Open the rows of a ``fit_on_parquet``, with the columns of the estimator's parameters.
+    """Open the rows that ``fit_on_parquet`` trains on, with the columns of the estimator's parameters.
 
-    Prepared rows cannot be removed within the context. ``access`` opens existing Parquet files; with ``any_type``
+    Prepared rows cannot be removed within the context. ``access`` opens existing Parquet files. With ``any_type``,
     columns need not be numeric.
 
     Raises:

@@ -105,15 +105,15 @@ def check_fit_on_parquet(plan: FitPlan) -> None:
 
 
 def check_single_fit(run_id: str | None) -> None:
-    """Refuse a ``run_id`` for one of several fits, which may be on different rows.
+    """Refuse a ``run_id`` that several fits would share, because these fits may be on different rows.
 
-    Several fits are those of ``fit(df, [params, ...])`` and of Spark ML's tuning, also through Pipelines. Spark ML
-    passes down no sign of them, so this looks for its iterator on the call stack.
+    ``fit(df, [params, ...])`` and Spark ML's tuning make several fits, also through Pipelines. Spark ML does not
+    tell the estimator that there are several, so this function looks for Spark ML's iterator on the call stack.
 
     Raises:
         ParamError: this is one of several fits and has a run_id.
     """
-    iterator = getattr(base, "_FitMultipleIterator", None)  # private, so another pyspark may lack it
+    iterator = getattr(base, "_FitMultipleIterator", None)  # private, so another pyspark version may lack it
     if run_id is None or iterator is None:
         return
     calls = inspect.unwrap(iterator.__next__).__code__
@@ -129,7 +129,7 @@ def check_single_fit(run_id: str | None) -> None:
 
 
 def _refuse_elastic(plan: FitPlan) -> None:
-    """Refuse elastic training where a rest of an epoch cannot be divided anew among other ranks."""
+    """Refuse elastic training if the rest of an epoch cannot be divided anew among other ranks."""
     if plan.store is None or not plan.store.save_runs:
         raise ParamError(
             "Elastic training (min_num_proc, max_num_proc) keeps its rows and checkpoints in a Store. Pass a store "
@@ -169,7 +169,7 @@ def _refuse_prepared_row_params(plan: FitPlan) -> None:
 
 def _refuse_native_reader_params(plan: FitPlan, replacement: str, itself: str) -> None:
     defaults = {"reader": "native"}
-    # A factory of another kind of data modules leaves the readers in place.
+    # A factory of another kind of data module does not replace the readers.
     values = {**plan.params, **({} if loads_rows(plan.data_module) else {"data_module": None})}
     for name in (
         "train_steps_per_epoch",
@@ -209,7 +209,7 @@ def row_cache(plan: FitPlan) -> str | None:
     """Return where ranks cache their rows after the first epoch: ``memory``, ``disk`` or None.
 
     Raises:
-        ParamError: both caches are set, or there is nothing to cache.
+        ParamError: both caches are set, or the rows do not come from a Store.
     """
     caches = [name for name in ("inmemory_cache_all", "local_cache") if getattr(plan, name)]
     if len(caches) > 1:

@@ -1,4 +1,4 @@
-"""Arrays as bytes, in which checkpoints hold the state of Keras."""
+"""Arrays as bytes, the form in which checkpoints hold the state of Keras."""
 
 from __future__ import annotations
 

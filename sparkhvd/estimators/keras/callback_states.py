@@ -1,4 +1,4 @@
-"""The states of Keras' own callbacks in checkpoints; Keras saves none, and resets them when a training begins."""
+"""The states of Keras' own callbacks in checkpoints; Keras does not save them and resets them when training begins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = ("wait", "best", "best_epoch", "stopped_epoch", "cooldown_counter")
 
 
 def callback_states(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
-    """Return what the callbacks have seen so far, by names that ``restore_callbacks`` knows."""
+    """Return the states of the callbacks so far, by names that ``restore_callbacks`` knows."""
     arrays: Arrays = {}
     for prefix, callback in _stateful(callbacks):
         numbers = {name: getattr(callback, name, None) for name in _NUMBERS}
@@ -30,7 +30,7 @@ def callback_states(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
 def restore_callbacks(
     callbacks: Sequence[keras.callbacks.Callback], arrays: Mapping[str, npt.NDArray[np.generic]]
 ) -> None:
-    """Set the states of callbacks from ``callback_states``; those of other types, or at other places, start anew."""
+    """Set the states of callbacks from ``callback_states``; callbacks of other types or positions start anew."""
     for prefix, callback in _stateful(callbacks):
         for name in _NUMBERS:
             if (value := arrays.get(f"{prefix}.{name}")) is not None:

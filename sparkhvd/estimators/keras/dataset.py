@@ -22,7 +22,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
     """The batches of one split, in order; requesting batch 0 starts the epoch numbered ``epoch``.
 
     Keras may prefetch batches, so a batch of the epoch is named by its index. A rank without rows in a batch gets a
-    placeholder row, because Keras has no empty steps: its share of the step is 0, and ``was_empty`` returns true.
+    placeholder row, because Keras has no empty steps: its share of the step is 0, and ``was_empty`` returns True.
 
     Args:
         source: the batches.
@@ -37,8 +37,8 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
     ) -> None:
         super().__init__()
         self.epoch = 0
-        self.first_step = 0  # at which the epoch begins
-        self.rows = 0  # of this rank, delivered in the epoch so far
+        self.first_step = 0  # the step at which the epoch begins
+        self.rows = 0  # rows of this rank, delivered in the epoch so far
         self._batches_left: int | None = None
         self._ready: list[float] = []  # time at which every batch of the epoch was ready, by the monotonic clock
         self._rows_of_all: list[int] = []  # rows of all ranks in every batch of the epoch
@@ -53,7 +53,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._passes = passes
         self._read: deque[Batch] = deque()  # batches of the current step that are not delivered yet
         self._rows_of_step = 0
-        self._shares: list[float] = []  # of this rank's rows in the rows of the step, for every batch of the epoch
+        self._shares: list[float] = []  # the result of ``share_of`` for every batch of the epoch
         self._empty: set[int] = set()
         # The placeholder for empty batches is the last row, because a synthetic row may have invalid values.
         self._placeholder = sample or {column.name: columns.blank(column, 1) for column in source.schema.columns}
@@ -114,7 +114,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
             return max(self._ready[batch] - since, 0.0)
 
     def share_of(self, batch: int) -> float:
-        """Return the share of this rank's rows in a batch of the epoch in the rows of all ranks in its step."""
+        """Return this rank's rows in a batch of the epoch, as a fraction of all ranks' rows in the batch's step."""
         with self._lock:
             return self._shares[batch]
 

@@ -32,11 +32,11 @@ class CurrentBatch:
         self._batch = None
 
     def share(self) -> float:
-        """Return the share of this rank's rows in the batch in the rows of all ranks in its step."""
+        """Return this rank's rows in the batch, as a fraction of all ranks' rows in the batch's step."""
         return 1.0 if self._batch is None else self._batch[0].share_of(self._batch[1])
 
     def share_of_batch(self) -> float:
-        """Return the share of this rank's rows in the rows of all ranks in the batch."""
+        """Return this rank's rows in the batch, as a fraction of all ranks' rows in the batch."""
         if self._batch is None:
             return 1.0
         rows, global_rows = self._batch[0].rows_of(self._batch[1])
@@ -51,7 +51,7 @@ class CurrentBatch:
         return self.share() > 0
 
     def factor(self, divisor: float, name: str) -> float:
-        """Return the factor from the share of this rank's rows to that of its divisor; collective within a batch."""
+        """Return the factor from this rank's share of the rows to its share of the divisors; collective in a batch."""
         if self._batch is None:
             return 1.0
         data, batch = self._batch
@@ -117,7 +117,7 @@ def _with_rows(loss: Callable[..., keras.KerasTensor], mean: keras.metrics.Mean)
 
     In a graph of TensorFlow the shape of a batch lacks the rows, and Keras then gives all batches the same weight.
     """
-    rows: keras.KerasTensor | int = 0  # of the latest call of the loss
+    rows: keras.KerasTensor | int = 0  # those of the latest call of the loss
     update = mean.update_state
 
     def compute(

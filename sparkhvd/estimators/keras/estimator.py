@@ -76,11 +76,11 @@ class KerasEstimator(DistributedEstimator):
         "The optimizer or its name; by default the one that the model was compiled with.", default=None
     )
     loss: Declared[object] = declared(
-        "What model.compile takes: a name, a function, a Loss, or one per output.", default=None
+        "The loss, as for model.compile: a name, a function, a Loss, or one per output.", default=None
     )
-    loss_weights: Declared[Sequence[float] | None] = declared("What model.compile takes.", default=None)
+    loss_weights: Declared[Sequence[float] | None] = declared("The loss weights, as for model.compile.", default=None)
     metrics: Declared[Sequence[object] | Mapping[str, object] | None] = declared(
-        "What model.compile takes: a list, or a dict by output.", objects_or_named, default=None
+        "The metrics, as for model.compile: a list, or a dict by output.", objects_or_named, default=None
     )
     callbacks: Declared[Sequence[keras.callbacks.Callback] | None] = declared(
         "Keras callbacks, run on every rank; the logs that they see are averaged over the ranks.",
@@ -96,7 +96,7 @@ class KerasEstimator(DistributedEstimator):
         "Shape of one row of every feature column, with or without a leading -1 for the rows.", shapes, default=None
     )
     label_shapes: Declared[Sequence[Sequence[int]] | None] = declared(
-        "Shape of one row of every label column; by default that of the output if it has as many elements.",
+        "Shape of one row of every label column; by default the output's shape if it has as many elements.",
         shapes,
         default=None,
     )

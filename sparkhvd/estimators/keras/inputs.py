@@ -125,7 +125,7 @@ class Ports:
         """
         actual = "dict" if isinstance(values, dict) else "list" if isinstance(values, list | tuple) else "single"
         if actual == "single" and self.structure == "list" and len(self.ports) == 1:
-            return [values]  # a loaded model returns the only output of a list alone
+            return [values]  # a loaded model returns the only output of a list without the list
         if actual != self.structure:
             raise ModelOutputError(
                 f"The model returns {_OUTPUTS[actual]}, but {_OUTPUTS[self.structure]} is expected for "
@@ -326,8 +326,8 @@ def own_outputs(model: keras.Model) -> Ports:
 def _declared_tensors(model: keras.Model, which: Literal["inputs", "outputs"]) -> dict[str, keras.KerasTensor] | None:
     """Return the input or output tensors of a model by their names, in Keras' order; None if it declares none.
 
-    The name is the key for a model that takes or returns a dict, in the order of the keys, and otherwise the name that
-    Keras gives the tensor.
+    For a model that takes or returns a dict, the names are its keys, in sorted order. Otherwise they are the names that
+    Keras gives the tensors.
     """
     tensors = getattr(model, which, None)
     if not tensors:

@@ -18,8 +18,8 @@ Logs = dict[str, float] | None  # the values that callbacks get, by metric
 class MetricSums:
     """The variables of a model's metrics, as sums over all ranks.
 
-    The results of the metrics are then exact, also of those that are not means (``AUC``, ``F1Score``). A metric with a
-    variable whose ``aggregation`` is not a sum is left unchanged.
+    The results of the metrics are then exact, even for metrics that are not means (``AUC``, ``F1Score``). A metric with
+    a variable whose ``aggregation`` is not a sum is left unchanged.
 
     Args:
         model: the compiled model, the same on all ranks.
@@ -44,11 +44,11 @@ class MetricSums:
         return all(map(_is_sum, _metrics(self._model))) and logs.keys() == self._model.get_metrics_result().keys()
 
     def state(self) -> bytes:
-        """Return what this rank has added to the variables since the start, with what it has taken over."""
+        """Return what this rank has added to the variables since the start, with earlier states that it took over."""
         return arrays_to_bytes(self._added())
 
     def sum_over_ranks(self, name: str) -> None:
-        """Set the variables to their values at the start and what all ranks have added since; collective.
+        """Set the variables to their values at the start plus what all ranks have added since; collective.
 
         Args:
             name: the name of the collective.
@@ -86,7 +86,7 @@ def _flat(variable: keras.Variable) -> npt.NDArray[np.float64]:
 def summed_results(model: keras.Model) -> dict[str, float]:
     """Return the results of the metrics in a model's attributes, after ``MetricSums.sum_over_ranks``.
 
-    A user-defined step may report them beside other values, and Keras then logs what the step returned on this rank.
+    A user-defined step may report them with other values, and Keras then logs what the step returned on this rank.
     """
     own = [m for m in model.metrics if m is not getattr(model, "_loss_tracker", None) and not hasattr(m, "metrics")]
     results = {

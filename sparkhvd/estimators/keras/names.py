@@ -17,7 +17,7 @@ _FUNCTIONS = frozenset({"get", "serialize", "deserialize", "legacy", "schedules"
 
 
 def check_names(optimizer: keras.optimizers.Optimizer, loss: object, metrics: object) -> None:
-    """Reject names that Keras does not know, which Keras itself would look up only in the training.
+    """Reject names that Keras does not know; Keras itself would reject them only in the training.
 
     Raises:
         ParamError: a loss, metric or optimizer is unknown; the message suggests similar names.

@@ -22,8 +22,8 @@ _UNORDERED_STATES = 933199  # Keras reduces the state of its global generator mo
 class RandomStates:
     """The states of the random generators of layers, Keras, its backend, NumPy and Python.
 
-    Those of layers (dropout, noise), Keras and its backend differ between ranks. NumPy and Python draw equal numbers on
-    all ranks: callbacks may set a learning rate with them.
+    The states of layers (dropout, noise), Keras and its backend differ between ranks. NumPy and Python draw equal
+    numbers on all ranks, because callbacks may use them to set a learning rate.
 
     Args:
         model: the model.
@@ -52,7 +52,7 @@ class RandomStates:
             # Some backends have signed states, so the values must fit into 31 bits.
             _assign(variable, sequence.generate_state(2) >> 1)
         _assign(global_seed_generator().state, unordered.generate_state(2) % _UNORDERED_STATES)
-        np.random.seed(common % 2**32)  # the last ones, because Keras draws a number when it creates its generator
+        np.random.seed(common % 2**32)  # after Keras, which draws a number when it creates its generator
         random.seed(common)
 
     def begin_batch(self) -> None:

@@ -34,7 +34,7 @@ class KerasSettings:
         return cls(config.floatx(), config.epsilon(), config.image_data_format(), policy)
 
     def apply(self) -> None:
-        """Set them in this process."""
+        """Apply these settings to this process."""
         keras.config.set_floatx(self.floatx)
         keras.config.set_epsilon(self.epsilon)
         keras.config.set_image_data_format(self.image_data_format)
@@ -42,7 +42,7 @@ class KerasSettings:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Set them within the block, if they differ from those of the process."""
+        """Apply these settings within the block, if they differ from those of the process."""
         before = self.current()
         if before == self:
             yield

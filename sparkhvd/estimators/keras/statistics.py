@@ -18,8 +18,8 @@ class LayerStatistics:
     Args:
         model: the model, built.
         own: variables that differ between ranks on purpose, such as the states of random generators.
-        sums: the optimizer's sums of gradients for a step that has not ended. Their mean over the ranks is what the
-            step uses, so every rank can continue from it.
+        sums: the optimizer's sums of gradients for a step that has not ended. The step uses their mean over the ranks,
+        so every rank can continue from this mean.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LayerStatistics:
         the calls does not matter.
 
         Args:
-            rows: the rows that this rank has trained since the last call, the weight of its values.
+            rows: the number of rows that this rank has trained on since the last call: the weight of its values.
             name: the name of the collective.
         """
         broadcast_variables(self._others)

@@ -44,7 +44,7 @@ R = TypeVar("R")
 def _on_own_device(
     method: Callable[Concatenate[KerasTrainer, P], R],
 ) -> Callable[Concatenate[KerasTrainer, P], R]:
-    """Run a method of the trainer on its device: it may create variables, which belong where the model is."""
+    """Run a method of the trainer on its device, because the method may create variables, which belong there."""
 
     @wraps(method)
     def run(trainer: KerasTrainer, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -91,7 +91,7 @@ class KerasTrainer:
 
     @_on_own_device
     def restore(self, state: bytes) -> None:
-        """Resume from ``state``; its learning rate is converted to the scale of this run."""
+        """Resume from ``state``; the saved learning rate is converted to the scale of this run."""
         arrays = arrays_from_bytes(state)
         self._callback_states = {name: values for name, values in arrays.items() if name.startswith(CALLBACK)}
         optimizer = self._model.optimizer
@@ -117,7 +117,7 @@ class KerasTrainer:
         return {f"{name}.{index}": optimizer for name, values in found for index, optimizer in enumerate(values)}
 
     def _swapping(self) -> list[keras.callbacks.SwapEMAWeights]:
-        """Return the callbacks that swap the weights and their moving averages, and know which of them are swapped."""
+        """Return the callbacks that swap the weights and their moving averages, and record whether they are swapped."""
         return [
             callback for callback in self._package.callbacks if isinstance(callback, keras.callbacks.SwapEMAWeights)
         ]
@@ -180,7 +180,7 @@ class KerasTrainer:
                     verbose=0,
                 )
 
-        # Keras would finalize the variables after every fit(), also within a training; export does it instead.
+        # Keras would finalize the variables after every fit(), even within a training; export finalizes them instead.
         object.__setattr__(optimizer, "finalize_variable_values", lambda _variables: None)
         for callback in self._swapping():  # it would replace the weights with their averages after the last epoch
             callback._finalize_ema_values = lambda: None  # noqa: SLF001
@@ -261,12 +261,12 @@ class _EpochMetrics:
 class _CallbacksOfOneTraining(keras.callbacks.CallbackList):  # type: ignore[misc]  # keras has no types
     """Begins and ends the training once, although a run that resumes within an epoch calls ``fit`` twice.
 
-    ``EarlyStopping`` would forget what it has seen in that epoch, and ``CSVLogger`` would write over its row.
+    Otherwise ``EarlyStopping`` would forget its state of that epoch, and ``CSVLogger`` would overwrite the epoch's row.
 
     Args:
         callbacks: the callbacks.
         model: the model.
-        restore: sets their states where the training resumes; when it begins, they have reset them.
+        restore: sets the states of the callbacks, which they have reset at the start of the training.
     """
 
     def __init__(
@@ -284,11 +284,11 @@ class _CallbacksOfOneTraining(keras.callbacks.CallbackList):  # type: ignore[mis
             self._restore()
 
     def on_train_end(self, logs: Logs = None) -> None:
-        """Keep the logs of a ``fit``, which may not be the last one."""
+        """Keep the logs of a call of ``fit``, which may not be the last call."""
         self._logs = logs
 
     def end(self) -> None:
-        """Call what the callbacks do at the end of the training, if it has begun."""
+        """Call the hooks of the callbacks for the end of the training, if it has begun."""
         if self._has_begun:
             super().on_train_end(self._logs)
 
@@ -308,7 +308,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         earlier_metrics: Sequence[bytes],
     ) -> None:
         super().__init__()
-        self._earlier_metrics = earlier_metrics  # which this rank takes over in the epoch that the run resumes within
+        self._earlier_metrics = earlier_metrics  # those that this rank takes over when it resumes an epoch
         self._statistics = statistics
         self._current = current
         self._equal_rows = 0  # this rank's rows in the epoch at the last synchronization of the statistics
@@ -405,7 +405,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         return StepTimes(self._data_wait, max(total - self._data_wait - communicated, 0.0), communicated)
 
     def _save_variables(self, batch: int, data: BatchDataset) -> None:
-        """Save the variables that an empty step must not change, unless the step has rows, because copies take time."""
+        """Save the variables that an empty step must not change, only if the step may be empty: copies take time."""
         self._saved = []
         if data.may_be_empty(batch):
             model = self.model
@@ -427,7 +427,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._seeds = seeds
-        self._logs: dict[str, float] = {}  # of this rank's last step with rows in the epoch
+        self._logs: dict[str, float] = {}  # those of this rank's last step with rows in the epoch
         self._wants_end = False
         self.ended = False
         self._begin = begin
@@ -436,7 +436,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         self._trainer = trainer
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        """Keep the learning rate of a run that resumes here: callbacks have changed it when the epoch began."""
+        """Keep the learning rate of a run that resumes here: callbacks already changed it when the epoch began."""
         if self._begin.rate is not None:
             self.model.optimizer.learning_rate = self._begin.rate
 
@@ -492,7 +492,7 @@ def _learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
 
 
 def _own_failures() -> AbstractContextManager[None]:
-    """Return a context that raises errors of collectives as they are, also from inside a graph of TensorFlow."""
+    """Return a context that raises errors of collectives unchanged, even from inside a graph of TensorFlow."""
     if keras.config.backend() != "tensorflow":
         return nullcontext()
     from sparkhvd.tensorflow.tensors import own_failures  # noqa: PLC0415  (only the backend in use is imported)

@@ -1,4 +1,4 @@
-"""Remove what a step leaves in the attributes of a module, for steps that must have no effect."""
+"""Undo the changes of a step to the attributes of a module, for steps that must have no effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Restore = Callable[[], Any]
 
 @contextmanager
 def attributes_unchanged(module: nn.Module, *, counters: bool) -> Iterator[None]:
-    """Restore, after this block, what it added to lists, dicts, sets, numbers, tensors and torchmetrics of a module.
+    """Restore, after this block, the lists, dicts, sets, numbers, tensors and torchmetrics of a module.
 
     Attributes that the block created remain, because hooks after a step may read them.
 

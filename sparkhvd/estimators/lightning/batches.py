@@ -64,7 +64,7 @@ def build_batch_format(
     input_shapes: Sequence[Sequence[int]] | None,
     label_shapes: Sequence[Sequence[int]] | None,
 ) -> BatchFormat:
-    """Return the form for a model: floats get its dtype, integers become int64, booleans stay."""
+    """Return the batch format for a model: floats get the model's dtype, integers become int64, booleans stay."""
     features, labels, weights = schema.of("feature"), schema.of("label"), schema.of("weight")
     shapes = dict(zip([c.name for c in features], input_shapes or (), strict=False))
     shapes |= dict(zip([c.name for c in labels], label_shapes or (), strict=False))
@@ -94,7 +94,7 @@ class BatchShare:
         rows: rows of this rank that count.
         weight: factor for the gradient of their mean loss, which applies before ranks are averaged and after Lightning
             has divided the loss by the number of batches that it accumulates.
-        borrowed: whether the rank has no rows in this step, so that the batch is a substitute without any effect.
+        is_substitute: whether the rank has no rows in this step, so that the batch is a substitute without any effect.
         factors: factors of a plain module's losses, see ``loss_factors``.
     """
 
@@ -112,9 +112,9 @@ class RankLoader:
 
     Attributes:
         share: share of the latest batch in its step.
-        batches_left: the steps of an epoch that resumes with more of them than a whole one has; None otherwise.
+        batches_left: the steps of a resumed epoch if it has more of them than a whole epoch; None otherwise.
         rows: rows returned in the current epoch.
-        waited: seconds spent waiting for them.
+        waited: seconds spent waiting for rows.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class RankLoader:
         self.epoch: Callable[[], int] = lambda: 0
         self.passes: Callable[[], int] = lambda: 1
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
-        self.repeats_first_epoch = False  # as Lightning's overfit_batches wants it
+        self.repeats_first_epoch = False  # as Lightning's overfit_batches requires
         self.used = False
         self.batches_left: int | None = None
         self._within = (-1, 0, 0)

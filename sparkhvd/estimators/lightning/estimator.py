@@ -143,7 +143,7 @@ class LightningEstimator(DistributedEstimator):
         "Callbacks of the Trainer, copied to every rank.", objects, default=None
     )
     logger: Declared[object] = declared(
-        "Lightning's logger, or a list of them; files in a relative folder come back with the model (save_logs).",
+        "Lightning's logger, or a list of them; files in a relative folder are returned with the model (save_logs).",
         default=None,
         identity=Identity.NEVER,
     )
@@ -166,7 +166,8 @@ class LightningEstimator(DistributedEstimator):
         default=None,
     )
     loss: Declared[Measure | Sequence[Measure] | None] = declared(
-        "For a plain module: loss of (output, label) that is a mean over the rows; one, or a list with one per label.",
+        "For a plain module: loss of (output, label) that is a mean over the rows; one loss, or a list with one per "
+        "label.",
         default=None,
     )
     loss_weights: Declared[Sequence[float] | None] = declared(

@@ -19,7 +19,7 @@ def batch_hint(step: str, error: Exception, batch: object) -> str | None:
     Args:
         step: the method's name.
         error: the error that it raised.
-        batch: its batch: tensors by column, or a tuple.
+        batch: the batch of the step: tensors by column, or a tuple.
     """
     text = str(error)
     if isinstance(batch, Mapping):

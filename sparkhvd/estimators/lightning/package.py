@@ -93,7 +93,7 @@ def lightning_module(package: LightningPackage, schema: DataSchema) -> Any:
         {} if package.objective is None else {stage: _reset_copies(package.objective) for stage in _STAGES}
     )
     module.val_loss = None if package.objective is None else _create_validation_loss(package.objective.weights)
-    # Lightning moves and resets submodules; a list, as a metric's name may not be a valid name of a submodule.
+    # Lightning moves and resets submodules. They are in a list, because a metric's name may be invalid for a submodule.
     module.kept_measures = torch.nn.ModuleList(part for kept in module.measures.values() for part in kept.values())
     return module
 

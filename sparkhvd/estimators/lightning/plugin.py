@@ -164,7 +164,7 @@ class LightningPlugin:
         TORCH.export(params, schema, folder)
 
     def predictor(self, folder: Path, inference: Inference = ON_CPU) -> TorchPredictor:
-        """Return the model from a folder that ``LightningTrainer.export`` wrote, on its GPU if it has one."""
+        """Return the model from a folder that ``LightningTrainer.export`` wrote, on the assigned GPU, if any."""
         return TORCH.predictor(folder, inference)
 
 
@@ -172,7 +172,7 @@ PLUGIN = LightningPlugin()
 
 
 def unpack(payload: bytes) -> LightningPackage:
-    """Return what ``LightningPlugin.pack`` has packed."""
+    """Return the package that ``LightningPlugin.pack`` has packed."""
     package: LightningPackage = cloudpickle.loads(payload)
     refuse_separated(package.model, package.optimizers)
     return package
@@ -309,7 +309,7 @@ def _check_trainer_args(trainer_args: Mapping[str, object], params: Mapping[str,
 
 
 def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, synthetic: bool = False) -> list[tuple[int, ...]]:
-    """Return the shapes of the outputs for some rows; nothing if only real rows can show them."""
+    """Return the shapes of the outputs for some rows; an empty list if only real rows can show them."""
     package = unpack(payload)
     _refuse_created_optimizers(package)
     sample = {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}

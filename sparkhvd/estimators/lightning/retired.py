@@ -1,4 +1,4 @@
-"""Horovod's parameters without a meaning in ``LightningEstimator``, and the reason in the error for setting them."""
+"""Horovod's parameters that have no meaning in ``LightningEstimator``, with the reason that the error gives."""
 
 from __future__ import annotations
 

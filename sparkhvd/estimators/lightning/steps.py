@@ -1,4 +1,4 @@
-"""Additions of an estimator to the strategy and the user's module, by which N ranks train like one big batch."""
+"""Extensions of the strategy and the user's module that let N ranks train like one big batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Feed:
     Attributes:
         train: the training rows.
         validation: the validation rows.
-        values: what torchmetrics and ``log`` accumulate in the epoch.
+        values: the values that torchmetrics and ``log`` accumulate in the epoch.
         sums: per stage, the sum over rows of the losses that steps returned, and the number of these rows.
         logged: per stage, the names that were logged for whole epochs.
         communicated: seconds spent waiting for the other ranks' gradients.
@@ -108,7 +108,7 @@ class EstimatorSteps:
     _renormalization: Renormalization | None = None
 
     def setup(self, trainer: Trainer) -> None:
-        """Watch embeddings with ``max_norm``; this is after the module's own setup."""
+        """Watch embeddings with ``max_norm``; the module's own setup has already run."""
         super().setup(trainer)  # type: ignore[misc]
         self._renormalization = Renormalization(self.lightning_module)
         self._renormalization.attach()
@@ -138,7 +138,7 @@ class EstimatorSteps:
     def on_train_start(self) -> None:
         """Prepare to resume within an epoch; this is the last hook before the first epoch.
 
-        If a validation is due at the batch from which a run resumes, Lightning takes this batch for done and skips it.
+        If a validation is due at the batch from which a run resumes, Lightning considers this batch done and skips it.
         Validation is therefore off until the first batch starts.
         """
         super().on_train_start()  # type: ignore[misc]
@@ -153,7 +153,7 @@ class EstimatorSteps:
         self.attributes.begin()
 
     def synchronize_state(self) -> None:
-        """Synchronize all that a checkpoint holds of every rank; collective."""
+        """Synchronize the state of the ranks that a checkpoint holds; collective."""
         self.synchronize_buffers()
         self.attributes.agree()
 
@@ -189,7 +189,7 @@ class EstimatorSteps:
         prune_as_saved(self.lightning_module, checkpoint)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """See ``finish_epoch``; Lightning has restored its loops before."""
+        """See ``finish_epoch``; Lightning has already restored its loops."""
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
         trainer = self.lightning_module.trainer
         if not self.feed.within_epoch and trainer.max_steps != -1:

@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 class LightningTrainer:
-    """Trains on this rank's part of every global batch; see ``RankLoader`` and ``EstimatorSteps`` for how."""
+    """Trains on this rank's part of every global batch; see ``RankLoader`` and ``EstimatorSteps``."""
 
     def __init__(self, package: LightningPackage, spec: TrainSpec, world: World) -> None:
         self._package = package
@@ -230,7 +230,7 @@ class LightningTrainer:
         if left is None and not done:
             return None
         if left is not None:
-            # Another number of ranks resumes the epoch: Lightning's count must reach its length with the last batch.
+            # Another number of ranks resumes the epoch: Lightning's count must reach the epoch's length at its end.
             done = self._ends.batches_before = max(len(feed.train) - left, 0)
             # Fewer ranks may leave more steps than ``train_steps_per_epoch`` allows a whole epoch.
             self._ends.batches_left = left if left > len(feed.train) else None
@@ -261,7 +261,7 @@ class LightningTrainer:
         scale_lr(optimizers, [], self._trainer.strategy.lr_scale / run["lr_scale"])
 
     def _load_module(self, content: State) -> None:
-        """Load the weights of a checkpoint as Lightning does: the module may have changed it, or saved only a part."""
+        """Load the weights of a checkpoint like Lightning: the module may change the checkpoint or save only a part."""
         self._module.on_load_checkpoint(content)
         prepare_module(self._module, content)
         self._module.load_state_dict(content["state_dict"], strict=getattr(self._module, "strict_loading", True))
@@ -334,14 +334,14 @@ class RunCallback:
         self._lr_scale = lr_scale
         self._finder = finder
         self.batches_done: int | None = None  # of the epoch in which the run resumes
-        self.batches_before = 0  # of the batches done, those before other ranks took over the rest of that epoch
-        self.batches_left: int | None = None  # in that epoch, if it resumes with more than a whole epoch has
+        self.batches_before = 0  # those done before other ranks took over the rest of that epoch
+        self.batches_left: int | None = None  # of that epoch, if they are more than a whole epoch has
         self.is_over = False  # whether the run ended early, or after an epoch that a callback has added
         self._loaded: State = {}
         self._best: BestModel | None = None
         self._metrics: dict[str, float] = {}  # metrics at the end of the last epoch
         self._validation_metrics: dict[str, float] = {}  # metrics at the end of the last validation
-        self._resume_setting = resume_setting  # the setting by which the run resumes within epochs; empty without
+        self._resume_setting = resume_setting  # the setting by which the run resumes within epochs, if any
         self._batches = 0  # batches done of the current epoch; 0 at its end
         self._optimizer_steps = 0  # optimizer steps at the end of the last batch
         self._ended = 0.0
@@ -377,8 +377,8 @@ class RunCallback:
         }
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: State) -> None:  # noqa: ARG002
-        # The learning rate was found when the run began, and Lightning would lose the resumed state by another trial.
-        for callback in vars(trainer)["callbacks"]:  # which Lightning does not declare
+        # The learning rate was found when the run began, and another trial would lose the resumed state.
+        for callback in vars(trainer)["callbacks"]:  # Lightning does not declare the attribute
             if isinstance(callback, self._finder):
                 vars(callback)["on_fit_start"] = lambda *_: None
         states = checkpoint["callbacks"]
@@ -398,7 +398,7 @@ class RunCallback:
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Complete a resumed epoch: schedulers that read a metric step only after the checkpoint is made."""
         self._optimizer_steps = int(trainer.global_step)
-        if self.batches_left is not None:  # not before, as learning rate schedules are made for whole epochs
+        if self.batches_left is not None:  # only now, because learning rate schedules are made for whole epochs
             self._feed.train.batches_left, self.batches_left = self.batches_left, None
             reload_batches(trainer)
         if not self._loaded:
@@ -414,7 +414,7 @@ class RunCallback:
         if trainer.is_global_zero and not self.is_over:
             attributes.warn_of_missing()
         _take_gradients(module, self._loaded.get("gradients", {}))
-        # Lightning forgets that a callback has stopped the training, if it goes on to min_epochs or min_steps.
+        # Lightning forgets that a callback has stopped the training, if training continues to min_epochs or min_steps.
         trainer.should_stop = trainer.should_stop or self._loaded.get("will_stop", False)
         # Schedulers and callbacks may read metrics of an earlier epoch.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._loaded["metrics"].items()})

@@ -23,7 +23,7 @@ def with_sources(schema: DataSchema, feature_cols: Sequence[str]) -> DataSchema:
     """Return the schema with a ``source`` in every feature that is a field of one of ``feature_cols``.
 
     Args:
-        schema: of the training rows, where struct fields are columns of their own.
+        schema: the schema of the training rows, in which struct fields are separate columns.
         feature_cols: the columns that the user selected.
     """
     remaining, features = schema.of("feature"), []
@@ -37,7 +37,7 @@ def with_sources(schema: DataSchema, feature_cols: Sequence[str]) -> DataSchema:
 def match_features(
     spark_schema: StructType, feature_cols: Sequence[str], trained: Sequence[ColumnSpec]
 ) -> list[ColumnSpec]:
-    """Return the columns of a DataFrame in the model's order, each with the shape, fill and sparsity of its training.
+    """Return the columns of a DataFrame in the model's order, each with its shape, fill and sparsity in training.
 
     Args:
         spark_schema: ``df.schema``.

@@ -48,9 +48,9 @@ def active_run() -> str | None:
 
 
 def cross_validation_part() -> str | None:
-    """Return the part of a ``CrossValidator`` that the call comes from, such as ``fold 1 of 3``; None outside of one.
+    """Return the part of a ``CrossValidator`` that the call comes from, such as ``fold 1 of 3``; None outside it.
 
-    Spark has it only in the local variables of its loop. If a version names them differently, MLflow names the runs.
+    Spark keeps the part only in local variables. If a Spark version names them differently, MLflow names the runs.
     """
     frame = sys._getframe(1)  # noqa: SLF001  (there is no public way to inspect callers)
     while frame is not None and not (
@@ -101,7 +101,7 @@ def track(
 def _active_or_nested_run(
     mlflow: ModuleType, texts: Mapping[str, str], name: str | None
 ) -> AbstractContextManager[object]:
-    """Return the active run, or a nested run if it already holds a training or other values of the parameters."""
+    """Return the active run, or a nested run if the active one holds a training or other values of the parameters."""
     logged = mlflow.get_run(mlflow.active_run().info.run_id).data
     differs = any(logged.params.get(name, value) != value for name, value in texts.items())
     if _TAG in logged.tags or differs:
@@ -127,7 +127,7 @@ def _log_history(mlflow: ModuleType, history: Iterable[EpochRecord]) -> None:
 
 
 def _epoch_of_model(history: Sequence[EpochRecord], params: Mapping[str, object]) -> int:
-    """Return the epoch whose model is returned, as far as the parameters tell."""
+    """Return the epoch whose model is returned, as far as the parameters determine it."""
     policy = params.get("checkpoints")
     best = policy.best_epoch(history) if isinstance(policy, Checkpoints) else None
     return history[-1 if best is None else best].epoch if history else 0
@@ -167,7 +167,7 @@ def _signature(model: pyfunc.PandasModel) -> ModelSignature:
     """Return the model's input and output columns.
 
     A numeric column accepts numbers of any type, like ``transform``; MLflow would reject integers for a float column.
-    The field of a struct may also be in a column of dicts.
+    A struct field may also come from a column of dicts.
     """
     from mlflow.models import ModelSignature  # noqa: PLC0415  (optional)
     from mlflow.types import ColSpec, DataType, Schema  # noqa: PLC0415

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
     """Adds the model's outputs to a DataFrame, one column per output.
 
-    An output with one value per row is a number (float if the label is float, else double); an output with several
-    values is a dense ML vector of them. ``output_types`` sets other types, see ``outputs``. ``prediction_fn`` replaces
-    the plain call of the model. A NULL in a feature column is an error when the rows are evaluated.
+    An output with one value per row becomes a number (float if the label is float, else double). An output with several
+    values becomes a dense ML vector. ``output_types`` sets other types, see ``outputs``. ``prediction_fn`` replaces the
+    plain call of the model. A NULL in a feature column is an error when the rows are evaluated.
     """
 
     plugin: ClassVar[str]
@@ -75,7 +75,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
 
     @classmethod
     def read(cls) -> FolderReader[Self]:
-        """Return a reader for what ``write`` wrote: ``read().load(path)``."""
+        """Return a reader of models that ``write`` wrote: ``read().load(path)``."""
         return FolderReader(partial(read_model, cls))
 
     def getHistory(self) -> History:  # noqa: N802  (Horovod's name)
@@ -201,7 +201,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         return transformed.drop(*names) if names else transformed
 
     def output_columns(self, taken: Sequence[str] = ()) -> tuple[OutputColumn, ...]:
-        """Return the columns that ``transform`` makes of the outputs, next to columns whose names are ``taken``.
+        """Return the columns that ``transform`` adds for the outputs; ``taken`` are the names of existing columns.
 
         Raises:
             ParamError: ``output_cols`` or ``output_types`` do not fit the outputs.

@@ -90,7 +90,7 @@ def output_column(name: str, kind: str, known: OutputSpec | None, label: ColumnS
     Args:
         name: the column's name.
         kind: the requested type; see the module.
-        known: the model's own output; None if a ``prediction_fn`` returns another one.
+        known: the model's own output; None if a ``prediction_fn`` returns another output.
         label: the label that the output predicts, if it is known.
 
     Raises:
@@ -155,7 +155,7 @@ def check_types(
         labels: the label columns; empty while they are unknown.
 
     Raises:
-        ParamError: a type is unknown, or its output cannot have it.
+        ParamError: a type is unknown, or the output cannot have that type.
     """
     for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
         if kind != AUTO and (kind != "label" or labels):
@@ -229,7 +229,7 @@ def encode_output(prediction: Predicted, column: OutputColumn, arrow: pa.DataTyp
     if any(map(np.iscomplexobj, values)):
         raise ModelOutputError(
             f"Output column {column.name!r}: the model returned complex numbers, which Spark does not have. Return the "
-            "real and the imaginary parts as values of their own."
+            "real and the imaginary parts as separate values."
         )
     if isinstance(prediction, Mapping):
         return _encode_struct(prediction, column, arrow)

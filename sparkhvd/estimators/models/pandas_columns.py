@@ -59,7 +59,7 @@ def _rows(present: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic
         rows = np.stack([_dense(value) for value in present])
     except ValueError as error:
         raise DataError(f"Feature column {column.name!r} has rows of different shapes.") from error
-    if present.dtype.kind in "biuf":  # the type of the column, which single values do not have
+    if present.dtype.kind in "biuf":  # single values do not have the type of the column
         dtype: Any = present.dtype
         rows = rows.astype(getattr(dtype, "numpy_dtype", dtype))
     if rows.dtype.kind not in "biuf":
@@ -98,7 +98,7 @@ def _sparse(
 
 
 def _entries(value: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Return the indices and values of a vector's entries; of a dense vector, those that are not 0."""
+    """Return the indices and values of a vector's entries; for a dense vector, only the nonzero entries."""
     if hasattr(value, "indices"):
         return np.asarray(value.indices, np.int64), np.asarray(value.values, np.float64)
     dense = _dense(value)

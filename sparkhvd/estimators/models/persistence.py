@@ -216,7 +216,7 @@ def write_model(model: PersistableModel, store: Store, folder: str, spark_versio
 
 
 def read_model(kind: type[M], store: Store, folder: str) -> M:
-    """Return the model that ``write_model`` wrote; its files stay where they are and are read when it is used."""
+    """Return the model that ``write_model`` wrote; its files stay in place and are read when the model is used."""
     return saved_folder.read(store, folder, kind.__name__, partial(_read_model, kind, store))
 
 

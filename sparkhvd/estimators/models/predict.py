@@ -31,7 +31,7 @@ _loaded: dict[tuple[tuple[StoredFile, ...], bytes, int | None], Predictor] = {}
 
 @dataclass(frozen=True)
 class PredictSpec:
-    """What an executor needs to predict.
+    """Everything that an executor needs to predict.
 
     Attributes:
         plugin: ``module:name`` of the framework's plug-in.
@@ -85,7 +85,7 @@ def _predictor(spec: PredictSpec) -> Predictor:
     gpu = _assigned_gpu()
     key = (spec.files, spec.function, gpu)
     if key not in _loaded:
-        keep_triton_from_tensorflow()  # Spark's Python worker, which it reuses, may have loaded a Keras model before
+        keep_triton_from_tensorflow()  # Spark reuses Python workers, so this one may have loaded a Keras model
         function = cloudpickle.loads(spec.function) if spec.function else None
         plugin = _import_plugin(spec.plugin)
         with local_copies(spec.store, spec.files, _application_folder()) as folder:
@@ -98,12 +98,12 @@ def _predictor(spec: PredictSpec) -> Predictor:
 
 @cache
 def _import_plugin(name: str) -> FrameworkPlugin:
-    with gc_paused_for_import():  # only the import: what it loads is never collected, but an evicted model must be
+    with gc_paused_for_import():  # only the import: modules are never collected, but an evicted model must be
         return find_plugin(name)
 
 
 def _assigned_gpu() -> int | None:
-    """Return the CUDA index of the GPU that Spark assigned to this task; None without one."""
+    """Return the CUDA index of the GPU that Spark assigned to this task; None if Spark assigned no GPU."""
     from pyspark import TaskContext  # noqa: PLC0415  (decoding needs no Spark)
 
     task = TaskContext.get()
@@ -115,7 +115,7 @@ def device_number(addresses: Sequence[str], visible: str | None) -> int | None:
     """Return the CUDA index of the first address; None if there is no address or CUDA cannot see its device.
 
     Args:
-        addresses: what Spark assigned. A number is an index into the devices that the process sees.
+        addresses: the addresses that Spark assigned. A number is an index into the devices that the process sees.
         visible: the process's CUDA_VISIBLE_DEVICES; None if it is not set.
     """
     if not addresses:
@@ -127,7 +127,7 @@ def device_number(addresses: Sequence[str], visible: str | None) -> int | None:
 
 
 def _application_folder() -> str | None:
-    """Return the folder that Spark removes with the application, inside a task: a killed task cannot clean up."""
+    """Return, inside a task, the folder that Spark removes with the application: a killed task cannot clean up."""
     from pyspark import SparkFiles, TaskContext  # noqa: PLC0415  (decoding needs no Spark)
 
     return None if TaskContext.get() is None else SparkFiles.getRootDirectory()

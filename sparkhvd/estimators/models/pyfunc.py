@@ -1,4 +1,4 @@
-"""A trained model without Spark: a folder that predicts for pandas tables.
+"""A trained model without Spark: a folder with a model that predicts pandas tables.
 
 ``write_folder`` writes the folder of a Transformer, and MLflow loads it with ``_load_pyfunc``.
 """
@@ -95,9 +95,9 @@ class PandasModel:
     batch_size: int
 
     def predict(self, model_input: pd.DataFrame, params: Mapping[str, object] | None = None) -> pd.DataFrame:  # noqa: ARG002
-        """Return what ``transform`` returns: a column per output, or per field of a struct; vectors are numpy arrays.
+        """Return the outputs of ``transform``: a column per output or struct field; vectors are numpy arrays.
 
-        Named values of a prediction function become columns, even if no ``output_types`` name them.
+        Named values of a prediction function become columns, even if ``output_types`` do not name them.
 
         Raises:
             SchemaError: a column is missing.
@@ -158,7 +158,7 @@ def _arrow_type(column: OutputColumn) -> pa.DataType:
 
 
 def _output_arrays(output: Predicted, column: OutputColumn, kind: pa.DataType) -> dict[str, npt.NDArray[np.generic]]:
-    """Return an output as arrays by column title; a struct has several."""
+    """Return an output as arrays by column title; a struct has several arrays."""
     if isinstance(output, Mapping) and not pa.types.is_struct(kind):
         arrays = {f"{column.name}.{field}": np.asarray(values) for field, values in output.items()}
         return {

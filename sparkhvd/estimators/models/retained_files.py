@@ -22,7 +22,7 @@ from sparkhvd.store import Store
 
 # The folders in which Spark ML's writers put the models that belong to another model.
 _PARTS = frozenset({"stages", "bestModel", "subModels"})
-# A mapped file takes a descriptor, and a search may bring hundreds of models.
+# A mapped file takes a descriptor, and a search may load hundreds of models.
 _SMALL_BYTES = 4 << 20
 
 

@@ -39,13 +39,13 @@ _SAMPLE_ROWS = 2
 
 @dataclass(frozen=True)
 class ModelArtifacts:
-    """What a training run leaves behind.
+    """The results of a training run.
 
     Attributes:
-        store: where the files can be read: a Store, or this process for a model without one.
+        store: where the files can be read: a Store, or the memory of this process for a model without a Store.
         files: the model's files.
-        schema: the columns that it was trained on; ``source`` says which features are fields of a struct.
-        outputs: one per label column.
+        schema: the columns that the model was trained on; ``source`` says which features are fields of a struct.
+        outputs: one spec per output.
         history: one record per epoch.
     """
 
@@ -94,7 +94,7 @@ def wrap_model(  # noqa: PLR0917
     features, labels = DataSchema(tuple(selection.schema.of("feature"))), tuple(selection.schema.of("label"))
     if isinstance(rows, StructType) or rows.isStreaming:
         samples = _synthetic_samples(features)
-        advice = " If it rejects rows of zeros and rows of ones for their values, pass a DataFrame with real rows."
+        advice = " If it rejects zeros and ones because of their values, pass a DataFrame with real rows."
     else:
         features, sample = read_sample(rows, Selection(features), _SAMPLE_ROWS)
         samples, advice = [sample], ""

@@ -1,4 +1,4 @@
-"""Backends, which start the ranks of a ``fit``: a launcher by name, ``SparkBackend``, or an object of the user's."""
+"""Backends, which start the ranks of a ``fit``: a launcher's name, a ``SparkBackend``, or the user's own object."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TRAINING_TERMS = {
 
 @runtime_checkable
 class Backend(Protocol):
-    """Runs a function once per rank; Horovod's interface, which needs no base class."""
+    """Runs a function once per rank. This is Horovod's interface; a backend needs no base class."""
 
     def num_processes(self) -> int:
         """Return the number of ranks."""
@@ -56,7 +56,7 @@ class Backend(Protocol):
         """
 
 
-# Arguments of ``run_elastic``; one of the first two makes the ranks elastic.
+# Arguments of ``run_elastic``; either of the first two makes the ranks elastic.
 ELASTIC_ARGUMENTS = (
     "min_num_proc",
     "max_num_proc",
@@ -136,12 +136,12 @@ class SparkBackend:
 
     @property
     def start_size(self) -> int:
-        """The number of ranks that an elastic training starts with if all slots are there."""
+        """The number of ranks that an elastic training starts with if enough slots are available."""
         elastic = self._elastic
         return int(self.requested_ranks or elastic.get("min_num_proc") or elastic["max_num_proc"])
 
     def completed(self, **options: Any) -> Self:
-        """Return a copy with more arguments of ``sparkhvd.run``; those that are set already win."""
+        """Return a copy with more arguments of ``sparkhvd.run``; arguments that are already set take precedence."""
         own_options = {name: value for name, value in self._options.items() if value is not None}
         if self.is_elastic:
             options.pop("rows")  # elastic ranks read their rows from a Store
@@ -149,7 +149,7 @@ class SparkBackend:
             if own_options.get("launcher") in {"local", "ssh"} or "hosts" in own_options:
                 options.pop("spark")  # these launchers need no session
         copied = copy.copy(self)
-        copied._options = {**options, **own_options}  # noqa: SLF001 - of a copy of its own
+        copied._options = {**options, **own_options}  # noqa: SLF001 - of this object's own copy
         return copied
 
     def launch(self, spark: SparkSession | None = None) -> tuple[str, LaunchRequest]:
@@ -232,7 +232,7 @@ class Placement:
 
 
 def spark_backend(placement: Placement) -> SparkBackend | None:
-    """Return the backend that starts the ranks with ``sparkhvd.run``; None for a backend of the user's own."""
+    """Return the backend that starts the ranks with ``sparkhvd.run``; None for the user's own backend."""
     backend = _backend(placement)
     return backend if isinstance(backend, SparkBackend) else None
 
@@ -255,7 +255,7 @@ def is_elastic(placement: Placement) -> bool:
 
 
 def largest_size(placement: Placement, num_proc: int) -> int:
-    """Return the largest number of ranks, of which ``num_proc`` start."""
+    """Return the largest number of ranks that may train; ``num_proc`` ranks start."""
     backend = spark_backend(placement)
     return num_proc if backend is None else backend.largest or num_proc
 
@@ -297,7 +297,7 @@ def encrypts(placement: Placement) -> bool:
 
 
 def session_of(placement: Placement) -> SparkSession | None:
-    """Return the session for a fit on existing files; None without one, if the ranks need no Spark.
+    """Return the session for a fit on existing files; None if there is no session and the ranks need no Spark.
 
     Raises:
         LaunchError: there is no session, but the ranks run in Spark tasks.
@@ -310,7 +310,7 @@ def session_of(placement: Placement) -> SparkSession | None:
 
 
 def reserve_ranks(placement: Placement, spark: SparkSession | None) -> int:
-    """Return the number of ranks, so that too few slots are reported before the data is prepared."""
+    """Return the number of ranks; a lack of slots is reported here, before the data is prepared."""
     if spark is not None:
         check_spark(spark)  # Spark prepares the rows for every launcher
     backend = _backend(placement)
@@ -319,7 +319,7 @@ def reserve_ranks(placement: Placement, spark: SparkSession | None) -> int:
 
 def backend_or_launcher(name: str, value: object) -> Backend | str:
     """Accept the name of a launcher, or an object with ``run`` and ``num_processes``."""
-    launchers = ["auto", "barrier", "mpi", "local", "ray"]  # those of this package that need no arguments of their own
+    launchers = ["auto", "barrier", "mpi", "local", "ray"]  # of this package, without required arguments
     if isinstance(value, str) and value not in launchers:
         launchers += LAUNCHERS.added()
     if isinstance(value, str) and value in launchers:
@@ -333,7 +333,7 @@ def backend_or_launcher(name: str, value: object) -> Backend | str:
 
 
 def check_backend(placement: Placement, data: str) -> None:
-    """Raise ``ParamError`` for parameters that contradict the backend or that it does not support."""
+    """Raise ``ParamError`` for parameters that contradict the backend or that the backend does not support."""
     sizes = {"num_proc": placement.num_proc, **_elastic_arguments(placement)}
     for name, value in sizes.items():
         if value is not None and not isinstance(placement.backend, str):
@@ -364,7 +364,7 @@ def run_ranks(
     rows: DataFrame | None,
     stdout: TextIO | None = None,
 ) -> list[Any]:
-    """Run ``fn`` on every rank, by the backend of the placement."""
+    """Run ``fn`` on every rank, with the backend of the placement."""
     backend = _backend(placement)
     if not isinstance(backend, SparkBackend):
         return list(backend.run(fn, args, None, env))

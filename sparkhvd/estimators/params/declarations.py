@@ -30,8 +30,8 @@ Converter = Callable[[str, Any], object]  # (parameter's name, user's value) -> 
 class Identity(Enum):
     """Whether a parameter is part of a run's identity, by which ``resume="auto"`` finds an earlier run."""
 
-    ALWAYS = "it changes the model that comes back"
-    IN_A_MAP = "a run may be continued with another value, but maps of one fit that differ in it are different runs"
+    ALWAYS = "it changes the returned model"
+    IN_A_MAP = "a run may be resumed with another value, but each value in the parameter maps of one fit is another run"
     NEVER = "it changes what is shown, kept or used, not the model"
 
 
@@ -95,9 +95,9 @@ def declared(
     Args:
         doc: one sentence, shown by ``explainParams()``.
         convert: converts the user's value to the stored value, or raises ``ParamError``; idempotent.
-        default: the value of an unset parameter, and of one that is set to None.
+        default: the value of a parameter that is unset or set to None.
         accessor: the suffix of ``set`` and ``get``, if it is not the name in camel case.
-        aliases: more suffixes: Horovod's spellings.
+        aliases: further suffixes, which are Horovod's spellings.
         identity: whether two fits that differ in the parameter are different runs.
     """
     return Declared(default, doc, convert, accessor=accessor, aliases=aliases, identity=identity)
@@ -141,7 +141,7 @@ class Declarations(Params):
     """Base class of estimators and models whose parameters are ``declared``."""
 
     declarations: ClassVar[dict[str, Declared[Any]]] = {}
-    retired: ClassVar[Mapping[str, str]] = {}  # Horovod's names without a meaning here, with the reason
+    retired: ClassVar[Mapping[str, str]] = {}  # Horovod's names that have no meaning here, with the reason
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -189,7 +189,7 @@ class Declarations(Params):
         return super()._set(**{name: value for name, value in values.items() if value is not None})
 
     def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
-        """Return a copy with other values; ``extra`` may use a class's parameters, as ``TorchEstimator.batch_size``."""
+        """Return a copy with other values; ``extra`` may use a class's parameters: ``TorchEstimator.batch_size``."""
         return super().copy({self._own(param): value for param, value in (extra or {}).items()})
 
     def _resolveParam(self, param: str | Param[Any]) -> Param[Any]:  # noqa: N802  (pyspark's name)
@@ -210,7 +210,7 @@ class Declarations(Params):
         return {name: self.getOrDefault(name) for name in type(self).declarations}
 
     def is_identity(self, name: str, mapped: Collection[str]) -> bool:
-        """Return whether a parameter is part of a run's identity; ``mapped`` are those that a parameter map sets."""
+        """Return whether a parameter is part of a run's identity; a parameter map sets those in ``mapped``."""
         identity = type(self).declarations[name].identity
         return identity is Identity.ALWAYS or (identity is Identity.IN_A_MAP and name in mapped)
 
@@ -231,7 +231,7 @@ class Declarations(Params):
         raise AttributeError(self._retired(name))
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        """Explain in the error for a setter or getter of a retired name what to do instead."""
+        """Resolve the setters and getters of retired parameters; their errors explain what to do instead."""
         accessor = name[3:].lower() if name.startswith(("set", "get")) else ""
         for retired in type(self).retired:
             if accessor == retired.replace("_", ""):

@@ -74,7 +74,7 @@ class FitPlan(Placement):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the plan with these values of an estimator's parameters; columns that are not set are none."""
+        """Return the plan with these values of an estimator's parameters; unset columns become empty tuples."""
         columns = {name: values[name] or () for name in ("feature_cols", "label_cols")}
         own = {name: value for name, value in values.items() if name not in _SHARED}
         return cls(**{name: values[name] for name in _SHARED} | columns, own=own)

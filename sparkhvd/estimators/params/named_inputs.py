@@ -130,5 +130,5 @@ def _parsed_input(key: str, value: Any) -> NamedInput:
 
 
 def _dtype_name(dtype: npt.DTypeLike) -> str:
-    """Return the name that frameworks use; that of strings is ``"string"``."""
+    """Return the name that frameworks use, which is ``"string"`` for strings."""
     return "string" if dtype in {"string", "str", str} else str(np.dtype(dtype).name)

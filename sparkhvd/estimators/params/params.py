@@ -23,7 +23,7 @@ READERS = ("native", "petastorm")
 START_METHODS = ("fork", "spawn", "forkserver")
 COMPRESSIONS = ("none", "fp16", "bf16")
 
-# Horovod's parameters without a meaning here, and the reason in the error for setting them.
+# Horovod's parameters that have no meaning here, with the reason that the error for setting them gives.
 RETIRED = {
     "shuffle_buffer_size": "rows are shuffled within windows of 64 MB or 1,048,576 rows; shuffle=False keeps their "
     "order.",
@@ -119,7 +119,7 @@ def environment(name: str, value: Any) -> dict[str, str | None]:
     valid = isinstance(value, Mapping) and all(
         isinstance(key, str) and (item is None or isinstance(item, str)) for key, item in value.items()
     )
-    if not valid:  # the message leaves the value out, which may be a secret
+    if not valid:  # the message omits the value, which may be a secret
         raise ParamError(
             f"{name} must be a dict from environment variable names to strings, or to None to remove a variable."
         )
@@ -166,7 +166,7 @@ def fills(name: str, value: object) -> dict[str, object]:
 
 
 def shapes(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """Convert to one shape per column: of one row, with or without a leading -1 for the rows."""
+    """Convert to one shape per column: the shape of one row, with or without a leading -1 for the rows."""
     try:
         converted = tuple(tuple(int(size) for size in shape) for shape in value)
     except (TypeError, ValueError):
@@ -328,7 +328,7 @@ class EstimatorParams(Declarations):
     )
     transformation_fn: Declared[Callable[..., object] | None] = declared(
         "Function that transforms a batch before training: it gets a dict of numpy arrays by column and returns "
-        "another one with as many rows. Reader threads of the ranks call it.",
+        "another dict with as many rows. Reader threads of the ranks call it.",
         callable_object,
         default=None,
     )
@@ -394,7 +394,7 @@ class EstimatorParams(Declarations):
         default=None,
     )
     shuffle: Declared[bool] = declared(
-        "Whether each epoch reads the training rows in another order; False keeps their order.", flag, default=True
+        "Whether each epoch reads the training rows in a different order; False keeps their order.", flag, default=True
     )
     inmemory_cache_all: Declared[bool] = declared(
         "Whether a rank caches its part of the prepared rows in memory after the first epoch.",
@@ -403,7 +403,8 @@ class EstimatorParams(Declarations):
         aliases=("InMemoryCacheAll",),
     )
     local_cache: Declared[bool] = declared(
-        "The same on the executors' local disk, in memory-mapped files, for a Store that is slow to read.",
+        "Whether a rank caches its part of the prepared rows on the executor's local disk, in memory-mapped files, for "
+        "a Store that is slow to read.",
         flag,
         default=False,
     )

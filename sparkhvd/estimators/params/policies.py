@@ -80,14 +80,14 @@ class Checkpoints:
             )
 
     def best_epoch(self, history: Sequence[EpochRecord], gone: Collection[int] = ()) -> int | None:
-        """Return the epoch whose model is returned, except those in ``gone``; None for the last."""
+        """Return the epoch whose model is returned, ignoring the epochs in ``gone``; None means the last epoch."""
         return None if self.best is None else best_epoch(history, self.best, self.mode, gone=gone)
 
 
 def best_epoch(
     history: Sequence[EpochRecord], monitor: str, mode: Mode, min_delta: float = 0.0, gone: Collection[int] = ()
 ) -> int | None:
-    """Return the first epoch that no later one improved on by more than ``min_delta``; None while all values are NaN.
+    """Return the first epoch that no later one improved on by more than ``min_delta``; None if all values are NaN.
 
     Epochs in ``gone`` do not count, nor do those that Lightning ends without the validation that ``monitor`` needs.
     """
@@ -124,7 +124,7 @@ def metric_values(record: EpochRecord) -> dict[str, float]:
 
 
 def monitored_metrics(params: Mapping[str, object]) -> dict[str, str]:
-    """Return the metrics that the parameters of every estimator monitor, by parameter."""
+    """Return the metrics that the parameters common to all estimators monitor, by parameter."""
     stopping, checkpoints = params.get("early_stopping"), params.get("checkpoints")
     monitors = {
         "early_stopping": stopping.monitor if isinstance(stopping, EarlyStopping) else None,
@@ -138,7 +138,7 @@ def check_monitored(monitors: Mapping[str, str], names: Collection[str]) -> None
 
     Args:
         monitors: the monitored metrics by parameter.
-        names: the metrics of the training; with the prefix ``val_``, also those of the validation.
+        names: the metrics of the training; the validation's metrics have the same names with the prefix ``val_``.
 
     Raises:
         ParamError: the message names the nearest metric.

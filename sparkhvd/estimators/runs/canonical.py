@@ -151,7 +151,7 @@ class CanonicalForm:
         return self._of_parts(value)
 
     def _of_parts(self, value: object) -> object:
-        """Return the form of any other object, by the parts from which pickle would rebuild it."""
+        """Return the form of any other object, made of the parts from which pickle would rebuild the object."""
         try:
             by_table = copyreg.dispatch_table.get(type(value))
             parts = by_table(value) if by_table is not None else value.__reduce_ex__(2)
@@ -168,7 +168,7 @@ class CanonicalForm:
         return [self.of(type(value)), self.of(items)]
 
     def _of_function(self, value: FunctionType) -> object:
-        """Return the name of an installed function; for a user's function also its code and all that this refers to."""
+        """Return the name of an installed function; for a user's function also its code and all that the code uses."""
         code: list[object] = []
         if not module_is_installed(value.__module__):
             taken = {name: self._of_global(item, value.__code__) for name, item in globals_of(value).items()}
@@ -213,7 +213,7 @@ class CanonicalForm:
         return [qualified_name(value), parts, [self.of(base) for base in value.__bases__], *kind]
 
     def if_describable(self, value: object) -> list[object]:
-        """Return the form of an attribute in a list; empty for a lock or a cache, whose content does not count."""
+        """Return a list with the form of an attribute, or an empty list for a lock or a cache, which do not count."""
         try:
             return [self.of(value)]
         except ParamError:

@@ -17,7 +17,7 @@ class ModelFacts:
 
     Attributes:
         framework: the framework that trains the model.
-        optimizer: its class; empty if only the ranks know it.
+        optimizer: the optimizer's class; empty if only the ranks know the optimizer.
         weights: the shape of every weight, by name.
     """
 
@@ -40,8 +40,8 @@ def check_resumable(run_id: str, url: str, before: ModelFacts, now: ModelFacts) 
     """Refuse to resume from a checkpoint of another model.
 
     Args:
-        run_id: of the run.
-        url: of the checkpoint.
+        run_id: the run.
+        url: the checkpoint's URL.
         before: the facts of the checkpoint.
         now: the facts of this fit's model.
 

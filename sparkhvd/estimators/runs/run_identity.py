@@ -2,7 +2,7 @@
 
 Everything that changes the returned model is part of the identity. A run id consists of two digests: one without and
 one with the values of the model's initial weights. The Store records runs that differ only in these values together,
-so that a script that draws its weights anew gets a warning about why it starts a new run.
+so that a script that draws its weights anew gets a warning that explains why it starts a new run.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def run_id_by_content(kind: str, df: DataFrame, selection: Selection, params: Ma
 
 
 def note_run(store: Store, run_id: str) -> None:
-    """Record that a run exists; warn if others differ from it only in the model's initial weights."""
+    """Record that a run exists; warn if other runs differ from it only in the model's initial weights."""
     alike, this = layout.alike_folder(run_id), layout.alike_path(run_id)
     noted = store.list(alike)
     if this in noted:

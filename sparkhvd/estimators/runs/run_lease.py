@@ -10,9 +10,10 @@ A writer looks for a higher token before it publishes, and again before it delet
 checkpoints after its claim. So a writer that deletes a checkpoint has published the next one before that claim, and
 the owner inherits it.
 
-A fit is refused while another fit of the same run is alive. On the same machine, the process answers that. Elsewhere,
-the driver of the fit renews a file, the *beat*. The fit is presumed dead if it does not renew the beat for
-``SILENT_SECONDS`` by the waiting driver's clock. Clocks of different machines are never compared.
+A fit is refused while another fit of the same run is alive. If the other fit's driver runs on the same machine, its
+process shows whether the fit is alive. On another machine, the driver of a fit renews a file, the *beat*. The other
+fit is presumed dead if its beat does not change for ``SILENT_SECONDS`` by the waiting driver's clock. Clocks of
+different machines are never compared.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class RunLease:
         return all(path.startswith(holders) for path in self.store.list(layout.run_folder(self.run_id)))
 
     def _forget(self) -> None:
-        """Remove the run. No other fit has had a token of it, so tokens may begin at 1 again.
+        """Remove the run. No other fit has claimed a token of the run, so tokens may begin at 1 again.
 
         The beat is deleted last, because other fits are refused until then. A fit that claims the run after this claim
         is deleted sees only its own files.
@@ -177,7 +178,7 @@ def acquire_lease(store: Store, run_id: str, *, silent_seconds: float = SILENT_S
             before = _holder(store, run_id, last)
             if before is not None:
                 _refuse_active(store, run_id, before, silent_seconds)
-                lease._beat(uuid.uuid4().bytes)  # noqa: SLF001  (another fit may have had the run meanwhile, and removed it)
+                lease._beat(uuid.uuid4().bytes)  # noqa: SLF001  (a fit that held the run meanwhile may have removed the beat)
             if _claim(store, run_id, last + 1, lease.holder):
                 return replace(lease, token=last + 1)
     except BaseException:
@@ -293,7 +294,7 @@ def _holder(store: Store, run_id: str, token: int) -> Holder | None:
 def _parsed(content: bytes, path: str, kind: type[T]) -> T:
     """Return the value in a file.
 
-    A Store may answer with something else, such as the error page of a proxy. The thread that renews the lease has to
+    A Store may return other content, such as the error page of a proxy. The thread that renews the lease must
     survive that.
     """
     try:

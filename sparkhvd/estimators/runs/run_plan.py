@@ -14,9 +14,9 @@ class RunPlan(FitPlan):
     """A plan in which the ranks, the run and the seed are decided.
 
     Attributes:
-        division_proc: number of ranks over which the rows are divided; that of an interrupted run if it is resumed.
-        facts: of the model, for checkpoints; None without a Store.
-        lease: of the run; None if no run is kept.
+        division_proc: number of ranks over which the rows are divided; a resumed run keeps its earlier number.
+        facts: the model's facts for checkpoints; None without a Store.
+        lease: the lease of the run; None if no run is kept.
     """
 
     num_proc: int

@@ -14,8 +14,8 @@ class TorchRun:
 
     Attributes:
         model: the module that this rank trains.
-        optimizer: its optimizer; changes in ``param_groups`` take effect with the next step. Make the same change on
-            every rank.
+        optimizer: the model's optimizer; changes in ``param_groups`` take effect with the next step. Make the same
+            change on every rank.
         rank: this rank.
         size: the number of ranks.
         epochs: the number of the last epoch, counted from 1.
@@ -51,7 +51,7 @@ class TorchCallback:
     def on_epoch_begin(self, run: TorchRun, epoch: int) -> None:
         """Run before an epoch, counted from 0, and before the rest of an epoch within which a run resumes.
 
-        Changes to existing ``param_groups`` have no effect before such a rest, because the checkpoint has them.
+        Before such a rest, changes to existing ``param_groups`` are undone: the checkpoint already contains them.
         """
 
     def on_step_end(self, run: TorchRun, epoch: int, step: int, loss: float | None) -> None:

@@ -96,7 +96,7 @@ class TorchEstimator(DistributedEstimator):
         "An optimizer over the model's parameters; it is copied, not changed.", default=None
     )
     loss: Declared[Measure | Sequence[Measure] | None] = declared(
-        "Loss of (output, label) that is a mean over the rows; one, or a list with one per label.", default=None
+        "Loss of (output, label) that is a mean over the rows; one loss, or a list with one per label.", default=None
     )
     loss_weights: Declared[Sequence[float] | None] = declared(
         "Weights of the losses in their sum; by default equal, with a sum of 1.", numbers, default=None
@@ -111,7 +111,7 @@ class TorchEstimator(DistributedEstimator):
         "Shape of one row of every feature column, with or without a leading -1 for the rows.", shapes, default=None
     )
     label_shapes: Declared[Sequence[Sequence[int]] | None] = declared(
-        "Shape of one row of every label column; by default that of the output if it has as many elements.",
+        "Shape of one row of every label column; by default the output's shape if it has as many elements.",
         shapes,
         default=None,
     )

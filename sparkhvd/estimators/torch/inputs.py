@@ -39,7 +39,7 @@ class ModelInput:
     """One argument of ``forward``.
 
     Attributes:
-        columns: its columns; several are concatenated.
+        columns: the columns of the argument; several are concatenated.
         shape: shape of one row; None keeps the shape of the column.
         dtype: the type that the tensor is cast to.
         sparse_size: length of the rows of a sparse column; None for any other.
@@ -145,7 +145,7 @@ def _tensor_dtype(name: str, dtype: str) -> torch.dtype:
 
 
 def _own_input(column: ColumnSpec, dtype: torch.dtype) -> ModelInput:
-    # The size is unknown before the rows have been read; such a plan only serves checks.
+    # The size is unknown before the rows have been read; such a plan is used for checks only.
     size = (column.shape[0] if column.shape else 0) if column.sparse else None
     return ModelInput((column.name,), None, dtype, size)
 
@@ -178,7 +178,7 @@ def _dtype(model: torch.nn.Module, column: ColumnSpec) -> torch.dtype:
 
 
 def _is_embedding(module: torch.nn.Module) -> bool:
-    if isinstance(module, torch.jit.ScriptModule):  # keeps only the name of its class
+    if isinstance(module, torch.jit.ScriptModule):  # TorchScript keeps only the name of the class
         return module.original_name in {"Embedding", "EmbeddingBag"}
     return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
 

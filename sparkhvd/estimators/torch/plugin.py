@@ -133,7 +133,7 @@ class TorchPlugin:
         """Write the model of ``params`` without an optimizer.
 
         Raises:
-            ParamError: it is not a module, the columns do not match its inputs, or it cannot be pickled.
+            ParamError: the model is not a module, the columns do not match its inputs, or it cannot be pickled.
         """
         model = params["model"]
         if not isinstance(model, torch.nn.Module):
@@ -147,7 +147,7 @@ class TorchPlugin:
             raise ParamError(f"The model cannot be pickled to send it to the executors: {error}") from error
 
     def predictor(self, folder: Path, inference: Inference = ON_CPU) -> TorchPredictor:
-        """Return the model from a folder that ``TorchTrainer.export`` wrote, on its GPU if it has one."""
+        """Return the model from a folder that ``TorchTrainer.export`` wrote, on the assigned GPU if there is one."""
         has_gpu = inference.gpu is not None and torch.cuda.is_available()
         device = torch.device(f"cuda:{inference.gpu}" if has_gpu else "cpu")
         model = artifact.load_model(folder).to(device)
@@ -259,7 +259,7 @@ def refuse_unsupported_parameters(model: torch.nn.Module, *, may_be_lazy: bool =
 
 
 def _refuse_lazy_parameters(model: torch.nn.Module) -> None:
-    """Refuse a model that has not seen any rows, whose ranks would begin with different values."""
+    """Refuse a model that has not seen any rows, because its ranks would begin with different values."""
     lazy = [name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)]
     if lazy:
         raise ParamError(
@@ -403,7 +403,7 @@ def _at_least_two_rows(rows: Arrays) -> Arrays:
 
 
 def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, synthetic: bool = False) -> list[tuple[int, ...]]:
-    """Return the shapes of the outputs for some rows; nothing if only real rows can show them."""
+    """Return the shapes of the outputs for some rows; an empty list if only real rows can show them."""
     rows = len(next(iter(sample.values())))
     model = package.model.eval()
     planned = plan_inputs(package.model, schema.of("feature"), package.input_shapes, package.named_inputs)
@@ -432,7 +432,7 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, synthetic:
 
 
 def _try_training_mode(package: Package, inputs: Sequence[torch.Tensor]) -> None:
-    """Check the outputs in training mode too, if the model can run in it on the driver."""
+    """Check the outputs in training mode, too, if the model can run in that mode on the driver."""
     if package.stepping.minibatch_fn is not None or synchronized_layers(package.model):
         return  # a synchronized layer would wait for other ranks, and there are none
     model = package.model.train()

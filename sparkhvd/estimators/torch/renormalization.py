@@ -29,7 +29,7 @@ class Renormalization:
     """Shortens the rows of embeddings on every rank as soon as one rank has looked them up.
 
     One big batch would shorten the rows of all its indices. A rank alone shortens those of its own indices, so without
-    this the ranks' weights would differ.
+    this class the ranks' weights would differ.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

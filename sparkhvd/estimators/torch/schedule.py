@@ -73,7 +73,7 @@ class RunningSchedule:
 
     Args:
         schedule: the user's schedule; None never changes the rate.
-        optimizer: its optimizer, with the learning rate already scaled.
+        optimizer: the optimizer of the training, with the learning rate already scaled.
         lr_scale: the factor of this scaling.
     """
 
@@ -119,17 +119,17 @@ class RunningSchedule:
         if self._scheduler is None:
             return
         with warnings.catch_warnings():
-            # It counts the steps of its own optimizer, but the distributed form of that optimizer takes them.
+            # The scheduler counts the steps of its own optimizer, but the distributed optimizer takes the steps.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
             step: Callable[..., object] = self._scheduler.step
             step(*arguments)  # ReduceLROnPlateau takes the metric
 
 
 def check_schedule(schedule: LRSchedule | None, optimizer: torch.optim.Optimizer, *, scaled: bool) -> None:
-    """Check a schedule on the driver by creating it from ``optimizer``, a copy.
+    """Check a schedule on the driver by creating its scheduler for ``optimizer``, which is a copy.
 
     Raises:
-        ParamError: it lacks an argument, or ``scale_lr`` cannot scale it.
+        ParamError: the schedule lacks an argument, or ``scale_lr`` cannot scale it.
     """
     try:
         RunningSchedule(schedule, optimizer, 2.0 if scaled else 1.0)

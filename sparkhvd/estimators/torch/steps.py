@@ -66,7 +66,7 @@ class Forward:
         self.device = device
         self._inputs = inputs
         self._dtype = _DTYPES.get(stepping.mixed_precision or "")
-        # The model for calls; torch compiles it on the first one.
+        # The model to call; torch compiles it on the first call.
         self.call_model: Callable[..., Any] = (
             model if stepping.compile is None else torch.compile(model, **stepping.compile)
         )
@@ -153,7 +153,7 @@ class Stepper:
             return loss
         loss = None
         total = sum(batch.global_rows for batch in group)
-        self.scaler.scale(torch.zeros((), device=self._forward.device))  # ranks without rows need its scale too
+        self.scaler.scale(torch.zeros((), device=self._forward.device))  # ranks without rows need the scale, too
         for batch, factors in zip(group, loss_factors(self._divisors, group), strict=True):
             forward = partial(self._forward, factors=factors)
             if self._synchronized is not None:
@@ -196,7 +196,7 @@ class _SynchronizedPasses:
     """Passes of a model with layers that exchange statistics.
 
     Their gradients cross ranks in the backward pass, so the loss itself must carry the weight of its rank. A rank
-    without rows must take part too: with a row of an earlier batch or of the sample, which does not count.
+    without rows must take part, too. It runs a row that does not count: of an earlier batch, the sample, or zeros.
     """
 
     def __init__(self, modules: torch.nn.Module, layers: Sequence[SyncBatchNorm], sample: Arrays | None) -> None:
@@ -233,7 +233,7 @@ def _first_row(columns: Arrays) -> Arrays:
 
 
 class _MinibatchSteps:
-    """Steps that the user's function takes, as Horovod's ``train_minibatch_fn`` does."""
+    """Steps that the user's function takes, like Horovod's ``train_minibatch_fn``."""
 
     def __init__(self, forward: Forward, function: Callable[..., Any], passes: int) -> None:
         self._forward = forward
@@ -308,8 +308,8 @@ def _step_loss(before: float | None, loss: float) -> float:
 def outputs_of(result: object) -> list[torch.Tensor]:
     """Return the outputs in a model's result.
 
-    These are the tensor, or the tensors of a tuple or list. For named fields, which Hugging Face's models return, it is
-    ``logits``, or else the only tensor besides ``loss``.
+    The outputs are the tensor, or the tensors of a tuple or list. If the result has named fields, as those of Hugging
+    Face's models, the output is ``logits``, or else the only tensor besides ``loss``.
 
     Raises:
         DataError: the result has no such tensors.

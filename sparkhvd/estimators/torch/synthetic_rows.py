@@ -25,5 +25,5 @@ def fails_by_shape(function: Callable[..., Any], tensors: Sequence[torch.Tensor]
 
 
 def _lines(error: Exception) -> list[tuple[str, int | None]]:
-    """Return the lines of the failed call, without that of its caller."""
+    """Return the lines of the failed call, without the line of its caller."""
     return [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)][1:]

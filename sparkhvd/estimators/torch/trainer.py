@@ -88,7 +88,7 @@ class TorchTrainer:
         self._attributes = ChangedAttributes({"model": package.model, **losses, "optimizer": package.optimizer})
 
     def state(self) -> bytes:
-        """Return the weights and all state that a step changes; loads with ``weights_only=True``."""
+        """Return the weights and all state that a step changes; ``torch.load(..., weights_only=True)`` loads it."""
         buffer = io.BytesIO()
         content = {
             "model": self._model.state_dict(),
@@ -108,7 +108,7 @@ class TorchTrainer:
         return buffer.getvalue()
 
     def restore(self, state: bytes) -> None:
-        """Resume from ``state``; its learning rate is rescaled to this run's ``lr_scale``."""
+        """Resume from ``state``; the saved learning rate is rescaled to this run's ``lr_scale``."""
         content = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
         prune_only(self._model, content.get("masks", {}))
         take_new_buffers(self._model, content["model"])
@@ -160,7 +160,7 @@ class TorchTrainer:
         finally:
             self._renormalization.detach()
             optimizer.close()
-            # Some optimizers replace their state instead of changing it; the plain optimizer is the one that is saved.
+            # Some optimizers replace their state instead of changing it. The plain optimizer is saved.
             self._adopt(optimizer)
         hooks.on_train_end(self)
 
@@ -178,7 +178,7 @@ class TorchTrainer:
         first = epoch == hooks.first_epoch
         seed_generators(self._spec.seed_of(epoch, self._world.rank))
         resumes_within = first and (hooks.first_step > 0 or hooks.first_epoch_batches is not None)
-        # They have changed these learning rates before the interruption.
+        # The callbacks already changed these learning rates before the interruption.
         with options_unchanged([run.optimizer]) if resumes_within else nullcontext():
             for callback in self._package.callbacks:
                 callback.on_epoch_begin(run, epoch)
@@ -202,7 +202,7 @@ class TorchTrainer:
 
         training = measures.report(session.current())
         steps = (hooks.first_epoch_batches if first else None) or train.steps()
-        steps -= hooks.first_step if first else 0  # those that the times are of
+        steps -= hooks.first_step if first else 0  # the steps that the times cover
         report = EpochReport(epoch, training, validation, watch.step_times(), steps, on_record)
         return hooks.on_epoch_end(report, self)
 

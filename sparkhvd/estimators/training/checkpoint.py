@@ -45,7 +45,7 @@ class EpochPart:
 
 @dataclass(frozen=True)
 class EpochPosition(EpochPart):
-    """The position of a run within an epoch: the latest part of it, and what came before.
+    """The position of a run within an epoch: the current part, and the parts before it.
 
     Attributes:
         division: digest of the division of the rows into batches; the next batch is known only if it is unchanged.
@@ -53,7 +53,7 @@ class EpochPosition(EpochPart):
         rank_states: the state of each rank, such as that of its random number generators.
         metrics: the state of each rank's metrics that are not in ``sums``; empty if there are none.
         division_proc: the number of ranks that the rows in the Store were divided for; 0 is ``num_proc``.
-        earlier: the earlier parts of the epoch, each of which began with what the one before had left.
+        earlier: the earlier parts of the epoch; each part began with the rows that the part before had left.
         sizes: the numbers of ranks that have trained the epoch so far; empty in checkpoints of older versions.
         wants_end: whether a callback has requested the end of the training after this epoch.
     """
@@ -124,14 +124,14 @@ def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, also: Collection[i
         fence: the run, and the right to publish in it.
         checkpoint: the checkpoint to publish.
         keep: how many epoch ends to keep, including this one.
-        also: further epochs whose ends to keep.
+        also: further epochs to keep the end of.
 
     Raises:
         StoreError: writing to the Store failed, or another fit has taken the run over.
     """
     store, run_id, within = fence.store, fence.run_id, checkpoint.within
     path = publish(fence, checkpoint)
-    fence.check()  # another fit that took the run over may resume from what is deleted next
+    fence.check()  # another fit that took the run over may resume from a checkpoint that is deleted next
     last_end = checkpoint.epoch if within is None else checkpoint.epoch - 1
     kept = {*also, *range(last_end - keep + 1, last_end + 1)}
     existing = store.list(layout.checkpoints_folder(run_id))

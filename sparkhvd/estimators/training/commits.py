@@ -29,15 +29,15 @@ class Commits(State):
     def __init__(self) -> None:
         super().__init__()
         self.checkpoint: Checkpoint | None = None
-        self._cost = 0.0  # of the last commit in seconds
+        self._cost = 0.0  # seconds that the last commit took
         self._interval = 1  # the steps from one commit to the next
         self.reset()
 
     def reset(self) -> None:
         """Measure the duration of steps anew, which depends on the number of ranks.
 
-        The next commit is as many steps away as before the change. If it came earlier, an error that returns at the
-        same step would have a new commit before it each time, and so look like progress to the driver.
+        The next commit is as many steps away as before the change. If it came earlier, an error that recurs at the
+        same step would follow a new commit each time. The driver would take the new commits for progress.
         """
         self._steps, self._since = 0, time.monotonic()
 
@@ -58,7 +58,7 @@ class Commits(State):
         self.checkpoint, self._interval = objects.broadcast_object(session.current(), kept, name="last commit")
 
     def is_due(self) -> bool:
-        """Count a step; return whether to commit after it, alike on every rank."""
+        """Count a step; return whether to commit after it. All ranks return the same."""
         self._steps += 1
         return self._steps >= self._interval
 
@@ -66,8 +66,8 @@ class Commits(State):
         """Commit the checkpoint that rank 0 makes; collective.
 
         Raises:
-            HostsUpdatedInterrupt: ranks are to join or to leave, so that the ranks change now.
-            ParamError: rank 0 refused to make the checkpoint; raised on all ranks, as any other rank 0 would refuse it.
+            HostsUpdatedInterrupt: ranks are about to join or to leave, so the training stops here.
+            ParamError: rank 0 refused to make the checkpoint; raised on all ranks, because any rank 0 would refuse.
         """
         communicator = session.current()
         begun = time.monotonic()
@@ -86,7 +86,7 @@ class Commits(State):
         self._cost = self._since - begun
 
     def published(self, path: str) -> None:
-        """Report to the driver that a checkpoint is in the Store: new ranks begin with it if all are lost."""
+        """Report to the driver that a checkpoint is in the Store: new ranks resume from it if all are lost."""
         if (membership := session.membership()) is not None:
             membership.published(path)
 

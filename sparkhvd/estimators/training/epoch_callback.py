@@ -39,7 +39,7 @@ class CallbackAddress:
     """How rank 0 reaches the driver.
 
     Attributes:
-        addresses: of the driver's server; the preferred one first.
+        addresses: the addresses of the driver's server, the preferred one first.
         secret: proves to the server that the rank belongs to this fit.
         encrypt: whether the connection is encrypted.
     """
@@ -50,7 +50,7 @@ class CallbackAddress:
 
 
 def requests_end(answer: object) -> bool:
-    """Return whether a callback's answer ends the training: only True does, not a loss that it returns."""
+    """Return whether a callback's answer ends the training: only True does, not, for example, a returned loss."""
     return isinstance(answer, bool | np.bool_) and bool(answer)
 
 
@@ -59,7 +59,7 @@ class EpochCalls:
 
     Args:
         function: gets the number of an epoch, from 0, and its metrics by name. It ends the training by returning True.
-            None is never called.
+        None calls nothing.
 
     Attributes:
         error: the last exception of the function, or None.
@@ -67,7 +67,7 @@ class EpochCalls:
 
     def __init__(self, function: EpochCallback | None) -> None:
         self._function = function
-        self._lock = threading.Lock()  # held while the function runs; guards the two below
+        self._lock = threading.Lock()  # held while the function runs; guards the two attributes below
         self._answers: dict[int, bool] = {}  # by epoch
         self.error: BaseException | None = None
 

@@ -79,7 +79,7 @@ def to_history(records: Iterable[EpochRecord]) -> History:
 def _as_groups(values: Mapping[str, float]) -> dict[str, Any]:
     if not values:
         return {}
-    loss = {"loss": values["loss"]} if "loss" in values else {}  # a user's validation step may return none
+    loss = {"loss": values["loss"]} if "loss" in values else {}  # a user's validation step may return no loss
     return {**loss, "all_metrics": [{name: value} for name, value in values.items() if name != "loss"]}
 
 

@@ -42,11 +42,11 @@ class RunHooks:
         run_id: the id of the run.
         spec: how to train.
         communicator: the communicator of all ranks.
-        division: of the training rows, see ``checkpoint.EpochPosition``; empty if it is unknown.
-        token: of rank 0, see ``sparkhvd.estimators.runs.run_lease``; 0 if no other fit can take the run over.
-        division_proc: the number of ranks that the rows in the Store were divided for; 0 is that of the ranks.
-        commits: of an elastic fit; None otherwise.
-        callback: to the driver, on rank 0, if ``epoch_callback`` is set.
+        division: the division of the training rows, see ``checkpoint.EpochPosition``; empty if it is unknown.
+        token: rank 0's token, see ``sparkhvd.estimators.runs.run_lease``; 0 if no other fit can take the run over.
+        division_proc: the number of ranks that the rows in the Store were divided for; 0 is the current number.
+        commits: the commits of an elastic fit; None otherwise.
+        callback: the connection to the driver, on rank 0 if ``epoch_callback`` is set; None otherwise.
     """
 
     def __init__(  # noqa: PLR0917
@@ -78,7 +78,7 @@ class RunHooks:
         self._ended = self.resume.ended
         if store is not None and self.first_epoch >= spec.epochs:
             self.resume = with_final_state(self.resume, store, run_id, communicator)
-        self._end_digest: bytes | None = None  # of the last checkpoint's state if no epoch is left after it
+        self._end_digest: bytes | None = None  # the last checkpoint's state, if no epoch is left
         # The last step of the current epoch that was reported, and the last one that allowed a checkpoint.
         self._last_step = self._last_whole = self.resume.first_step
         self._best: tuple[int, bytes] | None = None  # epoch and state, without a Store, on rank 0
@@ -120,7 +120,7 @@ class RunHooks:
         return self.resume.earlier_metrics
 
     def repartition_first_epoch(self, batches: int) -> None:
-        """Make the first epoch the rest of an epoch that other ranks started, in ``batches`` batches."""
+        """Note that the first epoch is the rest of an epoch that other ranks began, and has ``batches`` batches."""
         self.resume = replace(self.resume, repartitioned_batches=batches)
 
     def stopped(self) -> bool:
@@ -251,7 +251,7 @@ class RunHooks:
 
     def _save_epoch(self, epoch: int, trainer: Trainer) -> None:
         fence = self._fence
-        # After the last epoch, only what callbacks do at the end is left: ranks that resumed here would skip it.
+        # No commit after the last epoch: callbacks still act at the end of training, and resumed ranks would skip that.
         if fence is not None and self._commits is not None and not self._is_last(epoch):
             self._commits.take(lambda: self._save_end(fence, epoch, trainer))
         elif self._communicator.world.rank != 0:
@@ -277,7 +277,7 @@ class RunHooks:
             self._commits.published(path)
 
     def _save_lost_end(self, committed: Checkpoint | None) -> None:
-        """Save the end of an epoch that the last rank 0 had committed, but perhaps not saved, before it was lost."""
+        """Save the end of an epoch that the previous rank 0 committed, but perhaps did not save, before it was lost."""
         if committed is None or committed.within is not None or self._fence is None:
             return
         if self._communicator.world.rank == 0 and committed.epoch not in checkpoint.kept_epochs(

@@ -29,7 +29,7 @@ PIECE_BYTES = 8 * 1024 * 1024
 
 
 class FileSource(Protocol):
-    """A place to read files from: a Store, or one of the two classes below."""
+    """A source of files: a Store, or one of the two classes below."""
 
     @property
     def url(self) -> str: ...

@@ -69,7 +69,7 @@ class ResumeState:
         return 0 if self.within is None else self.within.steps_done
 
     def rank_state(self, world: World) -> bytes | None:
-        """Return the state of a rank at ``first_step``; None if it has none there, as where the ranks have changed."""
+        """Return the state of a rank at ``first_step``; None if there is none, as after a change of ranks."""
         if self.within is None or self.repartitioned_batches is not None:
             return None
         states = self.within.rank_states
@@ -119,7 +119,7 @@ def load_resume_state(
 
 
 def with_final_state(state: ResumeState, store: Store, run_id: str, communicator: Communicator) -> ResumeState:
-    """Return the state of a run without epochs to train, with what callbacks changed at its end; collective."""
+    """Return the state of a run without epochs to train, with the changes of callbacks at its end; collective."""
     path = None
     if communicator.world.rank == 0 and state.checkpoint is not None:
         path = checkpoint.final(store, run_id, state.checkpoint.epoch)
@@ -128,7 +128,7 @@ def with_final_state(state: ResumeState, store: Store, run_id: str, communicator
 
 
 def log_resumption(run_id: str, state: ResumeState, epochs: int) -> None:
-    """Log where a run that trains for ``epochs`` epochs resumes; nothing if it starts."""
+    """Log where a run that trains for ``epochs`` epochs resumes; log nothing if it starts."""
     resumed = state.checkpoint
     if resumed is None:
         return

@@ -22,8 +22,8 @@ Shapes = list[tuple[int, ...]]
 def try_synthetic_rows(schema: DataSchema, try_out: Callable[[Arrays], Shapes]) -> Shapes:
     """Return the output shapes of ``try_out`` for rows of zeros, or an empty list if only real rows can show them.
 
-    A model may reject the values of zeros: its ids start at 1, or it checks its input. Such an error comes from a check
-    in the user's code, or differs between zeros and ones. An error about shapes is the same for both.
+    A model may reject rows of zeros because of their values: its ids start at 1, or it checks its input. Such an error
+    comes from a check in the user's code, or differs between zeros and ones. An error about shapes is equal for both.
 
     Args:
         schema: the columns, with all shapes.

@@ -49,7 +49,7 @@ from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 from sparkhvd.world import World
 
-# How many rows a model is tried with before the training.
+# The number of rows on which a model is tried before the training.
 SAMPLE_ROWS = 2
 
 
@@ -67,11 +67,11 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What a rank needs to train.
+    """Everything that a rank needs to train.
 
     Attributes:
         plugin: ``module:name`` of the framework's plug-in.
-        store: the Store of the run; None keeps nothing but the trained model, which comes back with the result.
+        store: the Store of the run; None keeps only the trained model, which is returned with the result.
         rows: the rows in a Store, or the columns selected from the rows that the Spark task received.
         run_id: the id of the run, which names its folder.
         payload: the result of ``FrameworkPlugin.pack``.
@@ -81,7 +81,7 @@ class TrainJob:
         data_module: a pickled ``DataModule`` class that provides the batches; empty for none.
         progress: whether the driver shows a progress bar.
         holder: the fit that holds the run; None if the Store keeps no runs.
-        division_proc: the number of ranks that the rows in the Store were divided for; 0 is that of the ranks.
+        division_proc: the number of ranks that the rows in the Store were divided for; 0 is the current number.
         callback: how rank 0 calls ``epoch_callback`` on the driver; None if there is none.
     """
 
@@ -152,7 +152,7 @@ class RankRows:
 
 
 def find_plugin(name: str) -> FrameworkPlugin:
-    """Return the plug-in at ``module:name``, whose framework it imports."""
+    """Return the plug-in at ``module:name``; this imports its framework."""
     keep_triton_from_tensorflow()
     plugin: FrameworkPlugin = resolve_name(name)
     return plugin
@@ -170,7 +170,7 @@ def train_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
 
 
 def train_elastic_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
-    """Do the same as ``train_worker`` while ranks come and go; after a change, all resume from the last commit."""
+    """Train like ``train_worker`` while ranks join and leave; after a change, all resume from the last commit."""
     _start(job)
     commits, job = Commits(), _with_transformation(job)
     return elastic.run(lambda commits: _train(job, commits))(commits)
@@ -233,7 +233,7 @@ def _train(job: TrainJob, commits: Commits | None = None) -> TrainResult | Rejec
 def _with_transformation(job: TrainJob) -> TrainJob:
     """Return the job with its transformation in the readings.
 
-    The job carries it as bytes, because it has to be pickled by value, separately from the job.
+    The job carries the transformation as bytes, because the function must be pickled by value, separately from the job.
     """
     if not job.transformation:
         return job
@@ -332,13 +332,13 @@ def _stored_rows(stored: StoredRows, spec: TrainSpec, world: World) -> RankRows:
     train, held_out = _split_readings(spec)
     validation = None if manifest.validation is None else _stored_source(stored, held_out, spec.seed, world)
     source = _stored_source(stored, train, spec.seed, world)
-    # spec.schema is that of the transformation's result, because the driver has tried the transformation.
+    # spec.schema is the schema of the transformation's result, because the driver has tried the transformation.
     division = checkpoint.division_digest(manifest, _order(source, spec))
     return RankRows(spec.schema, source, validation, [], manifest.labels, division)
 
 
 def _order(source: BatchSource, spec: TrainSpec) -> tuple[object, ...]:
-    """Return what determines the order of the rows, see ``checkpoint.division_digest``."""
+    """Return the values that determine the order of the rows, see ``checkpoint.division_digest``."""
     plan = _plan(source)
     return ("petastorm", spec.shuffle) if plan is None else ("native", *plan.order())
 
@@ -350,7 +350,7 @@ def _plan(source: BatchSource) -> Plan | None:
 
 
 def _regrouped(open_shard: Callable[[World], Shard], part: _SplitReading, world: World, epoch: int = 0) -> Shard:
-    """Return a rank's rows: its own shard, or its part of the shards if their number is fixed and another one.
+    """Return a rank's rows: its own shard, or its part of a fixed number of shards that differs from the ranks'.
 
     Args:
         open_shard: opens the shard of a rank.
@@ -395,7 +395,8 @@ def _parquet_source(stored: StoredRows, part: _SplitReading, seed: int, world: W
 def _resume_source(job: TrainJob, rows: RankRows, hooks: RunHooks, world: World) -> BatchSource:
     """Return the training rows, from the position where the run was interrupted.
 
-    If the interrupted run had other ranks, its first epoch is the rest of the interrupted epoch, repartitioned.
+    If the number of shards or the batch size has changed, the first epoch is the repartitioned rest of the interrupted
+    epoch.
 
     Raises:
         DataError: the rows differ from those of the interrupted run.
@@ -434,7 +435,7 @@ def _remainder(
     epoch: int,
     world: World,
 ) -> EpochRemainder:
-    """Return what the parts of an epoch that are done, each of which began with the rest of the one before, leave."""
+    """Return the rows that remain of an epoch after the parts in ``done``; each part began with the rest before it."""
     *before, last = done
     reading = replace(part, batch_size=last.batch_size)
 

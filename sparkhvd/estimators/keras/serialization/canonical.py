@@ -24,13 +24,13 @@ def describe(value: object, form: CanonicalForm) -> list[object] | None:
     """Return the form of a model, layer, optimizer, loss, metric or callback; None for any other object.
 
     Raises:
-        ParamError: it has no configuration.
+        ParamError: the object has no configuration.
     """
     return _described(form, value) if callable(getattr(value, "get_config", None)) else None
 
 
 def _described(form: CanonicalForm, value: keras.Layer) -> list[object]:
-    """Return the configuration and what it leaves out: the function of a loss or a layer and its arguments."""
+    """Return the configuration and the parts that it omits: the function of a loss or a layer, and its arguments."""
     try:
         config = value.get_config()
     except NotImplementedError as error:
@@ -58,7 +58,7 @@ def _described(form: CanonicalForm, value: keras.Layer) -> list[object]:
 
 
 def _of_user_code(form: CanonicalForm, value: keras.Layer) -> list[object]:
-    """Return the user's code in a Keras object, which a configuration names at most."""
+    """Return the user's code in a Keras object; the configuration contains at most the names of this code."""
     attributes = {name: item for name, item in sorted(vars(value).items()) if _is_user_code(item)}
     if not module_is_installed(type(value).__module__):
         inner = names_of_installed_bases(type(value))
@@ -71,7 +71,7 @@ def _of_user_code(form: CanonicalForm, value: keras.Layer) -> list[object]:
 
 
 def _of_state(form: CanonicalForm, value: keras.Layer) -> list[object]:
-    """Return the variables of a Keras optimizer after its first step, and what it excludes from weight decay."""
+    """Return the variables of a Keras optimizer after its first step, and those that it excludes from weight decay."""
     if not callable(getattr(value, "apply_gradients", None)):
         return []
     pattern = getattr(value, "_exclude_from_weight_decay_pattern", None)

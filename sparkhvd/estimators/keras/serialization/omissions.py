@@ -1,9 +1,9 @@
-"""What a ``.keras`` file omits from a model although it changes the training or the output.
+"""The properties of a model that a ``.keras`` file omits although they change the training or the output.
 
 The file omits which layers of a subclassed model, and which single variables, are frozen; the variables that the
 optimizer excludes from weight decay; values of user-written layers that their ``get_config`` does not return; and
-arguments of Keras' own losses and metrics, such as ``Huber.delta``. It would also omit words of adapted layers, see
-``vocabularies_in_configs``.
+arguments of Keras' own losses and metrics, such as ``Huber.delta``. The file would also omit words of adapted layers,
+see ``vocabularies_in_configs``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Omissions:
 
     @classmethod
     def of(cls, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None) -> Self:
-        """Return what a file of ``model`` and ``optimizer`` omits."""
+        """Return the properties that a file of ``model`` and ``optimizer`` omits."""
         decaying = None if getattr(optimizer, "weight_decay", None) is None else optimizer
         return cls(
             tuple(bool(layer.trainable) for layer in _layers(model) if layer.weights),
@@ -52,12 +52,12 @@ class Omissions:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Iterable[Any]]) -> Self:
-        """Invert ``dataclasses.asdict``; what only other versions write is ignored."""
+        """Invert ``dataclasses.asdict``; fields that only other versions write are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: tuple(values) for name, values in content.items() if name in known})
 
     def restore(self, model: keras.Model) -> None:
-        """Give a model that was loaded from the file what the file omits about its layers and weights."""
+        """Restore the omitted properties of layers and weights in a model that was loaded from the file."""
         weighted = [layer for layer in _layers(model) if layer.weights]
         for layer, trained in zip(weighted, self.trained_layers, strict=False):
             layer._trainable = trained  # noqa: SLF001  (the public setter also changes the layers within)
@@ -70,7 +70,7 @@ class Omissions:
                     setattr(layer, name, value)
 
     def restore_functions(self, model: keras.Model) -> None:
-        """Give the losses and metrics of a compiled model that was loaded from the file their arguments."""
+        """Restore the arguments of losses and metrics in a compiled model that was loaded from the file."""
         for function, arguments in zip(_losses_and_metrics(model), self.arguments, strict=False):
             if arguments is not None and function_arguments(function) is not None:
                 function._fn_kwargs = dict(arguments)  # noqa: SLF001
@@ -105,7 +105,7 @@ def leaves(value: object) -> list[Any]:
 
 
 def _losses_and_metrics(model: keras.Model) -> list[keras.losses.Loss | keras.metrics.Metric]:
-    """Return the objects that ``compile`` took, in order; Keras has no public way to them."""
+    """Return the objects that ``compile`` took, in order; Keras has no public way to read them."""
     loss, metrics = getattr(model, "_compile_loss", None), getattr(model, "_compile_metrics", None)
     given = (
         getattr(loss, "_user_loss", None),
@@ -129,7 +129,7 @@ def vocabularies_in_configs(model: keras.Model) -> Iterator[None]:
     """Let a model that is saved in this block keep words that a file with one word per line cannot hold.
 
     An empty last word and words with line breaks are such words. Keras reads them as other words, or refuses the file
-    because it finds a word twice. In the configuration of their layer they are whole.
+    because it finds a word twice. The configuration of their layer can hold these words.
     """
     lookups = [lookup for lookup in map(_lookup, _layers(model)) if lookup is not None and not _fits_into_lines(lookup)]
     for lookup in lookups:

@@ -52,7 +52,7 @@ class Configured:
     """The configuration of a Keras object, the values of its variables, and what configurations of losses omit.
 
     Attributes:
-        config: what Keras serializes.
+        config: the configuration as Keras serializes it.
         variables: the values of an optimizer's variables.
         dtype: the dtype of a loss.
         arguments: the arguments of a loss's or a metric's function.
@@ -83,7 +83,7 @@ class Package:
         named_inputs: the user's ``inputs``, for columns that are known later.
         label_shapes: the user's ``label_shapes``, for columns that are known later.
         compression: compresses gradients for transfer: a name, or a member of ``hvd.Compression``.
-        omissions: what the files of the model and the optimizer omit.
+        omissions: the properties that the files of the model and the optimizer omit.
         settings: the settings of the driver's Keras.
         lora: the values of ``lora_weights``, which the file of the model has merged.
     """
@@ -213,7 +213,7 @@ def load(
     This runs code from Lambda layers: load trusted files only.
     """
     with keras.saving.custom_object_scope(dict(objects)), warnings.catch_warnings():
-        # Keras skips the state of an optimizer that does not train the frozen variables; it is loaded below.
+        # Keras skips the state of an optimizer that does not train the frozen variables; the state is loaded below.
         warnings.filterwarnings("ignore", "Skipping variable loading for optimizer", UserWarning)
         model = keras.saving.load_model(path, compile=compiled, safe_mode=False)
         if omissions is None:
@@ -378,7 +378,7 @@ def to_configs(value: object) -> Any:
     variables: tuple[npt.NDArray[np.generic], ...] = ()
     if isinstance(value, keras.optimizers.Optimizer) and value.built:
         variables = tuple(keras.ops.convert_to_numpy(variable) for variable in value.variables)
-    dtype = value.dtype if isinstance(value, keras.losses.Loss) else None  # which its configuration omits
+    dtype = value.dtype if isinstance(value, keras.losses.Loss) else None  # its configuration omits the dtype
     return Configured(keras.saving.serialize_keras_object(value), variables, dtype, function_arguments(value))
 
 

@@ -108,7 +108,7 @@ def with_callback(plan: FitPlan) -> FitPlan:
     """Return the plan with a ``checkpoints`` policy that selects the same model as ``checkpoint_callback``.
 
     Raises:
-        ParamError: the callback is not a ``ModelCheckpoint``, or its settings cannot work.
+        ParamError: the callback is not a ``ModelCheckpoint``, or its settings are not supported.
     """
     callback, policy = plan.own["checkpoint_callback"], plan.checkpoints
     if not isinstance(callback, keras.callbacks.ModelCheckpoint):

@@ -1,6 +1,6 @@
 """The best model by a user's ``ModelCheckpoint(monitor=...)``, also for runs that resume in another process.
 
-Every process has its own folder, and Lightning discards what it knows about files in another folder. The state of the
+Every process has its own folder, and Lightning discards its records of files in another folder. The state of the
 run therefore contains the weights of the best model, and the state of ``ModelCheckpoint`` is moved to the new folder.
 """
 

@@ -1,4 +1,4 @@
-"""What torchmetrics and ``log`` have accumulated in an epoch, for the run that resumes within it."""
+"""Values that torchmetrics and ``log`` have accumulated in an epoch, for the run that resumes within it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EpochValues:
                 self._logged.setdefault(key, []).extend(values)
 
     def state(self, trainer: Trainer) -> bytes:
-        """Return the values of this rank in the epoch so far, with those that it has taken over."""
+        """Return the values of this rank in the epoch so far, with the values that it has taken over."""
         module = trainer.lightning_module
         modules: Iterator[Any] = module.modules()
         for part in modules:
@@ -59,7 +59,7 @@ class EpochValues:
         return to_bytes({"metrics": states_of(module), "logged": logged})
 
     def restore_metrics(self, module: LightningModule) -> None:
-        """Continue the torchmetrics of the module with their earlier states, each of which one rank takes."""
+        """Continue the torchmetrics of the module with their earlier states; one rank takes each state."""
         states: list[States] = [state["metrics"] for state in self._earlier if fits(state["metrics"], module)]
         if not states:
             return
@@ -68,8 +68,8 @@ class EpochValues:
         if any(lost) and self._rank == 0:
             names = sorted({type(part).__name__ for part, is_lost in zip(parts, lost, strict=True) if is_lost})
             logger.warning(
-                "The epoch continues on fewer ranks, and these metrics cannot merge the states of several: %s. Their "
-                "values in this epoch are over its rest only.",
+                "The epoch continues on fewer ranks, and these metrics cannot merge the states of several ranks: %s. "
+                "Their values in this epoch cover only the rest of the epoch.",
                 ", ".join(names),
             )
         own = [

@@ -37,15 +37,15 @@ def ends_by_steps(trainer: Trainer) -> bool:
 def repeat_epoch_start_hooks(trainer: Trainer, call: ModuleType) -> None:
     """Call the hooks of the epoch's start, which Lightning skips when a run resumes within an epoch.
 
-    Values that they set in callbacks and the module are lost with the interrupted process. What the checkpoint contains
-    stays as it is: a hook may multiply a learning rate, which it has done when the epoch began.
+    Values that the hooks set in callbacks and the module are lost with the interrupted process. Values in the
+    checkpoint stay unchanged: a hook that multiplies a learning rate has already done so when the epoch began.
 
     Args:
         trainer: Lightning's Trainer, after all hooks of ``on_train_start``.
         call: Lightning's module that calls hooks.
     """
     if trainer.fit_loop.restarted_mid_epoch:
-        callbacks = vars(trainer)["callbacks"][:-1]  # the last is the run's own, which Lightning does not declare
+        callbacks = vars(trainer)["callbacks"][:-1]  # all but the run's own; Lightning does not declare the attribute
         states = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
         with options_unchanged(trainer.optimizers):
             call._call_callback_hooks(trainer, "on_train_epoch_start")  # noqa: SLF001
@@ -93,7 +93,7 @@ def resume_after_batch(checkpoint: State, done: int) -> None:
 
     Args:
         checkpoint: the loaded checkpoint, changed in place before Lightning restores its loops from it.
-        done: how many batches of the epoch Lightning shall count as done.
+        done: the number of batches of the epoch for Lightning to count as done.
     """
     loop = checkpoint["loops"]["fit_loop"]
     progress = loop["epoch_loop.batch_progress"]

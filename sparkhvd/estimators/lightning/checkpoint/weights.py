@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def prepare_module(module: torch.nn.Module, checkpoint: State) -> None:
-    """Let a module have the parameters and buffers that ``checkpoint`` has, so that ``load_state_dict`` succeeds."""
+    """Give a module the parameters and buffers that ``checkpoint`` has, so that ``load_state_dict`` succeeds."""
     weights = checkpoint["state_dict"]
     prune_only(module, {name: mask for name, mask in _masks(checkpoint).items() if f"{name}_orig" in weights})
     take_new_buffers(module, weights)

@@ -1,4 +1,4 @@
-"""Attributes as state of a training: what it changes in modules and optimizers besides their ``state_dict``."""
+"""Attributes as state of a training: those that it changes in modules and optimizers besides their ``state_dict``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_MODULES: frozenset[str] = frozenset(vars(nn.Module()))
 # Hooks of pruning, weight and spectral normalization compute an attribute from the parameter with such an ending.
 _SOURCES = ("_orig", "_g", "_v")
 _SHOWN = 10  # attributes in a warning
-# Up to so many values and bytes of an attribute, changes are noticed.
+# Changes are noticed within this many values and bytes of an attribute.
 _MOST_VALUES, _MOST_BYTES = 10_000, 2**20
 
 
@@ -52,7 +52,7 @@ class ChangedAttributes:
         self._state: State = {"values": {}, "on_gpu": [], "missing": []}
 
     def begin(self) -> None:
-        """Notice changes from now on: what the hooks of the training's start set, they set in a resumed run, too."""
+        """Notice changes from now on. Earlier changes come from hooks that a resumed run calls, too."""
         self._alive.clear()
         self._start = self._signatures(self._alive)
         self.apply()
@@ -86,7 +86,7 @@ class ChangedAttributes:
         self.apply()
 
     def apply(self) -> None:
-        """Set the attributes of the checkpoint once more, after hooks that have been called before the checkpoint."""
+        """Set the attributes of the checkpoint again, after hooks that the earlier run called before it."""
         owners = dict(self._parts())
         for key, value in self._resumed.items():
             owner, name = owners.get(key[0]), key[1]
@@ -167,14 +167,14 @@ def _is_derived(owner: Owner, name: str, value: object) -> bool:
 
 
 def _signature(value: Any, held: Collection[int], alive: list[object], shared: set[int]) -> tuple[object, ...]:
-    """Return what differs if a value changes, without a copy of its tensors.
+    """Return a signature that differs if the value changes, without copying its tensors.
 
     Args:
         value: the value.
         held: ids of parameters and buffers.
         alive: receives the objects whose ids are in the signature.
-        shared: ids of the objects of other classes that earlier signatures contain; only these do, so that an object
-            that many modules refer to, such as a configuration, is looked at once.
+        shared: ids of the objects of other classes that earlier signatures contain. Later signatures omit them, so that
+        an object that many modules refer to, such as a configuration, is read once.
     """
     tokens: list[object] = []
     queue, seen = deque([value]), set(shared)
@@ -194,7 +194,7 @@ def _signature(value: Any, held: Collection[int], alive: list[object], shared: s
 
 
 def _token(value: Any, held: Collection[int]) -> tuple[object, Iterable[object]]:
-    """Return what differs if an object changes by itself, and the values in it."""
+    """Return a token that differs if the object itself changes, and the values in the object."""
     if isinstance(value, torch.Tensor):
         is_counted = id(value) not in held and not isinstance(value, nn.Parameter) and not value.is_inference()
         return value._version if is_counted else 0, ()  # noqa: SLF001  (torch counts the changes of a tensor)
@@ -247,7 +247,7 @@ def _is_on_gpu(value: Any) -> bool:
 
 
 def _overwritten(current: Any, value: Any, device: torch.device) -> Any:
-    """Return a copy of ``value``, in the memory of ``current`` where it has the same form: others may refer to it."""
+    """Return a copy of ``value``, in the memory of ``current`` if the form is the same: others may refer to it."""
     if isinstance(value, torch.Tensor):
         if isinstance(current, torch.Tensor) and (current.shape, current.dtype) == (value.shape, value.dtype):
             return value.to(current.device).clone() if 0 in current.stride() else current.copy_(value)

@@ -13,7 +13,7 @@ def frozen_parameters(module: torch.nn.Module) -> list[str]:
 
 
 def freeze_only(module: torch.nn.Module, names: Collection[str]) -> None:
-    """Let all parameters require gradients but those of ``names``."""
+    """Let all parameters except ``names`` require gradients."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad == (name in names):
             parameter.requires_grad_(name not in names)

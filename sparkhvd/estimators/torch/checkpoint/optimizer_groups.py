@@ -29,7 +29,7 @@ def load_with_groups(
     Args:
         optimizer: the optimizer to change.
         state: its ``state_dict`` at another time.
-        own: how many groups the training began with; only later ones are removed.
+        own: the number of groups that the training began with; only later groups are removed.
         module: the module with the parameters.
         names: the result of ``named_groups`` for ``state``, from which groups are added.
     """

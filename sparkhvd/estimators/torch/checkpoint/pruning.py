@@ -14,7 +14,7 @@ def pruning_masks(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def prune_only(module: torch.nn.Module, masks: Mapping[str, torch.Tensor]) -> None:
-    """Let exactly the tensors of ``masks`` be pruned; a tensor that is pruned already keeps its method and mask."""
+    """Prune exactly the tensors of ``masks``; a tensor that is already pruned keeps its method and mask."""
     known = set()
     for path, part, name in list(_pruned(module)):
         key = f"{path}.{name}" if path else name

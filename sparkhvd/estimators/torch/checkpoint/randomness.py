@@ -1,4 +1,4 @@
-"""Seeds and states of random generators, so that a resumed run draws the numbers of an uninterrupted one."""
+"""Seeds and states of random generators, so that a resumed run draws the same numbers as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def seed_generators(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> bytes:
-    """Return the states of this process's global generators; loads with ``weights_only=True``."""
+    """Return the states of this process's global generators; ``torch.load(..., weights_only=True)`` can load them."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     states = {
         "cpu": torch.get_rng_state(),

@@ -103,7 +103,7 @@ def _unsafe_globals(checkpoint: Path | io.BytesIO) -> list[str]:
     if find is not None:
         unsafe: list[str] = find(checkpoint)
         return unsafe
-    try:  # PyTorch before 2.6 names only the first one
+    try:  # PyTorch before 2.6 names only the first unsafe object
         torch.load(checkpoint, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         return re.findall(r"GLOBAL (\S+) was not", str(error)) or ["objects of other types"]

@@ -1,4 +1,4 @@
-"""States of torchmetrics that travel: between ranks, and from an interrupted epoch to the run that resumes it."""
+"""States of torchmetrics as they are sent between ranks, and from an interrupted epoch to the resumed run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def merge_into(metric: Any, states: Sequence[States]) -> None:
 
 
 def fits(states: States, metric: Any) -> bool:
-    """Whether states are those of such a metric, which a resumed run may have replaced with another one."""
+    """Whether the states fit the metric, which a resumed run may have replaced with another one."""
     parts = parts_of(metric)
     return len(states) == len(parts) and all(
         state is None or state.keys() == part.metric_state.keys() for state, part in zip(states, parts, strict=True)
@@ -47,7 +47,7 @@ def fits(states: States, metric: Any) -> bool:
 def can_continue(part: Any) -> bool:
     """Whether a part can be updated after the states of several ranks were merged into it.
 
-    A merged state that is not a sum, an extreme value or a list is only good for the metric's value.
+    A merged state that is not a sum, an extreme value or a list can only be used to compute the metric's value.
     """
     names = {getattr(reduction, "__name__", None) for reduction in part._reductions.values()}  # noqa: SLF001
     lists = [isinstance(value, list) for value in part.metric_state.values()]
@@ -62,7 +62,7 @@ def to_bytes(content: object) -> bytes:
 
 
 def from_bytes(content: bytes) -> Any:
-    """Return what ``to_bytes`` packed; no code in it is run."""
+    """Return the content that ``to_bytes`` packed; no code in it is run."""
     return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
 
 

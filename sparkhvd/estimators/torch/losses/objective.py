@@ -87,7 +87,7 @@ class Objective:
         """Check that the model returns one output per label in training mode.
 
         Raises:
-            ModelOutputError: the numbers differ; some models return more outputs then, for auxiliary losses.
+            ModelOutputError: the numbers differ; in training mode, some models return auxiliary outputs.
         """
         if len(outputs) != len(self.label_cols):
             raise ModelOutputError(
@@ -286,7 +286,7 @@ def is_stateful(function: object) -> bool:
 
 
 def _repeated(value: object, count: int) -> tuple[Any, ...]:
-    """Return one value per label, from one for all labels or a list."""
+    """Return one value per label, from one value for all labels or a list."""
     if value is None:
         return ()
     values = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -379,7 +379,7 @@ def is_class_loss(loss: Measure) -> bool:
 
 
 def _takes_indices(loss: Measure) -> bool:
-    """Whether the loss takes class indices in the shape of its output, filled up with -1."""
+    """Whether the loss takes class indices in the shape of its output, padded with -1."""
     function = _unwrapped(loss)
     return isinstance(function, torch.nn.MultiLabelMarginLoss) or function is functional.multilabel_margin_loss
 

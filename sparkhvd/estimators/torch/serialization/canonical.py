@@ -20,7 +20,7 @@ from sparkhvd.estimators.runs.function_globals import module_is_installed
 if TYPE_CHECKING:
     import torch
 
-# The attributes of every optimizer of PyTorch that are described otherwise; a scheduler replaces ``step``.
+# The attributes of every optimizer of PyTorch that are described separately; a scheduler replaces ``step``.
 _OF_OPTIMIZERS = frozenset({"defaults", "param_groups", "state", "step"})
 
 
@@ -83,7 +83,7 @@ def _of_module(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
         )
         for name, weight in value.named_parameters()
     ]
-    # Without weights it is a loss, whose buffers matter; a model's buffers may differ whenever a script starts.
+    # A module without weights is a loss, whose buffers matter. A model's buffers may differ whenever a script starts.
     exact = form.weights or not weights
     buffers = [(name, form.of_tensor(buffer, exact=exact)) for name, buffer in value.named_buffers()]
     modules = [(name, _of_one_module(form, module, exact=exact)) for name, module in value.named_modules()]

@@ -40,7 +40,7 @@ def reduced_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
 
 
 def _hooks(parameter: torch.nn.Parameter) -> tuple[list[Any], list[Any]]:
-    # torch has no public way to read them
+    # torch has no public way to read the hooks
     before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
     return list((before or {}).values()), list((after or {}).values())
 

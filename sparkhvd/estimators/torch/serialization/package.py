@@ -27,8 +27,8 @@ class Stepping:
 
     Attributes:
         clip_norm: the gradient's largest norm over all parameters; None does not clip.
-        clip_value: the largest absolute value of its elements; None does not clip.
-        mixed_precision: ``bf16`` or ``fp16``, the type in which the model computes; None keeps its own.
+        clip_value: the largest absolute value of the gradient's elements; None does not clip.
+        mixed_precision: ``bf16`` or ``fp16``, the type in which the model computes; None keeps the model's own type.
         compile: arguments of ``torch.compile``; None does not compile.
         compression: compression of the gradients that ranks exchange; None does not compress.
         minibatch_fn: takes the steps instead of the trainer.
@@ -80,7 +80,7 @@ def loads(payload: bytes) -> Package:
     """Return the package from the result of ``dumps``, with its losses created.
 
     Raises:
-        ParamError: the model's own way of pickling gave it parameters that the optimizer does not hold.
+        ParamError: the unpickled model has parameters that the optimizer does not hold.
     """
     package: Package = cloudpickle.loads(payload)
     refuse_separated(package.model, (package.optimizer,))
@@ -174,7 +174,7 @@ def _parameter_of(module: torch.jit.ScriptModule, name: str) -> torch.nn.Paramet
 
 
 def _construct_loss(make: Callable[..., Any], known: Mapping[str, object]) -> Any:
-    """Call a loss constructor with those of the known arguments that it takes."""
+    """Call a loss constructor with the known arguments that it takes."""
     signature = inspect.signature(make)
     parameters = signature.parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

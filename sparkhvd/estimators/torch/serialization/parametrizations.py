@@ -1,6 +1,6 @@
 """Modules with parametrizations (``weight_norm``, ``spectral_norm``, ``register_parametrization``) for pickle.
 
-PyTorch gives such a module a class that it creates at run time, and refuses to pickle it.
+PyTorch gives such a module a class that it creates at run time, and refuses to pickle the module.
 """
 
 from __future__ import annotations
