@@ -46,11 +46,11 @@ class BatchDependence:
         if self.frequencies:
             remarks.append(
                 f"scale_grad_by_freq of the model's embeddings ({_listed(self.frequencies)}) counts values in {seen}. "
-                "The training is therefore not that of one big batch; leave scale_grad_by_freq out if it shall be."
+                "The training is therefore not that of one big batch; leave scale_grad_by_freq out for an exact result."
             )
         if self.losses:
             remarks.append(
-                f"the loss {_listed(self.losses)} is a number of the whole batch and sees {seen}. The training is "
+                f"the loss {_listed(self.losses)} relates the rows of a batch and sees {seen}. The training is "
                 "therefore not that of one big batch; use a larger batch_size to come closer."
             )
         return remarks

@@ -101,11 +101,11 @@ class TrainHooks(Protocol):
 
     @property
     def first_epoch_batches(self) -> int | None:
-        """The number of batches of the first epoch, if another number of ranks began it; else None."""
+        """The number of batches of the first epoch, if it is the repartitioned rest of an epoch; else None."""
 
     @property
     def steps_done(self) -> int:
-        """The completed steps of the first epoch, also those of another number of ranks."""
+        """The completed steps of the first epoch, including those before its rest was repartitioned."""
 
     @property
     def rank_state(self) -> bytes | None:
@@ -166,7 +166,7 @@ class Inference:
 
     Attributes:
         gpu: the framework's index of the GPU that Spark assigned to this task; None computes on the CPU.
-        function: replaces the call of the model: ``function(model, *inputs)``, with the inputs as the model gets them.
+        function: replaces the call of the model; ``function(model, *inputs)``, for Keras ``function(model, inputs)``.
     """
 
     gpu: int | None = None

@@ -264,11 +264,11 @@ def test_a_lease_survives_answers_that_no_fit_wrote(store, content, caplog):
     hold = Hold(lease, check_seconds=0.02, renew_seconds=0.02)
     try:
         write(claim, content)
-        with pytest.raises(StoreError, match="is not what a fit wrote there"):
+        with pytest.raises(StoreError, match="does not hold the content that a fit wrote there"):
             lease.check()
-        with pytest.raises(StoreError, match="is not what a fit wrote there"):
+        with pytest.raises(StoreError, match="does not hold the content that a fit wrote there"):
             claim_fence(store, "r", lease.holder)
-        wait_for(lambda: "is not what a fit wrote there" in caplog.text)  # the thread meets it, too
+        wait_for(lambda: "does not hold the content that a fit wrote there" in caplog.text)  # the thread meets it, too
         write(claim, honest)
         last = read(beat)
         wait_for(lambda: read(beat) != last)

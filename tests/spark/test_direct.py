@@ -179,7 +179,8 @@ def test_an_empty_dataframe_is_refused_although_spark_starts_no_task(df, caplog)
 def test_a_model_too_large_for_the_job_is_refused_before_it(df, monkeypatch):
     monkeypatch.setattr("sparkhvd.estimators.training.job_files.INLINE_BYTES", 100)
     with pytest.raises(
-        ParamError, match=r"The model with its optimizer and loss has [\d,]+ bytes; more than 100 need a Store"
+        ParamError,
+        match=r"The model with its optimizer and loss has [\d,]+ bytes, but without a Store, at most 100 bytes",
     ):
         estimator().fit(df)
 

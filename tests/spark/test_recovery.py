@@ -265,7 +265,7 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
     with pytest.raises(ParamError, match="resume"):
         estimator(store, num_proc=1).fit(df, resume="yes")
     assert estimator(store, **given)._run_id_by_content(df.where("a < 0.5")) not in ids
-    with pytest.raises(ParamError, match="identifies a run by its rows, but the content of these cannot be determined"):
+    with pytest.raises(ParamError, match="identifies a run by its rows, but their content cannot be determined"):
         estimator(store, **given).fit(df.withColumn("a", functions.udf(lambda a: a, "double")("a")))
 
 

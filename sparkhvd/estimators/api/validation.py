@@ -132,8 +132,8 @@ def _refuse_elastic(plan: FitPlan) -> None:
     """Refuse elastic training if the rest of an epoch cannot be divided anew among other ranks."""
     if plan.store is None or not plan.store.save_runs:
         raise ParamError(
-            "Elastic training (min_num_proc, max_num_proc) keeps its rows and checkpoints in a Store. Pass a store "
-            "that saves runs, or leave both out."
+            "Elastic training (min_num_proc, max_num_proc) keeps its rows and checkpoints in a Store. Pass a Store "
+            "that saves runs, or leave both parameters out."
         )
     reader = "data='direct'" if plan.data == "direct" else "reader='petastorm'" if plan.reader == "petastorm" else ""
     reader = "data_module" if loads_rows(plan.data_module) else reader

@@ -174,7 +174,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         return ["prediction"] if count == 1 else [f"prediction_{index}" for index in range(count)]
 
     def getOutputCols(self) -> list[str]:  # noqa: N802  (Spark's name)
-        """Return the columns that ``transform`` adds: ``<label>__output`` unless ``setOutputCols`` was called."""
+        """Return the columns that ``transform`` adds: by default ``<label>__output``, without labels ``prediction``."""
         return self.output_names
 
     @brief_errors

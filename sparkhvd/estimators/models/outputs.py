@@ -236,8 +236,8 @@ def encode_output(prediction: Predicted, column: OutputColumn, arrow: pa.DataTyp
     if column.shape is not None and prediction.shape[1:] != column.shape:
         raise ModelOutputError(
             f"Output column {column.name!r}: the model returned rows of shape {list(prediction.shape[1:])}, but their "
-            f"shape was {list(column.shape)} when it was created. If prediction_fn changes the shape, set the type "
-            "with setOutputTypes."
+            f"shape was {list(column.shape)} when the model was created. If prediction_fn changes the shape, set the "
+            "type with setOutputTypes."
         )
     flat = prediction.reshape(len(prediction), math.prod(prediction.shape[1:]))
     if pa.types.is_struct(arrow):

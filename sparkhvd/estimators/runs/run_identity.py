@@ -63,7 +63,7 @@ def run_id_by_content(kind: str, df: DataFrame, selection: Selection, params: Ma
     rows = fingerprint(df, selection, caches=False)
     if rows is None:
         raise ParamError(
-            "resume='auto' identifies a run by its rows, but the content of these cannot be determined: the DataFrame "
+            "resume='auto' identifies a run by its rows, but their content cannot be determined: the DataFrame "
             "contains a user-defined function, a cache or a random expression, or comes through Spark Connect. Pass a "
             "run_id instead."
         )

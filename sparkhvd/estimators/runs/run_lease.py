@@ -308,8 +308,8 @@ def _parsed(content: bytes, path: str, kind: type[T]) -> T:
 
 def _unreadable(path: str) -> StoreError:
     return StoreError(
-        f"{path} is not what a fit wrote there. If the Store answers correctly again, nothing needs to be done; "
-        "otherwise choose another run_id."
+        f"{path} does not hold the content that a fit wrote there. If the Store answers correctly again, nothing needs "
+        "to be done; otherwise choose another run_id."
     )
 
 
@@ -326,6 +326,6 @@ def _read(store: Store, path: str) -> bytes | None:
 def _taken_over(store: Store, run_id: str, token: int) -> StoreError:
     return StoreError(
         f"Run {run_id!r} in {store.url} was taken over by another fit ({_holder(store, run_id, token)}), because this "
-        "one appeared dead. This fit ends and publishes nothing more. Fit again with the same run_id when the other "
+        "fit appeared dead. This fit ends and publishes nothing more. Fit again with the same run_id when the other "
         "fit has ended, or choose another run_id."
     )

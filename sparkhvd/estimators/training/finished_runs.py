@@ -35,7 +35,7 @@ def save(store: Store, run_id: str, epochs: int, result: TrainResult) -> None:
 
 
 def find(store: Store, run_id: str, epochs: int) -> TrainResult | None:
-    """Return the result of an earlier fit of the run; None if there is none or the run has more to train.
+    """Return the result of an earlier fit of the run with the same epochs; None if it is missing or out of date.
 
     Args:
         store: the Store of the run.

@@ -171,8 +171,8 @@ def to_payload(store: Store | None, path: str, content: bytes) -> Payload:
     """
     if store is None and len(content) > INLINE_BYTES:
         raise ParamError(
-            f"The model with its optimizer and loss has {len(content):,} bytes; more than {INLINE_BYTES:,} need a "
-            "Store to reach the ranks and come back. Pass store=."
+            f"The model with its optimizer and loss has {len(content):,} bytes, but without a Store, at most "
+            f"{INLINE_BYTES:,} bytes can be sent to the ranks. Pass store=."
         )
     if store is None:
         return Payload(content)

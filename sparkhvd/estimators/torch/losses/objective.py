@@ -1,12 +1,12 @@
 """Losses, labels and metrics of a torch model.
 
-A label reaches its loss in this form:
+With ``label_shapes``, a label first gets its shape. The first rule that applies then decides its form at the loss:
 
-* with ``label_shapes``, in that shape, else
-* as int64 class indices for the class losses (cross entropy, negative log likelihood) if it has fewer elements than
-  the output, which must have one element per class (a single class is refused, because it teaches nothing), else
-* in the output's shape and dtype if it has as many elements as the output, else
-* in the column's own shape; integers and booleans as int64, other types in the output's dtype.
+* int64 class indices for the class losses (cross entropy, negative log likelihood) if the label has fewer elements than
+  the output, which must have one element per class (a single class is refused, because it teaches nothing);
+* int64 for ``MultiLabelMarginLoss``;
+* the output's shape and dtype if the label has as many elements as the output and, with ``label_shapes``, its shape;
+* otherwise the label's own shape; integers and booleans become int64, other types get the output's dtype.
 """
 
 from __future__ import annotations

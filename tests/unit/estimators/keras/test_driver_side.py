@@ -516,7 +516,7 @@ def test_the_losses_that_relate_the_rows_of_a_rank_are_found():
     assert found.remarks(1, 8) == []
     (remark,) = found.remarks(2, 8)
     assert remark == (
-        "the loss circle, dice, tversky is a number of the whole batch and sees the 8 rows of its own rank, not the 16 "
+        "the loss circle, dice, tversky relates the rows of a batch and sees the 8 rows of its own rank, not the 16 "
         "rows of all 2 ranks. The training is therefore not that of one big batch; use a larger batch_size to come "
         "closer."
     )
