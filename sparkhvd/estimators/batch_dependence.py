@@ -33,7 +33,7 @@ class BatchDependence:
         return bool(self.pairs or self.pixels)
 
     def remarks(self, num_proc: int, batch_size: int) -> list[str]:
-        """Return warnings of one line each for the log; none if all ranks together equal one big batch."""
+        """Return one-line warnings for the log; an empty list if all ranks together equal one big batch."""
         if num_proc == 1:
             return []
         seen = f"the {batch_size} rows of its own rank, not the {num_proc * batch_size} rows of all {num_proc} ranks"

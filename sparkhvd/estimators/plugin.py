@@ -1,4 +1,4 @@
-"""The interface between the estimators and a framework: what a plug-in implements, and what it receives."""
+"""The interface between the estimators and a framework: the protocols of a plug-in, and the values that it receives."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Trainer(Protocol):
     """One rank's training."""
 
     def restore(self, state: bytes) -> None:
-        """Restore what ``state()`` returned on rank 0."""
+        """Restore a state that ``state()`` returned on rank 0."""
 
     def state(self) -> bytes:
         """Return the model, the optimizer and all state that a resumed run needs to equal an uninterrupted one."""

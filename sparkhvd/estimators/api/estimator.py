@@ -319,7 +319,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     @contextmanager
     def _run(self, spark: SparkSession | None, plan: FitPlan) -> Iterator[RunPlan]:
-        """Decide what the plan leaves open (ranks, run and seed), and hold the run within the context."""
+        """Fill in the values that the plan leaves open (ranks, run and seed), and hold the run within the context."""
         num_proc = reserve_ranks(plan, spark)
         store, run_id, facts = plan.store, plan.run_id or self._new_run_id(), None
         if store is not None:

@@ -1,4 +1,4 @@
-"""Refuse parameters that contradict each other or that lack what they need, before anything runs."""
+"""Refuse parameters that contradict each other or lack a prerequisite, before anything runs."""
 
 from __future__ import annotations
 

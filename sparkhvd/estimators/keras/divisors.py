@@ -115,7 +115,7 @@ def _over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: str) -> Ca
 def _with_rows(loss: Callable[..., keras.KerasTensor], mean: keras.metrics.Mean) -> Callable[..., keras.KerasTensor]:
     """Return the loss, and make ``mean``, which Keras updates after every call, weight its values by their rows.
 
-    In a graph of TensorFlow the shape of a batch lacks the rows, and Keras then gives all batches the same weight.
+    In a graph of TensorFlow the shape of a batch lacks the rows, and Keras then weights all batches equally.
     """
     rows: keras.KerasTensor | int = 0  # those of the latest call of the loss
     update = mean.update_state

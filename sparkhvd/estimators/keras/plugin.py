@@ -200,7 +200,7 @@ def _array(value: keras.KerasTensor) -> npt.NDArray[np.generic]:
 def _device_scope(gpu: int | None) -> Callable[[], AbstractContextManager[object]]:
     """Return a function that creates the device scope for a model.
 
-    Without it, TensorFlow would reserve all memory of every visible GPU, and torch would place the models of all
+    Without the scope, TensorFlow would reserve all memory of every visible GPU, and torch would place the models of all
     processes on the first GPU.
     """
     import keras  # noqa: PLC0415

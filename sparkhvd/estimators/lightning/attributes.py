@@ -52,7 +52,7 @@ def _names(part: nn.Module) -> Collection[str]:
 
 
 def _restore_of(value: Any, counters: bool, seen: set[int]) -> Restore | None:
-    """Return a function that returns ``value`` in its present state; None for other objects, which stay as they are."""
+    """Return a function that returns ``value`` in its present state; None for other objects, which stay unchanged."""
     if isinstance(value, torch.Tensor):
         return partial(_unless_changed, value, value.detach().clone())  # deepcopy refuses tensors with a graph
     if isinstance(value, float | complex) or (counters and isinstance(value, int)):

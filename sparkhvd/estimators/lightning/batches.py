@@ -34,7 +34,7 @@ class BatchFormat:
         columns: one input per column, for ``"dict"``.
         features: the inputs of ``forward``, for ``"tuple"``.
         labels: names of the label columns.
-        weights: names of the weight columns: one or none.
+        weights: name of the weight column; empty without a weight column.
     """
 
     kind: str

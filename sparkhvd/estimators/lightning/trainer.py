@@ -225,7 +225,7 @@ class LightningTrainer:
         trainer.fit(self._module, **source)
 
     def _batches_done(self, feed: Feed, hooks: TrainHooks) -> int | None:
-        """Return how many batches are done if the run resumes within an epoch, and move the loader there; else None."""
+        """Return the completed batches if the run resumes within an epoch, and move the loader there; else None."""
         left, done = hooks.first_epoch_batches, hooks.first_step
         if left is None and not done:
             return None

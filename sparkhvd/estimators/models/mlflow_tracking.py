@@ -67,7 +67,7 @@ def track(
 ) -> None:
     """Log a training to the active MLflow run, if there is one.
 
-    Every further training in one run, such as the fits of a CrossValidator, gets a nested run of its own. If the server
+    Every later training in the same run, such as a fit of a CrossValidator, gets its own nested run. If the server
     cannot be reached, a warning is logged and the model is kept.
 
     Args:

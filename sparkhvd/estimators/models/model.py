@@ -124,7 +124,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
 
         Args:
             model: the framework's own model; it is copied, not changed.
-            df: rows to predict, two of which are read; or their schema if all feature columns are numbers. A
+            df: rows to predict (two are read), or their schema if all feature columns are numbers. A
                 streaming DataFrame is used as its schema.
             feature_cols: the columns that the model reads, as for the estimator.
             inputs: as for the estimator.
@@ -135,7 +135,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
             sparse_cols: as for the estimator.
             fill: as for the estimator.
             custom_objects: as for ``KerasEstimator``.
-            store: the Store, or its URL, for the model's files; without one, this process holds them in memory and
+            store: the Store, or its URL, for the model's files; without a Store, this process holds them in memory and
                 sends them with the Spark session.
             params: parameters of the Transformer, such as ``output_cols`` and ``prediction_fn``.
 

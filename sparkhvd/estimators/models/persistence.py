@@ -8,7 +8,7 @@
 ==========================  =================================================================================
 
 The metadata is written last: a folder without it is not a saved object (see ``saved_folder``). Loading runs the code
-that was saved with the object: open only what you trust. A Store is saved as its URL, its other paths and
+that was saved with the object: load only trusted objects. A Store is saved as its URL, its other paths and
 ``save_runs``; its options, which may hold credentials, are never saved. The ranks' environment (``backend_env``) is
 saved as names without values.
 """
@@ -121,7 +121,7 @@ class FolderWriter(MLWriter):
 
 
 class FolderReader(MLReader[R]):
-    """Reads what ``FolderWriter`` wrote.
+    """Reads an object that ``FolderWriter`` wrote.
 
     Args:
         read: takes the Store of the folder's parent and the folder's name, and returns the object.

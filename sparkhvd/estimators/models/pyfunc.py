@@ -56,7 +56,7 @@ def write_folder(model: TrainedModel, folder: Path) -> None:
 
 
 def load(folder: Path) -> PandasModel:
-    """Return the model that ``write_folder`` wrote; runs the code saved with it, so open only what you trust."""
+    """Return the model that ``write_folder`` wrote; this runs the code saved with it, so open only trusted folders."""
     content = json.loads((folder / _COLUMNS).read_text())
     function = (folder / _FUNCTION).read_bytes()
     inference = Inference(function=cloudpickle.loads(function) if function else None)

@@ -1,4 +1,4 @@
-"""The parameters of one fit as a typed value, which every step of the fit reads and none changes."""
+"""The parameters of one fit as a typed value, which all steps of the fit read and no step changes."""
 
 from __future__ import annotations
 

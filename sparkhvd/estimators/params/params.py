@@ -263,9 +263,9 @@ class EstimatorParams(Declarations):
         identity=Identity.NEVER,
     )
     backend: Declared[Backend | str] = declared(
-        "What starts the ranks: 'barrier' (Spark tasks), 'mpi' (Open MPI in Spark tasks), 'local' (processes on the "
-        "driver's machine), 'ray' (actors of a Ray cluster), or an object with run and num_processes, such as "
-        "SparkBackend.",
+        "The backend that starts the ranks: 'barrier' (Spark tasks), 'mpi' (Open MPI in Spark tasks), 'local' "
+        "(processes on the driver's machine), 'ray' (actors of a Ray cluster), or an object with run and "
+        "num_processes, such as SparkBackend.",
         backend_or_launcher,
         default="auto",
     )
@@ -285,7 +285,7 @@ class EstimatorParams(Declarations):
         identity=Identity.NEVER,
     )
     store: Declared[Store | None] = declared(
-        "Where prepared data, checkpoints and the trained model are kept; None trains without a Store.",
+        "The Store that keeps prepared data, checkpoints and the trained model; None trains without a Store.",
         store_at,
         default=None,
         identity=Identity.NEVER,
@@ -386,12 +386,12 @@ class EstimatorParams(Declarations):
         "Number of passes over all training rows.", positive_integer, default=1, identity=Identity.IN_A_MAP
     )
     train_steps_per_epoch: Declared[int | None] = declared(
-        "Training steps per epoch; None means as many as use every row once.",
+        "Training steps per epoch; None means enough steps to use every row once.",
         positive_integer,
         default=None,
     )
     validation_steps_per_epoch: Declared[int | None] = declared(
-        "Validation steps per epoch; None means as many as use every validation row once.",
+        "Validation steps per epoch; None means enough steps to use every validation row once.",
         positive_integer,
         default=None,
     )
@@ -434,7 +434,7 @@ class EstimatorParams(Declarations):
         identity=Identity.NEVER,
     )
     early_stopping: Declared[EarlyStopping | None] = declared(
-        "The rule that ends the training before its last epoch; all ranks decide alike.",
+        "The rule that ends the training before its last epoch; all ranks reach the same decision.",
         instance_of(EarlyStopping, "EarlyStopping('val_loss', patience=3)"),
         default=None,
     )

@@ -1,6 +1,6 @@
 """Policies that a run applies to its history after every epoch: whether to stop, and which epoch was the best.
 
-The history is the same on every rank, so all ranks decide alike.
+The history is the same on every rank, so all ranks reach the same decision.
 """
 
 from __future__ import annotations

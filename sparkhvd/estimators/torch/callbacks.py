@@ -61,7 +61,7 @@ class TorchCallback:
             run: the training.
             epoch: the epoch, counted from 0.
             step: number of batches of the epoch that are done.
-            loss: mean over this rank's rows; None if it had none.
+            loss: mean over this rank's rows; None if this rank had no rows.
         """
 
     def on_epoch_end(self, run: TorchRun, epoch: int, logs: Mapping[str, float]) -> None:

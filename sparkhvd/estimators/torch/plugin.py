@@ -201,7 +201,7 @@ def _inputs(params: Mapping[str, object], schema: DataSchema) -> tuple[ModelInpu
 
 
 def parameter_shapes(model: torch.nn.Module) -> dict[str, Shape]:
-    """Return the shapes of a module's parameters by name; None for lazy ones."""
+    """Return the shapes of a module's parameters by name; None for lazy parameters."""
     lazy = torch.nn.parameter.is_lazy
     return {name: None if lazy(parameter) else tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
@@ -238,7 +238,7 @@ def refuse_exported(model: torch.nn.Module) -> None:
 
 
 def refuse_unsupported_parameters(model: torch.nn.Module, *, may_be_lazy: bool = False) -> None:
-    """Refuse parameters that ranks cannot train together: lazy and complex ones, and different ones in the same memory.
+    """Refuse parameters that ranks cannot train together: lazy, complex, or different parameters in the same memory.
 
     Args:
         model: the model.

@@ -344,7 +344,7 @@ def _order(source: BatchSource, spec: TrainSpec) -> tuple[object, ...]:
 
 
 def _plan(source: BatchSource) -> Plan | None:
-    """Return how the rows are divided; None if another library divides them."""
+    """Return the plan that divides the rows; None if another library divides them."""
     source = source.first_shard if isinstance(source, RegroupedSource) else source
     return source.plan if isinstance(source, RowSource) else None
 

@@ -27,7 +27,7 @@ class Omissions:
     Attributes:
         trained_layers: whether each layer with weights is trained.
         trained: whether each weight is trained.
-        decayed: whether the optimizer decays each weight; empty if it decays none.
+        decayed: whether the optimizer decays each weight; empty if the optimizer decays no weights.
         attributes: the public attributes of each user-written layer that are numbers, strings or None.
         arguments: ``function_arguments`` of each loss and metric that the model is compiled with.
     """
@@ -144,7 +144,7 @@ def vocabularies_in_configs(model: keras.Model) -> Iterator[None]:
 
 
 def _lookup(layer: keras.Layer) -> keras.layers.StringLookup | None:
-    """Return the layer with the adapted words of a layer for texts; None if it has none."""
+    """Return the lookup layer that holds the adapted words of a text layer; None if there is none."""
     import keras  # noqa: PLC0415  (readers import Keras only after its backend is known)
 
     if not isinstance(layer, keras.layers.StringLookup | keras.layers.TextVectorization):

@@ -49,7 +49,7 @@ Named = type | FunctionType  # a class or a function that a file refers to by it
 
 @dataclass(frozen=True)
 class Configured:
-    """The configuration of a Keras object, the values of its variables, and what configurations of losses omit.
+    """The configuration of a Keras object, the values of its variables, and settings that the configuration omits.
 
     Attributes:
         config: the configuration as Keras serializes it.
@@ -110,7 +110,7 @@ class Package:
         """Serialize the package.
 
         Raises:
-            ParamError: something in it cannot be pickled.
+            ParamError: the package holds an object that cannot be pickled.
         """
         try:
             return dumps(self)

@@ -1,1 +1,1 @@
-"""State of a training beyond what ``state_dict`` holds: what is frozen or pruned, and random generators."""
+"""State of a training that ``state_dict`` omits: frozen and pruned parameters, attributes, and random generators."""

@@ -57,7 +57,7 @@ class Objective:
         label_cols: one label column per output of the model, in its order.
         losses: one per label, each a mean over the rows.
         weights: weights of the losses in their sum.
-        label_shapes: shape of one row of each label; None applies the rule above.
+        label_shapes: shape of one row of each label; None leaves the shape to the rules above.
         metrics: metrics that are reported with the loss.
         weight_col: the column with the weight of every row. A weighted loss is the mean over the rows of weight times
             loss: it is divided by the number of rows, not by the sum of the weights.
