@@ -92,8 +92,8 @@ class BatchShare:
 
     Attributes:
         rows: rows of this rank that count.
-        weight: factor for the gradient of their mean loss, which applies before ranks are averaged and after Lightning
-            has divided the loss by the number of batches that it accumulates.
+        weight: factor for the gradient of the mean loss of these rows. It applies before ranks are averaged, and after
+            Lightning has divided the loss by the number of batches that it accumulates.
         is_substitute: whether the rank has no rows in this step, so that the batch is a substitute without any effect.
         factors: factors of a plain module's losses, see ``loss_factors``.
     """
@@ -107,8 +107,8 @@ class BatchShare:
 class RankLoader:
     """The batches of one rank, epoch by epoch; a loader for a Lightning Trainer.
 
-    A rank without rows in a step receives a substitute, the previous batch or the rows of the sample, so that it takes
-    part in the collectives of that step.
+    A rank without rows in a step receives a substitute, so that it takes part in the collectives of that step: the
+    previous batch, the rows of the sample, or synthetic rows.
 
     Attributes:
         share: share of the latest batch in its step.

@@ -1,8 +1,8 @@
 """The identity of a run, by which ``resume="auto"`` finds the run of an earlier fit with the same content.
 
 Everything that changes the returned model is part of the identity. A run id consists of two digests: one without and
-one with the values of the model's initial weights. The Store records runs that differ only in these values together,
-so that a script that draws its weights anew gets a warning that explains why it starts a new run.
+one with the values of the model's initial weights. The Store records runs that differ only in these values together.
+A script that draws its weights anew therefore gets a warning that explains why it starts a new run.
 """
 
 from __future__ import annotations
