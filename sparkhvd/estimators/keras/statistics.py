@@ -19,7 +19,7 @@ class LayerStatistics:
         model: the model, built.
         own: variables that differ between ranks on purpose, such as the states of random generators.
         sums: the optimizer's sums of gradients for a step that has not ended. The step uses their mean over the ranks,
-        so every rank can continue from this mean.
+            so every rank can continue from this mean.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class EpochCalls:
 
     Args:
         function: gets the number of an epoch, from 0, and its metrics by name. It ends the training by returning True.
-        None means that there is no callback.
+            None means that there is no callback.
 
     Attributes:
         error: the last exception of the function, or None.

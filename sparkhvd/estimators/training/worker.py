@@ -350,7 +350,7 @@ def _plan(source: BatchSource) -> Plan | None:
 
 
 def _regrouped(open_shard: Callable[[World], Shard], part: _SplitReading, world: World, epoch: int = 0) -> Shard:
-    """Return a rank's rows: its own shard, or its part of a fixed number of shards that differs from the ranks'.
+    """Return a rank's rows: its own shard, or a part of the shards if there are more or fewer shards than ranks.
 
     Args:
         open_shard: opens the shard of a rank.

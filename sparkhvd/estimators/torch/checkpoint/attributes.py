@@ -174,7 +174,7 @@ def _signature(value: Any, held: Collection[int], alive: list[object], shared: s
         held: ids of parameters and buffers.
         alive: receives the objects whose ids are in the signature.
         shared: ids of the objects of other classes that earlier signatures contain. Later signatures omit them, so that
-        an object that many modules refer to, such as a configuration, is read once.
+            an object that many modules refer to, such as a configuration, is read once.
     """
     tokens: list[object] = []
     queue, seen = deque([value]), set(shared)
