@@ -147,7 +147,7 @@ def test_a_plain_module_gets_columns_by_the_names_of_its_inputs(spark):
     ("arguments", "message"),
     [
         ({"devices": 4}, "trainer_args has 'devices', which the estimator sets"),
-        ({"barebones": True}, "trainer_args has barebones=True, which takes away the callbacks"),
+        ({"barebones": True}, "trainer_args has barebones=True, which turns off the callbacks"),
     ],
 )
 def test_trainer_args_that_the_estimator_cannot_do_with_are_refused(frame, arguments, message):

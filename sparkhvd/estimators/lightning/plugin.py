@@ -291,15 +291,15 @@ def _check_trainer_args(trainer_args: Mapping[str, object], params: Mapping[str,
             raise ParamError(f"trainer_args has {name!r}, which the estimator sets; use its parameter {instead}.")
     if trainer_args.get("barebones"):
         raise ParamError(
-            "trainer_args has barebones=True, which takes away the callbacks, logs and checkpoints that the estimator "
+            "trainer_args has barebones=True, which turns off the callbacks, logs and checkpoints that the estimator "
             "needs; leave it out."
         )
     limit = trainer_args.get("limit_train_batches")
     takes_all = limit is None or (isinstance(limit, float) and limit == 1.0)
     if not takes_all and is_elastic(typed_params(Placement, params)):
         raise ParamError(
-            f"trainer_args has limit_train_batches={limit!r}. Elastic training cannot keep this number of batches of "
-            "each rank when the ranks change in an epoch; use train_steps_per_epoch, which then trains on as many rows."
+            f"trainer_args has limit_train_batches={limit!r}. Elastic training cannot keep this number of batches per "
+            "rank when the ranks change within an epoch. Use train_steps_per_epoch, which keeps the number of rows."
         )
     flavour = flavour_of(params["model"]) or default_flavour()
     known = set(inspect.signature(import_lightning(flavour).Trainer.__init__).parameters) - {"self"}

@@ -419,7 +419,7 @@ def _resume_source(job: TrainJob, rows: RankRows, hooks: RunHooks, world: World)
         raise DataError(
             f"Run {job.run_id!r} was interrupted with {counted(within.num_proc, 'rank')} and "
             f"batch_size={within.batch_size}; petastorm's reader and data modules can only resume with the same "
-            "numbers. Use these, or choose another run_id to train from the start."
+            "numbers. Use these numbers, or choose another run_id to train from the start."
         )
     open_whole = partial(_parquet_source, job.rows, seed=job.spec.seed)
     open_rest = partial(_remainder, open_whole, part, within.parts, epoch)

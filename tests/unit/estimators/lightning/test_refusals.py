@@ -85,11 +85,11 @@ def refused(more):
         ({"trainer_args": {"max_epochs": 3}}, "use its parameter epochs"),
         (
             {"trainer_args": {"limit_train_batches": 8}, "backend": "local", "min_num_proc": 1},
-            "use train_steps_per_epoch",
+            "Use train_steps_per_epoch",
         ),
         (
             {"trainer_args": {"limit_train_batches": 0.5}, "backend": "local", "max_num_proc": 4},
-            "use train_steps_per_epoch",
+            "Use train_steps_per_epoch",
         ),
         ({"trainer_args": {"max_epoch": 3}}, "'max_epoch', which Lightning's Trainer does not take"),
         ({"trainer_args": {"enable_checkpointing": False}}, "use its parameter checkpoints"),
