@@ -120,7 +120,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     required: ClassVar[tuple[str, ...]] = ("feature_cols", "label_cols")
     _mlflow_run: str | None = None
     _part: str | None = None  # the part of a search, such as a fold of a CrossValidator, that this copy belongs to
-    _trial_params: Mapping[str, object] = MappingProxyType({})  # of the search trial that this copy trains
+    _trial_params: Mapping[str, object] = MappingProxyType({})  # parameters of the search trial that this copy trains
     _mapped: frozenset[str] = frozenset()  # the parameters that a parameter map set on this copy
 
     @overload

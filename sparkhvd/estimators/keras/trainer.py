@@ -146,7 +146,7 @@ class KerasTrainer:
         sync_layers = _sync_layers(self._model)
         self._weight_by_rows(optimizer, sync_layers, current)
         seeds = RandomStates(self._model, self._spec, session.current().world.rank, hooks)
-        sums = getattr(optimizer, "_accumulated_gradients", ())  # with gradient_accumulation_steps
+        sums = getattr(optimizer, "_accumulated_gradients", ())  # set if gradient_accumulation_steps is
         statistics = LayerStatistics(self._model, seeds.variables, sums)
         checkpoint_callback = self._package.checkpoint_callback
         saves_within = checkpoint_callback is not None and checkpoint_callback.save_freq != "epoch"

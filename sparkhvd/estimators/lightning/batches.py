@@ -120,7 +120,7 @@ class RankLoader:
     def __init__(
         self, source: BatchSource, form: Callable[[Columns], LightningBatch], size: int, sample: Columns | None = None
     ) -> None:
-        self.divisors: Sequence[Divisor | None] = ()  # of a plain module's losses
+        self.divisors: Sequence[Divisor | None] = ()  # those of a plain module's losses
         self._source = source
         self._form = form
         self._size = size

@@ -333,9 +333,9 @@ class RunCallback:
         self._hooks = hooks
         self._lr_scale = lr_scale
         self._finder = finder
-        self.batches_done: int | None = None  # of the epoch in which the run resumes
+        self.batches_done: int | None = None  # completed batches of the epoch in which the run resumes
         self.batches_before = 0  # the part of batches_done before other ranks took over
-        self.batches_left: int | None = None  # of that epoch, if they are more than a whole epoch has
+        self.batches_left: int | None = None  # batches of that epoch, if more than a whole epoch has
         self.is_over = False  # whether the run ended early, or after an epoch that a callback has added
         self._loaded: State = {}
         self._best: BestModel | None = None

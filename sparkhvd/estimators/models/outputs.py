@@ -132,7 +132,7 @@ def check_output_names(names: Sequence[str], taken: Sequence[str]) -> None:
     """Refuse output columns whose names are taken in any case.
 
     Raises:
-        SchemaError: for the first such column.
+        SchemaError: a name is taken; the message names the first one.
     """
     taken_names = {column.lower() for column in taken}
     for name in names:

@@ -38,7 +38,7 @@ class PredictSpec:
         store: where the model's files can be read.
         files: the model's files.
         features: the columns of the DataFrame, in the order of the model's inputs, with the shapes of the training.
-        packing: which of these columns share an array.
+        packing: the groups of these columns that share an array.
         names: the names of these columns in the training.
         outputs: the columns to return.
         types: the Arrow types of the outputs.

@@ -319,7 +319,7 @@ def reserve_ranks(placement: Placement, spark: SparkSession | None) -> int:
 
 def backend_or_launcher(name: str, value: object) -> Backend | str:
     """Accept the name of a launcher, or an object with ``run`` and ``num_processes``."""
-    launchers = ["auto", "barrier", "mpi", "local", "ray"]  # of this package, without required arguments
+    launchers = ["auto", "barrier", "mpi", "local", "ray"]  # this package's, without required arguments
     if isinstance(value, str) and value not in launchers:
         launchers += LAUNCHERS.added()
     if isinstance(value, str) and value in launchers:

@@ -162,7 +162,7 @@ class CanonicalForm:
                 f"{error}). Pass a run_id instead."
             ) from error
         if isinstance(parts, str):
-            wrapped = getattr(value, "__wrapped__", None)  # of a function with an lru_cache
+            wrapped = getattr(value, "__wrapped__", None)  # the function in an lru_cache
             return [qualified_name(type(value)), parts, *([] if wrapped is None else [self.of(wrapped)])]
         items = [list(part) if isinstance(part, Iterator) else part for part in parts]
         return [self.of(type(value)), self.of(items)]

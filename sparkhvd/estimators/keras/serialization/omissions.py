@@ -150,7 +150,7 @@ def _lookup(layer: keras.Layer) -> keras.layers.StringLookup | None:
     if not isinstance(layer, keras.layers.StringLookup | keras.layers.TextVectorization):
         return None
     lookup = getattr(layer, "_lookup_layer", layer)
-    return lookup if lookup.input_vocabulary is None else None  # else it is in the configuration already
+    return lookup if lookup.input_vocabulary is None else None  # else the configuration already has the words
 
 
 def _fits_into_lines(lookup: keras.layers.StringLookup) -> bool:
