@@ -572,8 +572,7 @@ TEST_F(ArenaFile, ArrivesWithItsSizeFixed) {
 TEST_F(ArenaFile, IsNotReservedWhenTheHostCannotAffordIt) {
   const Status status = CreateArenaFile(size_t{1} << 50).status();
   EXPECT_EQ(status.code(), StatusCode::kIo);
-  EXPECT_EQ(
-      status.message().find("1125899906842624 bytes of shared memory are more than a quarter"), 0u)
+  EXPECT_EQ(status.message().find("1125899906842624 bytes of shared memory exceed a quarter"), 0u)
       << status.message();
 }
 
