@@ -68,7 +68,20 @@ def broadcast_optimizer_state(
     named = [(f"broadcast_optimizer_state.{index}", tensor) for index, tensor in enumerate(tensors)]
     _overwrite(named, root_rank, process_set)
     if not is_root:
-        optimizer.load_state_dict(_filled(outline, tensors))
+        content = _filled(outline, tensors)
+        optimizer.load_state_dict(content)
+        _restore_dtypes(optimizer, content)
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, content: Mapping[str, Any]) -> None:
+    """Give the state of an optimizer the dtypes of the root; ``load_state_dict`` converts it to those of parameters."""
+    numbers = [number for group in content["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        state = optimizer.state[parameter] if number in content["state"] else {}
+        for name, value in content["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and state[name].dtype != value.dtype:
+                state[name] = value.to(state[name].device)
 
 
 def _overwrite(named: Sequence[tuple[str, torch.Tensor]], root: int, process_set: ProcessSet | None) -> None:

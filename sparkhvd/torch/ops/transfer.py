@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
@@ -66,26 +65,24 @@ class Transfer:
         handle: returns the combined gradient; it is ``gradient`` itself if that is dense.
         sparse: whether the gradient is sent as a sparse tensor.
         version: the number of changes of ``gradient`` until it was submitted, as PyTorch counts them.
+        original: a copy of ``gradient`` before the exchange, if it shares its memory, and so its count of changes, with
+            other tensors.
     """
 
     gradient: torch.Tensor | None
     handle: Handle[torch.Tensor]
-    sparse: bool
-    version: int
-
-    @classmethod
-    def of(cls, gradient: torch.Tensor | None, handle: Handle[torch.Tensor], *, sparse: bool = False) -> Self:
-        """Return the transfer of a gradient that was submitted just now."""
-        return cls(gradient, handle, sparse, _version(gradient))
+    sparse: bool = False
+    version: int = 0
+    original: torch.Tensor | None = None
 
     @property
     def was_disturbed(self) -> bool:
         """Return whether the gradient was changed after it was submitted; valid until the handle is waited for."""
-        return _version(self.gradient) != self.version
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    return 0 if gradient is None else gradient._version  # noqa: SLF001  (documented, and without a public name)
+        if self.gradient is None:
+            return False
+        if self.original is not None:
+            return not torch.allclose(self.gradient, self.original, rtol=0.0, atol=0.0, equal_nan=True)
+        return self.gradient._version != self.version  # noqa: SLF001  (documented, and without a public name)
 
 
 def send(parameter: torch.Tensor, name: str, weight: Weight, settings: ExchangeSettings) -> Transfer:
@@ -119,14 +116,17 @@ def send_zeros(
 def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: ExchangeSettings) -> Transfer:
     reduction = Reduction(weight.op, weight.share / settings.predivide, settings.predivide)
     options = SubmitOptions(name, settings.process_set)
-    dtype = plain_dtype(gradient) if settings.compression is NoneCompressor else None
+    # Autograd may give a parameter memory that layers before it still read, such as a view of an activation's gradient.
+    original = gradient.clone() if _shares_memory(gradient) else None
+    dtype = plain_dtype(gradient) if settings.compression is NoneCompressor and original is None else None
     if dtype is not None:
+        version = gradient._version  # noqa: SLF001
         handle = session.current().reduce_in_place(
             gradient.data_ptr(), gradient.shape, dtype, gradient, *reduction, *options
         )
-        return Transfer.of(gradient, handle)
+        return Transfer(gradient, handle, version=version)
     what = f"The gradient {name!r}"
-    compressed, context = settings.compression.compress(gradient)
+    compressed, context = settings.compression.compress(gradient if original is None else gradient.clone())
     on_device = gradient.is_cuda and reduced_by_nccl((gradient,), reduction, options, settings.compression)
     staged = stage(compressed, what, on_device=on_device)
     if on_device:
@@ -143,7 +143,14 @@ def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: Exc
         return gradient
 
     handle = session.current().reduce_buffer(sent, sent, reduction, options).then(receive)
-    return Transfer.of(gradient, in_stream_order(handle, gradient.device) if on_device else handle)
+    ordered = in_stream_order(handle, gradient.device) if on_device else handle
+    return Transfer(gradient, ordered, version=gradient._version, original=original)  # noqa: SLF001
+
+
+def _shares_memory(gradient: torch.Tensor) -> bool:
+    storage = gradient.untyped_storage()
+    uses: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001  (PyTorch has no public name for it)
+    return uses > 2 or storage.nbytes() != gradient.nbytes  # used by the gradient and by ``storage``
 
 
 def _send_sparse(
@@ -161,4 +168,4 @@ def _send_sparse(
     handle = communicator.gather_buffer(buffer_of(content, name), SubmitOptions(name, settings.process_set)).then(
         total.combine
     )
-    return Transfer.of(gradient, handle, sparse=True)
+    return Transfer(gradient, handle, sparse=True, version=0 if gradient is None else gradient._version)  # noqa: SLF001

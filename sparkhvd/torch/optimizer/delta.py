@@ -47,27 +47,34 @@ class DeltaOptimizer(ExchangingOptimizer):
 
     def begin(self, names: Mapping[torch.Tensor, str], settings: DeltaSettings) -> None:
         """Register the parameters under their operation names, which are equal on all ranks."""
+        self._patch_step_function()  # so that hooks run after the steps are combined
         self._names, self._settings = dict(names), settings
         self._moving = {parameter for parameter in names if parameter.requires_grad}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take this rank's step from its own gradients, and replace it with the Adasum of all ranks' steps."""
         if not exchanges_with(self._settings.process_set):
-            return super(ExchangingOptimizer, self).step(closure)
+            return self._own_step(closure)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         # A parameter that was frozen later may still move, by this rank's last gradient or by its momentum.
         self._moving.update(parameter for parameter in parameters if parameter.requires_grad)
         trained = [(parameter, self._names[parameter]) for parameter in parameters if parameter in self._moving]
         starts = [parameter.detach().clone() for parameter, _ in trained]
-        result = super(ExchangingOptimizer, self).step(closure)
+        result = self._own_step(closure)
         with torch.no_grad():
             deltas = [parameter - start for (parameter, _), start in zip(trained, starts, strict=True)]
             handles = [
-                self._adasum(delta, name).start(in_place=True) for delta, (_, name) in zip(deltas, trained, strict=True)
+                self._adasum(delta, name).start(in_place=False)
+                for delta, (_, name) in zip(deltas, trained, strict=True)
             ]
             for handle, (parameter, _), start in zip(handles, trained, starts, strict=True):
                 parameter.copy_(start.add_(handle.wait()))
         return result
+
+    def _own_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Take this rank's step, without the hooks of the optimizer."""
+        step = super(ExchangingOptimizer, type(self)).step
+        return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self, closure)  # type: ignore[attr-defined]
 
     def _adasum(self, delta: torch.Tensor, name: str) -> Call[torch.Tensor]:
         options = SubmitOptions(name, self._settings.process_set)

@@ -102,6 +102,21 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         self._exchange.synchronized = False
         return result
 
+    # The step of the wrapped optimizer runs the hooks of users and of the profiler, after the exchange.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the ``param_groups`` and the ``state`` that schedulers and the original optimizer share."""
+        groups, states = self.param_groups, self.state
+        super().load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        loaded_states = dict(self.state)
+        states.clear()
+        states.update(loaded_states)
+        self.param_groups, self.state = groups, states
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients. The share of a ``weight_next()`` just before still holds for the next backward pass.
 

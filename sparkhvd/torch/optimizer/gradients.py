@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from sparkhvd.comm import session
@@ -29,6 +30,7 @@ class _TrackedParameter:
 
     name: str
     parameter: torch.Tensor
+    accumulation: Node | None = None  # the node of autograd that adds to ``grad``; set with the hooks
     hooks: list[RemovableHandle] = field(default_factory=list)
     passes: int = 0
     transfer: Transfer | None = None
@@ -167,6 +169,8 @@ class GradientExchange:
 
     def incoming(self, tracked: _TrackedParameter, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient to accumulate instead of ``gradient``; None keeps it."""
+        if not _is_accumulated(tracked):
+            return None
         if tracked.passes >= 0:
             raise AssertionError(
                 f"The gradient of {tracked.name!r} was computed more than backward_passes_per_step="
@@ -197,6 +201,8 @@ class GradientExchange:
                 continue
             self._unsent += tracked.transfer is None
             if not tracked.hooks:
+                with torch.enable_grad():
+                    tracked.accumulation = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
                 before = partial(_before_accumulation, exchange, tracked)
                 after = partial(_after_accumulation, exchange, tracked)
                 tracked.hooks = [
@@ -287,6 +293,16 @@ class GradientExchange:
 
     def _takes_part(self, parameter: torch.Tensor) -> bool:
         return parameter.requires_grad or self._with_frozen
+
+
+def _is_accumulated(tracked: _TrackedParameter) -> bool:
+    """Return whether the running backward pass adds to ``grad``; ``torch.autograd.grad`` only returns gradients."""
+    if tracked.accumulation is None:
+        return True
+    try:
+        return bool(torch._C._will_engine_execute_node(tracked.accumulation))  # noqa: SLF001  (no public name)
+    except RuntimeError:  # PyTorch refuses the question in torch.autograd.grad
+        return False
 
 
 def _deliver(tracked: _TrackedParameter, result: torch.Tensor | None) -> None:
