@@ -11,7 +11,8 @@ import numpy as np
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.errors import ConfigError
+from sparkhvd.comm.interface import allgather_object
+from sparkhvd.errors import ConfigError, MismatchError
 from sparkhvd.keras.optimizer import ExchangingOptimizer
 
 logger = logging.getLogger(__name__)
@@ -84,10 +85,18 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Average the logs over the ranks; collective."""
+        """Average the logs over the ranks; collective.
+
+        Raises:
+            MismatchError: the ranks have metrics of different names.
+        """
         names = sorted(logs or {})
         if not names or logs is None:
             return
+        of_ranks = allgather_object(names, name="MetricAverageCallback.names")
+        if any(other != of_ranks[0] for other in of_ranks):
+            listed = ", ".join(f"rank {rank} has {of_rank}" for rank, of_rank in enumerate(of_ranks))
+            raise MismatchError(f"The ranks have different metrics: {listed}.")
         values = np.array([float(logs[name]) for name in names], np.float64)
         means = session.current().allreduce(values, ReduceOp.AVERAGE, name="MetricAverageCallback")
         logs.update(zip(names, means.tolist(), strict=True))
@@ -192,10 +201,23 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             size = session.current().world.size
-            return 1.0 / size * (epoch * (size - 1) / warmup_epochs + 1)
+            done = min(epoch / warmup_epochs, 1.0)
+            return 1.0 / size * (done * (size - 1) + 1)
 
         super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
         self._verbose = verbose
+        self._is_below = False  # whether the last batch had less than the full rate
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Set the full rate after the warmup: with ``steps_per_execution``, no batch may have had it."""
+        super().on_epoch_begin(epoch, logs)
+        if self._is_below and self._end is not None and epoch >= self._end:
+            self.model.optimizer.learning_rate = self._initial_lr
+            self._is_below = False
+
+    def _adjust(self, epoch: float) -> None:
+        super()._adjust(epoch)
+        self._is_below = self._end is not None and epoch < self._end
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Report the end of the warmup."""

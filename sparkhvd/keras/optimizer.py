@@ -223,16 +223,31 @@ class ExchangingOptimizer:
         else:
             self._accumulation.accumulate(grads, trainable_variables, take_step)
 
+    def _exchanged(self, values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Exchange a value for each variable, at the variable's position in the optimizer.
+
+        Keras leaves out the variables that have no gradient, which may differ between ranks.
+        """
+        positions = {id(variable): index for index, variable in enumerate(self._trainable_variables)}  # type: ignore[attr-defined]
+        whole: list[Any] = [None] * len(positions)
+        for value, variable in zip(values, variables, strict=True):
+            whole[positions[id(variable)]] = value
+        combined = self._exchange(whole)
+        return [combined[positions[id(variable)]] for variable in variables]
+
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         # Keras calls this on the gradients of every step, after accumulation and before any other use of them. So
         # clipping sees the gradients that one process would see.
         clip = super()._clip_gradients  # type: ignore[misc]
         if not self._local.variables:
-            return clip(self._exchange(grads))
+            return clip(self._exchanged(grads, self._applied_to))
         is_local = [id(variable) in self._local.variables for variable in self._applied_to]
         # Shared and local gradients are clipped separately: a norm over both would differ between the ranks, and so
         # would the shared gradients.
-        shared = iter(clip(self._exchange([grad for grad, own in zip(grads, is_local, strict=True) if not own])))
+        of_all = [
+            pair for pair, own in zip(zip(grads, self._applied_to, strict=True), is_local, strict=True) if not own
+        ]
+        shared = iter(clip(self._exchanged([grad for grad, _ in of_all], [variable for _, variable in of_all])))
         factor = self._local.factor()
         local = iter(clip([scaled(grad, factor) for grad, own in zip(grads, is_local, strict=True) if own]))
         return [next(local if own else shared) for own in is_local]
@@ -269,7 +284,7 @@ class DeltaOptimizer(ExchangingOptimizer):
         starts = [keras.ops.copy(variable) for variable in shared]
         take_step(grads, trainable_variables, *args)
         steps = [variable - start for variable, start in zip(shared, starts, strict=True)]
-        for variable, start, step in zip(shared, starts, self._exchange(steps), strict=True):
+        for variable, start, step in zip(shared, starts, self._exchanged(steps, shared), strict=True):
             variable.assign(start + step)
 
 

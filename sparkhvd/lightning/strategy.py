@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 
 import sparkhvd.torch as hvd
+from sparkhvd._util.counts import counted
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.errors import ConfigError
@@ -205,11 +205,17 @@ class RankStrategy:
         """Run an optimizer step.
 
         Raises:
-            ConfigError: gradients are still being exchanged, because ``loss.backward()`` computed them.
+            ConfigError: gradients are still being exchanged, because ``loss.backward()`` computed them; or the
+                optimizer has parameters that were not in the module when training began.
         """
-        return super().optimizer_step(  # type: ignore[misc]
-            optimizer, partial(self._run_closure, closure), model, **kwargs
-        )
+
+        def run() -> Any:
+            result = self._run_closure(closure)
+            if self.world_size > 1:
+                self._require_exchanged(optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, run, model, **kwargs)  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -236,6 +242,16 @@ class RankStrategy:
                     "self.manual_backward(loss), which also waits for the gradients of the other ranks."
                 ) from error
         return result
+
+    def _require_exchanged(self, optimizer: Any) -> None:
+        trained = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        unknown = [one for one in trained if self._exchange is None or not self._exchange.tracks(one)]
+        if unknown:
+            raise ConfigError(
+                f"The optimizer has {counted(len(unknown), 'parameter')} that the module did not have when training "
+                "began. Their gradients are not exchanged, so the ranks would diverge. Create all layers in __init__() "
+                "or configure_model()."
+            )
 
     @staticmethod
     def _synchronize(exchange: GradientExchange) -> None:

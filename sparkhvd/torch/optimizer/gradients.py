@@ -78,6 +78,10 @@ class GradientExchange:
             self._tracked[parameter] = tracked
         self.reset()
 
+    def tracks(self, parameter: torch.Tensor) -> bool:
+        """Return whether the gradient of a parameter is exchanged."""
+        return parameter in self._tracked
+
     def group(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
         """Send the gradients of each group together, once all of them are computed."""
         for members in groups:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import pickle
+import warnings
 from pathlib import Path
 
 import keras
@@ -12,21 +12,19 @@ import pytest
 
 import sparkhvd.keras as hvd
 from sparkhvd.comm import interface
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, MismatchError
 from tests.ranks import RankGroup
+
+
+def ranks_with(backend, **settings):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERAS_BACKEND", backend)
+        return RankGroup(2, imports=("keras", "sparkhvd.keras"), **settings)
 
 
 @pytest.fixture(scope="module", params=["tensorflow", "torch"])
 def group(request):
-    known = os.environ.get("KERAS_BACKEND")
-    os.environ["KERAS_BACKEND"] = request.param
-    try:
-        started = RankGroup(2, imports=("keras", "sparkhvd.keras"))
-    finally:
-        del os.environ["KERAS_BACKEND"]
-        if known is not None:
-            os.environ["KERAS_BACKEND"] = known
-    with started:
+    with ranks_with(request.param) as started:
         yield started
 
 
@@ -575,3 +573,69 @@ def test_a_local_layer_must_be_built():
     with pytest.raises(ConfigError, match=r"'dense_later' has no variables before it is built\. Build"):
         hvd.PartialDistributedOptimizer(optimizer, local_layers=keras.layers.Dense(2, name="dense_later"))
     hvd.DistributedOptimizer(optimizer)  # the optimizer is unchanged
+
+
+def apply_gradients_of(variables, op):
+    """Apply a gradient to some of three variables; Keras drops the others."""
+    shared = [keras.Variable(np.zeros(2, np.float32), name=name) for name in "abc"]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
+    optimizer.build(shared)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Keras warns of missing gradients
+        optimizer.apply(
+            [
+                keras.ops.ones(2) * (hvd.rank() + 1.0) if variable.name in variables[hvd.rank()] else None
+                for variable in shared
+            ],
+            shared,
+        )
+    return [float(keras.ops.convert_to_numpy(variable)[0]) for variable in shared]
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_variables_without_a_gradient_on_all_ranks_stay(group, op):
+    assert group.run(apply_gradients_of, ("ac", "ac"), op) == [[-1.5, 0.0, -1.5]] * 2
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_gradients_of_different_variables_are_not_combined(backend):
+    with ranks_with(backend, collective_timeout=3.0) as group:
+        for outcome in group.outcomes(apply_gradients_of, ("ac", "bc"), hvd.Average):
+            assert "sparkhvd.errors." in outcome.failure
+
+
+def rates_of_a_warmup(warmup, epochs, options):
+    if keras.config.backend() == "torch":
+        options = {}  # every batch is an execution
+    model = network()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False, **options)
+    callback = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=warmup)
+    features, targets = rows()
+    return model.fit(features[:40], targets[:40], batch_size=4, epochs=epochs, callbacks=[callback], verbose=0).history[
+        "lr"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("warmup", "options"),
+    [(0.5, {}), (1, {"steps_per_execution": 10}), (2, {"steps_per_execution": 5}), (1.5, {})],
+    ids=["half an epoch", "one execution", "two executions", "one and a half"],
+)
+def test_a_warmup_ends_at_the_full_rate(group, warmup, options):
+    for rates in group.run(rates_of_a_warmup, warmup, 3, options):
+        assert max(rates) <= 0.1 + 1e-7
+        assert rates[2] == pytest.approx(0.1)
+
+
+def average_different_metrics():
+    callback = hvd.callbacks.MetricAverageCallback()
+    with pytest.raises(MismatchError) as caught:
+        callback.on_epoch_end(0, {"loss": 1.0, ("acc", "mae")[hvd.rank()]: 2.0})
+    logs = {"loss": float(hvd.rank())}
+    callback.on_epoch_end(1, logs)
+    return str(caught.value), logs
+
+
+def test_metrics_of_different_names_are_not_averaged(group):
+    message = "The ranks have different metrics: rank 0 has ['acc', 'loss'], rank 1 has ['loss', 'mae']."
+    assert group.run(average_different_metrics) == [(message, {"loss": 0.5})] * 2

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sparkhvd.comm import session
+from sparkhvd.errors import ConfigError
 from tests.ranks import RankGroup
 
 SIZE = 2
@@ -395,3 +396,20 @@ def saved_by_an_exception(folder):
 def test_a_checkpoint_during_an_exception_waits_for_no_other_rank(group, tmp_path):
     group.run(saved_by_an_exception, tmp_path)
     assert [path.name for path in tmp_path.glob("*.ckpt")]
+
+
+def train_a_layer_that_is_added_late(flavour):
+    lightning = import_module(flavour)
+    module = simple(flavour)
+
+    class Adding(lightning.Callback):
+        def on_train_start(self, trainer, pl_module):
+            pl_module.layers.append(torch.nn.Linear(1, 1))
+            trainer.optimizers[0].add_param_group({"params": pl_module.layers[-1].parameters()})
+
+    with pytest.raises(ConfigError, match=r"The optimizer has 2 parameters that the module did not have"):
+        trained(flavour, module, 8, "sparkhvd", callbacks=[Adding()])
+
+
+def test_layers_that_are_added_after_the_start_are_refused(group):
+    group.run(train_a_layer_that_is_added_late, FLAVOURS[0])
