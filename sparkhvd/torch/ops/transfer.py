@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -148,9 +149,21 @@ def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: Exc
 
 
 def _shares_memory(gradient: torch.Tensor) -> bool:
+    """Return whether other tensors use the memory of a gradient; also if this PyTorch cannot tell."""
+    if not hasattr(torch._C, "_storage_Use_Count"):  # noqa: SLF001  (no public name; older builds without CUDA lack it)
+        return True
     storage = gradient.untyped_storage()
-    uses: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001  (PyTorch has no public name for it)
-    return uses > 2 or storage.nbytes() != gradient.nbytes  # used by the gradient and by ``storage``
+    return _uses(storage) != _uses_of_one_tensor() or storage.nbytes() != gradient.nbytes
+
+
+@functools.cache
+def _uses_of_one_tensor() -> int:
+    tensor = torch.empty(1)
+    return _uses(tensor.untyped_storage())
+
+
+def _uses(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))  # noqa: SLF001
 
 
 def _send_sparse(

@@ -152,6 +152,19 @@ def test_ordinary_gradients_are_exchanged_without_a_copy(alone, monkeypatch):
     assert not any(shared)
 
 
+def train_without_a_count(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch._C, "_storage_Use_Count")
+        return train(name, {})
+
+
+def test_a_pytorch_that_does_not_count_uses_of_memory_sends_copies(group):
+    expected = group.run(train, "Offset", {})
+    for together, other in zip(group.run(train_without_a_count, "Offset"), expected, strict=True):
+        for one, two in zip(together, other, strict=True):
+            assert torch.equal(one, two)
+
+
 def gradients_between(when):
     """Ask autograd for gradients, which is not a backward pass, between the parts of a step."""
     weight = torch.nn.Parameter(torch.ones(2))
