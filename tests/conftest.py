@@ -30,7 +30,6 @@ import pytest
 from hypothesis import settings
 
 from sparkhvd.task.worker.template import TEMPLATE_NAME
-from tests import lean_imports
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -46,7 +45,7 @@ settings.register_profile("searching", max_examples=3000, deadline=None)
 settings.load_profile("repeatable")
 
 # Every descendant of this process has this mark in its environment, even after it has lost its parent.
-_MARK = lean_imports.MARK
+_MARK = "SPARKHVD_TEST_RUN"  # also known to the .pth file of the Makefile
 _CURRENT_TEST = "PYTEST_CURRENT_TEST"  # a variable of pytest's, which it sets and removes itself
 # The time that a thread, process or file may still take to end.
 _GRACE_SECONDS = float(os.environ.get("SPARKHVD_TEST_LEAK_GRACE", "10"))
@@ -100,8 +99,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     # A parent that runs the tests in the background may ignore Ctrl-C, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    lean_imports.install()
     if config.rootpath == Path(__file__).parents[1]:  # but not in the small pytest runs that tests start
+        from tests import lean_imports  # noqa: PLC0415  (small runs have no such package)
+
+        lean_imports.install()
         # Imported before any test imports TensorFlow: triton, which torch._dynamo loads, crashes if it comes second.
         import torch._dynamo  # noqa: F401, PLC0415
 

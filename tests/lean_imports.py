@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 
-MARK = "SPARKHVD_TEST_RUN"  # a variable in the environment of all processes that the tests start
 _OF_TENSORFLOW = frozenset({"IPython", "jax", "matplotlib", "pandas", "scipy", "sklearn"})
 _HIDDEN = {
     "tensorflow": _OF_TENSORFLOW,
