@@ -1,7 +1,7 @@
 """Makes TensorFlow and Keras import in half the time, in every process of the tests.
 
-These frameworks import JAX, Matplotlib, scikit-learn, SciPy and IPython where they are installed, as they are for the
-tests: that takes longer than their own modules. Here the frameworks do not find them. All other code does.
+These frameworks import JAX, Matplotlib, scikit-learn, SciPy, pandas and IPython where they are installed, as they are
+for the tests: that takes longer than their own modules. Here the frameworks do not find them. All other code does.
 
 `make` copies this file into the environment, where the processes that the tests start run it before anything else (see
 ``.venv/.lean-imports`` in the Makefile).
@@ -11,12 +11,8 @@ from __future__ import annotations
 
 import sys
 
-_OF_TENSORFLOW = frozenset({"IPython", "jax", "matplotlib", "pandas", "scipy", "sklearn"})
-_HIDDEN = {
-    "tensorflow": _OF_TENSORFLOW,
-    "keras": _OF_TENSORFLOW,
-}
-_PACKAGES = frozenset().union(*_HIDDEN.values())
+_FRAMEWORKS = frozenset({"keras", "tensorflow"})
+_HIDDEN = frozenset({"IPython", "jax", "matplotlib", "pandas", "scipy", "sklearn"})
 
 
 class _HidingFinder:
@@ -25,7 +21,7 @@ class _HidingFinder:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         package = name.partition(".")[0]
-        if package in _PACKAGES and package in _HIDDEN.get(_importer(), ()):
+        if package in _HIDDEN and _importer() in _FRAMEWORKS:
             raise ModuleNotFoundError(f"The tests hide {package!r} from frameworks.", name=name)
 
 

@@ -244,9 +244,7 @@ class ExchangingOptimizer:
         is_local = [id(variable) in self._local.variables for variable in self._applied_to]
         # Shared and local gradients are clipped separately: a norm over both would differ between the ranks, and so
         # would the shared gradients.
-        of_all = [
-            pair for pair, own in zip(zip(grads, self._applied_to, strict=True), is_local, strict=True) if not own
-        ]
+        of_all = [(grad, one) for grad, one, own in zip(grads, self._applied_to, is_local, strict=True) if not own]
         shared = iter(clip(self._exchanged([grad for grad, _ in of_all], [variable for _, variable in of_all])))
         factor = self._local.factor()
         local = iter(clip([scaled(grad, factor) for grad, own in zip(grads, is_local, strict=True) if own]))

@@ -78,8 +78,8 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, content: Mapping[str, Any]
     numbers = [number for group in content["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
-        state = optimizer.state[parameter] if number in content["state"] else {}
         for name, value in content["state"].get(number, {}).items():
+            state = optimizer.state[parameter]
             if isinstance(value, torch.Tensor) and state[name].dtype != value.dtype:
                 state[name] = value.to(state[name].device)
 
