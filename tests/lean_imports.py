@@ -1,7 +1,9 @@
-"""Makes TensorFlow and Keras import in half the time, in every process of the tests.
+"""Makes the frameworks import in about half the time, in every process of the tests.
 
-These frameworks import JAX, Matplotlib, scikit-learn, SciPy, pandas and IPython where they are installed, as they are
-for the tests: that takes longer than their own modules. Here the frameworks do not find them. All other code does.
+TensorFlow, Keras and Lightning import JAX, Matplotlib, scikit-learn, SciPy, pandas and IPython where they are
+installed, as they are for the tests: that takes longer than their own modules. Here the frameworks do not find them,
+nor does Spark ML find SciPy. All other code does. PyTorch imports its compiler, torch._dynamo, with the first step of
+an optimizer, and here only if something is compiled.
 
 `make` copies this file into the environment, where the processes that the tests start run it before anything else (see
 ``.venv/.lean-imports`` in the Makefile).
@@ -9,34 +11,123 @@ for the tests: that takes longer than their own modules. Here the frameworks do 
 
 from __future__ import annotations
 
+import functools
 import sys
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from typing import TYPE_CHECKING, Any
 
-_FRAMEWORKS = frozenset({"keras", "tensorflow"})
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+_FRAMEWORKS = frozenset(
+    {"keras", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "tensorflow", "torchmetrics"}
+)
 _HIDDEN = frozenset({"IPython", "jax", "matplotlib", "pandas", "scipy", "sklearn"})
+_COMPILER = "torch._dynamo"
 
 
-class _HidingFinder:
+class _LeanFinder:
     """Stands before the other finders."""
 
     @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
+    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         package = name.partition(".")[0]
-        if package in _HIDDEN and _importer() in _FRAMEWORKS:
+        if package in _HIDDEN and _is_hidden(package, _importer()):
             raise ModuleNotFoundError(f"The tests hide {package!r} from frameworks.", name=name)
+        if name == _COMPILER and _importer().startswith("sparkhvd."):  # ranks import it because they train soon
+            raise ModuleNotFoundError("The tests import no compiler before something is compiled.", name=name)
+        change = _CHANGES.get(name)
+        spec = PathFinder.find_spec(name, path) if change is not None else None
+        if spec is not None and spec.origin is not None:
+            spec.loader = _ChangingLoader(name, spec.origin, change)
+        return spec
+
+
+class _ChangingLoader(SourceFileLoader):
+    """Changes a module after its code has run."""
+
+    def __init__(self, name: str, path: str, change: Callable[[Any], None]) -> None:
+        super().__init__(name, path)
+        self._change = change
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        self._change(module)
 
 
 def _importer() -> str:
     """Return the package whose code imports a module now."""
     frame = sys._getframe(2)
     while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in {"importlib", "_frozen_importlib"}:
+        package: str = frame.f_globals.get("__package__") or frame.f_globals.get("__name__", "")
+        if package.partition(".")[0] not in {"importlib", "_frozen_importlib"}:
             return package
         frame = frame.f_back
     return ""
 
 
+def _is_hidden(package: str, importer: str) -> bool:
+    return importer.partition(".")[0] in _FRAMEWORKS or (package == "scipy" and importer.startswith("pyspark.ml"))
+
+
+def _hide_versions(module: Any) -> None:
+    """Make Lightning's tests for installed packages miss the hidden ones; they look at metadata."""
+    version_of = module._version
+
+    def version(package: str) -> str:
+        if package in _HIDDEN:
+            raise module.PackageNotFoundError(package)
+        return version_of(package)
+
+    module._version = version
+
+
+def _exempt_from_compilation(module: Any) -> None:
+    """Let the decorator that exempts a function from compilation do nothing without a compiler."""
+    exempt = module._disable_dynamo
+
+    def exempt_lazily(function: Any = None, recursive: bool = True) -> Any:
+        exempted = exempt(function, recursive)
+        if function is None:
+            return exempted  # a decorator, which calls `exempt_lazily` with a function
+        return _with_compiler(exempted, without=function)
+
+    module._disable_dynamo = exempt_lazily
+
+
+def _step_without_compiler(module: Any) -> None:
+    """Let the steps of optimizers set the mode of gradients without breaks for a compiler."""
+    wrap = module._use_grad_for_differentiable
+
+    def wrap_lazily(step: Any) -> Any:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with module.torch.set_grad_enabled(self.defaults["differentiable"]):
+                return step(self, *args, **kwargs)
+
+        return _with_compiler(wrap(step), without=wrapped)
+
+    module._use_grad_for_differentiable = wrap_lazily
+
+
+def _with_compiler(function: Any, without: Any) -> Any:
+    """Return a function that calls one of the two, depending on whether the compiler has been imported."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if _COMPILER in sys.modules else without)(*args, **kwargs)
+
+    return call
+
+
+_CHANGES: dict[str, Callable[[Any], None]] = {
+    "lightning_utilities.core.imports": _hide_versions,
+    "torch._compile": _exempt_from_compilation,
+    "torch.optim.optimizer": _step_without_compiler,
+}
+
+
 def install() -> None:
-    """Hide the packages in this process."""
-    if _HidingFinder not in sys.meta_path:
-        sys.meta_path.insert(0, _HidingFinder)
+    """Change the imports of this process."""
+    if _LeanFinder not in sys.meta_path:
+        sys.meta_path.insert(0, _LeanFinder)
