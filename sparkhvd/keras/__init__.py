@@ -18,9 +18,9 @@ from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.compat.horovod import missing
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras import callbacks, elastic
-from sparkhvd.keras.callbacks import broadcast_variables
 from sparkhvd.keras.legacy_files import restore_legacy_state
 from sparkhvd.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from sparkhvd.keras.variables import broadcast_variables
 
 _BACKEND_NAMES = (
     "Compression",

@@ -14,12 +14,15 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.interface import allgather_object
 from sparkhvd.errors import ConfigError, MismatchError
 from sparkhvd.keras.optimizer import ExchangingOptimizer
+from sparkhvd.keras.variables import broadcast_variables, is_built, shared_variables
 
 logger = logging.getLogger(__name__)
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
     """Starts all ranks from the weights and the optimizer state of ``root_rank``, except for local variables.
+
+    Every rank keeps the states of its random generators, so that dropout and noise differ between ranks.
 
     The variables are broadcast before the first step. A model that is built by its first batch (a ``Sequential``
     without an ``Input``, a subclass that has not been called) has no variables by then: its ranks continue from the
@@ -70,12 +73,6 @@ def _trains_apart(model: Any) -> bool:
     """Return whether nothing exchanges the gradients of ``model.fit``."""
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)  # of a LossScaleOptimizer
     return type(model).train_step is keras.Model.train_step and not isinstance(inner, ExchangingOptimizer)
-
-
-def is_built(model: Any) -> bool:
-    """Return whether all layers of a model have their variables."""
-    # A subclassed model may report that it is built although its layers are not.
-    return all(layer.built for layer in model._flatten_layers())  # noqa: SLF001  (no public way to list nested layers)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -264,39 +261,3 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
     def _save_model(self, *args: Any, **kwargs: Any) -> None:
         if session.current().world.rank == 0:
             super()._save_model(*args, **kwargs)
-
-
-def shared_variables(model: Any, optimizer: Any) -> list[Any]:
-    """Return the variables of a built model and of its optimizer, without those that are local to a rank.
-
-    Args:
-        model: the model.
-        optimizer: its optimizer, which is built first; None if there is none.
-    """
-    if optimizer is not None and not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    variables = [*model.variables, *(optimizer.variables if optimizer is not None else [])]
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    local = inner.local_variables() if isinstance(inner, ExchangingOptimizer) else []
-    local_ids = {id(variable) for variable in local}
-    return [variable for variable in variables if id(variable) not in local_ids]
-
-
-def broadcast_variables(variables: list[Any], root_rank: int = 0) -> None:
-    """Overwrite Keras variables with those of ``root_rank``, on any backend.
-
-    Args:
-        variables: the same on all ranks in the same order.
-        root_rank: the rank whose values are sent.
-    """
-    communicator = session.current()
-    handles = []
-    for index, variable in enumerate(variables):
-        value = np.require(keras.ops.convert_to_numpy(variable), requirements="C")
-        if value.dtype == np.uint32:  # the dtype of random seeds, which collectives do not support
-            value = value.view(np.int32)
-        handles.append((variable, communicator.broadcast_async(value, root_rank, name=f"keras_variable.{index}")))
-    for variable, handle in handles:
-        received = handle.wait()
-        dtype = keras.ops.convert_to_numpy(variable).dtype
-        variable.assign(received.view(dtype) if received.dtype != dtype else received)

@@ -16,7 +16,7 @@ from sparkhvd.comm.elastic import loop
 from sparkhvd.comm.elastic.loop import P, Result, S
 from sparkhvd.comm.elastic.state import ObjectState, State
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
-from sparkhvd.keras.callbacks import broadcast_variables, is_built, shared_variables
+from sparkhvd.keras.variables import broadcast_variables, is_built, shared_variables
 
 __all__ = [
     "CommitStateCallback",

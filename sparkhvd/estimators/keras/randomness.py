@@ -13,6 +13,7 @@ from keras.src.random.seed_generator import global_seed_generator  # Keras does 
 
 from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
 from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
+from sparkhvd.keras.variables import seed_states
 
 States = dict[str, npt.NDArray[np.generic]]
 
@@ -33,9 +34,7 @@ class RandomStates:
     """
 
     def __init__(self, model: keras.Model, spec: TrainSpec, rank: int, hooks: TrainHooks) -> None:
-        layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to list nested layers)
-        states = {id(g.state): g.state for layer in layers for g in layer._seed_generators}  # noqa: SLF001
-        self.variables = list(states.values())
+        self.variables = seed_states(model)
         self._spec = spec
         self._rank = rank
         self._hooks: TrainHooks | None = hooks  # until the first batch

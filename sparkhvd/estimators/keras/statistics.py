@@ -9,7 +9,7 @@ import numpy as np
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.keras.callbacks import broadcast_variables
+from sparkhvd.keras.variables import broadcast_variables
 
 
 class LayerStatistics:

@@ -33,8 +33,9 @@ from sparkhvd.estimators.keras.serialization.saving import CheckpointFilesCallba
 from sparkhvd.estimators.keras.statistics import LayerStatistics
 from sparkhvd.estimators.plugin import Trainer, TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
-from sparkhvd.keras.callbacks import LearningRateScheduleCallback, broadcast_variables
+from sparkhvd.keras.callbacks import LearningRateScheduleCallback
 from sparkhvd.keras.optimizer import DistributedOptimizer, ExchangingOptimizer
+from sparkhvd.keras.variables import broadcast_variables
 from sparkhvd.world import World
 
 P = ParamSpec("P")

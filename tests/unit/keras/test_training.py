@@ -559,6 +559,24 @@ def test_local_layers_do_not_affect_shared_variables_and_are_not_broadcast(group
     group.run(broadcast_all_but_local_layers)
 
 
+def train_with_dropout():
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=False)
+    features, targets = rows()
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback()
+    model.fit(features[:8], targets[:8], batch_size=4, shuffle=False, verbose=0, callbacks=[callback])
+    (seed,) = (variable for variable in model.variables if "seed" in variable.path)
+    return keras.ops.convert_to_numpy(seed).tolist(), model.get_weights()
+
+
+def test_ranks_with_equal_weights_drop_different_units(group):
+    (first, weights), (second, other_weights) = group.run(train_with_dropout)
+    assert first != second
+    for one, other in zip(weights, other_weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_multi_optimizers_are_rejected():
     layers = network().layers
     several = getattr(keras.optimizers, "MultiOptimizer", None)
