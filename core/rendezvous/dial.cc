@@ -269,8 +269,8 @@ class Dialing::Attempts {
       std::string how = attempt.connected() ? "connected, but no answer before the deadline"
                                             : "no answer before the deadline";
       if (attempt.times_turned_away() > 0) {
-        how += " (it had no free slot for a handshake " +
-               std::to_string(attempt.times_turned_away()) + " times)";
+        how += " (tries that found no free slot for a handshake: " +
+               std::to_string(attempt.times_turned_away()) + ")";
       }
       attempt.Fail(Status(StatusCode::kTimeout, how));
     }

@@ -91,13 +91,14 @@ void SetOption(int fd, int level, int name, int value) {
   (void)::setsockopt(fd, level, name, &value, sizeof(value));
 }
 
-// Sends the first probe after a third of `silence`. Ends the link after three unanswered probes,
-// about `silence` after the last answer.
+// Ends the link `silence` after the last answer: three probes, in its last two thirds, are
+// unanswered.
 void SetKeepalive(int fd, std::chrono::seconds silence) {
-  const int third = static_cast<int>(silence.count() / 3);
-  SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, third);
-  SetOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, third * 2 / 3);
-  SetOption(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
+  const int probes = 3;
+  const int interval = static_cast<int>(silence.count()) * 2 / (3 * probes);
+  SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, static_cast<int>(silence.count()) - probes * interval);
+  SetOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, interval);
+  SetOption(fd, IPPROTO_TCP, TCP_KEEPCNT, probes);
 }
 
 void SetBuffers(int fd, int bytes) {

@@ -30,7 +30,7 @@ class SuccessiveHalving:
     factor: int = 3
 
     def __post_init__(self) -> None:
-        whole = all(isinstance(number, int) for number in (self.min_epochs, self.factor))
+        whole = all(type(number) is int for number in (self.min_epochs, self.factor))  # no bool
         if not whole or self.min_epochs < 1 or self.factor < 2:
             raise ParamError(
                 f"SuccessiveHalving(min_epochs={self.min_epochs}, factor={self.factor}): min_epochs must be a whole "

@@ -24,7 +24,7 @@ def test_the_last_rung_is_a_whole_training(halving, epochs, rungs):
     assert halving.rungs(epochs) == rungs
 
 
-@pytest.mark.parametrize("numbers", [(0, 3), (1, 1), (1.5, 3), (1, 2.5)])
+@pytest.mark.parametrize("numbers", [(0, 3), (1, 1), (1.5, 3), (1, 2.5), (True, 3)])
 def test_numbers_that_cannot_work_are_refused(numbers):
     with pytest.raises(
         ParamError, match="min_epochs must be a whole number of at least 1, and factor a whole number of at least 2"
