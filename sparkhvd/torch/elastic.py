@@ -13,7 +13,7 @@ from sparkhvd.comm.elastic.sampler import ElasticSampler
 from sparkhvd.comm.elastic.state import ObjectState, State
 from sparkhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
 from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
-from sparkhvd.torch.states import broadcast_optimizer_state, broadcast_parameters
+from sparkhvd.torch.states import broadcast_optimizer_state, broadcast_parameters, load_optimizer_state
 
 __all__ = [
     "ElasticSampler",
@@ -134,7 +134,7 @@ class _OptimizerPart:
         self.saved = _copied(self._optimizer.state_dict(), self.saved)
 
     def restore(self) -> None:
-        self._optimizer.load_state_dict(copy.deepcopy(self.saved))
+        load_optimizer_state(self._optimizer, copy.deepcopy(self.saved))
 
     def sync(self) -> None:
         broadcast_optimizer_state(self._optimizer)

@@ -68,13 +68,12 @@ def broadcast_optimizer_state(
     named = [(f"broadcast_optimizer_state.{index}", tensor) for index, tensor in enumerate(tensors)]
     _overwrite(named, root_rank, process_set)
     if not is_root:
-        content = _filled(outline, tensors)
-        optimizer.load_state_dict(content)
-        _restore_dtypes(optimizer, content)
+        load_optimizer_state(optimizer, _filled(outline, tensors))
 
 
-def _restore_dtypes(optimizer: torch.optim.Optimizer, content: Mapping[str, Any]) -> None:
-    """Give the state of an optimizer the dtypes of the root; ``load_state_dict`` converts it to those of parameters."""
+def load_optimizer_state(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> None:
+    """Load a ``state_dict()`` with its dtypes, which ``load_state_dict`` converts to those of the parameters."""
+    optimizer.load_state_dict(content)
     numbers = [number for group in content["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):

@@ -175,3 +175,16 @@ def test_a_commit_keeps_up_with_an_optimizer_whose_state_grows():
     assert optimizer.param_groups[0]["lr"] == 0.2
     for name, value in optimizer.state_dict()["state"][0].items():
         assert torch.equal(value, expected[name])
+
+
+def test_a_restored_optimizer_keeps_state_that_is_more_precise_than_its_parameters():
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.9))
+    optimizer.state[weight]["momentum_buffer"] = torch.tensor([1.0 + 2.0**-20])
+    state = hvd.elastic.TorchState(optimizer=optimizer)
+    state.restore()
+    restored = optimizer.state[weight]["momentum_buffer"]
+    assert (restored.dtype, restored.item()) == (torch.float32, 1.0 + 2.0**-20)
+    restored.zero_()
+    state.restore()
+    assert optimizer.state[weight]["momentum_buffer"].item() == 1.0 + 2.0**-20, "the commit is a copy"
