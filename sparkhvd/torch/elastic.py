@@ -111,7 +111,7 @@ class _ModelPart:
         self.saved = _copied(self._model.state_dict(), self.saved)
 
     def restore(self) -> None:
-        self._model.load_state_dict(self.saved)
+        self._model.load_state_dict(copy.deepcopy(self.saved))  # a module may keep what it loads
 
     def sync(self) -> None:
         state = self._model.state_dict()

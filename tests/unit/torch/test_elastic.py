@@ -177,6 +177,33 @@ def test_a_commit_keeps_up_with_an_optimizer_whose_state_grows():
         assert torch.equal(value, expected[name])
 
 
+class CountingState(torch.nn.Linear):
+    """A module that keeps the very objects that it is given as its state."""
+
+    counts: dict[str, object]
+
+    def get_extra_state(self) -> dict[str, object]:
+        return self.counts
+
+    def set_extra_state(self, state: dict[str, object]) -> None:
+        self.counts = state
+
+
+def test_training_after_a_restore_does_not_change_the_commit():
+    model = CountingState(2, 1)
+    model.counts = {"steps": 1, "sum": torch.ones(1)}
+    state = hvd.elastic.TorchState(model)
+    for _ in range(2):
+        state.restore()
+        assert (model.counts["steps"], model.counts["sum"].item()) == (1, 1.0)
+        model.counts["steps"] = 2
+        model.counts["sum"].add_(1.0)
+    state.commit()
+    model.counts["steps"] = 3
+    state.restore()
+    assert model.counts["steps"] == 2, "a commit after a restore is a copy, too"
+
+
 def test_a_restored_optimizer_keeps_state_that_is_more_precise_than_its_parameters():
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.9))
