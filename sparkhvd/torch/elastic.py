@@ -108,7 +108,7 @@ class _ModelPart:
         self.saved: dict[str, Any] = {}
 
     def save(self) -> None:
-        self.saved = _copied(self._model.state_dict(), self.saved)
+        self.saved = _copied(self._model.state_dict(), self.saved, {})
 
     def restore(self) -> None:
         self._model.load_state_dict(copy.deepcopy(self.saved))  # a module may keep what it loads
@@ -131,7 +131,7 @@ class _OptimizerPart:
         self.saved: dict[str, Any] = {}
 
     def save(self) -> None:
-        self.saved = _copied(self._optimizer.state_dict(), self.saved)
+        self.saved = _copied(self._optimizer.state_dict(), self.saved, {})
 
     def restore(self) -> None:
         load_optimizer_state(self._optimizer, copy.deepcopy(self.saved))
@@ -177,13 +177,20 @@ def _part_of(value: Any) -> _Part | None:
     return None
 
 
-def _copied(value: Any, earlier: Any) -> Any:
-    """Return a copy of ``value``. Tensors reuse the memory of ``earlier``, the previous copy, if they are alike."""
+def _copied(value: Any, earlier: Any, sources: dict[int, int]) -> Any:
+    """Return a copy of ``value``. Tensors reuse the memory of ``earlier``, the previous copy, if they are alike.
+
+    Args:
+        value: the value to copy.
+        earlier: the previous copy, which is changed.
+        sources: the address of the tensor that was copied to each address so far. Two tensors whose previous copy was
+            one tensor, because they shared their memory, need one each when they no longer share it.
+    """
     if isinstance(value, dict) and type(value) is type(earlier) and value.keys() == earlier.keys():
         for key, entry in value.items():
-            earlier[key] = _copied(entry, earlier[key])
+            earlier[key] = _copied(entry, earlier[key], sources)
         return earlier
-    if _is_alike(value, earlier):
+    if _is_alike(value, earlier) and sources.setdefault(earlier.data_ptr(), value.data_ptr()) == value.data_ptr():
         return earlier.copy_(value)
     return copy.deepcopy(value)
 

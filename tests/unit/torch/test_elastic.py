@@ -204,6 +204,26 @@ def test_training_after_a_restore_does_not_change_the_commit():
     assert model.counts["steps"] == 2, "a commit after a restore is a copy, too"
 
 
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_a_commit_keeps_tensors_apart_that_were_one_tensor_in_the_last_commit(kind):
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 1, bias=False) for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    first, second = model.parameters()
+    model[1].weight = first
+    optimizer.state[first]["momentum_buffer"] = optimizer.state[second]["momentum_buffer"] = torch.zeros(1, 2)
+    state = hvd.elastic.TorchState(**({"model": model} if kind == "model" else {"optimizer": optimizer}))
+    model[1].weight = second
+    with torch.no_grad():
+        first.fill_(1.0)
+        second.fill_(2.0)
+    for number, parameter in enumerate((first, second)):
+        optimizer.state[parameter]["momentum_buffer"] = torch.full((1, 2), float(number))
+    state.commit()
+    state.restore()
+    assert [first[0, 0].item(), second[0, 0].item()] == [1.0, 2.0]
+    assert [optimizer.state[one]["momentum_buffer"][0, 0].item() for one in (first, second)] == [0.0, 1.0]
+
+
 def test_a_restored_optimizer_keeps_state_that_is_more_precise_than_its_parameters():
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.9))
