@@ -76,6 +76,8 @@ class GradientExchange:
             tracked = _TrackedParameter(name, parameter)
             tracked.group.append(tracked)
             self._tracked[parameter] = tracked
+        # The presence vector has the order of the names, because the order of the parameters may differ between ranks.
+        self._tracked = dict(sorted(self._tracked.items(), key=lambda entry: entry[1].name))
         self.reset()
 
     def tracks(self, parameter: torch.Tensor) -> bool:

@@ -247,6 +247,19 @@ def use_gradients_in_reverse():
     return [parameter[0].item() for parameter in parameters]
 
 
+def list_parameters_in_another_order(shift):
+    """Return gradients of steps in which each parameter is used by at most one rank."""
+    named = [(name, torch.nn.Parameter(torch.zeros(1))) for name in ("first", "second", "third", "unused")]
+    by_name = dict(named)
+    if hvd.rank():
+        named = named[shift:] + named[:shift] if shift else [named[0], *named[:0:-1]]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([one for _, one in named], lr=1.0), named)
+    optimizer.zero_grad()
+    (by_name["second" if hvd.rank() == 0 else "first"] * hvd.size()).sum().backward()
+    optimizer.step()
+    return {name: None if one.grad is None else one.grad.item() for name, one in by_name.items()}
+
+
 # The tests.
 
 
@@ -382,6 +395,12 @@ def test_gradients_are_matched_by_name_in_any_order(group):
     others = group.size - 1
     want = [-(i + 1.0) - (8 - i) * others for i in range(8)]
     assert group.run(use_gradients_in_reverse) == [want] * group.size
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2])
+def test_ranks_may_list_named_parameters_in_different_orders(group, shift):
+    gradients = {"first": group.size - 1.0, "second": 1.0, "third": None, "unused": None}
+    assert group.run(list_parameters_in_another_order, shift, seconds=20.0) == [gradients] * group.size
 
 
 # One rank suffices for the contract of the class. Plain tensors represent the steps: torch's own step does not run.
