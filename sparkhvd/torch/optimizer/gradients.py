@@ -189,6 +189,8 @@ class GradientExchange:
 
     def accumulated(self, tracked: _TrackedParameter) -> None:
         """Count a pass; after the last one, submit the gradients of the group once all of them are computed."""
+        if tracked.parameter.grad is None:
+            return  # a hook of the user ran before this one, and has taken a step and reset the gradient
         with self._lock:
             tracked.passes += 1
             if not exchanges_with(self._settings.process_set):

@@ -63,6 +63,36 @@ def test_a_hook_clips_the_gradient_of_all_ranks(group):
     assert group.run(clip_in_a_hook) == [-2.0] * 2
 
 
+def step_during_backward(wraps_first):
+    """Return the weights after steps that a hook takes as soon as each gradient is computed."""
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    optimizers = {}
+
+    def take_step(weight):
+        optimizers[weight].step()
+        optimizers[weight].zero_grad()
+
+    def add_hooks():
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(take_step)
+
+    if not wraps_first:
+        add_hooks()
+    for index, weight in enumerate(weights):
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        optimizers[weight] = hvd.DistributedOptimizer(optimizer, [(f"weight.{index}", weight)])
+    if wraps_first:
+        add_hooks()
+    for _ in range(3):
+        sum(weight * (index + hvd.rank()) for index, weight in enumerate(weights)).sum().backward()
+    return [weight.item() for weight in weights]
+
+
+@pytest.mark.parametrize("wraps_first", [True, False])
+def test_a_hook_takes_the_step_of_each_parameter_during_backward(group, wraps_first):
+    assert group.run(step_during_backward, wraps_first) == [[-1.5, -4.5, -7.5]] * 2
+
+
 def schedule_from_before(op):
     weight = torch.nn.Parameter(torch.zeros(1))
     original = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
