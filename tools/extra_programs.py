@@ -1,7 +1,7 @@
-"""Programs for `tools/test-wheels`: a small one for each set of extras, `python extra_programs.py torch`.
+"""Run a small program for one set of extras, for `tools/test-wheels`: `python extra_programs.py torch`.
 
-It runs in an environment that has only a wheel of sparkhvd with those extras. The ranks get this file's functions with
-the job, which is why every function imports what it needs.
+The environment has only a wheel of sparkhvd with these extras. The job carries this file's functions to the ranks, so
+every function imports what it needs.
 """
 
 # ruff: noqa: PLC0415
@@ -149,7 +149,7 @@ def _under_mpirun() -> None:
     from sparkhvd.comm import session
 
     session.init()
-    _require(session.current().world.rank == MPI.COMM_WORLD.rank, "the rank is not that of MPI")
+    _require(session.current().world.rank == MPI.COMM_WORLD.rank, "the rank differs from that of MPI")
     sums = _sum_of_ranks()
     _require(sums == 3.0, sums)
 
@@ -161,13 +161,13 @@ def _mpi() -> None:
 
 
 def _unreachable(url: str, **options: object) -> None:
-    """Use a Store behind a port on which nobody listens: a missing package would be another error."""
+    """Require that a Store without a server fails to connect, not for lack of a package."""
     try:
         sparkhvd.Store.create(url, **options).exists("file")
     except StoreError as error:
         _require("not installed" not in str(error), error)
     else:
-        sys.exit(f"{url} answered")
+        sys.exit(f"{url} answered, although no server listens there")
 
 
 def _s3() -> None:

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the notebooks below ``docs/`` are pages, with the outputs that they store."""
+"""MkDocs hook: turn the notebooks below ``docs/`` into pages with their stored outputs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class NotebookFile(File):
-    """A notebook, which mkdocs would otherwise copy as it is."""
+    """A notebook that becomes a page; MkDocs would otherwise copy the file unchanged."""
 
     def is_documentation_page(self) -> bool:
-        """Return that it becomes a page."""
+        """Return True, because a notebook is a page."""
         return True
 
 
@@ -28,7 +28,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_read_source(*, page: Page, config: MkDocsConfig) -> str | None:  # noqa: ARG001  (mkdocs passes it)
+def on_page_read_source(*, page: Page, config: MkDocsConfig) -> str | None:  # noqa: ARG001  (MkDocs passes it)
     """Return the page's Markdown if it is a notebook."""
     path = page.file.abs_src_path
     if path is None or not path.endswith(".ipynb"):
@@ -37,7 +37,7 @@ def on_page_read_source(*, page: Page, config: MkDocsConfig) -> str | None:  # n
 
 
 def as_markdown(notebook: nbformat.NotebookNode) -> str:
-    """Return texts, code and stored outputs of a notebook as Markdown."""
+    """Return the text, code and stored outputs of a notebook as Markdown."""
     parts: list[str] = []
     for cell in notebook.cells:
         if cell.cell_type == "markdown":

@@ -1,4 +1,4 @@
-"""Runs the notebooks of the documentation and stores what their cells show, for readers who do not run them.
+"""Run the notebooks of the documentation and store their outputs, for readers who do not run them.
 
     python -m tools.notebooks docs/tutorials/*.ipynb
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-_NOT_SHOWN = re.compile(r"\d+%\||\[\d+\]<stderr>:")  # tqdm's bars, and what libraries of the ranks log
+_NOT_SHOWN = re.compile(r"\d+%\||\[\d+\]<stderr>:")  # progress bars of tqdm, and log lines of the ranks
 
 
 def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
@@ -27,7 +27,7 @@ def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
     """
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(notebook, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
-    asyncio.run(client.async_execute())  # which also closes the loop that it runs in
+    asyncio.run(client.async_execute())  # also closes its event loop
     return notebook
 
 

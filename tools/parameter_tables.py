@@ -1,7 +1,7 @@
-"""A hook of MkDocs: fill in the tables of the estimators' parameters from their declarations.
+"""MkDocs hook: create the tables of the estimators' parameters from their declarations.
 
-A line ``<!-- parameters of NAME -->`` becomes the table of the parameters that only the estimator NAME has;
-``<!-- parameters of every estimator -->`` that of those which all three have.
+A line ``<!-- parameters of every estimator -->`` becomes a table of the parameters that all three estimators have.
+A line ``<!-- parameters of NAME -->`` becomes a table of the other parameters of the estimator NAME.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def _table(name: str) -> str:
-    import sparkhvd  # noqa: PLC0415  (pages without tables need no import)
+    import sparkhvd  # noqa: PLC0415  (slow, and only pages with tables need it)
 
     declared = {name: getattr(sparkhvd, name).declarations for name in _ESTIMATORS}
     shared = set.intersection(*(set(parameters) for parameters in declared.values()))

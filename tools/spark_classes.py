@@ -1,7 +1,7 @@
-"""Use what the tests use of Spark, so that the JVM that runs this can archive the classes it loaded.
+"""Use the parts of Spark that the tests use, so that the JVM of this program can archive the classes that it loaded.
 
-One JVM plays driver, master and worker (``local-cluster``), and answers Spark Connect beside that. The executors are
-JVMs of their own, whose classes are loaded here by jobs of a local session first.
+One JVM is driver, master and worker (``local-cluster``), and also serves Spark Connect. Executors are separate JVMs, so
+jobs of a local session first load the executors' classes into this JVM.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def main() -> None:
         session = builder.getOrCreate()
         with TemporaryDirectory() as folder:
             use(session, Path(folder))
-        gateway = session.sparkContext._gateway  # noqa: SLF001  (its process has no public name)
+        gateway = session.sparkContext._gateway  # noqa: SLF001  (there is no public way to its process)
         session.stop()
     gateway.shutdown()
     gateway.proc.stdin.close()
-    gateway.proc.wait(120)  # it writes the archive as it ends
+    gateway.proc.wait(120)  # the JVM writes the archive when it ends
 
 
 if __name__ == "__main__":
