@@ -1,9 +1,9 @@
-"""Trains a small convolutional network on scans of handwritten digits, held in a Spark DataFrame, with several ranks.
+"""Train a small convolutional network with several ranks on scans of handwritten digits in a Spark DataFrame.
 
     python examples/digits.py --num-proc 2
 
-The same network is then trained by plain PyTorch in one process, with the same rows and the same global batch, to show
-that both reach the same accuracy. The data are the 1,797 real 8x8 scans that come with scikit-learn.
+Plain PyTorch then trains the same network in one process, with the same rows and the same global batch, and reaches
+about the same accuracy. The data are the 1,797 real 8x8 scans that come with scikit-learn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # draws into files, needs no screen
+mpl.use("Agg")  # draws into files and needs no screen
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -40,7 +40,7 @@ SEED = 7
 
 
 def network() -> nn.Module:
-    """Three convolutions and one linear layer; made anew from the same seed wherever it is asked for."""
+    """Return three convolutions and a linear layer, with the same initial weights on every call."""
     torch.manual_seed(SEED)
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=3, padding=1),
@@ -74,7 +74,7 @@ def main() -> int:
     print(f"Starting Spark; its log is {options.folder / 'spark.log'}.", flush=True)
     spark = start_spark(options.num_proc, options.folder)
     try:
-        say(f"Training on Spark with {options.num_proc} ranks, {BATCH_PER_RANK} rows each per step")
+        print_title(f"Training on Spark with {options.num_proc} ranks, {BATCH_PER_RANK} rows each per step")
         started = time.monotonic()
         model = fit(spark.createDataFrame(train), options)
         spark_seconds = time.monotonic() - started
@@ -83,23 +83,23 @@ def main() -> int:
     finally:
         spark.stop()
 
-    say("Training the same network with plain PyTorch in one process")
+    print_title("Training the same network with plain PyTorch in one process")
     started = time.monotonic()
-    plain = train_plainly(train[~train["validate"]], options.epochs, BATCH_PER_RANK * options.num_proc)
-    plain_predicted = predict_plainly(plain, held_out)
+    plain = train_with_plain_torch(train[~train["validate"]], options.epochs, BATCH_PER_RANK * options.num_proc)
+    plain_predicted = predict_with_plain_torch(plain, held_out)
     plain_seconds = time.monotonic() - started
 
     truth = held_out["digit"].to_numpy()
     score, plain_score = float((predicted == truth).mean()), float((plain_predicted == truth).mean())
     show_predictions(held_out, predicted)
     picture = draw(history, options.folder / "training.png")
-    say("Result")
+    print_title("Result")
     print(f"held-out accuracy, {options.num_proc} ranks on Spark:    {score:.4f}   ({spark_seconds:.0f} s)")
     print(f"held-out accuracy, plain PyTorch:       {plain_score:.4f}   ({plain_seconds:.0f} s)")
     print(f"loss and accuracy by epoch:             {picture}")
     print(f"{len(train)} rows are too few to gain from ranks: most of the time on Spark goes into starting processes.")
-    print(f"Both saw the rows in different orders: they may differ by a few of the {len(held_out)} held-out scans.")
-    print("The loss cannot fall below 0.50, as the labels are smoothed: 0.91 for the right digit, 0.01 for each other.")
+    print(f"Both read the rows in different orders, so they may differ in a few of the {len(held_out)} held-out scans.")
+    print("Smoothed labels, 0.91 for the right digit and 0.01 for each other one, keep the loss above 0.50.")
     if options.rows == FULL_SIZE and score < ACCURACY_BAR:
         print(f"The accuracy is below {ACCURACY_BAR}.", file=sys.stderr)
         return 1
@@ -116,7 +116,10 @@ def parse_options() -> argparse.Namespace:
 
 
 def split(rows: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The scans as rows of 64 brightnesses and a label; a seeded fifth is held out, a tenth watches the training."""
+    """Return four fifths of the scans, a tenth of them for validation, and the held-out fifth.
+
+    A row has 64 brightness values and a label.
+    """
     digits = load_digits()
     order = np.random.default_rng(SEED).permutation(len(digits.target))[:rows]
     frame = pd.DataFrame(
@@ -131,7 +134,7 @@ def split(rows: int) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def start_spark(slots: int, folder: Path) -> SparkSession:
-    """A Spark that lives in this process; its files and its log go to ``folder``."""
+    """Start Spark in local mode, with its files and its log in ``folder``."""
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
     os.environ["PYSPARK_PYTHON"] = sys.executable
     builder = (
@@ -148,14 +151,14 @@ def start_spark(slots: int, folder: Path) -> SparkSession:
 
 @contextmanager
 def stderr_into(path: Path) -> Iterator[None]:
-    """Programs started meanwhile, Spark's Java process here, write their stderr into a file for as long as they run."""
+    """Redirect the stderr of processes that start within the context, such as Spark's JVM, into a file."""
     own = os.dup(2)
     try:
         with path.open("w") as file:
             os.dup2(file.fileno(), 2)
         yield
     except Exception as error:
-        error.add_note(f"{path} may tell more.")
+        error.add_note(f"See {path} for details.")
         raise
     finally:
         os.dup2(own, 2)
@@ -183,13 +186,13 @@ def fit(train: DataFrame, options: argparse.Namespace) -> TorchModel:
 
 
 def predict(model: TorchModel, rows: DataFrame) -> npt.NDArray[np.int64]:
-    """The likeliest digit of every row, in the order of ``rows``."""
+    """Return the most likely digit of every row, in the order of ``rows``."""
     predictions = model.setOutputCols(["scores"]).transform(rows).select("scores").toPandas()
     return np.stack(predictions["scores"].map(np.asarray).to_list()).argmax(axis=1)
 
 
-def train_plainly(train: pd.DataFrame, epochs: int, batch: int) -> nn.Module:
-    """The loop that everyone writes, on the same rows; one thread is the fastest for so small a network."""
+def train_with_plain_torch(train: pd.DataFrame, epochs: int, batch: int) -> nn.Module:
+    """Train with an ordinary PyTorch loop. One thread is the fastest for such a small network."""
     torch.set_num_threads(1)
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
@@ -207,15 +210,15 @@ def as_images(rows: pd.DataFrame) -> torch.Tensor:
     return torch.tensor(np.stack(rows["pixels"].map(np.asarray).to_list()), dtype=torch.float32).reshape(-1, 1, 8, 8)
 
 
-def predict_plainly(model: nn.Module, rows: pd.DataFrame) -> npt.NDArray[np.int64]:
+def predict_with_plain_torch(model: nn.Module, rows: pd.DataFrame) -> npt.NDArray[np.int64]:
     with torch.no_grad():
         digits: npt.NDArray[np.int64] = model(as_images(rows)).argmax(dim=1).numpy()
     return digits
 
 
 def show_predictions(rows: pd.DataFrame, predicted: npt.NDArray[np.int64], count: int = 5) -> None:
-    """A few scans side by side, as characters, with what the model takes them for."""
-    say("A few of the held-out scans")
+    """Print a few scans side by side as characters, with the predicted digits."""
+    print_title("A few of the held-out scans")
     shades = " .:-=+*#%@"
     scans = np.stack(rows["pixels"][:count].map(np.asarray).to_list()).reshape(-1, 8, 8)
     for y in range(8):
@@ -226,7 +229,7 @@ def show_predictions(rows: pd.DataFrame, predicted: npt.NDArray[np.int64], count
 
 
 def draw(history: list[dict[str, Any]], path: Path) -> Path:
-    """Loss and accuracy by epoch, for the rows trained on and the rows that the estimator validated with."""
+    """Plot the loss and the accuracy of the training and validation rows by epoch; return the path of the plot."""
     epochs = [record["epoch"] + 1 for record in history]
     figure, (losses, accuracies) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     for part in ("train", "validation"):
@@ -240,7 +243,7 @@ def draw(history: list[dict[str, Any]], path: Path) -> Path:
     return path
 
 
-def say(title: str) -> None:
+def print_title(title: str) -> None:
     print(f"\n{title}\n{'-' * len(title)}", flush=True)
 
 

@@ -1,9 +1,9 @@
-"""Tells from a few words which page of Python's documentation they come from, with an embedding of words.
+"""Classify passages of Python's documentation by the page that they come from, with word embeddings.
 
     python examples/documentation.py --framework torch lightning keras
 
-The data are the texts behind Python's own ``help()``: passages of its longest pages, held in a Spark DataFrame. A
-framework is imported only in the functions that use it, so that one of them is enough.
+The data are passages from five long pages of Python's own ``help()``, in a Spark DataFrame. A framework is imported
+only in the functions that use it, so you need only one of the three.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PAGES = ("compound", "formatstrings", "types", "typesseq", "debugger")
 WORDS_PER_PASSAGE = 12
 VOCABULARY = 5000
-WIDTH = 32  # numbers that the embedding has for each word
+WIDTH = 32  # size of the embedding of a word
 
 
 def main() -> int:
@@ -39,30 +39,30 @@ def main() -> int:
     try:
         rows = passages(spark)
         train, held_out = rows.where("abs(hash(text)) % 5 > 0"), rows.where("abs(hash(text)) % 5 = 0")
-        # What all three have in common; what is each one's own stands in its function.
+        # The parameters of all three estimators. Each function below adds those of one framework.
         common = {
             "num_proc": options.num_proc,
             "feature_cols": ["words"],
             "label_cols": ["page"],
             "output_cols": ["predicted"],
-            "output_types": ["label"],  # the likeliest page itself, in the type of the label
+            "output_types": ["label"],  # the most likely page, in the type of the label
             "validation": 0.1,
             "batch_size": 16,
             "epochs": options.epochs,
             "random_seed": 5,
         }
         longest = max(row["count"] for row in held_out.groupBy("page").count().collect())
-        found, total = {"always the longest page": longest}, held_out.count()
-        # Keras comes last: TensorFlow has to be imported after what PyTorch imports for its optimizers.
+        correct, total = {"always the longest page": longest}, held_out.count()
+        # Keras comes last: TensorFlow must be imported after the modules that PyTorch's optimizers import.
         for framework in sorted(options.framework, key=list(ESTIMATORS).index):
             model = ESTIMATORS[framework](common).fit(train)
             predicted = model.transform(held_out).cache()
             predicted.select("text", "page", "predicted").show(5, truncate=60)
-            found[framework] = predicted.where("page = predicted").count()
+            correct[framework] = predicted.where("page = predicted").count()
     finally:
         spark.stop()
-    for name, right in found.items():
-        print(f"{name + ':':<25} {right} of {total} held-out passages are found ({right / total:.0%})")
+    for name, count in correct.items():
+        print(f"{name + ':':<25} {count} of {total} held-out passages are classified correctly ({count / total:.0%})")
     return 0
 
 
@@ -83,7 +83,7 @@ def torch_estimator(common: dict[str, Any]) -> TorchEstimator:
 
 
 def torch_network() -> torch.nn.Module:
-    """The average of the words' embeddings, and one layer over it."""
+    """Return a linear layer on top of the average of the words' embeddings."""
     import torch
 
     torch.manual_seed(5)
@@ -144,7 +144,7 @@ ESTIMATORS = {"torch": torch_estimator, "lightning": lightning_estimator, "keras
 
 
 def passages(spark: SparkSession) -> DataFrame:
-    """Every dozen words of the pages, with numbers in place of the words."""
+    """Return passages of 12 words, with the ids of the words and the number of the page."""
     rows = []
     for page, name in enumerate(PAGES):
         words = re.findall(r"[a-z_]{2,}", topics.topics[name].lower())

@@ -1,4 +1,4 @@
-"""Trains a JAX model on several ranks, which average their gradients after every batch.
+"""Train a JAX model on several ranks, which average their gradients after every batch.
 
     python examples/jax_digits.py --num-proc 2
 
@@ -55,7 +55,7 @@ def train(epochs: int) -> tuple[list[float], float]:
 
     weights = initial_weights(pixels.shape[1])
     gradient_of = jax.jit(jax.value_and_grad(loss_of))
-    order = np.random.default_rng(5)  # of all rows, the same on all ranks
+    order = np.random.default_rng(5)  # gives all ranks the same order of the rows
     losses = []
     for _ in range(epochs):
         batches = np.split(order.permutation(len(pixels)), range(BATCH, len(pixels), BATCH))[:-1]
@@ -64,7 +64,7 @@ def train(epochs: int) -> tuple[list[float], float]:
             mine = rows[hvd.rank() :: hvd.size()]
             loss, gradients = gradient_of(weights, pixels[mine], digit[mine])
             leaves, structure = jax.tree.flatten((loss, gradients))
-            # Collectives run outside of jax.jit, and all gradients travel in one of them.
+            # Collectives run outside of jax.jit. One of them averages the loss and all gradients.
             loss, gradients = jax.tree.unflatten(structure, hvd.grouped_allreduce(leaves))
             weights = jax.tree.map(lambda weight, gradient: weight - 0.5 * gradient, weights, gradients)
             epoch.append(float(loss))
@@ -73,7 +73,7 @@ def train(epochs: int) -> tuple[list[float], float]:
 
 
 def initial_weights(inputs: int) -> dict[str, np.ndarray]:
-    """Return the same weights on every rank; otherwise, ``hvd.broadcast`` would send those of one rank."""
+    """Return the same weights on every rank. Without a fixed seed, ``hvd.broadcast`` would be necessary."""
     draw = np.random.default_rng(7)
     shapes = {"first": (inputs, HIDDEN), "second": (HIDDEN, 10)}
     return {name: draw.normal(0, shape[0] ** -0.5, shape).astype(np.float32) for name, shape in shapes.items()}

@@ -1,9 +1,9 @@
-"""Trains a Keras network on scans of handwritten digits, held in a Spark DataFrame, with several ranks.
+"""Train a Keras network with several ranks on scans of handwritten digits in a Spark DataFrame.
 
     python examples/keras_digits.py --num-proc 2
 
-Keras' own callbacks lower the learning rate and choose the best epoch, by the accuracy over the rows of all ranks. The
-data are the 1,797 real 8x8 scans that come with scikit-learn.
+Callbacks lower the learning rate by the validation loss and choose the best epoch by the validation accuracy, both over
+the rows of all ranks. The data are the 1,797 real 8x8 scans that come with scikit-learn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEED = 7
 
 
 def network() -> keras.Model:
-    """A small convolutional network for 8x8 scans, which a row holds as 64 brightnesses."""
+    """Return a small convolutional network for 8x8 scans, with 64 brightness values per row."""
     keras.utils.set_random_seed(SEED)
     return keras.Sequential(
         [
@@ -72,15 +72,15 @@ def main() -> int:
         spark.stop()
     # The file opens without Spark and without sparkhvd.
     model.getModel().save(options.folder / "digits.keras")
-    again = keras.saving.load_model(options.folder / "digits.keras")
+    loaded = keras.saving.load_model(options.folder / "digits.keras")
     pixels, truth = np.stack(held_out["pixels"].to_list()), held_out["digit"].to_numpy()
-    alone = again.predict(pixels.astype(np.float32), verbose=0).argmax(axis=1)
+    by_keras = loaded.predict(pixels.astype(np.float32), verbose=0).argmax(axis=1)
     averages = np.stack([np.stack(train["pixels"][train["digit"] == digit]).mean(axis=0) for digit in range(10)])
     nearest = ((pixels[:, None] - averages) ** 2).sum(axis=2).argmin(axis=1)
     print(model.getHistory().to_pandas()[["loss", "val_loss", "val_accuracy"]].round(3).to_string())
     print(f"held-out accuracy, the nearest average scan:       {(nearest == truth).mean():.4f}")
     print(f"held-out accuracy, the network in transform:       {(predicted == truth).mean():.4f}")
-    print(f"held-out accuracy, {options.folder / 'digits.keras'} in plain Keras: {(alone == truth).mean():.4f}")
+    print(f"held-out accuracy, {options.folder / 'digits.keras'} in plain Keras: {(by_keras == truth).mean():.4f}")
     return 0
 
 
@@ -94,7 +94,10 @@ def parse_options() -> argparse.Namespace:
 
 
 def split(rows: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The scans as rows of 64 brightnesses and a label; a fifth is held out, a tenth validates."""
+    """Return four fifths of the scans, a tenth of them for validation, and the held-out fifth.
+
+    A row has 64 brightness values and a label.
+    """
     digits = load_digits()
     order = np.random.default_rng(SEED).permutation(len(digits.target))[:rows]
     frame = pd.DataFrame(

@@ -1,9 +1,9 @@
-"""Trains a LightningModule on scans of handwritten digits, held in a Spark DataFrame, with several ranks.
+"""Train a LightningModule with several ranks on scans of handwritten digits in a Spark DataFrame.
 
     python examples/lightning_digits.py --num-proc 2
 
-Lightning's own callbacks stop the training and choose the best epoch, by the accuracy over the rows of all ranks. The
-data are the 1,797 real 8x8 scans that come with scikit-learn.
+Lightning's own callbacks stop the training and choose the best epoch by the validation accuracy over the rows of all
+ranks. The data are the 1,797 real 8x8 scans that come with scikit-learn.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     model.save_checkpoint(str(options.folder / "digits.ckpt"))
     written = model.save_logs(str(options.folder))
-    again = Digits.load_from_checkpoint(options.folder / "digits.ckpt")
+    saved = Digits.load_from_checkpoint(options.folder / "digits.ckpt")
     predicted = np.stack(scores["scores"].map(np.asarray).to_list()).argmax(axis=1)
     print(f"epochs trained:       {len(model.getHistory())}")
     print(f"held-out accuracy:    {float((predicted == held_out['digit'].to_numpy()).mean()):.4f}")
     print(
-        f"checkpoint:           {options.folder / 'digits.ckpt'} ({sum(p.numel() for p in again.parameters())} weights)"
+        f"checkpoint:           {options.folder / 'digits.ckpt'} ({sum(p.numel() for p in saved.parameters())} weights)"
     )
     print(f"logs:                 {', '.join(sorted(written))}")
     return 0
@@ -118,7 +118,10 @@ def parse_options() -> argparse.Namespace:
 
 
 def split(rows: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The scans as rows of 64 brightnesses and a label; a fifth is held out, a tenth validates."""
+    """Return four fifths of the scans, a tenth of them for validation, and the held-out fifth.
+
+    A row has 64 brightness values and a label.
+    """
     digits = load_digits()
     order = np.random.default_rng(SEED).permutation(len(digits.target))[:rows]
     frame = pd.DataFrame(

@@ -1,9 +1,9 @@
-"""Predicts how people rate films from embeddings of both, two columns of categories, in any of the three frameworks.
+"""Predict film ratings from embeddings of people and films, two categorical columns, in any of the three frameworks.
 
     python examples/movie_ratings.py --framework torch lightning keras
 
 The data are 1,501 real ratings from MovieLens (30 people, 100 films) that come with PySpark. A framework is imported
-only in the functions that use it, so that one of them is enough.
+only in the functions that use it, so you need only one of the three.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 RATINGS = Path(pyspark.__file__).parent / "data/mllib/als/sample_movielens_ratings.txt"
 PEOPLE, FILMS = 30, 100
-WIDTH = 8  # numbers that an embedding has for each person and each film
-# So few ratings would be learned by heart without a price on large numbers.
-PRICE = 0.02
+WIDTH = 8  # size of the embedding of a person or a film
+# Without weight decay, the embeddings would memorize so few ratings.
+WEIGHT_DECAY = 0.02
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def main() -> int:
     spark = start_spark(options.num_proc, options.folder)
     try:
         train, held_out = ratings(spark).randomSplit([0.8, 0.2], seed=3)
-        # What all three have in common; what is each one's own stands in its function.
+        # The parameters of all three estimators. Each function below adds those of one framework.
         common = {
             "num_proc": options.num_proc,
             "store": Store.create(str(options.folder / "store")),
@@ -54,7 +54,7 @@ def main() -> int:
         error = RegressionEvaluator(labelCol="rating", metricName="rmse")
         average = train.agg(sql.avg("rating")).first()[0]
         errors = {"the average for everybody": error.evaluate(held_out.withColumn("prediction", sql.lit(average)))}
-        # Keras comes last: TensorFlow has to be imported after what PyTorch imports for its optimizers.
+        # Keras comes last: TensorFlow must be imported after the modules that PyTorch's optimizers import.
         for framework in sorted(options.framework, key=list(ESTIMATORS).index):
             estimator = ESTIMATORS[framework](common)
             estimator.describe(train)
@@ -84,7 +84,7 @@ def torch_estimator(common: dict[str, Any]) -> TorchEstimator:
 
 
 def torch_network() -> torch.nn.Module:
-    """Eight numbers for every person and every film, and a small network over both."""
+    """Return a small network on top of the embeddings of a person and a film."""
     import torch
 
     class Network(torch.nn.Module):
@@ -93,7 +93,7 @@ def torch_network() -> torch.nn.Module:
             self.people = torch.nn.Embedding(PEOPLE, WIDTH)
             self.films = torch.nn.Embedding(FILMS, WIDTH)
             self.layers = torch.nn.Sequential(torch.nn.Linear(2 * WIDTH, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
-            for layer in (self.layers[0], self.layers[2]):  # so few ratings teach more from where Keras begins
+            for layer in (self.layers[0], self.layers[2]):  # Keras' initial weights suit so few ratings better
                 torch.nn.init.xavier_uniform_(layer.weight)
                 torch.nn.init.zeros_(layer.bias)
 
@@ -108,7 +108,7 @@ def torch_optimizer(network: torch.nn.Module) -> torch.optim.Optimizer:
     import torch
 
     embeddings = [*network.people.parameters(), *network.films.parameters()]
-    groups = [{"params": embeddings, "weight_decay": PRICE}, {"params": network.layers.parameters()}]
+    groups = [{"params": embeddings, "weight_decay": WEIGHT_DECAY}, {"params": network.layers.parameters()}]
     return torch.optim.Adam(groups, lr=0.01)
 
 
@@ -149,20 +149,21 @@ def keras_estimator(common: dict[str, Any]) -> KerasEstimator:
 
 
 def keras_network() -> keras.Model:
-    """The same network in Keras."""
+    """Return the same network in Keras."""
     import keras
 
     keras.utils.set_random_seed(3)
     person = keras.Input((1,), dtype="int32", name="person")
     film = keras.Input((1,), dtype="int32", name="film")
-    # Half of it is the same price: the gradient of w ** 2 is 2 * w. PyTorch's embeddings begin with stddev=1, too.
+    # Half of the factor is the same weight decay, because the gradient of w ** 2 is 2 * w. As in PyTorch, embeddings
+    # start with a standard deviation of 1.
     settings = {
-        "embeddings_regularizer": keras.regularizers.L2(PRICE / 2),
+        "embeddings_regularizer": keras.regularizers.L2(WEIGHT_DECAY / 2),
         "embeddings_initializer": keras.initializers.RandomNormal(stddev=1.0),
     }
-    of_person = keras.layers.Flatten()(keras.layers.Embedding(PEOPLE, WIDTH, **settings)(person))
-    of_film = keras.layers.Flatten()(keras.layers.Embedding(FILMS, WIDTH, **settings)(film))
-    hidden = keras.layers.Dense(16, activation="relu")(keras.layers.Concatenate()([of_person, of_film]))
+    person_vector = keras.layers.Flatten()(keras.layers.Embedding(PEOPLE, WIDTH, **settings)(person))
+    film_vector = keras.layers.Flatten()(keras.layers.Embedding(FILMS, WIDTH, **settings)(film))
+    hidden = keras.layers.Dense(16, activation="relu")(keras.layers.Concatenate()([person_vector, film_vector]))
     return keras.Model([person, film], keras.layers.Dense(1)(hidden))
 
 
@@ -172,8 +173,8 @@ ESTIMATORS = {"torch": torch_estimator, "lightning": lightning_estimator, "keras
 def ratings(spark: SparkSession) -> DataFrame:
     parts = sql.split("value", "::")
     names = (("userId", "int"), ("movieId", "int"), ("rating", "float"))
-    columns = [parts[place].cast(kind).alias(name) for place, (name, kind) in enumerate(names)]
-    # Sent by the driver, so that executors need no copy of the file.
+    columns = [parts[index].cast(kind).alias(name) for index, (name, kind) in enumerate(names)]
+    # The driver sends the ratings, so executors need no copy of the file.
     lines = [(line,) for line in RATINGS.read_text().splitlines() if line]
     return (
         spark.createDataFrame(lines, "value string")

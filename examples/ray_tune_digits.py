@@ -1,9 +1,9 @@
-"""Searches a learning rate with Ray Tune; each trial trains on two ranks in its own placement group.
+"""Search for a learning rate with Ray Tune. Each trial trains on two ranks in its own placement group.
 
     python examples/ray_tune_digits.py --trials 4
 
 The data are scikit-learn's scans of handwritten digits. A trial reports every epoch and saves a checkpoint, so that Ray
-Tune can stop bad trials early and restart lost ones where they were.
+Tune can stop bad trials early and resume lost ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--folder", default="ray-tune", help="where results are written (default: %(default)s)")
     options = parser.parse_args()
 
-    # The first bundle is for the trial itself, which only waits for its ranks; the others are for these.
+    # The first bundle is for the trial itself, which only waits for its ranks. Each rank has one of the other bundles.
     resources = tune.PlacementGroupFactory([{}, *[{"CPU": 1}] * RANKS])
     tuner = tune.Tuner(
         tune.with_resources(trial, resources),
@@ -63,7 +63,7 @@ def trial(config: dict[str, float]) -> None:
 
 
 class Digits:
-    """The network of a rank, its optimizer and its share of the rows."""
+    """The rows, the network and the optimizer of one rank."""
 
     def __init__(self, rate: float) -> None:
         import sparkhvd.torch as hvd
@@ -82,7 +82,7 @@ class Digits:
         """Train on this rank's rows; return the loss and the accuracy of the held-out rows."""
         pixels, digit = self.train
         order = torch.randperm(len(digit), generator=torch.Generator().manual_seed(self.epoch))
-        for step in order.split(BATCH * self.size)[:-1]:  # the last one is smaller
+        for step in order.split(BATCH * self.size)[:-1]:  # skips the last batch, which is smaller
             rows = step[self.rank :: self.size]
             self.optimizer.zero_grad()
             torch.nn.functional.cross_entropy(self.model(pixels[rows]), digit[rows]).backward()
@@ -97,7 +97,7 @@ class Digits:
         return {"epoch": self.epoch, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def restore(self, state: dict[str, object]) -> int:
-        """Continue from a checkpoint; return the number of epochs that it has."""
+        """Resume from a checkpoint; return the number of its completed epochs."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch = state["epoch"]

@@ -1,4 +1,4 @@
-"""Runs a function once per rank on Spark, where the ranks add up a tensor with an allreduce.
+"""Run a function once per rank on Spark, and add up a tensor over the ranks with an allreduce.
 
 python examples/run_function.py --num-proc 2
 """

@@ -1,4 +1,4 @@
-"""Trains a scikit-learn classifier on several ranks, which average their weights after every epoch.
+"""Train a scikit-learn classifier on several ranks, which average their weights after every epoch.
 
     python examples/scikit_learn_digits.py --num-proc 2
 

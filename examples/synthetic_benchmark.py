@@ -1,7 +1,7 @@
-"""Images per second of a ResNet-18 on made-up data: what the ranks do when no input keeps them waiting.
+"""Measure the images per second of a ResNet-18 on synthetic data, which needs no input pipeline.
 
-Compare it with one rank to see what the exchange of gradients costs, and with a training of your own to see whether its
-input is slow.
+Compare several ranks with one rank to see the cost of exchanging gradients. Compare your own training with this one to
+see whether its input is slow.
 
 python examples/synthetic_benchmark.py --num-proc 2
 mpirun -np 2 python examples/synthetic_benchmark.py --launcher none
@@ -37,11 +37,11 @@ class Options:
 
 
 class Block(torch.nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions and a shortcut around them."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
-        self.way = torch.nn.Sequential(
+        self.convolutions = torch.nn.Sequential(
             torch.nn.Conv2d(before, after, 3, stride, 1, bias=False),
             torch.nn.BatchNorm2d(after),
             torch.nn.ReLU(),
@@ -52,11 +52,11 @@ class Block(torch.nn.Module):
         self.shortcut = torch.nn.Identity() if same else torch.nn.Conv2d(before, after, 1, stride, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.way(x) + self.shortcut(x))
+        return torch.relu(self.convolutions(x) + self.shortcut(x))
 
 
 def resnet18(width: int, classes: int) -> torch.nn.Module:
-    """He and others (2015), with 64 channels in the first layer where ``width`` is 64."""
+    """Return a ResNet-18 (He and others, 2015) with ``width`` channels in its first layer; the original has 64."""
     layers = [torch.nn.Conv2d(3, width, 7, 2, 3, bias=False), torch.nn.BatchNorm2d(width), torch.nn.ReLU()]
     layers.append(torch.nn.MaxPool2d(3, 2, 1))
     before = width
@@ -100,15 +100,17 @@ def images_per_second(options: Options) -> list[float]:
 
 
 def report(speeds: list[list[float]]) -> str:
-    """Median and spread over the iterations, per rank and in total."""
+    """Return the median and the standard deviation over the iterations, per rank and in total."""
     lines = []
     for rank, iterations in enumerate(speeds):
-        lines.append(f"rank {rank}: {_shown(iterations)} images/s")
-    lines.append(f"total of {len(speeds)} ranks: {_shown([sum(each) for each in zip(*speeds, strict=True)])} images/s")
+        lines.append(f"rank {rank}: {_format(iterations)} images/s")
+    lines.append(
+        f"total of {len(speeds)} ranks: {_format([sum(speed) for speed in zip(*speeds, strict=True)])} images/s"
+    )
     return "\n".join(lines)
 
 
-def _shown(values: list[float]) -> str:
+def _format(values: list[float]) -> str:
     return f"{statistics.median(values):.1f} +- {statistics.pstdev(values):.1f}"
 
 
@@ -126,7 +128,7 @@ def main() -> None:
         arguments.threads,
         arguments.cuda,
     )
-    if arguments.launcher == "none":  # this process is a rank already, or the only one
+    if arguments.launcher == "none":  # this process is already a rank, or the only one
         speeds = hvd.allgather_object(images_per_second(options))
         if hvd.rank() == 0:
             print(report(speeds))
@@ -138,7 +140,7 @@ def main() -> None:
 
 
 def _on_spark(options: Options, num_proc: int) -> list[list[float]]:
-    from pyspark.sql import SparkSession  # the other launchers do without
+    from pyspark.sql import SparkSession  # (the other launchers do not need it)
 
     spark = SparkSession.builder.master(f"local[{num_proc}]").config("spark.ui.enabled", "false").getOrCreate()
     try:
@@ -150,17 +152,19 @@ def _on_spark(options: Options, num_proc: int) -> list[list[float]]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-proc", type=int, default=2, help="number of ranks")
-    parser.add_argument("--launcher", choices=["local", "spark", "none"], default="local", help="what starts them")
+    parser.add_argument(
+        "--launcher", choices=["local", "spark", "none"], default="local", help="how to start the ranks"
+    )
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--image-size", type=int, default=64, help="height and width of an image")
     parser.add_argument("--width", type=int, default=64, help="channels of the first layer")
     parser.add_argument("--num-classes", type=int, default=1000)
-    parser.add_argument("--num-warmup-batches", type=int, default=3, help="not timed")
-    parser.add_argument("--num-batches-per-iter", type=int, default=5, help="timed together")
-    parser.add_argument("--num-iters", type=int, default=5, help="how often")
-    parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients with 16 bits")
-    parser.add_argument("--threads", type=int, default=1, help="of torch on each rank")
-    parser.add_argument("--cuda", action="store_true", help="train on the GPU of the local rank's number")
+    parser.add_argument("--num-warmup-batches", type=int, default=3, help="batches before the timed ones")
+    parser.add_argument("--num-batches-per-iter", type=int, default=5, help="batches per timed iteration")
+    parser.add_argument("--num-iters", type=int, default=5, help="number of timed iterations")
+    parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch on each rank")
+    parser.add_argument("--cuda", action="store_true", help="train on the GPU with the index of the local rank")
     return parser.parse_args()
 
 

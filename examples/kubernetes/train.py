@@ -1,6 +1,6 @@
-"""A training for Kubernetes: train.yaml starts it as the driver, with two ranks in two executors.
+"""Train on Kubernetes: train.yaml starts this program as the driver, with two ranks in two executors.
 
-It also runs on this machine: python examples/kubernetes/train.py --store sparkhvd-store
+To run it on one machine: python examples/kubernetes/train.py --store sparkhvd-store
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
         estimator = TorchEstimator(
             num_proc=2,
             store=store,
-            run_id="train-1",  # a driver that is started again resumes this run
+            run_id="train-1",  # a restarted driver resumes this run
             model=model,
             optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
             loss=torch.nn.functional.mse_loss,
