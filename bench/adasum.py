@@ -1,8 +1,8 @@
-"""Compare Adasum with Average: steps to a given accuracy at an unscaled learning rate, on scans of handwritten digits.
+"""Compare Adasum with Average by the steps to a given accuracy, on scans of handwritten digits.
 
-The learning rate is that of one rank. Averaging over more ranks makes a step less noisy, but not longer; Adasum makes a
-step longer as far as the ranks' steps differ. Every rank has its own rows, and a third of the scans is held out to
-measure the accuracy. The results are medians over the seeds, and a plot.
+The learning rate is not scaled by the number of ranks. Averaging over more ranks makes a step less noisy, but not
+longer. Adasum makes a step longer the more the ranks' steps differ. Every rank draws its own rows, and a third of the
+scans is held out to measure the accuracy. The program prints medians over the seeds and draws a plot.
 
     python -m bench.adasum [--ranks 4] [--seeds 5] [--write bench/results/adasum]
 """
@@ -39,16 +39,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--write", type=Path, help="where the table (.txt) and the picture (.png) go")
+    parser.add_argument("--write", type=Path, help="path of the table (.txt) and the plot (.png), without the suffix")
     arguments = parser.parse_args()
     problem = Problem(rate=0.05, momentum=0.9, rows=16, steps=arguments.steps)
     curves: dict[str, list[list[float]]] = {}
     for ranks in (1, arguments.ranks):
-        found = sparkhvd.run(accuracies, args=(problem, arguments.seeds), num_proc=ranks, launcher="local", verbose=0)[
-            0
-        ]
-        curves |= {f"{op}, {ranks} ranks": runs for op, runs in found.items() if ranks > 1} or {
-            "one rank": found["Average"]
+        by_rank = sparkhvd.run(accuracies, args=(problem, arguments.seeds), num_proc=ranks, launcher="local", verbose=0)
+        by_op = by_rank[0]
+        curves |= {f"{op}, {ranks} ranks": runs for op, runs in by_op.items() if ranks > 1} or {
+            "one rank": by_op["Average"]
         }
     table = _table(curves, problem)
     print(table)
@@ -58,7 +57,7 @@ def main() -> None:
 
 
 def accuracies(problem: Problem, seeds: int) -> dict[str, list[list[float]]]:
-    """Run on every rank; return the accuracy every few steps for each kind of reduction and each seed."""
+    """Run on every rank; return the accuracy after every few steps for each reduction and each seed."""
     hvd.init()
     torch.set_num_threads(1)
     return {name: [_train(problem, op, seed) for seed in range(seeds)] for name, op in OPS.items()}
@@ -71,7 +70,7 @@ def _train(problem: Problem, op: hvd.ReduceOp, seed: int) -> list[float]:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     plain = torch.optim.SGD(model.parameters(), lr=problem.rate, momentum=problem.momentum)
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
-    found = []
+    curve = []
     for step in range(1, problem.steps + 1):
         torch.manual_seed(1_000_003 * seed + 1009 * step + hvd.rank())
         mine = torch.randint(held_out, len(features), (problem.rows,))
@@ -81,12 +80,12 @@ def _train(problem: Problem, op: hvd.ReduceOp, seed: int) -> list[float]:
         if step % EVERY == 0:
             with torch.no_grad():
                 right = model(features[:held_out]).argmax(1) == labels[:held_out]
-            found.append(right.double().mean().item())
-    return found
+            curve.append(right.double().mean().item())
+    return curve
 
 
 def _digits(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    from sklearn.datasets import load_digits  # noqa: PLC0415  the driver does without
+    from sklearn.datasets import load_digits  # noqa: PLC0415  (the driver does not need it)
 
     digits = load_digits()
     torch.manual_seed(seed)
@@ -96,7 +95,7 @@ def _digits(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _steps_to(accuracy: float, curve: list[float]) -> float:
     """Return the first measured step at which the accuracy was reached; infinity if there is none."""
-    return next((EVERY * (index + 1) for index, each in enumerate(curve) if each >= accuracy), float("inf"))
+    return next((EVERY * (index + 1) for index, value in enumerate(curve) if value >= accuracy), float("inf"))
 
 
 def _table(curves: dict[str, list[list[float]]], problem: Problem) -> str:
@@ -115,7 +114,7 @@ def _table(curves: dict[str, list[list[float]]], problem: Problem) -> str:
 
 
 def _plot(curves: dict[str, list[list[float]]], problem: Problem, path: Path) -> None:
-    import matplotlib as mpl  # noqa: PLC0415  the ranks do without
+    import matplotlib as mpl  # noqa: PLC0415  (the ranks do not need it)
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt  # noqa: PLC0415
@@ -123,7 +122,7 @@ def _plot(curves: dict[str, list[list[float]]], problem: Problem, path: Path) ->
     figure, axes = plt.subplots(figsize=(7, 4))
     steps = range(EVERY, problem.steps + 1, EVERY)
     for name, runs in curves.items():
-        axes.plot(steps, [statistics.median(each) for each in zip(*runs, strict=True)], label=name)
+        axes.plot(steps, [statistics.median(values) for values in zip(*runs, strict=True)], label=name)
     axes.axhline(TARGET, color="gray", linewidth=0.8)
     axes.set(xlabel="steps", ylabel="accuracy on held-out scans", ylim=(0.7, 1.0))
     axes.legend()

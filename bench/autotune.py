@@ -1,8 +1,9 @@
-"""Measure the gain of autotuning: a tuned and an untuned communicator run the same steps in turns in one process.
+"""Measure the gain of autotuning: a tuned and an untuned communicator take turns with the same steps in one process.
 
-1,000 tensors of 4 KiB that are submitted asynchronously; the gradients of an MLP of 2.4 million parameters without
-their computation; and its whole training step, with gradients exchanged during the backward pass. The tuned
-communicator first runs alone until it has made its choice. A figure is the median of the slowest rank.
+There are three kinds of steps: 1,000 tensors of 4 KiB, submitted asynchronously; the exchange of an MLP's gradients,
+2.4 million parameters, without their computation; and the whole training step of this MLP, with gradients exchanged
+during the backward pass. The tuned communicator first runs alone until it has made its choice. A figure is the median
+of the slowest rank.
 
     python -m bench.autotune [--ranks 2] [--seconds 10]
 """
@@ -32,7 +33,7 @@ SHAPES = [tuple(parameter.shape) for parameter in mlp().parameters()]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=10.0, help="per row, once tuned")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of measurement per row, after tuning")
     arguments = parser.parse_args()
     print(machine.describe())
     rows = sparkhvd.run(measure, args=(arguments.seconds,), num_proc=arguments.ranks, launcher="local", verbose=0)[0]

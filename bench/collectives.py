@@ -1,10 +1,11 @@
-"""Compare allreduce between processes of this machine: each peer runs in its own processes, as its users run it.
+"""Compare the allreduce of sparkhvd with its peers between processes of this machine.
 
-sparkhvd's engine (named, negotiated, asynchronous), its direct calls, and physical_limit.c run in ranks of
-``sparkhvd.run``; torch.distributed's Gloo in plain processes; Open MPI through mpi4py (shared-memory transport) under
-mpirun. Peers in one process would slow each other down. Each peer starts several times, in a random order per round.
-A figure is the median over the turns of all rounds, and a turn has the time of the slowest rank. Results are checked
-before anything is timed.
+Each peer runs in processes of its own, because peers in one process would slow each other down, and starts as its users
+start it. sparkhvd's engine (named, negotiated, asynchronous), its direct calls and physical_limit.c run in ranks of
+``sparkhvd.run``. The Gloo of torch.distributed runs in plain processes. Open MPI runs under mpirun, through mpi4py and
+with the shared-memory transport. Each peer starts several times, in a random order per round. A figure is the median
+over the turns of all rounds, and the time of a turn is that of the slowest rank. The program checks results before it
+measures times.
 
     python -m bench.collectives [--ranks 2 4] [--seconds 3] [--largest MIB] [--rounds 3]
 """
@@ -40,7 +41,7 @@ SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 HALF_SIZES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)
 LIMIT_CHUNKS = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB)
 MANY = 1000
-CALLS = 5  # in a turn
+CALLS = 5  # per turn
 ROOT = Path(__file__).parents[1]
 
 Operation = Callable[[], object]
@@ -57,9 +58,10 @@ class Group:
         rank: the rank of this process.
         size: the number of ranks.
         meet: returns on all ranks at about the same time.
-        slowest: returns the largest of the ranks' values, elementwise.
-        reduce: the ways to sum a tensor in place; without seconds for a choice among settings, only the default way.
-        reduce_many: the same for many tensors at once.
+        slowest: returns the elementwise maximum of the ranks' values.
+        reduce: returns the operations that sum a tensor in place. With 0 seconds for a choice among settings, there is
+            only the default operation.
+        reduce_many: returns the same for many tensors at once.
         half_types: whether to measure other element types, too.
     """
 
@@ -91,9 +93,9 @@ def _medians_of_rounds(ranks: int, seconds: float, largest: int, rounds: int) ->
         _build_limit(Path(folder))
         for number in range(rounds):
             for peer in draw.sample(PEERS, len(PEERS)):
-                place = Path(folder, f"{peer}-{number}")
-                place.mkdir()
-                for row, operations in _launch(peer, ranks, seconds / rounds, largest, place).items():
+                subfolder = Path(folder, f"{peer}-{number}")
+                subfolder.mkdir()
+                for row, operations in _launch(peer, ranks, seconds / rounds, largest, subfolder).items():
                     for name, turns in operations.items():
                         pooled.setdefault(row, {}).setdefault(name, []).extend(turns)
     return {
@@ -121,7 +123,7 @@ def _run_together(commands: list[list[str]]) -> None:
     try:
         for process in processes:
             if process.wait():
-                raise SystemExit(f"a rank ended with exit code {process.returncode}")
+                raise SystemExit(f"A rank ended with exit code {process.returncode}.")
     finally:
         for process in processes:
             process.kill()
@@ -129,10 +131,10 @@ def _run_together(commands: list[list[str]]) -> None:
 
 
 def _mpirun() -> str:
-    found = shutil.which("mpirun")
-    if found is None:
-        raise SystemExit("mpirun is not installed (Debian: openmpi-bin); it is one of the peers.")
-    return found
+    path = shutil.which("mpirun")
+    if path is None:
+        raise SystemExit("mpirun, one of the peers, is not installed (Debian: openmpi-bin).")
+    return path
 
 
 def _build_limit(folder: Path) -> None:
@@ -191,7 +193,7 @@ def _plain_rank(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.folder)
     group = _mpi() if arguments.peer == "mpi" else _gloo(folder, arguments.rank, arguments.ranks[0])
     if group.size != arguments.ranks[0]:
-        raise SystemExit(f"{arguments.peer} made {group.size} ranks, not {arguments.ranks[0]}; check its installation.")
+        raise SystemExit(f"{arguments.peer} has {group.size} ranks, not {arguments.ranks[0]}; check its installation.")
     rows = _measured(group, arguments.seconds, arguments.largest * MIB)
     if group.rank == 0:
         (folder / "rows").write_text(json.dumps(rows), encoding="utf-8")
@@ -230,9 +232,9 @@ def _mpi() -> Group:
     world = MPI.COMM_WORLD
 
     def slowest(values: np.ndarray) -> np.ndarray:
-        found = values.copy()
-        world.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
-        return found
+        largest = values.copy()
+        world.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+        return largest
 
     def reduce(tensor: torch.Tensor, _: float) -> dict[str, Operation]:
         array = tensor.numpy()
@@ -250,7 +252,7 @@ def _open_limit(folder: Path, rank: int, size: int, barrier: Callable[[], object
         os.ftruncate(file.fileno(), limit.limit_bytes(size))
         barrier()
         if limit.limit_open(file.fileno(), rank, size) != 0:
-            raise SystemExit("physical_limit.c could not map its memory")
+            raise SystemExit("physical_limit.c could not map its memory.")
     return limit
 
 
@@ -269,7 +271,7 @@ def _measured(group: Group, seconds: float, largest: int) -> Turns:
 
 
 def _half_types(group: Group, size: int, seconds: float) -> dict[str, list[float]]:
-    """Measure the same number of elements in three types; ``size`` is that of float32."""
+    """Measure three types with the same number of elements; ``size`` is the number of bytes as float32."""
     types = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     tensors = {name: torch.zeros(size // 4, dtype=dtype) for name, dtype in types.items()}
     operations = {name: group.reduce(tensor, 0.0)["engine"] for name, tensor in tensors.items()}
@@ -285,7 +287,7 @@ def _checked(
 
 
 def _check(group: Group, name: str, operation: Operation, tensors: list[torch.Tensor]) -> None:
-    """Check a sum of integers, which is exact and different in every element."""
+    """Check a sum of integers. It is exact, and neighboring elements differ."""
     ranks = group.size
     for number, tensor in enumerate(tensors):
         tensor.copy_((torch.arange(len(tensor)) + number) % 1009 * (group.rank + 1))
@@ -293,13 +295,13 @@ def _check(group: Group, name: str, operation: Operation, tensors: list[torch.Te
     for number, tensor in enumerate(tensors):
         want = ((torch.arange(len(tensor)) + number) % 1009 * (ranks * (ranks + 1) // 2)).float()
         if not torch.equal(tensor, want):
-            raise SystemExit(f"wrong result of {name} on rank {group.rank}")
+            raise SystemExit(f"{name} has a wrong result on rank {group.rank}.")
 
 
 def _turns(
     group: Group, operations: dict[str, Operation], seconds: float, tensors: list[torch.Tensor]
 ) -> dict[str, list[float]]:
-    """Return the seconds of a call in every turn of each operation."""
+    """Return the mean seconds per call in every turn of each operation."""
     for tensor in tensors:
         tensor.zero_()  # sums of zeros stay finite
     once = sum(_turn(group, operation) for operation in operations.values()) * CALLS
@@ -360,11 +362,13 @@ def _print_tables(ranks: int, rows: dict[str, Medians]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="how many processes; tables for each")
-    parser.add_argument("--seconds", type=float, default=3.0, help="about how long to measure for a row")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of processes, with one table each"
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="approximate seconds of measurement per row")
     parser.add_argument("--largest", type=int, default=256, help="MiB of the largest array")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each peer is started")
-    for name, kind in (("--peer", str), ("--folder", str), ("--rank", int)):  # for a rank
+    parser.add_argument("--rounds", type=int, default=3, help="number of starts of each peer")
+    for name, kind in (("--peer", str), ("--folder", str), ("--rank", int)):  # set for a rank
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     return parser.parse_args()
 

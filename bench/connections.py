@@ -1,8 +1,8 @@
-"""Measure whether several TCP connections between two hosts carry more than one, with plain sockets only.
+"""Measure whether several TCP connections between two hosts carry more data than one, with plain sockets.
 
-Two network namespaces with a virtual cable send 64 MiB to each other at once, over 1, 2, 4 and 8 connections with two
-threads each; the counts take turns. The transport has one connection per pair of hosts, so the figures show what more
-connections would gain on this machine. Needs root and ip.
+Two network namespaces with a virtual cable send 64 MiB to each other at the same time. They take turns with 1, 2, 4 and
+8 connections, each with two threads. The transport of sparkhvd has one connection per pair of ranks; the figures show
+what more connections would gain on this machine. Needs root and ip.
 
     python -m bench.connections [--rounds 15]
 """
@@ -41,21 +41,21 @@ def main() -> None:
     with namespaces_with_a_cable(limited=False) as namespaces:
         program = [sys.executable, "-m", "bench.connections", "--rounds", str(arguments.rounds), "--side"]
         sides = [
-            subprocess.Popen(["ip", "netns", "exec", name, *program, str(place)], cwd=ROOT)
-            for place, name in enumerate(namespaces)
+            subprocess.Popen(["ip", "netns", "exec", name, *program, str(side)], cwd=ROOT)
+            for side, name in enumerate(namespaces)
         ]
-        if any(side.wait() for side in sides):
-            raise SystemExit("a side failed; see above")
+        if any(process.wait() for process in sides):
+            raise SystemExit("A process failed; see above.")
     print(f"\nafterwards: {machine.load()}")
 
 
 def _side(side: int, rounds: int) -> None:
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(each) for each in (_accepted() if side == 0 else _dialled())]
+        sockets = [stack.enter_context(connection) for connection in (_accept() if side == 0 else _connect())]
         seconds: dict[int, list[float]] = {count: [] for count in COUNTS}
         for _ in range(rounds):
             for count in COUNTS:
-                _meet(sockets[0])
+                _synchronize(sockets[0])
                 start = time.perf_counter()
                 _exchange(sockets[:count])
                 seconds[count].append(time.perf_counter() - start)
@@ -63,13 +63,13 @@ def _side(side: int, rounds: int) -> None:
         _print_table(seconds)
 
 
-def _accepted() -> list[socket.socket]:
+def _accept() -> list[socket.socket]:
     with socket.create_server((HOST, PORT), backlog=max(COUNTS)) as server:
         server.settimeout(DEADLINE)
         return [server.accept()[0] for _ in range(max(COUNTS))]
 
 
-def _dialled() -> list[socket.socket]:
+def _connect() -> list[socket.socket]:
     return [_dial(time.monotonic() + DEADLINE) for _ in range(max(COUNTS))]
 
 
@@ -83,14 +83,14 @@ def _dial(deadline: float) -> socket.socket:
             time.sleep(0.02)
 
 
-def _meet(connection: socket.socket) -> None:
+def _synchronize(connection: socket.socket) -> None:
     connection.sendall(b"!")
     connection.recv(1)
 
 
 def _exchange(connections: Sequence[socket.socket]) -> None:
     share = BYTES // len(connections)
-    work = [threading.Thread(target=each, args=(one, share)) for one in connections for each in (_send, _receive)]
+    work = [threading.Thread(target=move, args=(one, share)) for one in connections for move in (_send, _receive)]
     for thread in work:
         thread.start()
     for thread in work:
@@ -112,11 +112,11 @@ def _receive(connection: socket.socket, size: int) -> None:
 def _print_table(seconds: dict[int, list[float]]) -> None:
     print(f"\n{BYTES >> 20} MiB each way at once, plain TCP: GiB/s each way, median (least to most)\n")
     one = statistics.median(seconds[1])
-    for count, found in seconds.items():
-        rates = [BYTES / each / (1 << 30) for each in (statistics.median(found), max(found), min(found))]
+    for count, times in seconds.items():
+        rates = [BYTES / duration / (1 << 30) for duration in (statistics.median(times), max(times), min(times))]
         print(
             f"{count} connection{'s' * (count > 1):<2} {rates[0]:>6.2f} ({rates[1]:.2f} to {rates[2]:.2f})"
-            f"   of one: {one / statistics.median(found):.2f}"
+            f"   of one: {one / statistics.median(times):.2f}"
         )
 
 

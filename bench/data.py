@@ -1,7 +1,7 @@
-"""Measure the data path from files to ranks, beside other readers of the same files.
+"""Measure the data path from files to ranks and compare it with other readers of the same files.
 
-Readers yield torch batches of 1,024 rows; the bare scan only yields large batches. All readers take turns on the same
-files, and a figure is the median of the turns. Every turn counts its rows.
+Readers yield torch batches of 1,024 rows, except for the bare scan, which yields large batches. All readers take turns
+on the same files, and a figure is the median of the turns. Every turn checks the number of its rows.
 
 petastorm reads in a separate environment (``tools/petastorm-venv build/petastorm``) with this environment's torch.
 
@@ -54,7 +54,7 @@ import sys, time, torch
 from petastorm import make_batch_reader
 from petastorm.pytorch import BatchedDataLoader
 url, batch, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-# An endless reader and counted steps: with one epoch its thread pool can lose all rows.
+# Endless epochs and a fixed number of steps, because with one epoch the reader's thread pool can lose all rows.
 with make_batch_reader(url, num_epochs=None, shuffle_row_groups=False, reader_pool_type="thread") as reader:
     batches = iter(BatchedDataLoader(reader, batch_size=batch))
     next(batches)
@@ -97,54 +97,54 @@ def main() -> None:
 
 
 def measure_readers(table: Table, options: argparse.Namespace) -> None:
-    """Measure the rows per second of every way to read a table."""
-    ways: dict[str, Callable[[], float]] = {
+    """Measure the rows per second of every reader of a table."""
+    contenders: dict[str, Callable[[], float]] = {
         "bare scan": lambda: _timed(table, _bare_scan),
         "ours": lambda: _timed(table, lambda table: _ours(table, shuffle=False)),
         "ours, shuffled": lambda: _timed(table, lambda table: _ours(table, shuffle=True)),
     }
     if options.petastorm is not None:
-        ways["petastorm"] = lambda: _petastorm(table, options.petastorm)
-    medians = _in_turns(ways, options.turns)
+        contenders["petastorm"] = lambda: _petastorm(table, options.petastorm)
+    medians = _in_turns(contenders, options.turns)
     print(f"\n{table.name}, {table.rows:,} rows: rows per second")
-    for way, speed in medians.items():
-        print(f"  {way:<16}{speed:>14,.0f}")
-    print(f"  ours : bare scan          {medians['ours'] / medians['bare scan']:.2f}   (wanted: at least 0.8)")
-    print(f"  shuffled : unshuffled     {medians['ours, shuffled'] / medians['ours']:.2f}   (wanted: at least 0.7)")
+    for contender, speed in medians.items():
+        print(f"  {contender:<16}{speed:>14,.0f}")
+    print(f"  ours : bare scan          {medians['ours'] / medians['bare scan']:.2f}   (target: at least 0.8)")
+    print(f"  shuffled : unshuffled     {medians['ours, shuffled'] / medians['ours']:.2f}   (target: at least 0.7)")
     if "petastorm" in medians:
-        wanted = 1.2 if "columns" in table.name else 1.5
-        print(f"  ours : petastorm          {medians['ours'] / medians['petastorm']:.2f}   (wanted: at least {wanted})")
+        target = 1.2 if "columns" in table.name else 1.5
+        print(f"  ours : petastorm          {medians['ours'] / medians['petastorm']:.2f}   (target: at least {target})")
     else:
-        print("  ours : petastorm          skipped: --petastorm names no Python that has it")
+        print("  ours : petastorm          skipped: --petastorm names no Python with petastorm")
 
 
 def measure_memory(table: Table) -> None:
-    """Measure a rank's memory over many epochs: anonymous memory, because the files' own pages belong to the kernel.
+    """Measure a rank's anonymous memory over many epochs, without pages of files, which belong to the kernel.
 
-    Also print the resident memory, which includes the pages of the files and counts before garbage is collected.
+    Also print the resident memory, which includes these pages and is measured before the garbage collection.
     """
     loader = torch_loader(str(table.folder), BATCH, seed=1)
-    next(iter(loader))  # imports modules and starts thread pools
-    before, peak, after, resident = _held(), 0, [], []
+    next(iter(loader))  # the first batch imports modules and starts thread pools
+    before, peak, after, resident = _memory_bytes(), 0, [], []
     for epoch in range(EPOCHS):
         loader.set_epoch(epoch)
         for step, _ in enumerate(loader):
             if step % 20 == 0:
-                peak = max(peak, _held())
-        resident.append(_held("VmRSS"))
+                peak = max(peak, _memory_bytes())
+        resident.append(_memory_bytes("VmRSS"))
         gc.collect()
         pa.default_memory_pool().release_unused()
-        after.append(_held())
+        after.append(_memory_bytes())
     growth = max(after[2:]) / after[1] - 1
     print(f"\nmemory over {EPOCHS} epochs of {table.name}, shuffled")
-    print(f"  after each epoch, MiB     {' '.join(f'{held / 2**20:.0f}' for held in after)}")
-    print(f"  resident in all, MiB      {' '.join(f'{held / 2**20:.0f}' for held in resident)}")
-    print(f"  growth after the second   {growth:.1%}   (wanted: at most 5 %)")
+    print(f"  after each epoch, MiB     {' '.join(f'{size / 2**20:.0f}' for size in after)}")
+    print(f"  resident in all, MiB      {' '.join(f'{size / 2**20:.0f}' for size in resident)}")
+    print(f"  growth after the second   {growth:.1%}   (target: at most 5 %)")
     print(f"  peak above the start      {(peak - before) / 2**20:.0f} MiB, stated {PREFETCH_BYTES / 2**20:.0f} MiB")
 
 
 def measure_spark(folder: Path, rows: int, turns: int) -> None:
-    """Measure ``prepare_data`` and the direct path beside Spark's own write of the same DataFrame."""
+    """Compare ``prepare_data`` and the direct path with Spark's own write of the same DataFrame."""
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
     os.environ |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
@@ -164,22 +164,22 @@ def measure_spark(folder: Path, rows: int, turns: int) -> None:
     finally:
         spark.stop()
     print(f"\n{rows:,} rows x 30 columns through Spark: seconds")
-    for way, seconds in medians.items():
-        print(f"  {way:<20}{seconds:>8.2f}")
+    for contender, seconds in medians.items():
+        print(f"  {contender:<20}{seconds:>8.2f}")
     written = medians["df.write.parquet"]
-    print(f"  prepare_data : write      {medians['prepare_data'] / written:.2f}   (wanted: at most 1.15)")
-    print(f"  direct : write            {medians['direct path'] / written:.2f}   (wanted: at most 2)")
+    print(f"  prepare_data : write      {medians['prepare_data'] / written:.2f}   (target: at most 1.15)")
+    print(f"  direct : write            {medians['direct path'] / written:.2f}   (target: at most 2)")
 
 
-def _in_turns(ways: dict[str, Callable[[], float]], turns: int) -> dict[str, float]:
-    """Return the median of every way; the first turn warms up."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+def _in_turns(contenders: dict[str, Callable[[], float]], turns: int) -> dict[str, float]:
+    """Return the median of every contender; the first turn warms up and does not count."""
+    values: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(turns + 1):
-        for name, way in ways.items():
-            value = way()
+        for name, contender in contenders.items():
+            value = contender()
             if turn:
-                found[name].append(value)
-    return {name: statistics.median(values) for name, values in found.items()}
+                values[name].append(value)
+    return {name: statistics.median(numbers) for name, numbers in values.items()}
 
 
 def _timed(table: Table, read: Callable[[Table], int]) -> float:
@@ -187,12 +187,12 @@ def _timed(table: Table, read: Callable[[Table], int]) -> float:
     rows = read(table)
     seconds = time.perf_counter() - started
     if rows != table.rows:
-        raise RuntimeError(f"{rows} rows came instead of {table.rows}.")
+        raise RuntimeError(f"The reader returned {rows} rows instead of {table.rows}.")
     return rows / seconds
 
 
 def _bare_scan(table: Table) -> int:
-    """Read every column of large batches as one contiguous tensor, with Arrow's own threads; return the rows."""
+    """Read large batches with Arrow's own threads and one tensor per column; return the number of rows."""
     rows = 0
     for path in sorted(table.folder.glob("*.parquet")):
         for batch in parquet.ParquetFile(path, memory_map=True).iter_batches(65536):
@@ -216,13 +216,13 @@ def _ours(table: Table, *, shuffle: bool) -> int:
 
 def _petastorm(table: Table, python: str) -> float:
     command = [python, "-c", _PETASTORM, f"file://{table.folder}", str(BATCH), str(table.rows // BATCH - 1)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"petastorm failed:\n{done.stderr[-2000:]}")
-    return float(next(line for line in done.stdout.splitlines() if line.startswith("speed")).split()[1])
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"petastorm failed:\n{result.stderr[-2000:]}")
+    return float(next(line for line in result.stdout.splitlines() if line.startswith("speed")).split()[1])
 
 
-def _held(kind: str = "RssAnon") -> int:
+def _memory_bytes(kind: str = "RssAnon") -> int:
     status = Path(f"/proc/{psutil.Process().pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith(kind)).split()[1]) * 1024
 
@@ -233,7 +233,7 @@ def _columns(folder: Path, rows: int) -> Table:
     def content(count: int) -> pa.Table:
         return pa.table({f"c{index}": random.random(count, np.float32) for index in range(30)})
 
-    return _written("30 float columns", folder, rows, content)
+    return _write_table("30 float columns", folder, rows, content)
 
 
 def _arrays(folder: Path, rows: int) -> Table:
@@ -244,11 +244,11 @@ def _arrays(folder: Path, rows: int) -> Table:
         offsets = pa.array(np.arange(count + 1, dtype=np.int32) * np.int32(784))
         return pa.table({"pixels": pa.ListArray.from_arrays(offsets, values)})
 
-    return _written("array<float>[784]", folder, rows, content)
+    return _write_table("array<float>[784]", folder, rows, content)
 
 
-def _written(name: str, folder: Path, rows: int, content: Callable[[int], pa.Table]) -> Table:
-    """Write files with the settings of ``prepare``: row groups of about 8 MB, snappy, no dictionaries."""
+def _write_table(name: str, folder: Path, rows: int, content: Callable[[int], pa.Table]) -> Table:
+    """Write files with the settings of ``prepare_data``: row groups of about 8 MB, snappy, no dictionaries."""
     folder.mkdir()
     for number in range(FILES):
         table = content(rows // FILES)
@@ -279,7 +279,7 @@ def _prepare(df: DataFrame, folder: Path) -> float:
     with prepare_data(2, store, df, df.columns[:1], df.columns[1:]) as data:
         seconds = time.perf_counter() - started
         if data.reused:
-            raise RuntimeError("nothing was written")
+            raise RuntimeError("prepare_data reused rows and wrote nothing.")
     return seconds
 
 
@@ -310,9 +310,9 @@ def _first_batch(selection: object) -> float:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of rows")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for the numbers of rows")
     built = str(PETASTORM) if PETASTORM.exists() else None
-    parser.add_argument("--petastorm", default=built, help="a Python that has petastorm")
+    parser.add_argument("--petastorm", default=built, help="path of a Python with petastorm")
     parser.add_argument("--parts", nargs="+", default=["readers", "memory", "spark"])
     return parser.parse_args()
 

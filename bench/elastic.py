@@ -2,8 +2,8 @@
 
     python -m bench.elastic [--rounds 5] [--ranks 3] [--megabytes 1 100]
 
-The loss of a rank takes turns with ``torchrun``, whose agent restarts all ranks from a checkpoint. All ranks are on
-this machine, so new ranks compete with the others for its cores while they import torch.
+For the loss of a rank, sparkhvd takes turns with ``torchrun``, which restarts all ranks from a checkpoint. All ranks
+are on this machine, so new ranks compete with the others for its cores while they import torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_SECONDS = 300.0
 
 def main() -> int:
     options = _options()
-    os.environ.pop("SPARKHVD_WARM_SECONDS", None)  # every rank imports torch, as those of torchrun do
+    os.environ.pop("SPARKHVD_WARM_SECONDS", None)  # every rank imports torch, as under torchrun
     print(machine.describe())
     with tempfile.TemporaryDirectory(prefix="bench-elastic-") as name:
         folder = Path(name)
@@ -50,8 +50,10 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=3, help="of the jobs that lose one")
-    parser.add_argument("--megabytes", type=int, nargs="*", default=[1, 100, 400], help="of the state of a join")
+    parser.add_argument("--ranks", type=int, default=3, help="ranks of the jobs that lose a rank")
+    parser.add_argument(
+        "--megabytes", type=int, nargs="*", default=[1, 100, 400], help="sizes of the state when a rank joins"
+    )
     return parser.parse_args()
 
 
@@ -60,7 +62,7 @@ def _options() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Step:
-    """A completed step: when, and with how many ranks or after how many restarts."""
+    """A completed step: its time, the number of ranks, and the number of restarts before it."""
 
     seconds: float
     size: int
@@ -69,18 +71,18 @@ class Step:
 
 def _compare_losses(folder: Path, ranks: int, rounds: int) -> None:
     turns: dict[str, Callable[[Path], None]] = {
-        "sparkhvd": lambda place: _lose_with_sparkhvd(place, ranks),
-        "torchrun": lambda place: _lose_with_torchrun(place, ranks),
+        "sparkhvd": lambda subfolder: _lose_with_sparkhvd(subfolder, ranks),
+        "torchrun": lambda subfolder: _lose_with_torchrun(subfolder, ranks),
     }
     next_step: dict[str, list[float]] = {name: [] for name in turns}
     complete: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds):
         for name, turn in turns.items():
-            place = folder / f"loss-{name}-{number}"
-            place.mkdir()
-            turn(place)
-            killed = float((place / "killed").read_text())
-            after = [step for step in _steps(place) if step.seconds > killed]
+            subfolder = folder / f"loss-{name}-{number}"
+            subfolder.mkdir()
+            turn(subfolder)
+            killed = float((subfolder / "killed").read_text())
+            after = [step for step in _steps(subfolder) if step.seconds > killed]
             changed = [step.seconds for step in after if step.size < ranks or step.restarts > 0]
             next_step[name].append(min(changed) - killed)
             complete[name].append(
@@ -92,26 +94,26 @@ def _compare_losses(folder: Path, ranks: int, rounds: int) -> None:
     _ratio("torchrun", complete)
 
 
-def _steps(place: Path) -> Iterator[Step]:
-    for path in place.glob("steps-*"):
+def _steps(folder: Path) -> Iterator[Step]:
+    for path in folder.glob("steps-*"):
         for line in path.read_text().splitlines():
             seconds, size, restarts = line.split()
             yield Step(float(seconds), int(size), int(restarts))
 
 
-def _lose_with_sparkhvd(place: Path, ranks: int) -> None:
+def _lose_with_sparkhvd(folder: Path, ranks: int) -> None:
     sparkhvd.run_elastic(
-        _train_until_lost, (str(place), ranks), num_proc=ranks, min_num_proc=1, launcher="local", verbose=0
+        _train_until_lost, (str(folder), ranks), num_proc=ranks, min_num_proc=1, launcher="local", verbose=0
     )
 
 
-def _train_until_lost(folder: str, ranks: int) -> None:
+def _train_until_lost(path: str, ranks: int) -> None:
     """Train until the job has lost a rank and has all ranks again."""
     import torch  # noqa: PLC0415  (heavy)
 
     import sparkhvd.torch as hvd  # noqa: PLC0415  (imports torch)
 
-    place = Path(folder)
+    folder = Path(path)
     model, features, labels = _problem()
     hvd.init()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -120,7 +122,7 @@ def _train_until_lost(folder: str, ranks: int) -> None:
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
-        if state.left < 0 and (place / "killed").exists() and hvd.size() == ranks:
+        if state.left < 0 and (folder / "killed").exists() and hvd.size() == ranks:
             state.left = _MORE_STEPS
         while state.left != 0:
             optimizer.zero_grad()
@@ -128,37 +130,37 @@ def _train_until_lost(folder: str, ranks: int) -> None:
             optimizer.step()
             state.step += 1
             state.left -= state.left > 0
-            _note_step(place, hvd.size(), 0)
+            _note_step(folder, hvd.size(), 0)
             if state.step % _SAVE_EVERY == 0:
                 state.commit()
-            _kill_once(place, state.step, hvd.rank())
+            _kill_once(folder, state.step, hvd.rank())
 
     loop(state)
 
 
-def _lose_with_torchrun(place: Path, ranks: int) -> None:
+def _lose_with_torchrun(folder: Path, ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)]
     command += ["--max-restarts", "1", "--standalone", "--local-addr", "127.0.0.1", "-m", "bench.elastic_torchrun"]
     environment = os.environ | {
-        "OMP_NUM_THREADS": "1",  # as for the ranks of sparkhvd here, which have less than two cores each
+        "OMP_NUM_THREADS": "1",  # like the ranks of sparkhvd here, which have fewer than two cores each
         "GLOO_SOCKET_IFNAME": "lo",
-        # With the agent's store, which keeps the addresses of the killed ranks, gloo never connects again (torch 2.13).
+        # The agent's store keeps the addresses of the killed ranks, with which gloo never reconnects (torch 2.13).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    done = subprocess.run(
-        [*command, str(place)], check=False, env=environment, capture_output=True, text=True, timeout=_MOST_SECONDS
+    result = subprocess.run(
+        [*command, str(folder)], check=False, env=environment, capture_output=True, text=True, timeout=_MOST_SECONDS
     )
-    if done.returncode != 0:
-        raise RuntimeError(f"torchrun failed: {done.stderr[-2000:]}")
+    if result.returncode != 0:
+        raise RuntimeError(f"torchrun failed: {result.stderr[-2000:]}")
 
 
-def train_with_torchrun(folder: str) -> None:
-    """Train as one rank of torchrun: the same model, step and interval between copies, which are files here."""
+def train_with_torchrun(path: str) -> None:
+    """Train as one rank of torchrun: the same model and steps, with checkpoint files in place of commits."""
     import torch  # noqa: PLC0415  (heavy)
     import torch.distributed as dist  # noqa: PLC0415
 
-    place = Path(folder)
-    checkpoint = place / "checkpoint.pt"
+    folder = Path(path)
+    checkpoint = folder / "checkpoint.pt"
     model, features, labels = _problem()
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("gloo")
@@ -176,18 +178,18 @@ def train_with_torchrun(folder: str) -> None:
         torch.nn.functional.mse_loss(wrapped(features), labels).backward()
         optimizer.step()
         step += 1
-        _note_step(place, dist.get_world_size(), restarts)
+        _note_step(folder, dist.get_world_size(), restarts)
         if step % _SAVE_EVERY == 0 and dist.get_rank() == 0:
             torch.save(
                 {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, f"{checkpoint}~"
             )
             Path(f"{checkpoint}~").replace(checkpoint)
-        _kill_once(place, step, dist.get_rank())
+        _kill_once(folder, step, dist.get_rank())
     dist.destroy_process_group()
 
 
 def _problem() -> tuple[Any, Any, Any]:
-    """Return a small model and one batch, the same in all processes."""
+    """Return a small model and a batch that are the same in all processes."""
     import torch  # noqa: PLC0415  (heavy)
 
     torch.manual_seed(0)
@@ -195,14 +197,14 @@ def _problem() -> tuple[Any, Any, Any]:
     return torch.nn.Sequential(*layers), torch.randn(32, _WIDTH), torch.randn(32, _WIDTH)
 
 
-def _note_step(place: Path, size: int, restarts: int) -> None:
-    with (place / f"steps-{os.getpid()}").open("a", encoding="utf-8") as file:
+def _note_step(folder: Path, size: int, restarts: int) -> None:
+    with (folder / f"steps-{os.getpid()}").open("a", encoding="utf-8") as file:
         file.write(f"{time.monotonic()} {size} {restarts}\n")
 
 
-def _kill_once(place: Path, step: int, rank: int) -> None:
-    if step >= _LOST_AT and rank == 1 and not (place / "killed").exists():
-        (place / "killed").write_text(str(time.monotonic()))
+def _kill_once(folder: Path, step: int, rank: int) -> None:
+    if step >= _LOST_AT and rank == 1 and not (folder / "killed").exists():
+        (folder / "killed").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -213,14 +215,14 @@ def _measure_joins(folder: Path, megabytes: Sequence[int], rounds: int) -> None:
     for size in megabytes:
         found: dict[str, list[float]] = {"stop": [], "transfer of the state": [], "the rest": []}
         for number in range(rounds):
-            place = folder / f"join-{size}-{number}"
-            place.mkdir()
+            subfolder = folder / f"join-{size}-{number}"
+            subfolder.mkdir()
             (stop, transfer), _ = sparkhvd.run_elastic(
                 _train_until_joined,
-                (str(place), size),
+                (str(subfolder), size),
                 num_proc=1,
                 max_num_proc=2,
-                discovery=lambda place=place: {"localhost": 2 if (place / "begun").exists() else 1},
+                discovery=lambda subfolder=subfolder: {"localhost": 2 if (subfolder / "begun").exists() else 1},
                 launcher="local",
                 verbose=0,
             )
@@ -230,7 +232,7 @@ def _measure_joins(folder: Path, megabytes: Sequence[int], rounds: int) -> None:
 
 
 def _train_until_joined(folder: str, megabytes: int) -> tuple[float, float]:
-    """Return how long the old rank stood still, and how long a broadcast of as many bytes takes."""
+    """Return the seconds that the old rank stopped, and the seconds of a broadcast of the same size."""
     import torch  # noqa: PLC0415  (heavy)
 
     import sparkhvd.torch as hvd  # noqa: PLC0415  (imports torch)
@@ -266,7 +268,7 @@ def _train_until_joined(folder: str, megabytes: int) -> tuple[float, float]:
 def _large_model(megabytes: int) -> Any:
     import torch  # noqa: PLC0415  (heavy)
 
-    side = 512  # one MB for each parameter
+    side = 512  # each parameter has one MB
     return torch.nn.ParameterList([torch.nn.Parameter(torch.randn(side, side)) for _ in range(megabytes)])
 
 
@@ -284,7 +286,7 @@ def _measure_commits(rounds: int) -> None:
 
 
 def _time_commits(megabytes: int, rounds: int) -> Mapping[str, list[float]]:
-    """Return the times of a commit and of a copy in turns, and of calls that move nothing."""
+    """Return the times of commits and copies, which take turns, and of calls that move no state."""
     import torch  # noqa: PLC0415  (heavy)
 
     import sparkhvd.torch as hvd  # noqa: PLC0415  (imports torch)
@@ -355,7 +357,7 @@ def _compare_steps(rounds: int) -> None:
 
 
 def _time_steps(steps: int, is_elastic: bool) -> list[float]:
-    """Return the median milliseconds of a step, without and with commits."""
+    """Return the median milliseconds of a step without commits and with commits."""
     import torch  # noqa: PLC0415  (heavy)
 
     import sparkhvd.torch as hvd  # noqa: PLC0415  (imports torch)
@@ -398,7 +400,7 @@ def _table(title: str, rows: Mapping[str, Sequence[float]]) -> None:
 
 
 def _ratio(peer: str, rows: Mapping[str, Sequence[float]]) -> None:
-    """Print the medians of the others by that of ``peer``, and the least of all turns by the least."""
+    """Print the ratio of the other medians to that of ``peer``, and of the shortest times."""
     for name, values in rows.items():
         if name != peer:
             median, least = statistics.median(values) / statistics.median(rows[peer]), min(values) / min(rows[peer])

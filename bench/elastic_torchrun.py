@@ -1,4 +1,4 @@
-"""One rank of ``torchrun`` for ``bench.elastic``, whose other ranks must be able to import what they run."""
+"""Run one rank of ``torchrun`` for ``bench.elastic``; ``torchrun`` needs a module to start."""
 
 from __future__ import annotations
 

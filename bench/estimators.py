@@ -1,9 +1,10 @@
-"""Compare Estimators, Transformers and launchers with equivalents written by hand with Spark's own means.
+"""Compare estimators, transformers and launchers with equivalents written by hand with Spark's own tools.
 
     python -m bench.estimators --rounds 5
 
-The three comparisons interleave both sides round by round, so that a busy machine slows both down; the ratios of the
-medians count. Figures are on local[2]; a ratio below 1 means that sparkhvd takes less time.
+Both sides take turns in every round, so that a busy machine slows both down. Compare the ratios of the medians rather
+than the times. A ratio of times below 1 means that sparkhvd takes less time; the ratios of ``transform`` are ratios of
+speeds. Figures are on local[2].
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BATCH = 256
 EPOCHS = 2
 RANKS = 2
 LEARNING_RATE = 0.01
-COLUMNS = [f"x{place}" for place in range(FEATURES)]
+COLUMNS = [f"x{index}" for index in range(FEATURES)]
 
 
 def main() -> int:
@@ -46,18 +47,18 @@ def main() -> int:
         spark = start_spark(Path(folder))
         try:
             rows = make_rows(spark, options.rows)
-            bars: list[tuple[str, float, str]] = []
+            ratios: list[tuple[str, float, str]] = []
             if "run" in options.parts:
-                bars += compare_run(spark, options.rounds)
+                ratios += compare_run(spark, options.rounds)
             if "transform" in options.parts:
-                bars += compare_transform(rows, max(options.rounds, 7))
+                ratios += compare_transform(rows, max(options.rounds, 7))
             if "fit" in options.parts:
-                bars += compare_fit(rows, Path(folder), options.rounds)
+                ratios += compare_fit(rows, Path(folder), options.rounds)
         finally:
             spark.stop()
     print("\nratios")
-    for name, ratio, bar in bars:
-        print(f"  {name:<66} {ratio:8.3f}   (to be {bar})")
+    for name, ratio, target in ratios:
+        print(f"  {name:<66} {ratio:8.3f}   (target: {target})")
     return 0
 
 
@@ -87,8 +88,8 @@ def start_spark(folder: Path, slots: int = RANKS) -> SparkSession:
 
 
 def make_rows(spark: SparkSession, count: int) -> DataFrame:
-    """Return rows in Spark's memory, so that neither side pays for making them."""
-    drawn = [sql.randn(place).cast("float").alias(name) for place, name in enumerate(COLUMNS)]
+    """Return rows that Spark keeps in memory, so that no side pays for creating them."""
+    drawn = [sql.randn(index).cast("float").alias(name) for index, name in enumerate(COLUMNS)]
     features = spark.range(0, count, numPartitions=RANKS).select("id", *drawn)
     rows = features.withColumn("y", sum((sql.col(name) for name in COLUMNS[:5]), sql.lit(0.0)).cast("float")).cache()
     rows.count()
@@ -106,7 +107,7 @@ def network() -> torch.nn.Module:
 def compare_fit(rows: DataFrame, folder: Path, rounds: int) -> list[tuple[str, float, str]]:
     store = Store.create(str(folder / "store"))
     turns = {
-        "by hand: Parquet, TorchDistributor, DDP, pyarrow": lambda place: fit_by_hand(rows, folder / f"hand-{place}"),
+        "by hand: Parquet, TorchDistributor, DDP, pyarrow": lambda number: fit_by_hand(rows, folder / f"hand-{number}"),
         "TorchEstimator, direct": lambda _: fit_estimator(rows, None),
         "TorchEstimator, through a Store": lambda _: fit_estimator(rows, store),
     }
@@ -141,12 +142,12 @@ def fit_by_hand(rows: DataFrame, folder: Path) -> None:
     distributor = TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False)
     loss = distributor.run(train_by_hand, str(folder), COLUMNS, BATCH, EPOCHS, LEARNING_RATE)
     if not np.isfinite(loss):
-        raise RuntimeError(f"The loop by hand ended with the loss {loss}.")
+        raise RuntimeError(f"The training by hand ended with the loss {loss}.")
 
 
 def train_by_hand(folder: str, columns: Sequence[str], batch: int, epochs: int, rate: float) -> float:
-    """Train with a DDP loop like that of its tutorial, on this rank's part of the files."""
-    import numpy as np  # noqa: PLC0415  (it runs where only this function goes)
+    """Train with a loop like that of PyTorch's DDP tutorial, on this rank's part of the files."""
+    import numpy as np  # noqa: PLC0415  (a rank receives only this function)
     import pyarrow.dataset as ds  # noqa: PLC0415
     import torch  # noqa: PLC0415
     from torch import distributed  # noqa: PLC0415
@@ -197,8 +198,12 @@ def compare_transform(rows: DataFrame, rounds: int) -> list[tuple[str, float, st
     ours, (loop,) = count / found["TorchModel.transform"], loops.values()
     some.unpersist()
     return [
-        ("transform, rows/s / predict_batch_udf", found["predict_batch_udf"] / found["TorchModel.transform"], ">= 1.2"),
-        ("transform, rows/s / a row-at-a-time loop", ours / (some_count / loop), ">= 40"),
+        (
+            "transform, rows/s / predict_batch_udf",
+            found["predict_batch_udf"] / found["TorchModel.transform"],
+            "at least 1.2",
+        ),
+        ("transform, rows/s / a row-at-a-time loop", ours / (some_count / loop), "at least 40"),
     ]
 
 
@@ -254,7 +259,7 @@ def compare_run(spark: SparkSession, rounds: int) -> list[tuple[str, float, str]
 
 
 def python_workers(spark: SparkSession, count: int = RANKS) -> None:
-    """Start Spark's Python workers: TorchDistributor leaves none, and the next turn should not pay for them."""
+    """Start Spark's Python workers, which TorchDistributor ends, so that the next turn does not pay for them."""
     spark.range(count, numPartitions=count).mapInArrow(lambda batches: batches, "id long").collect()
 
 
@@ -274,7 +279,7 @@ def join_torch() -> int:
 
 
 def join_nothing() -> int:
-    """Return at once: torchrun, which starts this function, has imported torch."""
+    """Return at once; torchrun, which starts this function, imports torch anyway."""
     return int(os.environ["WORLD_SIZE"])
 
 
@@ -297,14 +302,14 @@ def interleaved(
     warm: bool = False,
     before: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Return the median seconds of every turn; every round runs all turns, each after ``before``."""
+    """Return the median seconds of every turn. Every round runs all turns, and ``before`` before each of them."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
-    for place in range(-1 if warm else 0, rounds):
+    for number in range(-1 if warm else 0, rounds):
         for name, turn in turns.items():
             before()
             started = time.perf_counter()
-            turn(place)
-            if place >= 0:
+            turn(number)
+            if number >= 0:
                 seconds[name].append(time.perf_counter() - started)
     print(f"\n{title}: seconds, median (least to most) of {rounds}")
     for name, times in seconds.items():

@@ -1,7 +1,8 @@
-"""Ranks on eight network namespaces as hosts, each with a line of 100 Mbit/s: real processes and sockets.
+"""Measure ranks on eight hosts with lines of 100 Mbit/s, as real processes and sockets in network namespaces.
 
-Measures the start, small and large collectives, and how soon the others notice a killed rank, with 8 and with 64 ranks.
-Beside each time is the least that the line allows. Needs root, ip and tc; removes the namespaces afterwards.
+The program measures the start, small and large collectives, and the time until the others notice a killed rank, with 8
+and with 64 ranks. Next to each time, it prints the least time that the line allows. It needs root, ip and tc, and
+removes the namespaces afterwards.
 
     python -m bench.hosts
 """
@@ -42,7 +43,7 @@ PORT = 29402
 TOKEN = b"of a benchmark on one machine"
 START_SECONDS = 300.0
 
-# Name, bytes, calls, and how often the busiest line has to carry the bytes.
+# Name, bytes, calls, and the bytes on the busiest line as a multiple of the bytes.
 CASES = (
     ("barrier", 0, 30, 0.0),
     ("allreduce", 4096, 30, 2 * (HOSTS - 1) / HOSTS),
@@ -61,15 +62,15 @@ def main() -> None:
         _rank(arguments.rank, arguments.per_host, arguments.addresses, Path(arguments.folder))
         return
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
-        raise SystemExit("bench.hosts makes network namespaces: it needs root, ip and tc (Debian: iproute2).")
+        raise SystemExit("bench.hosts creates network namespaces. It needs root, ip and tc (Debian: iproute2).")
     print(machine.describe())
     print(f"{HOSTS} hosts with lines of {LINE_BITS / 1e6:.0f} Mbit/s; milliseconds of the slowest rank")
-    with hosts(HOSTS) as (_, made):
-        for host in made:
+    with hosts(HOSTS) as (_, all_hosts):
+        for host in all_hosts:
             _limit(host)
         for per_host in PER_HOST:
             with tempfile.TemporaryDirectory() as folder:
-                _print(per_host, _run(made, per_host, Path(folder)))
+                _print_table(per_host, _run(all_hosts, per_host, Path(folder)))
     print(f"\nafterwards: {machine.load()}")
 
 
@@ -82,29 +83,29 @@ def _limit(host: Host) -> None:
     subprocess.run(["tc", "qdisc", "add", "dev", f"{bridge}p{index}", *bucket], check=True)
 
 
-def _run(made: Sequence[Host], per_host: int, folder: Path) -> dict[str, float]:
+def _run(all_hosts: Sequence[Host], per_host: int, folder: Path) -> dict[str, float]:
     """Return the seconds of each case by its name."""
-    addresses = ",".join(host.address for host in made)
+    addresses = ",".join(host.address for host in all_hosts)
     processes = []
     for rank in range(HOSTS * per_host):
-        command = ["ip", "netns", "exec", made[rank // per_host].namespace, sys.executable, "-m", "bench.hosts"]
+        command = ["ip", "netns", "exec", all_hosts[rank // per_host].namespace, sys.executable, "-m", "bench.hosts"]
         command += ["--rank", str(rank), "--per-host", str(per_host), "--addresses", addresses, "--folder", str(folder)]
         processes.append(subprocess.Popen(command, cwd=ROOT))
-    with _ended(processes):
+    with _killed_at_the_end(processes):
         _await(lambda: len(list(folder.glob("imported-*"))) == len(processes), processes)
         (folder / "go").touch()
         _await((folder / "rows").exists, processes)
         killed = processes[len(processes) // 2]
         killed.send_signal(signal.SIGKILL)
-        begun = time.time()
+        start_time = time.time()
         _await(lambda: len(list(folder.glob("lost-*"))) == len(processes) - 1, ())
-        lost = max(float(path.read_text(encoding="ascii")) for path in folder.glob("lost-*")) - begun
+        lost = max(float(path.read_text(encoding="ascii")) for path in folder.glob("lost-*")) - start_time
     rows: dict[str, float] = json.loads((folder / "rows").read_text(encoding="utf-8"))
     return rows | {"a killed rank": lost}
 
 
 @contextmanager
-def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _killed_at_the_end(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -117,7 +118,9 @@ def _await(condition: Callable[[], bool], processes: Sequence[subprocess.Popen[b
     deadline = time.monotonic() + START_SECONDS
     while not condition():
         if time.monotonic() > deadline or any(process.poll() for process in processes):
-            raise SystemExit("a rank failed, see above" if time.monotonic() <= deadline else "the ranks took too long")
+            raise SystemExit(
+                "A rank failed; see above." if time.monotonic() <= deadline else "The ranks took too long."
+            )
         time.sleep(0.05)
 
 
@@ -125,18 +128,18 @@ def _await(condition: Callable[[], bool], processes: Sequence[subprocess.Popen[b
 
 
 def _rank(rank: int, per_host: int, addresses: str, folder: Path) -> None:
-    addressed = addresses.split(",")
-    names = [f"host {index // per_host}" for index in range(len(addressed) * per_host)]
-    own = addressed[rank // per_host]
-    server = RendezvousServer(TOKEN, addressed[0], PORT) if rank == 0 else None
+    host_addresses = addresses.split(",")
+    names = [f"host {index // per_host}" for index in range(len(host_addresses) * per_host)]
+    own = host_addresses[rank // per_host]
+    server = RendezvousServer(TOKEN, host_addresses[0], PORT) if rank == 0 else None
     (folder / f"imported-{rank}").touch()
     while not (folder / "go").exists():
         time.sleep(0.02)
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     config = Config(link_gbits=LINE_BITS / 1e9, link_latency_us=100.0)
-    context = LaunchContext(layout(names)[rank], ((addressed[0], PORT),), TOKEN, names[rank], own, config)
+    context = LaunchContext(layout(names)[rank], ((host_addresses[0], PORT),), TOKEN, names[rank], own, config)
     with Communicator(context) as me:
-        start = time.perf_counter() - begun
+        start = time.perf_counter() - start_time
         rows = {"start": float(me.allreduce(np.array([start]), ReduceOp.MAX)[0])}
         for name, size, calls, _ in CASES:
             rows[_title(name, size)] = _seconds(me, name, size, calls)
@@ -161,7 +164,7 @@ def _title(name: str, size: int) -> str:
 
 
 def _seconds(me: Communicator, name: str, size: int, calls: int) -> float:
-    """Return the median over the calls of the time of the slowest rank."""
+    """Return the median time of a call on its slowest rank."""
     ranks = me.world.size
     array = np.ones(size // 4, np.float32)
     share = np.ones(max(1, size // 4 // ranks), np.float32)
@@ -175,13 +178,13 @@ def _seconds(me: Communicator, name: str, size: int, calls: int) -> float:
     times = []
     for _ in range(calls):
         me.barrier()
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         operation()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start_time)
     return float(np.median(me.allreduce(np.array(times), ReduceOp.MAX)))
 
 
-def _print(per_host: int, rows: dict[str, float]) -> None:
+def _print_table(per_host: int, rows: dict[str, float]) -> None:
     least = {_title(name, size): share * size * 8 / LINE_BITS for name, size, _, share in CASES}
     print(f"\n{HOSTS * per_host} ranks, {per_host} per host\n")
     print(f"{'':<20}{'ms':>10}{'least':>10}{'least/ms':>10}")

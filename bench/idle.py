@@ -1,4 +1,4 @@
-"""Measure what waiting for a slow rank costs: processor time of the whole process over half a minute of each kind.
+"""Measure the processor time of a process that waits for a slow rank, for half a minute per kind of wait.
 
 python -m bench.idle [--ranks 2] [--seconds 30]
 """
@@ -65,11 +65,11 @@ def _rank(context: LaunchContext, seconds: float, sender: Connection) -> None:
         ]
         everybody = me.allgather(np.array([shares]))
         if me.world.rank == 0:
-            sender.send([f"{what:40} {100 * everybody[:-1, i].max():.2f}" for i, what in enumerate(SHARES)])
+            sender.send([f"{kind:40} {100 * everybody[:-1, i].max():.2f}" for i, kind in enumerate(SHARES)])
 
 
 def _share(collective, seconds: float, *, slow: bool) -> float:
-    """Return the processor share of waiting for the last rank, which sleeps meanwhile."""
+    """Return the share of a processor that a rank uses while it waits for the last rank, which sleeps."""
     if slow:
         time.sleep(seconds)
     start, used = time.perf_counter(), _used()
@@ -78,7 +78,7 @@ def _share(collective, seconds: float, *, slow: bool) -> float:
 
 
 def _share_of_crossed(me: Communicator, seconds: float, *, slow: bool) -> float:
-    """Return the same share while the slow rank has an operation pending that the others have not submitted yet."""
+    """Return the same share while the slow rank has a pending operation that the others submit later."""
     if slow:
         pending = me.allreduce_async(_ONE, name="early")
         share = _share(lambda: me.allreduce(_ONE, name="late"), seconds, slow=True)
@@ -100,7 +100,7 @@ _ONE = np.ones(1, np.float32)
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of waiting in each of the two tables")
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds per kind of wait")
     return parser.parse_args()
 
 

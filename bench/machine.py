@@ -1,4 +1,4 @@
-"""Describe the machine of a table of measurements."""
+"""Describe the machine on which a table was measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def describe() -> str:
 
 
 def load() -> str:
-    """Return the machine's current load, and whether it makes figures worthless."""
+    """Return the machine's current load, and whether absolute figures are reliable."""
     average = os.getloadavg()[0]
     cores = os.cpu_count() or 1
     verdict = "quiet" if average < 0.3 * cores else "BUSY: look at the ratios, not at the figures"

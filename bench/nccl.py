@@ -1,8 +1,8 @@
-"""Compare allreduce of CUDA tensors between the GPUs of this machine: sparkhvd's NCCL, staged, torch.distributed.
+"""Compare allreduces of CUDA tensors on this machine: sparkhvd with NCCL, sparkhvd staged, and torch.distributed.
 
-Each way has its own processes, one per GPU; a time is the median of the slowest rank. With one GPU, the table shows the
-cost of a call. Ranks that outnumber the GPUs share them, and NCCL then connects them through sockets, which measures
-little but the cost of a call.
+Each contender has its own processes, one per GPU. A time is the median of the slowest rank. With one GPU, the table
+shows only the cost of a call. If there are more ranks than GPUs, the ranks share GPUs and NCCL connects them through
+sockets, so the times do not show the speed of several GPUs.
 
     python -m bench.nccl [--ranks 2] [--seconds 2]
 """
@@ -25,32 +25,32 @@ from bench import machine
 
 MIB = 1 << 20
 SIZES = (4096, MIB // 4, MIB, 16 * MIB, 128 * MIB)
-WAYS = ("nccl", "staged", "torch.distributed")
+CONTENDERS = ("nccl", "staged", "torch.distributed")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, help="processes; by default one per GPU")
-    parser.add_argument("--seconds", type=float, default=2.0, help="per size and way")
+    parser.add_argument("--ranks", type=int, help="number of processes (default: one per GPU)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of measurement per size and contender")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("bench.nccl measures GPUs, and torch sees none here.")
+        raise SystemExit("bench.nccl needs a GPU, and torch sees none on this machine.")
     count = torch.cuda.device_count()
     ranks = arguments.ranks or count
-    times = {way: measured(way, ranks, arguments.seconds) for way in WAYS}
+    times = {contender: measured(contender, ranks, arguments.seconds) for contender in CONTENDERS}
     print(f"{machine.describe()}; torch {torch.__version__}; {count} x {torch.cuda.get_device_name()}; {ranks} ranks")
-    print(f"{'bytes':>12}" + "".join(f"{way:>20}" for way in WAYS) + "  microseconds")
+    print(f"{'bytes':>12}" + "".join(f"{contender:>20}" for contender in CONTENDERS) + "  microseconds")
     for index, size in enumerate(SIZES):
-        print(f"{size:>12}" + "".join(f"{times[way][index] * 1e6:>20.1f}" for way in WAYS))
+        print(f"{size:>12}" + "".join(f"{times[contender][index] * 1e6:>20.1f}" for contender in CONTENDERS))
 
 
-def measured(way: str, ranks: int, seconds: float) -> list[float]:
-    """Return the seconds of an allreduce of every size."""
-    ours = way != "torch.distributed"
-    env = {"SPARKHVD_GPU_OPERATIONS": way if ours else "staged"}
+def measured(contender: str, ranks: int, seconds: float) -> list[float]:
+    """Return the seconds of an allreduce by size."""
+    ours = contender != "torch.distributed"
+    env = {"SPARKHVD_GPU_OPERATIONS": contender if ours else "staged"}
     arguments = (ours, seconds, _free_port())
     by_rank = sparkhvd.run(_rank, args=arguments, num_proc=ranks, launcher="local", env=env, verbose=0)
-    return [max(each) for each in zip(*by_rank, strict=True)]
+    return [max(times) for times in zip(*by_rank, strict=True)]
 
 
 def _rank(ours: bool, seconds: float, port: int) -> list[float]:
@@ -78,18 +78,18 @@ def _reduce(data: torch.Tensor, ours: bool) -> None:
     torch.cuda.synchronize()
 
 
-def _median(act: Callable[[], None], seconds: float) -> float:
-    """Return the median of as many calls as all ranks agree to make."""
-    act()
-    began = time.perf_counter()
-    act()
-    once = torch.tensor([time.perf_counter() - began])
+def _median(call: Callable[[], None], seconds: float) -> float:
+    """Return the median seconds of a call; all ranks make the same number of calls."""
+    call()
+    start = time.perf_counter()
+    call()
+    once = torch.tensor([time.perf_counter() - start])
     calls = max(5, min(1000, int(seconds / hvd.allreduce(once, op=hvd.Max).item())))
     times = []
     for _ in range(calls):
-        began = time.perf_counter()
-        act()
-        times.append(time.perf_counter() - began)
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 

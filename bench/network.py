@@ -1,7 +1,8 @@
-"""Compare allreduce between two hosts over TCP with Gloo, in two network namespaces with a virtual cable.
+"""Compare the allreduce between two hosts over TCP with that of Gloo, in network namespaces with a virtual cable.
 
-Measures at full speed of the cable, and with a token bucket of 1 Gbit/s at both ends. With the bucket, what counts is
-the use of the line and that no byte is sent needlessly. Needs root, ip and tc; removes the namespaces afterwards.
+The program measures at the full speed of the cable, and with a token bucket of 1 Gbit/s at both ends. With the bucket,
+the relevant figures are the utilization of the line and the bytes sent. The program needs root, ip and tc, and removes
+the namespaces afterwards.
 
     python -m bench.network [--seconds 4]
 """
@@ -47,7 +48,7 @@ def main() -> None:
         _rank(arguments.rank, Path(arguments.folder), arguments.seconds, limited=arguments.limited)
         return
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
-        raise SystemExit("bench.network makes network namespaces: it needs root, ip and tc (Debian: iproute2).")
+        raise SystemExit("bench.network creates network namespaces. It needs root, ip and tc (Debian: iproute2).")
     print(f"{machine.describe()}; torch {torch.__version__}")
     for limited in (False, True):
         with namespaces_with_a_cable(limited=limited) as namespaces:
@@ -57,27 +58,29 @@ def main() -> None:
 
 @contextmanager
 def namespaces_with_a_cable(*, limited: bool) -> Iterator[list[str]]:
-    """Make two namespaces, 10.231.0.1 and 10.231.0.2, with a cable called ``line`` between them."""
+    """Create namespaces with the addresses 10.231.0.1 and 10.231.0.2, and a cable called ``line`` between them."""
     names = [f"shvd-bench-{os.getpid()}-{index}" for index in range(2)]
     try:
         for name in names:
-            _do("ip", "netns", "add", name)
+            _run_command("ip", "netns", "add", name)
         first, second = names
-        _do("ip", "link", "add", "line", "netns", first, "type", "veth", "peer", "name", "line", "netns", second)
+        _run_command(
+            "ip", "link", "add", "line", "netns", first, "type", "veth", "peer", "name", "line", "netns", second
+        )
         for index, name in enumerate(names):
-            _do("ip", "-n", name, "addr", "add", f"10.231.0.{index + 1}/24", "dev", "line")
-            _do("ip", "-n", name, "link", "set", "line", "up")
-            _do("ip", "-n", name, "link", "set", "lo", "up")
+            _run_command("ip", "-n", name, "addr", "add", f"10.231.0.{index + 1}/24", "dev", "line")
+            _run_command("ip", "-n", name, "link", "set", "line", "up")
+            _run_command("ip", "-n", name, "link", "set", "lo", "up")
             if limited:
                 bucket = ("rate", "1gbit", "burst", "256kb", "latency", "50ms")
-                _do("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "line", "root", "tbf", *bucket)
+                _run_command("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "line", "root", "tbf", *bucket)
         yield names
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
 
 
-def _do(*command: str) -> None:
+def _run_command(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
@@ -97,7 +100,7 @@ def _run(namespaces: list[str], seconds: float, *, limited: bool) -> list[dict[s
                 process.kill()
                 process.wait()
         if any(codes):
-            raise SystemExit("a rank failed; see above")
+            raise SystemExit("A rank failed; see above.")
         return json.loads((Path(folder) / "rows").read_text(encoding="utf-8"))
 
 
@@ -135,7 +138,7 @@ def _one_size(me: Communicator, size: int, seconds: float) -> dict[str, float]:
         array[:] = np.arange(len(array)) % 1009 * (me.world.rank + 1)
         operation()
         if not (array == np.arange(len(array)) % 1009 * 3).all():
-            raise SystemExit(f"wrong result of {name}")
+            raise SystemExit(f"{name} has a wrong result.")
     array[:] = 0
     once = sum(_timed(me, operation)[0] for operation in operations.values())
     repetitions = int(me.broadcast(np.array(float(max(5, min(300, seconds / once)))), 0))
@@ -149,7 +152,7 @@ def _one_size(me: Communicator, size: int, seconds: float) -> dict[str, float]:
 
 
 def _timed(me: Communicator, operation: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds of a call and the bytes that this host has sent for it."""
+    """Return the seconds of a call and the bytes that this host sends for it."""
     me.barrier()
     sent, start = _sent(), time.perf_counter()
     operation()
@@ -163,14 +166,14 @@ def _sent() -> int:
         name, _, counts = line.partition(":")
         if name.strip() == "line":
             return int(counts.split()[8])
-    raise SystemExit("this namespace has no interface called line")
+    raise SystemExit("This namespace has no interface called line.")
 
 
 def _print_table(rows: list[dict[str, float]], *, limited: bool) -> None:
     print(f"\nfloat32 allreduce over TCP, 2 hosts, {'1 Gbit/s' if limited else 'unlimited'}: ms\n")
     print(f"{'bytes':>10} {'ours':>9} {'Gloo':>9} {'speed-up':>9} {'sent/least':>11} {'Gloo':>6} {'full':>10} {'n':>4}")
     for row in rows:
-        # Each of N ranks has to send 2 (N - 1) / N of the array: with two ranks, as much as the array.
+        # Each of N ranks must send 2 (N - 1) / N times the array: with two ranks, once the array.
         full = row["size"] * 8 / LINE_BITS / row["ours"]
         cells = [f"{row['size']:>10.0f} {row['ours'] * 1e3:>9.2f} {row['gloo'] * 1e3:>9.2f}"]
         cells.append(f"{row['gloo'] / row['ours']:>9.2f} {row['ours wire'] / row['size']:>11.3f}")
@@ -180,7 +183,7 @@ def _print_table(rows: list[dict[str, float]], *, limited: bool) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4.0, help="about how long to measure for a row")
+    parser.add_argument("--seconds", type=float, default=4.0, help="approximate seconds of measurement per row")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--limited", action="store_true", help=argparse.SUPPRESS)

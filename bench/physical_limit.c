@@ -1,12 +1,12 @@
-/* What shared memory and the processor allow: a float32 sum over processes of one machine, private
- * buffer to private buffer, in place, with nothing around it: no names, no types, no errors, no
- * waiting for anything but the other processes. bench/collectives.py loads it as a library.
+/* The limit of shared memory and the processor: a float32 sum in place, from private buffer to
+ * private buffer, over processes of one machine. It has no names, types or errors, and waits only
+ * for the other processes. bench/collectives.py loads it as a library.
  *
  * Every process owns a slice of every chunk. A chunk has three stages: show the slices that others
- * own; reduce the own slice with what the others show and show the result; take the others'
- * results. Chunks are as large as stays in the cache, and the stages of consecutive chunks overlap,
- * so that there is one meeting per chunk. Waiting is spinning, for ever. Small buffers are reduced
- * by everybody in one meeting. */
+ * own; reduce the own slice with what the others show, and show the result; take the results of
+ * the others. A chunk fits into the cache. The stages of consecutive chunks overlap, so there is
+ * one meeting per chunk. A process that waits spins without a timeout. Small buffers need one
+ * meeting, after which every process reduces everything. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdatomic.h>

@@ -1,6 +1,6 @@
 """Draw the plots of the documentation from the results in bench/results, as SVG files.
 
-They need no library, follow the reader's light or dark theme, and are equal whenever the results are.
+Drawing needs no library. The plots follow the reader's light or dark theme. Equal results give equal files.
 
     python -m bench.plots
 """
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 FOLDER = ROOT / "docs" / "performance"
 
-OURS, VARIANT, PEER, BOUND = "ours", "variant", "peer", "bound"  # what a bar stands for: its colour
+OURS, VARIANT, PEER, BOUND = "ours", "variant", "peer", "bound"  # the meaning of a bar, which sets its colour
 WIDTH, LABELS, VALUES, BAR, GAP = 680, 250, 70, 22, 6
 
 STYLE = """<style>
@@ -39,7 +39,7 @@ text { font: 14px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its label, its value, and what it stands for."""
+    """One bar: its label, its value and its meaning."""
 
     label: str
     value: float
@@ -56,22 +56,22 @@ class Group:
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    for name, picture in plots().items():
-        (FOLDER / name).write_text(picture)
+    for name, plot in plots().items():
+        (FOLDER / name).write_text(plot)
         print(FOLDER / name)
 
 
 def plots() -> dict[str, str]:
     """Return the plots by file name."""
     return {
-        "startup.svg": draw("Start ranks that import torch: seconds, less is better", startup()),
-        "fit.svg": draw("Train on 200,000 rows: seconds, less is better", fit()),
-        "transform.svg": draw("Predict 200,000 rows: seconds, less is better", transform()),
-        "reading.svg": draw("Read Parquet: speed beside a bare scan, more is better", reading()),
-        "writing.svg": draw("Bring 1,000,000 rows to the ranks: seconds, less is better", writing()),
-        "allreduce.svg": draw("Allreduce of two processes on one host: GB/s, more is better", allreduce()),
-        "scaling.svg": draw("Efficiency of weak scaling at 25 Gbit/s, simulated: more is better", scaling()),
-        "network.svg": draw("Allreduce between two hosts over TCP: milliseconds, less is better", network()),
+        "startup.svg": draw("Start ranks that import torch: seconds, lower is better", startup()),
+        "fit.svg": draw("Train on 200,000 rows: seconds, lower is better", fit()),
+        "transform.svg": draw("Predict 200,000 rows: seconds, lower is better", transform()),
+        "reading.svg": draw("Read Parquet: speed relative to a bare scan, higher is better", reading()),
+        "writing.svg": draw("Bring 1,000,000 rows to the ranks: seconds, lower is better", writing()),
+        "allreduce.svg": draw("Allreduce of two processes on one host: GB/s, higher is better", allreduce()),
+        "scaling.svg": draw("Weak-scaling efficiency at 25 Gbit/s, simulated: higher is better", scaling()),
+        "network.svg": draw("Allreduce between two hosts over TCP: milliseconds, lower is better", network()),
     }
 
 
@@ -161,7 +161,7 @@ def scaling() -> list[Group]:
 
 
 def draw(title: str, groups: Sequence[Group]) -> str:
-    """Return horizontal bars as an SVG; every value starts at zero and shares one scale."""
+    """Return horizontal bars as an SVG. All bars start at zero and have the same scale."""
     scale = (WIDTH - LABELS - VALUES) / max(bar.value for group in groups for bar in group.bars)
     lines = [f"<title>{escape(title)}</title>", _text(0, 18, title, "title")]
     y = 34
@@ -190,7 +190,7 @@ def _result(name: str) -> str:
 
 
 def _part(text: str, heading: str) -> str:
-    """Return the lines from the heading's line to the second empty line after it: the table and its head."""
+    """Return the table below a heading, with the line of the heading."""
     match = re.search(rf"^.*{heading}.*\n\n(?:.+\n)+", text, re.MULTILINE)
     if match is None:
         raise ValueError(f"The results have no table {heading!r}.")

@@ -1,11 +1,11 @@
-"""Measure the preflight in a session that has run no job yet, again in the same session, and as the doctor.
+"""Measure the preflight in a new Spark session, again in the same session, and as ``sparkhvd doctor``.
 
     python -m bench.preflight
 
-Each line comes from a separate process with a standalone cluster of two workers, each a host with its own address
-(needs root and network namespaces). The executors run when the first preflight begins, but none of their Python workers
-does. With a framework, five rows of a DataFrame go through a model, and the preflight also checks a Store. The doctor
-starts its own session on a local master.
+Each line comes from a separate process with a standalone cluster of two workers, each a host with its own address. This
+needs root and network namespaces. When the first preflight begins, the executors run, but none of their Python workers
+does. Every preflight checks a Store. With a framework, it also passes five rows of a DataFrame through a model. The
+doctor starts its own session on a local master.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _ROUNDS = 3
 
 def main() -> int:
     if sys.argv[1:]:
-        print(measured(sys.argv[1]))
+        print(measure(sys.argv[1]))
         return 0
     print(machine.describe(), flush=True)
     for framework in ("nothing", "torch", "keras"):
-        print(_said([sys.executable, "-m", "bench.preflight", framework]).splitlines()[-1], flush=True)
-    began = time.monotonic()
-    _said([sys.executable, "-m", "sparkhvd.cli.main", "doctor", "--master", "local[2]", "-np", str(_RANKS)])
-    print(f"the doctor, its session included: {time.monotonic() - began:.1f} s")
+        print(_output_of([sys.executable, "-m", "bench.preflight", framework]).splitlines()[-1], flush=True)
+    start = time.monotonic()
+    _output_of([sys.executable, "-m", "sparkhvd.cli.main", "doctor", "--master", "local[2]", "-np", str(_RANKS)])
+    print(f"the doctor, its session included: {time.monotonic() - start:.1f} s")
     return 0
 
 
-def measured(framework: str) -> str:
-    """Return a line about preflights with an estimator of a framework."""
+def measure(framework: str) -> str:
+    """Return the line about the preflights with an estimator of this framework."""
     with tempfile.TemporaryDirectory() as folder, hosts.cluster(_RANKS, Path(folder)) as cluster:
         os.environ["SPARK_LOCAL_IP"] = cluster.address
         spark = session_on(cluster)
@@ -58,22 +58,22 @@ def measured(framework: str) -> str:
             df = spark.range(64).selectExpr("id / 64.0D AS x", "3 * id / 64.0D + 1 AS y")
             store = Store.create(f"{folder}/store")
             reserve_tasks(spark, _RANKS, TaskResources(), Deadline.after(_SECONDS))
-            found = []
+            seconds = []
             for _ in range(1 + _ROUNDS):
                 estimator = None if framework == "nothing" else estimator_of(framework)
                 report = sparkhvd.preflight(
                     spark, _RANKS, store=store, estimator=estimator, df=df, timeout=_SECONDS, stdout=io.StringIO()
                 )
                 assert report.ok, str(report)
-                found.append(report.seconds)
+                seconds.append(report.seconds)
         finally:
             spark.stop()
-    again = sorted(found[1:])[_ROUNDS // 2]
-    return f"{_RANKS} hosts, a Store, and {framework} to try: {found[0]:.1f} s, again {again:.1f} s"
+    again = sorted(seconds[1:])[_ROUNDS // 2]
+    return f"{_RANKS} hosts, a Store, and {framework} to try: {seconds[0]:.1f} s, again {again:.1f} s"
 
 
 def estimator_of(framework: str) -> CheckableEstimator:
-    """Return an estimator of the smallest model; as with a user's model, its framework is loaded afterwards."""
+    """Return an estimator with a minimal model, and import its framework as a user's program does."""
     if framework == "torch":
         from tests import lines  # noqa: PLC0415
 
@@ -88,7 +88,7 @@ def estimator_of(framework: str) -> CheckableEstimator:
     )
 
 
-def _said(command: list[str]) -> str:
+def _output_of(command: list[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout.strip()
 
 

@@ -1,4 +1,4 @@
-"""Compare ``prepare_data`` with Spark's own ``df.write.parquet`` of the same rows, turn by turn.
+"""Compare ``prepare_data`` with Spark's own ``df.write.parquet`` of the same rows, in turns.
 
 python bench/prepare.py --rows 1000000 --columns 30 --rounds 5
 """
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--columns", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=5)
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     spark = (
         SparkSession.builder.master("local[2]")
         .config("spark.ui.enabled", "false")
@@ -33,30 +33,30 @@ def main() -> None:
     spark.sparkContext.setLogLevel("ERROR")
     folder = Path(tempfile.mkdtemp(prefix="sparkhvd-bench-"))
     try:
-        measure(spark, folder, chosen)
+        measure(spark, folder, options)
     finally:
         spark.stop()
         shutil.rmtree(folder)
 
 
-def measure(spark: SparkSession, folder: Path, chosen: argparse.Namespace) -> None:
-    names = [f"x{index}" for index in range(chosen.columns - 1)]
+def measure(spark: SparkSession, folder: Path, options: argparse.Namespace) -> None:
+    names = [f"x{index}" for index in range(options.columns - 1)]
     random = [functions.rand(index).cast("float").alias(name) for index, name in enumerate(names)]
-    made = spark.range(0, chosen.rows, 1, 2).select(*random, (functions.col("id") % 10).cast("float").alias("y"))
-    made.write.parquet(str(folder / "source"))
+    rows = spark.range(0, options.rows, 1, 2).select(*random, (functions.col("id") % 10).cast("float").alias("y"))
+    rows.write.parquet(str(folder / "source"))
     df = spark.read.parquet(str(folder / "source"))
     store = Store.create(str(folder / "store"))
-    ways = {
+    contenders = {
         "df.write.parquet": lambda: df.write.parquet(str(folder / "plain")),
         "prepare_data": lambda: prepare_data(2, store, df, ["y"], names, keep_seconds=0).close(),
-        "prepare_data, recognised later": lambda: prepare_data(2, store, df, ["y"], names).close(),
+        "prepare_data, kept for reuse": lambda: prepare_data(2, store, df, ["y"], names).close(),
         "prepare_data, validation=0.1": lambda: prepare_data(
             2, store, df, ["y"], names, validation=0.1, keep_seconds=0
         ).close(),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(chosen.rounds + 1):
-        for name, run in ways.items():
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(options.rounds + 1):
+        for name, run in contenders.items():
             started = time.monotonic()
             run()
             if turn:  # the first turn warms up the JVM
@@ -65,7 +65,7 @@ def measure(spark: SparkSession, folder: Path, chosen: argparse.Namespace) -> No
             shutil.rmtree(folder / "store", ignore_errors=True)
             store = Store.create(str(folder / "store"))
     base = seconds["df.write.parquet"]
-    print(f"{chosen.rows} rows x {chosen.columns} float columns, {chosen.rounds} rounds in turn, local[2]")
+    print(f"{options.rows} rows x {options.columns} float columns, {options.rounds} rounds in turn, local[2]")
     for name, times in seconds.items():
         ratio = statistics.median(time / one for time, one in zip(times, base, strict=True))
         print(f"{name:34} median {statistics.median(times):6.2f} s   ratio {ratio:5.2f}")

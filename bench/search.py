@@ -2,8 +2,8 @@
 
     python -m bench.search --rounds 2
 
-Every trial has two ranks, on four slots. A separate fit prepares its rows, as a fit does whose rows are new. Both
-sides run in one process and take turns, so that a busy machine slows both down; the ratios count.
+Every trial has two ranks, and Spark has four slots. Every separate fit prepares its rows anew. Both sides run in one
+process and take turns, so that a busy machine slows both down. Compare the ratios rather than the times.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
             spark.stop()
     separate = seconds.pop("16 separate fits")
     for name, spent in seconds.items():
-        print(f"  {name:<44} / 16 separate fits {spent / separate:8.3f}   (to be at most 0.6)")
+        print(f"  {name:<44} / 16 separate fits {spent / separate:8.3f}   (target: at most 0.6)")
 
 
 def _measured(rows: DataFrame, store: Store, rounds: int) -> dict[str, float]:
@@ -59,9 +59,9 @@ def _measured(rows: DataFrame, store: Store, rounds: int) -> dict[str, float]:
     spent: dict[str, list[float]] = {name: [] for name in sides}
     _estimator(store, **_space(_RATES[0])).fit(rows)  # the first fit starts Spark's workers
     for _ in range(rounds):
-        for name, act in sides.items():
+        for name, run in sides.items():
             start = time.perf_counter()
-            act()
+            run()
             spent[name].append(time.perf_counter() - start)
             print(f"  {name:<44} {spent[name][-1]:8.1f} s", flush=True)
     return {name: statistics.median(values) for name, values in spent.items()}

@@ -1,7 +1,7 @@
 """Simulate jobs of up to 1,024 ranks: the real negotiation and collectives, over a network in virtual time.
 
-Nothing here is measured. Every message costs what the model says (``tests/core/simulation/virtual_network.h``), so the
-times depend on the stated costs alone, and not on the machine that runs this.
+The program measures nothing. Every message has a cost from a model (``tests/core/simulation/virtual_network.h``), so
+the times depend only on the costs below, not on the machine.
 
     python -m bench.simulate
 """
@@ -23,19 +23,19 @@ SIZES = (4096, 64 << 10, MIB, 16 * MIB, 64 * MIB)
 FAN_IN = 16  # as in core/scheduler/negotiation.h
 FUSION_BYTES = 64 * MIB  # as in core/scheduler/tunables.h
 LATENCY, LATENCY_IN_HOST, PER_MESSAGE = 20e-6, 5e-6, 2e-6  # seconds
-PER_BYTE_IN_HOST = 1e-10  # seconds; ranks of a host combine and share at 10 GB/s
+PER_BYTE_IN_HOST = 1e-10  # seconds; the ranks of a host reduce and share at 10 GB/s
 GIGABIT = 8e-9  # seconds per byte at 1 Gbit/s
 
 
 @dataclass(frozen=True)
 class Model:
-    """A network that is trained, and the GPU that trains it.
+    """A network and the GPU that trains it.
 
     Attributes:
         parameters: number of float32 gradients.
-        images_per_second: of one GPU alone.
-        early: share of the gradients that are ready when the backward pass begins; dense layers at the end of a
-            network are. The others become ready evenly.
+        images_per_second: speed of one GPU alone.
+        early: share of the gradients that are ready when the backward pass begins: those of dense layers at the end of
+            the network. The others become ready at a constant rate.
     """
 
     parameters: float
@@ -68,7 +68,7 @@ class Simulator:
         self.broadcast = cache(self._broadcast)
 
     def _cycle(self, hosts: int, per_host: int, fan_in: int) -> list[float]:
-        """Return the seconds of a cycle, messages and bytes of rank 0, and the most messages of another rank."""
+        """Return the seconds of a cycle, rank 0's messages and bytes, and the most messages of another rank."""
         return self._ask("negotiate", hosts, per_host, fan_in, *_costs(25))
 
     def _allreduce(self, hosts: int, per_host: int, size: float, algorithm: str, gigabits: int) -> float:
@@ -131,7 +131,7 @@ def print_allreduces(simulated: Simulator, gigabits: int) -> None:
         for size in SIZES:
             names = ("ours", "ring", "halving", "doubling")
             times = [simulated.allreduce(hosts, PER_HOST, size, name, gigabits) for name in names]
-            least = 2 * (hosts - 1) / hosts * size * GIGABIT / gigabits  # the bytes that must pass the line
+            least = 2 * (hosts - 1) / hosts * size * GIGABIT / gigabits  # the time of the bytes that must pass the line
             print(f"{hosts:>7}{size:>12}" + "".join(f"{time * 1e3:>10.3f}" for time in (*times, least)))
     print()
 
@@ -159,7 +159,7 @@ def print_efficiency(simulated: Simulator) -> None:
 
 
 def efficiency(simulated: Simulator, model: Model, hosts: int, per_host: int, gigabits: int) -> float:
-    """Return the time of a step's computation / the time of a step."""
+    """Return the ratio of a step's computation time to its whole time."""
     computing = model.seconds
     finished = 0.0
     for ready, size in batches_of_gradients(model):
@@ -168,10 +168,10 @@ def efficiency(simulated: Simulator, model: Model, hosts: int, per_host: int, gi
 
 
 def batches_of_gradients(model: Model) -> Sequence[tuple[float, float]]:
-    """Return when the gradients that are exchanged together are ready, in seconds of the step, and their bytes.
+    """Return the groups of gradients that are exchanged together: when they are ready within the step, and their bytes.
 
-    The engine exchanges what is ready as soon as the exchange before it has ended, up to the fusion threshold; here it
-    waits until the threshold is reached or the backward pass has ended, which is the least overlap.
+    The real engine exchanges ready gradients, up to the fusion threshold, as soon as the previous exchange has ended.
+    The model waits until the threshold is reached or the backward pass has ended, so it has the least overlap.
     """
     total = 4 * model.parameters
     begin, duration = (1 - BACKWARD) * model.seconds, BACKWARD * model.seconds

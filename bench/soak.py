@@ -1,9 +1,10 @@
-"""Endurance: a hundred kills, a thousand cycles of init and shutdown, ten minutes of fuzzing, strangers all the while.
+"""Test endurance: a hundred kills, a thousand cycles of init and shutdown, connections of strangers, and fuzzing.
 
-Also every row of the fault matrix of the launchers, elastic jobs and fits among random losses and joins, a model above
-2 GB, the wheels in empty environments, and the tests with other versions of Python, Spark and all packages.
+Further parts are every row of the launchers' fault matrix, elastic jobs and fits with random losses and joins, a model
+above 2 GB, random collectives, property tests with new examples, tests with the mark ``soak``, the wheels in empty
+environments, and the tests with other versions of Python, Spark and all packages.
 
-Writes a report to ``bench/results/soak.txt``. ``make soak`` runs it for its full length.
+The program writes a report to ``bench/results/soak.txt``. ``make soak`` runs all parts.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ def kills(count: int) -> str:
     return (
         f"kill -9 of a random rank at a random moment, {count} times (2 to 4 ranks, memory and sockets in turn):\n"
         f"  {verdict}; the others had ended after {statistics.median(seconds):.2f} s (median), "
-        f"{max(seconds):.2f} s (longest);\n  no process, no shared memory was left"
+        f"{max(seconds):.2f} s (longest);\n  no process and no shared memory was left"
     )
 
 
-def comings_and_goings(count: int) -> str:
-    """Connect and leave repeatedly, for a part of the cycles while strangers call."""
+def connect_and_leave(count: int) -> str:
+    """Connect and leave repeatedly, then for a tenth of the cycles while strangers connect."""
     lines = [f"init, allreduce, shutdown on 2 ranks, {count} times: after a tenth -> at the end"]
     for rank, (early, late) in enumerate(cycles(count)):
         growth = (late[2] - early[2]) / _MEGABYTE
@@ -89,7 +90,7 @@ def comings_and_goings(count: int) -> str:
 
 
 def comparison(minutes: float) -> str:
-    """Compare random mixtures of all collectives with NumPy, on new ranks and hosts every time; then large arrays."""
+    """Compare random sequences of collectives with NumPy, with new ranks and hosts each time; then large arrays."""
     draw = random.Random()
     results, layouts, wrong = 0, 0, []
     until = time.monotonic() + minutes * 60
@@ -125,7 +126,7 @@ def fuzzing(minutes: float) -> str:
 
 
 def races() -> str:
-    """Run all cases of the collectives and of the autotuner under ThreadSanitizer; `make check` runs a part of them."""
+    """Run all cases of the collectives and of the autotuner under ThreadSanitizer; `make check` runs some of them."""
     lines, odd = [], []
     for layer, tests in (("collectives", "*"), ("scheduler", "Layouts/Autotuning.*")):
         program = _ROOT / "build" / "tsan" / f"{layer}_test"
@@ -144,7 +145,7 @@ def races() -> str:
 
 
 def large_model() -> str:
-    """Wrap, save, load and use a model above 2 GB, the limit of many formats; takes 8 GB of memory."""
+    """Wrap, save, load and use a model above 2 GB, the limit of many formats. This takes 8 GB of memory."""
     import torch  # noqa: PLC0415  (heavy)
 
     from sparkhvd import Store, TorchModel  # noqa: PLC0415
@@ -165,7 +166,7 @@ def large_model() -> str:
         finally:
             spark.stop()
     wrong = [row for row in found if row.prediction != row.x]
-    verdict = f"FAILED: {wrong}" if wrong or len(found) != 4 else "it predicts what it should"
+    verdict = f"FAILED: {wrong}" if wrong or len(found) != 4 else "all predictions are correct"
     size = numbers.nbytes / 1e9
     return f"a model of {size:.2f} GB, saved, loaded and used: {verdict}; {time.monotonic() - started:.0f} s"
 
@@ -174,64 +175,64 @@ def properties() -> str:
     """Search for rows, plans, messages and shapes that violate a property, with new examples every time."""
     files = sorted(str(path) for path in (_ROOT / "tests").rglob("test_*.py") if "from hypothesis" in path.read_text())
     command = [sys.executable, "-m", "pytest", "-q", "--hypothesis-profile=searching", "--timeout=3600", *files]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=7200)
-    verdict = done.stdout.strip().rpartition("\n")[2]
+    result = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=7200)
+    verdict = result.stdout.strip().rpartition("\n")[2]
     return f"property tests with 3,000 examples each: {verdict}" + (
-        "" if done.returncode == 0 else f"\n  FAILED:\n{done.stdout}"
+        "" if result.returncode == 0 else f"\n  FAILED:\n{result.stdout}"
     )
 
 
 def repeats() -> str:
-    """Run the tests that repeat others with further values, frameworks and servers; `make check` leaves them out."""
+    """Run the tests that repeat others with further values, frameworks and servers; `make check` skips them."""
     command = [sys.executable, "-m", "pytest", "-q", "--soak", "tests"]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=7200)
-    verdict = done.stdout.strip().rpartition("\n")[2]
-    return f"tests with the mark soak: {verdict}" + ("" if done.returncode == 0 else f"\n  FAILED:\n{done.stdout}")
+    result = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=7200)
+    verdict = result.stdout.strip().rpartition("\n")[2]
+    return f"tests with the mark soak: {verdict}" + ("" if result.returncode == 0 else f"\n  FAILED:\n{result.stdout}")
 
 
 def packages() -> str:
-    """Build the wheels, and run a small program with each set of extras in an environment that has nothing else."""
+    """Build the wheels, and run a small program in an otherwise empty environment for each set of extras."""
     lines = ["wheels in empty environments:"]
     for command in ("wheels", "test-wheels"):
-        done = subprocess.run([_ROOT / "tools" / command], capture_output=True, text=True, check=False, timeout=7200)
-        if done.returncode:
-            return "\n".join([*lines, f"  FAILED: tools/{command}", done.stdout, done.stderr])
-    return "\n".join([*lines, *(f"  {line}" for line in done.stdout.splitlines())])
+        result = subprocess.run([_ROOT / "tools" / command], capture_output=True, text=True, check=False, timeout=7200)
+        if result.returncode:
+            return "\n".join([*lines, f"  FAILED: tools/{command}", result.stdout, result.stderr])
+    return "\n".join([*lines, *(f"  {line}" for line in result.stdout.splitlines())])
 
 
 def versions() -> str:
-    """Run the tests of what depends on Spark with other versions of Python, Spark and all packages."""
+    """Run the tests that depend on Spark with other versions of Python, Spark and all packages."""
     command = [_ROOT / "tools" / "test-matrix"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=6 * 3600)
-    verdicts = [line for line in done.stdout.splitlines() if _VERDICT.search(line)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=6 * 3600)
+    verdicts = [line for line in result.stdout.splitlines() if _VERDICT.search(line)]
     lines = ["tests with other versions:", *(f"  {line}" for line in verdicts)]
-    if done.returncode:
-        lines += ["  FAILED:", done.stdout, done.stderr]
+    if result.returncode:
+        lines += ["  FAILED:", result.stdout, result.stderr]
     return "\n".join(lines)
 
 
 def faults() -> str:
     """Produce every row of the fault matrix, including lost executors and drivers, and hosts that are cut off."""
     lines = [
-        "the fault matrix: seconds from the fault to the driver's error, or to the end of a job that goes on, and the",
-        "limit; no process was left behind:",
+        "the fault matrix: seconds from the fault to the driver's error, or to the end of a job that continues, and",
+        "the limit; no process was left behind:",
     ]
     with tempfile.TemporaryDirectory() as folder:
         spark = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false").getOrCreate()
         try:
             for number, fault in enumerate(FAULTS):
-                place = Path(folder, str(number))
-                place.mkdir()
-                ended = produced(fault, place, spark)
+                subfolder = Path(folder, str(number))
+                subfolder.mkdir()
+                ended = produced(fault, subfolder, spark)
                 wrong = complaints(fault, ended)
                 lines.append(_line(fault.name, ended.seconds, type(ended.error).__name__, wrong))
             lines += _elastic_faults(Path(folder, "elastic"), spark)
         finally:
             spark.stop()
         for number, fault in enumerate(mpi.MPI_FAULTS):
-            place = Path(folder, f"mpi-{number}")
-            place.mkdir()
-            ended = mpi.produced(fault, place)
+            subfolder = Path(folder, f"mpi-{number}")
+            subfolder.mkdir()
+            ended = mpi.produced(fault, subfolder)
             wrong = mpi.complaints(fault, ended)
             lines.append(_line(fault.name, ended.seconds, type(ended.error).__name__, wrong))
         lines += _ports_taken(Path(folder, "ports"))
@@ -242,7 +243,7 @@ def faults() -> str:
 
 
 def _elastic_faults(folder: Path, spark: SparkSession) -> list[str]:
-    """Run the rows in which a rank of an elastic job fails."""
+    """Run the rows where a rank of an elastic job fails."""
     (folder / "keys").mkdir(parents=True)
     options: dict[str, dict[str, object]] = {"local": {"launcher": "local"}, "spark": {"spark": spark}}
     lines = []
@@ -254,35 +255,35 @@ def _elastic_faults(folder: Path, spark: SparkSession) -> list[str]:
             stack.enter_context(mock.patch.dict(os.environ, PATH=hosts.path))
             options["ssh"] = {"hosts": hosts.listed, "ssh_identity_file": hosts.key}
         for number, fault in enumerate(fault for fault in ELASTIC_FAULTS if fault.launcher in options):
-            place = folder / str(number)
-            place.mkdir()
-            seconds, error, wrong = elastic_faults.produced(fault, place, **options[fault.launcher])
+            subfolder = folder / str(number)
+            subfolder.mkdir()
+            seconds, error, wrong = elastic_faults.produced(fault, subfolder, **options[fault.launcher])
             lines.append(_line(fault.name, seconds, error or "NoneType", wrong))
     return lines
 
 
 def _line(name: str, seconds: float, error: str, wrong: list[str]) -> str:
-    verdict = f"FAILED: {wrong}" if wrong else error.replace("NoneType", "the job goes on") or "all have ended"
+    verdict = f"FAILED: {wrong}" if wrong else error.replace("NoneType", "the job continues") or "all have ended"
     return f"  {name:<50} {seconds:6.2f} of {_LIMITS[name]:g}  {verdict}"
 
 
 def _ports_taken(folder: Path) -> list[str]:
-    """Run the faults in which a process takes all ports of its host."""
+    """Run the faults where a process takes all ports of its host."""
     if why_not():
         return [f"  port taken: not run, {why_not()}"]
     return [_line(name, *found) for name, found in ports_taken(folder, "thoroughly").items()]
 
 
 def _cut_off(folder: Path) -> list[str]:
-    """Run the faults in which the cable of one of four hosts is pulled, and a fit there with each Store."""
+    """Run the faults that cut off one of four hosts, and a fit on these hosts with each Store."""
     if why_not():
         return [f"  host cut off: not run, {why_not()}"]
     command = [sys.executable, "-m", "tests.launch.namespaces_script", folder, "thoroughly"]
-    done = run_script(command, folder, 1200)
+    result = run_script(command, folder, 1200)
     try:
-        found = results_of(done)
+        found = results_of(result)
     except AssertionError:
-        return [f"  host cut off: FAILED: {done.stderr[-3000:]}"]
+        return [f"  host cut off: FAILED: {result.stderr[-3000:]}"]
     lines = [_line(name, row["seconds"], row["error"], row["wrong"]) for name, row in found["cut off"].items()]
     largest = {store: max(errors) for store, errors in found["errors"].items()}
     verdict = "all right" if max(largest.values()) < 0.5 else "FAILED"
@@ -290,7 +291,7 @@ def _cut_off(folder: Path) -> list[str]:
 
 
 def elastic(minutes: float) -> str:
-    """Disturb an elastic job on four hosts for this time, and elastic fits for a quarter of it each."""
+    """Disturb an elastic job on four hosts for these minutes, and two elastic fits for a quarter of them each."""
     lines = [f"elastic jobs disturbed at random moments, for {1.5 * minutes:g} minutes in all:"]
     draw = random.Random()
     with tempfile.TemporaryDirectory() as folder:
@@ -326,12 +327,14 @@ def main() -> int:
     parser.add_argument("--comparison-minutes", type=float, default=5.0)
     parser.add_argument("--elastic-minutes", type=float, default=20.0)
     parser.add_argument("--report", type=Path, default=_ROOT / "bench" / "results" / "soak.txt")
-    parser.add_argument("--only", nargs="+", choices=_PARTS, metavar="PART", help=f"of {', '.join(_PARTS)}")
+    parser.add_argument(
+        "--only", nargs="+", choices=_PARTS, metavar="PART", help=f"run only these parts: {', '.join(_PARTS)}"
+    )
     options = parser.parse_args()
     started = time.monotonic()
     parts = {
         "kills": partial(kills, options.kills),
-        "cycles": partial(comings_and_goings, options.cycles),
+        "cycles": partial(connect_and_leave, options.cycles),
         "faults": faults,
         "elastic": partial(elastic, options.elastic_minutes),
         "large": large_model,
@@ -351,7 +354,7 @@ def main() -> int:
 
 
 def _write(report: TextIO, text: str) -> str:
-    """Add a part to the report and to stdout at once, since a later part may end this process."""
+    """Add a part to the report and to stdout at once, because a later part may end this process."""
     for stream in (report, sys.stdout):
         stream.write(f"{text}\n\n")
         stream.flush()

@@ -2,9 +2,10 @@
 
     python -m bench.startup --rounds 3
 
-In a running session, every launcher takes its turn in every round, beside Spark's own TorchDistributor, whose ranks do
-not even connect without torch. The driver and all ranks are on this machine, so with more ranks than cores the times
-include their competition for cores. Then one small fit follows another, with new processes and with a warm start.
+All launchers and Spark's own TorchDistributor take turns in a running session. In the rows without a framework, the
+ranks of TorchDistributor do not even connect. The driver and all ranks are on this machine, so with more ranks than
+cores the times include their competition for cores. The program then repeats a small fit, with new processes and with a
+warm start.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8], help="none: only the fits")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="*",
+        default=[2, 4, 8],
+        help="numbers of ranks; without a number, only the fits are measured",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
 
@@ -51,8 +58,8 @@ def parse_options() -> argparse.Namespace:
 def compare(spark: SparkSession, ranks: int, rounds: int) -> None:
     launchers = ["barrier", "local", *(["mpi"] if shutil.which("mpirun") else [])]
     for title, own, others in (("no framework", join, join_nothing), ("torch", join_torch, join_gloo)):
-        turns = {launcher: by(launcher, own, spark, ranks) for launcher in launchers}
-        turns["TorchDistributor"] = distributed(others, ranks)
+        turns = {launcher: with_launcher(launcher, own, spark, ranks) for launcher in launchers}
+        turns["TorchDistributor"] = with_torch_distributor(others, ranks)
         before = partial(python_workers, spark, ranks)
         found = interleaved(f"{ranks} ranks, {title}", turns, rounds, warm=True, before=before)
         peer = found.pop("TorchDistributor")
@@ -100,12 +107,12 @@ def fit_keras(rows: DataFrame) -> None:
     ).fit(rows)
 
 
-def by(launcher: str, fn: Callable[[], int], spark: SparkSession, ranks: int) -> Callable[[int], object]:
+def with_launcher(launcher: str, fn: Callable[[], int], spark: SparkSession, ranks: int) -> Callable[[int], object]:
     session = None if launcher == "local" else spark
     return lambda _: sparkhvd.run(fn, num_proc=ranks, launcher=launcher, spark=session, verbose=0)
 
 
-def distributed(fn: Callable[[], int], ranks: int) -> Callable[[int], object]:
+def with_torch_distributor(fn: Callable[[], int], ranks: int) -> Callable[[int], object]:
     return lambda _: TorchDistributor(num_processes=ranks, local_mode=False, use_gpu=False).run(fn)
 
 

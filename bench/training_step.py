@@ -1,8 +1,8 @@
-"""Measure a training step: DistributedOptimizer beside DistributedDataParallel on Gloo, one thread per rank.
+"""Compare a training step with DistributedOptimizer and with DistributedDataParallel on Gloo, one thread per rank.
 
-Both train copies of the same two networks on the same rows in the same processes, in turns; a step is the median of the
-repetitions, on the slowest rank. The scaling efficiency is the step of a single rank without any exchange, divided by
-the step of all ranks: 1 would be an exchange without cost, on a machine with a core for every rank.
+Both train copies of the same two networks on the same rows, taking turns in the same processes. The time of a step is
+the median of the repetitions on the slowest rank. The scaling efficiency is the time of one rank without any exchange,
+divided by the time of all ranks. It would be 1 if the exchange cost nothing and every rank had a core of its own.
 
     python -m bench.training_step [--ranks 2] [--seconds 20] [--write bench/results/training_step.txt]
 """
@@ -32,7 +32,7 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Row:
-    """One network, with times in seconds."""
+    """The results of one network; times are in seconds."""
 
     network: str
     parameters: int
@@ -46,8 +46,8 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=20.0, help="per network")
-    parser.add_argument("--write", type=Path, help="also write the table into this file")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of measurement per network")
+    parser.add_argument("--write", type=Path, help="file that also receives the table")
     arguments = parser.parse_args()
     results = sparkhvd.run(
         measure, args=(arguments.seconds, _free_port()), num_proc=arguments.ranks, launcher="local", verbose=0
@@ -132,7 +132,7 @@ def _check(ours: torch.nn.Module, gloo: torch.nn.Module, name: str) -> None:
 
 
 def _alone(step: Step) -> float:
-    """Return the median step of rank 0 while the others wait; all ranks get it."""
+    """Return on all ranks the median time of a step of rank 0 while the others wait."""
     times = []
     for _ in range(11 if hvd.rank() == 0 else 0):
         start = time.perf_counter()

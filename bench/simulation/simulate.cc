@@ -1,14 +1,14 @@
-// Runs the real negotiation and collectives of many ranks in virtual time; python -m bench.simulate
-// starts it. Reads a line per case from standard input, and writes a line with its results:
+// Runs the real negotiation and collectives of many ranks in virtual time, for `python -m
+// bench.simulate`. Reads a line per case from standard input and writes a line with its results:
 //
 //   negotiate HOSTS RANKS_PER_HOST FAN_IN COSTS    -> seconds of a cycle, messages and bytes that
-//                                                     rank 0 sends in it, most messages of another
+//                                                     rank 0 sends, most messages of another rank
 //   allreduce HOSTS LANES BYTES ALGORITHM COSTS    -> seconds, messages and bytes that a rank sends
 //   broadcast HOSTS BYTES ROUTE COSTS              -> the same
 //
-// COSTS are the numbers of NetworkCosts. BYTES are those of the host: each lane carries its share
-// over its share of the line, so one lane stands for all. ALGORITHM is ring, halving,
-// doubling or ours, which is the one that the core would choose. ROUTE is tree or ours.
+// COSTS are the numbers of NetworkCosts. BYTES is the size of the whole array. Each lane carries
+// its share of the bytes over its share of the line, so the program simulates one lane. ALGORITHM
+// is ring, halving, doubling or ours, the core's own choice. ROUTE is tree or ours.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -40,7 +40,7 @@ void Require(const Status& status) {
   std::exit(1);
 }
 
-// Measures cycles in which all ranks submit one operation that they have agreed on before.
+// Measures cycles in which all ranks submit one operation that is in the response cache.
 void Negotiate() {
   constexpr int kFree = 2;
   constexpr int kCycles = 4;
@@ -118,7 +118,7 @@ void Allreduce() {
   costs.per_byte *= lanes;
   const double own_bytes = bytes / lanes;
   const auto allreduce = Algorithm(algorithm, hosts, lanes, own_bytes);
-  // Every slice of the ring is a cache line, which stands for more.
+  // Every slice of the ring is one cache line; `scale` accounts for the real size.
   const size_t count = static_cast<size_t>(hosts) * kCacheLine / sizeof(float);
   const double scale = own_bytes / static_cast<double>(count * sizeof(float));
   VirtualNetwork network(OneRankPerHost(hosts), costs, scale);
@@ -140,7 +140,7 @@ void Broadcast() {
   std::cin >> hosts >> bytes >> name >> costs;
   BroadcastRoute route = SelectBroadcast(hosts, static_cast<size_t>(bytes));
   if (name == "tree") route = BroadcastRoute{};
-  // Every piece is a cache line, which stands for more.
+  // Every piece is one cache line; `scale` accounts for the real size.
   const auto pieces =
       static_cast<size_t>(std::ceil(bytes / static_cast<double>(route.piece_bytes)));
   route.piece_bytes = kCacheLine;
@@ -167,7 +167,7 @@ int main() {
     } else if (kind == "broadcast") {
       sparkhvd::Broadcast();
     } else {
-      std::cerr << "unknown case " << kind << "\n";
+      std::cerr << "Unknown case " << kind << "; expected negotiate, allreduce or broadcast.\n";
       return 1;
     }
     std::fflush(stdout);
