@@ -1,4 +1,4 @@
-# Nothing to install before the first target but Python 3.11 to 3.13 and a C++ compiler; `make` fetches the rest into .venv.
+# Requires Python 3.11 to 3.13 and a C++ compiler; `make` fetches everything else into .venv.
 .DEFAULT_GOAL := help
 .PHONY: help quickstart check test test-core test-python test-petastorm test-matrix test-oldest wheels test-gpu lint lint-python lint-types lint-imports lint-cpp bench soak docs clean
 .DELETE_ON_ERROR:
@@ -13,11 +13,11 @@ help: ## Show the targets
 quickstart: .venv/.core-built ## Train a small network on a Spark DataFrame with two ranks
 	@$(RUN) python examples/digits.py --folder quickstart
 	@echo
-	@echo "To go on: source .venv/bin/activate, then follow docs/start.md; 'make docs' builds the documentation's site."
+	@echo "Next: source .venv/bin/activate, then follow docs/start.md. 'make docs' builds the site of the documentation."
 
-# Four parts at any time on two cores, as tests often wait: for a server, for a deadline, and an installation for the
-# network. The order is that of their starts, the longest first. What lies in none of these folders of tests/ is in `rest`.
-# The tests of tests/spark that start clusters of their own are `clusters`.
+# Four parts run at a time even on two cores, because tests often wait for servers and deadlines, and installations for the
+# network. The parts start in this order, the longest first. `clusters` has the tests of tests/spark that start clusters of
+# their own. `rest` has the tests outside of the folders of the other parts.
 FOLDERS := launch docs contract
 PYTHON_PARTS := $(addprefix test-python-,rest spark launch docs clusters contract)
 OTHER_PARTS := $(addprefix check-,petastorm lint site)
@@ -26,7 +26,7 @@ TEST_ENVIRONMENT := .venv/.core-built .venv/.test-java .venv/.lean-imports
 PYTEST := $(RUN) python -X faulthandler -m pytest --durations=10
 
 .PHONY: $(PYTHON_PARTS) $(OTHER_PARTS)
-check: .venv/.build-tools ## Run all that a change has to pass: tests, linters, documentation
+check: .venv/.build-tools ## Run all checks that a change must pass: tests, linters, documentation
 	@$(call side_by_side,test-core $(PYTHON_PARTS) $(OTHER_PARTS))
 
 test: .venv/.build-tools ## Run every test
@@ -34,12 +34,12 @@ test: .venv/.build-tools ## Run every test
 
 side_by_side = rm -f build/part-times; $(SIDE_BY_SIDE) $(1); status=$$?; cat build/part-times; exit $$status
 
-# The soak runs them without a sanitizer, too.
-test-core: .venv/.build-tools ## C++ tests, under AddressSanitizer and under ThreadSanitizer
+# `make soak` also runs them without a sanitizer.
+test-core: .venv/.build-tools ## Run the C++ tests under AddressSanitizer and under ThreadSanitizer
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" tools/labelled core \
 		sh -c 'for preset in asan tsan; do tools/core-tests $$preset || exit; done'
 
-test-python: .venv/.core-built ## Python tests
+test-python: .venv/.core-built ## Run the Python tests
 	@$(SIDE_BY_SIDE) $(PYTHON_PARTS)
 
 $(FOLDERS:%=test-python-%): test-python-%: $(TEST_ENVIRONMENT)
@@ -63,23 +63,23 @@ check-lint: .venv/.installed
 check-site: .venv/.installed
 	@tools/labelled site $(MAKE) docs
 
-test-petastorm: .venv/.core-built ## petastorm's own reader, in an environment of its own (build/petastorm)
+test-petastorm: .venv/.core-built ## Test petastorm's own reader in a separate environment (build/petastorm)
 	@tools/petastorm-venv build/petastorm
 	@JAVA_HOME="$$(tools/java-home)" PYTHONPATH=. build/petastorm/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/petastorm
 
-test-matrix: .venv/.core-built ## What depends on Spark, with other versions of Python, Spark and all packages
+test-matrix: .venv/.core-built ## Run the tests that depend on Spark with other versions of Python, Spark and all packages
 	@tools/test-matrix
 
-test-oldest: .venv/.core-built ## One test of each part with Spark 3.5 and the lowest versions of all packages
+test-oldest: .venv/.core-built ## Run one test of each part with Spark 3.5 and the lowest versions of all packages
 	@tools/test-matrix --smoke oldest
 
 wheels: .venv/.build-tools ## Build an sdist and manylinux wheels into dist/
 	@tools/wheels
 
-test-gpu: .venv/.core-built ## Tests on the GPUs of this machine, and NCCL beside torch.distributed's; skipped without a GPU
+test-gpu: .venv/.core-built ## Run tests on this machine's GPUs and compare NCCL with torch.distributed; skipped without a GPU
 	@$(RUN) tools/test-gpu
 
-lint: lint-python lint-types lint-imports lint-cpp ## Formatting, lint, types and layers
+lint: lint-python lint-types lint-imports lint-cpp ## Check formatting, lint, types and layers
 
 lint-python: .venv/.installed
 	@$(RUN) ruff check
@@ -94,7 +94,7 @@ lint-imports: .venv/.installed
 lint-cpp: .venv/.installed
 	@$(RUN) clang-format --dry-run -Werror $(CPP)
 
-bench: .venv/.core-built ## Measure collectives and training steps beside their peers, over a network and at rest, the way of the data, estimators, launching and elastic jobs; simulate a thousand ranks
+bench: .venv/.core-built ## Measure collectives, training steps, the data path, estimators, launching, elastic jobs, searches and the preflight; simulate a thousand ranks
 	@$(RUN) python -m bench.collectives
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.network; fi
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.hosts; fi
@@ -108,17 +108,17 @@ bench: .venv/.core-built ## Measure collectives and training steps beside their 
 	@$(RUN) python -m bench.search
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.preflight; fi
 
-soak: .venv/.core-built ## Kill ranks, come and go, fuzz: an hour and a half; the report goes to bench/results
+soak: .venv/.core-built ## Run the endurance tests, such as kills and fuzzing, and write a report to bench/results
 	@$(RUN) tools/core-tests release
 	@$(RUN) tools/core-tests asan
 	@$(RUN) tools/core-tests tsan
 	@SPARKHVD_TEST_SLOWNESS=1 $(RUN) python -m bench.soak
 
-docs: .venv/.installed ## Build the documentation into site/, warnings as errors
+docs: .venv/.installed ## Build the documentation into site/, with warnings as errors
 	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 	@echo "The documentation is in site/index.html"
 
-clean: ## Remove what the targets made, .venv included
+clean: ## Remove everything that the targets created, including .venv
 	rm -rf .venv build dist site quickstart sparkhvd.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	find sparkhvd -name '_core*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Builds the compiled core with CMake; the rest is declared in pyproject.toml, compile flags in CMakeLists.txt."""
+"""Build the compiled core with CMake. CMakeLists.txt has the compile flags, pyproject.toml everything else."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from setuptools.command.build_ext import build_ext
 
 
 class CMakeBuild(build_ext):
-    """Configures and builds the one extension, in its own folder, into the place where setuptools expects it."""
+    """Build the extension in a separate folder and copy it to the path that setuptools expects."""
 
     def build_extension(self, ext: Extension) -> None:
         source = Path(__file__).resolve().parent
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         ninja = ["-G", "Ninja"] if shutil.which("ninja") else []
-        # One folder for every kind of build: what one of them compiled, the next one finds.
+        # All kinds of builds use the same folder, so that a build reuses the compiled files of earlier ones.
         staging = source / "build" / "core" / f"{sys.implementation.cache_tag}-{'ninja' if ninja else 'make'}"
         self.spawn(
             [
@@ -35,7 +35,7 @@ class CMakeBuild(build_ext):
         )
         self.spawn(["cmake", "--build", str(staging), "--target", "_core", "--parallel"])
         output.parent.mkdir(parents=True, exist_ok=True)
-        # A running process may have the old file mapped: replace it, never write into it.
+        # A running process may have the old file mapped, so replace the file and never write into it.
         partial = output.with_name(output.name + ".partial")
         shutil.copyfile(staging / output.name, partial)
         partial.replace(output)
@@ -49,6 +49,6 @@ def _pybind11_folder() -> str:
 setup(
     ext_modules=[Extension("sparkhvd._core", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
-    # pip fetches CMake for the build alone where the machine has none.
+    # If the machine has no CMake, pip fetches it for this build only.
     setup_requires=[] if shutil.which("cmake") else ["cmake>=3.21"],
 )

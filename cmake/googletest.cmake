@@ -1,4 +1,4 @@
-# Provides GTest::gtest_main: from source where a source tree is at hand (so that sanitizers see GoogleTest too), else from
+# Provides GTest::gtest_main: from a source tree if there is one, so that sanitizers check GoogleTest too, otherwise from
 # the installed package.
 set(candidates ${SPARKHVD_GTEST_SOURCE} /usr/src/googletest)
 foreach(candidate ${candidates})
