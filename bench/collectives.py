@@ -353,7 +353,7 @@ def _print_tables(ranks: int, rows: dict[str, Medians]) -> None:
         f"\n{MANY} float32 tensors of 4 KiB: engine, async and waited for, {many['engine'] * 1e3:.1f} ms; "
         f"Gloo coalesced {many['gloo'] * 1e3:.1f} ms: {many['gloo'] / many['engine']:.2f}x"
     )
-    print("\nengine, the same number of elements by type, us (speed beside float32)\n")
+    print("\nengine, the same number of elements by type, us (speed relative to float32)\n")
     for name, row in rows.items():
         if name.startswith("half"):
             cells = "".join(f"{kind:>10} {row[kind] * 1e6:>9.1f} ({row['float32'] / row[kind]:.2f})" for kind in row)

@@ -404,7 +404,7 @@ def _ratio(peer: str, rows: Mapping[str, Sequence[float]]) -> None:
     for name, values in rows.items():
         if name != peer:
             median, least = statistics.median(values) / statistics.median(rows[peer]), min(values) / min(rows[peer])
-            print(f"  {name} / {peer}: {median:.2f} (of the least: {least:.2f})", flush=True)
+            print(f"  {name} / {peer}: {median:.2f} (of the shortest: {least:.2f})", flush=True)
 
 
 if __name__ == "__main__":

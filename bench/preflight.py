@@ -41,11 +41,11 @@ def main() -> int:
         print(measure(sys.argv[1]))
         return 0
     print(machine.describe(), flush=True)
-    for framework in ("nothing", "torch", "keras"):
+    for framework in ("none", "torch", "keras"):
         print(_output_of([sys.executable, "-m", "bench.preflight", framework]).splitlines()[-1], flush=True)
     start = time.monotonic()
     _output_of([sys.executable, "-m", "sparkhvd.cli.main", "doctor", "--master", "local[2]", "-np", str(_RANKS)])
-    print(f"the doctor, its session included: {time.monotonic() - start:.1f} s")
+    print(f"sparkhvd doctor, including its session: {time.monotonic() - start:.1f} s")
     return 0
 
 
@@ -60,7 +60,7 @@ def measure(framework: str) -> str:
             reserve_tasks(spark, _RANKS, TaskResources(), Deadline.after(_SECONDS))
             seconds = []
             for _ in range(1 + _ROUNDS):
-                estimator = None if framework == "nothing" else estimator_of(framework)
+                estimator = None if framework == "none" else estimator_of(framework)
                 report = sparkhvd.preflight(
                     spark, _RANKS, store=store, estimator=estimator, df=df, timeout=_SECONDS, stdout=io.StringIO()
                 )
@@ -69,7 +69,8 @@ def measure(framework: str) -> str:
         finally:
             spark.stop()
     again = sorted(seconds[1:])[_ROUNDS // 2]
-    return f"{_RANKS} hosts, a Store, and {framework} to try: {seconds[0]:.1f} s, again {again:.1f} s"
+    subject = "no estimator" if framework == "none" else f"estimator of {framework}"
+    return f"{_RANKS} hosts, a Store, {subject}: {seconds[0]:.1f} s, again {again:.1f} s"
 
 
 def estimator_of(framework: str) -> CheckableEstimator:

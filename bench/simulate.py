@@ -90,7 +90,7 @@ class Simulator:
 def main() -> None:
     with simulator() as simulated:
         print(f"Virtual time: {LATENCY * 1e6:.0f} us between hosts, {LATENCY_IN_HOST * 1e6:.0f} us within one,")
-        print(f"{PER_MESSAGE * 1e6:.0f} us of the processor per message and end, {PER_HOST} ranks per host.\n")
+        print(f"{PER_MESSAGE * 1e6:.0f} us of processor time per message at each end, {PER_HOST} ranks per host.\n")
         print_cycles(simulated)
         print_allreduces(simulated, 25)
         print_broadcasts(simulated, 25)
@@ -115,7 +115,7 @@ def simulator() -> Iterator[Simulator]:
 
 
 def print_cycles(simulated: Simulator) -> None:
-    print("a cycle of the negotiation, one known operation: us, and messages that rank 0 sends\n")
+    print("a cycle of the negotiation with one cached operation: us, and messages that rank 0 sends\n")
     print(f"{'ranks':>8}{'tree':>10}{'messages':>10}{'one coordinator':>18}{'messages':>10}")
     for hosts in (1, *HOSTS):
         ranks = hosts * PER_HOST
@@ -149,7 +149,7 @@ def print_broadcasts(simulated: Simulator, gigabits: int) -> None:
 
 def print_efficiency(simulated: Simulator) -> None:
     lines = (10, 25, 100)
-    print(f"weak scaling, {IMAGES} images per GPU and step: share of the speed of N times one GPU\n")
+    print(f"weak scaling, {IMAGES} images per GPU and step: speed as a share of N times the speed of one GPU\n")
     print(f"{'model':<14}{'hosts':>6}{'GPUs':>6}" + "".join(f"{line:>8} Gbit/s" for line in lines))
     for name, model in MODELS.items():
         for hosts, per_host in ((1, 8), (8, 8), (64, 8), (128, 4), (128, 8)):
