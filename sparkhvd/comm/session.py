@@ -126,7 +126,8 @@ def init(
 
     Args:
         comm: makes some ranks a separate job: a list of ranks of the launcher's job or of MPI's world, which
-            are renumbered in this order, or a communicator of mpi4py. Only these ranks call ``init``.
+            are renumbered in this order, or a communicator of mpi4py. Only these ranks call ``init``. An empty list
+            means all ranks, as in Horovod.
         process_sets: sets of ranks to register, equal on all ranks. ``add_process_set()`` can always add more,
             so Horovod's value "dynamic" means none here.
 
@@ -140,6 +141,8 @@ def init(
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ConfigError(f"process_sets={process_sets!r} is invalid; pass a list of process sets or 'dynamic'.")
     given = () if process_sets is None or isinstance(process_sets, str) else process_sets
+    if isinstance(comm, Sequence) and not comm:
+        comm = None
     ranks = tuple(comm) if isinstance(comm, Sequence) else None
     with _session.lock:
         sets = [one if isinstance(one, ProcessSet) else ProcessSet(one) for one in given]
