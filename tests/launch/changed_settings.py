@@ -13,7 +13,7 @@ def change_settings(folder: str) -> list[tuple[int, float, str]]:
     """Return the settings of three connections, each after a change of the environment."""
     from sparkhvd.comm import session  # noqa: PLC0415  only a rank imports it
 
-    found = []
+    settings = []
     changes = [{"HOROVOD_TIMELINE": f"{folder}/own.json", "HOROVOD_CACHE_CAPACITY": "5"}, {}, {"HOROVOD_TIMELINE": ""}]
     for number, change in enumerate(changes):
         os.environ.update(change)
@@ -23,9 +23,9 @@ def change_settings(folder: str) -> list[tuple[int, float, str]]:
         me = session.current()
         me.allreduce(np.ones(1), name=f"sum{number}")
         config = me._context.config
-        found.append((config.cache_capacity, config.stall_check_seconds, config.timeline.rpartition("/")[2]))
+        settings.append((config.cache_capacity, config.stall_check_seconds, config.timeline.rpartition("/")[2]))
         session.shutdown()
-    return found
+    return settings
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run by test_connect.py in a process of its own: a process is a client of Spark Connect or has a SparkContext."""
+"""Run by test_connect.py in a process of its own: a client of Spark Connect cannot have a SparkContext, too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.waiting import wait_for
 ADDRESS = "sc://localhost:15002"
 
 
-def place() -> list[int]:
+def rank_and_size() -> list[int]:
     print("hello")
     return [int(os.environ[f"SPARKHVD_{name}"]) for name in ("RANK", "SIZE")]
 
@@ -91,7 +91,7 @@ def interrupted_with_slow_rows(spark: SparkSession, folder: str) -> list[list[in
     def run() -> None:
         spark.addTag("rows")
         with contextlib.suppress(LaunchError):
-            sparkhvd.run(place, num_proc=2, spark=spark, rows=rows)
+            sparkhvd.run(rank_and_size, num_proc=2, spark=spark, rows=rows)
 
     running = threading.Thread(target=run, name="tagged")
     running.start()
@@ -103,7 +103,7 @@ def interrupted_with_slow_rows(spark: SparkSession, folder: str) -> list[list[in
 
 
 def serves_itself(process: psutil.Process) -> bool:
-    """Tell whether a process is connected to its own server, as task 0 is while it waits for the rows of the others."""
+    """Return whether a process is connected to its own server; task 0 is, while it waits for the rows of others."""
     try:
         connections = process.net_connections("tcp")
     except psutil.Error:  # it has ended
@@ -138,7 +138,7 @@ def still_running(folder: Path, seconds: float) -> list[int]:
 
 
 def refused_while_busy(spark: SparkSession, folder: str, busy: int) -> str:
-    """Return the error of a job of two ranks while others keep ``busy`` of the two slots."""
+    """Return the error of a job of two ranks while other tasks occupy ``busy`` of the two slots."""
     rest = Path(folder, f"{busy} busy")
     rest.mkdir()
 
@@ -156,7 +156,7 @@ def refused_while_busy(spark: SparkSession, folder: str, busy: int) -> str:
     others.start()
     wait_for_files(rest, busy)
     try:
-        sparkhvd.run(place, num_proc=2, spark=spark, start_timeout=5)
+        sparkhvd.run(rank_and_size, num_proc=2, spark=spark, start_timeout=5)
     except StartTimeoutError as error:
         return str(error)
     finally:
@@ -181,8 +181,8 @@ def of_another_client() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "SPARK_LOCAL_REMOTE"}
 
 
-def examined_by_the_doctor() -> list[object]:
-    """The exit code of ``sparkhvd doctor``, and what it prints."""
+def result_of_doctor() -> list[object]:
+    """Return the exit code and the output of ``sparkhvd doctor``."""
     words = ["-m", "sparkhvd.cli.main", "doctor", "--remote", ADDRESS, "-np", "2", "--gpus-per-task", "1"]
     done = subprocess.run(
         [sys.executable, *words], env=of_another_client(), capture_output=True, text=True, timeout=120, check=False
@@ -195,7 +195,7 @@ def wait_for_files(folder: Path, count: int) -> None:
 
 
 def doubled(spark: SparkSession) -> list[float]:
-    """Return the predictions of a network that is wrapped without training."""
+    """Return the predictions of a wrapped network without any training."""
     network = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.constant_(network.weight, 1.0)
     df = spark.range(4).selectExpr("CAST(id AS FLOAT) AS x", "CAST(id AS FLOAT) AS same")
@@ -204,7 +204,7 @@ def doubled(spark: SparkSession) -> list[float]:
 
 
 class TwoOutputs(torch.nn.Module):
-    """Two outputs of one column."""
+    """A network with one input column and two outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,63 +234,63 @@ def main() -> None:
     builder.config("spark.connect.execute.manager.maintenanceInterval", "1s")
     builder.config("spark.connect.execute.reattachable.senderMaxStreamDuration", "2s")
     spark = builder.getOrCreate()
-    found: dict[str, object] = {"module": type(spark).__module__}
+    results: dict[str, object] = {"module": type(spark).__module__}
     os.environ["SPARKHVD_WARM_SECONDS"] = "60"  # the imports of the frameworks would take most of the time
     try:
-        found["places"] = sparkhvd.run(place, num_proc=2)
+        results["places"] = sparkhvd.run(rank_and_size, num_proc=2)
         try:
             sparkhvd.run(fail, num_proc=2)
         except RankFailedError as error:
-            found["failure"] = str(error)
+            results["failure"] = str(error)
         try:
-            sparkhvd.run(place, num_proc=3, start_timeout=3)
+            sparkhvd.run(rank_and_size, num_proc=3, start_timeout=3)
         except SlotsError as error:
-            found["slots"] = str(error)
+            results["slots"] = str(error)
         try:
-            sparkhvd.run(place, num_proc=1, use_mpi=True)
+            sparkhvd.run(rank_and_size, num_proc=1, use_mpi=True)
         except ConfigError as error:
-            found["mpi"] = str(error)
-        found["gpus"] = sparkhvd.run(devices, num_proc=2, gpus_per_task=1)
-        found["gpus of as many ranks as there is room for"] = sparkhvd.run(devices, gpus_per_task=2)
+            results["mpi"] = str(error)
+        results["gpus"] = sparkhvd.run(devices, num_proc=2, gpus_per_task=1)
+        results["gpus without num_proc"] = sparkhvd.run(devices, gpus_per_task=2)
         try:
-            sparkhvd.run(place, num_proc=2, gpus_per_task=2, start_timeout=3)
+            sparkhvd.run(rank_and_size, num_proc=2, gpus_per_task=2, start_timeout=3)
         except SlotsError as error:
-            found["slots for GPUs"] = str(error)
+            results["slots for GPUs"] = str(error)
         spark.conf.set("spark.sql.leafNodeDefaultParallelism", "7")
         try:
-            sparkhvd.run(place)
+            sparkhvd.run(rank_and_size)
         except SlotsError as error:
-            found["hidden cores"] = str(error)
-        found["preflight with hidden cores"] = [
+            results["hidden cores"] = str(error)
+        results["preflight with hidden cores"] = [
             [report.ok, str(report)]
             for report in (sparkhvd.preflight(num_proc=ranks, stdout=io.StringIO()) for ranks in (2, None))
         ]
         spark.conf.unset("spark.sql.leafNodeDefaultParallelism")
         report = sparkhvd.preflight(num_proc=2, gpus_per_task=1, stdout=io.StringIO())
-        found["preflight"] = [report.ok, str(report)]
-        found["doctor"] = examined_by_the_doctor()
+        results["preflight"] = [report.ok, str(report)]
+        results["doctor"] = result_of_doctor()
         each = SparkBackend(2, gpus_per_task=1)
-        found["errors without a Store"] = lines.errors(spark, None, num_proc=None, backend=each)
+        results["errors without a Store"] = lines.errors(spark, None, num_proc=None, backend=each)
         # A Connect server does not send its keys to clients, so they are passed here.
         options = json.loads(os.environ["S3_STORE"])
-        found["errors on S3"] = lines.errors(spark, Store.create(**options))
-        found["doubled"] = doubled(spark)
-        found["predictions"] = predictions_in_plan(spark)
+        results["errors on S3"] = lines.errors(spark, Store.create(**options))
+        results["doubled"] = doubled(spark)
+        results["predictions"] = predictions_in_plan(spark)
         del os.environ["SPARKHVD_WARM_SECONDS"]
         with tempfile.TemporaryDirectory() as folder:
-            found["interrupted"] = interrupted(spark, folder)
+            results["interrupted"] = interrupted(spark, folder)
         with tempfile.TemporaryDirectory() as folder:
-            found["executors of slow rows"] = interrupted_with_slow_rows(spark, folder)
+            results["executors of slow rows"] = interrupted_with_slow_rows(spark, folder)
         with tempfile.TemporaryDirectory() as folder:
-            found["left by Ctrl-C"] = left_by_interrupt(Path(folder))
+            results["left by Ctrl-C"] = left_by_interrupt(Path(folder))
         with tempfile.TemporaryDirectory() as folder:
-            found["busy"] = [refused_while_busy(spark, folder, busy) for busy in (1, 2)]
+            results["busy"] = [refused_while_busy(spark, folder, busy) for busy in (1, 2)]
         with tempfile.TemporaryDirectory() as folder:
-            found["left by a killed client"] = left_by_killed_client(Path(folder))
-        found["places after it"] = sparkhvd.run(place, num_proc=2)
+            results["left by a killed client"] = left_by_killed_client(Path(folder))
+        results["places afterwards"] = sparkhvd.run(rank_and_size, num_proc=2)
     finally:
         spark.stop()
-    print_results(found)
+    print_results(results)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def seeing_its_own_gpu(
     run: Callable[..., Iterator[pa.RecordBatch]], job: object, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """A task that sees no GPU but its own, which it calls by the machine's number; Spark counts others."""
+    """Run a task that sees only its own GPU, whose CUDA number differs from Spark's number for it."""
     from pyspark import BarrierTaskContext  # noqa: PLC0415 - only in Spark's tasks
 
     (address,) = BarrierTaskContext.get().resources()["gpu"].addresses
@@ -36,7 +36,7 @@ def seeing_its_own_gpu(
     try:
         yield from run(job, batches)
     finally:
-        del os.environ["CUDA_VISIBLE_DEVICES"]  # Spark uses this process again
+        del os.environ["CUDA_VISIBLE_DEVICES"]  # Spark reuses this process
 
 
 def place() -> dict[str, object]:
@@ -64,7 +64,7 @@ def main(folder: Path) -> None:
     builder.config("spark.task.resource.gpu.amount", "1").config("spark.task.cpus", "2")
     session = builder.config("spark.ui.enabled", "false").config("spark.log.level", "ERROR").getOrCreate()
     tasks = {"barrier.run_task": run_task, "mpi.run_mpi_task": run_mpi_task}
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     try:
         with contextlib.ExitStack() as stack:
             for where, run in tasks.items():
@@ -73,16 +73,16 @@ def main(folder: Path) -> None:
             for launcher in ("barrier", "mpi"):
                 cell = io.StringIO()
                 with contextlib.redirect_stdout(cell):
-                    found[launcher] = sparkhvd.run(place, launcher=launcher)
-                found[f"printed, {launcher}"] = cell.getvalue()
+                    results[launcher] = sparkhvd.run(place, launcher=launcher)
+                results[f"printed, {launcher}"] = cell.getvalue()
             store = Store.create(f"dbfs:/{sys.argv[2]}/store")
-            found["report"] = str(sparkhvd.preflight(session, store=store, stdout=io.StringIO()))
+            results["report"] = str(sparkhvd.preflight(session, store=store, stdout=io.StringIO()))
             sparkhvd.run(place, num_proc=2, stdout=sparkhvd.LogFiles(store, "logs"))
             # Through the Store it would need Databricks' own connector for ``dbfs:``.
-            found["error"] = max(lines.errors(session, None, num_proc=None))
+            results["error"] = max(lines.errors(session, None, num_proc=None))
     finally:
         session.stop()
-    print_results(found)
+    print_results(results)
 
 
 if __name__ == "__main__":

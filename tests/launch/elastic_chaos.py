@@ -1,4 +1,4 @@
-"""Elastic jobs among random losses, joins and cuts, in which every row of every epoch is accounted for.
+"""Elastic jobs with random losses, joins and network cuts; every row of every epoch must be accounted for.
 
 ``job_on_hosts`` runs a job on network namespaces behind ssh, and ``fit`` an estimator on this machine.
 """
@@ -45,7 +45,7 @@ _STANDSTILL_SECONDS = 90.0
 
 @dataclass
 class Report:
-    """What has happened to a job.
+    """The history of a disturbed job.
 
     Attributes:
         events: how often each disturbance happened.
@@ -88,7 +88,7 @@ def undisturbed(epochs: int) -> list[float]:
 
 
 def train_until_stopped(folder: str) -> tuple[list[float], list[str]]:
-    """Train until a file exists; return the losses of all epochs, and which epochs lost or repeated rows.
+    """Train until a file exists; return the losses of all epochs and the epochs that lost or repeated rows.
 
     The gradient of an epoch is summed up over its steps, so the losses do not depend on the number of ranks.
     """
@@ -148,7 +148,7 @@ class Disturber:
         return [pid for path in recent if lives(pid := int(path.name.removeprefix("log-")))]
 
     def disturb(self, seconds: float) -> None:
-        """Disturb the job for this time, or until it ends; complain if it does not go on."""
+        """Disturb the job for this time, or until it ends; complain if it does not continue."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.over.is_set():
             name = self.draw.choice(sorted(self.events))
@@ -157,13 +157,13 @@ class Disturber:
             except (ProcessLookupError, psutil.NoSuchProcess):  # the rank has ended at the same moment
                 continue
             began, before = time.monotonic(), self._progress()
-            if not happens(lambda before=before: self._goes_on(before), _STANDSTILL_SECONDS):
+            if not happens(lambda before=before: self._continues(before), _STANDSTILL_SECONDS):
                 self.report.complaints.append(f"no step within {_STANDSTILL_SECONDS:g} s after: {name}")
                 return
             self.report.longest = max(self.report.longest, time.monotonic() - began)
             self.over.wait(self.draw.uniform(0.2, 2.0))
 
-    def _goes_on(self, before: int) -> bool:
+    def _continues(self, before: int) -> bool:
         return self.over.is_set() or self._progress() > before
 
     def _progress(self) -> int:
@@ -288,7 +288,7 @@ def job_on_hosts(folder: Path, hosts: SshHosts, seconds: float, seed: int) -> Re
 
 
 class LogSteps(TorchCallback):
-    """Logs every step of every rank, and takes time for it."""
+    """Logs every step of every rank, and slows it down."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""The elastic rows of the fault matrix: a rank fails in some phase, and the job goes on without a lost step.
+"""The elastic rows of the fault matrix: a rank fails in some phase, and the job continues without a lost step.
 
 ``produced`` runs a row and judges it; ``bench.soak`` runs all rows. The driver's faults and lost hosts are rows of
 ``test_elastic_hosts.py`` and ``test_elastic_sparkhvdrun.py``.
@@ -32,7 +32,7 @@ _COLLECTIVE_SECONDS, _ELASTIC_SECONDS, _START_SECONDS = 2.0, 4.0, 20.0
 
 @dataclass(frozen=True)
 class ElasticFault:
-    """One row.
+    """One row of the matrix.
 
     Attributes:
         how: the fault.
@@ -138,8 +138,8 @@ def produced(fault: ElasticFault, folder: Path, **options: object) -> tuple[floa
         **options: of ``run_elastic``, for the launcher.
 
     Returns:
-        The seconds from the fault to the end of the job, the name of its error (empty if it went on), and what was
-        wrong.
+        The seconds from the fault to the end of the job, the name of its error (empty if it continued), and the
+        complaints.
     """
     limits = {"start_timeout": _LONG, "elastic_timeout": _LONG}
     if fault.how in {"hang", "stopped"}:

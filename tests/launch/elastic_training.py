@@ -46,7 +46,7 @@ def leave() -> None:
 
 
 def take_step(state: ObjectState, folder: str) -> None:
-    """Add the mean of a number over the ranks, which is the next step's, note the step, and commit."""
+    """Add the mean of the next step's number over the ranks, log the step, and commit."""
     mean = session.current().allreduce(np.array([state.step + 1.0]), name="step")
     state.total += float(mean[0])
     state.step += 1
@@ -56,9 +56,9 @@ def take_step(state: ObjectState, folder: str) -> None:
 
 
 def train(steps: int, folder: str, events: dict[tuple[int, int, int], str] | None = None, sizes: tuple[int, ...] = ()):
-    """Count steps; ``events`` maps (step, rank, size) to how the rank ends then, once.
+    """Count steps; ``events`` maps (step, rank, size) to the way in which the rank ends there, once.
 
-    Every rank logs what it has done into its own file. With ``sizes``, train on until the job has had these sizes.
+    Every rank logs its steps into its own file. With ``sizes``, train on until the job has had these sizes.
     """
     session.init()
     state = ObjectState(step=0, total=0.0, sizes=())
@@ -81,19 +81,19 @@ def train(steps: int, folder: str, events: dict[tuple[int, int, int], str] | Non
 
 
 def kill_with_host() -> None:
-    """Kill the process of this host, which this rank does not outlive."""
+    """Kill the process of this host, and this rank with it."""
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
 
 
 def train_on_hosts(folder: str, sizes: tuple[int, ...], faults: dict[int, str] | None = None, gone: str = ""):
-    """Train until the job has had these sizes; return step, sum, sizes, process and whether that was so.
+    """Train until the job has had these sizes; return step, sum, sizes, process, and whether ``gone`` is gone.
 
     Args:
         folder: receives a file per rank: the process of its host, its address, its steps.
         sizes: the sizes of the generations.
         faults: how the last rank ends in the generation with this number.
-        gone: the address of a host whose process must end while the job runs.
+        gone: the address of a host whose processes must end while the job runs.
     """
     session.init()
     state = ObjectState(step=0, total=0.0, sizes=())
@@ -124,13 +124,13 @@ ENDS: dict[str, Callable[[], None]] = {
 
 
 def places(folder: Path) -> list[tuple[int, int, str]]:
-    """Return process, process of the host, and its address, of all ranks of ``train_on_hosts``, as they started."""
-    found = []
+    """Return process, host process and host address of each rank of ``train_on_hosts``, in the order of their start."""
+    starts = []
     for path in folder.glob("log-*"):
         first = path.read_text().partition("\n")[0].split()
         if first[:1] == ["place"]:
-            found.append((float(first[3]), int(path.name.removeprefix("log-")), int(first[1]), first[2]))
-    return [place for _, *place in sorted(found)]
+            starts.append((float(first[3]), int(path.name.removeprefix("log-")), int(first[1]), first[2]))
+    return [place for _, *place in sorted(starts)]
 
 
 def lives(pid: int) -> bool:
@@ -184,7 +184,7 @@ def fail_at_a_step(folder: str, ranks: tuple[int, ...], error: Exception):
 
 
 def swallow(folder: str):
-    """A training that catches everything."""
+    """Catch every error of a training."""
     session.init()
     state = ObjectState(step=0)
 
@@ -205,7 +205,7 @@ def swallow(folder: str):
 
 
 def lose_a_rank_without_a_loop():
-    """A function that never calls ``hvd.elastic.run``, so no rank notices the loss of another."""
+    """Lose a rank without ``hvd.elastic.run``, so that no other rank notices."""
     session.init()
     pids = session.current().allgather(np.array([os.getpid()]), name="pids")
     if session.rank() == 1:
@@ -215,7 +215,7 @@ def lose_a_rank_without_a_loop():
 
 
 def train_twice(fault: str):
-    """Two trainings in one function; something happens in the second one."""
+    """Train twice in one function; a fault happens in the second training."""
     session.init()
 
     @run
@@ -247,7 +247,7 @@ def mismatch(folder: str):
 
 
 def fail_every_time(folder: str):
-    """The same error on all ranks, although nobody is lost."""
+    """Raise the same error on all ranks, although no rank is lost."""
     from sparkhvd.errors import CollectiveError  # noqa: PLC0415
 
     session.init()
@@ -262,14 +262,14 @@ def fail_every_time(folder: str):
 
 
 def keep_a_lock_in_the_state():
-    """A state that rank 0 cannot send to the others."""
+    """Train with a state that rank 0 cannot send to the others."""
     session.init()
     state = ObjectState(lock=threading.Lock())
     run(lambda state: state.commit())(state)
 
 
 def hang_at_the_start(folder: str, which: int):
-    """The start with the number ``which`` hangs before ``init()``; the others train, and lose a rank once."""
+    """Hang before ``init()`` in the start with the number ``which``; train in the others, and lose a rank once."""
     number = next(number for number in range(99) if once(folder, f"start-{number}"))
     if number == which:
         time.sleep(600)
@@ -277,7 +277,7 @@ def hang_at_the_start(folder: str, which: int):
 
 
 def hang_once_in_training(folder: str):
-    """One rank stops taking part; the others notice by the timeout of a collective."""
+    """Let one rank stop taking part; the others notice by the timeout of a collective."""
     session.init()
     state = ObjectState(step=0)
 
@@ -295,7 +295,7 @@ def hang_once_in_training(folder: str):
 
 
 class OwnState(State):
-    """A state of a user's, without ``super().__init__()``."""
+    """A user-defined state whose ``__init__`` does not call ``super().__init__()``."""
 
     def __init__(self) -> None:
         self.value = np.zeros(2)
@@ -313,7 +313,7 @@ class OwnState(State):
 
 
 def lose_the_only_other_rank_after_a_sync(folder: str):
-    """Rank 1 is lost; rank 0 hands the state to its successor, and is lost as soon as that one has it."""
+    """Lose rank 1, and then rank 0 as soon as it has sent the state to the successor of rank 1."""
     session.init()
 
     class HandedOver(ObjectState):

@@ -53,7 +53,7 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Fault:
-    """One row.
+    """One row of the matrix.
 
     Attributes:
         how: the fault.
@@ -241,7 +241,7 @@ _CUT_OFF_EARLY = (
 # Keepalive drops a silent host after 9 s; Spark alone takes two minutes.
 _CUT_SECONDS = 9.0 + SECONDS / 2
 _CUT_OFF = r"Rank {} on host \S+ was cut off from the network \({}\): the host has not responded for 9 s"
-# These need separate hosts. No process has a connection to a task that has not come yet: start_timeout ends that wait.
+# These need separate hosts. No process is connected to a task that is still missing: start_timeout ends the wait.
 CUT_OFF_FAULTS = [
     row
     for launcher in LAUNCHERS[1:]
@@ -315,15 +315,15 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: i
 
 
 def left_of(folder: Path) -> list[str]:
-    """Return the processes that still run of the job with this folder."""
-    found = [*(int(path.name.partition("-")[2]) for path in folder.glob("pid-*")), *_below()]
+    """Return the processes of the job with this folder that still run."""
+    pids = [*(int(path.name.partition("-")[2]) for path in folder.glob("pid-*")), *_below()]
     mark = f"FAULT_FOLDER={folder}\0".encode()
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # the process has just ended
             if mark in environment.read_bytes():
-                found.append(int(environment.parent.name))
+                pids.append(int(environment.parent.name))
     left = []
-    for pid in sorted(set(found)):
+    for pid in sorted(set(pids)):
         with suppress(psutil.Error):
             left.append(f"{pid}: {' '.join(psutil.Process(pid).cmdline())[:200]}")
     return left
@@ -331,17 +331,17 @@ def left_of(folder: Path) -> list[str]:
 
 def _below() -> list[int]:
     """Return the descendants that a job has besides its ranks: ``mpirun``, its agents, ``orted`` and their children."""
-    found = []
+    pids = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             words = " ".join(process.cmdline())
             if "pyspark" not in words and ("sparkhvd." in words or process.name() in {"mpirun", "orted"}):
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def ports_taken(folder: Path, *more: str) -> dict[str, tuple[float, str, list[str]]]:
-    """Run ``ports_script`` in a network namespace with few ports: by row, seconds, error and complaints."""
+    """Run ``ports_script`` in a network namespace with few ports; return seconds, error and complaints by row."""
     prepare = "ip link set lo up && sysctl -qw net.ipv4.ip_local_port_range='40000 40299' && exec \"$@\""
     command = [sys.executable, "-m", "tests.launch.ports_script", str(folder), *more]
     return results_of(run_script(["unshare", "--net", "sh", "-c", prepare, "sh", *command], folder, _LONG))

@@ -1,4 +1,4 @@
-"""Imported by ranks before they register: the first one that gets here goes wrong as the environment says."""
+"""Imported by ranks before they register: the first importing rank fails as the environment says."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ except FileExistsError:
 else:
     if os.environ["FAULT"] == "executor killed":  # every time
         (_FOLDER / "first").unlink()
-    if os.environ["FAULT"] != "wrong secret":  # it is the task that has it
+    if os.environ["FAULT"] != "wrong secret":  # the task has the wrong secret
         go_wrong(os.environ["FAULT"], _FOLDER)

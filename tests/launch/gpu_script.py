@@ -48,14 +48,14 @@ def fitted(session: SparkSession, store: Store) -> dict[str, object]:
 def refused(session: SparkSession, folder: str) -> dict[str, object]:
     """Return the error of a fit that needs more GPUs than exist, and the files that it leaves."""
     estimator = lines.estimator(Store.create(folder), num_proc=None, backend=SparkBackend(3, gpus_per_task=2))
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     try:
         estimator.fit(lines.points(session))
     except SlotsError as error:
-        found["slots"] = str(error)
-    found["left"] = [str(path) for path in Path(folder).rglob("*")]
+        result["slots"] = str(error)
+    result["left"] = [str(path) for path in Path(folder).rglob("*")]
     report = sparkhvd.preflight(session, estimator=estimator, stdout=io.StringIO())
-    return {**found, "preflight": list(report.problems), "devices": [task.devices for task in report.tasks]}
+    return {**result, "preflight": list(report.problems), "devices": [task.devices for task in report.tasks]}
 
 
 def main(script: str) -> None:
@@ -69,7 +69,7 @@ def main(script: str) -> None:
     builder.config("spark.task.resource.gpu.amount", "0.25")
     session = builder.config("spark.ui.enabled", "false").config("spark.log.level", "ERROR").getOrCreate()
     try:
-        found: dict[str, object] = {
+        results: dict[str, object] = {
             "two each": sparkhvd.run(devices, num_proc=2, gpus_per_task=2, cpus_per_task=2),
             "one each, by mpi": sparkhvd.run(devices, num_proc=2, gpus_per_task=1, launcher="mpi"),
             "shared": sparkhvd.run(devices, num_proc=2),
@@ -81,13 +81,13 @@ def main(script: str) -> None:
         try:
             sparkhvd.run(devices, num_proc=3, gpus_per_task=2)
         except SlotsError as error:
-            found["slots"] = str(error)
+            results["slots"] = str(error)
         with tempfile.TemporaryDirectory() as folder:
-            found["refused fit"] = refused(session, folder)
-            found["fit"] = fitted(session, Store.create(folder))
+            results["refused fit"] = refused(session, folder)
+            results["fit"] = fitted(session, Store.create(folder))
     finally:
         session.stop()
-    print_results(found)
+    print_results(results)
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _await_line(log: Path, pattern: str) -> str:
     deadline, pause = time.monotonic() + _START_SECONDS, threading.Event()
-    while not (found := re.search(pattern, log.read_text())):
+    while not (match := re.search(pattern, log.read_text())):
         assert time.monotonic() < deadline, f"{pattern} did not appear in time:\n{log.read_text()}"
         pause.wait(0.1)
-    return found[1]
+    return match[1]

@@ -90,7 +90,7 @@ def session_on(master: str) -> SparkSession:
 
 
 def lost_executors(folder: Path) -> dict[str, tuple[float, str, list[str]]]:
-    """Produce ``EXECUTOR_FAULTS`` on one cluster: by row, seconds, error and complaints."""
+    """Produce ``EXECUTOR_FAULTS`` on one cluster; return seconds, error and complaints by row."""
     command = [sys.executable, "-m", "tests.launch.losses_script", str(folder)]
     return results_of(run_script(command, folder, 900, **_environment(folder)))
 
@@ -147,11 +147,11 @@ def _without_users(memory: set[Path]) -> set[Path]:
 
 def _marked(mark: str) -> list[str]:
     """Return the processes with the mark in their environment, which descendants of the marked process inherit."""
-    found = []
+    marked = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"{_MARK}={mark}".encode() in entry.read_bytes():
-                found.append((entry.parent / "cmdline").read_text().replace("\0", " ")[:200])
+                marked.append((entry.parent / "cmdline").read_text().replace("\0", " ")[:200])
         except OSError:  # the process has just ended
             continue
-    return found
+    return marked

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from sparkhvd.task.mpi.job import MpiJob
 
 _CALL_SECONDS = 60.0
-# Leaves a task ample time to report its rank's progress to the driver before it is lost: the driver does not wait.
-_TELL_SECONDS = 1.0
+# The time for a task to report its rank's progress to the driver before the task is lost.
+_REPORT_SECONDS = 1.0
 
 
 def note_pid(folder: Path) -> None:
@@ -53,7 +53,7 @@ def go_wrong(how: str, folder: Path) -> None:
         take_all_ports()
         return
     if how == "host cut off" or how.startswith(("executor ", "Spark ", "task ")):
-        time.sleep(_TELL_SECONDS)
+        time.sleep(_REPORT_SECONDS)
     if how == "host cut off":
         cut_off()
         return

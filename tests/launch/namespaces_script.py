@@ -1,4 +1,4 @@
-"""Run by test_namespaces.py in a process of its own: four hosts, every Store, two hosts apart, hosts that are cut off.
+"""Run by test_namespaces.py in a process of its own: four hosts, every Store, disconnected hosts.
 
 python -m tests.launch.namespaces_script FOLDER [thoroughly]
 """
@@ -45,9 +45,9 @@ def place() -> dict[str, object]:
 
 
 def cut_off(fault: Fault, folder: Path, session: SparkSession, cluster: hosts.Cluster) -> dict[str, object]:
-    """A job of all hosts in which that of one rank is cut off; all are connected again afterwards."""
+    """Run a job on all hosts, cut off the host of one rank, and connect all hosts again afterwards."""
     folder.mkdir()
-    # Spark may have lost executors by the end of the job before, with the hosts that were cut off.
+    # Spark may have lost the executors of the hosts that were cut off in the previous job.
     while reserve_tasks(session, None, TaskResources(), Deadline.after(120.0)) < HOSTS:
         continue
     try:
@@ -77,7 +77,7 @@ def examined(
 
 
 def examined_apart(session: SparkSession, one: hosts.Host, other: hosts.Host) -> dict[str, object]:
-    """Return the preflight's report if no packet gets from ``one`` to ``other``."""
+    """Return the preflight's report while no packet gets from ``one`` to ``other``."""
     one.hide(other)
     try:
         return examined(session)
@@ -86,7 +86,7 @@ def examined_apart(session: SparkSession, one: hosts.Host, other: hosts.Host) ->
 
 
 def launched_apart(one: hosts.Host, others: Sequence[hosts.Host]) -> str:
-    """Return the error of the mpi launcher if only the driver reaches a host."""
+    """Return the error of the mpi launcher while only the driver reaches a host."""
     for other in others:
         one.hide(other)
     try:
@@ -107,7 +107,7 @@ def learned(spark: SparkSession, store: Store) -> list[float]:
 def learned_everywhere(
     spark: SparkSession, shared: Store, address: str, folder: Path, thoroughly: bool
 ) -> dict[str, list[float]]:
-    """The same with servers that the hosts reach by their network, and with a shared folder."""
+    """Return the errors of fits with Stores that all hosts reach: servers, and a shared folder."""
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("SPARKHVD_WARM_SECONDS", "60")  # the first fit imports PyTorch for all
@@ -121,7 +121,7 @@ def learned_everywhere(
 
 
 def say(backwards: str) -> None:
-    """Print a word, and add up a tensor of its letters; neither is anywhere in what Spark sends."""
+    """Print a word, and reduce a tensor of its letters; Spark itself sends neither."""
     import numpy as np  # noqa: PLC0415
 
     from sparkhvd.comm import session  # noqa: PLC0415
@@ -137,7 +137,7 @@ def say(backwards: str) -> None:
 def overheard_words(launcher: str, encrypt: str) -> list[str]:
     """Return what an observer between the hosts can read of a job."""
     word = "gnihtemos"
-    traces = [f"printed {word[::-1]}", f"reduced {word[::-1]}", "finished/"]  # the rendezvous sends the last one
+    traces = [f"printed {word[::-1]}", f"reduced {word[::-1]}", "finished/"]  # the rendezvous sends the last word
     with wire.overheard([trace.encode() for trace in traces]) as heard:
         sparkhvd.run(say, (word,), num_proc=HOSTS, launcher=launcher, env={"SPARKHVD_ENCRYPT": encrypt})
     return [trace for trace in traces if trace.encode() in heard]
@@ -150,7 +150,7 @@ def session_on(cluster: hosts.Cluster) -> SparkSession:
     for name in ("spark.driver.host", "spark.driver.bindAddress"):
         builder.config(name, cluster.address)
     builder.config("spark.ui.enabled", "false").config("spark.sql.shuffle.partitions", "4")
-    # An executor that looks for a part of its task on a host that does not answer asks another soon, not after minutes.
+    # An executor that fetches data from a silent host then asks another host within seconds, not minutes.
     builder.config("spark.shuffle.io.connectionTimeout", "5s").config("spark.shuffle.io.maxRetries", "0")
     return builder.config("spark.log.level", "ERROR").getOrCreate()
 
@@ -161,7 +161,7 @@ def main(folder: Path, thoroughly: bool) -> None:
         session = session_on(cluster)
         try:
             shared = Store.create(str(folder / "store"))
-            found: dict[str, object] = {
+            results: dict[str, object] = {
                 "addresses": [host.address for host in cluster.hosts],
                 "preflight": examined(session, shared),
                 "preflight of two apart": examined_apart(session, *cluster.hosts[1:3]),
@@ -186,7 +186,7 @@ def main(folder: Path, thoroughly: bool) -> None:
             }
         finally:
             session.stop()
-    print_results(found)
+    print_results(results)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ def main(folder: Path, thoroughly: bool) -> None:
     if thoroughly:
         builder = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false")
         spark = builder.config("spark.driver.host", "127.0.0.1").config("spark.log.level", "ERROR").getOrCreate()
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     # This process itself takes all ports for those before registration, so they come last.
     for number, fault in enumerate(sorted(faults, key=lambda one: one.phase == PHASES[0])):
         place = folder / str(number)
         place.mkdir(parents=True)
         ended = produced(fault, place, spark)
-        found[fault.name] = [ended.seconds, type(ended.error).__name__, complaints(fault, ended)]
-    print_results(found)
+        results[fault.name] = [ended.seconds, type(ended.error).__name__, complaints(fault, ended)]
+    print_results(results)
     if spark is not None:
         spark.stop()
 

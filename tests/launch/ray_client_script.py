@@ -1,4 +1,4 @@
-"""Runs a job and an executor over Ray Client; the argument is the port of the client server to start."""
+"""Run a job and an executor over Ray Client; the argument is the port of the client server to start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fail_on_rank_1() -> None:
 
 
 def connect(port: int, tries: int = 3) -> None:
-    """Connect; on a busy machine, Ray may give up the start of its server for a client."""
+    """Connect with retries: on a busy machine, Ray may fail to start a server for the client."""
     for number in range(1, tries + 1):
         try:
             ray.init(f"ray://127.0.0.1:{port}")

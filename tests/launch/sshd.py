@@ -20,7 +20,7 @@ SSHD = Path("/usr/sbin/sshd")
 
 
 def why_not() -> str:
-    """Return why this machine has no ssh server; empty if it has one."""
+    """Return the reason why this machine has no ssh server, or an empty string if it has one."""
     missing = not SSHD.exists() or shutil.which("ssh") is None
     return "openssh-server and openssh-client are not installed" if missing else ""
 
@@ -38,7 +38,7 @@ def make_client(folder: Path, addresses: Mapping[str, str]) -> Path:
 
     Args:
         folder: the folder of the keys.
-        addresses: the addresses of the hosts, by the names under which ssh shall know them.
+        addresses: the addresses of the hosts, by the names that ssh resolves.
     """
     (folder / "known_hosts").write_text(f"server {(folder / 'host_key.pub').read_text()}")
     names = "".join(f"Host {name}\n  HostName {address}\n" for name, address in addresses.items())

@@ -54,12 +54,12 @@ def calling(folder: Path) -> Iterator[dict[str, int]]:
 
 def _processes() -> list[int]:
     """Return this process and all its descendants except Spark's JVM and the daemon of Spark's Python workers."""
-    found = [os.getpid()]
+    pids = [os.getpid()]
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.name() != "java" and not _starts_workers(process):
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def _starts_workers(process: psutil.Process) -> bool:

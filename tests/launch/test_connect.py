@@ -32,7 +32,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert "num_proc=3 is more than the 2 slots of the cluster" in found["slots"]
     assert "a Spark Connect client is not such a driver. Use launcher='barrier'" in found["mpi"]
     assert sorted(found["gpus"]) == [["0"], ["1"]]
-    assert [sorted(names) for names in found["gpus of as many ranks as there is room for"]] == [["0", "1"]]
+    assert [sorted(names) for names in found["gpus without num_proc"]] == [["0", "1"]]
     assert "is more than the 1 slot of the cluster" in found["slots for GPUs"]
     assert "spark.task.cpus=1, 2 GPUs per task" in found["slots for GPUs"]
     assert "spark.sql.leafNodeDefaultParallelism=7 of this cluster overrides. Set num" in found["hidden cores"]
@@ -54,7 +54,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert "were not free at the same time within start_timeout=5 s" in found["busy"][0]
     assert "did not answer a small query within" in found["busy"][1]
     assert found["left by a killed client"] == []
-    assert found["places after it"] == found["places"]
+    assert found["places afterwards"] == found["places"]
     for store in (" without a Store", " on S3"):
         errors = found[f"errors{store}"]
         assert len(errors) == 64

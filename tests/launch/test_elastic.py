@@ -89,7 +89,7 @@ def test_hosts_that_are_this_machine_need_no_ssh(tmp_path):
 
 
 @pytest.mark.usefixtures("without_ssh")
-def test_a_host_that_needs_ssh_is_named_if_there_is_none():
+def test_without_ssh_the_error_names_the_host_that_needs_it():
     options = FAST | {"launcher": "auto", "cooldown_range": (0.1, 0.1)}
     with pytest.raises(RankFailedError, match=r"Rank 0 on host elsewhere did not start: .*No such file.*'ssh'"):
         sparkhvd.run_elastic(os.getpid, num_proc=1, hosts="elsewhere:1", **options)
@@ -151,11 +151,11 @@ def test_a_flapping_rank_is_retried_until_reset_limit(tmp_path):
     assert str(caught.value).count("raised ValueError: no luck at step") >= 2
 
 
-def test_an_error_that_is_swallowed_does_not_end_as_success(tmp_path):
+def test_a_job_that_swallows_an_error_fails(tmp_path):
     assert sparkhvd.run_elastic(training.swallow, (str(tmp_path),), num_proc=2, min_num_proc=1, **FAST)[0] == 10
 
 
-def test_the_loss_of_a_rank_that_no_other_rank_notices_does_not_end_as_success():
+def test_a_job_fails_although_no_other_rank_notices_the_loss_of_a_rank():
     options = FAST | {"cooldown_range": (0.05, 0.05)}
     with pytest.raises(RankFailedError, match="was killed by signal 9"):
         sparkhvd.run_elastic(training.lose_a_rank_without_a_loop, num_proc=2, **options)
@@ -287,7 +287,7 @@ def test_samples_are_processed_exactly_once_per_epoch_when_ranks_change(tmp_path
     assert sum(counts.values()) - len(counts) <= 2 * 2, "only the ends of epochs are padded"
 
 
-def test_a_state_of_the_users_survives_the_loss_of_rank_0(tmp_path):
+def test_a_user_defined_state_survives_the_loss_of_rank_0(tmp_path):
     results = sparkhvd.run_elastic(training.train_own_state, (str(tmp_path),), num_proc=2, min_num_proc=1, **FAST)
     assert results[0] == [10.0, 20.0]
 
@@ -299,10 +299,10 @@ def test_a_new_rank_continues_alone_if_all_others_are_lost_as_soon_as_it_has_the
     assert (tmp_path / "handed over").exists()
     handed_over = int((tmp_path / "synced-1").read_text())
     assert handed_over >= 3
-    assert results[0] == max(9, handed_over), "it took the state over, and then only the rest of the steps"
+    assert results[0] == max(9, handed_over), "it took over the state, and ran only the remaining steps"
 
 
-def test_a_job_that_waits_for_slots_says_so_once(tmp_path, monkeypatch, caplog):
+def test_a_job_that_waits_for_slots_reports_this_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(policy, "SHORTAGE_SECONDS", 0.5)
     options = FAST | {"start_timeout": 4, "discovery": lambda: {"localhost": 1}}
     with pytest.raises(StartTimeoutError, match="Only 1 of at least 2 ranks"):
@@ -313,7 +313,7 @@ def test_a_job_that_waits_for_slots_says_so_once(tmp_path, monkeypatch, caplog):
     assert len(printed) == 1
 
 
-def test_no_rank_that_can_start_ends_in_a_start_timeout(tmp_path):
+def test_a_job_without_a_rank_that_can_start_ends_in_a_start_timeout(tmp_path):
     with pytest.raises(StartTimeoutError, match=r"Only 0 of at least 1 ranks(?s:.)*elsewhere is not this machine"):
         sparkhvd.run_elastic(
             training.train,
@@ -351,7 +351,7 @@ def test_arguments_that_cannot_work_are_rejected(arguments, message):
 
 
 @pytest.mark.usefixtures("warm_ranks")
-def test_a_tensorflow_function_outlives_the_loss_of_a_rank_and_averages_over_those_that_are_left(tmp_path):
+def test_a_tensorflow_function_outlives_the_loss_of_a_rank_and_averages_over_the_remaining_ranks(tmp_path):
     results = sparkhvd.run_elastic(
         training.train_tensorflow,
         (str(tmp_path), 12),
@@ -391,7 +391,7 @@ def test_a_keras_training_that_loses_a_rank_ends_with_the_weights_of_an_undistur
         model.fit(*training.keras_rows(epoch), training.KERAS_BATCH, shuffle=False, verbose=0)
     assert (tmp_path / "killed").exists()
     for weights, starts in results:
-        assert starts[0] == (1, 2), "training went on from the last commit, within the epoch"
+        assert starts[0] == (1, 2), "training continued from the last commit, within the epoch"
         for found, expected in zip(weights, model.get_weights(), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-4)
 

@@ -29,7 +29,7 @@ FAST = {"start_timeout": 60, "elastic_timeout": 30, "cooldown_range": (0.5, 5), 
 
 
 def programs(host: hosts.Host) -> list[int]:
-    """Return the processes on a host but those of its ssh server."""
+    """Return the processes on a host except those of its ssh server."""
     listed = subprocess.run(["ip", "netns", "pids", host.namespace], check=True, capture_output=True, text=True)
     return [int(pid) for pid in listed.stdout.split() if training.lives(int(pid)) and not is_of_sshd(int(pid))]
 
@@ -49,7 +49,7 @@ def two_hosts(tmp_path_factory) -> Iterator[sshd.SshHosts]:
 
 @pytest.fixture
 def reached(two_hosts, monkeypatch) -> Iterator[sshd.SshHosts]:
-    """The same hosts; after the test no process is left on them."""
+    """Provide the two hosts, and check after the test that no process is left on them."""
     monkeypatch.setenv("PATH", two_hosts.path)
     yield two_hosts
     for host in two_hosts.hosts:
@@ -103,7 +103,7 @@ def test_a_host_that_is_cut_off_loses_its_ranks_and_keeps_no_process(reached, tm
             **FAST | {"cooldown_range": (60, 60)},
         )
         thread.join()
-        wait_for(lambda: not programs(cut[0]), 15)  # although it cannot learn of the job's end
+        wait_for(lambda: not programs(cut[0]), 15)  # although it cannot learn that the job has ended
     finally:
         for host in cut:
             host.connect()
@@ -116,9 +116,7 @@ def test_a_host_that_is_cut_off_loses_its_ranks_and_keeps_no_process(reached, tm
     assert total == sum(range(1, step + 1))
 
 
-def test_a_job_moves_with_the_hosts_of_a_script_which_may_fail_and_name_hosts_that_do_not_answer(
-    reached, tmp_path, caplog
-):
+def test_a_job_follows_the_hosts_of_a_script_that_fails_at_times_and_names_silent_hosts(reached, tmp_path, caplog):
     one, other = reached.hosts
     slots, script = tmp_path / "slots", tmp_path / "discover.sh"
     script.write_text(f"#!/bin/sh\ncat {slots}\n")
@@ -179,6 +177,6 @@ def test_a_script_that_fails_at_the_start_ends_the_job_with_its_error(tmp_path):
 
 
 @pytest.mark.usefixtures("reached")
-def test_hosts_that_ssh_does_not_reach_end_the_job_with_sshs_error():
+def test_hosts_that_ssh_cannot_reach_end_the_job_with_the_error_of_ssh():
     with pytest.raises(RankFailedError, match=r"All of the first 3 workers failed before(?s:.)*Name or service not kn"):
         sparkhvd.run_elastic(os.getpid, num_proc=1, hosts="no.host.invalid:1", **FAST)

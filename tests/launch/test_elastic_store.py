@@ -29,7 +29,7 @@ def test_a_job_that_loses_all_ranks_resumes_from_the_last_published_commit(tmp_p
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()], "deleted after the job"
 
 
-def test_between_published_commits_the_steps_since_the_last_one_are_lost(tmp_path):
+def test_the_steps_since_the_last_published_commit_are_lost(tmp_path):
     events = {(5, 0, 1): "kill"}
     ((step, total, *_),) = sparkhvd.run_elastic(
         training.train, (8, str(tmp_path), events), num_proc=1, store=str(tmp_path / "store"), **FAST
@@ -49,7 +49,7 @@ def test_the_state_that_new_ranks_resume_from_is_exactly_the_published_one(tmp_p
         store=str(tmp_path / "store"),
         commit_interval=0,
         preload=preload,
-        env={"OPENBLAS_NUM_THREADS": "1"},  # no warm process is left of one in which SciPy's BLAS has threads
+        env={"OPENBLAS_NUM_THREADS": "1"},  # a warm process cannot fork beside threads of BLAS
         **FAST,
     )
     with np.load(tmp_path / "rank-0.npz") as saved:
@@ -62,7 +62,7 @@ def test_the_state_that_new_ranks_resume_from_is_exactly_the_published_one(tmp_p
             np.testing.assert_array_equal(number, value)
 
 
-def test_a_failed_write_is_reported_and_costs_the_steps_only_if_all_ranks_are_lost(tmp_path, capfd):
+def test_a_failed_write_is_reported_and_loses_steps_only_if_all_ranks_are_lost(tmp_path, capfd):
     (tmp_path / "store").mkdir()
     obstacle = tmp_path / "store" / "elastic"
     obstacle.write_text("a file where the folder should be")
@@ -75,13 +75,13 @@ def test_a_failed_write_is_reported_and_costs_the_steps_only_if_all_ranks_are_lo
         **FAST | {"verbose": 1},
     )
     assert results == [(4, 10.0)]
-    assert [one[0] for one in steps(tmp_path)] == [1, 2, 1, 2, 3, 4], "from the beginning"
+    assert [one[0] for one in steps(tmp_path)] == [1, 2, 1, 2, 3, 4], "the job started again from the beginning"
     shown = capfd.readouterr().out
     assert "Commit 2 could not be published, so a loss of all ranks would cost the steps since the last" in shown
     assert "No commit of this job has been published, so its training begins anew." in shown
 
 
-def test_a_published_commit_that_is_gone_ends_the_job_instead_of_beginning_anew(tmp_path):
+def test_a_missing_published_commit_ends_the_job_instead_of_restarting_the_training(tmp_path):
     with pytest.raises(RankFailedError, match=r"commit-00000001-0000000001, the last commit of this job, is not there"):
         sparkhvd.run_elastic(
             training.train_without_its_store,
@@ -94,6 +94,6 @@ def test_a_published_commit_that_is_gone_ends_the_job_instead_of_beginning_anew(
 
 
 @pytest.mark.parametrize("interval", [-1, float("nan"), float("inf"), "60"])
-def test_an_interval_that_is_no_number_of_seconds_is_refused(tmp_path, interval):
+def test_a_commit_interval_that_is_not_a_number_of_seconds_is_refused(tmp_path, interval):
     with pytest.raises(ConfigError, match="commit_interval must be a number of seconds, at least 0, got"):
         sparkhvd.run_elastic(print, num_proc=1, store=str(tmp_path), commit_interval=interval, **FAST)

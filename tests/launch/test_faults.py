@@ -23,16 +23,16 @@ pytestmark = pytest.mark.spark
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.always], ids=lambda fault: fault.name)
-def test_the_driver_reports_the_failure_soon_without_leftovers(fault, spark, tmp_path):
+def test_the_driver_reports_the_failure_soon_and_leaves_nothing_behind(fault, spark, tmp_path):
     assert complaints(fault, produced(fault, tmp_path, spark)) == []
 
 
 def gather_alone(waited: Path, _batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """A task that looks for the others by Spark's means; the second one does not come."""
-    place, messages = current_task_info(), []
-    if place.index == 0:
+    """Run a task that looks for the others through Spark; the second task never joins."""
+    task, messages = current_task_info(), []
+    if task.index == 0:
         try:
-            all_gather("here", Job(b"", 2, config=Config(start_timeout=1.0)), place)
+            all_gather("here", Job(b"", 2, config=Config(start_timeout=1.0)), task)
         except LaunchError as error:
             messages.append(str(error))
         waited.touch()

@@ -60,7 +60,7 @@ def test_ranks_get_the_gpus_that_spark_assigns_to_their_tasks(tmp_path):
     )
     assert sorted(name for pair in given for name in pair) == ["0", "1", "2", "3"]
     assert found["refused fit"]["slots"] == found["slots"]
-    assert found["refused fit"]["left"] == [], "nothing is prepared before the slots are known to do"
+    assert found["refused fit"]["left"] == [], "nothing is prepared before the slots are checked"
     assert found["refused fit"]["preflight"] == [found["slots"]]
     assert [len(names) for names in found["refused fit"]["devices"]] == [2, 2]
 

@@ -38,7 +38,7 @@ def sum_of_ranks(offset: int) -> tuple[int, float, str | None]:
     return rank, float(total) + offset, os.environ.get("MINE")
 
 
-def test_ranks_run_beside_this_process_with_log_files_on_request(tmp_path):
+def test_ranks_run_on_this_machine_with_log_files_on_request(tmp_path):
     stdout = io.StringIO()
     results = sparkhvd.run(
         sum_of_ranks,
@@ -83,7 +83,7 @@ def test_another_python_finds_the_users_modules_but_not_the_packages_of_this_one
     venv.create(tmp_path / "other", symlinks=True)
     other = tmp_path / "other" / "bin" / "python"
     (packages,) = (tmp_path / "other" / "lib").glob("python3*/site-packages")
-    # What is installed there.
+    # The packages of the other Python.
     Path(packages, "installed.pth").write_text("\n".join([str(ROOT), sysconfig.get_paths()["purelib"]]))
     (tmp_path / "mine").mkdir()
     monkeypatch.syspath_prepend(tmp_path / "mine")
@@ -145,7 +145,7 @@ def come_late_on_rank_1() -> None:
     session.init()
 
 
-def test_init_waits_for_the_start_timeout_of_the_call_and_names_the_missing_rank_before_and_after():
+def test_init_waits_for_the_start_timeout_of_the_call_and_names_the_missing_rank():
     stdout = io.StringIO()
     with pytest.raises(RankFailedError, match=r"did not reach init\(\): rank 0 waited start_timeout=5 s for rank 1"):
         sparkhvd.run(
@@ -160,7 +160,7 @@ def test_init_waits_for_the_start_timeout_of_the_call_and_names_the_missing_rank
     assert re.search(warning, stdout.getvalue())
 
 
-def test_nothing_of_spark_is_loaded():
+def test_the_local_launcher_does_not_import_pyspark():
     code = (
         "import sys, sparkhvd\n"
         "def fn(): return 7\n"

@@ -70,7 +70,7 @@ def test_the_preflight_reports_a_good_cluster_as_ready(spark, rows, tmp_path):
 
 
 def test_the_preflight_reports_all_problems_at_once(spark, rows):
-    store = Store.create(f"memory://{uuid.uuid4().hex}")  # every process has one of its own
+    store = Store.create(f"memory://{uuid.uuid4().hex}")  # every process has its own
     printed = io.StringIO()
     report = sparkhvd.preflight(
         spark, 9, store=store, estimator=estimator_of(None, TwoInputs(7)), df=rows, timeout=200.0, stdout=printed

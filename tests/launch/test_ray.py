@@ -84,7 +84,7 @@ def test_ranks_see_the_gpus_of_their_node_in_the_order_of_local_ranks():
 
 
 def stay(folder: str) -> None:
-    child = subprocess.Popen(["sleep", "600"])  # Ray ends an actor and its children, but not this one
+    child = subprocess.Popen(["sleep", "600"])  # Ray ends an actor and its children, but not this grandchild
     path = Path(folder, os.environ["SPARKHVD_RANK"])
     path.with_suffix(".new").write_text(f"{os.getppid()} {os.getpid()} {child.pid}")
     path.with_suffix(".new").rename(path)
@@ -92,7 +92,7 @@ def stay(folder: str) -> None:
 
 
 def pids_in(folder: Path, count: int) -> dict[str, list[int]]:
-    """Return the ids of the actor, the worker process and its child by rank, once all ranks have written them."""
+    """Return the ids of actor, worker process and child by rank, once all ranks have written them."""
     ranks = [str(rank) for rank in range(count)]
     wait_for(lambda: all((folder / rank).exists() for rank in ranks), seconds=120.0)
     return {rank: [int(pid) for pid in (folder / rank).read_text().split()] for rank in ranks}
@@ -138,7 +138,7 @@ def test_an_interrupt_ends_all_processes_of_a_job_and_releases_its_resources(tmp
     def interrupt() -> None:
         try:
             pids.update(pids_in(tmp_path, 2))
-        finally:  # else the job would not end
+        finally:  # otherwise the job would not end
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt, name="interrupter")
@@ -152,7 +152,7 @@ def test_an_interrupt_ends_all_processes_of_a_job_and_releases_its_resources(tmp
 
 
 @pytest.mark.usefixtures("cluster")
-def test_too_few_resources_are_reported_with_what_the_cluster_has():
+def test_too_few_resources_are_reported_with_those_of_the_cluster():
     nodes = r"1 node with 1 CPU; 1 node with 2 CPU and 2 GPU"
     words = rf"4 ranks with 1 CPU each were requested, but the Ray cluster has {nodes}\. Request fewer ranks"
     with pytest.raises(SlotsError, match=words):
@@ -314,7 +314,7 @@ def test_jobs_run_over_ray_client():
 
 @pytest.mark.soak
 def test_the_loss_of_a_node_ends_the_ranks_and_names_one_of_them(cluster, tmp_path):
-    """The last test: the cluster has one node less from then on."""
+    """Remove a node of the cluster; this must be the last test."""
     from sparkhvd.ray import RayExecutor  # noqa: PLC0415
 
     pids: dict[str, list[int]] = {}

@@ -35,7 +35,7 @@ def environment() -> dict[str, str]:
 
 
 def values_by_rank(done: subprocess.CompletedProcess[str], prefix: str = r"\[(\d+)\]<stdout>:") -> dict[int, dict]:
-    # Not by lines: what mpirun reads of a rank may end before its newline; then the next one follows on the same line.
+    # Not by lines: mpirun may forward a rank's output without its newline, and another rank's output follows it.
     found = re.findall(prefix + r"(\{[^}]*\})", done.stdout)
     assert found, done.stdout + done.stderr
     return {int(rank): json.loads(text) for rank, text in found}
@@ -88,7 +88,7 @@ def test_a_program_that_cannot_be_started_is_reported(program, words):
     assert words in done.stderr
 
 
-# What a shell does to the jobs that it starts in the background; these tests may themselves run under nohup.
+# Like a shell that starts a job in the background; ``env`` undoes a nohup under which these tests may run.
 INTERRUPTS_IGNORED = ("env", "--default-signal=HUP", "/bin/sh", "-c", """trap '' INT; exec "$@" """, "sh")
 BY_MPI = ("--mpi", "--mpi-args=--oversubscribe")
 
@@ -124,7 +124,7 @@ def test_the_ranks_end_with_the_launcher(number, options, tmp_path):
 
 
 @pytest.mark.parametrize("options", [(), BY_MPI], ids=["", "by mpi"])
-def test_nohup_keeps_the_ranks_of_a_terminal_that_is_closed(options, tmp_path):
+def test_with_nohup_the_ranks_outlive_their_terminal(options, tmp_path):
     (tmp_path / "stays.py").write_text(
         "import os, pathlib, signal\nos.kill(int(pathlib.Path('launcher').read_text()), signal.SIGHUP)\n"
     )
@@ -155,7 +155,7 @@ def test_mpirun_starts_the_ranks_on_request(tmp_path):
 
 
 def test_mpirun_passes_the_environment_to_the_ranks_on_all_hosts(tmp_path):
-    agent = tmp_path / "agent"  # what ssh would be: the first word is the host
+    agent = tmp_path / "agent"  # replaces ssh: the first argument is the host
     agent.write_text(f'#!/bin/sh\nshift\nexec env -i PATH="$PATH" TMPDIR={tmp_path} MAIL=theirs /bin/sh -c "$*"\n')
     agent.chmod(0o755)
     mine = {"MINE": "a b;c", "SPARKHVD_ENCRYPT": "1", "MAIL": "ours", "OMPI_MCA_plm_rsh_agent": str(agent)}

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(bool(sshd.why_not()), reason=sshd.why_not())
 
 @pytest.fixture(scope="module")
 def ssh_server(tmp_path_factory):
-    """The names of two hosts that ssh takes to this machine, through a program ``ssh`` that adds our configuration."""
+    """Run an ssh server; a program ``ssh`` resolves the host names node-a and node-b to it."""
     folder = tmp_path_factory.mktemp("ssh")
     key = sshd.make_keys(folder)
     program = sshd.make_client(folder, {"node-a": "127.0.0.1", "node-b": "127.0.0.1"})
@@ -87,7 +87,7 @@ def test_sparkhvdrun_reaches_hosts_with_the_given_port_and_key(flag, more, ssh_s
     hosts.write_text("node-a slots=2\nnode-b slots=1\n")
     program = (
         "import os; from sparkhvd.comm import session; session.init(); world = session.current().world; "
-        # In one piece also with PYTHONUNBUFFERED, as mpirun puts together what comes from the ranks.
+        # One write per line, even with PYTHONUNBUFFERED: mpirun interleaves the ranks' writes.
         "os.write(1, f'{world.rank} {world.size} {\"SSH_CONNECTION\" in os.environ}\\n'.encode())"
     )
     given = "node-a:2,node-b:1" if flag == "-H" else hosts
@@ -100,12 +100,12 @@ def test_sparkhvdrun_reaches_hosts_with_the_given_port_and_key(flag, more, ssh_s
         timeout=120,
         check=False,
     )
-    job = "1," if more else ""  # as mpirun counts them
+    job = "1," if more else ""  # mpirun adds the number of its job
     lines = [f"[{job}{rank}]<stdout>:{rank} 3 True" for rank in range(3)]
     assert sorted(done.stdout.splitlines()) == lines, done.stderr
 
 
-def test_a_host_that_ssh_does_not_reach_is_named_with_sshs_error(ssh_server, monkeypatch, tmp_path):
+def test_a_host_that_ssh_cannot_reach_is_named_with_the_error_of_ssh(ssh_server, monkeypatch, tmp_path):
     folder, port, _ = ssh_server
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     wrong = tmp_path / "wrong_key"
@@ -114,7 +114,7 @@ def test_a_host_that_ssh_does_not_reach_is_named_with_sshs_error(ssh_server, mon
         sparkhvd.run(place, hosts="node-a:1", ssh_port=port, ssh_identity_file=str(wrong))
 
 
-def test_a_host_with_an_unknown_name_is_named_with_sshs_error():
+def test_a_host_with_an_unknown_name_is_named_with_the_error_of_ssh():
     with pytest.raises(LaunchError, match=r"Host no\.host\.invalid was lost: .*code 255.*Could not resolve hostname"):
         sparkhvd.run(place, hosts="localhost:1,no.host.invalid:1")
 
@@ -128,7 +128,7 @@ def test_a_host_that_does_not_answer_is_named_at_the_start_timeout(ssh_server, m
         with pytest.raises(
             StartTimeoutError, match=r"within start_timeout=2 s: node-a, node-b did not report\. Check that `ssh HOST"
         ):
-            # More than the pipe to ssh takes.
+            # An argument that is larger than the buffer of the pipe to ssh.
             sparkhvd.run(lambda _: place(), (bytes(4 << 20),), hosts="node-a:1,node-b:1", **options)
 
 
@@ -138,7 +138,7 @@ def stay(folder: str) -> None:
 
 
 @pytest.mark.timeout(90)
-def test_the_ranks_of_a_host_end_with_its_ssh_and_the_host_is_named(ssh_server, monkeypatch, tmp_path):
+def test_the_ranks_of_a_host_end_with_its_ssh_process_and_the_error_names_the_host(ssh_server, monkeypatch, tmp_path):
     folder, port, key = ssh_server
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
@@ -188,4 +188,4 @@ def test_a_failure_is_reported_even_if_another_host_does_not_answer(tmp_path):
         sparkhvd.run(stop_the_other_host, (str(tmp_path),), launcher="ssh", hosts=hosts)
     pids = {int(pid) for pid in (tmp_path / "pids").read_text().split()}
     left = [process for process in psutil.process_iter() if process.pid in pids]
-    assert psutil.wait_procs(left, timeout=20)[1] == []  # a rank ends when it finds its task gone
+    assert psutil.wait_procs(left, timeout=20)[1] == []  # a rank ends when it notices that its task has ended

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("yarn_script.py")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, hdfs) -> Iterator[dict]:
     folder = tmp_path_factory.mktemp("yarn")
-    # What a container whose GPUs YARN isolates finds: one, of number 0.
+    # A container with isolated GPUs finds a single GPU with the number 0.
     discovery = folder / "discover.sh"
     discovery.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["0"]}'\n""")
     discovery.chmod(0o755)

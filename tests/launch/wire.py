@@ -17,8 +17,8 @@ _REST_SECONDS = 2.0
 
 @contextmanager
 def overheard(words: Sequence[bytes]) -> Iterator[set[bytes]]:
-    """Yield those of ``words`` that pass any interface of this machine except loopback during the block; needs root."""
-    found: set[bytes] = set()
+    """Yield the ``words`` that pass an interface other than loopback during the block; needs root."""
+    heard: set[bytes] = set()
     over = threading.Event()
 
     def listen() -> None:
@@ -33,7 +33,7 @@ def overheard(words: Sequence[bytes]) -> Iterator[set[bytes]]:
                     return
                 continue
             if interface != "lo":
-                found.update(word for word in words if word in packet)
+                heard.update(word for word in words if word in packet)
 
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
@@ -41,7 +41,7 @@ def overheard(words: Sequence[bytes]) -> Iterator[set[bytes]]:
         thread = threading.Thread(target=listen, name="listener", daemon=True)
         thread.start()
         try:
-            yield found
+            yield heard
         finally:
             over.set()
             thread.join()

@@ -61,13 +61,13 @@ def main(staging: str, store: str, discovery: str) -> None:
         builder.config(name, value)
     session = builder.getOrCreate()
     try:
-        found: dict[str, object] = {
+        results: dict[str, object] = {
             launcher: sparkhvd.run(place, num_proc=2, launcher=launcher) for launcher in ("barrier", "mpi")
         }
-        found["errors"] = lines.errors(session, Store.create(store))
+        results["errors"] = lines.errors(session, Store.create(store))
     finally:
         session.stop()
-    print_results(found)
+    print_results(results)
 
 
 if __name__ == "__main__":
