@@ -1,4 +1,4 @@
-"""Compare random collectives with NumPy: random mixtures of all operations on ranks that are threads.
+"""Compare random mixtures of all collectives with NumPy, with threads as ranks.
 
 Every rank draws the same rounds from one seed, including the contributions of all ranks, so each rank knows its
 expected results. Values are integers so small that sums and products are exact in every type.
@@ -292,7 +292,7 @@ def _use_large_arrays(me: Communicator) -> tuple[int, list[str]]:
 def _parts_and_residues(
     array: np.ndarray[Any, Any], begin: int = 0
 ) -> Iterator[tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """Yield where each part of an array begins, the part, and the residues modulo 251 of its indices.
+    """Yield the start of each part of an array, the part, and the residues modulo 251 of its indices.
 
     The indices count from ``begin``. The parts bound the memory that is needed beside the array.
     """
@@ -306,28 +306,28 @@ def _on_threads(
     hosts: tuple[str, ...], play: Callable[[Communicator], tuple[int, list[str]]], **settings: Any
 ) -> tuple[int, list[str]]:
     size = len(hosts)
-    found: list[tuple[int, list[str]]] = [(0, ["did not end"])] * size
+    results: list[tuple[int, list[str]]] = [(0, ["did not end"])] * size
     config = Config(**{"cache_capacity": CACHE, "collective_timeout": 60.0} | settings)
     token = secrets.token_bytes(16)
     with RendezvousServer(token, encrypt=config.encrypt) as server:
         worlds = layout(hosts)
 
-        def be(rank: int) -> None:
+        def run_rank(rank: int) -> None:
             address = (("127.0.0.1", server.port),)
             context = LaunchContext(worlds[rank], address, token, host_key=hosts[rank], config=config)
             try:
-                with Communicator(context) as me:
-                    found[rank] = play(me)
-            except Exception as error:  # noqa: BLE001 - it is shown
-                found[rank] = (0, [f"{type(error).__name__}: {error}"])
+                with Communicator(context) as communicator:
+                    results[rank] = play(communicator)
+            except Exception as error:  # noqa: BLE001 - the result reports it
+                results[rank] = (0, [f"{type(error).__name__}: {error}"])
 
-        threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(size)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    wrong = [f"{hosts}, rank {rank}: {message}" for rank, (_, all_) in enumerate(found) for message in all_]
-    return sum(count for count, _ in found), wrong
+    wrong = [f"{hosts}, rank {rank}: {message}" for rank, (_, all_) in enumerate(results) for message in all_]
+    return sum(count for count, _ in results), wrong
 
 
 def _play(me: Communicator, seed: int, seconds: float) -> tuple[int, list[str]]:

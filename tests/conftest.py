@@ -79,7 +79,7 @@ _ports_of_data_nodes: set[int] = set()
 _OF_THE_HDFS_CLIENT = frozenset({"anon_inode:[eventfd]", "anon_inode:[eventpoll]"})
 _TEMPORARY_FOLDER = pytest.StashKey[Path]()
 _ERROR_LINE = re.compile(r"(Caused by: |Fatal Python error)|[\w.]*(Error|Exception|Exit|Interrupt|Failed)\b")
-# A Java whose JVMs start in half the processor time; the `make` targets of the tests create it.
+# A Java installation whose JVMs need half the processor time to start; the `make` targets of the tests create it.
 _TEST_JAVA = Path(sys.prefix) / "test-java"
 
 
@@ -103,7 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests import lean_imports  # noqa: PLC0415  (small runs have no such package)
 
         lean_imports.install()
-        # Imported before any test imports TensorFlow: triton, which torch._dynamo loads, crashes if it comes second.
+        # torch._dynamo loads triton, which crashes if it is imported after TensorFlow.
         import torch._dynamo  # noqa: F401, PLC0415
 
         gc.freeze()  # so that the leak check's garbage collections skip all current objects
@@ -116,7 +116,7 @@ def pytest_configure(config: pytest.Config) -> None:
     tempfile.tempdir = str(temporary)
     os.environ |= {
         "TMPDIR": str(temporary),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "torchinductor"),  # torch would put it among the temporary files
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "torchinductor"),  # by default, a folder among the temporary files
         _MARK: uuid.uuid4().hex,
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
@@ -129,8 +129,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @contextmanager
-def _without_the_name_of_the_test() -> Iterator[None]:
-    """Hide it from the processes that a test starts: a warm process forks ranks only in its own environment."""
+def _hidden_test_name() -> Iterator[None]:
+    """Hide the test's name from processes that it starts: a warm process forks ranks only in an equal one."""
     name = os.environ.get(_CURRENT_TEST)
     try:
         if name is not None:
@@ -143,13 +143,13 @@ def _without_the_name_of_the_test() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Iterator[Any]:
-    with _without_the_name_of_the_test():
+    with _hidden_test_name():
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup() -> Iterator[Any]:
-    with _without_the_name_of_the_test():
+    with _hidden_test_name():
         return (yield)
 
 
@@ -162,7 +162,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _causes(text: str) -> str:
-    """Return the last error lines of a failure's text: of a Java exception, what it was caused by."""
+    """Return the last error lines of a failure's text; for a Java exception, the lines with its causes."""
     lines = [line.removeprefix("E ").strip() for line in text.splitlines()]
     errors = list(dict.fromkeys(line[:300] for line in lines if _ERROR_LINE.match(line)))
     return " / ".join(errors[-4:]) or text[-300:].replace("\n", " ")
@@ -184,7 +184,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
         .config("spark.sql.shuffle.partitions", "4")
-        # Two Python workers run most jobs then; each one that trains or predicts imports the frameworks.
+        # Limits most jobs to two Python workers; each worker that trains or predicts imports the frameworks.
         .config("spark.default.parallelism", "2")
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.driver.bindAddress", "127.0.0.1")
@@ -241,7 +241,7 @@ def gcs(s3: S3) -> Iterator[dict[str, Any]]:
     """Provide the storage options of a GCS server with the bucket ``sparkhvd-tests``."""
     from tests.gcs_server import running_gcs  # noqa: PLC0415
 
-    pytest.importorskip("gcp_storage_emulator", reason="an environment of before; tools/make-venv renews it")
+    pytest.importorskip("gcp_storage_emulator", reason="tools/make-venv renews an older environment")
     with running_gcs() as running:
         yield running
 
@@ -255,7 +255,7 @@ def store_servers(hdfs: Hdfs, s3: S3, request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def connect_port() -> Iterator[None]:
-    """Own the port of Spark Connect's servers, which is the same for all: parts of the suite run at the same time."""
+    """Reserve the one port that all Spark Connect servers use: parts of the suite run at the same time."""
     build = Path(__file__).parents[1] / "build"
     build.mkdir(exist_ok=True)
     with (build / "connect-port.lock").open("w") as lock:
@@ -322,18 +322,18 @@ def _leaks(before: _Snapshot, after: _Snapshot, allowed: frozenset[str]) -> list
         for name in before.environment.keys() | after.environment.keys()
         if before.environment.get(name) != after.environment.get(name)
     ]
-    found = {
+    leaks = {
         "thread": new(before.threads, after.threads),
         "thread of the core": new(before.native_threads, after.native_threads),
         "process": new(before.processes, after.processes),
         "file descriptor": [
             target for target in _more_descriptors(before.descriptors, after.descriptors) if target not in allowed
         ],
-        "shared memory": _without_that_of_others(after.shared_memory - before.shared_memory),
+        "shared memory": _without_foreign_segments(after.shared_memory - before.shared_memory),
         "temporary file": after.temporary_files - before.temporary_files,
         "environment variable": changed,
     }
-    return [f"{kind} {what}" for kind, leaked in found.items() for what in sorted(leaked)]
+    return [f"{kind} {what}" for kind, leaked in leaks.items() for what in sorted(leaked)]
 
 
 def _more_descriptors(before: Counter[str], after: Counter[str]) -> list[str]:
@@ -345,7 +345,7 @@ def _more_descriptors(before: Counter[str], after: Counter[str]) -> list[str]:
 
 
 def _lasts(thread: threading.Thread) -> bool:
-    """Return whether the thread belongs to py4j, pyspark or fsspec, which keep theirs for the life of the process."""
+    """Return whether the thread belongs to py4j, pyspark or fsspec, whose threads live as long as the process."""
     target = getattr(thread, "_target", None)
     owner = getattr(target, "__self__", None)
     modules = (type(thread).__module__, getattr(target, "__module__", None) or "", type(owner).__module__)
@@ -363,15 +363,15 @@ def _native_threads() -> dict[int, str]:
 
 def _processes() -> dict[tuple[int, str], str]:
     """Return the descendants, including orphans, by pid and start time, except those that serve the whole session."""
-    found = {}
+    processes = {}
     for pid in _other_processes():
         stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
         if stat and (stat[1] == str(os.getpid()) or _has_our_mark(pid)):
             command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
             template = _read(f"/proc/{pid}/comm").strip() == TEMPLATE_NAME  # lasts as long as Spark's Python worker
             if not (template or _LASTING_PROCESS.search(command)):
-                found[int(pid), stat[19]] = f"{pid} ({command or 'ended, but nobody waited for it'})"
-    return found
+                processes[int(pid), stat[19]] = f"{pid} ({command or 'ended, but its parent has not waited for it'})"
+    return processes
 
 
 def _other_processes() -> list[str]:
@@ -382,7 +382,7 @@ def _has_our_mark(pid: str) -> bool:
     return f"{_MARK}={os.environ[_MARK]}" in _read(f"/proc/{pid}/environ")
 
 
-def _without_that_of_others(names: frozenset[str]) -> frozenset[str]:
+def _without_foreign_segments(names: frozenset[str]) -> frozenset[str]:
     """Return the segments that no foreign process maps: other tests may run on this machine."""
     for pid in _other_processes() if names else ():
         if not _has_our_mark(pid):

@@ -25,14 +25,14 @@ from tests.ranks import RankGroup
 
 _LONGEST_DELAY = 1.5
 _ROUND_SECONDS = 60.0
-_START_SECONDS = 20.0  # for ranks that wait for one that was killed before it connected; launchers notice that at once
+_START_SECONDS = 20.0  # the wait for a rank that was killed before it connected; launchers notice such a loss at once
 _GRACE = 10.0
 
 
 # The functions that the ranks run.
 
 
-def work_until_somebody_is_lost() -> str:
+def work_until_a_rank_is_lost() -> str:
     """Connect and reduce arrays of many sizes until a rank is lost; return the error."""
     try:
         session.init()
@@ -52,7 +52,7 @@ def work_until_somebody_is_lost() -> str:
 def come_and_go(times: int) -> list[tuple[int, int, int]]:
     """Connect, work and leave; return descriptors, threads and bytes of memory after the first tenth and at the end."""
     process = psutil.Process()
-    found = []
+    resources = []
     for cycle in range(times):
         session.init()
         me = session.current()
@@ -60,11 +60,11 @@ def come_and_go(times: int) -> list[tuple[int, int, int]]:
         assert total.tolist() == [float(me.world.size)] * 1000
         session.shutdown()
         if cycle + 1 in {max(times // 10, 1), times}:
-            found.append((*_settled_holdings(process), process.memory_info().rss))
-    return found
+            resources.append((*_descriptors_and_threads(process), process.memory_info().rss))
+    return resources
 
 
-def _settled_holdings(process: psutil.Process) -> tuple[int, int]:
+def _descriptors_and_threads(process: psutil.Process) -> tuple[int, int]:
     deadline = Deadline.after(5.0)
     while (threads := process.num_threads()) > 1 and not deadline.expired():
         time.sleep(0.01)  # the kernel lists a thread for a moment after it was joined
@@ -82,7 +82,7 @@ class Kill:
         victim: the killed rank.
         delay: seconds from the start of its work to the kill.
         seconds: from the kill until all other ranks had ended their work.
-        errors: those of the other ranks.
+        errors: the errors of the other ranks.
     """
 
     victim: int
@@ -112,7 +112,7 @@ def kill_one_of(size: int, *, shared_memory: bool) -> Kill:
         timer = threading.Timer(delay, kill)
         timer.start()
         try:
-            outcomes = group.outcomes(work_until_somebody_is_lost, seconds=_ROUND_SECONDS)
+            outcomes = group.outcomes(work_until_a_rank_is_lost, seconds=_ROUND_SECONDS)
         finally:
             timer.join()
         ended = time.monotonic()
@@ -140,8 +140,8 @@ def _unused(segments: set[str]) -> set[str]:
 def cycles(times: int) -> list[list[tuple[int, int, int]]]:
     """Run ``come_and_go`` on two ranks."""
     with RankGroup(2, connect=False) as group:
-        found: list[list[tuple[int, int, int]]] = group.run(come_and_go, times, seconds=60.0 + times)
-        return found
+        resources: list[list[tuple[int, int, int]]] = group.run(come_and_go, times, seconds=60.0 + times)
+        return resources
 
 
 @contextlib.contextmanager
@@ -154,7 +154,7 @@ def strangers(pids: list[int], port: int) -> Iterator[dict[str, int]]:
     counts = {"rounds": 0, "garbage": 0, "endless": 0, "wrong token": 0, "let in": 0}
     stop = threading.Event()
 
-    def bother() -> None:
+    def call() -> None:
         while not stop.wait(0.01):
             for target in {port, *listening(pids)}:
                 send(target, secrets.token_bytes(200), counts, "garbage")
@@ -166,7 +166,7 @@ def strangers(pids: list[int], port: int) -> Iterator[dict[str, int]]:
                 counts["wrong token"] += 1
             counts["rounds"] += 1
 
-    thread = threading.Thread(target=bother, name="strangers")
+    thread = threading.Thread(target=call, name="strangers")
     thread.start()
     try:
         yield counts
@@ -176,12 +176,12 @@ def strangers(pids: list[int], port: int) -> Iterator[dict[str, int]]:
 
 
 def listening(pids: list[int]) -> list[int]:
-    found = []
+    ports = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             connections: list[Any] = psutil.Process(pid).net_connections("tcp")
-            found += [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
-    return found
+            ports += [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
+    return ports
 
 
 def send(port: int, content: bytes, counts: dict[str, int], kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Pythons with a part of the packages of this one: virtual environments that share the files of packages with it."""
+"""Virtual environments with some of the packages of this environment, whose files they share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OF_SPARK = ("pyspark", "py4j", "numpy", "pandas", "pyarrow", "python-dateutil", 
 
 
 def python_with(folder: Path, distributions: Iterable[str]) -> Path:
-    """Create an environment in ``folder`` with these distributions alone, and return its Python."""
+    """Create an environment in ``folder`` with only these distributions, and return its Python."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     packages = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"

@@ -37,8 +37,8 @@ CASE_SECONDS = 180.0
 _END_SECONDS = 15.0
 _START_SECONDS = 150.0  # importing a framework is slow on a busy machine
 _COLLECTIVE_SECONDS = 90.0
-# A case that still runs after this time prints its stacks, which show why a rank does not reach the others. It is
-# long, because faulthandler reads the stacks of running threads then, and may crash a rank that is only slow.
+# A case that still runs after this time prints its stacks, which show why a rank does not reach the others. The
+# time is long because faulthandler reads the stacks of running threads and may crash a rank that is only slow.
 _STACKS_SECONDS = 150.0
 _ROOT = Path(__file__).parents[1]
 
@@ -55,7 +55,7 @@ class Outcome:
 class RankGroup:
     """Run ``size`` processes as the ranks of one job; a context manager.
 
-    After a case that failed, the next one gets new processes.
+    After a failed case, the next case gets new processes.
 
     Args:
         size: the number of ranks.
@@ -94,7 +94,7 @@ class RankGroup:
         self._open()
 
     def run(self, case: Callable[..., Any], *arguments: Any, seconds: float = CASE_SECONDS) -> list[Any]:
-        """Return the value of ``case(*arguments)`` of every rank in rank order; fail the test if a rank failed."""
+        """Return the value of ``case(*arguments)`` of every rank in rank order; fail the test if a rank fails."""
         outcomes = self.outcomes(case, *arguments, seconds=seconds)
         bad = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.failure or outcome.died}
         if bad:

@@ -41,7 +41,7 @@ def run_script(
 
 
 def run_in_session(script: Path, arguments: Sequence[str], folder: Path, session: SparkSession) -> str:
-    """Run a program in this process, with ``session`` in place of its own one, and return what it prints.
+    """Run a program in this process, with ``session`` in place of its own session, and return its output.
 
     Starting Spark and importing the frameworks takes most of a small program's time.
     """
@@ -62,14 +62,14 @@ def run_in_session(script: Path, arguments: Sequence[str], folder: Path, session
     return printed.getvalue()
 
 
-def print_results(found: dict[str, Any]) -> None:
+def print_results(results: dict[str, Any]) -> None:
     """Print a script's results for ``results_of``."""
-    print("FOUND " + json.dumps(found), flush=True)
+    print("FOUND " + json.dumps(results), flush=True)
 
 
 def results_of(done: subprocess.CompletedProcess[str], more: str = "") -> dict[str, Any]:
     """Return a script's results; if there are none, fail with all of its output and ``more``."""
     line = re.search(r"^FOUND (\{.*\})$", done.stdout, re.MULTILINE)
     assert line, f"{done.stdout}{done.stderr}{more}"
-    found: dict[str, Any] = json.loads(line[1])
-    return found
+    results: dict[str, Any] = json.loads(line[1])
+    return results

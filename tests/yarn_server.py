@@ -74,13 +74,13 @@ def _configuration(folder: Path, containers: Path, addresses: dict[str, str]) ->
 
 def _ports(count: int) -> list[int]:
     """Return free ports below the range from which the system assigns ports."""
-    found: list[int] = []
-    while len(found) < count:
+    ports: list[int] = []
+    while len(ports) < count:
         port = random.randrange(15_000, 30_000)
         with closing(socket.socket()) as probe:
-            if port not in found and probe.connect_ex((_LOCAL, port)) != 0:
-                found.append(port)
-    return found
+            if port not in ports and probe.connect_ex((_LOCAL, port)) != 0:
+                ports.append(port)
+    return ports
 
 
 def _wait_for_the_node(web: str, processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
