@@ -1,4 +1,4 @@
-"""The servers of the contract suites, started before the first test looks at what it might leave behind."""
+"""Start the servers of the contract suites before the first leak check."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tests.contract.test_store import create
 
 @pytest.fixture(scope="session", autouse=True)
 def _servers(store_servers: None) -> None:
-    """All Stores are tested, so all servers are needed."""
+    """Start all servers, because the suites test all Stores."""
 
 
 @pytest.fixture(params=["file", "hdfs", "s3"])
 def store(request, tmp_path):
-    """A Store of each kind that publishes in its own way."""
+    """Provide one Store for each way of publishing a file."""
     made = create(request.param, request, tmp_path)
     yield made
     if hasattr(made, "_connection"):

@@ -48,7 +48,7 @@ hold.close()
 
 @contextmanager
 def another_fit(store, folder, machine):
-    """Start a process that holds the run, as if on this machine or on another one."""
+    """Start a process that holds the run on a machine with the id ``machine``."""
     path = folder / "store.pickle"
     path.write_bytes(pickle.dumps(store))
     command = [sys.executable, "-c", HOLDER, str(path), machine]
@@ -71,8 +71,8 @@ def saved(fence, epoch, state):
 
 
 @contextmanager
-def looked_before():
-    """Let the next check for a higher token run as if before that token was claimed."""
+def outdated_check():
+    """Let the next check for a higher token pass, as if that token were claimed after it."""
     look, looks = Fence.check, []
 
     def check(fence):
@@ -101,7 +101,7 @@ def test_a_second_fit_is_refused_until_the_first_is_killed(store, tmp_path):
         acquire_lease(store, "r").release()
 
 
-def test_a_fit_on_another_machine_that_shows_life_is_not_taken_over_and_a_suspended_one_is(store, tmp_path):
+def test_a_fit_on_another_machine_is_taken_over_only_while_it_is_suspended(store, tmp_path):
     with another_fit(store, tmp_path, "elsewhere") as process:
         with pytest.raises(ParamError, match="is being trained by another fit"):
             acquire_lease(store, "r")
@@ -120,7 +120,7 @@ def test_a_fit_on_another_machine_that_shows_life_is_not_taken_over_and_a_suspen
         lease.release()
 
 
-def test_a_fit_that_waited_while_another_one_had_the_run_is_not_taken_over(store, tmp_path):
+def test_a_fit_that_gets_the_run_after_another_waiting_fit_is_not_taken_over(store, tmp_path):
     with another_fit(store, tmp_path, "elsewhere") as process:
         process.kill()
         process.wait(60)
@@ -140,7 +140,7 @@ def test_a_fit_that_waited_while_another_one_had_the_run_is_not_taken_over(store
         lease.release()
 
 
-def test_a_fit_that_fails_before_its_ranks_start_leaves_no_run_unless_an_earlier_fit_had_it(store):
+def test_a_fit_that_fails_before_its_ranks_start_leaves_no_run_unless_an_earlier_fit_trained_it(store):
     acquire_lease(store, "r").release()
     assert store.list(layout.run_folder("r")) == []
     lease = acquire_lease(store, "r")
@@ -177,13 +177,13 @@ def test_a_writer_suspended_between_check_and_write_changes_nothing(store):
     second = acquire_lease(store, "r")
     new = claim_fence(store, "r", second.holder)
     assert latest(store).state == b"first"
-    with looked_before(), pytest.raises(StoreError, match="was taken over"):
+    with outdated_check(), pytest.raises(StoreError, match="was taken over"):
         saved(old, 9, b"late")
-    with looked_before():
+    with outdated_check():
         checkpoint.save_final(old, checkpoint.Checkpoint(9, 1, (), b"late"))
     assert (latest(store).epoch, checkpoint.kept_epochs(store, "r")) == (3, {3})
     saved(new, 4, b"second")
-    with looked_before(), pytest.raises(StoreError, match="was taken over"):
+    with outdated_check(), pytest.raises(StoreError, match="was taken over"):
         saved(old, 10, b"late")
     assert (latest(store).epoch, latest(store).state) == (4, b"second")
     with pytest.raises(StoreError, match="was taken over by another fit"):
@@ -196,7 +196,7 @@ def test_a_writer_suspended_between_check_and_write_changes_nothing(store):
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
-def test_ranks_that_start_again_fence_the_ranks_before_them(store):
+def test_restarted_ranks_fence_their_predecessors(store):
     lease = acquire_lease(store, "r")
     before = claim_fence(store, "r", lease.holder)
     saved(before, 1, b"before")
@@ -247,7 +247,7 @@ def test_a_run_that_could_not_be_released_is_free_for_the_next_fit_of_the_proces
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 @pytest.mark.parametrize("content", [b"<html>Bad Gateway</html>", b"\xff\xfe", b"[]", b'{"other": 1}'])
-def test_a_lease_survives_answers_that_no_fit_wrote(store, content, caplog):
+def test_a_lease_survives_content_that_no_fit_wrote(store, content, caplog):
     lease = acquire_lease(store, "r")
     claim = layout.claim_path("r", lease.token)
     beat = layout.beat_path("r", lease.holder.name)

@@ -1,4 +1,4 @@
-"""A saved object is replaced whole or not at all, wherever the writer is killed or a disk is full."""
+"""A saved object is replaced as a whole or not at all, even if its writer is killed or the disk is full."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ BYTES = 50_000
 
 
 class Killed(BaseException):
-    """The process ends here, and cleans nothing up."""
+    """Ends the process without any cleanup."""
 
 
 class Failing:
-    """A Store in which the operation of one number, of those that change something, does not return.
+    """A Store in which one of the modifying operations fails.
 
     Args:
-        store: does the work.
-        number: which operation fails, counted from 1.
-        fail: what happens in its place; the later ones fail with it where ``for_good`` is set.
+        store: the Store that executes the operations.
+        number: the number of the failing operation, counted from 1.
+        fail: called in place of this operation.
+        for_good: whether all later operations fail, too.
     """
 
     def __init__(self, store, number, fail, *, for_good):
@@ -62,7 +63,7 @@ class Failing:
 
 
 def writing(text):
-    """Writes an object of which every file says which one it is."""
+    """Return a function that writes an object with ``text`` in each of its files."""
 
     def write(store, folder):
         for name in FILES:
@@ -132,8 +133,8 @@ def test_a_writer_that_is_killed_leaves_one_whole_object(store):
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
-def test_a_disk_that_is_full_leaves_the_old_object(store):
-    """Stands in for a full disk: the kernel refuses to let the process write so large a file."""
+def test_a_full_disk_leaves_the_old_object(store):
+    """Limit the size of files as a substitute for a full disk."""
     saved_folder.write_new(store, "thing", writing("0"))
     pid = os.fork()
     if pid == 0:
@@ -161,7 +162,7 @@ def test_metadata_of_spark_are_replaced_with_their_checksum(store):
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 @pytest.mark.parametrize("when", range(len(FILES)))
-def test_a_reader_concurrent_to_a_writer_reads_one_whole_object(store, when):
+def test_a_reader_beside_a_writer_reads_one_whole_object(store, when):
     saved_folder.write_new(store, "thing", writing("0"))
     writers = [partial(saved_folder.overwrite, store, "thing", writing("1"))]
 

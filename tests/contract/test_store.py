@@ -25,11 +25,11 @@ from tests import gcs_server
 from tests.s3_server import BUCKET, SECRET
 
 
-def local_place(request, tmp_path):
+def local_location(request, tmp_path):
     return f"file://{tmp_path}/a store", {}
 
 
-def dbfs_place(request, tmp_path):
+def dbfs_location(request, tmp_path):
     folder = Path("/dbfs", uuid.uuid4().hex)
     made = not folder.parent.exists()
     try:
@@ -41,11 +41,11 @@ def dbfs_place(request, tmp_path):
     return f"dbfs:/{folder.name}/a store", {}
 
 
-def hdfs_place(request, tmp_path):
+def hdfs_location(request, tmp_path):
     return f"{request.getfixturevalue('hdfs').url}/{uuid.uuid4().hex}/a store", {}
 
 
-def viewfs_place(request, tmp_path):
+def viewfs_location(request, tmp_path):
     target = f"{request.getfixturevalue('hdfs').url}/{uuid.uuid4().hex}"
     return "viewfs://tests/mounted/a store", {
         "fs.viewfs.mounttable.tests.link./mounted": target,
@@ -53,31 +53,31 @@ def viewfs_place(request, tmp_path):
     }
 
 
-def s3_place(scheme):
+def s3_location(scheme):
     return lambda request, tmp_path: (
         f"{scheme}://{BUCKET}/{uuid.uuid4().hex}/a store",
         request.getfixturevalue("s3").options,
     )
 
 
-def gcs_place(request, tmp_path):
+def gcs_location(request, tmp_path):
     return f"gs://{gcs_server.BUCKET}/{uuid.uuid4().hex}/a store", request.getfixturevalue("gcs")
 
 
-def memory_place(request, tmp_path):
+def memory_location(request, tmp_path):
     return f"memory://{uuid.uuid4().hex}/a store", {}
 
 
-# A backend without a place to test it here fails the first test below.
+# The first test below fails for a backend without a location.
 PLACES = {
-    "file": local_place,
-    "dbfs": dbfs_place,
-    "hdfs": hdfs_place,
-    "viewfs": viewfs_place,
-    **{scheme: s3_place(scheme) for scheme in ("s3", "s3a", "s3n")},
+    "file": local_location,
+    "dbfs": dbfs_location,
+    "hdfs": hdfs_location,
+    "viewfs": viewfs_location,
+    **{scheme: s3_location(scheme) for scheme in ("s3", "s3a", "s3n")},
 }
-ANY_OTHER = {"gs": gcs_place, "memory": memory_place}
-# One for each class and kind of server: other names of the same thing are looked at once, below.
+ANY_OTHER = {"gs": gcs_location, "memory": memory_location}
+# One scheme for each class and kind of server; a single test below covers the other names of each.
 SCHEMES = ["file", "dbfs", "hdfs", "s3", "gs", "memory"]
 
 
@@ -121,7 +121,7 @@ def test_written_files_are_read_back_and_listed(store):
     assert store.list("runs") == ["runs/a b/x.bin", "runs/manifest"]
     assert store.list("runs/a b") == store.list("")[:1] == ["runs/a b/x.bin"]
     assert store.list("nothing/here") == []
-    assert store.list("runs/manifest") == ["runs/manifest"], "a file is all that there is below it"
+    assert store.list("runs/manifest") == ["runs/manifest"], "the only path below a file is the file itself"
     assert store.exists("runs/manifest")
     assert store.exists("runs")
     assert not store.exists("runs/other")
@@ -324,7 +324,7 @@ def test_files_at_train_and_val_paths_are_training_data(store):
     files = open_existing(made.train_path, made.val_path, feature_cols=["x"], label_cols=["y"], access=access)
     assert rows_of(files, "train") == list(range(200))
     assert rows_of(files, "validation") == list(range(200, 300))
-    assert configured == [], "the Store's own way to the file system is taken"
+    assert configured == [], "the Store's own file system is used"
     url = f"{store.url}/rows/train"
     other = {"s3": "s3a"}.get(url.partition(":")[0])
     again = open_existing(

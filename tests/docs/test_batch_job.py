@@ -1,4 +1,4 @@
-"""The programs of the page about batch jobs run as it says: one after the other, by spark-submit."""
+"""The programs on the page about batch jobs run one after the other by spark-submit, as the page describes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python code blocks of README and guide run, page by page; links and tables of settings are right."""
+"""The Python code blocks of README and guide run, page by page; links and tables of settings are correct."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_readme_and_guide_contain_code() -> None:
 def test_code_blocks_run(page: str, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (_ROOT / page).read_text()
-    # The ranks are forked from a process with the imports of their functions, which would take most of the time.
+    # Fork the ranks from a process with the imports of their functions; importing would take most of the time.
     imports = [module for name in _IMPORTS if f"    import {name}" in text for module in _IMPORTS[name]]
     for run in (sparkhvd.run, sparkhvd.run_elastic):
         monkeypatch.setitem(inspect.unwrap(run).__kwdefaults__, "preload", tuple(imports))
@@ -64,7 +64,7 @@ def test_code_blocks_run(page: str, spark: SparkSession, tmp_path: Path, monkeyp
     for block in _BLOCK.finditer(text):
         line = text.count("\n", 0, block.start(1))
         exec(compile("\n" * line + block[1], str(_ROOT / page), "exec"), names)
-    gc.collect()  # pyspark leaves its pool to that, with the warning
+    gc.collect()  # closes the pool that pyspark does not close, with the warning
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md"])
@@ -74,7 +74,7 @@ def test_links_to_files_have_targets(page: str) -> None:
 
 
 def test_lines_of_prose_have_at_most_100_characters() -> None:
-    """Outside code and tables, so that a page reads well in an editor and a change shows as one line."""
+    """Check lines outside code and tables: short lines read well in an editor, and a diff shows each change clearly."""
     pages = [page for page in sorted((_ROOT / "docs").rglob("*.md")) if page.parent.name != "adr"]
     long = []
     for page in pages:
@@ -87,7 +87,7 @@ def test_lines_of_prose_have_at_most_100_characters() -> None:
     assert long == []
 
 
-def test_the_runtimes_of_services_are_those_that_sparkhvd_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_services_page_says_which_runtimes_sparkhvd_supports(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (_ROOT / "docs" / "platforms" / "services.md").read_text()
     rows = re.findall(
         r"^\| (.+?) \| (\d[\d.]+) \| (\d\.\d+)(?: to [\d.]+)? \| (no: Python|yes.*?) \|", page, re.MULTILINE

@@ -1,4 +1,4 @@
-"""The index of error messages quotes messages that the package has."""
+"""The index of error messages quotes messages of the package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MESSAGES = re.findall(r"^\| `([^`]+)` \|", _PAGE.read_text(), re.MULTILINE)
 
 
 def _text(node: ast.expr) -> str:
-    """The text of a string in the source, with three dots for what an f-string inserts."""
+    """Return the text of a string in the source, with three dots for each value that an f-string inserts."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -53,6 +53,6 @@ def test_a_quoted_message_is_one_of_the_package(message: str) -> None:
     assert max(map(len, message.split("..."))) >= 8, "a message is recognized by its words"
 
 
-def test_a_message_that_the_package_does_not_have_is_noticed() -> None:
+def test_a_quoted_message_that_the_package_does_not_have_is_noticed() -> None:
     assert not any("the flux capacitor is out of plutonium" in text for text in _texts())
     assert any("There is no active SparkSession." in text for text in _texts())

@@ -1,4 +1,4 @@
-"""The examples run in their small size, one of them as a user runs it, the others in the session of the tests."""
+"""Run the small size of each example: one as a user runs it, the others in the session of the tests."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_the_service_selects_the_driver_and_has_the_ports_that_spark_uses() -> N
     assert not service["spec"]["selector"].items() <= _of_kind("Pod")["metadata"]["labels"].items(), "executors"
 
 
-def test_accounts_claims_volumes_and_images_are_those_of_the_other_manifests() -> None:
+def test_accounts_claims_volumes_and_images_agree_between_the_manifests() -> None:
     pod, settings = _driver()["spec"], _settings()
     account = _of_kind("ServiceAccount")["metadata"]["name"]
     assert pod["serviceAccountName"] == account == _of_kind("RoleBinding")["subjects"][0]["name"]

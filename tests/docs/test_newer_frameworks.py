@@ -1,4 +1,4 @@
-"""Keras 3 and Lightning 2 say what the page about them quotes."""
+"""Keras 3 and Lightning 2 raise the messages that the page about them quotes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "horovod" / "newer-frameworks.md").read_text()
-# In the page, the first column is the old code, and the second one the message.
+# The first column of the page's table has the old code, and the second column has the message.
 _ROWS = dict(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", _PAGE, re.MULTILINE))
 
 
-def _says(before: str, call: Callable[[], object]) -> None:
-    """Check that the old code raises the message of the page, whatever its quotation marks."""
+def _raises_the_quoted_message(before: str, call: Callable[[], object]) -> None:
+    """Check that the old code raises the message of the page, apart from quotation marks."""
     with pytest.raises((AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)) as caught:
         call()
     assert _without_quotes(_ROWS[before]) in _without_quotes(str(caught.value))
@@ -53,7 +53,7 @@ def test_keras_3_rejects_the_code_of_keras_2(tmp_path: Path) -> None:
         "tf.reduce_sum(keras.Input((2,)))": lambda: tf.reduce_sum(keras.Input((2,))),
     }
     for before, call in old.items():
-        _says(before, call)
+        _raises_the_quoted_message(before, call)
     keras.optimizers.SGD(0.1, decay=0.01)  # accepted
 
 
@@ -109,6 +109,6 @@ def test_lightning_2_rejects_the_code_of_lightning_1() -> None:
         'Trainer(strategy="horovod")': lambda: lightning.Trainer(strategy="horovod", plugins=[alone]),
     }
     for before, call in old.items():
-        _says(before, call)
+        _raises_the_quoted_message(before, call)
     fit(on_epoch_end=called.append)
     assert called == [], "Lightning does not call it"

@@ -1,4 +1,4 @@
-"""The notebooks of the tutorials run, and show readers the outputs that they have when they run."""
+"""The notebooks of the tutorials run, and the outputs stored in them are those of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_there_are_tutorials_for_tables_images_text_and_searches() -> None:
 def test_a_tutorial_runs_and_stores_the_outputs_of_every_cell(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel is another process, which needs this folder's library."""
+    """Run the notebook in a kernel: another process, which needs the library of this folder."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]))
     for folder in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR"):
         monkeypatch.setenv(folder, str(tmp_path / folder))
@@ -38,13 +38,13 @@ def test_a_tutorial_runs_and_stores_the_outputs_of_every_cell(
     now = tidy(execute(path, tmp_path))
     assert _kinds(now) == _kinds(stored), f"python -m tools.notebooks {path.relative_to(_ROOT)} stores them again"
     shown = [output for cell in now.cells for output in cell.get("outputs", [])]
-    if path.stem != "search":  # whose trials are silent
+    if path.stem != "search":  # the trials of a search print nothing
         assert any("epoch 1/" in output.get("text", "") for output in shown)
     assert any("image/png" in output.get("data", {}) for output in shown), "the plot of the loss"
 
 
 @pytest.mark.parametrize("path", _TUTORIALS, ids=lambda path: path.stem)
-def test_the_page_of_a_tutorial_has_its_texts_code_and_outputs(path: Path) -> None:
+def test_the_page_of_a_tutorial_has_its_text_code_and_outputs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     page = as_markdown(notebook)
     assert page.startswith(("# Train on ", "# Search parameters"))

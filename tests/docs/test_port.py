@@ -1,4 +1,4 @@
-"""The ported script of the documentation is the old one with the lines changed that the page shows, and runs."""
+"""The documentation's ported script runs, and differs from the old script in the lines that the page shows."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 
 
 def listed() -> list[str]:
-    """A line per GPU; empty where there is no driver, or no GPU."""
+    """Return one line per GPU; none without a driver or a GPU."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

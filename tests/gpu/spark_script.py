@@ -56,17 +56,17 @@ def main(script: str, gpus: int) -> None:
     session = builder.config("spark.ui.enabled", "false").config("spark.log.level", "ERROR").getOrCreate()
     try:
         df = lines.points(session)
-        found: dict[str, object] = {}
+        results: dict[str, object] = {}
         for way in ("staged", "nccl"):
             os.environ["SPARKHVD_GPU_OPERATIONS"] = way
             ranks = 1 if way == "nccl" and gpus == 1 else 2
-            found[f"torch, {way}"] = max(lines.errors(session, None, num_proc=ranks, callbacks=[OnGpu()]))
-            found[f"keras, {way}"] = keras_error(df, ranks)
+            results[f"torch, {way}"] = max(lines.errors(session, None, num_proc=ranks, callbacks=[OnGpu()]))
+            results[f"keras, {way}"] = keras_error(df, ranks)
         fitted = lines.estimator(None, num_proc=1).fit(df)
-        found["transform"] = error(fitted.setPredictionFn(predict_on_gpu).setOutputTypes(["double"]).transform(df))
+        results["transform"] = error(fitted.setPredictionFn(predict_on_gpu).setOutputTypes(["double"]).transform(df))
     finally:
         session.stop()
-    print_results(found)
+    print_results(results)
 
 
 if __name__ == "__main__":

@@ -29,24 +29,24 @@ pytestmark = needs_gpu
 
 
 def reduce_in_overlapping_sets(steps):
-    """Sets {0, 1}, {1, 2}... and all ranks at once, submitted in another order on every rank."""
+    """Reduce in the sets {0, 1}, {1, 2}... and in all ranks at once, in a different order on every rank."""
     take_device()
     rank, size = hvd.rank(), hvd.size()
     sets = [hvd.add_process_set([first, (first + 1) % size]) for first in range(size)]
     groups = [hvd.global_process_set, *(one for one in sets if one.included())]
-    found = []
+    sums = []
     for step in range(steps):
         turned = groups[rank % len(groups) :] + groups[: rank % len(groups)]
         handles = {}
         for group in turned:
             mine = torch.full((1 << 16,), float(rank + 1), device="cuda")
             handles[group] = hvd.allreduce_async(mine, op=hvd.Sum, name=f"step.{step}", process_set=group)
-        found += [hvd.synchronize(handles[group])[-1].item() for group in groups]
+        sums += [hvd.synchronize(handles[group])[-1].item() for group in groups]
     expected = [sum(one + 1 for one in (group.ranks or range(size))) for group in groups] * steps
     torch.cuda.synchronize()
     for one in sets:
         hvd.remove_process_set(one)
-    return found == expected
+    return sums == expected
 
 
 def leave_right_after_a_broadcast():
@@ -179,21 +179,21 @@ def sum_arrays_of_other_libraries():
     import sparkhvd.numpy as hvd_numpy  # noqa: PLC0415
 
     take_device()
-    found = {"torch": hvd_numpy.allreduce(torch.full((3,), hvd.rank() + 1.0, device="cuda"), op=hvd.Sum)}
+    sums = {"torch": hvd_numpy.allreduce(torch.full((3,), hvd.rank() + 1.0, device="cuda"), op=hvd.Sum)}
     try:
         import cupy  # noqa: PLC0415
     except ImportError:
         pass
     else:
-        found["cupy"] = hvd_numpy.allreduce(cupy.full((3,), hvd.rank() + 1.0), op=hvd.Sum)
+        sums["cupy"] = hvd_numpy.allreduce(cupy.full((3,), hvd.rank() + 1.0), op=hvd.Sum)
     try:
         import jax  # noqa: PLC0415
     except ImportError:
         pass
     else:
         if jax.default_backend() == "gpu":
-            found["jax"] = hvd_numpy.allreduce(jax.numpy.full((3,), hvd.rank() + 1.0), op=hvd.Sum)
-    return {library: np.asarray(total).tolist() for library, total in found.items()}
+            sums["jax"] = hvd_numpy.allreduce(jax.numpy.full((3,), hvd.rank() + 1.0), op=hvd.Sum)
+    return {library: np.asarray(total).tolist() for library, total in sums.items()}
 
 
 def train_embeddings(on_device):
@@ -210,7 +210,7 @@ def train_embeddings(on_device):
 
 
 def reduce_many_at_once(seed):
-    """Submit operations in an order of this rank's own, and wait for them in another."""
+    """Submit operations in a different order on every rank, and wait for them in another order."""
     take_device()
     own = np.random.default_rng((seed, hvd.rank()))
     side = torch.cuda.Stream()
@@ -250,7 +250,7 @@ def capture_a_collective():
     try:
         with torch.cuda.graph(graph):
             hvd.allreduce(values, op=hvd.Sum, name="captured")
-    except Exception as error:  # noqa: BLE001  (which one is the question)
+    except Exception as error:  # noqa: BLE001  (the test checks the message)
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -347,7 +347,7 @@ def test_two_ranks_on_one_gpu_reduce_through_the_cpu():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_nccl_gives_what_cpu_tensors_give(ranks):
+def test_results_of_nccl_equal_those_of_cpu_tensors(ranks):
     with RankGroup(ranks, imports=("sparkhvd.torch",), gpu_operations="nccl", collective_timeout=60.0) as group:
         for seed in range(4):
             assert all(count > 0 for count in group.run(compare_with_the_cpu, seed))

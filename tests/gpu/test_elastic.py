@@ -52,7 +52,7 @@ def train(folder):
     return loop(state)
 
 
-def test_the_survivors_of_a_killed_rank_go_on_with_nccl(tmp_path):
+def test_the_survivors_of_a_killed_rank_continue_with_nccl(tmp_path):
     results = sparkhvd.run_elastic(
         train,
         (str(tmp_path),),
