@@ -1,4 +1,4 @@
-"""Faults that only the mpi launcher has, beside the fault matrix: in Open MPI's programs, agents and tasks.
+"""Faults of the mpi launcher that the fault matrix lacks: faults in Open MPI's programs, agents and tasks.
 
 ``test_mpi_launcher.py`` produces each row; ``bench.soak`` reports the times.
 """
@@ -31,13 +31,13 @@ _LEFT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class MpiFault:
-    """One row.
+    """One row of the table.
 
     Attributes:
         how: the fault.
         words: the beginning of the driver's error, as a regular expression.
         options: returns the job's options for a folder, and ``path``, the driver's own PATH.
-        loss: kills a process of the job; if it is None, the job is wrong from its start, and time counts from there.
+        loss: kills a process of the job; None if the job is faulty from its start, from which the time then counts.
         phase: the phase of the job at the loss.
         seconds: limit from the fault until the error is raised and all processes have ended.
     """
@@ -70,7 +70,7 @@ class MpiEnded:
 
 
 class LateResult:
-    """A result that takes ten minutes to pickle, and records that this has begun."""
+    """A result whose pickling takes ten minutes, and records that it has begun."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -142,7 +142,7 @@ def _kill_task(launched: Launched) -> None:
 
 
 def _kill_tasks(launched: Launched) -> None:
-    """Kill all tasks: after the loss of one, Spark would restart both and abort the job in the end."""
+    """Kill all tasks: after the loss of one task, Spark would restart both and finally abort the job."""
     for process in launched.stage.processes:
         process.kill()
 
@@ -150,7 +150,7 @@ def _kill_tasks(launched: Launched) -> None:
 def _kill_below(words: str) -> Callable[[Launched], None]:
     def kill(_: Launched) -> None:
         for one in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # the process has ended since
+            with contextlib.suppress(psutil.Error):  # the process has ended meanwhile
                 if one.name() == words or words in one.cmdline():
                     one.kill()
                     return
@@ -227,7 +227,7 @@ def _await(phase: str, folder: Path, launched: Launched) -> None:
     elif phase != "before registration":
         ranks = len(launched.stage.processes)
         wait_for(lambda: len(list(folder.glob("pid-*"))) == ranks)
-        # The driver learns the phase a moment later. Its error about an earlier kill would be right in other words.
+        # The driver learns the phase a moment later; until then, its error about a kill would name the earlier phase.
         wait_for(lambda: launched.phases() == [_PHASES[phase]] * ranks)
 
 

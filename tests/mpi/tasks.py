@@ -1,6 +1,6 @@
 """Processes in place of Spark tasks, which test Open MPI without a new Spark cluster for each test.
 
-A test chooses the container id of each process, so that one machine is as many hosts to Open MPI as the test wants.
+A test chooses the container id of each process, so that Open MPI sees one machine as several hosts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class ProcessStage:
-    """Run one process per task, with the interface that a driver needs of a Spark stage.
+    """Run one process per task, with the interface of a Spark stage that a driver needs.
 
     Args:
         job: the job of all tasks.
@@ -120,7 +120,7 @@ class Launched:
         self.handle = MpiHandle(job, stream, stage, MpiSetup("127.0.0.1", "127.0.0.1", find_mpirun(), tuple(extra)))
 
     def phases(self) -> list[str]:
-        """Return the phase of each rank, as far as the driver knows."""
+        """Return the phase of each rank that the driver knows."""
         return [attending.phase for attending in self.handle._service.tasks().values()]
 
 

@@ -1,4 +1,4 @@
-"""Open MPI's own mpirun and orted, with processes in the place of Spark tasks."""
+"""Open MPI's own mpirun and orted, with processes in place of Spark tasks."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def test_mpi_and_the_core_agree_on_a_world_of_two_hosts(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     stdout = io.StringIO()
     extra_path = "/a folder/of mine"
-    # Tasks of the two hosts alternate; ranks of a host are neighbours all the same.
+    # The tasks of the two hosts alternate, but the ranks of a host are neighbours.
     env = {"MINE": "a b='c'", "HOME": None, "PYTHONPATH": os.pathsep.join([extra_path, str(Path(__file__).parents[2])])}
-    extra = ("-x", "BY_MPIRUN=c d")  # a variable that mpirun itself hands to the ranks
+    extra = ("-x", "BY_MPIRUN=c d")  # a variable that mpirun itself passes to the ranks
     found = run(meet_through_both_worlds, containers=("a", "b", "a", "b"), env=env, stdout=stdout, extra=extra)
     assert [one["places"] for one in found] == [
         (0, 4, 0, 2, 0, 2),
@@ -95,7 +95,7 @@ def test_mpi_and_the_core_agree_on_a_world_of_two_hosts(monkeypatch, tmp_path):
     assert [one["mpi"] for one in found] == [(rank, 4) for rank in range(4)]
     for one in found:
         assert one["in environments"]
-        assert all(re.fullmatch(r"/proc/\d+/fd/\d+", value) for value in one["in environments"]), "no secret is in one"
+        assert all(re.fullmatch(r"/proc/\d+/fd/\d+", value) for value in one["in environments"]), "no secret is visible"
     assert [one["sums"] for one in found] == [(10, 10.0)] * 4
     assert [one["env"] for one in found] == [("a b='c'", None, os.environ["TMPDIR"], "1", "c d")] * 4
     assert [one["secrets"] for one in found] == [[]] * 4
@@ -130,7 +130,7 @@ def test_a_rank_has_the_environment_of_its_task():
 
 
 def tasks_of_this_job():
-    """The task above this rank, and how many tasks there are now."""
+    """Return the task above this rank, and the current number of tasks."""
     import psutil  # noqa: PLC0415
 
     above = next(one for one in psutil.Process().parents() if "tests.mpi.tasks" in one.cmdline())
@@ -170,7 +170,7 @@ def end_on_rank_1(how: str):
         ("kill", "was killed by signal 9 (SIGKILL)"),
     ],
 )
-def test_the_first_rank_that_ends_early_is_named_though_mpirun_kills_the_others(how, words):
+def test_the_first_rank_that_ends_early_is_named_although_mpirun_kills_the_others(how, words):
     with pytest.raises(RankFailedError) as caught:
         run(end_on_rank_1, how)
     assert caught.value.rank == 1

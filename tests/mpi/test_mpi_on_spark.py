@@ -18,7 +18,7 @@ def place() -> tuple[int, int, str]:
 
 
 def test_open_mpi_starts_ranks_for_spark_tasks_and_jobs_wait_for_free_slots(spark):
-    with ThreadPoolExecutor(2) as pool:  # of four slots each needs three
+    with ThreadPoolExecutor(2) as pool:  # each job needs three of the four slots
         jobs = [pool.submit(sparkhvd.run, place, num_proc=3, use_mpi=True, nics=["lo"], spark=spark) for _ in range(2)]
         assert [job.result() for job in jobs] == [[(0, 3, "0"), (1, 3, "1"), (2, 3, "2")]] * 2
 

@@ -1,4 +1,4 @@
-"""petastorm's own reader behind our batches; run in petastorm's environment by ``make test-petastorm``."""
+"""Batches read by petastorm's own reader; ``make test-petastorm`` runs this in petastorm's environment."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_an_estimator_trains_equally_with_petastorms_reader(spark):
             loss=torch.nn.functional.mse_loss,
             feature_cols=["id"],
             label_cols=["y"],
-            batch_size=10,  # one step per epoch, over all rows: the same whichever rank has which
+            batch_size=10,  # one step per epoch, over all rows, however the ranks share them
             epochs=3,
             random_seed=1,
             verbose=0,

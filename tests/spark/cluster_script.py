@@ -30,7 +30,7 @@ def place() -> dict[str, int]:
 
 
 def sum_on_third_attempt(folder: str) -> float:
-    """In the first attempt rank 1 kills its Spark task's process, in the second its executor; rank 0 waits for it."""
+    """Kill the Spark task of rank 1 in the first attempt, and its executor in the second; return a sum in the third."""
     import numpy as np  # noqa: PLC0415
 
     from sparkhvd.comm import session  # noqa: PLC0415
@@ -42,7 +42,7 @@ def sum_on_third_attempt(folder: str) -> float:
     attempt = len(list(Path(folder).glob(f"{rank}-*")))
     task = psutil.Process().parents()[0]
     Path(folder, f"{rank}-{attempt}").write_text(f"{os.getpid()} {task.pid}")
-    communicator.barrier(name="all are written down")
+    communicator.barrier(name="all have written")
     if rank == 1 and attempt == 0:
         task.kill()
     if rank == 1 and attempt == 1:
@@ -59,7 +59,7 @@ def noted(answers: list[object], meeting: TaskExchange, message: Message) -> obj
 
 
 def losing_an_executor(session: SparkSession, framework: str, folder: Path) -> dict[str, object]:
-    """The weights of an undisturbed fit, of one whose executor was killed, and the steps of that one's rank 0."""
+    """Return the weights of an undisturbed fit and of one that loses an executor, and the latter's steps of rank 0."""
     df = session.range(80).selectExpr(*trainings.ROWS)
     store = Store.create(str(folder / "store"))
     kill = trainings.Kill(str(folder), 1, 4, executor=True)
@@ -67,8 +67,8 @@ def losing_an_executor(session: SparkSession, framework: str, folder: Path) -> d
         "undisturbed": trainings.estimator(framework, store, batch_size=5),
         "resumed": trainings.estimator(framework, store, kill, batch_size=5),
     }
-    found: dict[str, object] = {name: trainings.weights(framework, each.fit(df)) for name, each in fits.items()}
-    return {**found, "steps": (folder / "steps").read_text().split()}
+    weights: dict[str, object] = {name: trainings.weights(framework, each.fit(df)) for name, each in fits.items()}
+    return {**weights, "steps": (folder / "steps").read_text().split()}
 
 
 def mpi_without_an_executor(session: SparkSession, folder: Path) -> list[str]:
@@ -84,7 +84,7 @@ def mpi_interrupted(session: SparkSession, folder: Path) -> list[str]:
     fault = next(one for one in FAULTS if one.name == "driver interrupted, before registration, mpi")
     before = executors(session)
     wrong = complaints(fault, produced(fault, folder, session))
-    # Who waits in Spark's own ``allGather`` then takes its JVM along.
+    # A task that is interrupted in Spark's own ``allGather`` would end its JVM.
     lost = happens(lambda: executors(session) != before, 5.0)
     return [*wrong, *([f"executors {before} have become {executors(session)}"] if lost else [])]
 
@@ -95,7 +95,7 @@ def executors(session: SparkSession) -> list[str]:
 
 
 def pids_left(folder: Path) -> list[int]:
-    """The ranks, of any attempt, that still run after a while."""
+    """Return the ranks of all attempts that still run after 20 seconds."""
     pids = {int(pid) for path in folder.iterdir() for pid in path.read_text().split()}
     running = [one for one in psutil.process_iter(["cmdline"]) if one.pid in pids]
     workers = [one for one in running if "sparkhvd.task.worker.main" in (one.info["cmdline"] or [])]
@@ -104,34 +104,34 @@ def pids_left(folder: Path) -> list[int]:
 
 def main(master: str, folder: Path, frameworks: Sequence[str]) -> None:
     builder = SparkSession.builder.master(master).config("spark.executor.memory", "700m")
-    # One compiler less starts faster; nothing here runs long.
+    # Short processes start faster with one compiler less.
     for process in ("driver", "executor"):
         builder.config(f"spark.{process}.extraJavaOptions", "-XX:TieredStopAtLevel=1")
-    # How often a barrier stage looks for the executor that replaces a killed one.
+    # The interval at which a barrier stage looks for the executor that replaces a killed one.
     builder.config("spark.scheduler.barrier.maxConcurrentTasksCheck.interval", "1s")
     session = builder.config("spark.ui.enabled", "false").config("spark.log.level", "ERROR").getOrCreate()
     try:
-        met: list[object] = []
-        with mock.patch.object(TaskExchange, "handle", lambda *asked: noted(met, *asked)):
-            found: dict[str, object] = {"places": sparkhvd.run(place, num_proc=2)}
-        found["met"] = [type(one.result(0)).__name__ for one in met if isinstance(one, Future)]
+        answers: list[object] = []
+        with mock.patch.object(TaskExchange, "handle", lambda *asked: noted(answers, *asked)):
+            results: dict[str, object] = {"places": sparkhvd.run(place, num_proc=2)}
+        results["met"] = [type(one.result(0)).__name__ for one in answers if isinstance(one, Future)]
         try:
             sparkhvd.run(place, num_proc=3)
         except SlotsError as error:
-            found["slots"] = str(error)
+            results["slots"] = str(error)
         folder.mkdir()
-        found["sums"] = sparkhvd.run(sum_on_third_attempt, (str(folder),), num_proc=2)
-        found["attempts"] = len(list(folder.glob("1-*")))
-        found["left"] = pids_left(folder)
+        results["sums"] = sparkhvd.run(sum_on_third_attempt, (str(folder),), num_proc=2)
+        results["attempts"] = len(list(folder.glob("1-*")))
+        results["left"] = pids_left(folder)
         for framework in frameworks:
             own = folder.with_name(framework)
             own.mkdir()
-            found[framework] = losing_an_executor(session, framework, own)
-        found["interrupted"] = mpi_interrupted(session, folder.with_name("interrupted"))
-        found["executor lost"] = mpi_without_an_executor(session, folder.with_name("executor lost"))
+            results[framework] = losing_an_executor(session, framework, own)
+        results["interrupted"] = mpi_interrupted(session, folder.with_name("interrupted"))
+        results["executor lost"] = mpi_without_an_executor(session, folder.with_name("executor lost"))
     finally:
         session.stop()
-    print_results(found)
+    print_results(results)
 
 
 if __name__ == "__main__":

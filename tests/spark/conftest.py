@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def _start_ranks_quickly(warm_ranks):
-    """Every module of this folder starts ranks."""
+    """Fork the ranks of all modules of this folder from a warm process."""

@@ -1,4 +1,4 @@
-"""Run by test_elastic.py: two elastic jobs, to each of which a fair scheduler gives one of two cores."""
+"""Run by test_elastic.py: two elastic jobs, and a fair scheduler that gives each job one of two cores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(folder: Path) -> None:
     context, results, free = session.sparkContext, {}, folder / "free"
     active = context.statusTracker().getActiveJobsIds
 
-    # With a Python of its own, a job does not ask an executor first which modules it can import.
+    # With ``executable``, a job does not first ask an executor which modules it can import.
     options = {"num_proc": 2, "start_timeout": 120, "elastic_timeout": 60, "executable": sys.executable}
 
     def in_pool(name: str) -> None:
@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
     threads = [threading.Thread(target=lambda: context.parallelize(range(2), 2).foreach(occupy), daemon=True)]
     threads[0].start()
     assert happens(lambda: len(active()) == 1, 60)
-    # Two drivers of one application, as clients of Spark Connect are, have no queue in common.
+    # Without the common queue, as for two clients of Spark Connect, which are separate drivers of one application.
     elastic.turn_of = lambda *_, **__: nullcontext()
     for name in ("a", "b"):
         threads.append(threading.Thread(target=in_pool, args=(name,), daemon=True))

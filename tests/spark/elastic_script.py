@@ -1,4 +1,4 @@
-"""Run by test_elastic.py in a process of its own: dynamic allocation is a setting of a session's start."""
+"""Run by test_elastic.py in a process of its own: dynamic allocation is set before Spark starts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
         "spark.dynamicAllocation.initialExecutors": "1",
         "spark.dynamicAllocation.minExecutors": "1",
         "spark.dynamicAllocation.maxExecutors": "2",
-        # Later than the first rank starts on a slow machine, so that the job begins with one.
+        # Longer than the first rank needs to start on a slow machine, so that the job begins with one rank.
         "spark.dynamicAllocation.schedulerBacklogTimeout": "15s",
         "spark.executor.memory": "600m",
         "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",

@@ -1,4 +1,4 @@
-"""An estimator and a model that derive from Horovod's for Lightning 1, as other libraries define them."""
+"""An estimator and a model that derive from Horovod's for Lightning 1, like those of other libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ assert _module_available("horovod"), "which Lightning 2 no longer defines"
 
 
 class Slope(LightningModule):
-    """Learns a factor, and counts the outputs of steps in hooks of Lightning 1."""
+    """Learns a factor, and counts the outputs of its steps in hooks of Lightning 1."""
 
     def __init__(self) -> None:
         super().__init__()

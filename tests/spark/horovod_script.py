@@ -1,4 +1,4 @@
-"""Programs written for Horovod's estimators, as test_horovod_estimators.py runs them in processes of their own.
+"""Programs for Horovod's estimators, which test_horovod_estimators.py runs in processes of their own.
 
 python -m tests.spark.horovod_script FOLDER torch|keras|derived
 """
@@ -18,7 +18,7 @@ from tests.scripts import print_results
 
 
 def double(row: dict[str, Any]) -> dict[str, Any]:
-    """Transform one row, as Horovod's ``transformation_fn`` does."""
+    """Transform one row, like Horovod's ``transformation_fn``."""
     assert row["x"].ndim == 0
     return {"x": row["x"] * 2, "y": row["y"]}
 

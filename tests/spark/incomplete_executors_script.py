@@ -1,4 +1,4 @@
-"""Run by test_incomplete_executors.py in a process of its own, as executors keep the files that Spark sent to them.
+"""Run by test_incomplete_executors.py in a process of its own: executors keep the files that Spark sent to them.
 
 Arguments: a Python without sparkhvd for the tasks, and files of sparkhvd that Spark sends there, one after the other.
 """
@@ -26,7 +26,7 @@ def rank() -> int:
 
 
 def failure_of(action: Callable[[], object]) -> str:
-    """Return the error of an action, or what it returned."""
+    """Return the error of an action, or a text with its result."""
     try:
         return f"no error, but {action()}"
     except SparkHvdError as error:
@@ -35,7 +35,7 @@ def failure_of(action: Callable[[], object]) -> str:
 
 def main(python: str, *files: str) -> None:
     builder = SparkSession.builder.master("local-cluster[1,1,1024]").config("spark.ui.enabled", "false")
-    # The driver checks spark.pyspark.python before a job of tasks on its own machine, but not this setting.
+    # Unlike this setting, spark.pyspark.python is checked by the driver before a job on its own machine.
     builder = builder.config("spark.sql.execution.pyspark.python", python)
     spark = builder.config("spark.log.level", "OFF").getOrCreate()
     logging.disable(logging.WARNING)
@@ -56,11 +56,11 @@ def main(python: str, *files: str) -> None:
         "preflight": lambda: sparkhvd.preflight(num_proc=1, stdout=io.StringIO()),
         "fit": lambda: estimator.fit(df),
     }
-    found = {}
+    failures = {}
     for file in files:
         spark.sparkContext.addPyFile(file)
-        found[Path(file).suffix] = {name: failure_of(action) for name, action in actions.items()}
-    print_results(found)
+        failures[Path(file).suffix] = {name: failure_of(action) for name, action in actions.items()}
+    print_results(failures)
     spark.stop()
 
 

@@ -12,11 +12,11 @@ import sparkhvd.keras as hvd
 from sparkhvd import KerasEstimator, KerasModel, Store
 from tests.scripts import print_results
 
-ROWS, EPOCHS = 37, 3  # the second of two ranks has fewer
+ROWS, EPOCHS = 37, 3  # an odd number: the second of two ranks has fewer
 
 
 class Backends(keras.callbacks.Callback):
-    """Fails on a rank that computes with something else."""
+    """Fails on a rank that computes with another backend."""
 
     def on_train_begin(self, logs=None):
         assert keras.config.backend() == "torch"
@@ -34,8 +34,8 @@ def adam():
 
 
 def estimator(**more):
-    """An epoch is one step, over all rows, however the ranks share them."""
-    given = {
+    """Return an estimator whose epoch is one step over all rows, however the ranks share them."""
+    params = {
         "num_proc": 2,
         "optimizer": adam(),
         "loss": "mse",
@@ -47,11 +47,11 @@ def estimator(**more):
         "random_seed": 5,
         "verbose": 0,
     }
-    return KerasEstimator(**{**given, **more})
+    return KerasEstimator(**{**params, **more})
 
 
 def distance(model, wanted):
-    """The largest difference between the weights of two models."""
+    """Return the largest difference between the weights of two models."""
     pairs = zip(model.get_weights(), wanted.get_weights(), strict=True)
     return float(max(np.abs(one - other).max() for one, other in pairs))
 

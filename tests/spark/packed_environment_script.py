@@ -25,7 +25,7 @@ def session(how: str, archive: str) -> SparkSession:
     named, builder = f"{archive}#training", SparkSession.builder.config("spark.ui.enabled", "false")
     builder = builder.config("spark.log.level", "ERROR")
     if how == "archives":
-        os.environ["PYSPARK_PYTHON"] = PYTHON  # as spark-submit does for spark.pyspark.python
+        os.environ["PYSPARK_PYTHON"] = PYTHON  # like spark-submit with spark.pyspark.python
         return builder.config("spark.archives", named).master(MASTER).getOrCreate()
     spark = builder.remote(MASTER).getOrCreate()
     spark.addArtifacts(named, archive=True)

@@ -19,7 +19,7 @@ OTHER_BUCKET = f"{BUCKET}-named-by-options"
 
 
 def session(jars: Path, options: dict) -> SparkSession:
-    """A session whose connector knows how to reach one bucket, and of the other only what Stores print_results it."""
+    """Return a session whose connector can reach one bucket; only a Store has the options for the other bucket."""
     builder = SparkSession.builder.master("local[2]").config("spark.jars", ",".join(map(str, jars.glob("*.jar"))))
     settings = {
         "access.key": options["key"],
@@ -34,7 +34,7 @@ def session(jars: Path, options: dict) -> SparkSession:
 
 
 def trained(spark: SparkSession, store: Store, files: s3fs.S3FileSystem) -> dict[str, object]:
-    """A fit with rows held out, its model by way of the Store, and who wrote the rows."""
+    """Return the results of a fit with held-out rows, whose model is saved in and loaded from the Store."""
     points = lines.points(spark)
     model = lines.estimator(store, validation=0.25).fit(points)
     model.write().within(store).save("saved/model")
@@ -54,12 +54,12 @@ def main(jars: str, options: dict) -> None:
     try:
         stores = {"spark": Store.create(f"s3a://{BUCKET}/a store")}
         stores["options"] = Store.create(f"s3a://{OTHER_BUCKET}/a store", storage_options=options)
-        found = {by: trained(spark, store, files) for by, store in stores.items()}
+        results = {by: trained(spark, store, files) for by, store in stores.items()}
         model = TorchModel.load(f"s3a://{BUCKET}/a store/saved/model")
-        found["loaded by its URL"] = model.transform(lines.points(spark)).count()
+        results["loaded by its URL"] = model.transform(lines.points(spark)).count()
     finally:
         spark.stop()
-    print_results(found)
+    print_results(results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A framework of another package: one folder and one entry point, ``added_framework``."""
+"""A framework that another package adds: ``added_framework``, one folder with one entry point."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_warning_names_its_way_to_seed(found):
     assert "keras.utils.set_random_seed, numpy.random.default_rng)" in found[1]
 
 
-def test_its_package_refuses_what_it_cannot_train(found):
+def test_its_package_refuses_parameters_that_it_cannot_train_with(found):
     assert found[0]["wrong model"] == "model is a str; it must be a LinearRegression."
     assert found[0]["too few features"] == "The model has 2 features, but the rows have 1."
     assert found[0]["monitored"].startswith("halve_rate_on monitors 'val_loss', but this fit has no validation rows.")

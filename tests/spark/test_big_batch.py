@@ -1,4 +1,4 @@
-"""N ranks are one big batch, through Spark: plain PyTorch on the same global batches gives the same parameters."""
+"""N ranks train like one process: plain PyTorch on the same global batches gives the same parameters."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def fit(spark, store, count, num_proc, *, epochs, shuffle):
 
 
 def plain(batches):
-    """Plain PyTorch over batches of (features, labels)."""
+    """Train with plain PyTorch on batches of (features, labels)."""
     model = network()
     optimizer = optimizer_of(model)
     for x, y in batches:
@@ -80,8 +80,8 @@ def plain(batches):
 
 
 def by_plan(spark, store, count, num_proc, epochs, *, shuffle):
-    """The global batches of a fit in the order that its plan says, from rows read in dataset order."""
-    assert store.list("datasets") == [], "rows that cannot be recognised stayed after the fit"
+    """Return the global batches of a fit in the order of its plan."""
+    assert store.list("datasets") == [], "rows that no later fit can reuse are left after the fit"
     with prepare_data(num_proc, store, frame(spark, count, 3), ["y"], ["x"]) as data:  # the same row groups again
         return batches_of(store, data.manifest, num_proc, epochs, shuffle=shuffle)
 
@@ -103,9 +103,9 @@ def batches_of(store, manifest, num_proc, epochs, *, shuffle):
 
 
 def assert_equal(model, wanted):
-    found = flat(model.getModel())
+    parameters = flat(model.getModel())
     assert np.linalg.norm(wanted - flat(network())) > 0.05 * np.linalg.norm(wanted)  # it has learned something
-    assert np.linalg.norm(found - wanted) < 1e-5 * np.linalg.norm(wanted)
+    assert np.linalg.norm(parameters - wanted) < 1e-5 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_without_shuffling_each_rank_has_its_part_of_the_dataframe_in_order(spar
     assert_equal(model, plain(by_plan(spark, store, count, num_proc, epochs, shuffle=False)))
 
 
-def test_with_shuffling_the_order_is_that_of_the_plan_and_the_same_seed_is_the_same_run(spark, store, tmp_path):
+def test_with_shuffling_rows_come_in_the_order_of_the_plan_and_a_seed_repeats_the_run(spark, store, tmp_path):
     count, epochs = 10 * 2 * BATCH + 1, 2  # in the last step one rank has no row
     model = fit(spark, store, count, 2, epochs=epochs, shuffle=True)
     assert_equal(model, plain(by_plan(spark, store, count, 2, epochs, shuffle=True)))
@@ -142,7 +142,7 @@ def classifier():
     ("kind", "passes", "labels", "loss"),
     [
         (TorchEstimator, 1, "id % 3", torch.nn.CrossEntropyLoss(torch.tensor([1.0, 8.0, 0.2]), ignore_index=0)),
-        # With more rows of a class on one of the ranks than on the other, which counts none of its labels.
+        # All labels of one rank are ignored, so its divisor is 0.
         (TorchEstimator, 2, "IF(id < 19, 0, id % 3)", torch.nn.CrossEntropyLoss(ignore_index=0)),
         pytest.param(
             LightningEstimator,
@@ -155,8 +155,8 @@ def classifier():
     ],
     ids=["torch-both", "torch-none_counts", "lightning-weights", "lightning-none_counts"],
 )
-def test_a_loss_over_counted_labels_divides_by_those_of_all_ranks(spark, kind, passes, labels, loss):
-    """An epoch is a step over all rows, however the ranks share them."""
+def test_a_loss_over_counted_labels_divides_by_the_labels_of_all_ranks(spark, kind, passes, labels, loss):
+    """Train with epochs of one step over all rows, however the ranks share them."""
     df = spark.range(37).selectExpr("id / 37.0D AS x", f"CAST({labels} AS INT) AS y").coalesce(2)
     rows = np.array(df.collect())
     x, y = torch.from_numpy(rows[:, :1]).float(), torch.from_numpy(rows[:, 1]).long()

@@ -1,4 +1,4 @@
-"""Training without a Store: the rows go straight from Spark to the ranks, the model comes back with the result."""
+"""Training without a Store: Spark sends the rows to the ranks, and the model returns with the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROWS = 203
 
 @pytest.fixture(scope="module")
 def df(spark):
-    """A plane with one array column; the same rows in the same order however often they are asked for."""
+    """Points of a plane, with one array column; every evaluation has the same rows in the same order."""
     return spark.range(ROWS, numPartitions=3).selectExpr(
         "array(id / 100.0D, id % 7 / 7.0D) AS x", "id / 50.0D - id % 7 / 7.0D AS y", "id % 10 = 0 AS held_out"
     )
@@ -185,8 +185,8 @@ def test_a_model_too_large_for_the_job_is_refused_before_it(df, monkeypatch):
         estimator().fit(df)
 
 
-def kill_self_or_tell(folder):
-    """Rank 1 is killed; rank 0 says where the rows of both lie."""
+def kill_rank_1(folder):
+    """Write the number of rows and the task of each rank, then kill rank 1."""
     from sparkhvd.comm import session  # noqa: PLC0415
 
     session.init()
@@ -201,7 +201,7 @@ def kill_self_or_tell(folder):
 
 def test_the_rows_of_a_killed_rank_are_removed(spark, tmp_path):
     with pytest.raises(RankFailedError, match=r"Rank 1 .*SIGKILL"):
-        sparkhvd.run(kill_self_or_tell, (str(tmp_path),), num_proc=2, spark=spark, rows=spark.range(50).repartition(2))
+        sparkhvd.run(kill_rank_1, (str(tmp_path),), num_proc=2, spark=spark, rows=spark.range(50).repartition(2))
     reported = [path.read_text().split() for path in tmp_path.iterdir()]
     assert sum(int(rows) for rows, _ in reported) == 50
     for _, task in reported:
@@ -209,7 +209,7 @@ def test_the_rows_of_a_killed_rank_are_removed(spark, tmp_path):
 
 
 def open_unnamed_files(pid):
-    """Files without a name that a process holds open; a task that has ended may have gone."""
+    """Return the unnamed files that a process holds open; none if it has ended."""
     try:
         targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
     except FileNotFoundError:
@@ -218,16 +218,16 @@ def open_unnamed_files(pid):
 
 
 WIDTH, WIDE_ROWS = 4000, 13_000  # 416 MB
-ROOM = 320 << 20  # the stated 256 MB of rows, and what torch makes for its first steps
-BEFORE_ITS_ROWS = 700 << 20  # of a rank that has imported torch
+MEMORY_LIMIT = 320 << 20  # the documented 256 MB of rows, and memory of torch for its first steps
+MEMORY_BEFORE_ROWS = 700 << 20  # the memory of a rank that has imported torch
 held = []
 
 
-def within_the_room(columns):
-    """The same columns; an error where the process holds more than ``ROOM`` above what it did at the first of them."""
+def within_the_limit(columns):
+    """Return the columns; raise an error if memory has grown by more than ``MEMORY_LIMIT`` since the first batch."""
     status = Path("/proc/self/status").read_text()
     held.append(int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024)
-    if held[-1] > held[0] + ROOM or held[0] > BEFORE_ITS_ROWS:
+    if held[-1] > held[0] + MEMORY_LIMIT or held[0] > MEMORY_BEFORE_ROWS:
         raise MemoryError(f"{held[0]} bytes at first, {held[-1]} after {len(held)} batches")
     return columns
 
@@ -238,7 +238,7 @@ def test_a_rank_does_not_hold_all_its_rows_in_memory(spark):
     )
     network = torch.nn.Linear(WIDTH, 1)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-9)
-    wide = estimator(model=network, optimizer=optimizer, transformation_fn=within_the_room, num_proc=1)
+    wide = estimator(model=network, optimizer=optimizer, transformation_fn=within_the_limit, num_proc=1)
     trained = wide.setBatchSize(100).setEpochs(2).fit(df)
     assert [entry["epoch"] for entry in trained.getHistory()] == [0, 1]
 
@@ -264,7 +264,7 @@ def test_vectors_reach_the_model_dense_or_sparse(spark, sparse_cols):
 
 
 class OfVectors(torch.nn.Module):
-    """A linear model that says which form of vectors it wants."""
+    """A linear model that declares which form of vectors it takes."""
 
     def __init__(self, *, wants_sparse):
         super().__init__()

@@ -20,7 +20,7 @@ from tests.waiting import happens
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
-RANKS_ARE_CHILDREN = True  # tests find tasks as ancestors of a rank
+RANKS_ARE_CHILDREN = True  # tests look for the task among the ancestors of a rank
 FAST = {"start_timeout": 60, "elastic_timeout": 60, "cooldown_range": (0.5, 5), "verbose": 0}
 
 
@@ -47,7 +47,7 @@ def test_survivors_keep_their_process_and_a_new_rank_joins(spark, tmp_path, end)
     assert happens(lambda: running_jobs(spark) == 0, 10)
 
 
-def test_a_result_that_is_larger_than_a_message_arrives_whole(spark):
+def test_a_result_larger_than_one_message_arrives_complete(spark):
     results = sparkhvd.run_elastic(training.bytes_of, (3_000_001,), num_proc=2, spark=spark, **FAST)
     assert results == [bytes([rank]) * 3_000_001 for rank in range(2)]
 
@@ -77,7 +77,7 @@ def test_a_lost_task_ends_its_rank_and_is_replaced(spark, tmp_path, monkeypatch)
     assert happens(lambda: not psutil.pid_exists(killed[0]), 10)
 
 
-def test_a_job_that_gets_too_few_slots_says_so_and_leaves_no_jobs(spark, tmp_path):
+def test_a_job_that_gets_too_few_slots_fails_and_leaves_no_jobs(spark, tmp_path):
     options = FAST | {"start_timeout": 20}
     with pytest.raises(StartTimeoutError, match=r"4 of at least 5 ranks were ready within start_timeout=20 s"):
         sparkhvd.run_elastic(training.train, (5, str(tmp_path)), num_proc=5, **options)
@@ -141,11 +141,11 @@ def test_arguments_that_contradict_each_other_are_refused(arguments, message):
 
 def test_two_jobs_that_each_hold_half_of_the_slots_run_one_after_the_other(tmp_path):
     script = Path(__file__).with_name("elastic_pair_script.py")
-    found = results_of(run_script([sys.executable, script, tmp_path], tmp_path, 400))
-    assert found["results"] == {"a": [[3, 6.0, 0, 2], [3, 6.0, 1, 2]], "b": [[3, 6.0, 0, 2], [3, 6.0, 1, 2]]}
-    assert found["jobs"] == 0
-    assert "The job held 1 of the 2 slots that it needs to start" in found["logged"]
-    ended, waited = found["errors"]
+    results = results_of(run_script([sys.executable, script, tmp_path], tmp_path, 400))
+    assert results["results"] == {"a": [[3, 6.0, 0, 2], [3, 6.0, 1, 2]], "b": [[3, 6.0, 0, 2], [3, 6.0, 1, 2]]}
+    assert results["jobs"] == 0
+    assert "The job held 1 of the 2 slots that it needs to start" in results["logged"]
+    ended, waited = results["errors"]
     assert waited == "The Spark session has been stopped. Create a new one."
     cause = "Job \\d+ cancelled because SparkContext was shut down|the Spark session was stopped"
     assert re.match(rf"Spark aborted the job: it was cancelled \(({cause})\)", ended)
@@ -154,9 +154,9 @@ def test_two_jobs_that_each_hold_half_of_the_slots_run_one_after_the_other(tmp_p
 @pytest.mark.cluster
 def test_a_job_grows_by_dynamic_allocation_and_survives_the_loss_of_an_executor(tmp_path):
     script = Path(__file__).with_name("elastic_script.py")
-    found = results_of(run_script([sys.executable, script, tmp_path], tmp_path, 400))
-    assert found["sizes"] == [1, 2, 1, 2], "grown by a new executor, which was killed and replaced"
-    assert found["ranks"] == [[0, 2], [1, 2]]
-    assert found["total"] == found["expected"]
-    assert found["first"], "the first rank has kept its process"
-    assert found["jobs"] == 0
+    results = results_of(run_script([sys.executable, script, tmp_path], tmp_path, 400))
+    assert results["sizes"] == [1, 2, 1, 2], "grown by a new executor, which was killed and replaced"
+    assert results["ranks"] == [[0, 2], [1, 2]]
+    assert results["total"] == results["expected"]
+    assert results["first"], "the first rank has kept its process"
+    assert results["jobs"] == 0

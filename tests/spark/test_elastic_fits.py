@@ -1,4 +1,4 @@
-"""Estimators whose ranks are lost and join while they train: every row still counts once per epoch."""
+"""Estimators that lose and gain ranks while they train: every row still counts once per epoch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHANGES = {"start_timeout": 120, "elastic_timeout": 120, "cooldown_range": (0.1,
 
 
 class SignSGD(torch.optim.SGD):
-    """Subtracts the learning rate from every parameter with a gradient, so that a weight counts the uses of its row."""
+    """Subtracts the learning rate from each parameter with a gradient, so that a weight counts the uses of its row."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -41,7 +41,7 @@ class SignSGD(torch.optim.SGD):
 
 
 class Killer:
-    """Kills a rank of an epoch from a step on, one after the other, if there are at least so many ranks."""
+    """Kills one rank per entry of ``kills`` (epoch, step, rank) if at least ``least`` ranks train."""
 
     def __init__(self, folder: Path, kills: list[tuple[int, int, int]], least: int = 2) -> None:
         self.folder, self.kills, self.least = folder, kills, least
@@ -148,7 +148,7 @@ def keras_estimator(killer, common):
 
     table = keras.layers.Embedding(ROWS, 1, embeddings_initializer="zeros")
     model = keras.Sequential([keras.Input((1,), dtype="int64"), table, keras.layers.Flatten()])
-    # A gradient is at least a 36th, so all that is not zero is clipped to the same value.
+    # A nonzero gradient is at least 1/36, so clipping gives all of them the same value.
     optimizer = keras.optimizers.SGD(1024.0, clipvalue=1 / 1024)
     training = {"optimizer": optimizer, "loss": mean_output, "metrics": [Counted()], "callbacks": [Kill()]}
     return KerasEstimator(model=model, custom_objects={"Counted": Counted}, **training, **common)
@@ -186,7 +186,7 @@ def fit(spark, tmp_path):
     ],
 )
 def test_every_row_counts_once_per_epoch_although_ranks_are_lost_and_join(fit, framework, batch, tmp_path):
-    """The first epoch loses two ranks: usually, the rest of its rest is divided anew, too."""
+    """Lose two ranks in the first epoch, so that its remaining rows are usually divided twice."""
     backend = SparkBackend(3, min_num_proc=1, launcher="local", **CHANGES)
     fitted = fit(framework, [(0, 4, 1), (0, 3, 0)], checkpoints=OFTEN, backend=backend, elastic_batch=batch)
     assert uses(fitted) == [EPOCHS] * ROWS
@@ -211,7 +211,7 @@ def test_every_row_counts_once_per_epoch_although_ranks_are_lost_and_join(fit, f
     ],
 )
 def test_a_shortened_epoch_trains_on_the_same_number_of_rows_after_losses(fit, framework, batch, tmp_path):
-    """With ``elastic_batch="rank"``, the rest of an epoch has more steps than a whole one: fewer ranks share it."""
+    """With ``elastic_batch="rank"``, fewer ranks need more steps for the rest of an epoch."""
     backend = SparkBackend(
         3, min_num_proc=1, max_num_proc=3, launcher="local", **CHANGES | {"cooldown_range": (60, 60)}
     )
@@ -365,7 +365,7 @@ def test_without_changes_the_weights_are_those_of_a_fixed_fit(fit, tmp_path):
         ({"num_proc": None, "backend": SparkBackend(2)}, ParamError, '"backend" and "min_num_proc"'),
     ],
 )
-def test_what_elastic_fits_cannot_do_is_refused_before_any_job(fit, params, error, message):
+def test_parameters_without_elastic_support_are_refused_before_any_job(fit, params, error, message):
     with pytest.raises(error, match=message):
         fit("torch", [], **{"num_proc": 3, "min_num_proc": 2, **params})
 

@@ -22,31 +22,31 @@ def run(folder: Path, framework: str) -> CompletedProcess[str]:
 
 def test_a_program_for_pytorch_keeps_its_meaning(tmp_path):
     program = run(tmp_path, "torch")
-    found = results_of(program)
-    assert found["ranks"] == ["0", "1"]
-    assert found["columns"] == ["x", "y", "y__output"]
+    results = results_of(program)
+    assert results["ranks"] == ["0", "1"]
+    assert results["columns"] == ["x", "y", "y__output"]
     # One step over all 16 rows from a weight of 0, with x doubled and the rate of 0.0005 times 2 ranks.
-    assert found["scale_lr"]
-    assert found["weight"] == pytest.approx(0.001 * sum(2 * y * 2 * y for y in _ROWS) / len(_ROWS))
+    assert results["scale_lr"]
+    assert results["weight"] == pytest.approx(0.001 * sum(2 * y * 2 * y for y in _ROWS) / len(_ROWS))
     assert "TorchEstimator multiplies the learning rate by the number of ranks" in program.stderr
     assert "TorchEstimator ignores reader_pool_type, shuffle_buffer_size, which" in program.stderr
 
 
 def test_a_program_for_keras_keeps_its_meaning(tmp_path):
-    found = results_of(run(tmp_path, "keras"))
-    assert found["scale_lr"]
-    assert found["history"]["loss"] == found["history"]["val_loss"] == 1
-    assert found["loaded"]
+    results = results_of(run(tmp_path, "keras"))
+    assert results["scale_lr"]
+    assert results["history"]["loss"] == results["history"]["val_loss"] == 1
+    assert results["loaded"]
 
 
 @pytest.mark.soak
 def test_classes_that_derive_from_horovods_for_lightning_1_fit_predict_and_are_saved(tmp_path):
-    found = results_of(run(tmp_path, "derived"))
-    assert found["class"] == "LengthModel"
-    assert found["weight"] > 0
-    assert found["hook"], "the module is returned as it was"
-    assert found["predicted"] == pytest.approx([2 * row * found["weight"] for row in _ROWS])
-    assert found["loaded"] == found["predicted"]
-    (epoch,) = found["history"]
+    results = results_of(run(tmp_path, "derived"))
+    assert results["class"] == "LengthModel"
+    assert results["weight"] > 0
+    assert results["hook"], "the original module is returned"
+    assert results["predicted"] == pytest.approx([2 * row * results["weight"] for row in _ROWS])
+    assert results["loaded"] == results["predicted"]
+    (epoch,) = results["history"]
     assert epoch["train"]["all_metrics"] == [{"steps": 1}]
     assert epoch["validation"]["all_metrics"] == [{"batches": 1}]

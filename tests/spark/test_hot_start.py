@@ -1,4 +1,4 @@
-"""A fit of one epoch, and another one from its model and optimizer, are one fit of two epochs."""
+"""A fit of one epoch, continued by a fit from its model and optimizer, equals one fit of two epochs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def module():
 
         def training_step(self, batch, _index):
             assert self.training
-            assert self.layers.training, "Lightning trains a module in the mode that it comes in"
+            assert self.layers.training, "Lightning trains a module in the mode that it finds"
             x, y = batch
             return functional.mse_loss(self(x)[:, 0], y.reshape(-1))
 

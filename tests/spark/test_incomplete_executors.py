@@ -1,4 +1,4 @@
-"""Executors that cannot import sparkhvd, or its compiled core, say so, and what to send instead."""
+"""Errors of executors that cannot import sparkhvd or its compiled core, and their remedies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("incomplete_executors_script.py")
 
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory):
-    """What a driver shows after Spark has sent a wheel to executors, and after it has sent a zip file; by suffix."""
+    """Return the driver's messages after Spark has sent a wheel or a zip file to executors, by suffix."""
     folder = tmp_path_factory.mktemp("incomplete")
     files = [folder / f"sparkhvd-{sparkhvd.__version__}-cp311-cp311-linux_x86_64.whl", folder / "sparkhvd.zip"]
     for target in files:

@@ -24,7 +24,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def xor(spark):
-    """Noisy exclusive or; the label is 1 where one of the two is near 1."""
+    """Noisy exclusive or: the label is 1 if exactly one of the two columns is near 1."""
     random = np.random.default_rng(0)
     bits = random.integers(0, 2, (301, 2))
     noisy = bits + 0.1 * random.normal(size=bits.shape)
@@ -132,7 +132,7 @@ def test_a_wrapped_model_predicts_in_named_inputs_with_a_function_and_in_label_t
 
 @pytest.fixture(scope="module")
 def reviews(spark):
-    """A sentence, the kind of a thing, its price; good where the sentence says so of a thing that is not cheap."""
+    """Reviews of things: a sentence, the kind and price of the thing, and whether it is liked."""
     random = np.random.default_rng(1)
     words = ["the", "a", "quite", "good", "bad", "größer"]
     rows = []
@@ -144,7 +144,7 @@ def reviews(spark):
 
 
 def reader_of_texts(reviews):
-    """A model of strings that learned its words from the rows."""
+    """Return a model of strings that has adapted its vocabulary to the rows."""
     keras.utils.set_random_seed(2)
     vectorize = keras.layers.TextVectorization(max_tokens=20, output_sequence_length=4)
     vectorize.adapt([row["review"] for row in reviews.collect()])
@@ -193,7 +193,7 @@ def test_keras_on_pytorch_trains_as_one_big_batch_and_predicts(tmp_path):
     script = Path(__file__).with_name("keras_torch_script.py")
     found = results_of(run_script([sys.executable, script], tmp_path / "of the script", 580, KERAS_BACKEND="torch"))
     assert found["moved"] > 0.05
-    assert found["difference"] < 1e-5, "one fit continued the training of another one"
+    assert found["difference"] < 1e-5, "one fit continued the training of another fit"
     assert found["transform"] < 1e-6
     assert found["loaded"]
     assert len(found["history"]) == 2

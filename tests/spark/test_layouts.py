@@ -1,4 +1,4 @@
-"""Folders of Parquet files in every layout: the rows are those that Spark shows for the same path."""
+"""Folders of Parquet files in every layout have the rows that Spark reads from the same path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparkhvd.errors import DataError
 
 pytestmark = pytest.mark.spark
 
-# By name: files to write, links to make (name and target), files without a byte.
+# By name: files to write, links to create (name and target), and empty files.
 LAYOUTS = {
     "flat": (["a.parquet", "b.parquet", "_c.parquet", ".d.parquet", "_x=1.parquet"], {}, ["_SUCCESS", ".a.crc"]),
     "values": (["_p=0/a.parquet", "_p=1/b.parquet", "_p=1/_q/c.parquet"], {}, ["_SUCCESS", "_p=0/_committed"]),
@@ -41,7 +41,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """All layouts, each value of ``x`` once."""
+    """Write all layouts; each value of ``x`` occurs once."""
     top, numbers = tmp_path_factory.mktemp("layouts"), count()
 
     def write(path: Path) -> None:
@@ -68,7 +68,7 @@ def read_by(loader):
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "link", "flat/a.parquet"])
-def test_the_rows_are_those_that_spark_shows(spark, folders, name):
+def test_the_rows_are_those_that_spark_reads(spark, folders, name):
     wanted = sorted(row.x for row in spark.read.parquet(str(folders / name)).select("x").collect())
     files = open_existing(str(folders / name), feature_cols=["x"], label_cols=["y"])
     assert files.manifest.train.rows == len(wanted) > 0

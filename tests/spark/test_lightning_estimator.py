@@ -1,4 +1,4 @@
-"""``LightningEstimator`` through Spark: one fit that is continued, and what is true of it."""
+"""``LightningEstimator`` through Spark: the properties of a fit that is continued."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def module():
 
 @pytest.fixture(scope="module")
 def fitted(frame, tmp_path_factory):
-    """The model of three epochs, the last of them by a fit that continues the first one's run with another launcher."""
+    """Return the model of three epochs, the last one trained by a resumed fit with another launcher."""
     estimator = LightningEstimator(
         num_proc=2,
         store=Store.create(str(tmp_path_factory.mktemp("a store"))),
@@ -150,7 +150,7 @@ def test_a_plain_module_gets_columns_by_the_names_of_its_inputs(spark):
         ({"barebones": True}, "trainer_args has barebones=True, which turns off the callbacks"),
     ],
 )
-def test_trainer_args_that_the_estimator_cannot_do_with_are_refused(frame, arguments, message):
+def test_trainer_args_that_conflict_with_the_estimator_are_refused(frame, arguments, message):
     estimator = LightningEstimator(
         num_proc=2, model=module(), feature_cols=["x"], label_cols=["y"], trainer_args=arguments
     )

@@ -1,4 +1,4 @@
-"""The rows of each rank if the DataFrame is sorted by its label, or alternates in step with the ranks."""
+"""The batches of each rank if the labels of the DataFrame are sorted or alternate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LABELS = {"sorted": f"CAST(id >= {ROWS // 2} AS DOUBLE)", "alternating": "CAST(i
 
 
 def noted(folder, columns):
-    """The same columns, after a note of how many rows have label 1."""
+    """Write the number of rows with label 1 to a file, and return the columns."""
     if len(columns["y"]) == BATCH:
         with Path(folder, str(os.getpid())).open("a") as notes:
             notes.write(f"{int(columns['y'].sum())}\n")
@@ -30,22 +30,22 @@ def noted(folder, columns):
 
 
 def shares_of_label_1(folder):
-    """By rank: the share of every full batch."""
-    found = defaultdict(list)
+    """Return the shares of label 1 in the full batches, by rank."""
+    shares_by_rank = defaultdict(list)
     for path in Path(folder).iterdir():
-        found[path.name] += [int(line) / BATCH for line in path.read_text().split()]
-    return [np.array(shares) for shares in found.values() if len(shares) > 1]
+        shares_by_rank[path.name] += [int(line) / BATCH for line in path.read_text().split()]
+    return [np.array(shares) for shares in shares_by_rank.values() if len(shares) > 1]
 
 
 def rows_of(spark, labels):
-    # One partition, so that Spark's own partitions mix nothing.
+    # One partition, so that Spark's partitioning mixes no rows.
     return spark.range(ROWS, numPartitions=1).selectExpr(f"id / {ROWS}D AS x", f"{LABELS[labels]} AS y")
 
 
 def estimator(folder, **more):
     model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     folder.mkdir()
-    given = dict(  # noqa: C408  (shorter)
+    params = dict(  # noqa: C408  (shorter)
         num_proc=2,
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
@@ -58,7 +58,7 @@ def estimator(folder, **more):
         verbose=0,
         transformation_fn=partial(noted, str(folder)),
     )
-    return TorchEstimator(**{**given, **more})
+    return TorchEstimator(**{**params, **more})
 
 
 def assert_fair(folder):

@@ -1,4 +1,4 @@
-"""Executors train with an environment that travels with the job; the Python of their machine has no packages."""
+"""Executors train in an environment that Spark sends with the job; the Python of their machine has no packages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.scripts import ROOT, results_of, run_script
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).with_name("packed_environment_script.py")
-# pyspark is that of the executor. What torch needs.
+# The requirements of torch; pyspark comes from the executor.
 PACKAGES = (*OF_SPARK[2:], "cloudpickle", "fsspec", "torch", "typing_extensions", "sympy", "mpmath", "networkx")
 MORE = ("jinja2", "markupsafe", "filelock", "setuptools")
 
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
-    """An environment with sparkhvd, packed like those of users; the packages beside it are links to those here."""
+    """Pack an environment with sparkhvd like a user; its other packages are links into this environment."""
     pytest.importorskip("venv_pack", reason="tools/make-venv renews an older environment")
     import venv_pack  # noqa: PLC0415
 

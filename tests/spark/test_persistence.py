@@ -20,7 +20,7 @@ pytestmark = pytest.mark.spark
 
 
 def half_error(output, label, reduction="mean"):
-    """A loss that no installed package has."""
+    """A loss that no installed package defines."""
     each = (output - label) ** 2 / 2
     return each.mean() if reduction == "mean" else each
 
@@ -90,7 +90,7 @@ def test_a_loaded_estimator_equals_the_saved_one(pipeline, rows, tmp_path):
 
 
 def test_a_loaded_pipeline_model_can_overwrite_its_own_folder(trained, tmp_path, monkeypatch):
-    """Spark removes the folder first. Small files and large ones, also of a Store whose files cannot be mapped."""
+    """Overwrite small and large files, also in a Store whose files cannot be mapped; Spark removes the folder first."""
     path, wanted = str(tmp_path / "pipeline"), trained.stages[-1].getModel().weight
     trained.save(path)
     for small, remote in ((retained_files._SMALL_BYTES, False), (1, False), (1, True)):
@@ -129,7 +129,7 @@ def test_existing_files_are_kept_and_foreign_ones_named(pipeline, trained, tmp_p
     with pytest.raises(ParamError, match="cannot be pickled"):
         TorchModel(trained.stages[-1].trained, prediction_fn=Lock()).write().overwrite().save(path)
     loaded = TorchModel.load(path).setOutputCols(["better"])
-    loaded.write().overwrite().save(path)  # over the files that it reads itself
+    loaded.write().overwrite().save(path)  # overwrites the files that it reads itself
     assert torch.equal(TorchModel.load(path).getModel().weight, trained.stages[-1].getModel().weight)
     assert TorchModel.load(path).getOutputCols() == loaded.getOutputCols() == ["better"]
     assert torch.equal(loaded.getModel().weight, trained.stages[-1].getModel().weight)

@@ -43,14 +43,14 @@ def prepare_all(df, store, *, labels=("y",), features=None, weight=None, validat
 
 
 def rows_of(store, manifest, split="train"):
-    """All rows of a split in DataFrame order, by column."""
+    """Return all rows of a split in DataFrame order, by column."""
     source = ParquetSource(store, manifest, split, World(), 7, seed=0, shuffle=False)
     batches = list(source.epoch(0))
     return {name: np.concatenate([batch.columns[name] for batch in batches]) for name in manifest.schema.names()}
 
 
 def directly(df, selection, folder):
-    """The same rows as one rank gets them without a Store, in the order of the label."""
+    """Return the same rows in the form that a rank receives without a Store, ordered by label."""
     with closing(Spool([str(folder)], by=SPLIT, otherwise="train")) as spool:
         for batch in partition_for_ranks(df, selection, num_proc=1, seed=0).toArrow().to_batches():
             spool.write(batch)
@@ -84,7 +84,7 @@ def test_the_rows_arrive_in_dataframe_order_without_validation(spark, store):
 
 
 def test_the_rows_arrive_in_dataframe_order_in_both_splits(spark, store):
-    # More rows per task than one sort buffer page keeps the order honest; partitions of different size mix the files.
+    # More rows per task than a page of a sort buffer, and partitions of different sizes, would show a wrong order.
     df = numbers(spark, 20_000, 3).union(numbers(spark, 50, 2).withColumn("x", functions.col("x") + 20_000))
     manifest = prepare_all(df, store, validation=0.3)
     train, held_out = rows_of(store, manifest)["x"], rows_of(store, manifest, "validation")["x"]
@@ -95,7 +95,7 @@ def test_the_rows_arrive_in_dataframe_order_in_both_splits(spark, store):
 
 
 def executions(spark):
-    """The descriptions of all queries that Spark has run, by their number."""
+    """Return the descriptions of all queries that Spark has run, by number."""
     entries = spark._jsparkSession.sharedState().statusStore().executionsList()
     return {entries.apply(i).executionId(): entries.apply(i).physicalPlanDescription() for i in range(entries.size())}
 
@@ -126,7 +126,7 @@ def test_the_lineage_is_evaluated_once(spark, store):
 def test_without_a_copied_session_rows_are_sorted_once_and_keep_their_order_in_a_spill(spark, store, monkeypatch):
     monkeypatch.setattr("sparkhvd.data.prepare.prepare.with_own_settings", lambda rows, settings: None)
     before = executions(spark)
-    # The order of equal keys is lost where spilled runs are merged; with runs of 1000 rows that happens here.
+    # Merging spilled runs loses the order of equal keys; with runs of 1000 rows, this sort merges.
     setting = "spark.shuffle.spill.numElementsForceSpillThreshold"
     conf = spark.sparkContext._jsc.sc().conf()
     conf.set(setting, "1000")
@@ -174,7 +174,7 @@ def test_every_supported_type_arrives_unchanged(spark, store):
 
 @pytest.fixture
 def settings(spark):
-    """Sets what the test gives it, and sets it back."""
+    """Provide a function that changes a setting until the end of the test."""
     before = {}
 
     def change(name, value):
@@ -343,19 +343,19 @@ def test_two_datasets_in_one_store_never_see_each_other(spark, store):
 
 
 def test_concurrent_preparations_keep_their_rows_apart(spark, store):
-    found = {}
+    manifests = {}
 
-    def one(index):
+    def prepare_one(index):
         df = numbers(spark, 200, 2).withColumn("x", functions.col("x") + 1000 * index)
-        found[index] = prepare_all(df, store, validation=0.5)
+        manifests[index] = prepare_all(df, store, validation=0.5)
 
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(3)]
+    threads = [threading.Thread(target=prepare_one, args=(index,)) for index in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
     for index in range(3):
-        x = rows_of(store, found[index])["x"]
+        x = rows_of(store, manifests[index])["x"]
         assert (x // 1000 == index).all()
         assert (np.diff(x) > 0).all()
 
@@ -402,7 +402,7 @@ FAULTS = {
 @pytest.mark.parametrize("validation", [None, "held_out"])
 def test_invalid_rows_are_refused_without_leftovers(spark, store, fault, validation):
     rows, error, message = FAULTS[fault]
-    # With validation, the first row is held out and what is wrong with the others shows only over both splits.
+    # With validation, the first row is held out, so that a check must cover both splits to detect the fault.
     df = spark.createDataFrame([*rows, rows[0]], ARRAY).coalesce(1)
     df = df.withColumn("held_out", functions.monotonically_increasing_id() == 0)
     with pytest.raises(error, match=message):
@@ -411,14 +411,14 @@ def test_invalid_rows_are_refused_without_leftovers(spark, store, fault, validat
 
 
 class StoreOfOtherMachines(LocalStore):
-    """Spark writes to a folder that the driver does not see, as where a folder is not shared."""
+    """Spark writes to a folder that the driver does not see, like a folder that is not shared."""
 
     def spark_url(self, path):
         return f"file://{self.root}-elsewhere/{path}"
 
 
 class StoreOfOneMachine(LocalStore):
-    """The driver does not see what one of the tasks wrote, as where not all executors share its folder."""
+    """The driver does not see the files of one task, as if its executor did not share the folder."""
 
     def list(self, path):
         return [found for found in super().list(path) if "part-00001-" not in found]
@@ -445,9 +445,9 @@ def test_a_store_with_missing_rows_is_refused(spark, tmp_path, validation):
 
 
 class StoreWithLateTasks(LocalStore):
-    """A second attempt of a task, which did not succeed, ends its file before the driver lists the folder.
+    """A failed second attempt of a task finishes its file before the driver lists the folder.
 
-    With ``by_spark`` it is an attempt of Spark's own writer, whose files are in a temporary folder until they count.
+    With ``by_spark``, the attempt is one of Spark's own writer, whose files are in a temporary folder until the commit.
     """
 
     by_spark = False

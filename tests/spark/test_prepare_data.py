@@ -194,7 +194,7 @@ def test_the_fields_of_a_struct_are_separate_inputs(spark, store):
     through_store = estimator(store, num_proc=1, shuffle=False, feature_cols=["s"]).fit(df)
     assert parameters(through_store) == wanted
     assert len(through_store.transform(df).collect()) == 20
-    # Without a Store rows come in another order, which their content decides.
+    # Without a Store, the order of the rows depends on their content.
     direct = estimator(None, num_proc=1, shuffle=False, feature_cols=["s"]).fit(df)
     assert parameters(direct) == parameters(estimator(None, num_proc=1, shuffle=False).fit(flat))
     assert len(direct.transform(df).collect()) == 20
@@ -213,7 +213,7 @@ class Two(torch.nn.Module):
 
 
 def test_structs_are_labels_and_named_inputs(spark, store):
-    """With and without a Store, and from files; the numbers are those of the same columns without structs."""
+    """Train with a Store, without one, and from files; the results equal those of the same columns without structs."""
     columns = (
         "struct(id / 8.0D AS a, id % 3 / 3.0D AS b, id % 4 / 4.0D AS c) AS s",
         "struct(id % 5 / 5.0D AS u, id / 20.0D AS v) AS y",
@@ -258,7 +258,7 @@ def test_structs_are_labels_and_named_inputs(spark, store):
 # Reuse.
 
 
-def test_the_same_rows_are_prepared_once_also_by_another_dataframe_and_estimator(store, source):
+def test_another_dataframe_and_estimator_reuse_the_same_prepared_rows(store, source):
     _, read = source
     with prepare_data(1, store, read(), ["y"]) as first:
         assert not first.reused
@@ -348,7 +348,7 @@ def test_nondeterministic_rows_are_never_reused(spark, source):
 
 
 def test_a_cache_is_recognized_during_its_lifetime_only(spark, store, source):
-    """A cache holds the rows of one evaluation, whatever its files or random numbers would give now."""
+    """A cache holds the rows of one evaluation, even if another evaluation would give other rows."""
     _, read = source
     plain = fingerprint(read())
     rows = read().withColumn("r", functions.rand()).orderBy("r")  # with a shuffle, whose plan changes when it has run
@@ -365,7 +365,7 @@ def test_a_cache_is_recognized_during_its_lifetime_only(spark, store, source):
     here, start = machine_id(), process_start(os.getpid())
     others = {
         f"app/1/{os.getpid()}@{start}@{here}/7": True,
-        f"app/1/{os.getpid()}@{int(start) - 1}@{here}/7": False,  # the number of an ended process, used again
+        f"app/1/{os.getpid()}@{int(start) - 1}@{here}/7": False,  # the process id of an ended process, used again
         f"app/1/{ended.pid}@{start}@{here}/7": False,
         f"app/1/{ended.pid}@{start}@elsewhere/7": True,
         f"app/1/@{here}/{10**30}": True,
@@ -375,13 +375,13 @@ def test_a_cache_is_recognized_during_its_lifetime_only(spark, store, source):
     with prepare_data(1, store, cached, ["y"]) as second:
         assert (second.reused, rows_of(second)["r"].tolist()) == (True, kept)
     cached.unpersist(blocking=True)
-    assert fingerprint(rows) is None, "it is random"
+    assert fingerprint(rows) is None, "its rows are random"
     again = rows.cache()
     try:
         assert fingerprint(again) not in seen
         with prepare_data(1, store, again, ["y"]) as third:
             assert not third.reused
-            assert datasets_in(store) == [third.dataset_id], "nobody can want the rows of the cache that is gone"
+            assert datasets_in(store) == [third.dataset_id], "no later job can reuse the rows of a removed cache"
         with pytest.raises(ParamError, match="contains a user-defined function, a cache or a random expression"):
             estimator(store, resume="auto", label_cols=["y"]).fit(again)
     finally:
@@ -401,15 +401,15 @@ def test_transformers_of_spark_ml_are_recognized_by_their_content(source):
     assert fingerprint(assembled().withColumn("x", own("x"))) is None
 
 
-def test_preparations_of_the_same_rows_at_the_same_time_write_them_once(store, source):
+def test_simultaneous_preparations_of_the_same_rows_write_them_once(store, source):
     _, read = source
     df = read().cache()
-    found, start = [], threading.Barrier(3)
+    prepared, start = [], threading.Barrier(3)
 
     def one():
         start.wait(60)
         with prepare_data(1, store, df, ["y"]) as data:
-            found.append((data.dataset_id, data.reused, rows_of(data)["x"].sum()))
+            prepared.append((data.dataset_id, data.reused, rows_of(data)["x"].sum()))
 
     threads = [threading.Thread(target=one) for _ in range(3)]
     for thread in threads:
@@ -417,8 +417,8 @@ def test_preparations_of_the_same_rows_at_the_same_time_write_them_once(store, s
     for thread in threads:
         thread.join(120)
     df.unpersist()
-    assert len({dataset for dataset, _, _ in found}) == 1
-    assert sorted((reused, total) for _, reused, total in found) == [(False, 780), (True, 780), (True, 780)]
+    assert len({dataset for dataset, _, _ in prepared}) == 1
+    assert sorted((reused, total) for _, reused, total in prepared) == [(False, 780), (True, 780), (True, 780)]
 
 
 def test_rows_of_pandas_are_recognized_by_their_content(spark):
@@ -460,13 +460,13 @@ def test_damaged_datasets_are_prepared_again(store, source):
 
 def test_concurrent_drivers_prepare_and_reuse_without_harm(store, source):
     _, read = source
-    found, failed = [], []
+    prepared, failed = [], []
 
     def one():
         try:
             for _ in range(2):
                 with prepare_data(1, store, read(), ["y"]) as data:
-                    found.append(rows_of(data)["x"].sum())
+                    prepared.append(rows_of(data)["x"].sum())
                 clean(store)
         except Exception as error:  # noqa: BLE001
             failed.append(error)
@@ -477,7 +477,7 @@ def test_concurrent_drivers_prepare_and_reuse_without_harm(store, source):
     for thread in threads:
         thread.join(120)
     assert failed == []
-    assert found == [sum(range(40))] * 6
+    assert prepared == [sum(range(40))] * 6
 
 
 DRIVER = """
@@ -586,7 +586,7 @@ def test_named_datasets_are_kept_and_found_for_any_rows(spark, store, source, ca
         verbose=0,
     )
     estimator.fit_on_parquet(dataset_idx="train v3")
-    assert datasets_in(store) == [data.dataset_id], "a use of it must not remove it"
+    assert datasets_in(store) == [data.dataset_id], "using the dataset must not remove it"
     again = {"label_columns": ["y"], "feature_columns": ["x", "z"], "name": "train v3", "validation": 0.2, "seed": 4}
     with prepare_data(1, store, made(), **again) as found:
         assert (found.reused, found.dataset_id) == (True, data.dataset_id)

@@ -1,4 +1,4 @@
-"""Runs that are interrupted and gone on with, and other ways to start the ranks of a fit."""
+"""Runs that are interrupted and resumed, and other ways to start the ranks of a fit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def df(spark):
-    """200 rows of numbers, a word and what follows from both."""
+    """200 rows of two numbers, a word, and a label that depends on the numbers."""
     return spark.range(200).selectExpr(
         "id / 200.0D AS a", "id % 7 / 7.0D AS b", "IF(id % 2 = 0, 'up', 'down') AS word", "a * 2 - b AS y"
     )
@@ -75,7 +75,7 @@ def parameters(model):
 
 
 class KillOnce(TorchCallback):
-    """Kills rank 1 after a step of an epoch, the first time."""
+    """Kills rank 1 once, after a step of an epoch."""
 
     def __init__(self, marker, epoch, step):
         self.marker, self.epoch, self.step = marker, epoch, step
@@ -93,7 +93,7 @@ def undisturbed(store, df):
 
 @pytest.fixture(scope="module")
 def interrupted(store, df, tmp_path_factory):
-    """A run that lost a rank at a random step of its second epoch, as it is in the Store; and its estimator."""
+    """Interrupt a run at a random step of its second epoch, copy it in the Store, and return its estimator."""
     step = int(np.random.default_rng().integers(3, 10))
     kill = KillOnce(str(tmp_path_factory.mktemp("killed") / "once"), 1, step)
     broken = estimator(store, run_id="broken", checkpoints=Checkpoints(every_steps=2), callbacks=[kill])
@@ -107,7 +107,7 @@ def interrupted(store, df, tmp_path_factory):
 
 
 def test_a_run_that_lost_a_rank_ends_like_an_uninterrupted_one(interrupted, undisturbed, df):
-    """With dropout and a schedule by step: random numbers and learning rate go on too."""
+    """Resume a run with dropout and a schedule by step: random numbers and learning rates must continue, too."""
     fitted = interrupted.fit(df)
     assert torch.equal(parameters(fitted.getModel()), parameters(undisturbed.getModel()))
     for mine, theirs in zip(fitted.getHistory(), undisturbed.getHistory(), strict=True):
@@ -133,7 +133,7 @@ def test_a_run_of_other_frameworks_resumes_with_another_launcher(store, df, fram
 
 
 def test_an_interrupted_epoch_is_finished_by_another_number_of_ranks(store, df, interrupted, undisturbed):
-    """Every row once, so the loss is that of the whole epoch; later epochs are those of three ranks."""
+    """The interrupted epoch still uses every row once; three ranks train the later epochs."""
     fitted = estimator(store, num_proc=3, run_id="copy").fit(df)
     assert [entry["epoch"] for entry in fitted.getHistory()] == [0, 1, 2]
     losses = [entry["train"]["loss"] for entry in fitted.getHistory()]
@@ -154,14 +154,14 @@ def test_an_interrupted_epoch_refuses_other_rows(store, df, interrupted):
 
 
 def with_words(columns):
-    """A text becomes a number beside the others."""
+    """Return the columns with the text column as a number."""
     up = (columns["word"] == "up").astype("float32")
     return {**columns, "word": up, "y": columns["y"] + up}
 
 
 @pytest.mark.parametrize("backend", ["local", "mpi"])
-def test_a_fit_runs_beside_the_driver_and_under_open_mpi(store, df, backend):
-    """Through the Store; with a transformation of the rows, early stopping and the best model."""
+def test_a_fit_runs_on_the_drivers_machine_and_under_open_mpi(store, df, backend):
+    """Fit through the Store, with a transformation of the rows, early stopping and the best model."""
     fitted = estimator(
         store,
         backend=backend,
@@ -260,7 +260,7 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
     assert estimator(store, **given, verbose=1, epochs=7, output_cols=["z"])._run_id_by_content(df) == first.getRunId()
     model, optimizer = first.getModelAndOptimizer()
     assert estimator(store, **given, model=model, optimizer=optimizer)._run_id_by_content(df) not in ids, (
-        "it is trained further"
+        "the run is trained further"
     )
     with pytest.raises(ParamError, match="resume"):
         estimator(store, num_proc=1).fit(df, resume="yes")
@@ -270,7 +270,7 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
 
 
 class OwnLoader(AsyncDataLoaderMixin, BaseDataLoader):
-    """One file after the other, every other one on this rank, a batch each."""
+    """Returns one batch per file, and assigns the files to the ranks in turn."""
 
     def __init__(self, context, files):
         super().__init__(async_loader_queue_size=2)
@@ -302,7 +302,7 @@ class NoRows(OwnModule):
 
 
 def test_a_user_defined_loader_provides_the_batches(store, df):
-    """Three files for two ranks: two steps, in the last of which one rank has nothing."""
+    """Three files for two ranks make two steps; one rank has no rows in the last step."""
     own = estimator(store, backend="local", data_module=OwnModule, validation=0.2, epochs=2)
     fitted = own.fit(df.repartition(3))
     model, optimizer = fitted.getModelAndOptimizer()
@@ -343,7 +343,7 @@ def test_contradictory_parameters_are_refused(store, df):
 
 
 class TakesTheRun(TorchCallback):
-    """Stands for another fit that takes the run over, as if this one were dead, in the second epoch."""
+    """Takes over the run in the second epoch, like another fit that considers this fit dead."""
 
     def __init__(self, store, run_id):
         self.store, self.run_id = store, run_id

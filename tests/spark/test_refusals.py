@@ -47,7 +47,7 @@ BY_FRAMEWORK = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _asked_about_modules(spark):
-    """Executors are asked once per session which modules they can import; that job is not a case's."""
+    """Ask executors which modules they can import before the cases: each session runs that job only once."""
     importable_on(spark, {module.name: module.digest for module in loaded_user_modules()})
 
 
@@ -70,7 +70,7 @@ def test_a_hot_start_is_refused_before_any_job(spark, tmp_path, monkeypatch, fra
 
 
 def another(framework, width):
-    """A model with another width, and its optimizer."""
+    """Return a model with another width, and its optimizer."""
     if framework == "keras":
         import keras  # noqa: PLC0415
 

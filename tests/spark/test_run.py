@@ -33,7 +33,7 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.spark
 
-RANKS_ARE_CHILDREN = True  # tests find tasks and executors as ancestors of a rank
+RANKS_ARE_CHILDREN = True  # tests look for tasks and executors among the ancestors of a rank
 
 
 def place() -> dict[str, str]:
@@ -56,7 +56,7 @@ def talk_and_wait(path: str) -> dict[str, str]:
 
 
 class CreateFileOnText(io.StringIO):
-    """Creates a file once something was written to it."""
+    """A stream that creates a file as soon as text is written to it."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_executors_with_another_version_of_a_framework_are_one_warning(spark, mo
     assert re.match(rf"torch is 77\.0 on the driver, {re.escape(installed)} on [\w.]+\. Objects pickled", printed)
     caplog.clear()
     sparkhvd.run(place, num_proc=2, launcher=launcher, preload=["torch"], executable=sys.executable, verbose=0)
-    assert "77.0" not in caplog.text, "another Python has packages of its own"
+    assert "77.0" not in caplog.text, "another Python has its own packages"
 
 
 def test_output_is_written_to_files_of_a_store_on_request(spark, tmp_path):
@@ -218,7 +218,7 @@ LINE = "a line of a rank that talks all the time, without a pause and without an
 
 
 def print_much(count: int) -> int:
-    """Returns by how many bytes the task's process grew while it passed the lines on."""
+    """Print lines; return by how many bytes the task's process grew while it forwarded them."""
     task = psutil.Process(os.getppid())
     print(LINE, flush=True)
     before = task.memory_info().rss
@@ -228,7 +228,7 @@ def print_much(count: int) -> int:
 
 
 class CheckLines:
-    """A text stream that keeps nothing: it counts whole lines and watches the memory of this process."""
+    """A text stream that counts whole lines without keeping them, and measures the memory of this process."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -260,7 +260,7 @@ def test_large_output_arrives_in_whole_lines_with_bounded_memory(spark):
 
 
 def end_beside_busy_siblings(folder: str, how: str) -> None:
-    """Rank 1 ends while rank 0 waits in a collective and rank 2 is somewhere else."""
+    """End rank 1 while rank 0 waits in a collective and rank 2 is busy elsewhere."""
     import sys  # noqa: PLC0415
 
     from sparkhvd.comm import session  # noqa: PLC0415
@@ -302,7 +302,7 @@ def test_a_rank_that_ends_early_is_reported_as_the_cause_and_ends_the_others(spa
         sparkhvd.run(
             end_beside_busy_siblings, (str(tmp_path), how), num_proc=3, stdout=io.StringIO(), stderr=io.StringIO()
         )
-    # Nothing is waited for here: the error comes after the end of all processes.
+    # No wait is needed here: the error is raised after all processes have ended.
     assert [psutil.pid_exists(int((tmp_path / str(rank)).read_text())) for rank in range(3)] == [False] * 3
     assert (caught.value.rank, caught.value.host) == (1, "127.0.0.1")
     assert str(caught.value).startswith(f"Rank 1 on host 127.0.0.1 {words} (in fn, after init()).")
@@ -352,11 +352,11 @@ def test_busy_slots_end_in_a_start_timeout_that_leaves_nothing_running(spark):
     try:
         wait_for(lambda: sparkhvd.slots() == SlotUse(total=4, running=(), waiting=(), tasks=4))
         for launcher in ("barrier", "mpi"):
-            importable._answers.cache_clear()  # the executors are asked again which modules they can import
+            importable._answers.cache_clear()  # so that the executors are asked again which modules they can import
             with pytest.raises(
                 StartTimeoutError, match=r"Timed out waiting for Spark tasks to start\. .*slots for 4 ranks"
             ):
-                # The other job has as many tasks, too.
+                # As many tasks as the other job has.
                 sparkhvd.run(place, num_proc=4, launcher=launcher, start_timeout=1)
     finally:
         context.cancelJobsWithTag("busy")
@@ -451,7 +451,7 @@ def test_ctrl_c_ends_the_ranks_and_is_raised(spark, tmp_path):
     wait_for(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
 
 
-# A classic session's own ``interruptTag`` reaches the jobs of the thread that calls it alone, in Spark itself.
+# Not ``interruptTag``: in a classic session, Spark itself applies it only to jobs of the calling thread.
 WAYS_TO_CANCEL = {
     "tag": (
         lambda spark: spark.sparkContext.addJobTag("mine"),

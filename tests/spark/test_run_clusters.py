@@ -16,7 +16,7 @@ from tests.scripts import results_of, run_script
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
 
-RANKS_ARE_CHILDREN = True  # tests find tasks and executors as ancestors of a rank
+RANKS_ARE_CHILDREN = True  # tests look for tasks and executors among the ancestors of a rank
 SPARK_HOME = Path(pyspark.__file__).parent
 SCRIPT = Path(__file__).with_name("cluster_script.py")
 
@@ -49,13 +49,13 @@ def test_dynamic_allocation_is_refused_on_a_cluster_and_ignored_on_a_local_maste
 
 
 def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(local_cluster):
-    done, found = local_cluster, results_of(local_cluster)
-    assert found["places"] == PLACES
-    assert found["met"] == ["Introductions", "Introductions"], "Spark numbers the tasks of two executors as well"
+    done, results = local_cluster, results_of(local_cluster)
+    assert results["places"] == PLACES
+    assert results["met"] == ["Introductions", "Introductions"], "Spark numbers the tasks of two executors as well"
     assert done.stdout.count("[0]<stdout>:hello") == done.stdout.count("[1]<stdout>:hello") == 1
-    assert "num_proc=3 is more than the 2 slots of the cluster" in found["slots"]
-    assert (found["sums"], found["attempts"]) == ([3.0, 3.0], 3)
-    assert found["left"] == []
+    assert "num_proc=3 is more than the 2 slots of the cluster" in results["slots"]
+    assert (results["sums"], results["attempts"]) == ([3.0, 3.0], 3)
+    assert results["left"] == []
 
 
 def test_a_fit_that_loses_an_executor_resumes_from_its_last_checkpoint(local_cluster):
@@ -64,9 +64,9 @@ def test_a_fit_that_loses_an_executor_resumes_from_its_last_checkpoint(local_clu
 
 @pytest.mark.soak
 def test_a_fit_of_another_framework_resumes_like_one_of_pytorch(tmp_path):
-    found = results_of(on_a_local_cluster(tmp_path, "lightning", "keras"))
-    check_resumed(found["lightning"])
-    check_resumed(found["keras"])
+    results = results_of(on_a_local_cluster(tmp_path, "lightning", "keras"))
+    check_resumed(results["lightning"])
+    check_resumed(results["keras"])
 
 
 def check_resumed(found: dict) -> None:
@@ -81,11 +81,11 @@ def test_with_open_mpi_a_lost_executor_is_one_error_without_leftovers(local_clus
     assert results_of(local_cluster)["executor lost"] == []
 
 
-def test_with_open_mpi_an_interrupted_job_whose_tasks_wait_for_one_costs_no_executor(local_cluster):
+def test_with_open_mpi_interrupting_a_job_with_waiting_tasks_ends_no_executor(local_cluster):
     assert results_of(local_cluster)["interrupted"] == []
 
 
-# A mount namespace of its own, in which nothing of an NVIDIA driver is to be seen.
+# A separate mount namespace without a visible NVIDIA driver.
 ISOLATED = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc/driver && exec "$@"', "sh")
 
 
@@ -106,10 +106,10 @@ class Standalone:
 
 @pytest.fixture
 def standalone(tmp_path):
-    """A master and two workers with one core and one GPU each, JVMs of ours, ended by their processes.
+    """Run a master and two workers with one core and one GPU each, as JVMs that this fixture ends.
 
-    Both call their GPU 0. The second one's executors see one of the machine's, as on Databricks. Where that can be,
-    each worker is another host in the eyes of sparkhvd.
+    Spark's index of both GPUs is 0. As on Databricks, the executors of the second worker see only one GPU of the
+    machine. Where namespaces can be created, sparkhvd considers each worker a separate host.
     """
     discovery = tmp_path / "discover.sh"
     discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0"]}\'\n')
@@ -153,8 +153,8 @@ def standalone(tmp_path):
 
 def await_line(log: Path, pattern: str, processes: list[subprocess.Popen]) -> str:
     for _ in range(600):
-        if found := re.search(pattern, log.read_text()):
-            return found[1]
+        if match := re.search(pattern, log.read_text()):
+            return match[1]
         with pytest.raises(subprocess.TimeoutExpired):
             processes[-1].wait(0.1)
     raise AssertionError(f"{pattern} did not appear in time:\n{log.read_text()}")
@@ -204,15 +204,15 @@ def test_a_function_typed_into_the_pyspark_shell_runs_on_all_slots_and_gpus_of_a
     settings += [f"spark.{one}.extraJavaOptions=-XX:TieredStopAtLevel=1" for one in ("driver", "executor")]
     options = [option for setting in settings for option in ("--conf", setting)]
     done = start([SPARK_HOME / "bin" / "pyspark", "--master", standalone.master, *options], tmp_path, SHELL_INPUT)
-    found = results_of(done)
+    results = results_of(done)
     assert "SlotsError: num_proc=3 is more than the 2 slots of the cluster after waiting" in done.stderr
     if not can_isolate():
-        assert found["places"] == PLACES
-        assert sorted(found["devices"]) == [[["0"], "0,5"], [["5"], "0,5"]]
+        assert results["places"] == PLACES
+        assert sorted(results["devices"]) == [[["0"], "0,5"], [["5"], "0,5"]]
         return
-    assert found["places"] == [one | {"local_rank": 0, "cross_size": 2} for one in PLACES]
-    assert sorted(found["devices"]) == sorted(found["devices again"]) == [[["0"], "0"], [["5"], "5"]]
-    for message in found["refused"]:
+    assert results["places"] == [one | {"local_rank": 0, "cross_size": 2} for one in PLACES]
+    assert sorted(results["devices"]) == sorted(results["devices again"]) == [[["0"], "0"], [["5"], "5"]]
+    for message in results["refused"]:
         assert re.match(
             r"Ranks must all run on GPUs or all on CPUs: task \d on host 127\.0\.0\.1 has a GPU \(NVIDIA L4\), "
             r"task \d on host 127\.0\.0\.1 has none",

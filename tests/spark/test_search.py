@@ -134,7 +134,7 @@ def test_a_trial_that_fails_keeps_its_reason_and_the_search_continues(df, store,
 
 
 def test_an_interrupted_search_resumes_its_trials_and_keeps_their_best_model(df, store, tmp_path, monkeypatch, caplog):
-    """The second trial is interrupted in its second epoch; the third one is left as by a killed driver."""
+    """Interrupt the second trial in its second epoch, and leave the third one like a killed driver."""
     caplog.set_level(logging.INFO, "sparkhvd")
     undisturbed = Store.create(str(tmp_path / "other"))
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / "journal")))
@@ -180,7 +180,7 @@ def test_a_study_that_is_being_searched_is_refused(df, store):
     tune.minimize(estimator(store), df, searching, 1, storage=storage, study_name="search")
 
 
-def test_another_study_of_the_same_name_trains_runs_of_its_own(df, store):
+def test_another_study_of_the_same_name_trains_separate_runs(df, store):
     settings = {"study_name": "search", "keep_runs": True}
     first = tune.minimize(estimator(store), df, space, 1, sampler=optuna.samplers.RandomSampler(seed=0), **settings)
     second = tune.minimize(estimator(store), df, space, 1, sampler=optuna.samplers.RandomSampler(seed=1), **settings)
@@ -188,8 +188,8 @@ def test_another_study_of_the_same_name_trains_runs_of_its_own(df, store):
     assert runs(store) == {first.best_model.getRunId(), second.best_model.getRunId()}
 
 
-def test_a_continued_search_refuses_what_its_trials_could_not_be_compared_by(df, store, tmp_path):
-    """And returns the model of the earlier best trial as it was."""
+def test_a_continued_search_refuses_changes_that_make_trials_incomparable(df, store, tmp_path):
+    """Also check that the search returns the unchanged model of the earlier best trial."""
     settings = {"storage": optuna.storages.InMemoryStorage(), "study_name": "search"}
     first = tune.minimize(estimator(store), df, space, 1, **settings)
     again = tune.minimize(estimator(store, epochs=5), df, space, 1, **settings)
@@ -224,7 +224,7 @@ def test_an_interrupted_trial_keeps_the_parameters_that_the_space_did_not_ask_fo
     assert result.best_params == {"lr": 0.0123}
 
 
-def test_trials_of_other_programs_stay_and_are_not_the_best(df, store):
+def test_trials_of_other_programs_are_kept_and_not_ranked(df, store):
     storage = optuna.storages.InMemoryStorage()
     optuna.create_study(storage=storage, study_name="search").optimize(lambda _: -99.0, n_trials=1)
     result = tune.minimize(estimator(store), df, space, 2, storage=storage, study_name="search")
@@ -289,7 +289,7 @@ def test_a_metric_that_no_epoch_reports_ends_the_search(df, store):
         ({}, {"study_name": "a" * 200}, "Use 1 to 180 characters"),
     ],
 )
-def test_a_search_that_cannot_work_is_refused(df, store, more, arguments, complaint):
+def test_a_search_with_invalid_parameters_is_refused(df, store, more, arguments, complaint):
     given = {"space": space, "n_trials": 1, **arguments}
     with pytest.raises(ParamError, match=complaint):
         tune.minimize(estimator(more.pop("store", store), **more), df, **given)

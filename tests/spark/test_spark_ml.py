@@ -1,4 +1,4 @@
-"""Estimators among Spark ML's own tools."""
+"""Estimators in Spark ML's pipelines and tuning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.spark
 
 @pytest.fixture(scope="module")
 def line(spark, tmp_path_factory):
-    """y = 2a + b, in a file: what was prepared of it is recognised."""
+    """Rows of y = 2a + b in a file, so that later fits reuse the prepared rows."""
     folder = str(tmp_path_factory.mktemp("line") / "parquet")
     spark.range(60).selectExpr("id / 60.0D AS a", "id % 7 / 7.0D AS b").selectExpr("*", "2 * a + b AS y").write.parquet(
         folder
@@ -31,7 +31,7 @@ def line(spark, tmp_path_factory):
 def estimator(**more):
     torch.manual_seed(3)
     model = torch.nn.Linear(2, 1)
-    given = {
+    params = {
         "num_proc": 2,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
@@ -42,14 +42,14 @@ def estimator(**more):
         "random_seed": 3,
         "verbose": 0,
     }
-    return TorchEstimator(**{**given, **more})
+    return TorchEstimator(**{**params, **more})
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")  # pyspark's
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_parameter_grid_is_searched_in_parallel_and_fits_share_prepared_rows(line, tmp_path, caplog):
-    """Two fits of three ranks at a time want six of four slots: they have to take turns, not wait for each other."""
+    """Two parallel fits of three ranks need six of four slots: they must take turns without a deadlock."""
     caplog.set_level(logging.INFO, "sparkhvd.data")
     store = Store.create(str(tmp_path))
     mine = estimator(store=store, num_proc=3)
@@ -59,19 +59,19 @@ def test_a_parameter_grid_is_searched_in_parallel_and_fits_share_prepared_rows(l
     search = CrossValidator(
         estimator=pipeline, estimatorParamMaps=grid, evaluator=evaluator, parallelism=2, numFolds=2, seed=1
     )
-    found = search.fit(line)
-    few, many = found.avgMetrics
+    best_pipeline = search.fit(line)
+    few, many = best_pipeline.avgMetrics
     assert many < few / 2
-    best = found.bestModel.stages[-1]
+    best = best_pipeline.bestModel.stages[-1]
     assert len(best.getHistory()) == 12
-    assert len({path.split("/")[1] for path in store.list("runs")}) == 5, "every fit is a run of its own"
+    assert len({path.split("/")[1] for path in store.list("runs")}) == 5, "every fit has its own run"
     messages = [record.getMessage() for record in caplog.records]
     prepared = [line.split()[2].rstrip(":") for line in messages if line.startswith("Prepared dataset")]
-    assert len(prepared) == 3, "one of the rows of each fold and one of all rows"
+    assert len(prepared) == 3, "one dataset per fold and one with all rows"
     assert sum("already holds these rows" in line for line in messages) == 2
-    assert {path.split("/")[1] for path in store.list("datasets")} == {prepared[-1]}, "nobody can want the other again"
-    assert evaluator.evaluate(found.transform(line)) == pytest.approx(many, abs=0.2)
-    gc.collect()  # pyspark leaves its pool to that, with a warning
+    assert {path.split("/")[1] for path in store.list("datasets")} == {prepared[-1]}, "the other datasets are removed"
+    assert evaluator.evaluate(best_pipeline.transform(line)) == pytest.approx(many, abs=0.2)
+    gc.collect()  # closes the pool that pyspark does not close, with a warning
 
 
 @pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")  # pyspark's
@@ -85,15 +85,15 @@ def test_two_concurrent_fits_without_a_store_are_compared_on_the_held_out_rows(l
         parallelism=2,
         seed=1,
     )
-    found = search.fit(line)
-    few, many = found.validationMetrics
+    best_pipeline = search.fit(line)
+    few, many = best_pipeline.validationMetrics
     assert many < few / 2
-    assert len(found.bestModel.getHistory()) == 40
-    gc.collect()  # pyspark leaves its pool to that, with a warning
+    assert len(best_pipeline.bestModel.getHistory()) == 40
+    gc.collect()  # closes the pool that pyspark does not close, with a warning
 
 
 def test_a_run_id_within_a_pipeline_is_not_shared_by_several_fits(line):
-    """Spark ML's tuning calls for its fits what this calls."""
+    """Fit with a list of parameter maps, like Spark ML's tuning."""
     named = estimator(run_id="mine", store=Store.create("file:///nowhere"))
     pipeline = Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="v"), named])
     grid = ParamGridBuilder().addGrid(named.epochs, [1, 2]).build()

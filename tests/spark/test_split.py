@@ -1,4 +1,4 @@
-"""The rows that a validation fraction holds out: only the values of features and labels decide."""
+"""The rows that a validation fraction holds out depend only on the values of features and labels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ROWS = 60
 
 
 def split(df, features=None, labels=("y",), *, compress=False, **options):
-    """The side of every row, in the order of ``df``."""
+    """Return the split of each row, in the order of ``df``."""
     selection = select(df.schema, feature_cols=features, label_cols=labels, validation=0.5, transformed=True, **options)
     rows = rows_to_write(df, selection, 7, compress=compress).collect()
     return [row["sparkhvd_split"] for row in rows]
 
 
 def values(row):
-    """Three numbers, some of them 0."""
+    """Return three numbers, some of which are 0."""
     return [float(row % 5), 0.0, row / 7.0]
 
 
@@ -112,29 +112,29 @@ def test_a_null_gets_the_split_of_its_fill(spark):
     with_null = [(None, [None, 1.0], None, float(row)) for row in range(ROWS)]
     filled = [(3, [0.5, 1.0], "?", float(row)) for row in range(ROWS)]
     fill = {"a": 3, "x": 0.5, "t": "?"}
-    found = [
+    splits = [
         split(spark.createDataFrame(rows, schema).coalesce(1), ["a", "x", "t"], fill=fill)
         for rows in (with_null, filled)
     ]
-    assert found[0] == found[1]
+    assert splits[0] == splits[1]
 
 
 def test_the_split_of_a_wide_vector_depends_on_its_entries(spark):
     width = WIDE + 1
-    places = [row * 3 % width for row in range(ROWS)]
+    indices = [row * 3 % width for row in range(ROWS)]
     schema = StructType([StructField("x", VectorUDT()), StructField("y", DoubleType())])
 
     def sides(make):
-        rows = [(make(place), 1.0) for place in places]
+        rows = [(make(index), 1.0) for index in indices]
         return split(spark.createDataFrame(rows, schema).coalesce(1), ["x"])
 
-    def dense(place):
-        return Vectors.dense([1.0 if other == place else 0.0 for other in range(width)])
+    def dense(index):
+        return Vectors.dense([1.0 if other == index else 0.0 for other in range(width)])
 
-    found = sides(lambda place: SparseVector(width, [place], [1.0]))
-    assert 15 < found.count("validation") < 45  # rows that differ in a place alone
-    assert sides(dense) == found
-    assert sides(lambda place: SparseVector(width, sorted({0, place}), [1.0] if not place else [0.0, 1.0])) == found
+    sparse = sides(lambda index: SparseVector(width, [index], [1.0]))
+    assert 15 < sparse.count("validation") < 45  # the rows differ only in the index of one entry
+    assert sides(dense) == sparse
+    assert sides(lambda index: SparseVector(width, sorted({0, index}), [1.0] if not index else [0.0, 1.0])) == sparse
 
 
 def test_a_null_vector_reaches_the_check_of_nulls(spark):

@@ -1,4 +1,4 @@
-"""Spark on real HDFS, S3 and GCS: preparation by Spark's own writer and by ours, training, the check of a Store."""
+"""Spark on real HDFS, S3 and GCS: both writers of prepared rows, training, and the check that a Store is shared."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.spark
 
 @pytest.fixture(scope="module", autouse=True)
 def _servers(store_servers):
-    """Most tests need one of them."""
+    """Start the servers, which most tests need."""
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_an_estimator_trains_on_a_store_and_its_model_predicts_from_there(spark,
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.filterwarnings("ignore:.*only affects:UserWarning")
-def test_a_fit_and_its_resumption_over_a_bad_connection_end_like_those_over_a_good_one(spark, s3, tmp_path):
+def test_a_bad_connection_does_not_change_the_result_of_a_fit_and_its_resumption(spark, s3, tmp_path):
     def trained(store):
         settings = {"validation": 0.25, "batch_size": 4, "run_id": "run", "checkpoints": Checkpoints(every_steps=2)}
         lines.estimator(store, epochs=2, **settings).fit(line(spark))
@@ -132,14 +132,14 @@ def sparks_own_credentials(spark, s3):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
-def test_spark_writes_the_rows_to_s3_with_its_own_connector_if_present(s3, tmp_path):
+def test_spark_writes_rows_to_s3_with_its_own_connector_if_present(s3, tmp_path):
     script = Path(__file__).with_name("s3a_script.py")
-    found = results_of(run_script([sys.executable, script, s3a_jars(), json.dumps(s3.options)], tmp_path, 280))
-    assert found["loaded by its URL"] == 64
+    results = results_of(run_script([sys.executable, script, s3a_jars(), json.dumps(s3.options)], tmp_path, 280))
+    assert results["loaded by its URL"] == 64
     for source in ("spark", "options"):
-        by = found[source]
+        by = results[source]
         assert by["can write"]
-        assert "_SUCCESS" in by["files"], "which Spark writes and we do not"
+        assert "_SUCCESS" in by["files"], "a file that only Spark's writer creates"
         assert len(by["errors"]) == 64
         assert max(by["errors"]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
         assert by["validation"] < 0.1
@@ -215,7 +215,7 @@ def test_our_writer_keeps_all_rows_in_order_and_by_split(spark, hdfs, s3, store)
     assert read["train"] == [number for number in range(1000) if number % 5]
 
 
-def test_our_writer_keeps_every_type_as_spark_writes_it(spark, hdfs_store, tmp_path):
+def test_our_writer_writes_every_type_like_spark(spark, hdfs_store, tmp_path):
     rows = spark.sql(
         "SELECT true AS b, 1Y AS i8, 2S AS i16, 3 AS i32, 4L AS i64, 1.5F AS f32, 2.5D AS f64, 'text' AS s, "
         "X'0102' AS raw, DATE'2020-01-02' AS d, TIMESTAMP'2020-01-02 03:04:05.123456' AS t, 12.34BD AS dec, "
@@ -279,7 +279,7 @@ def test_a_shared_store_passes_the_check_without_leftovers(spark, hdfs, s3, stor
 
 
 def test_a_store_that_executors_do_not_share_is_a_one_sentence_error(spark):
-    # Every process has a memory of its own, as every machine has a disk of its own.
+    # Every process has its own memory, like a machine with its own disk.
     store = Store.create(f"memory://{uuid.uuid4().hex}")
     message = (
         r"^The Store memory:///\w+ is not shared: the executor on host \S+ does not see a file that the driver has "

@@ -1,4 +1,4 @@
-"""Columns of texts of which a transformation function makes numbers, by every estimator."""
+"""Text columns that a transformation function converts to numbers, with every estimator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = ("low", "middle", "high")
 
 
 def with_ids(columns):
-    """The place of every word, as a number beside the other feature."""
+    """Replace each word by its index."""
     return {**columns, "b": np.array([WORDS.index(word) for word in columns["b"]], np.float64)}
 
 
@@ -38,7 +38,7 @@ def test_texts_are_converted_to_numbers_by_a_transformation_function(spark, tmp_
     options = {"num_proc": 1, "checkpoints": None, "epochs": 1}
     fitted = trainings.estimator(framework, store, transformation_fn=with_ids, **options).fit(texts)
     assert len(fitted.getHistory()) == 1
-    if store is not None:  # without one, the order of the rows comes of their values
+    if store is not None:  # without a Store, the order of the rows depends on their values
         plain = trainings.estimator(framework, store, **options).fit(numbers)
         assert trainings.weights(framework, fitted) == trainings.weights(framework, plain)
     predicted = fitted.transform(numbers).collect()

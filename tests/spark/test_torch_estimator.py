@@ -45,7 +45,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def xor(spark):
-    """Noisy exclusive or; the label is 1 where one of the two is near 1, every fifth row is held out."""
+    """Noisy exclusive or: the label is 1 if exactly one column is near 1; every fifth row is held out."""
     random = np.random.default_rng(0)
     bits = random.integers(0, 2, (400, 2))
     noisy = bits + 0.1 * random.normal(size=bits.shape)
@@ -71,7 +71,7 @@ def accuracy(output, label):
 
 def estimator(store, model=None, **more):
     model = network() if model is None else model
-    given = {
+    user_objects = {
         "num_proc": 2,
         "store": store,
         "model": model,
@@ -83,18 +83,18 @@ def estimator(store, model=None, **more):
         "epochs": 4,
         "random_seed": 3,
     }
-    return TorchEstimator(**{**given, **more})
+    return TorchEstimator(**{**user_objects, **more})
 
 
 @contextmanager
 def jobs_of(spark):
-    """The ids of the jobs that Spark runs meanwhile."""
-    group, found = uuid.uuid4().hex, []
+    """Yield a list that has the ids of the Spark jobs of the block after its end."""
+    group, jobs = uuid.uuid4().hex, []
     spark.sparkContext.setJobGroup(group, "counted by a test")
     try:
-        yield found
+        yield jobs
     finally:
-        found.extend(spark.sparkContext.statusTracker().getJobIdsForGroup(group))
+        jobs.extend(spark.sparkContext.statusTracker().getJobIdsForGroup(group))
         spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
         spark.sparkContext.setLocalProperty("spark.job.description", None)
 
@@ -103,19 +103,19 @@ def parameters(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-# One fit, and what is true of it.
+# The properties of one fit.
 
 
 @pytest.fixture(scope="module")
-def given():
-    """The user's own model and optimizer."""
+def user_objects():
+    """Provide the user's model and optimizer."""
     model = network()
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
 
 @pytest.fixture(scope="module")
-def fitted(spark, store, xor, given):
-    model, optimizer = given
+def fitted(spark, store, xor, user_objects):
+    model, optimizer = user_objects
     return estimator(
         store,
         model,
@@ -138,7 +138,7 @@ def test_a_fit_with_two_ranks_reduces_the_loss(fitted):
 
 
 def test_the_history_is_measured_on_the_right_rows(fitted, xor):
-    """The last validation loss is that of the returned model over the held-out rows, each counted once."""
+    """The last validation loss is the loss of the returned model over the held-out rows, each counted once."""
     rows = xor.where("held_out").select("a", "b", "y").toPandas()
     with torch.no_grad():
         output = fitted.getModel()(torch.tensor(rows[["a", "b"]].to_numpy(), dtype=torch.float32))
@@ -146,8 +146,8 @@ def test_the_history_is_measured_on_the_right_rows(fitted, xor):
     assert fitted.getHistory()[-1]["validation"]["loss"] == pytest.approx(wanted, rel=1e-4)
 
 
-def test_the_users_model_and_optimizer_are_not_changed(fitted, given):
-    model, optimizer = given
+def test_the_users_model_and_optimizer_are_not_changed(fitted, user_objects):
+    model, optimizer = user_objects
     assert torch.equal(parameters(model), parameters(network()))
     assert model.training
     assert type(optimizer) is torch.optim.Adam
@@ -185,7 +185,7 @@ def test_transform_starts_no_job_and_keeps_the_partitions(spark, fitted, xor):
     assert predicted.rdd.getNumPartitions() == 5
     with jobs_of(spark) as jobs:
         predicted.count()
-    assert jobs  # it would have been seen
+    assert jobs  # so a job of transform would have been counted
 
 
 def test_executors_fetch_models_into_a_folder_that_spark_removes(spark):
@@ -244,7 +244,7 @@ def test_transform_refuses_columns_that_do_not_fit(fitted, xor):
         fitted.copy().setOutputCols(["one", "two"]).transform(xor)
 
 
-def test_null_and_another_length_are_errors_that_name_the_column(spark, fitted):
+def test_errors_for_null_and_wrong_lengths_name_the_column(spark, fitted):
     with_null = spark.createDataFrame([(Vectors.dense([1.0, 0.0]),), (None,)], VECTOR).coalesce(1)
     with pytest.raises(Exception, match="Feature column 'v' holds NULL in 1 of 2 rows"):
         fitted.transform(with_null).collect()
@@ -263,7 +263,7 @@ def test_a_run_keeps_its_last_checkpoint_and_its_model_in_the_store(fitted, stor
 
 
 def test_a_run_resumes_with_its_seed(store, xor, capfd):
-    """Two epochs and then two more under one run_id are, bit by bit, four epochs; the live lines reach the terminal."""
+    """Two epochs, and two more with the same run_id, equal four epochs bit by bit; progress reaches the terminal."""
     half = estimator(store, epochs=2, run_id="continued")
     half.fit(xor)
     whole = estimator(store, epochs=4, run_id="continued", random_seed=None, metrics={"right": accuracy}).fit(xor)
@@ -273,7 +273,7 @@ def test_a_run_resumes_with_its_seed(store, xor, capfd):
     shown = capfd.readouterr().out
     assert shown.count("<stdout>:run continued starts; a later fit with this run_id resumes it") == 1
     assert "[0]<stdout>:run continued resumes after epoch 2" in shown
-    assert re.search(r"^\[0\]<stdout>:run torch-\S+ starts", shown, re.MULTILINE), "by its own name, too"
+    assert re.search(r"^\[0\]<stdout>:run torch-\S+ starts", shown, re.MULTILINE), "a run with a generated name, too"
     line = (
         r"\[0\]<stdout>:epoch 4/4  loss \S+  right \S+  [\d,]+ rows/s  step \S+ ms = data \d+% \+ compute \d+% \+ comm"
     )
@@ -282,7 +282,7 @@ def test_a_run_resumes_with_its_seed(store, xor, capfd):
 
 
 def test_two_dataframes_in_one_store_never_see_each_others_rows(spark, store, xor):
-    """The second DataFrame has the opposite labels; a pipeline leads to the same columns."""
+    """The second DataFrame has the opposite labels; a pipeline produces the same columns."""
     opposite = xor.drop("v").withColumn("y", 1 - functions.col("y"))
     first = estimator(store, validation=0.25, epochs=6).fit(xor)
     assembled = Pipeline(
@@ -301,7 +301,7 @@ def test_two_dataframes_in_one_store_never_see_each_others_rows(spark, store, xo
 
 
 class TwoTowers(torch.nn.Module):
-    """Two inputs, of which one is a number of a kind, and two outputs."""
+    """A network with two outputs and two inputs, one of them a category number."""
 
     def __init__(self):
         super().__init__()
@@ -363,7 +363,7 @@ def test_one_number_for_an_integer_label_is_a_double(spark, store, xor):
     assert isinstance(trained.transform(xor).schema["y__output"].dataType, DoubleType)
 
 
-# Errors, each before any training, and before any Spark job where the schema tells.
+# Errors before any training, and before any Spark job where the schema suffices.
 
 
 @pytest.mark.parametrize(
@@ -473,15 +473,15 @@ def test_the_preparation_follows_the_parameters(xor, tmp_path, monkeypatch):
         raise AskedError(writing.compress, writing.partitions_per_process, writing.num_proc, keep_seconds)
 
     monkeypatch.setattr(estimator_api, "acquire", asked)
-    given = {"compress_sparse_cols": True, "partitions_per_process": 3, "keep_data": 0.5}
+    user_objects = {"compress_sparse_cols": True, "partitions_per_process": 3, "keep_data": 0.5}
     with pytest.raises(AskedError) as caught:
-        estimator(Store.create(str(tmp_path)), **given).fit(xor)
+        estimator(Store.create(str(tmp_path)), **user_objects).fit(xor)
     assert caught.value.args == (True, 3, 2, 1800.0)
 
 
 @pytest.mark.parametrize("with_store", [False, True])
 def test_the_best_model_with_batch_normalization_has_the_recorded_validation_loss(store, xor, with_store):
-    """Its running statistics are those of the best epoch, too, in which the validation measured the loss."""
+    """The running statistics of the best model are also those of the best epoch."""
     torch.manual_seed(1)
     norm = torch.nn.BatchNorm1d(16, momentum=0.5)
     model = torch.nn.Sequential(torch.nn.Linear(2, 16), norm, torch.nn.Tanh(), torch.nn.Linear(16, 2))

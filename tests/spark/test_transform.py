@@ -1,4 +1,4 @@
-"""Transformers of models that were trained elsewhere, and where their expressions run."""
+"""Transformers of models that were trained elsewhere, in all kinds of queries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.spark
 
 
 class Classifier(torch.nn.Module):
-    """Two outputs: scores of three classes, and a number."""
+    """A network with two outputs: scores of three classes, and a number."""
 
     def __init__(self):
         super().__init__()
@@ -35,14 +35,14 @@ class Classifier(torch.nn.Module):
 
 
 def probabilities(model, x):
-    """As it would be written by hand: what comes of the first output alone, and a struct of two fields."""
+    """Return the probabilities of the first output, and a struct with the best class and its probability."""
     scores = model(x)[0].softmax(dim=1)
     return scores, {"best": scores.argmax(dim=1), "sure": scores.max(dim=1).values}
 
 
 @pytest.fixture(scope="module")
 def rows(spark, tmp_path_factory):
-    """Rows in a file, so that what is read of it can be seen."""
+    """Rows in a file, so that a plan shows which columns Spark reads."""
     folder = str(tmp_path_factory.mktemp("rows") / "parquet")
     columns = "id", "array(id / 8.0D, id % 3 - 1.0D, 0.5D) AS v", "id % 3 AS kind", "'text' AS unused"
     spark.range(24).selectExpr(*columns).coalesce(1).write.parquet(folder)
@@ -158,7 +158,7 @@ def test_a_prediction_function_replaces_the_models_call_and_is_saved(model, rows
 
 
 def test_spark_reads_only_the_columns_that_are_used_and_predicts_once(spark, model, rows):
-    """As the plan says: the other columns are pruned, and so is the model where no output is asked for."""
+    """The plan prunes unused columns, and the model if no output is used."""
 
     def plan(df):
         return df._jdf.queryExecution().executedPlan().toString()
@@ -204,7 +204,7 @@ def test_output_columns_of_every_type_are_ordered_beside_columns_of_any_name(spa
 
 
 class Weighted(torch.nn.Module):
-    """Tells its inputs apart."""
+    """A model whose output depends differently on each input."""
 
     def forward(self, x):
         return x @ torch.tensor([[1.0], [10.0], [100.0]])
@@ -243,7 +243,7 @@ VECTOR_USES = {
 
 
 def test_parquet_rows_with_vectors_are_predicted_in_any_query(spark, tmp_path):
-    """Spark 4.3 fails on columnar batches in which a vector comes to, or passes by, a Python function."""
+    """Spark 4.3 fails on columnar batches if a Python function receives a vector, or if the rows have one."""
     assembler = VectorAssembler(inputCols=["a", "b", "c", "d"], outputCol="v")
     columns = "id", "id % 3 / 4.0D AS a", "id % 2 / 2.0D AS b", "0.0D AS c", "0.0D AS d"
     table = assembler.transform(spark.range(8).selectExpr(*columns))
@@ -269,7 +269,7 @@ def test_parquet_rows_with_vectors_are_predicted_in_any_query(spark, tmp_path):
     streamed = model.stages[1].transform(stream).where("prediction > 0.5").writeStream.format("memory").queryName("vs")
     query = streamed.option("checkpointLocation", str(tmp_path / "check")).trigger(availableNow=True).start()
     try:
-        assert query.awaitTermination(60), "the stream must come to its end"
+        assert query.awaitTermination(60), "the stream must end"
         assert [row.prediction for row in spark.table("vs").collect()] == positive
     finally:
         query.stop()
@@ -293,7 +293,7 @@ def test_outputs_work_in_sql_and_structured_streaming(spark, model, rows, tmp_pa
         .start()
     )
     try:
-        assert query.awaitTermination(60), "the stream must come to its end"
+        assert query.awaitTermination(60), "the stream must end"
         assert {row.id: row.number for row in spark.table("streamed").collect()} == wanted
     finally:
         query.stop()
@@ -349,13 +349,13 @@ def test_describe_prints_the_mapping_and_the_models_outputs_for_five_rows(rows, 
     assert lines[3] == "5 rows through the model before training:"
     assert lines[4].split("  ")[1:4] == ["feature v: float64[3]", "label kind: int64", "output 0: float32[3]"]
     assert len(lines) == 10
-    assert "0.125 0 0.5" in " ".join(lines), "the rows come in any order"
+    assert "0.125 0 0.5" in " ".join(lines), "the order of the rows is arbitrary"
     with pytest.raises(ModelOutputError, match="cannot compare the model's output"):
         estimator.copy({estimator.loss: torch.nn.functional.mse_loss}).describe(rows)
 
 
 class Given(torch.nn.Module):
-    """Gives its inputs as it got them."""
+    """Returns its inputs unchanged, with the sum of the vector."""
 
     def forward(self, a, b, v):
         return torch.stack([a, b, v.sum(1)], 1)

@@ -1,4 +1,4 @@
-"""Models whose code is a project of the user's: every class is the same class on the driver, ranks and executors."""
+"""Models whose code is in a user's project: classes keep their identity on the driver, ranks and executors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("user_code_script.py")
 
 @pytest.fixture(scope="module", params=["driver", "everywhere"])
 def trial(request, tmp_path_factory) -> tuple[str, Path, dict[str, Any]]:
-    """The results where the driver alone has the project, and where executors have it, too."""
+    """Return the results if only the driver has the project, and if executors have it, too."""
     folder = tmp_path_factory.mktemp(request.param)
     shared = {"PYTHONPATH": f"{PROJECT}:{ROOT}"} if request.param == "everywhere" else {}
     done = run_script([sys.executable, SCRIPT, PROJECT, folder], folder, 500, **shared)
@@ -28,8 +28,8 @@ def trial(request, tmp_path_factory) -> tuple[str, Path, dict[str, Any]]:
 
 @pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
 def test_classes_and_singletons_of_a_project_keep_their_identity_in_fit_transform_and_saved_models(trial, framework):
-    _, _, found = trial
-    assert found[framework] == {
+    _, _, results = trial
+    assert results[framework] == {
         "loss": 0,
         "transform": 1,
         "prediction_fn": 1001,
@@ -40,15 +40,15 @@ def test_classes_and_singletons_of_a_project_keep_their_identity_in_fit_transfor
 
 
 def test_arguments_of_run_keep_their_identity_on_the_ranks(trial):
-    known, _, found = trial
+    known, _, results = trial
     kind = "SentModule" if known == "driver" else "module"
-    assert found["run"] == [[kind, [True, True, True, True]]] * 2
+    assert results["run"] == [[kind, [True, True, True, True]]] * 2
 
 
 def test_executors_are_asked_once_and_the_driver_keeps_its_classes(trial):
-    _, _, found = trial
-    assert found["questions"] == 1
-    assert found["forward is its module's"]
+    _, _, results = trial
+    assert results["questions"] == 1
+    assert results["forward is its module's"]
 
 
 def test_a_saved_model_opens_without_the_project_if_its_code_was_sent(trial):

@@ -1,4 +1,4 @@
-"""The same small training by every estimator, with a callback that kills something of a rank, once."""
+"""The same small training with every estimator, and a callback that kills a process of a rank once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = ("id / 200.0D AS a", "id % 7 / 7.0D AS b", "a * 2 - b AS y")
 
 @dataclass(frozen=True)
 class Kill:
-    """Kills rank 1, or its executor, after a step of an epoch, the first time; notes the steps of rank 0."""
+    """Kills rank 1 or its executor once, after a step of an epoch; logs the steps of rank 0."""
 
     folder: str
     epoch: int
@@ -43,7 +43,7 @@ class Kill:
 
 
 def estimator(framework: str, store: Store, kill: Kill | None = None, **more: Any) -> Any:
-    """With dropout, and a checkpoint at every other step."""
+    """Return an estimator with dropout and a checkpoint at every other step."""
     given = {
         "num_proc": 2,
         "store": store,
@@ -59,7 +59,7 @@ def estimator(framework: str, store: Store, kill: Kill | None = None, **more: An
 
 
 def weights(framework: str, fitted: Any) -> list[float]:
-    """All numbers of a trained model."""
+    """Return all numbers of a trained model."""
     model = fitted.getModel()
     arrays = model.get_weights() if framework == "keras" else [each.detach().numpy() for each in model.parameters()]
     return [float(number) for array in arrays for number in array.reshape(-1)]

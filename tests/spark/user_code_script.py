@@ -1,6 +1,6 @@
-"""Run by test_user_code.py in a process of its own: trains models whose code is a project of the user's.
+"""Run by test_user_code.py in a process of its own: trains models whose code is in a user's project.
 
-Arguments: the folder of the project, which goes to the import path here, and a folder to work in.
+Arguments: the folder of the project, which this process adds to its import path, and a working folder.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ def results(name: str, estimator: Any, df: DataFrame) -> dict[str, object]:
     function = keras_model.predicted if name == "keras" else torch_model.predicted
     model = estimator.fit(df)
     print(name, file=sys.stderr)
-    found: dict[str, object] = {"loss": model.getHistory()[0]["train"]["loss"], "transform": value(model, df)}
+    values: dict[str, object] = {"loss": model.getHistory()[0]["train"]["loss"], "transform": value(model, df)}
     model.setPredictionFn(function)
-    found["prediction_fn"] = value(model, df)
+    values["prediction_fn"] = value(model, df)
     path = str(FOLDER / f"{name}-model")
     model.write().overwrite().save(path)
     again = loaded.load(path)
-    found["saved"] = value(again, df)
+    values["saved"] = value(again, df)
     again.setPredictionFn(function)
-    found["saved, new prediction_fn"] = value(again, df)
+    values["saved, new prediction_fn"] = value(again, df)
     own = again.getModel() if name != "keras" else again.getModel().layers[1]
     kind = {"torch": torch_model.Net, "lightning": lightning_model.LitNet, "keras": keras_model.Scale}[name]
-    found["own class"] = isinstance(own, kind)
-    return found
+    values["own class"] = isinstance(own, kind)
+    return values
 
 
 def recognised(mode: object, missing: object, kind: type) -> tuple[str, list[bool]]:
@@ -86,7 +86,7 @@ class Half(torch_model.Scale):
 
 
 if __name__ == "__main__":
-    # Spark's Python workers and the ranks are processes of their own, also on a local master.
+    # On a local master, too, Spark's Python workers and the ranks are separate processes.
     builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
     spark = builder.config("spark.log.level", "ERROR").getOrCreate()
     jobs = []

@@ -1,4 +1,4 @@
-"""Linear regression in NumPy as a framework of sparkhvd, in a package of its own."""
+"""Linear regression in NumPy as a framework of sparkhvd, in a separate package."""
 
 from __future__ import annotations
 

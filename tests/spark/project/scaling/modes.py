@@ -10,7 +10,7 @@ class Mode(enum.Enum):
 
 
 class _Missing:
-    """A value of its own kind."""
+    """The class of a singleton."""
 
 
 MISSING = _Missing()

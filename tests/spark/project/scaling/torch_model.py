@@ -19,7 +19,7 @@ class Scale(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    """Multiplies by 64, where every class is itself."""
+    """Multiplies by 64 if every class and singleton keeps its identity."""
 
     def __init__(self) -> None:
         super().__init__()
