@@ -13,10 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import urlsplit
 
-# busy: 503 SlowDown. forbidden: 403. refuse: the connection is closed before the request is passed on. lose: the
-# request arrives, its answer does not. cut: half of the answer's body arrives. shorten: the same, with the length of
-# that half. empty: the request arrives, its answer has no body. keep: files that are to be deleted stay, which the body
-# of a successful answer says. keep_forbidden: the same, for good.
+# busy: 503 SlowDown. forbidden: 403. refuse: the connection is closed before the request is forwarded. lose: the
+# request arrives, but its answer does not. cut: half of the answer's body arrives. shorten: like cut, and the answer
+# declares the length of that half. empty: the request arrives, but its answer has no body. keep: the server deletes no
+# files, and reports this in a successful answer. keep_forbidden: like keep, with an error that no retry resolves.
 Fault = Literal["busy", "forbidden", "refuse", "lose", "cut", "shorten", "empty", "keep", "keep_forbidden"]
 
 _ERRORS = {"busy": (503, "SlowDown", "Please reduce your request rate."), "forbidden": (403, "AccessDenied", "No.")}
@@ -29,7 +29,7 @@ class FaultyS3:
 
     Attributes:
         endpoint: its URL.
-        choose: the fault of a request, by its method and path; None passes it on.
+        choose: returns the fault of a request by its method and path; None forwards the request.
         seen: all requests, as "METHOD fault or 'passed'".
     """
 
@@ -38,7 +38,7 @@ class FaultyS3:
     seen: list[str] = field(default_factory=list)
 
     def first(self, count: int, fault: Fault, *methods: str) -> None:
-        """From now on let the first ``count`` requests with these methods fail."""
+        """Let the next ``count`` requests with these methods fail."""
         left = [count]
 
         def choose(method: str, path: str) -> Fault | None:
@@ -51,14 +51,14 @@ class FaultyS3:
         self.choose = choose
 
     def always(self, fault: Fault) -> None:
-        """From now on let every request fail."""
+        """Let every later request fail."""
         self.seen.clear()
         self.choose = lambda method, path: fault
 
 
 @contextmanager
 def faulty_s3(endpoint: str) -> Iterator[FaultyS3]:
-    """A relay in front of the server at ``endpoint``, on a thread of its own."""
+    """Run a relay in front of the server at ``endpoint``, on a separate thread."""
     relay = FaultyS3()
 
     class Handler(_Handler):

@@ -1,4 +1,4 @@
-"""HDFS that loses data nodes or its name node, or refuses: a success or a clear error, never wrong data or a hang."""
+"""Faults and refusals of HDFS: operations succeed or raise a clear error; they never return wrong data or hang."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.hdfs_server import running_hdfs
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory):
-    """An HDFS of its own, whose nodes the tests stop and kill one after the other."""
+    """Run a separate HDFS, whose nodes the tests stop and kill one after the other."""
     with running_hdfs(tmp_path_factory.mktemp("hdfs"), data_nodes=2) as running:
         yield running
 
@@ -97,7 +97,7 @@ def test_an_abandoned_write_does_not_replace_a_file_later(hdfs, monkeypatch):
 
     def slowly(client, place, content):
         written(client, place, content)
-        store._connection.abandon()  # as if this had taken too long
+        store._connection.abandon()  # as if the write had taken too long
 
     monkeypatch.setattr(module, "_write", slowly)
     late = store._filesystem()
@@ -108,7 +108,7 @@ def test_an_abandoned_write_does_not_replace_a_file_later(hdfs, monkeypatch):
 
 
 def copy_until_lost(method, lost, source, sink, losing, *, is_call):
-    """Copy the calls or the answers of a connection; ``losing`` is set when its answers are to be lost.
+    """Forward the calls or answers of a connection; drop its answers once ``losing`` is set.
 
     No deletion arrives between the first call of ``method`` and the second.
     """
@@ -130,7 +130,7 @@ def copy_until_lost(method, lost, source, sink, losing, *, is_call):
 
 @contextmanager
 def relay_that_loses_an_answer(url, method):
-    """A relay to a name node, which closes the connection of the first call of ``method`` instead of answering."""
+    """Run a relay to a name node that closes the connection after the first call of ``method`` instead of answering."""
     target, lost, sockets, threads = urlsplit(url), [], [], []
     copy = partial(copy_until_lost, method, lost)
 
@@ -232,7 +232,7 @@ def test_leftovers_of_a_killed_writer_are_removed_by_a_later_one(hdfs):
         written = client.get_file_info(f"{folder}/.{name}.unfinished").modification_time - age * 1000
         client.set_times(f"{folder}/.{name}.unfinished", written, written)
     store.publish("x", b"1")
-    left = [found.path.rpartition("/")[2] for found in client.list_status(folder)]
+    left = [status.path.rpartition("/")[2] for status in client.list_status(folder)]
     assert left == [".new.unfinished", "x"]
     assert store.list("") == ["x"]
     store._connection.close()

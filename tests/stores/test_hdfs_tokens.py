@@ -1,4 +1,4 @@
-"""Delegation tokens of a real name node: they alone open what their owner alone may read."""
+"""Delegation tokens of a real name node: only they give access to files that only their owner may read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sparkhvd.store import HDFSStore, Store
 from sparkhvd.store.access.delegation_tokens import name_with_token
 from tests.hadoop import START_SECONDS, start_daemon
 
-KERBEROS = {"hadoop.security.authentication": "kerberos"}  # what makes a client look for tokens
+KERBEROS = {"hadoop.security.authentication": "kerberos"}  # clients look for tokens only with this setting
 _FETCHER = "org.apache.hadoop.hdfs.tools.DelegationTokenFetcher"
 
 
 @pytest.fixture(scope="module")
 def token(hdfs, tmp_path_factory):
-    """The file of a token that the name node gave alice."""
+    """Return the file of a token that the name node issued to alice."""
     folder = tmp_path_factory.mktemp("tokens")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HADOOP_USER_NAME", "alice")
@@ -28,7 +28,7 @@ def token(hdfs, tmp_path_factory):
 
 @pytest.fixture
 def theirs(hdfs, monkeypatch):
-    """The URL of a folder that is alice's alone, in a process that is somebody else's."""
+    """Return the URL of a folder that only alice may read, and act as another user."""
     url = f"{hdfs.url}/{uuid.uuid4().hex}"
     store = Store.create(url)
     store.publish("x", b"alice's")
@@ -56,7 +56,7 @@ def test_a_token_opens_what_its_owner_may_read(theirs, token, monkeypatch):
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(token))
     assert content_of(theirs) == b"alice's"
     with pytest.raises(StoreError, match="Permission denied: user=somebody"):
-        content_of(theirs, {})  # without Kerberos there is nothing to prove
+        content_of(theirs, {})  # without Kerberos, the client does not use the token
 
 
 def test_a_token_is_found_when_the_name_node_is_named_by_its_host(theirs, token, monkeypatch):
@@ -80,7 +80,7 @@ def test_rows_are_written_as_the_owner_of_the_token(theirs, token, monkeypatch):
 
 def test_a_token_of_another_name_node_is_refused_at_once(theirs, token, monkeypatch, tmp_path):
     content = bytearray(token.read_bytes())
-    content[content.index(b"HDFS_DELEGATION_TOKEN") - 5] ^= 255  # the end of its password
+    content[content.index(b"HDFS_DELEGATION_TOKEN") - 5] ^= 255  # the end of the token's password
     (tmp_path / "token").write_bytes(bytes(content))
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(tmp_path / "token"))
     with pytest.raises(StoreError, match=r"Cannot open hdfs://.*/x: .*DIGEST-MD5") as caught:

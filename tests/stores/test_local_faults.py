@@ -1,4 +1,4 @@
-"""A folder that fills up, disappears, refuses or has been left by a killed writer."""
+"""Folders that are full, removed, read-only, or have leftovers of a killed writer."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_folder_that_disappears_is_named_and_created_again_by_a_later_write(tm
     with filesystem.open_input_file(path) as file:
         opened = parquet.ParquetFile(file)
         shutil.rmtree(store.root)
-        assert opened.read().num_rows == 100_000, "what is open stays readable"
+        assert opened.read().num_rows == 100_000, "an open file stays readable"
     with pytest.raises(StoreError, match=rf"Cannot open file://{store.root}/x\.parquet: No such file"):
         store.open("x.parquet", "rb")
     assert store.list("") == []
@@ -117,7 +117,7 @@ def test_leftovers_of_a_killed_writer_are_removed_by_a_later_one(tmp_path):
 def test_a_read_only_folder_is_refused_when_the_store_is_created():
     if os.getuid() != 0:
         pytest.skip("becoming another user needs root")
-    # pytest's own folders are closed to others; and root may write everywhere, so somebody else has to try.
+    # Root may write everywhere, so another user must try, in a folder outside pytest's private ones.
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         Path(folder).chmod(0o755)
         code = (

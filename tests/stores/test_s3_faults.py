@@ -1,4 +1,4 @@
-"""S3 that is busy, refuses, or cuts connections: a success in the end or a clear error, never wrong data or a hang."""
+"""Faults and refusals of S3: operations succeed or raise a clear error; they never return wrong data or hang."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_file_is_read_again_when_its_answers_end_too_early_several_times(store
 
 
 @pytest.mark.parametrize("fault", ["empty", "cut", "shorten"])
-def test_an_answer_without_its_content_is_no_empty_list(store, relay, fault):
+def test_an_answer_without_content_is_not_an_empty_list(store, relay, fault):
     store.publish("folder/a", b"1")
     store.publish("folder/b", b"2")
     relay.first(3, fault, "GET")
@@ -110,7 +110,7 @@ def test_a_large_file_is_written_whole_when_answers_lack_their_content(store, re
         assert file.read() == content
 
 
-def test_files_that_the_server_did_not_delete_are_deleted_later_or_an_error(store, relay):
+def test_files_that_the_server_did_not_delete_are_deleted_by_a_retry_or_raise_an_error(store, relay):
     for name in ("a", "b"):
         store.publish(f"folder/{name}", b"1")
     relay.first(2, "keep", "POST")
