@@ -46,7 +46,7 @@ def test_ipv6_addresses_with_a_port_are_in_brackets():
 
 
 def test_link_local_ipv4_addresses_are_reachable_like_others():
-    peer = "169.254.7.7"  # machines that are wired to each other and have no DHCP
+    peer = "169.254.7.7"  # machines that are connected directly, without DHCP
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         expected = probe.getsockname()[0]

@@ -9,8 +9,8 @@ import pytest
 
 from sparkhvd._util.background import is_done_within, is_set_within
 
-# A thread other than the main one takes the signal, so that it breaks off no wait of the main thread's: what happens
-# to a signal that comes just before a wait.
+# Another thread receives the signal, so that the signal does not interrupt the main thread's wait. A signal that
+# arrives just before a wait has the same effect.
 _CTRL_C = """
 import os, signal, threading, time
 from concurrent.futures import Future
@@ -28,7 +28,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("wait", ["is_set_within(threading.Event())", "is_done_within(Future())"])
-def test_a_wait_that_ctrl_c_does_not_interrupt_ends_all_the_same(wait):
+def test_ctrl_c_ends_a_wait_that_the_signal_did_not_interrupt(wait):
     script = _CTRL_C.replace("{wait}", wait)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "interrupted\n", done.stderr

@@ -24,7 +24,7 @@ def _limited(least: int, most: int) -> str:
 
 def test_the_soft_limit_is_raised_as_far_as_necessary_and_permitted():
     assert _limited(1, 2) == "(100, 1000)"
-    assert _limited(500, 2000) == "(1000, 1000)", "what is not certain to be opened is no reason to refuse"
+    assert _limited(500, 2000) == "(1000, 1000)", "only files that will certainly be opened count"
 
 
 def test_more_files_than_the_hard_limit_permits_are_refused():

@@ -1,4 +1,4 @@
-"""One after the other on a machine."""
+"""A lock that processes of a machine hold in turn."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_threads_hold_the_lock_in_turn_and_leave_no_files(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_a_lock_is_waited_for_by_name_until_the_deadline(caplog, monkeypatch):
+def test_a_wait_for_a_lock_ends_at_the_deadline_and_depends_on_its_name(caplog, monkeypatch):
     monkeypatch.setattr(file_lock, "_SAY_SECONDS", 0.0)
     caplog.set_level("INFO")
     with exclusive_on_machine("doing one", Deadline.after(60)), exclusive_on_machine("doing two", Deadline.after(60)):

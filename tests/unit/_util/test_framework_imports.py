@@ -1,4 +1,4 @@
-"""Frameworks in one process."""
+"""Several frameworks imported in one process."""
 
 from __future__ import annotations
 

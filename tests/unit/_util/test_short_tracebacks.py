@@ -15,17 +15,17 @@ def _frames(error: BaseException) -> list[str]:
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def test_an_interrupt_comes_without_the_frames_that_it_went_through_and_without_what_was_handled():
+def test_an_interrupt_is_raised_without_inner_frames_and_without_a_handled_error():
     def waits() -> None:
         try:
             int("x")
         except ValueError:
-            raise KeyboardInterrupt  # noqa: B904 - as Ctrl-C comes
+            raise KeyboardInterrupt  # noqa: B904 - like Ctrl-C
 
     with pytest.raises(KeyboardInterrupt) as caught:
         brief_errors(waits)()
     assert _frames(caught.value) == [
-        "test_an_interrupt_comes_without_the_frames_that_it_went_through_and_without_what_was_handled",
+        "test_an_interrupt_is_raised_without_inner_frames_and_without_a_handled_error",
         "call",
     ]
     assert "ValueError" not in "".join(traceback.format_exception(caught.value))
@@ -57,7 +57,7 @@ def test_any_other_error_keeps_all_frames():
     assert _frames(caught.value)[-1] == "fails"
 
 
-def test_a_misspelt_column_is_an_error_of_a_few_lines():
+def test_a_misspelled_column_is_an_error_of_a_few_lines():
     torch = pytest.importorskip("torch")
     rows = StructType([StructField("age", DoubleType())])
     with pytest.raises(SchemaError, match="Did you mean 'age'") as caught:

@@ -8,7 +8,7 @@ import pytest
 
 from sparkhvd.cli.main import main
 
-# A process of its own, as the doctor uses the Spark session of the process that runs it.
+# A separate process, because the doctor uses the Spark session of its process.
 DOCTOR = [sys.executable, "-c", "from sparkhvd.cli.main import main; raise SystemExit(main())", "doctor"]
 
 

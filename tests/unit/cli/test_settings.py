@@ -16,8 +16,7 @@ from sparkhvd.config import WITHOUT_EFFECT, Config, from_environment
 from sparkhvd.driver.hosts import parse_hosts
 from sparkhvd.errors import ConfigError
 
-# A flag, the section and key of the same setting, the ranks' variable and its text, and the value that they read from
-# it; None if the setting has no effect, which a warning says.
+# A flag, the section, key and value of the same setting in a file, and the ranks' variable and its text.
 TABLE = [
     ("fusion-threshold-mb=8", "params", "fusion_threshold_mb", 8, "FUSION_THRESHOLD", f"{8 << 20}"),
     ("cycle-time-ms=3", "params", "cycle_time_ms", 3, "CYCLE_TIME", "3"),
@@ -79,11 +78,11 @@ SWITCHED = {
 
 def settings(words, content, tmp_path) -> dict[str, str]:
     file = tmp_path / "settings.yaml"
-    file.write_text(json.dumps(content))  # which is YAML, too
+    file.write_text(json.dumps(content))  # JSON is valid YAML
     flags = parser().parse_args([*words, "--config-file", str(file), "program"])
-    given = variables(flags, read_file(flags.config_file))
-    assert notices(flags, given, "local") == []
-    return given
+    environment = variables(flags, read_file(flags.config_file))
+    assert notices(flags, environment, "local") == []
+    return environment
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_a_flag_and_a_key_set_the_variable_of_the_ranks(flag, section, key, valu
     assert settings([], {section: {key: value}}, tmp_path) == expected
     read = SWITCHED.get((variable, text), READ.get(variable))
     if read is None:
-        assert f"HOROVOD_{variable}" in WITHOUT_EFFECT, "run says that it changes nothing"
+        assert f"HOROVOD_{variable}" in WITHOUT_EFFECT, "run reports that the variable has no effect"
     else:
         assert from_environment(expected) == replace(Config(), **read)
 

@@ -1,4 +1,4 @@
-"""The processor cores of the core's own threads, as the kernel shows them."""
+"""The processor cores to which the kernel pins the threads of the C++ core."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 def cores_by_thread() -> dict[str, set[str]]:
-    """The cores that the threads of this process may use, by the threads' names."""
-    found: dict[str, set[str]] = {}
+    """Return the cores that the threads of this process may use, by thread name."""
+    cores: dict[str, set[str]] = {}
     for path in Path("/proc/self/task").glob("*/status"):
-        with contextlib.suppress(OSError):  # the thread has ended since
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             fields = dict(re.findall(r"^(Name|Cpus_allowed_list):\s*(.*)$", path.read_text(), re.MULTILINE))
-            found.setdefault(fields["Name"], set()).add(fields["Cpus_allowed_list"])
-    return found
+            cores.setdefault(fields["Name"], set()).add(fields["Cpus_allowed_list"])
+    return cores
 
 
 def cores_of_the_engine_and_others(expected):
-    """Once the engine's thread has begun, which is some time after it was made."""
+    """Wait until the engine's thread has started, and return the cores of it and of the other threads."""
     deadline = Deadline.after(25.0)
     while (found := cores_by_thread()).get("shvd-engine") != {str(expected[session.current().world.rank])}:
         if deadline.expired():

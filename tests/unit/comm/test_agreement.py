@@ -21,13 +21,13 @@ def of_rank(arrays, weights, options):
 
 
 def agreed(group, arrays, weights=(1, 1, 1), **options):
-    found = group.run(of_rank, [dict(each) for each in arrays], weights, options)
-    for other in found[1:]:
-        assert sorted(other) == sorted(found[0])
-        for name, array in found[0].items():
+    results = group.run(of_rank, [dict(each) for each in arrays], weights, options)
+    for other in results[1:]:
+        assert sorted(other) == sorted(results[0])
+        for name, array in results[0].items():
             assert np.array_equal(array, other[name], equal_nan=array.dtype.kind == "f"), name
             assert array.dtype == other[name].dtype
-    return found[0]
+    return results[0]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
@@ -49,7 +49,7 @@ def test_without_weights_all_ranks_count_alike(group):
 
 
 def test_a_combined_variance_includes_the_distance_of_the_means(group):
-    """As if the rows of all ranks were those of one; also where the mean is large beside the deviation."""
+    """The result is the variance of all rows together, even if the mean is much larger than the deviation."""
     random = np.random.default_rng(1)
     rows = [1e6 + rank + random.normal(size=(40 * (rank + 1), 2)) for rank in range(3)]
     arrays = [{"mean": part.mean(0), "var": part.var(0), "mask": np.array([-np.inf, np.nan, 0.0])} for part in rows]
@@ -59,7 +59,7 @@ def test_a_combined_variance_includes_the_distance_of_the_means(group):
     assert np.array_equal(found["mask"], [-np.inf, np.nan, 0.0], equal_nan=True)
 
 
-def test_infinities_and_nan_in_arrays_that_differ_stay_where_all_ranks_have_them(group):
+def test_infinities_and_nan_that_all_ranks_share_stay_in_arrays_that_differ(group):
     arrays = [{"mask": np.array([-np.inf, np.nan, 3.0 * rank])} for rank in range(3)]
     assert np.array_equal(agreed(group, arrays)["mask"], [-np.inf, np.nan, 3.0], equal_nan=True)
 
@@ -76,9 +76,9 @@ def test_arrays_of_other_shapes_or_on_some_ranks_only_are_copied(group):
     assert found["a"].tolist() == [0.0]
 
 
-def equal_to_the_bit(value):
+def equal_bits(value):
     return agree(session.current(), {"a": np.full(3, value), "n": np.array(3)}, session.current().world.rank + 0.3)
 
 
-def test_equal_arrays_stay_untouched_to_the_bit(group):
-    assert group.run(equal_to_the_bit, 0.1) == [{}, {}, {}]
+def test_equal_arrays_keep_every_bit(group):
+    assert group.run(equal_bits, 0.1) == [{}, {}, {}]

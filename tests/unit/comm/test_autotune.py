@@ -1,4 +1,4 @@
-"""Autotuning in real processes: what a user sees of it."""
+"""Autotuning in real processes: its log, and the settings in force."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def group():
 
 
 def train(steps, scope, settings):
-    """Steps of some tensors, beside which a process set works; what is in force after each of them."""
+    """Reduce tensors beside a process set; return the settings in force after each step."""
     offered = session.launch_context()
     context = replace(offered, config=replace(offered.config, **settings))
     with Communicator(context, scope=scope) as me:
@@ -72,10 +72,10 @@ def test_every_sample_is_in_the_log_and_the_last_choice_holds_on_all_ranks(group
     assert all(int(row["bytes_per_second"]) > 0 for row in rows)
     final = {name: int(rows[-1][name]) for name in UNTUNED if name != "searching"}
     for seen, untouched in results:
-        assert seen[-1] == final | {"searching": 0}, "what was written last is in force everywhere"
+        assert seen[-1] == final | {"searching": 0}, "the last settings of the log are in force on every rank"
         assert seen[0] == UNTUNED | {"searching": 1}
-        assert len({tuple(one.items()) for one in seen}) > 10, "much was tried on every rank"
-        assert untouched in (None, UNTUNED), "a process set is left alone"
+        assert len({tuple(one.items()) for one in seen}) > 10, "every rank tried many settings"
+        assert untouched in (None, UNTUNED), "a process set is not tuned"
 
 
 def test_settings_of_the_user_are_kept_and_the_others_tuned(group, tmp_path):

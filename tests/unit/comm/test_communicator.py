@@ -89,7 +89,7 @@ def reduce_in_place_and_scaled():
 
 
 def submit_unnamed_in_threads():
-    """Names are given in the order of submission, which is the same on all ranks; the waits are not."""
+    """Submit unnamed operations in the same order on all ranks, and wait for them in threads, in any order."""
     me = session.current()
     handles = [me.allreduce_async(np.full(10, float(i)), ReduceOp.SUM) for i in range(50)]
     results = {}
@@ -112,7 +112,7 @@ def submit_in_opposite_orders():
 
 
 def error_of(kind, make):
-    """The message of the error that every rank must see."""
+    """Return the message of the error that every rank must raise."""
     me = session.current()
     with pytest.raises(kind) as caught:
         make(me)
@@ -168,7 +168,7 @@ def wait_too_short():
     return handle.wait().tolist(), handle.wait().tolist(), handle.done()
 
 
-# What they must come to.
+# The expected results.
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
@@ -205,7 +205,7 @@ def test_an_allgather_joins_different_numbers_of_rows_in_rank_order(group, dtype
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
-def test_a_broadcast_brings_the_array_of_any_root(group, dtype):
+def test_a_broadcast_sends_the_array_of_any_root(group, dtype):
     for received, in_place, mine in group.run(broadcast_from_each, dtype):
         for root, result in enumerate(received):
             np.testing.assert_array_equal(result, np.full((2, 3), root + 1).astype(dtype))

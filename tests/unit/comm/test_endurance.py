@@ -1,4 +1,4 @@
-"""The short form of what ``make soak`` does for long."""
+"""Short forms of the endurance cases of ``make soak``."""
 
 from __future__ import annotations
 

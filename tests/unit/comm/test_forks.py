@@ -1,4 +1,4 @@
-"""A forked child is no rank: what it does with the session disturbs nobody."""
+"""A forked child is not a rank: its use of the session does not disturb any rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_child(body: Callable[[], None]) -> None:
         try:
             body()
             code = 0
-        except BaseException:  # noqa: BLE001  a forked child must not go on as its parent
+        except BaseException:  # noqa: BLE001  a forked child must not continue as its parent
             traceback.print_exc()
         finally:
             sys.stderr.flush()
@@ -41,7 +41,7 @@ def in_child(body: Callable[[], None]) -> None:
     assert os.waitstatus_to_exitcode(status) == 0, "the child failed; its stderr says why"
 
 
-def leave_in_children():
+def use_the_session_in_children():
     me = session.current()
     rank = session.rank()
     pending = me.allreduce_async(np.ones(5), name="pending") if rank == 0 else None
@@ -85,7 +85,7 @@ def leave_in_children():
 def test_exiting_children_disturb_neither_their_parent_nor_its_peers(hosts, encrypt):
     with RankGroup(2, hosts=hosts, encrypt=encrypt) as group:
         for _ in range(2):
-            assert group.run(leave_in_children) == [([1.0] * 5, 1.5)] * 2
+            assert group.run(use_the_session_in_children) == [([1.0] * 5, 1.5)] * 2
 
 
 def leave_a_child_and_die(path: str):
@@ -103,7 +103,7 @@ def leave_a_child_and_die(path: str):
     with pytest.raises(CollectiveError):
         me.allreduce(np.ones(3))
     seconds = time.monotonic() - began
-    os.kill(int(Path(path).read_text()), 9)  # it holds the test's own link to its parent
+    os.kill(int(Path(path).read_text()), 9)  # the child holds the test's link to its parent
     return seconds
 
 

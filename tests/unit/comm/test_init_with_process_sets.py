@@ -1,4 +1,4 @@
-"""Calls of ``init(process_sets=[...])`` that fail, on real ranks, and the calls that follow them."""
+"""Calls of ``init(process_sets=[...])`` that fail on real ranks, and the calls after them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def group(request):
         yield started
 
 
-def begin_after_a_refusal(refused, kind, rounds=ROUNDS):
-    """Return the messages of the refused calls; a valid call follows each, as does one with the same objects."""
+def init_after_a_refusal(refused, kind, rounds=ROUNDS):
+    """Return the messages of the refused calls; after each, call ``init`` twice with the same valid sets."""
     messages = []
     for turn in range(rounds):
         rank = session.launch_context().world.rank
-        time.sleep(0.02 * ((rank + turn) % 3))  # the ranks reach init() one after the other, each of them first once
+        time.sleep(0.02 * ((rank + turn) % 3))  # each rank reaches init() first in some round
         sets = [ProcessSet(ranks) for ranks in refused(rank, session.launch_context().world.size)]
         with pytest.raises(kind) as caught:
             session.init(process_sets=sets)
@@ -64,13 +64,13 @@ def begin_after_a_refusal(refused, kind, rounds=ROUNDS):
     ids=["twice", "apart", "everybody", "outside", "negative"],
 )
 def test_every_rank_refuses_impossible_sets_alike_and_the_next_init_succeeds(group, refused, message):
-    messages = group.run(begin_after_a_refusal, refused, ConfigError)
+    messages = group.run(init_after_a_refusal, refused, ConfigError)
     assert {text for of_rank in messages for text in of_rank} == {messages[0][0]}
     assert message in messages[0][0]
 
 
-def test_every_rank_refuses_sets_that_differ_and_the_next_init_succeeds(group):
-    messages = group.run(begin_after_a_refusal, lambda rank, size: [[min(rank, 1)]], MismatchError)
+def test_every_rank_refuses_different_sets_and_the_next_init_succeeds(group):
+    messages = group.run(init_after_a_refusal, lambda rank, size: [[min(rank, 1)]], MismatchError)
     expected = "All ranks must add the same process set: rank 0 added [0], rank 1 added [1]."
     assert {text for of_rank in messages for text in of_rank} == {expected}
 
@@ -85,16 +85,16 @@ def lose_a_rank_between_the_sets():
         session._publish(context, f"init-{session._session.inits[()] + 2}/begun")
         raise PeerLostError("the link broke")
 
-    found = []
+    results = []
     for _ in range(ROUNDS):
         sets = [ProcessSet([0]), ProcessSet([last])]
         if context.world.rank == 0:
             Communicator._connect_set = fail_once
         session.init(process_sets=sets)
         me = session.current()
-        found.append((me.process_sets(), me.allreduce(np.ones(1), ReduceOp.SUM).item(), [one.ranks for one in sets]))
+        results.append((me.process_sets(), me.allreduce(np.ones(1), ReduceOp.SUM).item(), [one.ranks for one in sets]))
         session.shutdown()
-    return found
+    return results
 
 
 def test_an_init_that_retries_after_the_loss_of_a_rank_registers_its_sets(group):
@@ -103,7 +103,7 @@ def test_an_init_that_retries_after_the_loss_of_a_rank_registers_its_sets(group)
     assert group.run(lose_a_rank_between_the_sets) == [[expected] * ROUNDS] * group.size
 
 
-def shut_down_and_begin_again():
+def shut_down_and_init_again():
     session.init()
     added = session.add_process_set(iter([0]))
     removed = session.add_process_set([1])
@@ -118,10 +118,10 @@ def shut_down_and_begin_again():
 
 
 def test_shutdown_unregisters_sets_that_were_added(group):
-    assert group.run(shut_down_and_begin_again) == [((1, None), (None, None), (1, 2))] * group.size
+    assert group.run(shut_down_and_init_again) == [((1, None), (None, None), (1, 2))] * group.size
 
 
-def begin_with_a_part_of_the_ranks():
+def init_with_a_subset_of_the_ranks():
     rank = session.launch_context().world.rank
     if rank > 1:
         return ""
@@ -132,12 +132,12 @@ def begin_with_a_part_of_the_ranks():
     return str(caught.value)
 
 
-def test_the_sets_of_a_part_of_the_ranks_number_its_ranks(group):
-    for message in group.run(begin_with_a_part_of_the_ranks)[:2]:
+def test_sets_of_a_job_with_a_subset_of_the_ranks_use_the_ranks_of_that_job(group):
+    for message in group.run(init_with_a_subset_of_the_ranks)[:2]:
         assert message == ("process_sets[0] has all ranks of the job, [0, 1]; use hvd.global_process_set instead.")
 
 
-def begin_twice():
+def init_twice():
     first, same, new = ProcessSet([0]), ProcessSet([0]), ProcessSet([1])
     session.init(process_sets=[first])
     session.init()
@@ -159,7 +159,7 @@ def begin_twice():
 
 
 def test_a_second_init_finds_existing_sets_and_refuses_new_ones(group):
-    for message, ids, removed in group.run(begin_twice):
+    for message, ids, removed in group.run(init_twice):
         assert message == (
             "A second init() cannot register new process sets, here ProcessSet(id=None, ranks=[1]). Call "
             "hvd.add_process_set() on all ranks, or hvd.shutdown() before hvd.init()."

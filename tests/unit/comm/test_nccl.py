@@ -43,7 +43,7 @@ def test_an_nccl_that_cannot_be_loaded_counts_as_none(monkeypatch):
 
 
 def test_nccl_is_loaded_on_request_only(monkeypatch):
-    monkeypatch.setattr(nccl, "library", lambda: pytest.fail("nobody has asked for NCCL"))
+    monkeypatch.setattr(nccl, "library", lambda: pytest.fail("NCCL has not been requested"))
     assert nccl.libraries(Config()) is None
 
 
@@ -59,8 +59,8 @@ def test_nccl_uses_the_named_interfaces_unless_the_environment_sets_its_own(inte
     assert os.environ[NCCL_INTERFACES] == found
 
 
-def management(initialized: int, devices: int, ended: list[str]) -> SimpleNamespace:
-    """NVML that says so."""
+def fake_nvml(initialized: int, devices: int, ended: list[str]) -> SimpleNamespace:
+    """Return a fake NVML with this result of its initialization and this number of devices."""
 
     def count(pointer) -> int:
         pointer._obj.value = devices
@@ -71,15 +71,15 @@ def management(initialized: int, devices: int, ended: list[str]) -> SimpleNamesp
     )
 
 
-def test_devices_are_counted_without_cuda_so_that_children_may_use_it():
+def test_devices_are_counted_without_initializing_cuda_so_that_children_may_use_it():
     ended: list[str] = []
-    assert nccl.count_devices(management(0, 2, ended)) == 2
-    assert nccl.count_devices(management(9, 2, ended)) == 0
+    assert nccl.count_devices(fake_nvml(0, 2, ended)) == 2
+    assert nccl.count_devices(fake_nvml(9, 2, ended)) == 0
     assert ended == ["NVML"]
 
 
 def test_a_process_that_may_see_no_device_has_none(monkeypatch):
-    monkeypatch.setattr(nccl.ctypes, "CDLL", lambda _: management(0, 1, []))
+    monkeypatch.setattr(nccl.ctypes, "CDLL", lambda _: fake_nvml(0, 1, []))
     for visible, found in (("", False), ("-1", False), ("0", True)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert features.cuda_built() is found
@@ -108,7 +108,7 @@ def test_requesting_nccl_without_a_device_fails_at_start_with_a_remedy():
     session.set_launch_context(LaunchContext())
 
 
-def test_handles_of_device_operations_make_their_result_once():
+def test_handles_of_device_operations_create_their_result_once():
     session.set_launch_context(LaunchContext())
     session.init()
     try:
@@ -122,6 +122,6 @@ def test_handles_of_device_operations_make_their_result_once():
         handle = barrier.then(lambda _: object()).behind(stream)
         assert handle.wait() is handle.wait()
         assert asked == ["stream"]
-        assert session.current().barrier_async(name="second").carried_out().wait() is None  # no device has to
+        assert session.current().barrier_async(name="second").carried_out().wait() is None  # no device is involved
     finally:
         session.shutdown()

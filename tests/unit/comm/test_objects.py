@@ -36,13 +36,13 @@ def gather_values():
     return allgather_object(me, None if me.world.rank == 0 else ["x" * 1000 * me.world.rank])
 
 
-def broadcast_what_cannot_be_pickled():
+def broadcast_an_unpicklable_object():
     with pytest.raises(CollectiveError) as caught:
         broadcast_object(session.current(), Unpicklable())
     return str(caught.value)
 
 
-def gather_what_cannot_be_pickled():
+def gather_unpicklable_objects():
     me = session.current()
     with pytest.raises(CollectiveError) as caught:
         allgather_object(me, Unpicklable() if me.world.rank == 1 else 5)
@@ -59,12 +59,12 @@ def test_allgather_object_returns_objects_in_rank_order(group):
 
 
 def test_a_root_that_cannot_pickle_fails_every_rank(group):
-    root, other = group.run(broadcast_what_cannot_be_pickled)
+    root, other = group.run(broadcast_an_unpicklable_object)
     assert root == "Rank 0 cannot broadcast a Unpicklable: holds a socket"
     assert other == "Rank 0 could not pickle the object to broadcast; see the error on that rank."
 
 
 def test_a_rank_that_cannot_pickle_fails_every_rank_of_a_gather(group):
-    other, failed = group.run(gather_what_cannot_be_pickled)
+    other, failed = group.run(gather_unpicklable_objects)
     assert failed == "A Unpicklable cannot be sent to other ranks: holds a socket"
     assert other == "Ranks [1] could not pickle the objects to send; see the errors on those ranks."

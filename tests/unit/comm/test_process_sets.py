@@ -48,7 +48,7 @@ def reduce_in_two_sets():
 
 
 def work_in_overlapping_sets_while_others_rest():
-    """Rank 3 takes no part in anything but making the sets, and nobody may wait for it."""
+    """Rank 3 only takes part in adding the sets; no other rank may wait for it."""
     me = session.current()
     sets = [me.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 2], [0, 1, 2])]
     handles = []
@@ -70,7 +70,7 @@ class Unpicklable:
 
 
 def error_in_a_set(kind, act):
-    """Return the error of ``act(communicator, set)`` on the set of ranks 1 and 3, which works on afterwards."""
+    """Return the error of ``act(communicator, set)`` on the set of ranks 1 and 3, which must still work afterwards."""
     me = session.current()
     one = me.add_process_set([1, 3])
     message = ""
@@ -83,7 +83,7 @@ def error_in_a_set(kind, act):
     return message
 
 
-def gather_what_a_rank_of_a_set_cannot_pickle():
+def gather_an_unpicklable_object_in_a_set():
     return error_in_a_set(
         CollectiveError,
         lambda me, one: allgather_object(me, Unpicklable() if me.world.rank == 3 else 5, process_set=one),
@@ -106,7 +106,7 @@ def add_different_sets():
     return refuse(MismatchError, lambda me: me.add_process_set([0, 1 + me.world.rank % 2]))
 
 
-def add_everybody_again():
+def add_all_ranks_again():
     return refuse(ConfigError, lambda me: me.add_process_set(range(4)))
 
 
@@ -131,7 +131,7 @@ def remove_a_set_that_is_busy():
     return str(caught.value)
 
 
-def begin_with_sets():
+def init_with_sets():
     pairs = [ProcessSet([0, 2]), ProcessSet([1, 3])]
     session.init(process_sets=pairs)
     me = session.current()
@@ -141,7 +141,7 @@ def begin_with_sets():
     return mine.process_set_id, total, everybody.process_set_id, everybody.ranks, everybody.rank()
 
 
-# What they must come to.
+# The expected results.
 
 
 def test_disjoint_sets_run_every_collective_independently(group):
@@ -179,7 +179,7 @@ def test_an_error_within_a_set_names_it_and_its_ranks(group):
     ("case", "words"),
     [
         (add_different_sets, ("rank 0 added [0, 1]", "rank 1 added [0, 2]")),
-        (add_everybody_again, ("Process set 0 already has the ranks [0, 1, 2, 3]",)),
+        (add_all_ranks_again, ("Process set 0 already has the ranks [0, 1, 2, 3]",)),
         (remove_different_sets, ("must remove the same process set",)),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -192,14 +192,14 @@ def test_invalid_sets_are_refused_on_every_rank(group, case, words):
 
 def test_pending_operations_of_a_removed_set_fail(group):
     message = group.run(remove_a_set_that_is_busy)[0]
-    # Whichever comes first: this rank leaves the set, or it sees the other one leave.
+    # Either this rank leaves the set first, or it notices that the other one leaves.
     assert "'busy'" in message
     assert "was pending when its communicator was closed" in message or "pending here" in message
 
 
-def test_sets_can_be_made_by_init():
+def test_init_can_add_sets():
     with RankGroup(4, connect=False) as group:
-        outcomes = group.run(begin_with_sets)
+        outcomes = group.run(init_with_sets)
     for rank, (number, total, zero, everybody, mine) in enumerate(outcomes):
         assert (number, total) == (1 + rank % 2, 2 if rank % 2 == 0 else 4)
         assert (zero, everybody, mine) == (0, [0, 1, 2, 3], rank)
@@ -243,8 +243,8 @@ def test_an_unregistered_set_has_ranks_but_no_id():
         one.included()
 
 
-def test_ranks_that_cannot_pickle_are_named_by_their_ranks_in_the_job(group):
-    messages = group.run(gather_what_a_rank_of_a_set_cannot_pickle)
+def test_ranks_that_cannot_pickle_are_named_by_their_rank_in_the_job(group):
+    messages = group.run(gather_an_unpicklable_object_in_a_set)
     assert messages[0] == messages[2] == ""
     assert messages[1] == "Ranks [3] could not pickle the objects to send; see the errors on those ranks."
     assert messages[3] == "A Unpicklable cannot be sent to other ranks: holds a socket"

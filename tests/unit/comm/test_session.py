@@ -57,22 +57,22 @@ def test_init_without_a_launcher_is_a_job_of_one_rank_and_idempotent():
     assert session.current() is not first
 
 
-def test_threads_that_call_init_together_share_one_communicator():
-    found = []
+def test_threads_that_call_init_at_the_same_time_share_one_communicator():
+    communicators = []
     start = threading.Barrier(4)
 
     def join():
         start.wait(10.0)
         session.init()
-        found.append(session.current())
+        communicators.append(session.current())
 
     threads = [threading.Thread(target=join) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10.0)
-    assert len(found) == 4
-    assert len(set(map(id, found))) == 1
+    assert len(communicators) == 4
+    assert len(set(map(id, communicators))) == 1
 
 
 def test_a_context_cannot_be_offered_to_a_running_session():
@@ -87,7 +87,7 @@ def test_a_process_that_never_calls_shutdown_ends_by_itself():
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "end\n", "")
 
 
-# Ranks that come and go get a group of their own: their links must not outlive the test.
+# Ranks that connect again get a separate group: their links must not outlive the test.
 
 
 def connect_again(times):
@@ -182,7 +182,7 @@ def test_an_exception_inside_the_communicator_aborts_the_others_with_its_message
         assert "rank 1 left with KeyError: 'weights'" in group.run(raise_inside_the_communicator)[0]
 
 
-def test_closing_fails_what_is_still_pending():
+def test_closing_fails_pending_operations():
     with RankGroup(2) as group:
         group.run(close_with_an_operation_pending)
 

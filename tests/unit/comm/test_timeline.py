@@ -53,7 +53,7 @@ def record_with_a_set(path):
 
 
 def slices(events):
-    """The names of completed slices by rank and tensor; fails where one ends that did not begin."""
+    """Return the names of completed slices by rank and tensor; fail if a slice ends that did not begin."""
     tensors, stacks, found = {}, defaultdict(list), defaultdict(list)
     for event in events:
         place = event["pid"], event.get("tid")
@@ -77,7 +77,7 @@ def test_one_file_shows_the_phases_of_every_tensor_on_all_ranks(group, tmp_path)
     for rank in range(2):
         assert PHASES | {"broadcast"} == set(found[rank, "weights"])
         names = {name for i in range(40) for name in found[rank, f"gradient {i}"]}
-        assert names == PHASES | COPIES | {"allreduce"}, "some of forty small tensors travel together"
+        assert names == PHASES | COPIES | {"allreduce"}, "some of forty small tensors are fused"
         assert counters[rank]["allreduce.operations"] >= 40
         assert counters[rank]["broadcast.bytes"] == 40
         assert 0 < counters[rank]["fusion_copy_us"] <= counters[rank]["collective_us"]
@@ -129,7 +129,7 @@ def test_recordings_of_several_hosts_are_merged(tmp_path):
     paths = [tmp_path / timeline_path("trace.json", ranks) for ranks in ([0, 1], [2, 3])]
     assert [path.name for path in paths] == ["trace.json", "trace.rank-2.json"]
     for number, path in enumerate(paths):
-        path.write_text(f'[\n{{"ph":"M","pid":{number}}},\n{{"ph":"B","na')  # as a killed job leaves it
+        path.write_text(f'[\n{{"ph":"M","pid":{number}}},\n{{"ph":"B","na')  # like the file of a killed job
     merge_timelines(paths, tmp_path / "all.json")
     assert json.loads((tmp_path / "all.json").read_text()) == [{"ph": "M", "pid": 0}, {"ph": "M", "pid": 1}]
     with pytest.raises(ConfigError, match="not a timeline"):

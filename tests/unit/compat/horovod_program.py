@@ -1,4 +1,4 @@
-"""A program written for Horovod; its imports and calls are what matters.
+"""A program for Horovod, with the imports and calls that must work unchanged.
 
 python -m tests.unit.compat.horovod_program
 """
@@ -44,7 +44,7 @@ def train_torch() -> dict[str, object]:
 
 
 def splits_of(alltoall, *results) -> list[object]:
-    """Return the numbers of rows that results of alltoalls have received, and their dtypes."""
+    """Return the numbers of rows that alltoalls have received, and their dtypes."""
     alone = alltoall(torch.ones(2)).tolist()
     found = [received for _, received in (alltoall(torch.ones(2), torch.tensor([1, 1])), *results)]
     return [alone, *([str(received.dtype), received.tolist()] for received in found)]

@@ -1,4 +1,4 @@
-"""The messages about Horovod's names that are missing or elsewhere here."""
+"""The messages about Horovod's names that sparkhvd lacks or has in other modules."""
 
 from __future__ import annotations
 

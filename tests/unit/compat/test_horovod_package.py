@@ -19,13 +19,13 @@ _PACKAGE = _ROOT / "compat" / "horovod"
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """The results of ``horovod_program``."""
+    """Return the results of ``horovod_program``."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.unit.compat.horovod_program"]
     done = run_script(command, tmp_path_factory.mktemp("horovod"), 240, PYTHONPATH=f"{_ROOT}:{_PACKAGE}")
     return results_of(done)
 
 
-def test_the_version_is_the_one_whose_interface_it_has(program):
+def test_the_version_is_that_of_the_supported_interface(program):
     assert program["version"] == "0.28.1"
 
 
@@ -42,7 +42,7 @@ def test_a_pytorch_program_runs_unchanged(program):
         }
 
 
-def test_what_programs_use_beside_the_collectives_of_pytorch(program):
+def test_a_pytorch_program_can_use_the_features_beside_the_collectives(program):
     for number, rank in enumerate(program["some"]):
         assert rank == {
             "local": -1.0 - number,  # the process set has only rank 0; rank 1 trains on its own gradients
@@ -85,7 +85,7 @@ def test_horovods_run_replaces_a_lost_rank(program):
 
 @pytest.fixture
 def horovod(monkeypatch):
-    """Put the package on the path; forget its modules afterwards."""
+    """Add the package to the import path, and remove its modules afterwards."""
     monkeypatch.syspath_prepend(str(_PACKAGE))
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] in {"horovod", "sparkdl"}]:
@@ -98,7 +98,7 @@ def horovod(monkeypatch):
         ("horovod.mxnet", "no MXNet interface"),
     ],
 )
-def test_what_is_missing_says_so_in_a_sentence(horovod, module, message):
+def test_missing_features_raise_an_error_of_one_sentence(horovod, module, message):
     with pytest.raises(ImportError, match=message):
         __import__(module)
 
@@ -124,7 +124,7 @@ def test_ranks_on_ray_are_those_of_sparkhvd(horovod):
         ({"hosts": "localhost:1", "num_proc": 2}, SlotsError, "more than the 1 slot"),
     ],
 )
-def test_run_refuses_what_it_cannot_do(horovod, arguments, kind, message):
+def test_run_refuses_unsupported_arguments(horovod, arguments, kind, message):
     from horovod.runner import run  # noqa: PLC0415
 
     with pytest.raises(kind, match=message):
@@ -180,7 +180,7 @@ def test_versions_are_compared(horovod):
             reaches("2.6.0", target)
 
 
-def test_the_helpers_of_tensorflow_know_graphs(horovod):
+def test_the_helpers_for_tensorflow_work_in_graphs(horovod):
     import horovod.tensorflow as hvd  # noqa: PLC0415
     import tensorflow as tf  # noqa: PLC0415
 
@@ -199,7 +199,7 @@ def compiled_network(lr):
 
 
 @pytest.mark.parametrize(("staircase", "epochs_after_the_start"), [(True, 2), (False, 2.25)])
-def test_a_number_as_multiplier_is_the_factor_of_every_epoch(horovod, staircase, epochs_after_the_start):
+def test_a_number_as_multiplier_applies_to_every_epoch(horovod, staircase, epochs_after_the_start):
     from horovod.tensorflow.keras.callbacks import LearningRateScheduleCallback  # noqa: PLC0415
 
     schedule = LearningRateScheduleCallback(0.4, 0.5, 2, None, staircase, steps_per_epoch=4)
@@ -223,7 +223,7 @@ def test_rank_0_prints_the_end_of_the_warmup(horovod, monkeypatch, capsys, rank,
     assert capsys.readouterr().out == printed
 
 
-def test_the_history_of_a_keras_model_is_that_of_keras(horovod, monkeypatch):
+def test_the_history_of_a_keras_model_equals_that_of_keras(horovod, monkeypatch):
     from horovod.spark.keras import KerasModel  # noqa: PLC0415
 
     from sparkhvd.estimators import keras as ours  # noqa: PLC0415
@@ -252,7 +252,7 @@ def test_elastic_names_are_those_of_sparkhvd(horovod, module, names):
         assert getattr(elastic, name).__module__.startswith("sparkhvd.")
 
 
-def test_an_unknown_name_is_answered_with_the_closest(horovod):
+def test_the_error_for_an_unknown_name_suggests_the_closest_name(horovod):
     import horovod.torch as hvd  # noqa: PLC0415
 
     with pytest.raises(AttributeError, match="Did you mean"):

@@ -1,4 +1,4 @@
-"""Arrow arrays on their way through pandas, as the serializers of Spark 3.5 and 4.0 convert them."""
+"""Arrow arrays that the serializers of Spark 3.5 and 4.0 convert through pandas."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NAN = float("nan")
 
 
 def converted_by_spark(result, kind):
-    """Return the array that Spark's serializer makes of a result."""
+    """Return the array that Spark's serializer creates from a result."""
 
     def one(series, kind):
-        series = series.apply(lambda value: value if value is None else list(value))  # as it does with arrays
+        series = series.apply(lambda value: value if value is None else list(value))  # Spark converts arrays like this
         mask = None if hasattr(series.array, "__arrow_array__") else series.isnull()
         return pa.Array.from_pandas(series, mask=mask, type=kind, safe=True)
 

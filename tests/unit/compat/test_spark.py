@@ -17,7 +17,7 @@ from sparkhvd.task.entry import entry_of
 
 
 class _Connect(SimpleNamespace):
-    """A session as far as the check looks at it."""
+    """The attributes of a session that the check reads."""
 
 
 _Connect.__module__ = "pyspark.sql.connect.session"
@@ -85,7 +85,7 @@ def test_a_spark_that_cannot_work_is_refused_by_name(pyspark_of, own, session, m
         versions.check_spark(session)
 
 
-def test_a_task_with_another_spark_than_the_driver_says_so_in_one_sentence():
+def test_a_task_with_another_spark_than_the_driver_is_reported_in_one_sentence():
     entry = entry_of(no_rows)
     assert list(entry(iter([1]))) == [1]
     with pytest.raises(
@@ -96,7 +96,7 @@ def test_a_task_with_another_spark_than_the_driver_says_so_in_one_sentence():
 
 
 @pytest.mark.parametrize(("own", "java"), [("3.5.0", "Java 8, 11 or 17"), ("4.0.0", "Java 17 or later")])
-def test_the_java_that_is_asked_for_is_that_of_the_installed_spark(pyspark_of, own, java):
+def test_the_required_java_depends_on_the_installed_spark(pyspark_of, own, java):
     pyspark_of(own)
     assert versions.java_versions() == java
 

@@ -1,4 +1,4 @@
-"""Collectives on rows, groups and joins, against numpy."""
+"""Collectives on rows, groups and joins, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def scatter_scaled():
 
 
 def exchange_rows(dtype):
-    """Rank s sends (s + r) % 3 rows to rank r."""
+    """Send (s + r) % 3 rows from rank s to rank r."""
     me = session.current()
     splits = [(me.world.rank + to) % 3 for to in range(me.world.size)]
     array = np.repeat(np.arange(me.world.size) + 10 * me.world.rank, splits).astype(dtype).reshape(-1, 1)
@@ -110,7 +110,7 @@ def disagree_within_a_group():
 
 
 def train_unequally():
-    """Rank r has r + 1 steps; those who are through contribute nothing and average over all ranks."""
+    """Train r + 1 steps on rank r; ranks that have finished contribute nothing, but averages still count them."""
     me = session.current()
     seen = []
     for step in range(me.world.rank + 1):
@@ -123,7 +123,7 @@ def train_unequally():
 
 
 def train_unequally_without_names():
-    """Operations without names are matched by their number, which the ranks with fewer steps do not reach."""
+    """Submit operations without names, which are matched by number; ranks with fewer steps have lower numbers."""
     me = session.current()
     seen = []
     for _epoch in range(3):
@@ -134,7 +134,7 @@ def train_unequally_without_names():
 
 
 def sum_adaptively():
-    """Two tensors that may travel together: equal on all ranks, and orthogonal."""
+    """Reduce two tensors that may be fused: one is equal on all ranks, the other orthogonal."""
     me = session.current()
     equal, orthogonal = np.full(4, 2.0, np.float16), np.eye(3, dtype=np.float32)[me.world.rank]
     results = me.grouped_allreduce([equal, orthogonal, orthogonal], ReduceOp.ADASUM, prescale=2.0, postscale=3.0)
@@ -145,7 +145,7 @@ def sum_adaptively():
     return [result.tolist() for result in results]
 
 
-# What they must come to.
+# The expected results.
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])

@@ -19,7 +19,7 @@ def group(request):
         yield started
 
 
-# Rank 1 differs from the others; what each case must say stands behind it.
+# Operations in which rank 1 differs from the others, and the expected message of each.
 
 CASES = {
     "shape": (

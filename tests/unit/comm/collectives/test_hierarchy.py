@@ -1,4 +1,4 @@
-"""Allreduce and allgather among ranks of several hosts that share memory inside each, as real processes."""
+"""Allreduce and allgather on several hosts with shared memory within each host, in real processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def group():
 
 
 def rows_of_rank(rank: int) -> np.ndarray:
-    """As many rows as the rank's number, the first rank brings none."""
+    """Return 1000 rows per unit of the rank; rank 0 contributes none."""
     return np.full((rank * 1000, 3), rank, np.int16)
 
 
@@ -45,7 +45,7 @@ def reduce_and_gather():
 
 
 def reduce_in_a_set_of_ranks():
-    """Of two hosts, on one of which it has one rank."""
+    """Use a process set of two hosts, with a single rank on one of them."""
     me = session.current()
     chosen = me.add_process_set(ProcessSet([0, 2, 3]))
     results = None
@@ -59,7 +59,7 @@ def reduce_in_a_set_of_ranks():
     return results
 
 
-def train_with_one_rank_that_has_less():
+def train_with_fewer_steps_on_one_rank():
     me = session.current()
     mean = None
     if me.world.rank != 4:
@@ -94,7 +94,7 @@ def lose_rank_1_in_the_middle():
     raise AssertionError("nobody noticed")
 
 
-# The tests.
+# The expected results.
 
 
 def test_all_ranks_get_the_results_of_numpy_through_the_memory_of_each_host(group):
@@ -106,7 +106,7 @@ def test_all_ranks_get_the_results_of_numpy_through_the_memory_of_each_host(grou
         assert hierarchical == len(LENGTHS) + 2
 
 
-def test_a_process_set_of_two_hosts_has_a_hierarchy_of_its_own(group):
+def test_a_process_set_of_two_hosts_has_its_own_hierarchy(group):
     results = group.run(reduce_in_a_set_of_ranks)
     assert [results[1], results[4]] == [None, None]
     for index in (0, 2, 3):
@@ -114,7 +114,7 @@ def test_a_process_set_of_two_hosts_has_a_hierarchy_of_its_own(group):
 
 
 def test_a_rank_that_has_joined_takes_part_without_a_contribution(group):
-    results = group.run(train_with_one_rank_that_has_less)
+    results = group.run(train_with_fewer_steps_on_one_rank)
     assert [mean for mean, _ in results] == [[4.0] * 20_000] * 4 + [None]
     assert len({last for _, last in results}) == 1
 

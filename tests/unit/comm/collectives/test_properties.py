@@ -1,4 +1,4 @@
-"""Reductions of whatever can be asked for, against numpy."""
+"""Reductions of random dtypes, shapes, operations and scales, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def group(request):
 
 
 def contributions(dtype, shape, seed):
-    """Whole numbers so small that every sum and product is exact."""
+    """Return the contributions of all ranks: integers so small that every sum and product is exact."""
     draw = np.random.default_rng(seed)
     low, high = (0, 2) if dtype == "bool" else (0, 4) if dtype.startswith("u") else (-3, 4)
     return [draw.integers(low, high, shape).astype(NUMPY[dtype]) for _ in range(RANKS)]
@@ -48,7 +48,7 @@ def scatter_drawn(dtype, shape, seed, op):
 
 
 def reduced(dtype, shape, seed, op, scales=(1.0, 1.0)):
-    """In float64, where it is exact but for an average."""
+    """Reduce in float64, where all results but averages are exact."""
     stacked = np.stack(contributions(dtype, shape, seed)).astype(np.float64)
     if dtype == "bool":
         return stacked.max(axis=0) if op in {ReduceOp.SUM, ReduceOp.MAX} else stacked.min(axis=0)
@@ -61,7 +61,7 @@ def reduced(dtype, shape, seed, op, scales=(1.0, 1.0)):
 def assert_close(got, want, dtype, op):
     assert got.dtype == NUMPY[dtype]
     assert got.shape == want.shape
-    # The average of three is all that has to be rounded.
+    # Only the average of three numbers needs rounding.
     allowed = float(ml_dtypes.finfo(got.dtype).eps) if dtype in FLOATS and op is ReduceOp.AVERAGE else 0.0
     assert np.all(np.abs(got.astype(np.float64) - want) <= allowed * np.abs(want))
 

@@ -12,7 +12,7 @@ def folder(tmp_path) -> CommitFolder:
     return CommitFolder(Store.create(str(tmp_path)), "elastic/job", 60.0)
 
 
-def test_the_newest_commit_is_that_of_the_latest_generation_before_the_current_one(folder):
+def test_the_newest_commit_is_from_the_latest_generation_before_the_current_one(folder):
     assert folder.newest(5, "") == ""
     paths = [folder.publish(*position, b"state") for position in [(1, 9), (2, 8), (2, 10), (10, 11), (11, 3)]]
     assert folder.newest(11, "") == folder.newest(11, paths[2]) == paths[3]
@@ -31,7 +31,7 @@ def test_a_damaged_commit_is_not_loaded(folder, tmp_path):
             folder.read(path)
 
 
-def test_two_commits_stay_and_those_of_later_generations(folder):
+def test_two_commits_and_those_of_later_generations_are_kept(folder):
     paths = [folder.publish(*position, b"") for position in [(1, 1), (1, 2), (2, 2), (2, 3), (3, 3)]]
     folder.delete_before(paths[3])
     assert folder.store.list("elastic/job") == paths[2:]

@@ -1,4 +1,4 @@
-"""Ranks that are being connected: one of them dies, is interrupted, or has addresses that lead nowhere."""
+"""Faults while ranks connect: a rank dies, is interrupted, or has unreachable addresses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def failure_of_init(comm=None):
 def die_while_connecting(victim, sign):
     rank = session._session.context.world.rank
     if rank == 2:
-        return ""  # never comes, so that the others wait
+        return ""  # never calls init(), so that the others wait
     if rank == victim:
         threading.Timer(0.5, os.kill, (os.getpid(), sign)).start()
     try:
@@ -55,7 +55,7 @@ def init_with(rank, setting, value):
     return failure_of_init()
 
 
-def come_without_the_third(comm):
+def connect_without_rank_2(comm):
     rank = session._session.context.world.rank
     if rank == 2:
         return "", None
@@ -70,7 +70,7 @@ def add_up():
     return me.allreduce(np.full(1000, me.world.rank + 1.0), ReduceOp.SUM).tolist()
 
 
-# What the tests expect of them.
+# The expected results.
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -84,7 +84,7 @@ def test_a_rank_killed_while_connecting_is_named_in_the_errors_of_all_ranks(vict
 @pytest.mark.parametrize("comm", [None, [2, 1, 0]])
 def test_a_rank_that_does_not_call_init_is_named_to_the_other_ranks_and_supervisors(comm):
     with RankGroup(3, connect=False, start_timeout=1.0) as group:
-        outcomes = [outcome.value for outcome in group.outcomes(come_without_the_third, comm)]
+        outcomes = [outcome.value for outcome in group.outcomes(connect_without_rank_2, comm)]
     for rank, (message, absent) in enumerate(outcomes[:2]):
         waited = "waited start_timeout=1 s for rank 2 to reach init()"
         assert message == f"Rank {rank} {waited}. Check what that rank is doing, or raise SPARKHVD_START_TIMEOUT."
@@ -117,7 +117,7 @@ def test_ctrl_c_while_connecting_ends_init_on_all_ranks():
     ],
 )
 def test_ranks_that_disagree_about_a_setting_do_not_start(setting, value, shown):
-    """They would wait for each other in the first collective, or not understand each other."""
+    """Otherwise the ranks would hang in the first collective, or misread each other's messages."""
     with RankGroup(3, hosts=("one", "one", "two"), connect=False) as group:
         for message in group.run(init_with, 1, setting, value):
             assert f"ranks disagree about SPARKHVD_{setting.upper()}: rank " in message
@@ -146,7 +146,7 @@ def test_the_chosen_address_precedes_the_other_addresses_of_the_host():
         addresses_to_offer("10.0.0.5", "ib0,ib1", local)
 
 
-# Two hosts, as network namespaces on a bridge. Each has a second interface whose addresses lead nowhere.
+# Two hosts, as network namespaces on a bridge. Each has a second interface with an unreachable address.
 
 BRIDGE = "shvdtest0"
 
@@ -180,7 +180,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
             ip("-n", name, "link", "set", "dead1", "up")
         yield names
     finally:
-        # The kernel takes a namespace apart later: the ends that are here would still be there for the next test.
+        # The kernel removes a namespace later; without this, the next test would find the interfaces on this side.
         for link in ("shvdtest1", "shvdtest2", BRIDGE):
             subprocess.run(["ip", "link", "del", link], capture_output=True, check=False, timeout=20)
         for name in names:

@@ -26,7 +26,7 @@ def threads() -> int:
     return sum(thread.name == "sparkhvd-loss-watch" for thread in threading.enumerate())
 
 
-def test_a_loss_is_reported_once_also_if_it_came_before_the_watch(server):
+def test_a_loss_is_reported_once_even_if_it_precedes_the_watch(server):
     early: list[str] = []
     with watch(server, "loss", early):
         assert not early
@@ -39,7 +39,7 @@ def test_a_loss_is_reported_once_also_if_it_came_before_the_watch(server):
         assert happens(lambda: late == ["Rank 1 is lost."], 10)
 
 
-def test_a_watch_that_is_closed_while_it_waits_ends_at_once_and_does_not_hear_later_losses(server):
+def test_a_watch_that_is_closed_while_it_waits_ends_at_once_and_reports_no_later_loss(server):
     first: list[str] = []
     second: list[str] = []
     watch(server, "loss/1", first).close()
@@ -52,7 +52,7 @@ def test_a_watch_that_is_closed_while_it_waits_ends_at_once_and_does_not_hear_la
     assert not first
 
 
-def test_no_loss_is_reported_after_a_watch_is_closed_however_the_two_coincide(server):
+def test_no_loss_is_reported_after_a_watch_is_closed_even_if_both_coincide(server):
     for number in range(200):
         reasons: list[str] = []
         one = watch(server, f"loss/{number}", reasons)

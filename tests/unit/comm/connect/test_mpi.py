@@ -67,7 +67,7 @@ def test_a_rendezvous_that_cannot_start_is_an_error_on_all_ranks(tmp_path):
 
 
 @needs_mpirun
-def test_other_ranks_wait_in_init_for_the_start_timeout_at_most(tmp_path):
+def test_ranks_wait_in_init_for_other_ranks_until_the_start_timeout(tmp_path):
     script = """
         from sparkhvd.errors import DeadlineExceededError
         if world.rank == 0:
@@ -108,7 +108,7 @@ def test_init_takes_rank_and_size_from_mpi_and_both_work_in_one_program(tmp_path
 
 @needs_mpirun
 def test_parts_of_mpis_world_become_separate_jobs(tmp_path):
-    """By a communicator, then by ranks in another order, then all together; without a shutdown at the end."""
+    """Pass a communicator, then ranks in another order, then nothing, without a shutdown at the end."""
     script = """
         found = []
         session.init(world.Split(world.rank % 2))
@@ -165,7 +165,7 @@ def test_a_launchers_context_takes_precedence_over_mpi(tmp_path):
 @needs_mpirun
 def test_processes_of_another_mpis_mpirun_do_not_train_alone():
     code = "import warnings; warnings.simplefilter('ignore'); from sparkhvd.comm import session; session.init()"
-    environment = {**os.environ, "PMI_SIZE": "2", "PMI_RANK": "0"}  # as MPICH's sets them; mpi4py finds Open MPI
+    environment = {**os.environ, "PMI_SIZE": "2", "PMI_RANK": "0"}  # set by MPICH's mpirun; mpi4py finds Open MPI
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=_ROOT,

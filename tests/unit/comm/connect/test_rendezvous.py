@@ -51,7 +51,7 @@ def test_the_values_of_many_keys_come_with_one_request(server):
     assert server.requests == 4
 
 
-def test_missing_keys_are_found_without_asking_for_each(server):
+def test_missing_keys_are_found_without_a_request_for_each(server):
     numbers = range(2, 1000)
     for number in set(numbers) - {2, 500, 501, 999}:
         server.set(f"rank/{number}", str(number).encode())
@@ -107,14 +107,14 @@ class EndsSlowly:
     def __del__(self, sleep=time.sleep):
         sleep(1.0)
 
-kept = EndsSlowly()  # the interpreter is ending already when this goes
+kept = EndsSlowly()  # deleted while the interpreter is already exiting
 server = RendezvousServer(b"0123456789abcdef")
 client = RendezvousClient([("127.0.0.1", server.port)], b"0123456789abcdef", Deadline.after(10.0))
 threading.Thread(target=client.get, args=("never", Deadline.after(0.5)), daemon=True).start()
 """
 
 
-def test_a_thread_that_still_waits_when_python_ends_does_not_abort_the_process():
+def test_a_thread_that_still_waits_when_python_exits_does_not_abort_the_process():
     ended = subprocess.run(
         [sys.executable, "-c", ENDS_WHILE_A_THREAD_WAITS], capture_output=True, text=True, timeout=60, check=False
     )

@@ -40,7 +40,7 @@ SECONDS = 30.0
 
 
 @pytest.fixture
-def group():  # not for longer than a test: questions and answers open connections to the rendezvous
+def group():  # one group per test: the stall check opens connections to the rendezvous
     with RankGroup(3, stall_check_seconds=0.4) as started:
         yield started
 
@@ -49,7 +49,7 @@ def group():  # not for longer than a test: questions and answers open connectio
 
 
 def wait_for(path: Path) -> None:
-    """Keeps this thread busy in Python code."""
+    """Keep this thread busy in Python code until the path exists."""
     deadline = Deadline.after(SECONDS)
     while not path.exists():
         deadline.check(f"{path}")
@@ -98,7 +98,7 @@ def one_rank_is_stopped(pids):
     handle = me.barrier_async(name="wanted")
     found = next_report(me, before)
     if me.world.rank == 0:
-        next_report(me, found)  # the other one has its first by then
+        next_report(me, found)  # the other rank has its first report by then
         os.kill(pids[2], signal.SIGCONT)
     handle.wait()
     return found
@@ -115,7 +115,7 @@ def wait_in_vain():
     return str(caught.value)
 
 
-def wait_for_one_that_hangs(folder):
+def wait_for_a_hanging_rank(folder):
     me = session.current()
     if me.world.rank == 1:
         wait_for(folder / "it ended")
@@ -176,13 +176,13 @@ def wait_in_vain_in_a_set(folder):
     return str(caught.value)
 
 
-# What the tests expect of them.
+# The expected reports.
 
 
 def test_the_report_names_the_tensor_the_missing_rank_and_what_it_is_doing(group, tmp_path):
     for rank, (found, lines) in enumerate(group.run(one_rank_is_busy, tmp_path)):
         if rank == 1:
-            assert lines == [], "it keeps others waiting and waits for nobody"
+            assert lines == [], "the straggler waits for no other rank"
             continue
         (tensor,) = found.tensors
         assert tensor.title == "allreduce 'gradient'"
@@ -196,7 +196,7 @@ def test_the_report_names_the_tensor_the_missing_rank_and_what_it_is_doing(group
         assert "is alive and waits for nothing; it has completed" in text
         assert "its progress: step 1 of 40" in text
         assert "while not path.exists():" in text
-        assert "step 0 of 40" not in text, "those who wait need no description"
+        assert "step 0 of 40" not in text, "waiting ranks need no description"
 
 
 def test_a_direct_call_that_waits_is_reported_too(group, tmp_path):
@@ -238,7 +238,7 @@ def test_a_stalled_job_ends_after_the_stall_shutdown_time():
 @pytest.mark.parametrize("limit", ["stall_shutdown_seconds", "collective_timeout"])
 def test_the_straggler_is_published_for_the_supervisors(limit, tmp_path):
     with RankGroup(2, stall_check_seconds=0.2, **{limit: 3.0}) as group:
-        absent, _ = group.run(wait_for_one_that_hangs, tmp_path)
+        absent, _ = group.run(wait_for_a_hanging_rank, tmp_path)
     assert (absent.rank, absent.joined) == (1, True)
     assert absent.why.startswith("allreduce 'gradient' not done after ")
     assert absent.why.endswith(
@@ -310,7 +310,7 @@ def test_snapshots_of_ranks_survive_serialization_and_invalid_ones_are_refused()
 
 
 class WaitingEngine:
-    """An engine whose only collective waits for ever."""
+    """An engine whose only collective waits forever."""
 
     def pending(self):
         return [("allreduce 'gradient'", 5.0)]

@@ -50,7 +50,7 @@ def test_a_rank_finds_the_stragglers_among_many_with_one_request(server, client)
     )
 
 
-def test_a_rank_that_has_not_arrived_itself_accuses_no_other(server, client):
+def test_a_rank_that_has_not_arrived_itself_reports_no_straggler(server, client):
     server.set("init/0", b"")
     assert straggler_error(client, context(3), "init/", range(SIZE), INIT) is None
     for rank in range(SIZE):
