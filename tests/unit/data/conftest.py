@@ -22,7 +22,7 @@ SCHEMA = DataSchema(
 
 
 def table_of(ids):
-    """Rows whose every value follows from the row's id, so that any row can be checked wherever it turns up."""
+    """Return rows whose values depend only on their ids, so that a test can check any row anywhere."""
     ids = np.asarray(ids, np.int64)
     return pa.table(
         {
@@ -52,7 +52,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def make_dataset(store):
-    """Writes a dataset: row groups per file, for the training and the validation rows."""
+    """Provide a function that writes a dataset from the row groups per file of its training and validation rows."""
 
     def make(train=((10,),), validation=None, dataset_id="d", schema=SCHEMA):
         folder = layout.dataset_folder(dataset_id)
@@ -82,7 +82,7 @@ def make_dataset(store):
 
 @pytest.fixture
 def edit_manifest(store):
-    """Changes the JSON of a published manifest."""
+    """Provide a function that changes the JSON of a published manifest."""
 
     def edit(manifest, change):
         with store.open(manifest.path, "rb") as file:

@@ -17,7 +17,7 @@ def test_paths_of_checkpoints_sort_in_the_order_of_training():
     places = [(0, None), (2, 7), (2, 120), (2, None), (3, 4), (10, None), (99_999, None)]
     paths = [layout.checkpoint_path("r", epoch, step) for epoch, step in places]
     assert sorted(paths, key=layout.checkpoint_position) == paths
-    assert sorted(paths) != paths, "names alone do not tell the order"
+    assert sorted(paths) != paths, "names alone do not determine the order"
     assert layout.checkpoint_position(paths[1]) == (2, 7)
     assert layout.checkpoint_position(layout.model_folder("r")) is None
 

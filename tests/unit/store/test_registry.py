@@ -26,7 +26,7 @@ def test_the_scheme_of_a_url(url, scheme):
     assert scheme_of(url) == scheme
 
 
-def test_a_scheme_that_nothing_serves_is_refused():
+def test_a_scheme_without_a_file_system_is_refused():
     listed = r"No file system serves nosuch:// URLs: Protocol not known: nosuch\. Common schemes are file, s3, hdfs, "
     with pytest.raises(StoreError, match=listed):
         Store.create("nosuch://x/y")
@@ -68,7 +68,7 @@ def test_an_unknown_option_of_a_store_is_refused(tmp_path):
         Store.create(str(tmp_path), colour="blue")
 
 
-def test_a_local_store_accepts_empty_storage_options_only(tmp_path):
+def test_a_local_store_accepts_only_empty_storage_options(tmp_path):
     for none in (None, {}):
         assert Store.create(str(tmp_path), storage_options=none) == LocalStore(str(tmp_path))
     with pytest.raises(StoreError, match=r"^A LocalStore does not accept storage_options, got key\. Leave"):
@@ -83,8 +83,8 @@ def test_options_of_horovods_stores_without_a_counterpart_are_refused_by_name():
             HDFSStore("/x", *arguments, **named)
 
 
-def test_a_file_system_without_an_exclusive_write_is_for_reading_only(tmp_path):
-    # fsspec's local files are written by the same generic method as those of SFTP, FTP and SMB.
+def test_a_file_system_without_an_exclusive_write_is_read_only(tmp_path):
+    # fsspec writes local files by the same generic method as files on SFTP, FTP and SMB.
     (tmp_path / "rows.txt").write_bytes(b"there before")
     store = FilesystemStore(f"local://{tmp_path}")
     message = rf"^There cannot be a Store at local://{tmp_path}: LocalFileSystem has no exclusive write, so two jobs .*"
@@ -134,7 +134,7 @@ def test_another_package_adds_the_store_of_a_scheme(install, tmp_path):
     assert type(Store.create(str(tmp_path))) is LocalStore
 
 
-def test_an_added_store_whose_package_is_missing_says_who_names_it(install):
+def test_the_error_for_a_missing_package_of_an_added_store_names_its_entry_point(install):
     install("import nothing_of_this_name", "sparkhvd.stores", "lake = added_package:LakeStore")
     with pytest.raises(StoreError, match=r"nothing_of_this_name.*The entry point 'lake' of sparkhvd\.stores names it"):
         Store.create("lake://a/b")
@@ -146,6 +146,6 @@ def test_http_is_refused_at_once(url):
         Store.create(url)
 
 
-def test_the_name_that_only_fsspec_has_for_local_folders_is_refused_with_the_right_url(tmp_path):
+def test_fsspecs_own_scheme_for_local_folders_is_refused_with_the_right_url(tmp_path):
     with pytest.raises(StoreError, match=rf"Pass file://{tmp_path} instead"):
         Store.create(f"local://{tmp_path}")

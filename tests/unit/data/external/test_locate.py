@@ -1,4 +1,4 @@
-"""The Store that serves the URLs of existing files; nothing is connected to here."""
+"""The Store that serves the URLs of existing files, without any connection."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_relative_path_starts_in_the_working_directory(tmp_path, monkeypatch):
     assert (found.url, places) == (f"file://{tmp_path}", ["rows"])
 
 
-def test_a_store_of_the_same_kind_lends_its_options_and_others_take_sparks():
+def test_urls_use_the_options_of_a_store_of_their_kind_or_those_of_spark():
     configured = []
     near = S3Store("s3://one/x", storage_options={"key": "k", "secret": "s"})
     access = Access(near, configure=lambda store: configured.append(store.url) or store)

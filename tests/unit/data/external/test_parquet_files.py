@@ -212,7 +212,7 @@ def test_a_folder_of_a_prepared_dataset_is_recognized(store, make_dataset):
         opened(f"{store.root}/{manifest.folder}", ["a.b"], num_proc=31)
 
 
-def test_one_file_of_pandas_and_one_beside_it_to_validate_on(tmp_path):
+def test_files_of_pandas_serve_as_training_and_validation_rows(tmp_path):
     for name, rows in [("train", 4), ("held_out", 2)]:
         pd.DataFrame({"x": np.arange(rows, dtype="float32"), "y": [True] * rows}).to_parquet(tmp_path / f"{name}.pq")
     files = open_existing(
@@ -263,7 +263,7 @@ def test_missing_and_other_files_are_reported_with_the_path(tmp_path, folder):
         opened(folder)
 
 
-def test_a_truncated_file_is_named_before_anything_is_read(folder):
+def test_a_truncated_file_is_named_before_any_row_is_read(folder):
     content = (folder / "part-2.parquet").read_bytes()
     (folder / "part-2.parquet").write_bytes(content[:-20])
     with pytest.raises(DataError, match=r"part-2.parquet cannot be read as a Parquet file"):
@@ -323,7 +323,7 @@ def test_files_may_store_the_same_type_in_different_ways(tmp_path, cache):
             assert np.concatenate([batch["s.a"] for batch in batches]).tolist() == [1, 2] * 4
 
 
-@pytest.mark.parametrize("replacement", ["other", "as large as before"])
+@pytest.mark.parametrize("replacement", ["other", "of the same size"])
 def test_a_file_that_is_replaced_during_the_training_is_named(tmp_path, replacement):
     def write_rows(number, values):
         rows = pa.table({"id": pa.array(values), "y": pa.array([0.0] * len(values))})
@@ -337,9 +337,9 @@ def test_a_file_that_is_replaced_during_the_training_is_named(tmp_path, replacem
     assert sum(batch.columns["id"].sum() for batch in source.epoch(0)) == sum(range(200))
     size = (tmp_path / "1.parquet").stat().st_size
     rows = 1000.0 + np.arange(100.0)
-    write_rows(1, rows if replacement == "as large as before" else np.concatenate([rows, rows]))
+    write_rows(1, rows if replacement == "of the same size" else np.concatenate([rows, rows]))
     same_size = (tmp_path / "1.parquet").stat().st_size == size
-    assert same_size == (replacement == "as large as before")
+    assert same_size == (replacement == "of the same size")
     difference = "has another footer than" if same_size else rf"has \d+ bytes, but had {size}"
     with pytest.raises(DataError, match=rf"/1\.parquet {difference} when the training began: it was replaced"):
         list(source.epoch(1))
@@ -398,7 +398,7 @@ def test_too_few_rows_are_reported_with_both_numbers(tmp_path, folder):
         open_existing(str(folder), str(folder / "part-1.parquet"), feature_cols=["id"], label_cols=["y"])
 
 
-def test_a_weight_has_to_be_a_number(folder):
+def test_a_weight_must_be_a_number(folder):
     files = opened(folder, ["x"], weight_col="id")
     assert [column.name for column in files.manifest.schema.of("weight")] == ["id"]
     with pytest.raises(SchemaError, match=r"Column 'fixed' is not a number; a weight is one number per row"):
@@ -425,6 +425,6 @@ def test_ten_thousand_columns_are_opened_and_chosen_in_seconds(tmp_path):
     assert (len(files.manifest.schema.columns), len(chosen.schema.columns)) == (10_000, 9_999)
 
 
-def test_a_column_is_not_taken_for_the_struct_of_another(tmp_path):
+def test_a_column_is_not_confused_with_the_struct_of_another_column(tmp_path):
     manifest = opened(write(tmp_path / "p", y=[1.0], **{"a": [1.0], "a.b": [2.0], "s.u": [3.0]}), None).manifest
     assert selected(manifest, ColumnRequest(["a", "s"], ["y"])).schema.names() == ["a", "s.u", "y"]

@@ -1,4 +1,4 @@
-"""Datasets that petastorm wrote, read without it; ``tests/petastorm/write_datasets.py`` made the one that is read."""
+"""Read petastorm's datasets without petastorm; ``tests/petastorm/write_datasets.py`` wrote the one used here."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_codec_restores_the_written_values(decoder, monkeypatch):
         np.testing.assert_array_equal(found["depth"][i], np.arange(6).reshape(3, 2) * 10_000 + i)
 
 
-def test_the_plain_loaders_decode_them_too():
+def test_the_loaders_decode_petastorms_columns_too():
     pytest.importorskip("PIL")
     (batch,) = torch_loader(str(DATASET), 10, columns=["image", "packed", "y"], shuffle=False)
     assert {name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in batch.items()} == {
@@ -94,7 +94,7 @@ def test_the_schema_of_the_dataset_uses_allowed_names_only():
 
 
 def pickled_by_old_versions(package, monkeypatch, tuple_name="UnischemaField"):
-    """A schema as petastorm wrote it beside pyspark before 3.3, which had named tuples pickled in its own way."""
+    """Return a schema in the form of petastorm with pyspark before 3.3, which pickled named tuples by a function."""
 
     def made(module, name, *bases, **content):
         return type(name, bases, {"__module__": module, **content})
@@ -124,7 +124,7 @@ def pickled_by_old_versions(package, monkeypatch, tuple_name="UnischemaField"):
     schema._fields = collections.OrderedDict(
         id=field(("id", np.uint8, (), stored_as, False)), x=field(("x", np.float32, (2, 3), ndarray(), False))
     )
-    monkeypatch.setattr("builtins.__import__", lambda name, *_: sys.modules[name])  # no package is there
+    monkeypatch.setattr("builtins.__import__", lambda name, *_: sys.modules[name])  # the packages have no other modules
     content = pickle.dumps(schema, 2)
     monkeypatch.undo()
     return content
@@ -148,7 +148,7 @@ def test_other_named_tuples_of_old_versions_are_refused(monkeypatch):
 
 
 def with_rows_changed(folder, change, types=None):
-    """A copy of the dataset whose first file has other values, of other types."""
+    """Return a copy of the dataset whose files have changed values and types."""
     shutil.copytree(DATASET, folder)
     for path in sorted(folder.glob("part-*")):
         schema = parquet.read_schema(path)

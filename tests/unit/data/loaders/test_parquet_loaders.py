@@ -22,7 +22,7 @@ from tests.unit.data.conftest import SCHEMA, expected, table_of
 
 @pytest.fixture
 def folder(tmp_path):
-    """Files as pandas or Spark would leave them: 300 rows in three files, and a marker."""
+    """Write files like those of pandas or Spark: 300 rows in three files, and a marker."""
     made = tmp_path / "numbers"
     made.mkdir()
     (made / "_SUCCESS").touch()
@@ -35,7 +35,7 @@ def ids_of(batches):
     return [batch["id"].tolist() for batch in batches]
 
 
-def test_a_loader_gives_tensors_by_column_of_a_folder_of_files(folder):
+def test_a_loader_returns_tensors_by_column_for_a_folder_of_files(folder):
     batches = list(torch_loader(str(folder), 64, columns=["a.b", "id", "flags"], shuffle=False))
     assert [list(batch) for batch in batches] == [["a.b", "id", "flags"]] * 5
     ids = torch.cat([batch["id"] for batch in batches])
@@ -76,7 +76,7 @@ def test_numbers_of_numpy_are_numbers(folder):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_the_ranks_share_the_rows_and_have_as_many_batches(folder, shuffle):
+def test_the_ranks_share_the_rows_and_have_equally_many_batches(folder, shuffle):
     options = {"shuffle": shuffle, "columns": ["id"], "seed": 2}
     ranks = [torch_loader(f"file://{folder}", 7, rank=rank, size=3, **options) for rank in range(3)]
     assert {len(loader) for loader in ranks} == {15}
@@ -104,7 +104,7 @@ def test_set_epoch_changes_the_order_and_resumes_at_a_step(folder):
     assert ids_of(loader) != first
 
 
-def test_a_dataloader_takes_it_without_workers(folder):
+def test_a_dataloader_without_workers_accepts_the_loader(folder):
     loader = torch_loader(str(folder), 100, columns=["id"], shuffle=False)
     assert ids_of(DataLoader(loader, batch_size=None)) == ids_of(loader)
 
@@ -124,7 +124,7 @@ except Exception as error:
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_dataloader_with_workers_is_refused(folder, start):
-    """In a process of its own: a fork of this one would shut down its connections with Spark (py4j ends them)."""
+    """Run in a separate process: a fork of this process would end its connections with Spark (through py4j)."""
     command = [sys.executable, "-c", WORKERS, str(folder), start]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     assert "use it with DataLoader(..., num_workers=0), or without a DataLoader" in done.stdout, done.stderr
@@ -223,7 +223,7 @@ def test_paths_that_cannot_be_opened_are_refused(folder, tmp_path):
 
 @pytest.fixture
 def sparse(tmp_path):
-    """A prepared dataset of four vectors of size 5, two of which are [0, 0, 3, 0, 0] and [1, 0, 0, 0, 2]."""
+    """Write a prepared dataset of four vectors of size 5, two of which are [0, 0, 3, 0, 0] and [1, 0, 0, 0, 2]."""
     entries = [([2], [3.0]), ([], []), ([0, 4], [1.0, 2.0]), ([1], [-1.0])]
     rows = [{"type": 0, "size": 5, "indices": places, "values": values} for places, values in entries]
     fields = [
@@ -284,7 +284,7 @@ print("all right")
 
 
 def test_tensorflow_gets_the_same_batches_in_every_epoch(folder, sparse, tmp_path):
-    """In a process of its own, because TensorFlow leaves threads and environment variables behind."""
+    """Run in a separate process, because TensorFlow leaves threads and environment variables behind."""
     parquet.write_table(table_of(range(9)), tmp_path / "nine.parquet")
     command = [sys.executable, "-c", TENSORFLOW, str(folder), str(tmp_path / "nine.parquet"), sparse]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
@@ -296,8 +296,8 @@ def test_the_schema_of_these_tests_has_all_columns(folder):
     assert list(batch) == SCHEMA.names()
 
 
-def test_a_transformation_makes_the_same_columns_of_batches_without_rows(tmp_path):
-    """The function cannot be called for these."""
+def test_a_transformation_gives_batches_without_rows_the_same_columns(tmp_path):
+    """The function cannot be called for batches without rows."""
     parquet.write_table(pa.table({"words": ["1", "20", "3", "4"], "id": [0, 1, 2, 3]}), tmp_path / "texts.parquet")
 
     def numbers(columns):

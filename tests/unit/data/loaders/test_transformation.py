@@ -27,9 +27,9 @@ def test_the_columns_are_those_that_the_function_returns():
     schema, rows = transformed(SCHEMA, lengths, ROWS)
     text, vector, label = schema.columns
     assert (text.dtype, text.shape, text.kind, text.depth, text.role) == ("float32", (2,), "array", 1, "feature")
-    assert (vector, label) == SCHEMA.columns[1:], "what is not changed keeps its kind"
+    assert (vector, label) == SCHEMA.columns[1:], "unchanged columns keep their kind"
     assert rows["text"].tolist() == [[1, 1], [2, 2]]
-    assert not ROWS["v"].any(), "the function had a copy"
+    assert not ROWS["v"].any(), "the function received a copy"
 
 
 @pytest.mark.parametrize(

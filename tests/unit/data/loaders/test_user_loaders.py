@@ -19,7 +19,7 @@ SCHEMA = DataSchema(
 
 
 class Counted(BaseDataLoader):
-    """Batches of so many rows; their labels name rank, epoch and batch."""
+    """Batches of these sizes; their labels contain rank, epoch and batch."""
 
     def __init__(self, sizes, rank=0):
         self.sizes, self.rank, self.epoch = sizes, rank, -1
@@ -52,11 +52,11 @@ def group():
 def epochs_of(sizes_of_ranks):
     rank = session.current().world.rank
     source = LoaderSource(Counted(sizes_of_ranks[rank], rank), SCHEMA, "train", session.current())
-    found = [
+    epochs = [
         [(batch.columns["y"].tolist(), batch.rows, batch.global_rows, batch.columns["x"].sum()) for batch in batches]
         for batches in (source.epoch(0), source.epoch(1, 1))
     ]
-    return source.steps(), found
+    return source.steps(), epochs
 
 
 def test_ranks_with_different_numbers_of_batches_have_equal_steps(group):

@@ -21,9 +21,9 @@ TEXTS = ColumnSpec("texts", "str", (), "feature", "scalar")
     ids=["view", "tensor", "buffer"],
 )
 def test_memory_returns_to_the_pool_with_its_last_part(holder):
-    gc.collect()  # what other tests have left in reference cycles
+    gc.collect()  # frees objects of other tests in reference cycles
     before = pa.total_allocated_bytes()
-    array = arrow_memory.empty(NUMBERS, 2_000_000)  # far more than what may come and go in other threads
+    array = arrow_memory.empty(NUMBERS, 2_000_000)  # far more than other threads may allocate and free
     assert (array.shape, array.dtype) == ((2_000_000, 3), np.float32)
     array[:] = 1
     held = holder(array)

@@ -80,8 +80,8 @@ def test_pieces_are_those_of_the_windows_with_adjacent_ones_merged(plan, epoch):
 
 
 @given(plans, epochs)
-def test_a_rank_decodes_its_part_of_the_rows_and_a_bounded_number_of_blocks_beside(plan, epoch):
-    """Decoding starts where a block starts, so a part of a block may cost the block's rows before it."""
+def test_a_rank_decodes_its_part_of_the_rows_and_a_bounded_number_of_other_blocks(plan, epoch):
+    """Decoding starts at the beginning of a block, so a part of a block may also decode the rows before it."""
     for rank in range(plan.size):
         if plan.read_by_all:
             assert sum(piece.rows for piece in plan.pieces(rank, epoch)) == plan.total_rows <= plan.window_rows
@@ -127,7 +127,7 @@ def test_without_shuffling_the_shards_are_the_dataset_in_order(plan, epoch):
 
 
 @given(plans, epochs)
-def test_a_rank_that_keeps_rows_reads_the_same_ones_in_every_epoch(plan, epoch):
+def test_a_rank_that_keeps_rows_reads_the_same_rows_in_every_epoch(plan, epoch):
     kept = replace(plan, shards=replace(plan.shards, keep=True))
     for rank in range(plan.size):
         if not kept.read_by_all:
@@ -175,7 +175,7 @@ LABELS = {
 
 
 def class_counts(plan, labels, classes, epoch):
-    """The rows of every class in every batch, by rank and step."""
+    """Return the number of rows of each class in each batch, by rank and step."""
     names = LABELS[labels](np.arange(plan.total_rows), plan.total_rows, classes)
     counts = [[np.bincount(names[ids], minlength=classes) for ids in step] for step in plan.global_batches(epoch)]
     return np.array(counts).transpose(1, 0, 2)
@@ -189,7 +189,7 @@ def class_counts(plan, labels, classes, epoch):
     ids=["one block in a window", "small blocks in a window", "one block of many windows", "many blocks"],
 )
 def test_every_rank_has_a_fair_sample_of_all_classes_in_every_epoch(blocks, window, labels, size):
-    """Within 10% for every class, whatever the order of rows; a plain draw of so many rows varies by about as much."""
+    """Shares may differ by 10%, like those of a uniform draw of as many rows, whatever the order of the rows."""
     classes = size
     plan = Plan(SharedBlocks(blocks, size), 50, seed=11, shuffle=True, window_rows=window)
     for epoch in range(3):
@@ -205,12 +205,12 @@ def test_every_batch_samples_the_classes_like_a_uniform_draw(blocks, window, lab
     for of_rank in class_counts(plan, labels, 2, epoch=1):
         share = of_rank[:, 0] / 50
         assert abs(share.mean() - 0.5) < 0.01
-        assert share.std() < 0.12  # of a plain draw: 0.07; a window may have a block more of one class
+        assert share.std() < 0.12  # 0.07 for a uniform draw; a window may have an additional block of one class
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["given", "kept"])
-def test_the_windows_of_rows_that_can_be_read_anywhere_are_fair_samples_of_them(keep):
-    """The direct path's rows are ordered by a hash of their content, so equal rows lie together."""
+def test_windows_of_rows_that_can_be_read_in_any_order_are_fair_samples(keep):
+    """The direct data path orders rows by a hash of their content, so equal rows are adjacent."""
     shards = SharedBlocks((20_000,), 1, keep=True) if keep else OwnBlocks((20_000,), (20_000,))
     plan = Plan(shards, 100, seed=2, shuffle=True, window_rows=2_000)
     share = class_counts(plan, "sorted", 4, epoch=0)[0] / 100
@@ -218,7 +218,7 @@ def test_the_windows_of_rows_that_can_be_read_anywhere_are_fair_samples_of_them(
     assert np.abs(windows - 0.25).max() < 0.1
 
 
-def test_a_last_batch_of_one_row_takes_another_from_the_batch_before_it():
+def test_a_last_batch_of_one_row_takes_a_second_row_from_the_previous_batch():
     plan = Plan(SharedBlocks((17,), 2), 4, seed=0, shuffle=False, window_rows=8, pair_last_row=True)
     assert [[len(rank) for rank in step] for step in delivered(plan)] == [[4, 4], [3, 4], [2, 0]]
     assert flat(plan) != list(range(17))
@@ -240,7 +240,7 @@ def test_single_rows_are_paired_whenever_possible(plan, epoch):
     assert stated == [list(map(sum, sizes))] * plan.size
 
 
-def test_a_shuffled_epoch_differs_from_the_next_from_another_seed_and_from_the_next_pass():
+def test_shuffled_epochs_differ_by_epoch_seed_and_pass():
     for window_rows in (10_000, 64):
         plan = Plan(SharedBlocks((100, 150, 250), 2), 8, seed=1, shuffle=True, window_rows=window_rows)
         orders = [flat(plan, 0), flat(plan, 1), flat(replace(plan, seed=2), 0)]
@@ -293,14 +293,14 @@ def test_a_split_without_rows_is_refused():
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_rows_of_one_window_are_read_in_file_order_and_each_block_once(size):
-    """A block that is read in parts is decoded from its beginning for each of them."""
+    """Reading a block in parts would decode it from its beginning for each part."""
     plan = Plan(SharedBlocks((100, 150, 0, 250), size), 8, seed=1, shuffle=True, window_rows=500)
     for rank in range(size):
         assert [(p.block, p.start, p.stop) for p in plan.pieces(rank, 1)] == [(0, 0, 100), (1, 0, 150), (3, 0, 250)]
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=4), st.integers(1, 700), st.integers(0, 2**32))
-def test_parts_in_portions_are_all_rows_once(sizes, portion, seed):
+def test_parts_in_portions_contain_each_row_once(sizes, portion, seed):
     def of(part):
         return part_in_portions(sizes, part, portion, np.random.default_rng(seed), np.random.default_rng([seed, part]))
 
@@ -310,7 +310,7 @@ def test_parts_in_portions_are_all_rows_once(sizes, portion, seed):
 
 
 @given(st.integers(0, 30_000), st.integers(1, 5_000), st.integers(0, 2**32))
-def test_portions_are_all_rows_once_and_fair_samples(rows, portion, seed):
+def test_portions_contain_each_row_once_and_are_fair_samples(rows, portion, seed):
     order = in_portions(rows, portion, np.random.default_rng(seed))
     assert sorted(order) == list(range(rows))
     run = max(1, rows // 256)

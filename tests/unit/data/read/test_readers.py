@@ -45,12 +45,12 @@ def assert_rows(batch, ids):
     assert batch.rows == len(ids)
     assert list(batch.columns) == SCHEMA.names()
     for column in SCHEMA.columns:
-        found = batch.columns[column.name]
-        assert found.dtype == np.dtype(column.dtype)
-        assert found.shape == (len(ids), *column.shape)
-        assert found.flags.c_contiguous
-        assert found.flags.writeable
-        np.testing.assert_array_equal(found, want[column.name])
+        values = batch.columns[column.name]
+        assert values.dtype == np.dtype(column.dtype)
+        assert values.shape == (len(ids), *column.shape)
+        assert values.flags.c_contiguous
+        assert values.flags.writeable
+        np.testing.assert_array_equal(values, want[column.name])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -77,7 +77,7 @@ def test_every_rank_reads_exactly_the_rows_of_the_plan(store, make_dataset, tmp_
         assert sources[0].rows() == 300
 
 
-def test_the_windows_of_the_last_test_are_of_the_large_kind(store, make_dataset):
+def test_the_previous_test_reads_windows_of_several_blocks(store, make_dataset):
     plan = source_of(store, make_dataset(FILES), shuffle=True, window_bytes=700).plan
     assert 1 < plan.window_rows < plan.total_rows
 
@@ -119,14 +119,14 @@ def test_batches_do_not_share_memory(store, make_dataset):
         np.testing.assert_array_equal(second.columns["id"], before)
 
 
-def test_head_gives_the_first_rows_over_row_groups_and_files(store, make_dataset):
+def test_head_returns_the_first_rows_across_row_groups_and_files(store, make_dataset):
     manifest = make_dataset(((2, 0, 1), (4,)))
     assert_rows(Batch(head(store, manifest, 5), 5, 5), range(5))
     assert_rows(Batch(head(store, manifest, 100), 7, 7), range(7))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_rank_decodes_its_part_of_the_row_groups_only_and_each_once(store, make_dataset, monkeypatch, shuffle):
+def test_a_rank_decodes_only_its_part_of_the_row_groups_and_each_once(store, make_dataset, monkeypatch, shuffle):
     decoded = []
     original = parquet.ParquetFile.iter_batches
 
@@ -135,10 +135,10 @@ def test_a_rank_decodes_its_part_of_the_row_groups_only_and_each_once(store, mak
         return original(self, *arguments, **options)
 
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", counted)
-    manifest = make_dataset(tuple((6 + index,) * 6 for index in range(4)))  # files differ in rows, so in names
+    manifest = make_dataset(tuple((6 + index,) * 6 for index in range(4)))  # unique row counts
     for rank in (0, 1):
         list(source_of(store, manifest, rank=rank, size=2, batch=3, shuffle=shuffle, window_bytes=700).epoch(0))
-        assert len(decoded) == len(set(decoded)) <= 15  # half of the 24, and a part of one more at each end
+        assert len(decoded) == len(set(decoded)) <= 15  # half of the 24 row groups, and parts of two more
         decoded.clear()
 
 
@@ -213,7 +213,7 @@ def test_a_folder_that_disappears_in_mid_epoch_is_an_error_that_names_a_file(sto
     assert reader_threads() == []
 
 
-def test_the_cache_lies_in_the_first_local_folder_that_takes_it(store, make_dataset, monkeypatch):
+def test_the_cache_is_in_the_first_writable_local_folder(store, make_dataset, monkeypatch):
     source = source_of(store, make_dataset(((10,),)), cache="disk")
     monkeypatch.setenv("SPARK_LOCAL_DIRS", "/does/not/exist")
     assert sum(batch.rows for batch in source.epoch(0)) == 10
@@ -233,7 +233,7 @@ def test_the_cache_lies_in_the_first_local_folder_that_takes_it(store, make_data
     epoch=st.integers(0, 3),
     start=st.floats(0, 1, exclude_max=True),
 )
-def test_every_row_is_read_once_per_epoch_also_after_a_later_start(
+def test_every_row_is_read_once_per_epoch_even_after_a_later_start(
     store, make_dataset, *, files, size, batch, shuffle, epoch, start
 ):
     manifest = make_dataset(files, dataset_id=uuid.uuid4().hex)
@@ -255,7 +255,7 @@ def test_every_row_is_read_once_per_epoch_also_after_a_later_start(
 
 
 def test_a_full_disk_for_the_cache_is_a_clear_error(store, make_dataset, tmp_path):
-    """A limit of the file size is what a test can have of it: the kernel refuses to write in the same place."""
+    """Limit the size of files as a substitute for a full disk."""
     manifest = make_dataset(((20_000,),))
     source = source_of(store, manifest, cache="disk", cache_folder=str(tmp_path))
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)

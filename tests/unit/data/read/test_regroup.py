@@ -1,4 +1,4 @@
-"""Shards that any number of ranks divide: a step has the same rows with any number."""
+"""Any number of ranks can divide the shards: a step always has the same rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def regrouped(division, rank, size, **options):
 
 
 def steps_of(sources, epoch, first_step=0):
-    """Return the rows of all ranks in every step; check what each batch says of itself."""
+    """Return the rows of all ranks in every step; check the counts and arrays of each batch."""
     steps = list(zip(*(source.epoch(epoch, first_step) for source in sources), strict=True))
     for step in steps:
         assert {batch.global_rows for batch in step} == {sum(batch.rows for batch in step)}
@@ -47,7 +47,7 @@ def test_a_step_has_the_same_rows_in_the_same_order_with_any_number_of_ranks(siz
         assert (source.steps(), source.rows(), source.schema) == (division.steps(), 103, SCHEMA)
 
 
-def test_ranks_have_equal_parts_of_full_steps_and_read_as_few_shards_as_they_can():
+def test_ranks_have_equal_parts_of_full_steps_and_read_the_fewest_shards():
     opened = []
 
     def open_shard(shard):
@@ -57,11 +57,11 @@ def test_ranks_have_equal_parts_of_full_steps_and_read_as_few_shards_as_they_can
     source = RegroupedSource(open_shard, 4, World(rank=1, size=3))
     batches = list(source.epoch(0))
     assert [batch.rows for batch in batches[:4]] == [8, 8, 8, 8]
-    assert set(opened) == {0, 1, 2}  # the first for the divisions, the others for rows
+    assert set(opened) == {0, 1, 2}  # the first shard for the divisions, the others for rows
     assert opened.count(1) == opened.count(2) == 1
 
 
-def test_has_rows_says_which_steps_surely_have_rows():
+def test_has_rows_returns_which_steps_certainly_have_rows():
     division = plan()
     for rank in range(5):
         source = regrouped(division, rank, 5)
@@ -70,7 +70,7 @@ def test_has_rows_says_which_steps_surely_have_rows():
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_rest_of_an_epoch_that_others_began_is_regrouped_too(size):
+def test_the_rest_of_an_epoch_of_other_ranks_is_regrouped_too(size):
     old, division, done = plan(2, 8), plan(), 4
     seen = [row for step, batch in enumerate(old.global_batches(2)) if step < done for row in np.hstack(batch)]
 
@@ -95,7 +95,7 @@ def test_the_rest_of_an_epoch_that_others_began_is_regrouped_too(size):
     st.integers(1, 12),
     st.booleans(),
 )
-def test_parts_are_contiguous_complete_and_without_single_rows_where_asked(shards, size, avoid):
+def test_parts_are_contiguous_complete_and_without_single_rows_on_request(shards, size, avoid):
     bounds = divide(shards, size, avoid_single_rows=avoid)
     parts = np.diff(bounds)
     assert (bounds[0], bounds[-1], len(parts)) == (0, sum(shards), size)

@@ -17,7 +17,7 @@ SCHEMA = DataSchema((ColumnSpec("row", "int64", (), "feature", "scalar"),))
 
 
 class Rows:
-    """Like ``RowSource``, but from the plan alone: rows are their ids."""
+    """A ``RowSource`` of a plan without data: the rows are their ids."""
 
     schema = SCHEMA
 

@@ -77,7 +77,7 @@ def test_rows_are_returned_in_the_requested_order(kinds, sparse, lengths, share,
         assert array.flags.c_contiguous
         assert array.flags.writeable
         assert not np.shares_memory(array, whole[column.name])
-    assert share == 0 or not len(order) or all(part == {} for part in parts), "what was picked is let go"
+    assert share == 0 or not len(order) or all(part == {} for part in parts), "the picked rows are released"
 
 
 def test_columns_with_equal_row_sizes_are_gathered_together():

@@ -35,12 +35,12 @@ def test_rows_go_into_one_file_per_value_and_keep_their_order(spool):
     spool.write(batch([1, 2, 3], ["train", "validation", "train"]))
     spool.write(batch([4], ["validation"]))
     spool.write(batch([]))
-    found = {part: ArrowBlocks(path, part) for part, path in spool.finish().items()}
+    written = {part: ArrowBlocks(path, part) for part, path in spool.finish().items()}
     rows = {
-        part: [blocks.whole(n).column("x").to_pylist() for n in range(blocks.count)] for part, blocks in found.items()
+        part: [blocks.whole(n).column("x").to_pylist() for n in range(blocks.count)] for part, blocks in written.items()
     }
     assert rows == {"train": [[1, 3]], "validation": [[2], [4]]}
-    assert found["train"].whole(0).schema.names == ["x"]
+    assert written["train"].whole(0).schema.names == ["x"]
 
 
 def test_rows_without_the_column_go_to_the_stated_file(spool):
@@ -63,14 +63,14 @@ def test_a_spool_without_rows_has_no_files(spool):
     assert spool.finish() == {}
 
 
-def test_the_first_folder_that_takes_a_file_is_used(tmp_path):
+def test_the_first_writable_folder_is_used(tmp_path):
     spool = Spool(["/does/not/exist", str(tmp_path)], by="part", otherwise="train")
     spool.write(batch([1]))
     assert list(spool.finish()) == ["train"]
     spool.close()
 
 
-def test_folders_that_take_no_file_are_named():
+def test_unwritable_folders_are_named():
     spool = Spool(["/does/not/exist"], by="part", otherwise="train")
     with pytest.raises(
         StoreError, match=r"could not write its rows to the local disk \(/does/not/exist\): No such file"
@@ -79,7 +79,7 @@ def test_folders_that_take_no_file_are_named():
 
 
 def test_a_full_disk_is_a_clear_error(tmp_path):
-    """A limit of the file size is what a test can have of it: the kernel refuses to write in the same place."""
+    """Limit the size of files as a substitute for a full disk."""
 
     spool = Spool([str(tmp_path)], by="part", otherwise="train")
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)

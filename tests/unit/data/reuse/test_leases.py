@@ -28,7 +28,7 @@ def ids_of(store):
 
 
 def write_lease(store, dataset_id, **changes):
-    """A lease as another process would have left it."""
+    """Write a lease like another process."""
     record = {"machine": "elsewhere", "pid": 1, "started": "1", "taken": time.time(), "keep_seconds": 60.0, **changes}
     store.publish(layout.lease_path(dataset_id, f"{record['taken']:017.6f}-other"), json.dumps(record).encode())
 
@@ -89,7 +89,7 @@ def test_a_lease_of_this_machine_ends_with_its_process(store, make_dataset):
     assert leases.remove_all_unused(store) == ["d"]
 
 
-def test_a_lease_of_another_machine_is_believed_for_a_week(store, make_dataset):
+def test_a_lease_of_another_machine_is_valid_for_a_week(store, make_dataset):
     make_dataset(dataset_id="d")
     write_lease(store, "d", taken=time.time() - leases.BELIEVED_SECONDS + 60)
     assert leases.remove_all_unused(store) == []
@@ -112,7 +112,7 @@ def test_a_file_that_arrives_after_the_removal_of_its_dataset_is_removed_by_clea
     leases.take(store, gone, 0.0).release()
     late = f"{layout.dataset_rows_folder(gone)}/sparkhvd_split=train/part-00001-x-c000.snappy.parquet"
     store.publish(late, b"late")
-    make_dataset(dataset_id=copied)  # without a lease, but with a manifest
+    make_dataset(dataset_id=copied)  # has a manifest, but no lease
     writing = leases.take(store, prepared, 0.0)
     store.publish(f"{layout.dataset_rows_folder(prepared)}/part-00000.parquet", b"so far")
     own = ["datasets/imagenet/rows/a.parquet", f"datasets/{layout.new_dataset_id()}/mine.parquet"]
@@ -139,7 +139,7 @@ def test_a_removal_restores_the_manifest_if_another_lease_appears_meanwhile(stor
     def delete(self, path):
         original(self, path)
         if path == manifest.path and not taken:
-            taken.append(leases.take(store, "d", 0.0))  # another driver, in the worst moment
+            taken.append(leases.take(store, "d", 0.0))  # another driver takes a lease at the worst moment
 
     monkeypatch.setattr(type(store), "delete", delete)
     assert leases.remove_all_unused(store) == []
@@ -336,7 +336,7 @@ def test_a_use_of_a_dataset_that_was_never_held_does_not_remove_it(store, make_d
     assert store.list(layout.LEASES) == []
 
 
-def test_prepared_rows_that_are_opened_by_their_path_are_held_until_they_are_closed(store, make_dataset):
+def test_prepared_rows_opened_by_path_are_held_until_they_are_closed(store, make_dataset):
     manifest = make_dataset(dataset_id="d")
     release_long_ago(store, "d", 10.0)
     files = open_existing(f"{store.root}/{manifest.folder}", feature_cols=["id"], label_cols=["y"])
@@ -358,7 +358,7 @@ def test_an_error_about_prepared_rows_ends_the_hold_on_them(store, make_dataset)
     assert store.list(layout.LEASES) == ["leases/d/released"]
 
 
-def test_a_copied_dataset_is_read_without_writing_beside_it(store, make_dataset, tmp_path):
+def test_reading_a_copied_dataset_writes_nothing_beside_it(store, make_dataset, tmp_path):
     manifest = make_dataset(dataset_id="d")
     for copy in (tmp_path / "copy", tmp_path / "other" / manifest.folder):
         shutil.copytree(f"{store.root}/{manifest.folder}", copy)

@@ -55,7 +55,7 @@ def sparse(size, **entries):
         (pa.array([1.0]), ColumnSpec("c", "float64", None, "feature", "array"), "The shape of column 'c' is unknown"),
     ],
 )
-def test_values_that_contradict_the_manifest_are_an_error(array, column, message):
+def test_values_that_contradict_the_manifest_are_refused(array, column, message):
     with pytest.raises(DataError, match=message):
         to_numpy(array, column, "here")
 
@@ -92,7 +92,7 @@ def test_nested_arrays_of_any_fixed_shape_arrive_with_null_filled(data, shape, r
     for _ in shape:
         arrow = pa.list_(arrow)
     if nullable and rows:
-        # NULL at any level: a row, an inner array or an element; all that is below it becomes the fill.
+        # NULL in place of a row, an inner array or an element: the fill replaces everything below it.
         place = tuple(data.draw(st.integers(0, size - 1)) for size in (rows, *shape))
         place = place[: data.draw(st.integers(1, len(place)))]
         inside = nested
@@ -184,7 +184,7 @@ def test_dense_vectors_share_arrows_memory():
     assert found.ctypes.data == array.field("values").values.buffers()[1].address
 
 
-def test_sparse_vectors_arrive_by_their_entries_and_behave_like_rows():
+def test_sparse_vectors_arrive_as_entries_and_can_be_indexed_like_rows():
     column = spec("float64", (3,), "vector", sparse=True, entries=2)
     found = to_numpy(pa.array(VECTORS, VECTOR), column, "here")
     assert found.shape == (5,)
@@ -211,7 +211,7 @@ def test_sparse_vectors_arrive_by_their_entries_and_behave_like_rows():
         ),
     ],
 )
-def test_vectors_that_contradict_the_manifest_are_an_error(vectors, more, message):
+def test_vectors_that_contradict_the_manifest_are_refused(vectors, more, message):
     with pytest.raises(DataError, match=message):
         to_numpy(pa.array(vectors, VECTOR), spec("float64", (3,), "vector", **more), "here")
 

@@ -12,7 +12,7 @@ def test_only_scalars_of_one_type_are_packed_together():
     kinds = {
         "f": t.FloatType(),
         "d": t.DoubleType(),
-        "whole": t.DecimalType(10, 0),  # which is int64 to a model, and no bigint to Spark
+        "whole": t.DecimalType(10, 0),  # int64 for a model, but not bigint for Spark
         "g": t.FloatType(),
         "i": t.LongType(),
         "s": t.StructType([t.StructField("inner", t.DoubleType())]),

@@ -75,7 +75,7 @@ def test_a_validation_that_is_neither_a_fraction_nor_a_name_is_refused(validatio
     refused(r"validation is .*; it must be a fraction in \[0, 1\), a column name or None", validation=validation)
 
 
-def test_a_missing_column_is_named_with_the_existing_ones():
+def test_a_missing_column_is_named_with_the_existing_columns():
     refused(r"There is no column 'xx' \(requested as feature\)\. .*The DataFrame has 'x', 'z'", feature_cols=["xx"])
     refused(r"There is no column 'Y' \(requested as label\)\. Did you mean 'y'\?", label_cols=["Y"])
     refused(r"There is no column 'hold' \(requested as validation\)\. Did you mean 'held'\?", validation="hold")
@@ -137,7 +137,7 @@ def test_the_depth_of_nested_arrays_is_known():
     assert (found.dtype, found.kind, found.depth, found.shape) == ("float32", "array", 3, None)
 
 
-def test_the_fields_of_a_struct_become_columns_of_their_own():
+def test_the_fields_of_a_struct_become_separate_columns():
     inner = t.StructType([t.StructField("p", t.ArrayType(t.FloatType())), t.StructField("q", t.BooleanType())])
     schema = struct(s=t.StructType([t.StructField("a", t.LongType()), t.StructField("in", inner)]), y=t.LongType())
     found = schema_of(schema, ["s"], ["y"])
@@ -204,7 +204,7 @@ def test_a_column_selected_twice_is_refused():
     refused("Column 'held' is selected more than once", feature_cols=["held"], validation="held")
 
 
-def test_names_that_spark_cannot_tell_apart_are_refused():
+def test_names_that_spark_cannot_distinguish_are_refused():
     twice = t.StructType([t.StructField("x", t.LongType()), t.StructField("X", t.LongType())])
     refused("Column 'x' .* is ambiguous: the DataFrame has 'x', 'X'", schema=twice, label_cols=[])
     same = t.StructType([t.StructField("x", t.LongType()), t.StructField("x", t.LongType())])

@@ -11,7 +11,7 @@ from sparkhvd.store.access.kerberos_ticket import principal_of
 
 @pytest.fixture
 def make_cache(tmp_path):
-    """Lets Kerberos itself write an empty ticket cache of a principal."""
+    """Provide a function that lets Kerberos write an empty ticket cache of a principal."""
     name = ctypes.util.find_library("krb5")
     if name is None:
         pytest.skip("there is no libkrb5 here")

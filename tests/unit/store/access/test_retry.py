@@ -44,7 +44,7 @@ def test_transient_errors_are_retried_with_growing_pauses_up_to_a_limit():
         OSError(errno.ENOSPC, "full"),
         OSError(errno.EINVAL, "no"),
         ValueError(),
-        StoreError("said on purpose"),
+        StoreError("final"),
     ],
 )
 def test_permanent_errors_are_not_retried(error):

@@ -53,7 +53,7 @@ def test_a_folder_that_cannot_be_created_is_refused():
 
 
 def test_a_folder_that_is_not_writable_is_refused():
-    # Nobody, root included, may write there.
+    # No user, not even root, may write there.
     with pytest.raises(StoreError, match="The Store file:///proc/sys is not readable and writable for this user"):
         Store.create("/proc/sys")
 
