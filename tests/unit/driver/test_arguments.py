@@ -1,4 +1,4 @@
-"""Arguments that cannot work are refused before any work."""
+"""Invalid arguments are refused before any work."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_nics_have_no_effect_on_one_machine(caplog):
 def test_counts_may_be_numbers_of_numpy(kind):
     name, request = launch_request(num_proc=kind(2), cpus_per_task=kind(3))
     assert (name, request.num_proc, request.resources.cpus) == ("barrier", 2, 3)
-    assert type(request.num_proc) is type(request.resources.cpus) is int  # py4j accepts no others
+    assert type(request.num_proc) is type(request.resources.cpus) is int  # py4j accepts only the types of Python
 
 
 def test_limits_of_elastic_jobs_may_be_numbers_of_numpy():

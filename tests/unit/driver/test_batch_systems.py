@@ -7,8 +7,8 @@ from sparkhvd.errors import ConfigError
 
 
 def hosts(**environment):
-    found = find_allocation(environment)
-    return "" if found is None else ",".join(host.text for host in found.hosts)
+    allocation = find_allocation(environment)
+    return "" if allocation is None else ",".join(host.text for host in allocation.hosts)
 
 
 def slurm(nodes, tasks=None):
@@ -47,7 +47,7 @@ def test_lsf_lists_hosts_in_a_file_or_in_variables(tmp_path):
     assert hosts(**job) == ""
 
 
-def test_the_job_is_named():
+def test_the_batch_job_is_named():
     assert find_allocation({"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "a"}).job == "Slurm job 17"
     assert find_allocation({"LSB_JOBID": "5", "LSB_HOSTS": "a"}).job == "LSF job 5"
 
@@ -65,6 +65,6 @@ def test_the_job_is_named():
         ({"LSB_JOBID": "5", "LSB_DJOB_RANKFILE": "/no/such"}, "LSB_DJOB_RANKFILE=/no/such cannot be read"),
     ],
 )
-def test_an_unknown_form_is_refused_with_what_to_use_instead(environment, words):
+def test_an_unknown_form_is_refused_with_an_alternative(environment, words):
     with pytest.raises(ConfigError, match=words + r".*Name the hosts with -H"):
         find_allocation(environment)

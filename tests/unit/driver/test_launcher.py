@@ -50,7 +50,7 @@ def test_the_arguments_select_the_launcher(launcher, use_mpi, use_gloo, request_
         ("horovod", None, None, {}, "Unknown launcher='horovod'; expected 'auto' or one of"),
     ],
 )
-def test_contradictions_are_refused(launcher, use_mpi, use_gloo, request_fields: dict[str, Any], words):
+def test_contradictory_arguments_are_refused(launcher, use_mpi, use_gloo, request_fields: dict[str, Any], words):
     with pytest.raises(ConfigError, match=words):
         choose_launcher(launcher, use_mpi, use_gloo, LaunchRequest(2, **request_fields))
 

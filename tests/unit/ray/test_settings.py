@@ -61,7 +61,7 @@ def test_arguments_that_cannot_work_are_refused(arguments, words):
         RayExecutor(**arguments)
 
 
-def test_an_unknown_argument_is_refused_with_the_right_name():
+def test_an_unknown_argument_is_refused_with_the_closest_name():
     unknown: dict[str, Any] = {"num_worker": 2}
     with pytest.raises(TypeError, match=r"takes no argument 'num_worker'\. Did you mean num_workers\?"):
         RayExecutor(**unknown)

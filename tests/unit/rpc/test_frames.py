@@ -85,7 +85,7 @@ def test_both_sides_refuse_another_secret():
             connecting.result()
 
 
-def test_a_silent_client_is_given_up_at_the_deadline():
+def test_the_wait_for_a_silent_client_ends_at_the_deadline():
     with listening() as (name, listener), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(f"\0{name}")
         connection, _ = listener.accept()
@@ -138,7 +138,7 @@ def close_in_forked_child():
         assert server.receive(soon()) == b"still open"
 
 
-def test_a_forked_child_closes_its_own_descriptor_only():
+def test_a_forked_child_closes_only_its_own_descriptor():
     with RankGroup(1) as group:  # py4j, which this process may use, would end its connections in a forked child
         group.run(close_in_forked_child)
 
@@ -166,11 +166,11 @@ except ConfigError as error:
 """
 
 
-def test_a_host_without_openssl_says_so_to_the_user_of_an_encrypted_job(tmp_path):
+def test_a_host_without_openssl_is_reported_to_the_user_of_an_encrypted_job(tmp_path):
     assert encryption_problem("here") == ""
     require_encryption("here")
     for name in ("libcrypto.so.3", "libcrypto.so.1.1"):
-        (tmp_path / name).touch()  # found first, and no library
+        (tmp_path / name).touch()  # precedes the real library, but is not a library
     with Server(SECRET, None, encrypt=True) as server:
         done = subprocess.run(
             [sys.executable, "-c", WITHOUT_OPENSSL, str(server.port)],
@@ -197,7 +197,7 @@ def test_a_host_without_openssl_says_so_to_the_user_of_an_encrypted_job(tmp_path
         ("io", errno.EHOSTUNREACH, OSError, True),
     ],
 )
-def test_a_failure_of_the_core_becomes_one_of_our_errors(code, number, kind, unreachable):
+def test_a_failure_of_the_core_is_raised_as_an_error_of_sparkhvd(code, number, kind, unreachable):
     error = error_of(code, "why", number)
     assert isinstance(error, kind)
     assert "why" in str(error)

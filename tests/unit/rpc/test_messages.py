@@ -82,12 +82,12 @@ JSON = st.recursive(
 
 
 def with_one_value_replaced(draw: st.DrawFn, value: object) -> object:
-    """``value`` with something else at a place that may lie deep inside."""
+    """Return ``value`` with another value at a random position, possibly deeply nested."""
     if value and isinstance(value, (dict, list)) and draw(st.booleans()):
-        places = list(value) if isinstance(value, dict) else range(len(value))
-        place = draw(st.sampled_from(list(places)))
+        positions = list(value) if isinstance(value, dict) else range(len(value))
+        position = draw(st.sampled_from(list(positions)))
         changed = value.copy()
-        changed[place] = with_one_value_replaced(draw, value[place])
+        changed[position] = with_one_value_replaced(draw, value[position])
         return changed
     if isinstance(value, dict):
         keys = draw(st.lists(st.sampled_from([*value, "surplus"]), unique=True))
@@ -97,7 +97,7 @@ def with_one_value_replaced(draw: st.DrawFn, value: object) -> object:
 
 @st.composite
 def malformed(draw: st.DrawFn) -> bytes:
-    """An encoded message of any type with something wrong in its values, or in its bytes."""
+    """Draw an encoded message of any type with wrong values or wrong bytes."""
     content = encode(draw(MESSAGES))
     if draw(st.integers(0, 3)):
         end = 4 + struct.unpack_from(">I", content)[0]
@@ -112,7 +112,7 @@ def malformed(draw: st.DrawFn) -> bytes:
 
 
 def assert_typed(message: object) -> None:
-    """Whoever reads a decoded message may rely on the types that its class declares, all the way down."""
+    """Check that all values of a decoded message have the declared types, at every level."""
     for name, hint in get_type_hints(type(message)).items():
         value = getattr(message, name)
         if isinstance(value, tuple):

@@ -108,7 +108,7 @@ def test_a_client_that_only_disconnects_is_not_asked_to_retry():
 
 
 class AnswersLater:
-    """Answers everybody when the last one has asked."""
+    """Answers all clients when the last one has asked."""
 
     def __init__(self, count: int) -> None:
         self._lock = threading.Lock()
@@ -272,10 +272,10 @@ with Server(SECRET, Recorder()) as server:
 def test_a_thousand_connections_need_no_threads_and_raise_the_limit_of_files():
     code = [sys.executable, "-c", IDLE_CONNECTIONS]
     done = subprocess.run(code, capture_output=True, text=True, timeout=120, check=False)
-    assert int(done.stdout) <= 5, done.stderr  # the main thread, the core's, and those that call the handler
+    assert int(done.stdout) <= 5, done.stderr  # the main thread, those of the core, and the handler's threads
 
 
-def test_a_handler_that_raises_ends_its_own_connection_only(caplog):
+def test_a_handler_that_raises_ends_only_its_own_connection(caplog):
     class Fails(Recorder):
         def handle(self, message: Message) -> Message | None:
             if isinstance(message, Started):
@@ -384,7 +384,7 @@ def test_a_server_with_an_ipv6_address_is_reached():
         client.close()
 
 
-def test_encryption_is_the_servers_decision_and_a_client_may_insist():
+def test_the_server_decides_about_encryption_and_a_client_may_require_it():
     with Server(SECRET, Recorder(), encrypt=True) as server:
         for encrypt in (False, True):
             client = connect([("127.0.0.1", server.port)], SECRET, soon(), encrypt=encrypt)
@@ -404,7 +404,7 @@ def test_closing_the_server_wakes_its_clients():
     server.close()
 
 
-def test_the_server_listens_on_the_given_interface_only():
+def test_the_server_listens_only_on_the_given_interface():
     with Server(SECRET, Recorder(), host="127.0.0.2") as server:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", server.port))

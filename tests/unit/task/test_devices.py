@@ -12,18 +12,18 @@ def slots(*tasks: tuple[str, tuple[str, ...]]):
     return assign([TaskOffer(i, host, f"node-{host}", "", devices) for i, (host, devices) in enumerate(tasks)])
 
 
-def seen(found) -> list[str | None]:
-    return [dict(device_variables(found, slot)).get("CUDA_VISIBLE_DEVICES") for slot in found]
+def seen(assigned) -> list[str | None]:
+    return [dict(device_variables(assigned, slot)).get("CUDA_VISIBLE_DEVICES") for slot in assigned]
 
 
 def test_each_rank_finds_its_own_device_at_its_local_rank():
-    found = slots(("a", ("3",)), ("b", ("0",)), ("a", ("1",)), ("a", ("0",)))
-    assert seen(found) == ["3,1,0", "3,1,0", "3,1,0", "0"]
-    for slot, listed in zip(found, seen(found), strict=True):
+    assigned = slots(("a", ("3",)), ("b", ("0",)), ("a", ("1",)), ("a", ("0",)))
+    assert seen(assigned) == ["3,1,0", "3,1,0", "3,1,0", "0"]
+    for slot, listed in zip(assigned, seen(assigned), strict=True):
         assert listed.split(",")[slot.world.local_rank] == slot.offer.devices[0]
 
 
-def test_further_devices_come_after_the_first_ones_of_all_ranks():
+def test_further_devices_follow_the_first_devices_of_all_ranks():
     assert seen(slots(("a", ("0", "1")), ("a", ("2", "3")))) == ["0,2,1,3"] * 2
 
 
@@ -32,26 +32,26 @@ def test_ranks_that_share_a_device_each_see_their_own():
 
 
 def test_containers_with_separate_gpu_indices_count_as_separate_hosts():
-    """As of YARN: each sees its own alone, from 0 on."""
-    given = [("one", ("0",)), ("two", ("0",)), ("one", ("1",)), ("two", ("1",))]
-    found = assign([TaskOffer(i, "a", "node", "", devices, container=one) for i, (one, devices) in enumerate(given)])
-    assert [slot.offer.container for slot in found] == ["one", "one", "two", "two"]
-    assert [(slot.world.rank, slot.world.local_rank, slot.world.local_size) for slot in found] == [
+    """In YARN containers, each task sees only its own GPUs, numbered from 0."""
+    tasks = [("one", ("0",)), ("two", ("0",)), ("one", ("1",)), ("two", ("1",))]
+    assigned = assign([TaskOffer(i, "a", "node", "", devices, container=one) for i, (one, devices) in enumerate(tasks)])
+    assert [slot.offer.container for slot in assigned] == ["one", "one", "two", "two"]
+    assert [(slot.world.rank, slot.world.local_rank, slot.world.local_size) for slot in assigned] == [
         (0, 0, 2),
         (1, 1, 2),
         (2, 0, 2),
         (3, 1, 2),
     ]
-    assert seen(found) == ["0,1"] * 4
-    lines = device_map(found).splitlines()
+    assert seen(assigned) == ["0,1"] * 4
+    lines = device_map(assigned).splitlines()
     assert len(lines) == 5
     assert lines[4].startswith("Containers on host node use the same GPU indices: sparkhvd assumes that YARN isolates")
 
 
 def test_containers_with_distinct_gpu_names_share_their_host():
-    found = assign([TaskOffer(i, "a", "node", "", (str(i),), container=f"of {i}") for i in range(2)])
-    assert [slot.world.local_rank for slot in found] == [0, 1]
-    assert seen(found) == ["0,1"] * 2
+    assigned = assign([TaskOffer(i, "a", "node", "", (str(i),), container=f"of {i}") for i in range(2)])
+    assert [slot.world.local_rank for slot in assigned] == [0, 1]
+    assert seen(assigned) == ["0,1"] * 2
 
 
 def test_without_devices_the_environment_is_unchanged():
@@ -67,7 +67,7 @@ def test_without_devices_the_environment_is_unchanged():
         (["0"], "GPU-8d2f, GPU-11aa", ("GPU-8d2f",)),
         (["7"], "4,6", ("7",)),
         (["GPU-11aa"], "GPU-8d2f,GPU-11aa", ("GPU-11aa",)),
-        # Databricks: what the task sees is its own, counted from 0 or as the driver counts.
+        # On Databricks, a task sees only its own GPUs, with numbers from 0 or with those of the driver.
         (["0"], "3", ("3",)),
         (["3"], "3", ("3",)),
         (["0", "1"], "1,2", ("1", "2")),
@@ -115,7 +115,7 @@ def test_the_map_names_gpu_models_that_differ_between_hosts():
 
 @pytest.fixture
 def driver(tmp_path):
-    """A driver library that reports three GPUs."""
+    """Write files like those of a driver that reports three GPUs."""
     for number, model in enumerate(("NVIDIA H100", "NVIDIA H100", "NVIDIA L4")):
         folder = tmp_path / f"0000:{number}5:00.0"
         folder.mkdir()
@@ -142,7 +142,7 @@ def test_the_device_of_a_rank_is_named_by_its_gpu_driver(driver):
         ((), "1,2", "NVIDIA H100, NVIDIA L4"),
     ],
 )
-def test_the_device_kind_considers_assigned_or_visible_gpus_only(assigned, visible, model, driver):
+def test_the_device_kind_considers_only_assigned_or_visible_gpus(assigned, visible, model, driver):
     assert device_kind(assigned, visible, driver) == f"GPU ({model})"
 
 

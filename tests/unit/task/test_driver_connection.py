@@ -53,7 +53,7 @@ def test_tasks_exchange_introductions_over_connections_that_stay_open(served):
 
 
 class Told:
-    """Keeps what it receives, and confirms it."""
+    """Keeps all messages, and confirms them."""
 
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()

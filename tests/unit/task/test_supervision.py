@@ -121,7 +121,7 @@ def test_the_loss_of_the_first_task_ends_the_rank_and_lets_spark_run_the_job_aga
 
 
 def test_a_worker_that_does_not_become_ready_is_reported_by_all_tasks(worker, client):
-    outcome = supervise(worker, supervision(client, start_seconds=0.0))  # it waits for its spec, which never comes
+    outcome = supervise(worker, supervision(client, start_seconds=0.0))  # it waits for its spec, which is never sent
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.rank) == (NOT_STARTED, 1)
     assert FailureReport.from_json(client.get(OUTCOME, Deadline.after(30.0))) == outcome.failure
@@ -149,12 +149,12 @@ class NeverPacked:
             pass
 
 
-def return_what_is_never_packed() -> object:
+def return_a_result_that_is_never_packed() -> object:
     return NeverPacked()
 
 
 def test_a_hanging_serialization_of_the_result_is_reported_with_its_stack(worker, client):
-    start(worker, return_what_is_never_packed, result_seconds=1.0)
+    start(worker, return_a_result_that_is_never_packed, result_seconds=1.0)
     failure = supervise(worker, supervision(client)).failure
     assert failure is not None
     assert failure.sentence().startswith("Rank 1 on host node-4 did not deliver the result of fn within 1 s")

@@ -48,7 +48,7 @@ def test_a_failing_script_is_an_error_with_its_exit_code_and_stderr(tmp_path):
         DiscoveryScript(script(tmp_path, "echo no permission >&2; exit 3")).find()
 
 
-def test_a_hanging_script_is_killed_with_what_it_has_started(tmp_path):
+def test_a_hanging_script_is_killed_with_its_child_processes(tmp_path):
     hanging = DiscoveryScript(script(tmp_path, f"sleep 600 & echo $! > {tmp_path}/pid; wait"), seconds=0.5)
     with pytest.raises(LaunchError, match=r"did not end within 0\.5 s and was killed"):
         hanging.find()
@@ -74,7 +74,7 @@ def test_a_function_must_return_names_of_hosts(host):
 
 
 class Scripted:
-    """Returns or raises one value after the other, and then stays with the last."""
+    """Returns or raises one value after the other, and then always the last one."""
 
     def __init__(self, *values) -> None:
         self.values = list(values)
@@ -127,7 +127,7 @@ def test_a_function_that_calls_sys_exit_has_failed():
     ]
 
 
-def test_closing_ends_a_script_that_runs(tmp_path):
+def test_closing_ends_a_running_script(tmp_path):
     begin = time.monotonic()
     thread = DiscoveryThread(
         DiscoveryScript(script(tmp_path, f"touch {tmp_path}/runs; sleep 600")), queue.SimpleQueue()

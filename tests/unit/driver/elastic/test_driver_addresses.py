@@ -15,17 +15,17 @@ def own_addresses() -> list[str]:
     return [one.address for one in interfaces() if not is_loopback(one.address)] or ["127.0.0.1"]
 
 
-def test_a_job_on_this_machine_alone_is_served_on_loopback():
+def test_a_job_only_on_this_machine_is_served_on_loopback():
     assert driver_addresses(["localhost", "127.0.0.1", socket.gethostname()]) == ("127.0.0.1", ["127.0.0.1"])
 
 
-def test_hosts_behind_one_interface_are_served_at_its_address_alone():
+def test_hosts_behind_one_interface_are_served_only_at_its_address():
     address = outgoing_address(ELSEWHERE)
     expected = (address, [address]) if not is_loopback(address) else driver_addresses(None)
     assert driver_addresses(["localhost", ELSEWHERE]) == expected
 
 
-def test_hosts_that_are_unknown_or_known_to_ssh_alone_are_served_at_all_addresses():
+def test_unknown_hosts_and_names_that_only_ssh_resolves_are_served_at_all_addresses():
     for hosts in (None, ["localhost", "no.host.invalid"], [ELSEWHERE, "no.host.invalid"]):
         bound, addresses = driver_addresses(hosts)
         assert addresses == own_addresses()

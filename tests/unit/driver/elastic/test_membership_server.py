@@ -35,7 +35,7 @@ def readers() -> int:
     return sum(thread.name == "sparkhvd-elastic-reports" for thread in threading.enumerate())
 
 
-def test_a_worker_that_is_forgotten_costs_no_thread_and_is_not_heard_any_more():
+def test_a_forgotten_worker_costs_no_thread_and_its_reports_are_ignored():
     inbox: queue.SimpleQueue = queue.SimpleQueue()
     server = MembershipServer(b"secret", inbox)
     address = server.address
@@ -50,7 +50,7 @@ def test_a_worker_that_is_forgotten_costs_no_thread_and_is_not_heard_any_more():
             assert inbox.get(timeout=10) == Reported(worker, Report(WAITING, 0))
             if worker < 19:
                 server.forget(worker)
-                server.forget(worker)  # a second time does nothing
+                server.forget(worker)  # a second call does nothing
         assert readers() == 1
         report(3, 1, SYNCED)
         report(3, 2, SYNCED)
@@ -87,7 +87,7 @@ def peer(server: MembershipServer, generation: int, port: int) -> Communicator:
 
 
 @pytest.mark.usefixtures("_restored_environment")
-def test_a_loss_that_the_driver_reports_ends_the_collectives_of_its_generation_and_of_no_other():
+def test_a_loss_that_the_driver_reports_ends_only_the_collectives_of_its_generation():
     inbox: queue.SimpleQueue = queue.SimpleQueue()
     server = MembershipServer(b"secret", inbox)
     server.listen_to(0)

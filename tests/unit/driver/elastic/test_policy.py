@@ -96,7 +96,7 @@ def test_a_job_below_its_smallest_size_fails_after_start_timeout_with_the_reason
     )
 
 
-def test_a_job_says_that_it_waits_for_slots_but_not_while_its_workers_start():
+def test_a_job_reports_that_it_waits_for_slots_but_not_while_its_workers_start():
     limits = dataclasses.replace(LIMITS, min_size=2)
     late = SHORTAGE_SECONDS + 1
     assert shortage(first(waiting(0), slots=1), limits, late) == (
@@ -113,7 +113,7 @@ def test_a_job_says_that_it_waits_for_slots_but_not_while_its_workers_start():
     assert not shortage(intact(running(0, 0)), limits, late)
 
 
-def test_survivors_form_a_generation_at_once_and_the_newest_commit_is_rank_0():
+def test_survivors_form_a_generation_at_once_and_the_one_with_the_newest_commit_is_rank_0():
     arrived = (waiting(4, 7, generation=1, rank=0), waiting(5, 8, generation=1, rank=1), waiting(9))
     assert decide(broken(*arrived), LIMITS, 0.0) == [Form((5, 4, 9))]
 
@@ -123,7 +123,7 @@ def test_survivors_keep_their_order_among_equal_commits():
     assert decide(broken(*arrived), LIMITS, 0.0) == [Form((5, 4))]
 
 
-def test_no_generation_forms_while_a_survivor_is_on_its_way():
+def test_no_generation_forms_while_a_survivor_is_still_arriving():
     view = broken(waiting(0, 1, generation=1, rank=0), running(1, 1), slots=2, gathered_since=None)
     assert decide(view, LIMITS, 29.9) == []
 
@@ -157,7 +157,7 @@ def test_a_job_fails_at_once_when_the_state_is_lost():
     assert "All ranks that held the state of the training were lost" in failure.why
 
 
-def test_a_job_may_start_again_a_number_of_times_when_the_state_is_lost():
+def test_a_job_may_restart_a_limited_number_of_times_when_the_state_is_lost():
     limits = dataclasses.replace(LIMITS, max_restarts=2)
     assert decide(broken(waiting(3), restarts=1), limits, 0.0) == [Form((3,))]
     (failure,) = decide(broken(waiting(3), restarts=2), limits, 0.0)
@@ -165,7 +165,7 @@ def test_a_job_may_start_again_a_number_of_times_when_the_state_is_lost():
     assert "All ranks that held the state of the training were lost 3 times" in failure.why
 
 
-def test_without_a_state_new_workers_begin_anew():
+def test_without_a_state_new_workers_start_from_the_beginning():
     assert decide(broken(waiting(3), stateful=False), LIMITS, 0.0) == [Form((3,))]
 
 
@@ -176,7 +176,7 @@ def test_reset_limit_counts_the_generations_after_the_first():
     assert failure == Fail("The job has reached reset_limit=1.", True)
 
 
-def test_a_job_at_its_reset_limit_admits_nobody_but_continues():
+def test_a_job_at_its_reset_limit_admits_no_worker_but_continues():
     limits = dataclasses.replace(LIMITS, reset_limit=0)
     assert decide(intact(running(0, 0), waiting(1), slots=2), limits, 9.0) == []
 
@@ -222,7 +222,7 @@ def test_a_generation_that_has_not_agreed_on_its_state_is_not_disturbed():
     assert decide(intact(running(0, 0, commit=-1), waiting(1), slots=2, stateful=False), LIMITS, 0.0) == []
 
 
-def test_a_generation_of_the_largest_size_admits_nobody():
+def test_a_generation_of_the_largest_size_admits_no_worker():
     members = (running(0, 0), running(1, 1), running(2, 2), waiting(3))
     assert decide(intact(*members, slots=4), LIMITS, 9.0) == []
 
@@ -284,7 +284,7 @@ def test_max_same_errors_sets_how_often_an_error_may_return():
 @pytest.mark.parametrize(
     "view", [first(), intact(running(0, 0)), broken(running(0, 0), waiting(1, 1, generation=1, rank=1))]
 )
-def test_an_error_that_every_try_would_raise_ends_the_job_at_once(view):
+def test_an_error_that_every_attempt_would_raise_ends_the_job_at_once(view):
     (failure,) = decide(dataclasses.replace(view, final_error="DataError: no rows"), LIMITS, 0.0)
     assert failure.why == "Every try would raise this error, so the job has ended."
     assert (failure.error, failure.started) == ("DataError: no rows", view.generation > 0)

@@ -11,7 +11,7 @@ from sparkhvd.driver.elastic.roster import Cooldown, Roster
 
 
 def roster_of(size: int) -> Roster:
-    """A roster whose first generation runs and has a state."""
+    """Return a roster whose first generation runs and has a state."""
     roster = Roster(Cooldown(), 0.0)
     roster.offer({"a": size})
     for worker in range(size):
@@ -23,9 +23,9 @@ def roster_of(size: int) -> Roster:
     return roster
 
 
-def test_a_doubled_or_late_report_does_not_count():
+def test_a_duplicate_or_late_report_does_not_count():
     roster = roster_of(2)
-    assert not roster.waiting(0, 0, -1, "late", 1.0), "it has become a member of generation 1 since"
+    assert not roster.waiting(0, 0, -1, "late", 1.0), "the worker has meanwhile joined generation 1"
     assert roster.waiting(0, 1, 3, "an error", 1.0)
     assert not roster.waiting(0, 1, 4, "doubled", 1.0)
     assert not roster.synced(0, 1, 9)
@@ -58,7 +58,7 @@ def test_workers_that_fail_before_they_are_ready_are_counted_until_one_is_ready(
     assert roster.view(4.0).failed_starts == 1
 
 
-def test_a_broken_generation_is_gathered_when_no_survivor_is_on_its_way():
+def test_a_broken_generation_is_complete_when_no_survivor_is_still_arriving():
     roster = roster_of(3)
     roster.lost(2, "was killed", 1.0)
     assert roster.view(1.0).idle
@@ -198,7 +198,7 @@ def test_an_error_is_counted_per_generation_until_a_new_commit():
     counts = []
     for generation, commit in [(1, 0), (2, 0), (3, 4), (4, 4), (5, 4)]:
         newest = 2 + generation
-        for worker in (newest - 2, newest - 1) if generation > 1 else (1, 2):  # both raise it: that counts once
+        for worker in (newest - 2, newest - 1) if generation > 1 else (1, 2):  # an error of both counts once
             roster.raised(worker, "ValueError: no luck", is_final=False)
             roster.lost(worker, "raised ValueError: no luck", float(generation))
         roster.waiting(0, generation, commit, "lost a rank", float(generation))
@@ -212,7 +212,7 @@ def test_an_error_is_counted_per_generation_until_a_new_commit():
     assert counts == [("ValueError: no luck", count) for count in (1, 2, 1, 2, 3)]
 
 
-def test_another_loss_in_between_does_not_begin_the_count_of_an_error_anew():
+def test_another_loss_in_between_does_not_reset_the_count_of_an_error():
     roster = roster_of(1)
     for worker, error in enumerate(["ValueError: no luck", "", "ValueError: no luck", "OSError: disk full"]):
         if worker:
@@ -233,7 +233,7 @@ def test_after_the_loss_of_all_ranks_only_a_published_commit_is_progress(publish
     roster.started(1, "a", 1.0)
     roster.waiting(1, 0, -1, "", 1.0)
     roster.formed((1,), 1.0)
-    roster.synced(1, 2, 7)  # it has read commit 7 from the Store
+    roster.synced(1, 2, 7)  # the worker has read commit 7 from the Store
     if published:
         roster.published()
     roster.raised(1, "ValueError: no luck", is_final=False)
@@ -241,7 +241,7 @@ def test_after_the_loss_of_all_ranks_only_a_published_commit_is_progress(publish
     assert count_errors(roster) == ("ValueError: no luck", 1 if published else 2)
 
 
-def test_commits_that_a_job_repeats_after_it_has_begun_anew_are_no_progress():
+def test_commits_that_a_restarted_job_repeats_are_no_progress():
     roster = roster_of(2)
 
     def fail(worker: int) -> None:
@@ -284,7 +284,7 @@ def test_a_commit_that_a_generation_has_read_from_a_store_is_no_progress():
     assert roster.view(9.0).fruitless == 2
 
 
-def test_an_error_that_every_try_would_raise_is_noted_unless_a_new_worker_may_have_a_fault_of_its_host():
+def test_an_error_that_every_attempt_would_raise_is_final_unless_a_new_host_may_cause_it():
     roster = roster_of(1)
     roster.started(5, "b", 1.0)
     roster.raised(5, "DataError: no rows", is_final=True)
@@ -299,20 +299,20 @@ def test_an_error_that_every_try_would_raise_is_noted_unless_a_new_worker_may_ha
 
 
 class Simulation:
-    """Random workers against roster and policy; checks what must hold for every generation."""
+    """Random workers that use roster and policy; checks the invariants of every generation."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.roster = Roster(Cooldown(1.0, 8.0), 0.0)
         self.now = 0.0
         self.workers = 0
-        self.commits: dict[int, int] = {}  # the newest commit of every worker, as the worker itself knows it
-        self.sent: list[tuple[str, int, int, int]] = []  # reports that may come again
+        self.commits: dict[int, int] = {}  # the newest commit of every worker, according to the worker
+        self.sent: list[tuple[str, int, int, int]] = []  # reports that may be repeated
         self.end: Fail | Done | None = None
         self.has_run = False
-        self.first_commit = 0  # the newest of all earlier generations
+        self.first_commit = 0  # the newest commit of all earlier generations
         self.raised = False  # whether a member of the current generation has raised
-        self.raised_before = 0  # how many generations have ended so since the last new commit
+        self.raised_before = 0  # how many generations have ended with an error since the last new commit
 
     def settle(self) -> None:
         for _ in range(200):
@@ -323,7 +323,7 @@ class Simulation:
                 self.carry_out(decision)
                 if self.end is not None:
                     return
-        raise AssertionError(f"decisions without end: {decisions}")
+        raise AssertionError(f"endless decisions: {decisions}")
 
     def carry_out(self, decision) -> None:
         if isinstance(decision, Start):
@@ -441,7 +441,7 @@ def test_every_history_leads_to_valid_generations_and_to_an_end(  # noqa: PLR091
             break
         run.step(act, pick, seconds)
         run.settle()
-    for _ in range(40):  # from now on nobody reports anything: no wait may be without a limit
+    for _ in range(40):  # from now on, no worker reports: every wait must have a limit
         if run.end is not None:
             break
         run.now += 5.0

@@ -18,7 +18,7 @@ from sparkhvd.errors import SlotsError
         (ElasticOptions(2, discovery=DiscoveryFunction(dict)), (2, 2, None)),
     ],
 )
-def test_the_largest_number_of_ranks_is_that_of_the_slots_if_they_are_known(options, limits):
+def test_the_largest_number_of_ranks_is_the_number_of_slots_if_it_is_known(options, limits):
     found, _ = check_limits(options, 60.0)
     assert (found.num_proc, found.min_size, found.max_size) == limits
 

@@ -26,7 +26,7 @@ def program(folder: Path, name: str, version: str) -> str:
     [(True, r"use launcher='barrier', which needs no MPI\."), (False, r"leave out --mpi\.")],
     ids=["on Spark", "sparkhvdrun"],
 )
-def test_mpirun_of_another_mpi_is_refused_with_what_to_use(version, with_orted, instead, tmp_path, monkeypatch):
+def test_mpirun_of_another_mpi_is_refused_with_an_alternative(version, with_orted, instead, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     program(tmp_path, "mpirun", version)
     with pytest.raises(LaunchError) as caught:

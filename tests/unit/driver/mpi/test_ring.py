@@ -23,26 +23,26 @@ def server(interface: str, address: str) -> TaskServer:
 @pytest.mark.parametrize(
     ("usable", "addresses"),
     [
-        # One network, whatever its interfaces are called.
+        # A common network takes precedence, whatever the names of its interfaces.
         ([["eth0 10.0.0.1", "ib0 10.1.0.1"], ["ens5 10.0.0.2", "ib0 10.1.0.2"]], ["10.0.0.1", "10.0.0.2"]),
         ([["eth0 10.0.0.1", "ib0 10.1.0.1"], ["ib0 10.1.0.2"]], ["10.1.0.1", "10.1.0.2"]),
-        # Networks with routers between them: interfaces of one name are of one kind, most likely.
+        # Networks with routers between them: interfaces with the same name are probably of the same kind.
         ([["eth1 10.0.0.1", "eth0 10.1.0.1"], ["eth0 10.2.0.2"]], ["10.1.0.1", "10.2.0.2"]),
         ([["eth0 10.0.0.1"], ["ens5 10.2.0.2", "ens6 10.3.0.2"]], ["10.0.0.1", "10.2.0.2"]),
         ([["eth0 10.0.0.1"], []], []),
         ([["lo 127.0.0.1"]], ["127.0.0.1"]),
     ],
 )
-def test_a_common_network_is_preferred_to_an_interface_name_and_that_to_any_address(usable, addresses):
+def test_a_common_network_takes_precedence_over_a_common_interface_name_and_over_other_addresses(usable, addresses):
     servers = [[server(*one.split()) for one in own] for own in usable]
     assert [one.address for one in choose_servers(servers)] == addresses
 
 
 def ring_of_two(stack: ExitStack, hidden: set[str]) -> list[TaskRegistration]:
-    """Two tasks, with two addresses each; what is hidden does not answer the other task, though it does the driver."""
+    """Run two tasks with two addresses each; the driver, but not the other task, reaches the hidden addresses."""
 
     class Behind(TaskService):
-        """One to which the network hides some addresses."""
+        """The service of a task that cannot reach the hidden addresses."""
 
         def handle(self, message):
             if isinstance(message, ProbeServers):
@@ -81,12 +81,12 @@ def test_a_host_that_only_the_driver_reaches_is_named_with_its_addresses():
         connect_ring(ring_of_two(stack, {"127.0.1.1", "127.0.1.2"}), SECRET)
 
 
-def test_a_task_reaches_what_listens_and_knows_the_secret():
+def test_a_task_reaches_servers_that_listen_and_know_the_secret():
     with ExitStack() as stack:
         service = TaskService(SECRET)
         stack.callback(service.close)
         unused = stack.enter_context(closing(socket.socket()))
-        unused.bind(("127.0.0.3", 0))  # nobody listens there
+        unused.bind(("127.0.0.3", 0))  # no server listens there
         servers = (
             TaskServer("a", "127.0.0.1", stack.enter_context(Server(SECRET, service, "127.0.0.1")).port, ""),
             TaskServer("b", "127.0.0.2", stack.enter_context(Server(b"t" * 32, service, "127.0.0.2")).port, ""),

@@ -40,7 +40,7 @@ def test_hosts_are_in_rank_order_under_names_without_digits():
 
 def test_the_tasks_of_a_later_attempt_replace_those_of_an_earlier_one():
     driver = service()
-    for index, attempt in ((0, 3), (1, 9), (0, 8), (1, 4)):  # Spark numbers the tasks of a stage one by one
+    for index, attempt in ((0, 3), (1, 9), (0, 8), (1, 4)):  # Spark assigns consecutive numbers to the tasks of a stage
         assert driver.handle(Register(registration(index, attempt))) == Acknowledged()
     attempt, tasks = driver.await_registrations(-1, Deadline.after(1.0))
     assert attempt == 8
@@ -63,12 +63,12 @@ def test_missing_tasks_are_counted_and_late_ones_refused():
 def test_missing_reports_the_tasks_that_have_not_registered():
     driver = service(3)
     assert driver.missing() == [0, 1, 2]
-    for index, attempt in ((0, 0), (1, 1), (2, 5), (0, 3)):  # Spark has begun anew with task 2
+    for index, attempt in ((0, 0), (1, 1), (2, 5), (0, 3)):  # task 2 belongs to a new attempt
         driver.handle(Register(registration(index, attempt)))
     assert driver.missing() == [1]
 
 
-def test_a_task_that_the_job_does_not_have_is_refused():
+def test_a_task_index_out_of_range_is_refused():
     driver = service()
     for index in (-1, 2):
         assert driver.handle(Register(registration(index))) == Rejected(
@@ -76,7 +76,7 @@ def test_a_task_that_the_job_does_not_have_is_refused():
         )
 
 
-def test_agents_learn_the_server_of_a_known_host_only():
+def test_agents_receive_only_the_server_of_a_known_host():
     driver = service()
     server = registration(0).servers[0]
     driver.serve_hosts({"sparkhvd-a": server})

@@ -15,7 +15,7 @@ CLUSTER = {"spark.master": "spark://one:7077"}
         ({"spark.master": "local[2]"}, False),
         ({"spark.master": "local"}, False),
         ({"spark.master": "local-cluster[2,1,1024]"}, True),
-        ({}, True),  # as a client of Spark Connect may see it
+        ({}, True),  # the view of a Spark Connect client
         (CLUSTER, True),
         ({**CLUSTER, "spark.network.crypto.enabled": "true"}, True),  # has no effect without spark.authenticate
         ({**CLUSTER, "spark.network.crypto.enabled": "true", "spark.authenticate": "true"}, False),

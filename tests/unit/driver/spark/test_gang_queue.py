@@ -1,4 +1,4 @@
-"""The order in which jobs start, and that they never hold more slots than there are."""
+"""The order in which jobs start, and the limit of the slots that they hold."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_a_job_starts_when_the_application_gets_more_slots(jobs):
     assert jobs.has_started("a", "b")
 
 
-def test_jobs_with_other_cores_per_rank_wait_for_each_other(jobs):
-    """Ranks of one core may leave too few cores on each executor for one of two."""
+def test_jobs_with_different_cores_per_rank_wait_for_each_other(jobs):
+    """Ranks with one core may leave too few cores on each executor for a rank with two cores."""
     two_cores = Gang(1, lambda: 2, TaskResources(cpus=2))
     with jobs.queue.turn(two_cores):
         jobs.submit("one core", 1)
@@ -117,7 +117,7 @@ def test_jobs_with_other_cores_per_rank_wait_for_each_other(jobs):
     assert jobs.has_started("one core")
 
 
-def test_an_interrupted_job_leaves_its_slots_while_another_thread_waits_for_sparks_answer(jobs):
+def test_an_interrupted_job_releases_its_slots_while_another_thread_waits_for_sparks_answer(jobs):
     asked, answer = threading.Event(), threading.Event()
 
     def slots() -> int:

@@ -14,19 +14,19 @@ LAST = "This was the last of 4 attempts.\n\nSpark's own error: org.apache"
 
 
 @pytest.mark.parametrize("module", ["sparkhvd", "sparkhvd.task.entry", "cloudpickle", "fsspec.core"])
-def test_an_executor_that_cannot_import_sparkhvd_has_a_message_of_its_own(module):
+def test_an_executor_that_cannot_import_sparkhvd_has_a_separate_message(module):
     failure = spark_failure(RuntimeError(f"x\nModuleNotFoundError: No module named '{module}'\n\tat org.y"))
     assert failure.startswith(f"The executors cannot import {module}: they lack sparkhvd or a package that it needs, ")
     assert "Install this version on every node" in failure
     assert "not even as a wheel" in failure
 
 
-def test_a_missing_module_of_the_users_is_not_taken_for_sparkhvd():
+def test_a_missing_module_of_the_user_is_not_confused_with_sparkhvd():
     failure = spark_failure(RuntimeError(f"{ABORTED}Traceback (most\n  File a\nE: No module named 'sparkhvd_extras'\n"))
     assert failure.startswith("Spark aborted the job: task 1 failed with E: No module named 'sparkhvd_extras'.")
 
 
-def test_an_executor_without_the_compiled_core_passes_its_message_on():
+def test_the_message_of_an_executor_without_the_compiled_core_is_kept():
     message = "The sparkhvd in /x.zip/sparkhvd on host a has no compiled core (_core.so). It is in an archive, ..."
     code = '  File "/x.zip/sparkhvd/_core.py"\n    f"The sparkhvd in {folder} has no compiled core (_core{suffix})"\n'
     text = f"{ABORTED}Traceback (most recent call last):\n{code}ImportError: {message}\n\tat org.y"
@@ -106,7 +106,7 @@ def test_the_error_of_a_cancelled_job_names_how_it_was_cancelled(message, cause)
     assert failure.splitlines()[0].endswith(").")
 
 
-def test_a_session_that_is_stopped_is_the_cause_even_if_pyspark_fails_after_it():
+def test_a_stopped_session_is_the_cause_even_if_pyspark_fails_afterwards():
     stopped = RuntimeError('Cannot invoke "x.DAGScheduler.y(long)" because "SparkContext.dagScheduler()" is null')
     masked = AttributeError("'NoneType' object has no attribute 'setCallSite'")
     masked.__context__ = stopped
@@ -117,7 +117,7 @@ def test_a_session_that_is_stopped_is_the_cause_even_if_pyspark_fails_after_it()
         assert is_cancelled(error)
 
 
-def test_an_executor_whose_host_is_not_known_is_named_alone():
+def test_an_executor_whose_host_is_unknown_is_named_without_it():
     failure = spark_failure(RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone"))
     assert failure.startswith("Spark aborted the job: executor 2, which ran task 1, was lost (gone).")
 

@@ -26,7 +26,7 @@ ENDED = Rejected("The job has already ended. See the driver's log for the reason
 
 
 class Tasks:
-    """The tasks of a job; those of an attempt of the stage are numbered from its number on."""
+    """The tasks of a job; ``attempt`` is the number of the first task in an attempt of the stage."""
 
     def __init__(self, count: int, seconds: float = 3600.0, with_rows: bool = False) -> None:
         self.count = count
@@ -94,11 +94,11 @@ def test_if_a_task_has_no_connection_all_tasks_use_the_fallback_even_late_ones(t
     assert [one.result(20.0) for one in (tasks.exchanges(0, 5), tasks.exchanges(2, 5))] == [ExchangeUnavailable()] * 2
     tasks.connects(1, 5)
     assert tasks.exchanges(1, 5).result(0) == ExchangeUnavailable()
-    tasks.all_connect(8)  # Spark runs the stage again
+    tasks.all_connect(8)  # a second attempt of the stage
     assert [one.result(0) for one in [tasks.exchanges(index, 8) for index in range(3)]] == [tasks.introductions(8)] * 3
 
 
-def test_the_exchange_waits_for_a_connection_that_comes_in_time(tasks):
+def test_the_exchange_waits_for_a_connection_that_arrives_in_time(tasks):
     tasks.connects(0, 5)
     first = tasks.exchanges(0, 5)
     tasks.all_connect(5)
@@ -121,7 +121,7 @@ def test_tasks_of_a_superseded_attempt_never_mix_with_those_of_the_next(tasks, c
     assert [one.result(0) for one in old] == [
         tasks.introductions(0) if len(came) == 3 else ExchangeUnavailable()
     ] * len(came)
-    assert tasks.exchanges(1, 0).result(0) == ExchangeUnavailable(), "it came too late"
+    assert tasks.exchanges(1, 0).result(0) == ExchangeUnavailable(), "its introduction was too late"
 
 
 @pytest.mark.usefixtures("short_wait")
@@ -179,7 +179,7 @@ def short_limit():
         ((0, 1, 2), (0, 2), {1: "there"}),
         ((0, 2), (0, 2), {1: ""}),
         ((1,), (), {0: "", 1: "there", 2: ""}),
-        ((0, 1, 2), (0, 1, 2), {0: "there", 1: "there", 2: "there"}),  # nobody says what became of it
+        ((0, 1, 2), (0, 1, 2), {0: "there", 1: "there", 2: "there"}),  # no task reports that the exchange has ended
     ],
 )
 @pytest.mark.usefixtures("short_wait")
@@ -269,7 +269,7 @@ def test_waiting_tasks_are_released_at_the_end_of_the_job(tasks):
     assert tasks.exchanges(1, 0).result(0) == ENDED
 
 
-def test_a_task_that_cannot_be_is_refused(tasks):
+def test_an_impossible_task_index_is_refused(tasks):
     assert "Task index 3 is out of range" in tasks.exchanges(3, 0).result(0).reason
 
 

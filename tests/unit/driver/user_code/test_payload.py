@@ -23,7 +23,7 @@ def times_factor(value: int) -> int:
     return value * factor()
 
 
-def test_a_function_of_a_module_that_is_no_package_is_sent_with_its_code(tmp_path):
+def test_a_function_of_a_module_outside_any_package_is_sent_with_its_code(tmp_path):
     (tmp_path / "call").write_bytes(pickle_call(times_factor, (6,), {}, importable_nowhere))
     program = "import cloudpickle, sys; f, a, k = cloudpickle.load(open(sys.argv[1], 'rb')); sys.exit(f(*a, **k))"
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "call")], check=False).returncode == 42

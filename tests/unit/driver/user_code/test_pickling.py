@@ -57,7 +57,7 @@ IMPORT_LOCATE = "import sys; from sparkhvd.task.user_code.importable import loca
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A project of the user's on this process's import path: its module with the model."""
+    """Add a user's project to the import path, and return its module with the model."""
     for name, content in PROJECT.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -72,11 +72,11 @@ def elsewhere(program: str, *contents: bytes, path: Path | None = None) -> str:
     opening = "import pickle, sys; opened = [pickle.load(sys.stdin.buffer) for _ in range(int(sys.argv[1]))]; "
     command = [sys.executable, "-c", opening + program, str(len(contents))]
     environment = {"PYTHONPATH": ":".join([str(Path(__file__).parents[4]), *([str(path)] if path else [])])}
-    found = subprocess.run(
+    done = subprocess.run(
         command, input=b"".join(contents), capture_output=True, timeout=60, check=False, env=environment, cwd="/"
     )
-    assert found.returncode == 0, found.stderr.decode()
-    return found.stdout.decode().strip()
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().strip()
 
 
 def test_code_that_executors_cannot_import_is_sent_and_keeps_its_classes(project):
@@ -94,7 +94,7 @@ def test_sent_code_can_be_forwarded(project):
     again = f"{imports}; sys.stdout.write(dumps(opened[0]).hex()); sys.stdout.flush()"
     model = bytes.fromhex(elsewhere(again, dumps(project.Scale(), importable_nowhere)))
     assert elsewhere("print(opened[1](opened[0], 21))", model, dumps(project.predicted, importable_nowhere)) == "21"
-    assert isinstance(cloudpickle.loads(model), project.Scale), "it is the class of the driver again"
+    assert isinstance(cloudpickle.loads(model), project.Scale), "the driver gets its own class back"
 
 
 def test_pickles_of_two_processes_with_the_same_code_agree(project, tmp_path):
@@ -121,7 +121,7 @@ def test_a_class_keeps_the_globals_of_its_module_where_it_is_defined(project):
     assert type(copied) is project.Scale
     assert project.Scale.__call__ is method
     project.Scale.factor = 2
-    assert elsewhere("print(opened[0](21))", dumps(copied, importable_nowhere)) == "42", "as it is now"
+    assert elsewhere("print(opened[0](21))", dumps(copied, importable_nowhere)) == "42", "the current attributes"
 
 
 def test_a_module_imported_inside_a_function_is_sent_with_it(project, tmp_path):
@@ -172,7 +172,7 @@ def test_code_of_installed_packages_is_sent_by_name_only():
     assert len(dumps([subprocess.run, functools.partial], importable_nowhere)) < 100
 
 
-def test_a_module_of_a_class_of_its_own_is_sent_by_name(monkeypatch):
+def test_a_module_with_its_own_class_is_sent_by_name(monkeypatch):
     installed = type("Settings", (type(sys),), {})("settings_of_a_framework")  # like torch.backends.cudnn
     monkeypatch.setitem(sys.modules, installed.__name__, installed)
     assert cloudpickle.loads(dumps([installed], importable_nowhere)) == [installed]
@@ -213,7 +213,7 @@ for factor in (2, 3):
 """
 
 
-def test_a_redefinition_in_a_notebook_replaces_the_loaded_one_on_workers():
+def test_a_redefinition_in_a_notebook_replaces_the_loaded_definition_on_workers():
     command = [sys.executable, "-c", NOTEBOOK]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     contents = map(bytes.fromhex, printed.split())
@@ -234,7 +234,7 @@ def test_dataclasses_keep_their_missing_marker(project, tmp_path):
     assert elsewhere(program, content) == "True"
 
 
-def test_a_user_module_may_shadow_one_of_the_standard_library(tmp_path, monkeypatch):
+def test_a_user_module_may_shadow_a_module_of_the_standard_library(tmp_path, monkeypatch):
     assert user_module("cmd") is None
     (tmp_path / "cmd.py").write_text("def doubled(x):\n    return 2 * x\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -261,7 +261,7 @@ salt = "pepper"
 """
 
 
-def test_a_traceback_elsewhere_shows_the_source_of_a_notebook_cell_and_only_the_functions_lines_are_sent(tmp_path):
+def test_a_remote_traceback_shows_the_source_of_a_notebook_cell_and_only_the_lines_of_the_function_are_sent(tmp_path):
     cell = f"<cell of {tmp_path.name}>"
     linecache.cache[cell] = (len(_CELL), None, _CELL.splitlines(keepends=True), cell)
     names: dict[str, object] = {"__name__": "__main__"}

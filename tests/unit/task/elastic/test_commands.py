@@ -1,4 +1,4 @@
-"""Commands to a process that holds slots; the workers are real processes, which cannot start here."""
+"""Commands to a process that holds slots, with real workers whose Python does not exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOCATION = WorkerLocation("key", "node1", "127.0.0.1")
 
 
 def outcome(*commands, is_orphaned=lambda: False):
-    """Return how the commands ended, and the reported ends of workers."""
+    """Run the commands; return the loss of the driver, if any, the reported losses, and the number of commands left."""
     arriving, ends = queue.SimpleQueue(), []
     for command in commands:
         arriving.put(command)
@@ -27,19 +27,19 @@ def outcome(*commands, is_orphaned=lambda: False):
     return lost, ends, arriving.qsize()
 
 
-def test_a_worker_that_cannot_start_is_reported_and_the_process_stays_for_the_next():
+def test_a_worker_that_cannot_start_is_reported_and_the_process_waits_for_the_next_command():
     lost, ends, left = outcome(StartWorker(3), SetRank(3, 0), StopWorker(3), StartWorker(4), EndLease())
     why = "did not start: No such file or directory"
     assert ends == [Lost(number, FailureReport(number, "node1", why, phase=STARTING)) for number in (3, 4)]
     assert (lost, left) == (None, 0)
 
 
-def test_nothing_is_carried_out_after_the_end_or_the_loss_of_the_driver():
+def test_no_command_is_executed_after_the_end_of_the_lease_or_the_loss_of_the_driver():
     assert outcome(EndLease(), StartWorker(1)) == (None, [], 1)
     assert outcome(DriverLost("unplugged"), StartWorker(1)) == (DriverLost("unplugged"), [], 1)
 
 
-def test_an_orphaned_process_waits_for_no_command():
+def test_an_orphaned_process_does_not_wait_for_commands():
     assert outcome(StartWorker(1), is_orphaned=lambda: True) == (None, [], 1)
     answers = iter([False, True])
     assert outcome(is_orphaned=lambda: next(answers)) == (None, [], 0)

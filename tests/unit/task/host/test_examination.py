@@ -34,7 +34,7 @@ def test_a_task_listens_on_the_interface_of_its_rank(monkeypatch):
     monkeypatch.setattr(examination, "address_to_bind", lambda _, hosts: bound[tuple(hosts)])
     first, second, alone = (TaskInfo(index, tuple(hosts), 1) for index, hosts in ((0, "ab"), (1, "ab"), (1, "bb")))
     assert _addresses((), second) == (["10.0.0.2", "10.0.0.1"], ())
-    assert _addresses((), first) == (["10.0.0.2"], ()), "the ranks meet there"
+    assert _addresses((), first) == (["10.0.0.2"], ()), "the ranks connect to each other there"
     assert _addresses(("eth0",), second) == (["10.0.0.1"], ())
     assert _addresses((), alone) == (["127.0.0.1"], ())
     listening, (message,) = _addresses(("eth7",), second)

@@ -29,7 +29,7 @@ def stay(*ranks: str) -> None:
 
 @pytest.fixture
 def job(request):
-    """The plan of a job of two ranks on this host, its server, and the workers; those of these ranks do not return."""
+    """Provide the plan of a job of two ranks, its server, and its workers; the ranks in the parameter never return."""
     work = Job(cloudpickle.dumps((stay, request.param, {})), 2)
     with ExitStack() as stack:
         server = stack.enter_context(RendezvousServer(TOKEN))
@@ -55,7 +55,7 @@ def test_the_loss_of_one_ranks_supervision_ends_the_others(job):
 
 
 @pytest.mark.parametrize("job", [("0", "1")], ids=["running"], indirect=True)
-def test_the_ranks_end_where_the_rendezvous_is_gone_too(job):
+def test_the_ranks_end_even_if_the_rendezvous_has_ended(job):
     plan, server, workers = job
     server.close()
     with pytest.raises(LaunchError, match=r"Rank \d on host node-1 was lost"):

@@ -15,7 +15,7 @@ def test_versions_that_differ_from_the_drivers_are_named_with_their_hosts():
     driver = ("torch 2.8.0+cpu", "keras 3.1")
     assert not different_versions(driver, [])
     assert not different_versions(driver, offers(("a", driver), ("b", ("torch 2.8.0+cu128", "keras 3.1"))))
-    assert not different_versions(driver, offers(("a", ("keras 3.1",)))), "what is missing says so itself"
+    assert not different_versions(driver, offers(("a", ("keras 3.1",)))), "a missing framework causes its own error"
     message = different_versions(
         driver,
         offers(("a", driver), ("b", ("torch 2.7", "keras 3.0")), ("b", ("torch 2.7",)), ("c", ("torch 2.6",))),
@@ -27,7 +27,7 @@ def test_versions_that_differ_from_the_drivers_are_named_with_their_hosts():
     assert many.startswith("keras is 3.1 on the driver, 3.0 on n0, n1, n2, n3, n4 and 2 more hosts. ")
 
 
-def test_frameworks_in_use_are_the_loaded_ones_and_those_that_ranks_will_load(monkeypatch):
+def test_frameworks_in_use_are_those_loaded_and_those_that_ranks_will_load(monkeypatch):
     for name in ("torch", "keras", "tensorflow", "lightning", "pytorch_lightning"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert frameworks_in_use(()) == ()

@@ -17,7 +17,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_group_ends_and_the_folder_goes_when_the_process_is_killed(tmp_path):
+def test_killing_the_process_ends_its_group_and_removes_its_folder(tmp_path):
     folder = tmp_path / "scratch folder"
     folder.mkdir()
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as child:

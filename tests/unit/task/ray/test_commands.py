@@ -23,7 +23,7 @@ def launch_context(monkeypatch):
 
 def result_of(channel: CommandChannel, kind: bytes, fn: object, *args: object) -> object:
     result = channel.execute(kind + cloudpickle.dumps((fn, args, {})), Deadline.after(30))
-    return pickle.loads(pickle.dumps(result))  # as Ray passes it on
+    return pickle.loads(pickle.dumps(result))  # like Ray, which pickles results
 
 
 @pytest.mark.usefixtures("launch_context")
@@ -60,7 +60,7 @@ def test_a_rank_that_never_connects_ends_the_wait():
         channel.execute(LEAVE, Deadline.after(60))
 
 
-def test_a_rank_without_an_actor_does_not_wait_for_ever(monkeypatch):
+def test_a_rank_without_an_actor_does_not_wait_forever(monkeypatch):
     context = LaunchContext(token=b"another" * 5)
     monkeypatch.setattr(session, "launch_context", lambda: context)
     monkeypatch.setattr("sparkhvd.task.ray.commands.NOTE_SECONDS", 0.05)

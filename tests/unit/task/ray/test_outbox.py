@@ -41,5 +41,5 @@ def test_a_rank_waits_while_the_driver_has_much_output_to_read(monkeypatch):
     assert written.wait(5)
     writer.join()
     outbox.close()
-    outbox.put(Output(0, "stdout", b"nothing waits after the end"))
+    outbox.put(Output(0, "stdout", b"no message waits after the end"))
     assert len(outbox.take(Deadline.after(5))) == 2

@@ -200,12 +200,12 @@ def fork_and_leave(how):
             sys.exit(7)
         return "of the child"
     os.close(write)
-    os.read(read, 1)  # returns when the child has ended
+    os.read(read, 1)  # returns once the child has ended
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.parametrize(("how", "code"), [("returns", 0), ("raises", 1), ("exits", 7)])
-def test_a_forked_child_that_leaves_fn_ends_and_reports_nothing_in_the_place_of_its_rank(worker, how, code):
+def test_a_forked_child_that_leaves_fn_ends_and_sends_no_report_of_its_rank(worker, how, code):
     worker.send(spec(fork_and_leave, how))
     assert event(worker) == Ready()
     assert event(worker) == FnEnded(Config().result_timeout)

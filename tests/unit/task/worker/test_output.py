@@ -59,7 +59,7 @@ def test_an_endless_line_is_forwarded_in_bounded_pieces():
 
 
 class Stream:
-    """A text stream that remembers what was written."""
+    """A text stream that keeps its text."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -111,7 +111,7 @@ def test_output_goes_to_the_tasks_stderr_when_no_driver_answers(capsys):
     assert lines[1:] == ["[0]<stdout>:one", "[0]<stdout>:two"]
 
 
-def test_output_that_the_driver_does_not_take_goes_to_the_tasks_stderr(capsys):
+def test_output_that_the_driver_does_not_accept_goes_to_the_tasks_stderr(capsys):
     stdout = Stream()
     with Server(SECRET, LogStream(stdout, None, timestamps=False, shown=False)) as server:
         addresses = (("127.0.0.1", server.port),)
@@ -189,7 +189,7 @@ def test_a_pipe_is_read_to_its_end_even_if_its_log_raises(caplog):
     assert caplog.text.count("Output of rank 3 is lost: nothing to write to") == 1
 
 
-def test_an_unwritable_folder_affects_the_log_files_only(tmp_path, caplog):
+def test_an_unwritable_folder_affects_only_the_log_files(tmp_path, caplog):
     from sparkhvd.rpc.messages import Output  # noqa: PLC0415
 
     (tmp_path / "rank.0").mkdir()

@@ -1,4 +1,4 @@
-"""Workers that a template forks: as good as new ones, with the imports done."""
+"""Workers that a template forks: they behave like new workers, but have their modules imported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VARIABLES = (("SPARKHVD_RANK", "0"), ("SPARKHVD_LOG_LEVEL", "20"))
 
 @pytest.fixture(autouse=True)
 def templates(monkeypatch) -> Iterator[Templates]:
-    """Give this test templates of its own, and wait for the end of all that it started."""
+    """Give this test its own templates, and wait for the end of all processes that it started."""
     before = set(psutil.Process().children(recursive=True))
     templates = Templates()
     monkeypatch.setattr(process_module, "TEMPLATES", templates)
@@ -48,7 +48,7 @@ def templates(monkeypatch) -> Iterator[Templates]:
 
 @pytest.fixture
 def imported(tmp_path, monkeypatch) -> str:
-    """A module that records which process imported it."""
+    """Write a module that records which process imported it, and return its name."""
     (tmp_path / "imported_once.py").write_text("import os\nIMPORTED_IN = os.getpid()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     return "imported_once"
@@ -56,7 +56,7 @@ def imported(tmp_path, monkeypatch) -> str:
 
 @pytest.fixture
 def with_threads(tmp_path, monkeypatch) -> str:
-    """The same, but its import starts a thread."""
+    """Write a module like that of ``imported``, whose import also starts a thread."""
     (tmp_path / "imported_once.py").write_text(
         "import os, threading\nIMPORTED_IN = os.getpid()\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
@@ -93,7 +93,7 @@ def start(worker: WorkerProcess, fn: Callable[..., object], *args: object, commi
 
 
 def result(worker: WorkerProcess, fn: Callable[..., object], *args: object, commits: Any = None) -> object:
-    """Run ``fn`` in the worker, which then ends."""
+    """Run ``fn`` in the worker, end the worker, and return the result."""
     start(worker, fn, *args, commits=commits)
     assert isinstance(worker.events.get(timeout=60.0), FnEnded)
     report = worker.events.get(timeout=60.0)
@@ -124,7 +124,7 @@ def test_a_template_is_forked_while_no_other_thread_imports(imported, tmp_path):
     nothing = importlib.import_module("slowly_imported").nothing
 
     class Commits:
-        """Imports the module where it is unpickled."""
+        """Imports the module in the process that unpickles it."""
 
         def __reduce__(self):
             return nothing, ()
@@ -197,7 +197,7 @@ def test_a_worker_is_not_forked_after_an_installation_into_another_folder_of_the
     assert result(spawn(imported), where_imported)[0] != installed
 
 
-def test_a_worker_is_forked_where_python_has_no_folder_for_packages(imported, tmp_path, monkeypatch):
+def test_a_worker_is_forked_even_if_python_has_no_folder_for_packages(imported, tmp_path, monkeypatch):
     monkeypatch.setattr(template_module.sysconfig, "get_path", lambda _: str(tmp_path / "missing"))
     first, _ = result(spawn(imported), where_imported)
     assert result(spawn(imported), where_imported)[0] == first
@@ -241,7 +241,7 @@ def limit_of_open_files(_: Path) -> Callable[[], object]:
 
 
 def ignored_signal(_: Path) -> Callable[[], object]:
-    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SIGHUP is ignored already under nohup
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # under nohup, SIGHUP is already ignored
     return lambda: signal.signal(signal.SIGUSR2, before)
 
 
@@ -255,7 +255,7 @@ def current_folder_of_the_same_name(folder: Path) -> Callable[[], object]:
 @pytest.mark.parametrize(
     "change", [mask_of_new_files, limit_of_open_files, ignored_signal, current_folder_of_the_same_name]
 )
-def test_a_worker_is_not_forked_after_a_change_of_what_it_would_inherit(imported, tmp_path, monkeypatch, change):
+def test_a_worker_is_not_forked_after_a_change_of_inherited_state(imported, tmp_path, monkeypatch, change):
     folder = tmp_path / "current"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -322,7 +322,7 @@ def test_forked_workers_draw_different_random_numbers_with_torch():
     assert len({result(spawn("torch"), torch_draw) for _ in range(3)}) == 3
 
 
-def test_a_module_that_was_added_since_is_found(tmp_path, monkeypatch):
+def test_a_module_that_was_added_later_is_found(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     result(spawn("numpy"), missing, "added_later")
     (tmp_path / "added_later.py").write_text("")
@@ -379,7 +379,7 @@ def child_of(worker: WorkerProcess, path: Path) -> psutil.Process:
     return psutil.Process(int(path.read_text()))
 
 
-def test_a_forked_worker_that_is_killed_takes_its_children_along(tmp_path):
+def test_killing_a_forked_worker_ends_its_children(tmp_path):
     result(spawn(), os.getpid)
     worker = spawn()
     child = child_of(worker, tmp_path / "pid")
@@ -408,7 +408,7 @@ def test_closing_a_forked_worker_ends_its_process_group(tmp_path):
 def forked_by(worker: WorkerProcess) -> psutil.Process:
     """Return the parent of a forked worker."""
     parent = psutil.Process(worker.pid).parent()
-    assert parent.pid != os.getpid(), "the worker was started anew"
+    assert parent.pid != os.getpid(), "the worker was not forked"
     return parent
 
 
@@ -423,12 +423,12 @@ def test_the_loss_of_a_forked_workers_parent_counts_as_a_kill(tmp_path):
 
 
 def template() -> psutil.Process:
-    """Return the template: what a forked worker's parent was forked from."""
+    """Return the template process, from which the parent of a forked worker was forked."""
     worker = spawn()
-    found = forked_by(worker).parent()
-    assert found.name() == TEMPLATE_NAME
+    process = forked_by(worker).parent()
+    assert process.name() == TEMPLATE_NAME
     worker.close()
-    return found
+    return process
 
 
 def test_a_killed_template_is_replaced():
@@ -440,7 +440,7 @@ def test_a_killed_template_is_replaced():
     assert template().pid != killed.pid
 
 
-def test_a_worker_that_is_forked_too_late_ends_without_a_trace(tmp_path, monkeypatch):
+def test_a_worker_that_is_forked_too_late_ends_and_leaves_nothing_behind(tmp_path, monkeypatch):
     result(spawn(), os.getpid)
     late = template()
     late.suspend()
@@ -450,7 +450,7 @@ def test_a_worker_that_is_forked_too_late_ends_without_a_trace(tmp_path, monkeyp
     assert psutil.Process(worker.pid).ppid() == os.getpid(), "the worker was forked"
     start(worker, start_child_and_stay, str(tmp_path / "pid"))
     late.resume()
-    result(spawn(), os.getpid)  # its template has served the former request before
+    result(spawn(), os.getpid)  # the template serves the earlier request first
     assert psutil.wait_procs(late.children(recursive=True), timeout=20.0)[1] == []
     assert Path(psutil.Process(worker.pid).environ()["SPARKHVD_SCRATCH"]).is_dir()
     worker.close()
@@ -467,13 +467,13 @@ def test_a_worker_that_waits_for_a_template_has_no_scratch_folder_yet(imported, 
 
     monkeypatch.setattr(template_module, "_bind", looked_at_folders)
     workers = [spawn(imported) for _ in range(2)]
-    assert set(during[1:]) <= {1}, "only the first worker has one"
+    assert set(during[1:]) <= {1}, "only the first worker has a scratch folder"
     for worker in workers:
         result(worker, where_imported)
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_only_the_first_worker_waits_for_a_process_that_has_taken_the_name_of_a_template(imported, monkeypatch):
+def test_only_the_first_worker_waits_for_a_process_that_uses_the_name_of_a_template(imported, monkeypatch):
     tries, bind, of = [], template_module._bind, template_module.Origin.of
     taken = []
 
@@ -528,7 +528,7 @@ def test_a_template_of_a_spark_task_outlives_the_task_and_ends_with_the_executor
         result(spawn(), os.getpid)
         left = template()
         process_module.TEMPLATES.close()
-        assert template() == left, "another task of the executor finds it"
+        assert template() == left, "another task of the executor finds the template"
         executor.kill()
         assert psutil.wait_procs([left], timeout=20.0)[1] == []
 
@@ -555,13 +555,13 @@ def test_a_template_of_another_user_is_not_asked_for_workers(monkeypatch):
     worker.close()
 
 
-def test_a_process_in_which_a_library_runs_threads_becomes_no_template(with_threads):
+def test_a_process_with_threads_of_a_library_does_not_become_a_template(with_threads):
     for _ in range(2):
         first, own = result(spawn(with_threads), where_imported)
         assert first == own
 
 
-def test_a_process_in_which_python_itself_started_a_thread_becomes_no_template(imported, tmp_path):
+def test_a_process_with_a_thread_of_python_does_not_become_a_template(imported, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
@@ -570,7 +570,7 @@ def test_a_process_in_which_python_itself_started_a_thread_becomes_no_template(i
         assert first == own
 
 
-def test_a_process_in_which_an_import_started_the_driver_of_the_gpus_becomes_no_template(imported, tmp_path):
+def test_a_process_whose_imports_opened_the_gpu_driver_does_not_become_a_template(imported, tmp_path):
     (tmp_path / "imported_once.py").write_text(
         "import os\nfrom sparkhvd.task.worker import template\nIMPORTED_IN = os.getpid()\n"
         "DRIVER = open('/dev/full')\ntemplate._GPU_DRIVERS = {'/dev/full'}\n"
@@ -580,7 +580,7 @@ def test_a_process_in_which_an_import_started_the_driver_of_the_gpus_becomes_no_
         assert first == own
 
 
-def test_a_thread_that_ends_while_the_threads_are_listed_is_left_out(tmp_path, monkeypatch):
+def test_a_thread_that_ends_while_threads_are_listed_is_omitted(tmp_path, monkeypatch):
     for name in ("1", "2"):
         (tmp_path / name).mkdir()
     (tmp_path / "1" / "comm").write_text("python\n")
@@ -588,7 +588,7 @@ def test_a_thread_that_ends_while_the_threads_are_listed_is_left_out(tmp_path, m
     assert template_module.native_threads() == {1}
 
 
-def test_a_template_is_asked_through_descriptors_of_any_number():
+def test_a_template_is_reached_through_descriptors_of_any_number():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
     reader, writer = os.pipe()
