@@ -1,4 +1,4 @@
-"""A batch source made of arrays, for trainers without Spark."""
+"""A batch source of arrays, for trainers without Spark."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport
 
 
 def schema(**columns: tuple[str, str, tuple[int, ...] | None, str]) -> DataSchema:
-    """``name=(role, dtype, shape, kind)``."""
+    """Return a schema; pass each column as ``name=(role, dtype, shape, kind)``."""
     return DataSchema(tuple(ColumnSpec(n, d, s, r, k) for n, (r, d, s, k) in columns.items()))
 
 
 @dataclass
 class ArraySource:
-    """One rank's rows, given as the row numbers of each of its steps and of all ranks' steps."""
+    """The batches of a rank, from the row numbers of its steps and the numbers of rows of all ranks' steps."""
 
     schema: DataSchema
     columns: dict[str, np.ndarray]
@@ -42,7 +42,9 @@ class ArraySource:
             yield Batch({name: array[rows] for name, array in self.columns.items()}, len(rows), together)
 
 
-def dealt(columns: dict[str, np.ndarray], sizes: Sequence[Sequence[int]], rank: int, of: DataSchema) -> ArraySource:
+def partition_rows(
+    columns: dict[str, np.ndarray], sizes: Sequence[Sequence[int]], rank: int, of: DataSchema
+) -> ArraySource:
     """Return the rows of a rank: in every step, each rank in turn takes the next rows."""
     mine, start = [], 0
     for step in sizes:
@@ -54,7 +56,7 @@ def dealt(columns: dict[str, np.ndarray], sizes: Sequence[Sequence[int]], rank: 
 
 @dataclass
 class Hooks:
-    """Keeps the reports."""
+    """Hooks that record the reports."""
 
     first_epoch: int = 0
     reports: list[EpochReport] = field(default_factory=list)
@@ -68,7 +70,7 @@ class Hooks:
     ended: bool = False
 
     def keep_file(self, path: Path) -> None:
-        raise AssertionError(f"nothing was asked to be kept, but {path} was")
+        raise AssertionError(f"no file is requested, but {path} was kept")
 
     def on_step_end(self, report: StepReport, trainer: object) -> None:
         self.steps.append(report)

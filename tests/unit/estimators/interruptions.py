@@ -16,14 +16,14 @@ from sparkhvd.estimators.training.hooks import RunHooks
 
 
 class EveryStep(Commits):
-    """Commits after every step."""
+    """Commits that are due after every step."""
 
     def is_due(self) -> bool:
         return True
 
 
 class Interrupting(RunHooks):
-    """Ends the training after a step; ``position`` is its epoch and its number."""
+    """Hooks that end the training after a step; ``position`` has its epoch and number."""
 
     position = (-1, -1)
 
@@ -43,9 +43,9 @@ def values_of_epochs(
 
     Args:
         make: returns a new trainer.
-        rows: to train and to validate with.
-        how: how to train.
-        interruptions: epochs and steps, in their order.
+        rows: the rows for training and validation.
+        how: the parameters of the training.
+        interruptions: epoch and step of each interruption, in order.
     """
 
     def train(commits: Commits | None, position: tuple[int, int]) -> RunHooks:

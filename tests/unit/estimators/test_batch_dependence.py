@@ -38,7 +38,7 @@ def test_a_trainer_that_synchronizes_the_layers_needs_no_advice():
     assert LIGHTNING.batch_dependence({**params, "trainer_args": {"sync_batchnorm": True}}).local == ()
 
 
-def test_one_line_names_the_layers_and_what_to_use_instead_with_several_ranks():
+def test_one_line_names_the_layers_and_an_alternative_for_several_ranks():
     found = batch_dependence_of(network(*(torch.nn.BatchNorm1d(4) for _ in range(5))))
     assert found.remarks(1, 32) == []
     assert BatchDependence().remarks(4, 32) == []
@@ -49,7 +49,7 @@ def test_one_line_names_the_layers_and_what_to_use_instead_with_several_ranks():
     )
 
 
-def test_batches_of_ranks_that_change_need_three_rows_for_batch_normalization():
+def test_elastic_batches_need_three_rows_for_batch_normalization():
     found = batch_dependence_of(network(torch.nn.BatchNorm1d(4)))
     found.check_changing_ranks(3)
     batch_dependence_of(network()).check_changing_ranks(1)

@@ -20,12 +20,12 @@ from sparkhvd.tune.halving import Ladder, SuccessiveHalving
         (SuccessiveHalving(5, 3), 2, (2,)),
     ],
 )
-def test_the_last_rung_is_a_whole_training(halving, epochs, rungs):
+def test_the_last_rung_has_all_epochs(halving, epochs, rungs):
     assert halving.rungs(epochs) == rungs
 
 
 @pytest.mark.parametrize("numbers", [(0, 3), (1, 1), (1.5, 3), (1, 2.5), (True, 3)])
-def test_numbers_that_cannot_work_are_refused(numbers):
+def test_invalid_numbers_are_refused(numbers):
     with pytest.raises(
         ParamError, match="min_epochs must be a whole number of at least 1, and factor a whole number of at least 2"
     ):
@@ -42,7 +42,7 @@ def test_one_of_three_is_promoted_as_soon_as_three_have_reached_the_rung():
     assert ladder.promote(is_closed=False) is None
 
 
-def test_another_trial_is_promoted_in_place_of_one_that_failed():
+def test_another_trial_is_promoted_in_place_of_a_failed_trial():
     ladder = Ladder(rungs=2, factor=3)
     for trial, score in enumerate([0.5, 0.3, 0.4]):
         ladder.reach(0, trial, score)
@@ -54,7 +54,7 @@ def test_another_trial_is_promoted_in_place_of_one_that_failed():
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 4), st.integers(2, 4))
 def test_the_best_trial_completes_and_no_trial_skips_a_rung(scores, rungs, factor):
-    """As one worker does it: promote if possible, else start a trial; a trial keeps its score."""
+    """Act like one worker: promote a trial if possible, otherwise start one; a trial keeps its score."""
     ladder = Ladder(rungs, factor)
     reached = [[] for _ in range(rungs)]
     waiting = list(enumerate(scores))

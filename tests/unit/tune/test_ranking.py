@@ -26,11 +26,11 @@ def trials(*values, state=optuna.trial.TrialState.COMPLETE, **attributes):
         ([], [1], []),
     ],
 )
-def test_the_best_trials_are_those_that_none_surpasses(values, signs, best):
+def test_the_best_trials_are_those_that_no_trial_surpasses(values, signs, best):
     assert [trial.number for trial in best_trials(trials(*values), signs)] == best
 
 
-def test_trials_of_other_programs_and_failed_ones_do_not_count():
+def test_trials_of_other_programs_and_failed_trials_do_not_count():
     own, foreign = trials([2.0])[0], trials([1.0])[0]
     del foreign.user_attrs[RUN_ID]
     failed = trials(None, state=optuna.trial.TrialState.FAIL)

@@ -29,7 +29,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def prepared(store):
-    """A dataset whose preparation has ended, and which is not to be kept."""
+    """Return a dataset after its preparation, without a time to keep it."""
     train = Split((DataFile("rows/0.parquet", (10,)),))
     manifest = Manifest("d", layout.dataset_folder("d"), SCHEMA, train, None, 3, None)
     lease = leases.take(store, "d", 0.0)

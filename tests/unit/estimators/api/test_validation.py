@@ -55,7 +55,7 @@ def test_the_getter_of_a_retired_parameter_is_refused_with_the_reason(kind, acce
         (LightningEstimator, "setProfiler", "profiler has no meaning in LightningEstimator: set it on the Trainer"),
     ],
 )
-def test_the_setter_of_a_retired_parameter_accepts_none_only(kind, setter, message):
+def test_the_setter_of_a_retired_parameter_accepts_only_none(kind, setter, message):
     estimator = kind()
     assert getattr(estimator, setter)(None) is estimator
     with pytest.raises(ParamError, match=message):
@@ -264,7 +264,7 @@ def test_several_fits_never_share_one_run():
     for estimator, given in ((named, {}), (other, {other.run_id: "r"})):
         with pytest.raises(ParamError, match="run_id='r' would make several fits share one run"):
             next(estimator.fitMultiple(object(), [given]))
-        with pytest.raises(ParamError, match="fit takes a Spark DataFrame"):  # one alone gets as far as its rows
+        with pytest.raises(ParamError, match="fit takes a Spark DataFrame"):  # a single fit gets as far as its rows
             estimator.fit(object(), given)
 
 

@@ -11,7 +11,7 @@ import sparkhvd.keras as hvd
 from sparkhvd.comm import session
 from sparkhvd.data import ColumnSpec, DataSchema
 from sparkhvd.estimators.keras.plugin import PLUGIN
-from tests.unit.estimators.arrays import Hooks, dealt, schema, spec
+from tests.unit.estimators.arrays import Hooks, partition_rows, schema, spec
 
 DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
 WEIGHTED = schema(
@@ -43,9 +43,9 @@ def rows(count):
 
 
 def source(sizes, rank, data=DATA):
-    """Return the part of ``rank`` of the rows of all steps."""
-    found = rows(sum(map(sum, sizes)))
-    return dealt({name: values for name, values in found.items() if name in data.names()}, sizes, rank, data)
+    """Return a rank's part of the rows of all steps."""
+    columns = rows(sum(map(sum, sizes)))
+    return partition_rows({name: values for name, values in columns.items() if name in data.names()}, sizes, rank, data)
 
 
 def parameters(data=DATA, **more):
@@ -64,7 +64,7 @@ def parameters(data=DATA, **more):
     return {**base, **more}
 
 
-# Rows of every rank in the steps of an epoch.
+# The number of rows of every rank in each step of an epoch.
 EVEN = [(4, 4)] * 10
 
 
@@ -108,12 +108,12 @@ def prepared():
 
 
 def two_ended_rows(count):
-    found = rows(count)
-    return {**found, "z": found["x"].sum(axis=1)}
+    columns = rows(count)
+    return {**columns, "z": columns["x"].sum(axis=1)}
 
 
 def gradients(model, batch, variables):
-    """Return the gradients of a loss, by the tape of the backend."""
+    """Return the gradients of a loss, computed by the backend."""
     features, labels = batch
 
     def loss():
@@ -132,7 +132,7 @@ def gradients(model, batch, variables):
 
 
 class TwoOptimizers(keras.Model):
-    """Applies the gradients of one optimizer twice per batch, and those of another one once."""
+    """Applies the gradients of one optimizer twice per batch, and those of another optimizer once."""
 
     def __init__(self, **more):
         super().__init__(**more)
@@ -169,7 +169,7 @@ def dropping():
 
 
 class GlobalNoise(keras.layers.Layer):
-    """Draws with the global generators of Keras and of its backend."""
+    """Draws from the global random generators of Keras and of its backend."""
 
     def call(self, values, training=False):
         if not training:

@@ -116,7 +116,7 @@ def test_the_learning_rate_of_a_resumed_run_is_scaled_by_its_ranks():
     first, second = trainer(2), trainer(4)
     first._model.optimizer.build(first._model.trainable_variables)
     assert float(first._model.optimizer.learning_rate) == pytest.approx(0.04)
-    first._model.optimizer.learning_rate = 0.01  # as callbacks do
+    first._model.optimizer.learning_rate = 0.01  # like a callback
     second.restore(first.state())
     assert float(second._model.optimizer.learning_rate) == pytest.approx(0.02)
 
@@ -221,7 +221,7 @@ def test_a_loss_that_is_one_number_for_all_rows_takes_no_weights():
 
 
 def reading(*inputs):
-    """Return a model with inputs of these dtypes; it is only planned, never run."""
+    """Return a model with inputs of these names and dtypes; the tests never run it."""
     given = [keras.Input((1,), dtype=dtype, name=name) for name, dtype in inputs]
     looked = [keras.layers.StringLookup(vocabulary=["a"])(each) if each.dtype == "string" else each for each in given]
     return keras.Model(given, keras.layers.Dense(3)(keras.layers.Concatenate()(looked)))
@@ -285,7 +285,7 @@ def test_a_loss_that_is_not_a_mean_over_the_rows_is_rejected():
         loss = keras.losses.MeanSquaredError(reduction=reduction)
         with pytest.raises(ParamError, match=f"mean_squared_error has reduction='{reduction}'; it must be 'sum_over"):
             PLUGIN.pack(parameters(loss=[loss], sample_weight_col="w"))
-    PLUGIN.pack(parameters(loss=loss, sample_weight_col=None))  # without weights it is the mean
+    PLUGIN.pack(parameters(loss=loss, sample_weight_col=None))  # without weights, this reduction is the mean
 
 
 @pytest.mark.parametrize("outputs", [3, 1])
@@ -321,7 +321,7 @@ def test_short_names_of_losses_are_not_metrics():
 
 
 class OwnSteps(keras.Model):
-    """A model whose own step reports any metric."""
+    """A model whose user-defined step reports additional metrics."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -342,7 +342,7 @@ def test_a_user_defined_step_may_report_any_metric():
 
 
 class Adversaries(OwnSteps):
-    """A model whose own training step uses optimizers of its own."""
+    """A model whose user-defined training step uses additional optimizers."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -386,7 +386,7 @@ class Several(keras.Model):
         return {**super().get_config(), "form": self.form}
 
 
-def test_the_outputs_of_a_subclass_are_named_by_the_labels_and_come_in_their_order(tmp_path):
+def test_the_outputs_of_a_subclass_have_the_names_and_order_of_the_labels(tmp_path):
     data = schema(
         x=("feature", "float64", (6,), "array"),
         y=("label", "int64", (), "scalar"),
@@ -451,7 +451,7 @@ def test_two_classes_or_functions_with_the_same_name_are_rejected():
 
 
 def test_classes_with_the_same_name_in_different_packages_stay_distinct_in_another_process(tmp_path):
-    """A process that has not registered the classes loads their pickles, in training, export and reading."""
+    """Train, export and load in a process that has not registered the classes."""
     model = scaled_by(scale_class(2.0, "two"), scale_class(3.0, "three"))
     (tmp_path / "payload").write_bytes(PLUGIN.pack(parameters(model=model)))
     done = run_script([sys.executable, "-c", _EXPORT_TWICE], tmp_path, 120.0)
@@ -497,12 +497,12 @@ def test_a_model_with_a_user_defined_loss_and_metric_is_returned_compiled(tmp_pa
     assert set(evaluated) == {"loss", "own_metric"}
 
 
-def test_the_layers_that_normalize_by_the_batch_of_a_rank_are_found_also_within_models():
+def test_layers_that_normalize_by_the_batch_of_a_rank_are_found_even_within_nested_models():
     inner = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(name="inner")])
     model = keras.Sequential([keras.Input((4,)), inner, keras.layers.LayerNormalization()])
-    found = PLUGIN.batch_dependence({"model": model, "loss": "mse"})
-    assert (found.local, found.pairs, found.losses) == (("inner",), (), ())
-    (remark,) = found.remarks(2, 8)
+    layers = PLUGIN.batch_dependence({"model": model, "loss": "mse"})
+    assert (layers.local, layers.pairs, layers.losses) == (("inner",), (), ())
+    (remark,) = layers.remarks(2, 8)
     assert "SyncBatchNormalization" in remark
 
 
@@ -511,10 +511,10 @@ def test_the_losses_that_relate_the_rows_of_a_rank_are_found():
         "one": keras.losses.Circle(),
         "two": [keras.losses.Dice(), keras.losses.Dice(axis=-1), keras.losses.Tversky(), keras.losses.Huber()],
     }
-    found = PLUGIN.batch_dependence({"model": network(), "loss": losses})
-    assert found.losses == ("circle", "dice", "tversky")
-    assert found.remarks(1, 8) == []
-    (remark,) = found.remarks(2, 8)
+    dependence = PLUGIN.batch_dependence({"model": network(), "loss": losses})
+    assert dependence.losses == ("circle", "dice", "tversky")
+    assert dependence.remarks(1, 8) == []
+    (remark,) = dependence.remarks(2, 8)
     assert remark == (
         "the loss circle, dice, tversky relates the rows of a batch and sees the 8 rows of its own rank, not the 16 "
         "rows of all 2 ranks. The training is therefore not that of one big batch; use a larger batch_size to come "
@@ -523,9 +523,9 @@ def test_the_losses_that_relate_the_rows_of_a_rank_are_found():
 
 
 def test_a_keras_without_the_newest_losses_trains(monkeypatch):
-    monkeypatch.delattr(keras.losses, "Circle")  # which Keras 3.5 does not have
-    found = PLUGIN.batch_dependence({"model": network(), "loss": [keras.losses.Huber(), keras.losses.Dice()]})
-    assert found.losses == ("dice",)
+    monkeypatch.delattr(keras.losses, "Circle")  # Keras 3.5 lacks this loss
+    dependence = PLUGIN.batch_dependence({"model": network(), "loss": [keras.losses.Huber(), keras.losses.Dice()]})
+    assert dependence.losses == ("dice",)
 
 
 def test_metrics_that_keras_cannot_rebuild_are_rejected_before_the_start():
@@ -535,7 +535,7 @@ def test_metrics_that_keras_cannot_rebuild_are_rejected_before_the_start():
 
 
 class Checked(keras.Model):
-    """Accepts ids from 1 only."""
+    """Accepts only ids from 1."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -569,7 +569,7 @@ def plain_difference(labels, outputs):
     return (labels - outputs) ** 2
 
 
-def test_double_labels_are_cast_as_model_fit_casts_them():
+def test_double_labels_are_cast_like_in_model_fit():
     """The loss and the metric use the labels without a cast, which fails in TensorFlow for mixed dtypes."""
     data = schema(x=("feature", "float64", (6,), "array"), y=("label", "float64", (1,), "array"))
     model = keras.Sequential([network(), keras.layers.Dense(1)])
@@ -578,7 +578,7 @@ def test_double_labels_are_cast_as_model_fit_casts_them():
     assert PLUGIN.check(given, data, {"x": rows(5)["x"], "y": np.ones((5, 1))}) == [(1,)]
 
 
-def test_none_is_the_default_of_a_retired_parameter_too():
+def test_a_retired_parameter_accepts_none_as_its_default():
     KerasEstimator(shuffle_buffer_size=None, reader_pool_type=None)
     with pytest.raises(ParamError, match="reader_pool_type has no meaning"):
         KerasEstimator(reader_pool_type="thread")

@@ -1,4 +1,4 @@
-"""Losses, masks, weights and metrics with Keras: those of two ranks are those of all their rows."""
+"""Losses, masks, weights and metrics with Keras: two ranks give the values over all their rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.training.history import average_over_ranks
-from tests.unit.estimators.arrays import ArraySource, Hooks, dealt, schema, spec
+from tests.unit.estimators.arrays import ArraySource, Hooks, partition_rows, schema, spec
 from tests.unit.estimators.keras.networks import (
     DATA,
     EMPTY_END,
@@ -70,11 +70,11 @@ def parts_of(kind, count):
     return network(), ignoring(), WEIGHTED if kind == "weighted" else DATA, rows(count)
 
 
-def train_on_what_counts(kind, sizes):
+def train_with_ignored_values(kind, sizes):
     model, loss, data, made = parts_of(kind, sum(map(sum, sizes)))
     given = parameters(data, model=model, loss=loss, optimizer=keras.optimizers.SGD(0.1), metrics=None)
     trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data, epochs=2), session.current().world)
-    own = dealt({name: made[name] for name in data.names()}, sizes, session.current().world.rank, data)
+    own = partition_rows({name: made[name] for name in data.names()}, sizes, session.current().world.rank, data)
     trainer.fit(own, own, hooks := Hooks())
     record = average_over_ranks(hooks.reports[-1], session.current())
     return trainer._model.get_weights(), record.train["loss"], record.validation["loss"]
@@ -82,14 +82,14 @@ def train_on_what_counts(kind, sizes):
 
 @pytest.mark.parametrize("kind", ["ignored", "weighted", "masked", "masked and weighted"])
 def test_losses_with_masks_divide_by_the_unmasked_values_of_all_ranks(group, kind):
-    """Check training and validation; one rank has no row in a step, and no unmasked row in another."""
+    """One rank has no rows in one step, and only masked rows in another; check training and validation."""
     sizes = [*PARTIAL_END[:3], (4, 4), (3, 1), (2, 0)]
-    (mine, loss, validation), (other, _, _) = group.run(train_on_what_counts, kind, sizes)
+    (mine, loss, validation), (other, _, _) = group.run(train_with_ignored_values, kind, sizes)
     model, plain_loss, _, made = parts_of(kind, sum(map(sum, sizes)))
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss=plain_loss)
 
     def weighted(part):
-        """Return one weight per row; for sequences in the shape that makes plain Keras use it for all time steps."""
+        """Return one weight per row; for sequences, in the shape that plain Keras applies to all time steps."""
         weights = {"weighted": made.get("w"), "masked and weighted": made["w"][:, None]}.get(kind)
         return None if weights is None else weights[part]
 
@@ -129,12 +129,12 @@ def train_with_a_loss_per_value(outputs):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(outputs, kernel_initializer="zeros")])
     given = parameters(data, model=model, loss=squares, optimizer=keras.optimizers.SGD(0.1), metrics=None)
     trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data, epochs=1), session.current().world)
-    own = dealt(made, [(4, 4), (4, 4)], session.current().world.rank, data)
+    own = partition_rows(made, [(4, 4), (4, 4)], session.current().world.rank, data)
     trainer.fit(own, None, Hooks())
     return trainer._model.get_weights(), made
 
 
-@pytest.mark.parametrize("outputs", [3, 4])  # 4 is the number of rows of a rank, which would hide a wrong alignment
+@pytest.mark.parametrize("outputs", [3, 4])  # with 4, the number of rows of a rank, a wrong alignment raises no error
 def test_the_weight_of_a_row_applies_to_all_its_values_if_the_loss_does_not_average_them(group, outputs):
     (mine, made), _ = group.run(train_with_a_loss_per_value, outputs)
     kernel, bias = np.zeros((2, outputs)), np.zeros(outputs)
@@ -164,7 +164,7 @@ def test_weights_of_rows_cost_no_second_computation_of_the_loss():
 
 
 class RowsSoFar(keras.metrics.Metric):
-    """Counts rows and is never reset: it goes on from epoch to epoch."""
+    """Counts rows over all epochs: it is never reset."""
 
     def __init__(self, name="rows_so_far", **more):
         super().__init__(name=name, **more)
@@ -190,14 +190,14 @@ def rows_counted_in_all_epochs():
 
 
 def test_a_metric_that_is_not_reset_counts_the_rows_of_all_ranks_once(group):
-    """27 rows to train on and 5 to validate with per epoch."""
+    """Each epoch has 27 training rows and 5 validation rows."""
     for records in group.run(rows_counted_in_all_epochs):
         assert [record.train["rows_so_far"] for record in records] == [27, 59, 91]
         assert [record.validation["rows_so_far"] for record in records] == [32, 64, 96]
 
 
 class Largest(keras.metrics.Metric):
-    """The largest output, a metric that is not a sum."""
+    """The largest output: a metric that is not a sum."""
 
     def __init__(self, name="largest", **settings):
         super().__init__(name=name, **settings)
@@ -210,7 +210,7 @@ class Largest(keras.metrics.Metric):
         return self.value
 
 
-def no_means():
+def metrics_without_means():
     metrics = keras.metrics
     return [
         metrics.AUC(name="auc"),
@@ -233,25 +233,25 @@ def two_classes():
 
 
 def two_class_rows(count):
-    found = rows(count)
-    return {"x": found["x"], "y": (found["y"] + (found["x"][:, 0] > 0) > 1).astype(np.int64)[:, None]}
+    columns = rows(count)
+    return {"x": columns["x"], "y": (columns["y"] + (columns["x"][:, 0] > 0) > 1).astype(np.int64)[:, None]}
 
 
-def train_with_no_means(sizes):
+def train_with_metrics_without_means(sizes):
     rank, count = session.current().world.rank, sum(map(sum, sizes))
-    given = parameters(BINARY, model=two_classes(), loss="binary_crossentropy", metrics=no_means())
+    given = parameters(BINARY, model=two_classes(), loss="binary_crossentropy", metrics=metrics_without_means())
     trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(BINARY, epochs=2), session.current().world)
     hooks = Hooks()
-    trainer.fit(*(dealt(two_class_rows(count), sizes, rank, BINARY) for _ in range(2)), hooks)
+    trainer.fit(*(partition_rows(two_class_rows(count), sizes, rank, BINARY) for _ in range(2)), hooks)
     return [average_over_ranks(report, session.current()) for report in hooks.reports]
 
 
 @pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_WITHIN, [(7, 1)] * 9 + [(0, 3)]])
 def test_metrics_that_are_not_means_cover_all_rows(group, sizes):
-    records, others = group.run(train_with_no_means, sizes)
+    records, others = group.run(train_with_metrics_without_means, sizes)
     assert records[-1].train == others[-1].train
     model, data = two_classes(), two_class_rows(sum(map(sum, sizes)))
-    model.compile(optimizer=keras.optimizers.Adam(0.02), loss="binary_crossentropy", metrics=no_means())
+    model.compile(optimizer=keras.optimizers.Adam(0.02), loss="binary_crossentropy", metrics=metrics_without_means())
     past = model.fit(**data, batch_size=8, epochs=2, validation_data=tuple(data.values()), shuffle=False, verbose=0)
     for epoch, record in enumerate(records):
         for sign, found in (("", record.train), ("val_", record.validation)):
@@ -292,7 +292,7 @@ def test_the_loss_of_every_output_is_a_mean_over_the_rows_of_all_ranks(group, si
 
 
 class Ranking(keras.Model):
-    """Reports a metric beside a value of its own."""
+    """Reports a metric and a value that is not a metric."""
 
     def __init__(self, **more):
         super().__init__(**more)
@@ -323,7 +323,7 @@ def report_ranking(sizes):
 
 
 @pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_END], ids=["fewer rows at the end", "a rank without rows"])
-def test_metrics_cover_all_rows_also_beside_other_values_of_a_user_defined_step(group, sizes):
+def test_metrics_cover_all_rows_even_beside_other_values_of_a_user_defined_step(group, sizes):
     model, data = built(Ranking), rows(sum(map(sum, sizes)))
     wanted = keras.metrics.AUC()
     wanted.update_state(np.minimum(data["y"], 1)[:, None], model(data["x"].astype(np.float32)))
@@ -332,7 +332,7 @@ def test_metrics_cover_all_rows_also_beside_other_values_of_a_user_defined_step(
 
 
 class Counting(keras.layers.Layer):
-    """Counts the rows that it was trained on."""
+    """Counts the training rows."""
 
     def build(self, shape):
         self.seen = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False)
@@ -344,7 +344,7 @@ class Counting(keras.layers.Layer):
 
 
 class Equal(Hooks):
-    """Keeps the model that a checkpoint within the epoch would contain."""
+    """Keeps the state that a checkpoint within the epoch would contain."""
 
     def on_step_end(self, report, trainer):
         super().on_step_end(report, trainer)
@@ -362,7 +362,7 @@ def train_with_own_statistics(sizes, folder):
     packed = PLUGIN.pack(parameters(model=model, optimizer="sgd", checkpoint_callback=saved))
     trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2), session.current().world)
     train = source(sizes, rank)
-    train.columns["x"] += 3 * rank  # the ranks' rows differ, as with sorted files
+    train.columns["x"] += 3 * rank  # the ranks' rows differ, like those of sorted files
     validation = source(sizes, rank)
     validation.columns["x"] = train.columns["x"]
     hooks = type("Kept", (Equal, Keeping), {})()
@@ -387,10 +387,10 @@ def test_the_validation_loss_is_that_of_the_exported_model(group, sizes, tmp_pat
         train_with_own_statistics, sizes, str(tmp_path)
     )
     assert loss == pytest.approx(exported, rel=1e-5)
-    assert within == other_within, "a checkpoint within an epoch keeps what all ranks have"
+    assert within == other_within, "a checkpoint within an epoch is the same on all ranks"
     for one, other in zip(weights, others, strict=True):
         np.testing.assert_array_equal(one, other)
     mean, counted = weights[2], weights[4]
-    assert 1.0 < mean.mean() < 2.0, "the mean lies between those of the ranks' rows, 0 and 3"
-    assert counted == 2 * 23, "integers are those of rank 0"
+    assert 1.0 < mean.mean() < 2.0, "the mean is between the means of the ranks' rows, 0 and 3"
+    assert counted == 2 * 23, "integers have the values of rank 0"
     assert saved is not None

@@ -1,4 +1,4 @@
-"""The random numbers of a rank: of its own in layers and the backend, equal on all ranks in NumPy and Python."""
+"""A rank's random numbers differ from other ranks' in layers and the backend, but not in NumPy and Python."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.unit.estimators.keras.networks import DATA
 
 
 def drawn(rank: int, hooks: Hooks, epoch: int = 1) -> dict[str, list[float]]:
-    """Return numbers from the begin of an epoch, and from its first batch, by generator."""
+    """Return random numbers from the beginning of an epoch and from its first batch, by generator."""
     from sparkhvd.estimators.keras.randomness import RandomStates  # noqa: PLC0415
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5)])
     states = RandomStates(model, spec(DATA), rank, hooks)
     states.begin_epoch(epoch)
-    found = {"begin": [random.random(), np.random.random()]}
+    numbers = {"begin": [random.random(), np.random.random()]}
     states.begin_batch()
     return {
-        **found,
+        **numbers,
         "common": [random.random(), np.random.random()],
         "own": [float(keras.random.uniform(())), *map(float, keras.ops.convert_to_numpy(states.variables[0]))],
     }
@@ -29,7 +29,7 @@ def drawn(rank: int, hooks: Hooks, epoch: int = 1) -> dict[str, list[float]]:
 
 def test_ranks_that_resume_an_epoch_of_others_do_not_draw_their_numbers_again(group):
     whole, again, later = zip(*group.run(of_three_epochs), strict=True)
-    assert whole[0]["begin"] == again[0]["begin"] == later[1]["begin"], "callbacks set a learning rate with them"
+    assert whole[0]["begin"] == again[0]["begin"] == later[1]["begin"], "callbacks may set rates with them"
     for one in (whole, again, later):
         assert one[0]["common"] == one[1]["common"]
         assert set(one[0]["own"]).isdisjoint(one[1]["own"])
@@ -38,14 +38,14 @@ def test_ranks_that_resume_an_epoch_of_others_do_not_draw_their_numbers_again(gr
 
 
 def of_three_epochs() -> list[dict[str, list[float]]]:
-    """Return what this rank draws in a whole epoch, and in the rest of one after 3 and after 4 steps."""
+    """Return the numbers of this rank in a whole epoch, and in the rest of an epoch after 3 and after 4 steps."""
     from sparkhvd.comm import session  # noqa: PLC0415
 
     rank = session.current().world.rank
     return [drawn(rank, Hooks(first_epoch=1, steps_done=steps)) for steps in (0, 3, 4)]
 
 
-def test_ranks_that_resume_their_own_epoch_go_on_with_their_numbers(group):
+def test_ranks_that_resume_their_own_epoch_continue_with_their_numbers(group):
     for undisturbed, resumed in group.run(undisturbed_and_resumed):
         assert undisturbed == resumed
 

@@ -1,4 +1,4 @@
-"""Interrupted and resumed training with Keras, and what callbacks stop, keep and export."""
+"""Interrupted and resumed training with Keras, and callbacks that stop, keep and export."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StopOn(keras.callbacks.Callback):
 
 
 class Together(Hooks):
-    """Ends the training on all ranks when one rank stops, as an estimator's hooks do."""
+    """Ends the training on all ranks when one rank stops, like an estimator's hooks."""
 
     def on_epoch_end(self, report, trainer):
         return bool(session.current().allreduce(np.array([float(super().on_epoch_end(report, trainer))]))[0] == 1)
@@ -64,7 +64,7 @@ def stop_on_one_rank():
     return len(hooks.steps)
 
 
-def test_a_callback_that_stops_one_rank_within_an_epoch_ends_the_training_of_all_after_it(group):
+def test_a_callback_that_stops_one_rank_within_an_epoch_ends_the_training_of_all_ranks_after_it(group):
     assert group.run(stop_on_one_rank) == [10, 10]
 
 
@@ -83,7 +83,7 @@ def train_averages(folder):
     return trained, artifact.load_model(own, compiled=False).get_weights()
 
 
-def test_the_exported_model_has_the_averages_of_its_weights_and_the_checkpoint_has_not(group, tmp_path):
+def test_the_exported_model_but_not_the_checkpoint_has_averaged_weights(group, tmp_path):
     (trained, exported), _ = group.run(train_averages, str(tmp_path))
     model, data = network(), rows(80)
     model.compile(optimizer=averaging(), loss=parameters()["loss"])
@@ -124,8 +124,8 @@ class Rising(keras.callbacks.Callback):
         logs["seen"] = logs["loss"] + 10 * (epoch > 0)
 
 
-# What watches the raised loss acts after the second of three epochs, or at the end of the training, on what it has seen
-# in the first one.
+# Callbacks that monitor the raised loss act after the second of three epochs, or at the end of the training, because of
+# the loss of the first epoch.
 WATCHED = {"monitor": "seen", "mode": "min"}
 CALLBACKS = {
     "random": [RandomRate],
@@ -139,8 +139,8 @@ CALLBACKS = {
 
 
 def resumable(kind):
-    """Return parameters with a state of their own between two epochs of ten batches."""
-    if kind == "accumulated":  # the last batch of an epoch is the first one of a step
+    """Return parameters that have a state between two epochs of ten batches."""
+    if kind == "accumulated":  # the last batch of an epoch is the first batch of a step
         return {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)}
     if kind == "swapped":
         return {"optimizer": averaging(), "callbacks": [swapping()]}
@@ -152,12 +152,12 @@ def resumable(kind):
 
 
 def continue_from_state(kind):
-    """Train three epochs at once, and the last two with another trainer: the results are equal."""
+    """Train three epochs, and the last two again with another trainer: the results are equal."""
     world = session.current().world
 
     class Keep(Hooks):
         def on_epoch_end(self, report, trainer):
-            if report.epoch == 0:  # as the Store does
+            if report.epoch == 0:  # like the Store
                 self.kept = session.current().broadcast(np.frombuffer(trainer.state(), np.uint8), 0).tobytes()
             return super().on_epoch_end(report, trainer)
 
@@ -182,7 +182,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(group, kind):
 
 
 def extend(kind):
-    """Train three epochs at once, and after a training of one epoch: the results are equal."""
+    """Train three epochs, and extend a training of one epoch to three: the results are equal."""
     world = session.current().world
 
     def trained(epochs, hooks, state=None):
@@ -199,12 +199,12 @@ def extend(kind):
 
 
 @pytest.mark.parametrize("kind", ["plain", "swapped"])
-def test_a_training_that_more_epochs_extend_equals_one_that_had_them_from_the_start(group, kind):
+def test_a_training_extended_by_epochs_equals_one_that_had_them_from_the_start(group, kind):
     group.run(extend, kind)
 
 
 def export_while_swapped(folder):
-    """Train two epochs; export the first one, the best, and return its weights as callbacks saw them."""
+    """Train two epochs, export the first one as the best, and return its weights in the view of callbacks."""
     packed = PLUGIN.pack(parameters(**resumable("swapped")))
     trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2), session.current().world)
     kept = []
@@ -244,7 +244,7 @@ class Rates(keras.callbacks.Callback):
 
 @dataclass
 class Begun(ArraySource):
-    """Delivers the rest of the second epoch as if other ranks had begun it."""
+    """Delivers the rest of the second epoch, as if other ranks had begun it."""
 
     def epoch(self, number, first_step=0):
         assert first_step == 0
@@ -252,8 +252,8 @@ class Begun(ArraySource):
 
 
 def rates_within_an_epoch():
-    """Return the rates of three epochs at once, and of the rest after other ranks did four batches of the second."""
-    rank, found = session.current().world.rank, []
+    """Return the rates of three epochs, and of their rest after other ranks did four batches of the second."""
+    rank, rates = session.current().world.rank, []
     for hooks in (Hooks(), Hooks(first_epoch=1, first_epoch_batches=6)):
         whole = source(EVEN, rank)
         rows_left = Begun(whole.schema, whole.columns, whole.mine, whole.everyones)
@@ -263,8 +263,8 @@ def rates_within_an_epoch():
         )
         trainer.fit(rows_left if hooks.first_epoch else whole, None, hooks)
         assert len(hooks.reports) == 3 - hooks.first_epoch
-        found.append(trainer._package.callbacks[1].noted)
-    return found
+        rates.append(trainer._package.callbacks[1].noted)
+    return rates
 
 
 def test_the_learning_rate_continues_in_an_epoch_that_other_ranks_began(group):
@@ -289,7 +289,7 @@ class Calls(keras.callbacks.Callback):
 
 
 def calls_within_an_epoch():
-    """Return what a callback sees of the rest of the second epoch and of the third."""
+    """Return the calls of a callback in the rest of the second epoch and in the third."""
     whole = source(EVEN, session.current().world.rank)
     rows_left = Begun(whole.schema, whole.columns, whole.mine, whole.everyones)
     packed = PLUGIN.pack(parameters(callbacks=[Calls()]))
@@ -304,7 +304,7 @@ def test_callbacks_see_one_training_although_it_resumes_within_an_epoch(group):
 
 
 def continue_within_an_epoch(kind):
-    """Train three epochs at once; and up to the middle of the second, resumed there by another trainer."""
+    """Train three epochs; also train to the middle of the second, and resume there with another trainer."""
     world = session.current().world
 
     def make():
@@ -316,7 +316,7 @@ def continue_within_an_epoch(kind):
         def on_step_end(self, report, trainer):
             if (report.epoch, report.step) == (1, 4):
                 own = report.rank_state()
-                state = session.current().broadcast(np.frombuffer(trainer.state(), np.uint8), 0)  # as the Store does
+                state = session.current().broadcast(np.frombuffer(trainer.state(), np.uint8), 0)  # like the Store
                 self.kept = state.tobytes(), tuple(objects.allgather_object(session.current(), report.metrics())), own
                 raise InterruptedError
 
@@ -348,7 +348,7 @@ def test_resuming_within_an_epoch_equals_an_uninterrupted_training(group, kind):
 
 
 class Halving(keras.Model):
-    """Reports a value that no metric computes, beside its metrics."""
+    """Reports its metrics, and a value that no metric computes."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -443,7 +443,7 @@ def test_rank_0_keeps_what_the_checkpoint_callback_saves(group, tmp_path):
     for one, other in zip(model.get_weights(), wanted, strict=True):
         np.testing.assert_array_equal(one, other)
     rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
-    assert rate == pytest.approx(0.02), "training it further would scale it again"
+    assert rate == pytest.approx(0.02), "a continued training would scale the rate again"
 
 
 def test_a_resumed_run_knows_its_best_epoch(group):

@@ -1,4 +1,4 @@
-"""Two ranks of Keras are one big batch: weights, statistics and predictions beside plain Keras."""
+"""Two ranks of Keras are one big batch: weights, statistics and predictions equal those of plain Keras."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparkhvd.data.schema import columns
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.training.history import average_over_ranks
-from tests.unit.estimators.arrays import ArraySource, Hooks, dealt, schema, spec
+from tests.unit.estimators.arrays import ArraySource, Hooks, partition_rows, schema, spec
 from tests.unit.estimators.keras.networks import (
     DATA,
     EMPTY_END,
@@ -96,7 +96,7 @@ def train_two_ended(sizes):
     return [weight for head in trainer._model.heads for weight in head.get_weights()]
 
 
-def test_a_subclass_with_a_preprocessing_layer_two_outputs_and_weights_is_one_big_batch_too(group):
+def test_a_subclass_with_a_preprocessing_layer_and_two_weighted_outputs_is_one_big_batch_too(group):
     mine, other = group.run(train_two_ended, EMPTY_END)
     model, data = prepared(), two_ended_rows(sum(map(sum, EMPTY_END)))
     model.compile(optimizer=keras.optimizers.Adam(0.02), loss=both(), loss_weights=[1.0, 0.5])
@@ -136,11 +136,11 @@ def train_with_two_optimizers(sizes):
     compiled_with = keras.optimizers.SGD(0.1, name="sgd")
     given = parameters(model=built(TwoOptimizers), optimizer=compiled_with, loss="mse", metrics=None)
     world = session.current().world
-    if world.rank == 0:  # as when it tries the model with real rows: its next optimizer has another name
+    if world.rank == 0:  # like a driver that has checked the model: the next optimizer has another name
         keras.optimizers.SGD()
     trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA, epochs=2), world)
     trainer.fit(source(sizes, world.rank), None, Hooks())
-    if world.rank != 0:  # names are equal again, for the next case
+    if world.rank != 0:  # makes the names equal for the next case
         keras.optimizers.SGD()
     return trainer._model.get_weights()
 
@@ -178,7 +178,7 @@ def test_every_rank_draws_its_own_random_numbers(group, make):
 
 
 def devices_by_torch():
-    """Return the GPU that a rank uses of two, and the device of a transform; None on another backend."""
+    """Return which of two GPUs a rank uses, and the device of a transform; None on another backend."""
     if keras.config.backend() != "torch":
         return None
     import torch  # noqa: PLC0415
@@ -262,7 +262,7 @@ TEXTS = schema(x=("feature", "str", (), "scalar"), y=("label", "int64", (), "sca
 
 
 class OfTexts(keras.Model):
-    """A subclassed model without declared inputs, which learns from the numbers of words."""
+    """A subclassed model without declared inputs, which learns from the indices of words."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -287,19 +287,19 @@ def train_on_texts(sizes):
     except ParamError as error:
         return str(error)
     trainer = PLUGIN.trainer(payload, spec(TEXTS, epochs=2), session.current().world)
-    trainer.fit(dealt(made, sizes, rank, TEXTS), None, Hooks())
+    trainer.fit(partition_rows(made, sizes, rank, TEXTS), None, Hooks())
     return trainer._model.get_weights()
 
 
 def test_text_trains_a_subclass_on_tensorflow_and_is_rejected_elsewhere(group):
-    """A rank may begin with no row at all."""
-    found, other = group.run(train_on_texts, [(8, 0), *PARTIAL_END])
-    if isinstance(found, str):
-        assert "'x' holds text, but only Keras' TensorFlow backend has string tensors" in found
+    """A rank may have no rows in the first step."""
+    weights, other = group.run(train_on_texts, [(8, 0), *PARTIAL_END])
+    if isinstance(weights, str):
+        assert "'x' holds text, but only Keras' TensorFlow backend has string tensors" in weights
         return
-    for one, two in zip(found, other, strict=True):
+    for one, two in zip(weights, other, strict=True):
         np.testing.assert_array_equal(one, two)
-    assert found[0].argmax(axis=1).tolist() == [2, 0, 1], "the place of each word's label"
+    assert weights[0].argmax(axis=1).tolist() == [2, 0, 1], "the label of each word"
 
 
 class FromOne(keras.layers.Layer):
@@ -316,7 +316,7 @@ class FromOne(keras.layers.Layer):
 
 
 def train_without_a_row(sizes):
-    """A rank without rows uses a row of another rank as placeholder."""
+    """Train on a rank without rows, which uses a row of another rank as placeholder."""
     model, rank = keras.Sequential([keras.Input((6,)), FromOne(), *network().layers]), session.current().world.rank
     how = spec(DATA, epochs=1, sample={"x": np.ones((1, 6)), "y": np.zeros(1, np.int64)})
     trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model)), how, session.current().world)
@@ -351,7 +351,7 @@ def train_on_doubles():
     given = parameters(data, model=model, loss="mse", metrics=None)
     trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data), session.current().world)
     columns = {"x": made["x"], "y": made["w"][:, None]}
-    own = dealt(columns, [(4, 4)], session.current().world.rank, data)
+    own = partition_rows(columns, [(4, 4)], session.current().world.rank, data)
     trainer.fit(own, own, hooks := Hooks())
     return hooks.reports[-1].validation["loss"][0]
 

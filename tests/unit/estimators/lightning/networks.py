@@ -9,18 +9,18 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.data import ColumnSpec, DataSchema
-from tests.unit.estimators.arrays import dealt, schema, spec
+from tests.unit.estimators.arrays import partition_rows, schema, spec
 
 SIZE = 2
 DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
 
 WEIGHTED = DataSchema((*DATA.columns, ColumnSpec("w", "float64", (), "weight", "scalar")))
 
-# Rows of every rank in the steps of an epoch.
+# The number of rows of every rank in each step of an epoch.
 EVEN = [(4, 4)] * 12
 SOME_EMPTY = [(5, 0), (3, 7), (4, 4), (3, 2), (1, 6), (6, 1), (4, 0)]
 
-# Per kind of module: a value that a safely opened checkpoint cannot contain.
+# By kind of module: hyperparameters that a checkpoint cannot contain if it is opened safely.
 HYPERPARAMETERS = {"with objects": {"loss": torch.nn.CrossEntropyLoss()}}
 
 
@@ -31,7 +31,7 @@ def network():
 
 def normalizing():
     torch.manual_seed(3)
-    # With a bias the gradient would be rounding alone, which Adam makes large.
+    # The gradient of a bias would consist of rounding errors, which Adam magnifies.
     layers = [torch.nn.Linear(6, 16, bias=False), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 3)]
     return torch.nn.Sequential(*layers).double()
 
@@ -45,8 +45,8 @@ def rows(count):
 
 def source(sizes, rank, data=DATA):
     """Return ``rank``'s part of the rows of all steps."""
-    found = rows(sum(map(sum, sizes)))
-    return dealt({name: values for name, values in found.items() if name in data.names()}, sizes, rank, data)
+    columns = rows(sum(map(sum, sizes)))
+    return partition_rows({name: values for name, values in columns.items() if name in data.names()}, sizes, rank, data)
 
 
 def flat(model):
@@ -66,7 +66,7 @@ def scheduled(optimizer, kind):
 
 
 def disturbed(trained, output):
-    """With what hooks made before the step."""
+    """Return the output changed by values that hooks have set before the step."""
     if trained.hparams["kind"] != "dropping":
         return output
     return torch.nn.functional.dropout(output, trained.dropped) + trained.average
@@ -129,7 +129,7 @@ def module(kind="simple", flavour="lightning.pytorch"):
             return loss
 
         def configure_optimizers(self):
-            optimizer = torch.optim.Adam(self.parameters(), lr=np.float64(0.02))  # as of numpy.logspace
+            optimizer = torch.optim.Adam(self.parameters(), lr=np.float64(0.02))  # like a value of numpy.logspace
             return scheduled(optimizer, self.hparams["kind"])
 
     return Simple(kind)

@@ -17,7 +17,7 @@ from tests.unit.estimators.lightning.networks import DATA, EVEN, SOME_EMPTY, mod
 
 
 def logged_by_rank_0():
-    """Return the record of an epoch in which only rank 0 logs, and the logger's interval."""
+    """Return the record of an epoch in which only rank 0 logs, and the interval of logging."""
     kind = type(module())
 
     class Alone(kind):
@@ -126,12 +126,12 @@ def test_the_batch_of_a_rank_without_rows_does_not_count_in_logged_sums_and_extr
         assert record.train["rows"] == count
         assert record.train["most"] == max(map(max, sizes))
         assert record.validation["rows"] == count
-        found = (record.validation["fewest"], record.validation["most"])
-        assert found == pytest.approx((column.min(), column.max()))
+        extremes = (record.validation["fewest"], record.validation["most"])
+        assert extremes == pytest.approx((column.min(), column.max()))
 
 
 def collected_by_hand(sizes):
-    """Return what steps collected in attributes of the module, and the number of steps that they counted."""
+    """Return the values that steps collected in attributes of the module, and their number of steps."""
 
     class Collecting(type(module())):
         def __init__(self):
@@ -152,20 +152,20 @@ def collected_by_hand(sizes):
             return super().validation_step(batch, index)
 
         def on_fit_end(self):
-            found.update(self.seen, rows=self.by_kind["rows"], steps=self.steps, total=float(self.total))
+            collected.update(self.seen, rows=self.by_kind["rows"], steps=self.steps, total=float(self.total))
 
-    rank, found = session.current().world.rank, {}
+    rank, collected = session.current().world.rank, {}
     trainer = trainer_of(Collecting(), how={}, trainer_args={"num_sanity_val_steps": 0})
     trainer.fit(source(sizes, rank), source(sizes, rank), Hooks())
-    return found
+    return collected
 
 
-def test_what_steps_collect_by_hand_has_each_row_once(group):
-    for rank, found in enumerate(group.run(collected_by_hand, SOME_EMPTY)):
+def test_values_that_steps_collect_by_hand_have_each_row_once(group):
+    for rank, collected in enumerate(group.run(collected_by_hand, SOME_EMPTY)):
         own = [step[rank] for step in SOME_EMPTY if step[rank]]
-        assert (found["train"], found["val"]) == (own, own)
-        assert (found["rows"], found["total"]) == (sum(own), sum(own))
-        assert found["steps"] == len(SOME_EMPTY), "ranks that count steps differently would diverge"
+        assert (collected["train"], collected["val"]) == (own, own)
+        assert (collected["rows"], collected["total"]) == (sum(own), sum(own))
+        assert collected["steps"] == len(SOME_EMPTY), "ranks with different step counts would diverge"
 
 
 def metric_with_a_graph(sizes):
@@ -221,7 +221,7 @@ def test_the_loss_of_the_last_validation_of_an_epoch_is_reported(group, more):
 
 
 def values_read_by_rank_0(progress_bar):
-    """Return what a callback of rank 0 alone reads of the values of an epoch, while the module computes a metric."""
+    """Return the values of an epoch that a callback reads only on rank 0 while the module computes a metric."""
     from lightning.pytorch import Callback  # noqa: PLC0415
 
     class Reading(Callback):
@@ -253,7 +253,7 @@ def values_read_by_rank_0(progress_bar):
 
 
 @pytest.mark.parametrize("progress_bar", [False, True], ids=["callback", "progress bar"])
-def test_rank_0_alone_may_read_the_values_of_an_epoch(group, progress_bar):
+def test_a_single_rank_may_read_the_values_of_an_epoch(group, progress_bar):
     (found, record), (other, _) = group.run(values_read_by_rank_0, progress_bar)
     assert other == []
     assert record.train.keys() == {"loss", "accuracy", "twice"}

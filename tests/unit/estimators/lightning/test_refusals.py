@@ -35,7 +35,7 @@ def lbfgs_with_schedule(model):
     return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
 
-# Modules that are refused, or only seem to be such.
+# Modules that are refused, or only look as if they should be.
 ADAPTED = {
     "lazy": lazy,
     "lazy until setup": lambda: lazy(setup=lambda model, stage: model.layers(torch.zeros(2, 6))),
@@ -126,7 +126,7 @@ def test_unsupported_parameters_are_refused_on_the_driver(group, more, message):
 
 
 def particular(raises):
-    """Check a module whose forward pass cannot take rows of zeros: it looks up ids from 1, or checks its input."""
+    """Check a module whose forward pass rejects rows of zeros: it looks up ids from 1, or checks its input."""
 
     class Particular(type(module())):
         def __init__(self):
@@ -142,11 +142,11 @@ def particular(raises):
 
 
 @pytest.mark.parametrize("raises", [None, ValueError, AssertionError, RuntimeError, KeyError])
-def test_rows_of_zeros_do_not_refuse_a_module_that_real_rows_may_suit(group, raises):
+def test_a_module_that_fails_only_on_rows_of_zeros_is_not_refused(group, raises):
     assert group.run(particular, raises)[0] == []
 
 
-def misread(batch_format, kind):
+def error_of_wrong_batch_format(batch_format, kind):
     import lightning.pytorch as lightning  # noqa: PLC0415
 
     from sparkhvd.errors import DataError  # noqa: PLC0415
@@ -187,4 +187,4 @@ def misread(batch_format, kind):
     ],
 )
 def test_an_error_from_the_wrong_batch_format_comes_with_a_hint(group, batch_format, kind, message):
-    assert re.search(message, group.run(misread, batch_format, kind)[0])
+    assert re.search(message, group.run(error_of_wrong_batch_format, batch_format, kind)[0])

@@ -34,7 +34,7 @@ from tests.unit.estimators.lightning.networks import (
 
 
 class Keeping(Hooks):
-    """Takes the state like a checkpoint: only on rank 0, at the end of an epoch."""
+    """Keeps the state like a checkpoint: only on rank 0, at the end of an epoch."""
 
     def on_epoch_end(self, report, trainer):
         self.state = trainer.state() if session.current().world.rank == 0 else None
@@ -51,14 +51,14 @@ def continued(kind, keeps_best=False):
     for stops in ((1,), (4,), (2, 3, 4)) if keeps_best else ((4,), (2, 4)):
         state, first = None, 0
         for epochs in stops:
-            # The loss falls: by the highest one, the first epoch is the best.
+            # The loss falls, so the first epoch has the highest loss, which counts as the best.
             best = [ModelCheckpoint(monitor="val_loss", mode="max", save_top_k=2)] if keeps_best else []
             trainer, hooks = trainer_of(module(kind), epochs, callbacks=best), Keeping(first_epoch=first)
             if state is not None:
                 trainer.restore(state)
             trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
             assert [report.epoch for report in hooks.reports] == list(range(first, epochs))
-            state, first = hvd.broadcast_object(hooks.state, 0), epochs  # as all ranks read it from the Store
+            state, first = hvd.broadcast_object(hooks.state, 0), epochs  # like ranks that read it from the Store
         found.append(flat(trainer._package.model) if rank == 0 or not keeps_best else None)
     return found
 
@@ -105,7 +105,7 @@ def continued_after_unfreezing(within):
             if epoch == 1 and not within:
                 self.unfreeze_and_add_param_group(trained.layers[0], optimizer)
 
-    rank, found = session.current().world.rank, []
+    rank, results = session.current().world.rank, []
     for stops in ((4,), (3, 4)):
         state, first = None, 0
         for epochs in stops:
@@ -117,19 +117,19 @@ def continued_after_unfreezing(within):
                 trainer.restore(state)
             trainer.fit(source(EVEN, rank), None, hooks)
             state, first = hvd.broadcast_object(hooks.state, 0), epochs
-        found.append(flat(trainer._package.model))
-    return found
+        results.append(flat(trainer._package.model))
+    return results
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["callback", "module"])
-def test_what_an_earlier_epoch_unfroze_trains_on_in_a_resumed_run(group, within):
+def test_layers_that_an_earlier_epoch_unfroze_continue_to_train_in_a_resumed_run(group, within):
     for undisturbed, resumed in group.run(continued_after_unfreezing, within):
         assert not np.array_equal(undisturbed[:96], flat(network())[:96])
         assert np.array_equal(undisturbed, resumed)
 
 
 def ended_by_steps():
-    """Return the epochs, parameters and losses of a run of 30 steps in 12 per epoch, and of one that resumes."""
+    """Return the epochs, parameters and losses of a run of 30 steps, with 12 per epoch, and of one that resumes."""
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
     class Ending(Keeping):
@@ -139,7 +139,7 @@ def ended_by_steps():
                 raise InterruptedError
             return True
 
-    rank, found = session.current().world.rank, []
+    rank, results = session.current().world.rank, []
     for stops in ((None,), (0, None), (0, 1, None)):
         state, first, reports = None, 0, []
         for last in stops:
@@ -152,8 +152,8 @@ def ended_by_steps():
             reports += [(report.epoch, report.train["loss"]) for report in hooks.reports]
             state = hvd.broadcast_object(hooks.state, 0)
             first = (last or 0) + 1
-        found.append((flat(trainer._package.model), reports, trainer._trainer.global_step))
-    return found
+        results.append((flat(trainer._package.model), reports, trainer._trainer.global_step))
+    return results
 
 
 def test_a_run_that_max_steps_will_end_resumes_with_its_next_epoch(group):
@@ -165,12 +165,12 @@ def test_a_run_that_max_steps_will_end_resumes_with_its_next_epoch(group):
 
 
 def continued_at_the_rate_that_was_found():
-    """Return parameters and rates as ``continued`` does, where a LearningRateFinder has set the learning rate."""
+    """Return parameters and rates of runs like those of ``continued``, with a rate set by a LearningRateFinder."""
     from lightning.pytorch.callbacks import LearningRateFinder  # noqa: PLC0415
 
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
-    rank, found = session.current().world.rank, []
+    rank, results = session.current().world.rank, []
     for stops in ((4,), (2, 4)):
         state, first = None, 0
         for epochs in stops:
@@ -181,8 +181,8 @@ def continued_at_the_rate_that_was_found():
             trainer.fit(source(EVEN, rank), None, hooks)
             assert [report.epoch for report in hooks.reports] == list(range(first, epochs))
             state, first = hvd.broadcast_object(hooks.state, 0), epochs
-        found.append((flat(trainer._package.model), set(hooks.rates)))
-    return found
+        results.append((flat(trainer._package.model), set(hooks.rates)))
+    return results
 
 
 def test_a_resumed_run_keeps_the_learning_rate_that_was_found_at_its_start(group):
@@ -251,7 +251,7 @@ def test_the_best_epoch_may_precede_a_change_of_the_optimizers_groups(group):
 
 
 class Recording(First):
-    """Keeps the history, too."""
+    """Also keeps the history."""
 
     def on_epoch_end(self, report, trainer):
         self.history = (*self.history, average_over_ranks(report, session.current()))
@@ -259,7 +259,7 @@ class Recording(First):
 
 
 def averaged_with_batch_normalization():
-    """Return the epochs and parameters of a whole run, of a fit of the run that is over, and of one that was ended."""
+    """Return the epochs and parameters of a whole run, of a second fit of it, and of a fit after early stopping."""
     from lightning.pytorch.callbacks import StochasticWeightAveraging  # noqa: PLC0415
 
     import sparkhvd.torch as hvd  # noqa: PLC0415
@@ -277,20 +277,20 @@ def averaged_with_batch_normalization():
     trainer = fitted_with(whole)
     over = Recording(first_epoch=len(whole.history), history=whole.history)
     again = fitted_with(over, whole.state)
-    ended = Recording(first_epoch=2, history=whole.history[:1])  # as early stopping ends it
+    ended = Recording(first_epoch=2, history=whole.history[:1])  # like a run that early stopping has ended
     fitted_with(ended, whole.first)
     epochs = [[report.epoch for report in hooks.reports] for hooks in (whole, over, ended)]
     return epochs, rank or flat(trainer._package.model), rank or flat(again._package.model)
 
 
-def test_a_run_that_is_over_trains_no_epoch_that_callbacks_add(group):
+def test_a_finished_run_trains_no_epoch_that_callbacks_add(group):
     for epochs, parameters, unchanged in group.run(averaged_with_batch_normalization):
         assert epochs == [[0, 1, 2], [], []]
         assert np.array_equal(parameters, unchanged)
 
 
 class Rates(Keeping):
-    """Notes the learning rate at the end of every epoch, which is that of the next."""
+    """Records the learning rate at the end of every epoch, which applies to the next epoch."""
 
     def on_epoch_end(self, report, trainer):
         self.rates = [*getattr(self, "rates", ()), trainer._trainer.optimizers[0].param_groups[0]["lr"]]
@@ -301,15 +301,15 @@ def rates_of_scaled_runs():
     """Return the rates of a run by ``SIZE`` ranks, and of a run that one rank began and these ranks resume."""
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
-    rank, found, state = session.current().world.rank, [], None
+    rank, results, state = session.current().world.rank, [], None
     for scaled, first, epochs in ((True, 0, 4), (False, 0, 1), (True, 1, 4)):
         trainer, hooks = trainer_of(module("composed"), epochs, {"scale_lr": scaled}), Rates(first_epoch=first)
         if first:
             trainer.restore(state)
         trainer.fit(source(EVEN, rank), None, hooks)
         state = hvd.broadcast_object(hooks.state, 0)
-        found.append(hooks.rates)
-    return found
+        results.append(hooks.rates)
+    return results
 
 
 def test_the_learning_rate_is_rescaled_in_a_run_that_resumes_on_another_number_of_ranks(group):
@@ -319,7 +319,7 @@ def test_the_learning_rate_is_rescaled_in_a_run_that_resumes_on_another_number_o
 
 
 class Interrupting(Hooks):
-    """Takes the state within an epoch, like a checkpoint, and stops the training there."""
+    """Keeps the state within an epoch, like a checkpoint, and stops the training there."""
 
     def on_step_end(self, report, trainer):
         super().on_step_end(report, trainer)
@@ -332,7 +332,7 @@ class Interrupting(Hooks):
 
 @dataclass
 class Begun(ArraySource):
-    """Provides the rest of the second epoch as if another number of ranks had begun it."""
+    """Provides the rest of the second epoch, as if another number of ranks had begun it."""
 
     done: int = 6
 
@@ -354,7 +354,7 @@ def fitted(kind, hooks, rows_left=None, state=None, epochs=3, **more):
     return trainer
 
 
-def broken_off(kind, **more):
+def states_within_an_epoch(kind, **more):
     """Return the state after six batches of the second epoch, and this rank's own state."""
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
@@ -380,20 +380,20 @@ def interrupted(kind, passes, by_others):
     more = scheduled if is_scheduled else {"trainer_args": {"accumulate_grad_batches": passes}}
     undisturbed = Hooks()
     wanted = flat(fitted(kind, undisturbed, **more)._package.model)
-    state, own = broken_off(kind, **more)
+    state, own = states_within_an_epoch(kind, **more)
     rows_left, hooks = None, Hooks(first_epoch=1, first_step=6, rank_state=own)
     if by_others:
         rows_left, hooks = begun_by_others(6)
-    found = flat(fitted(kind, hooks, rows_left, state, **more)._package.model)
+    resumed = flat(fitted(kind, hooks, rows_left, state, **more)._package.model)
     steps = [(report.epoch, report.step, report.whole) for report in hooks.steps]
     before = {1: 6} if by_others else {}
     assert steps == [
         (r.epoch, r.step - before.get(r.epoch, 0), r.whole) for r in undisturbed.steps if (r.epoch, r.step) > (1, 6)
     ]
-    assert [report.steps for report in hooks.reports] == [len(LONGER) - 6, len(LONGER)], "those that were timed"
+    assert [report.steps for report in hooks.reports] == [len(LONGER) - 6, len(LONGER)], "only timed steps count"
     one, other = (average_over_ranks(each.reports[-1], session.current()) for each in (hooks, undisturbed))
     assert (one.train, one.validation) == (other.train, other.validation)
-    return wanted, found
+    return wanted, resumed
 
 
 @pytest.mark.parametrize(
@@ -411,29 +411,29 @@ def interrupted(kind, passes, by_others):
     ],
 )
 def test_a_run_interrupted_within_an_epoch_ends_like_an_uninterrupted_one(group, kind, passes, by_others):
-    """This holds for dropout, changes by hooks of a batch or an epoch's start, other ranks, and gradients that stay."""
-    for wanted, found in group.run(interrupted, kind, passes, by_others):
-        assert np.array_equal(wanted, found)
+    """Check dropout, changes by hooks at the start of a batch or epoch, other ranks, and gradients that are kept."""
+    for wanted, resumed in group.run(interrupted, kind, passes, by_others):
+        assert np.array_equal(wanted, resumed)
 
 
 def resumed_by_others_with_a_limit(done, limit):
-    """Return the steps that ranks report which take over the rest of an epoch of at most ``limit`` steps."""
+    """Return the reported steps of ranks that take over the rest of an epoch of at most ``limit`` steps."""
     limited = {"trainer_args": {"limit_train_batches": limit}}
-    state, _ = broken_off("simple", **limited)
+    state, _ = states_within_an_epoch("simple", **limited)
     rows_left, hooks = begun_by_others(done)
     fitted("simple", hooks, rows_left, state, **limited)
     return [(report.step, report.steps) for report in hooks.steps if report.epoch == 1]
 
 
 def test_steps_of_an_epoch_that_other_ranks_began_are_those_of_its_rest(group):
-    """Checkpoints hold this position; resuming from another one would skip rows or repeat them."""
+    """Checkpoints have these positions; resuming from others would skip or repeat rows."""
     for steps in group.run(resumed_by_others_with_a_limit, 6, 9):
         assert steps == [(1, 3), (2, 3), (3, 3)]
 
 
 @dataclass
 class LongRest(ArraySource):
-    """Provides a rest of the second epoch that has more steps than a whole one."""
+    """Provides a rest of the second epoch that has more steps than a whole epoch."""
 
     def epoch(self, number, first_step=0):
         steps = slice(None) if number == 1 else slice(len(SOME_EMPTY))
@@ -445,7 +445,7 @@ class LongRest(ArraySource):
 
 
 def resumed_with_a_long_rest(kind):
-    """Return the steps of the epochs that were trained, the validated ones, and how many steps Lightning estimated."""
+    """Return the steps of the trained epochs, the validated epochs, and Lightning's estimate of the steps."""
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
     class Estimating(type(module(kind))):
@@ -466,7 +466,7 @@ def resumed_with_a_long_rest(kind):
 
 
 @pytest.mark.parametrize("kind", ["simple", "plateau by step on twice"])
-def test_an_epoch_may_resume_with_more_steps_than_a_whole_one_has(group, kind):
+def test_an_epoch_may_resume_with_more_steps_than_a_whole_epoch(group, kind):
     long, short = len(LONGER), len(SOME_EMPTY)
     for rank, (steps, rows, validated, estimated) in enumerate(group.run(resumed_with_a_long_rest, kind)):
         assert steps == [
@@ -527,7 +527,7 @@ def continued_where_lightning_would_validate(done):
         def on_validation_end(self, trainer, _module):
             self.after.append((trainer.current_epoch, trainer.fit_loop.batch_idx + 1))
 
-    state, _ = broken_off("plateau by step on twice")
+    state, _ = states_within_an_epoch("plateau by step on twice")
     rows_left, hooks = begun_by_others(done)
     more = {"trainer_args": {"val_check_interval": 7}, "callbacks": [Validations()]}
     trainer = fitted("plateau by step on twice", hooks, rows_left, state, 2, **more)
@@ -537,13 +537,13 @@ def continued_where_lightning_would_validate(done):
 
 @pytest.mark.parametrize(("done", "after"), [(0, [7, 14]), (7, [14])])
 def test_another_number_of_ranks_may_resume_where_lightning_would_validate(group, done, after):
-    """It treats the batch before that validation as unfinished, and has no metrics of it."""
+    """Lightning treats the batch before that validation as unfinished, and has no metrics for it."""
     wanted = [(1, batch) for batch in after], len(LONGER) + 6 + len(LONGER) - done
     assert group.run(continued_where_lightning_would_validate, done) == [wanted] * SIZE
 
 
 def whole_steps(kind, arguments):
-    """Return the steps of two epochs of seven steps after which a checkpoint is complete."""
+    """Return the steps, in two epochs of seven steps, after which a checkpoint would be complete."""
     rank, hooks = session.current().world.rank, Hooks()
     trainer_of(module(kind), 2, trainer_args=arguments).fit(source(SOME_EMPTY, rank), source(SOME_EMPTY, rank), hooks)
     return [(report.epoch, report.step) for report in hooks.steps if report.whole]
@@ -565,7 +565,7 @@ def test_no_checkpoint_is_made_before_a_validation_or_the_end_or_between_steps(g
 
 
 def kept_with_an_object():
-    """Return the error on rank 0, which alone makes the checkpoint."""
+    """Return the error on rank 0, the only rank that makes the checkpoint."""
     import lightning.pytorch as lightning  # noqa: PLC0415
 
     class Noting(lightning.Callback):
@@ -595,9 +595,9 @@ def ended_three_times(folder, rule):
         def on_train_end(self, _trainer, module):
             torch.nn.init.zeros_(module.layers[-1].weight)
 
-    found, rank = [], session.current().world.rank
+    results, rank = [], session.current().world.rank
     for _ in range(3):
-        # The loss falls, so by the highest one the training ends after the second epoch.
+        # The loss falls, so stopping by the highest loss ends the training after the second epoch.
         callbacks = [Zeros()] if rule else [Zeros(), EarlyStopping("val_loss", mode="max", patience=1)]
         how = {"early_stopping": policies.EarlyStopping("val_loss", 1, mode="max")} if rule else {}
         trainer = trainer_of(module(), 6, how, callbacks=callbacks)
@@ -605,8 +605,8 @@ def ended_three_times(folder, rule):
         if hooks.resume.checkpoint is not None:
             trainer.restore(hooks.resume.checkpoint.state)
         trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
-        found.append((len(hooks.history), flat(trainer._package.model)))
-    return found
+        results.append((len(hooks.history), flat(trainer._package.model)))
+    return results
 
 
 @pytest.mark.parametrize("rule", [False, True])
@@ -631,7 +631,7 @@ class Fading(torch.nn.Module):
 
 
 def resumed_with_a_fading_loss(sizes):
-    """Return the weight of the loss and the parameters of an undisturbed and of a resumed run."""
+    """Return the weight of the loss and the parameters of an undisturbed and a resumed run."""
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
     rank, found = session.current().world.rank, []
@@ -802,7 +802,7 @@ def on_rank_0(function):
 
 
 def train_with_attributes(end):
-    """Return weights and attributes of an undisturbed run and one in two parts, and what the checkpoint lacks."""
+    """Return weights and attributes of an undisturbed run and of one in two parts, and the attributes that it lost."""
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
     rows = source(EVEN, session.current().world.rank)
@@ -848,7 +848,7 @@ def test_a_resumed_run_continues_with_numbers_and_tensors_in_attributes(group, e
 
 
 def steps_before_a_callback_stops():
-    """Return epoch, step and whether a checkpoint is allowed there, if all ranks stop within the second epoch."""
+    """Stop all ranks within the second epoch; return epoch, step, and whether a checkpoint is allowed, by step."""
     from lightning.pytorch import Callback  # noqa: PLC0415
 
     class Stop(Callback):
@@ -861,7 +861,7 @@ def steps_before_a_callback_stops():
 
 
 def test_no_checkpoint_is_made_at_the_step_at_which_a_callback_ends_the_training(group):
-    """A run that resumed there would train the rest of the epoch, and further epochs."""
+    """A run resumed from it would train the rest of the epoch, and further epochs."""
     assert group.run(steps_before_a_callback_stops) == [[(1, True), (2, True), (3, False)]] * SIZE
 
 
@@ -885,7 +885,7 @@ def test_a_resumed_run_ends_after_min_epochs_if_a_callback_stopped_it_before(gro
         assert_equal_values(undisturbed, resumed, rel=1e-6)
 
 
-def refusal_of_an_own_loader(how):
+def refusal_of_a_user_defined_loader(how):
     from lightning.pytorch import LightningDataModule  # noqa: PLC0415
 
     class Own(LightningDataModule):
@@ -906,7 +906,7 @@ def refusal_of_an_own_loader(how):
     ],
     ids=["every_steps", "elastic"],
 )
-def test_a_loader_whose_position_cannot_be_saved_is_refused_where_runs_resume_within_epochs(group, how, remedy):
-    for message in group.run(refusal_of_an_own_loader, how):
+def test_a_loader_without_a_saved_position_is_refused_if_runs_resume_within_epochs(group, how, remedy):
+    for message in group.run(refusal_of_a_user_defined_loader, how):
         assert message.startswith("data_module trains on a loader of its own, whose position within an epoch cannot")
         assert message.endswith(remedy)

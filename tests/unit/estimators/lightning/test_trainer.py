@@ -1,4 +1,4 @@
-"""An estimator's training with Lightning in real ranks, without Spark."""
+"""The training of LightningEstimator in real ranks, without Spark."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trained(sizes, kind, epochs, more):
 
 
 def trained_plainly(steps, epochs=1, clip=None, model=None, *, weighted=False):
-    """Plain PyTorch on the global batches; parameters, and loss and accuracy of the last epoch."""
+    """Train with plain PyTorch on the global batches; return parameters, and loss and accuracy of the last epoch."""
     model = model or network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     data = rows(sum(steps))
@@ -64,9 +64,9 @@ def trained_plainly(steps, epochs=1, clip=None, model=None, *, weighted=False):
     return flat(model), losses / sum(steps), right / sum(steps)
 
 
-def relative_error(found, wanted):
+def relative_error(parameters, wanted):
     assert np.linalg.norm(wanted - flat(network())) > 0.05 * np.linalg.norm(wanted)  # it has learned something
-    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    return np.linalg.norm(parameters - wanted) / np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("sizes", [EVEN, SOME_EMPTY], ids=["even", "some empty"])
@@ -83,7 +83,7 @@ def test_all_ranks_together_are_one_big_batch_and_logged_values_are_over_all_row
 
 
 @pytest.mark.parametrize("sizes", [SOME_EMPTY, [(5, 0), (7, 0), (4, 0)]])
-def test_synchronized_batch_normalization_equals_the_big_batch_also_without_rows_on_a_rank(group, sizes):
+def test_synchronized_batch_normalization_equals_the_big_batch_even_without_rows_on_a_rank(group, sizes):
     wanted, loss, _ = trained_plainly([sum(step) for step in sizes], epochs=2, model=normalizing())
     found = group.run(trained, sizes, "normalizing", 2, {"trainer_args": {"sync_batchnorm": True}})
     for parameters, record in found:
@@ -149,7 +149,7 @@ def keep_the_worst_epoch(sizes, kind):
 
 
 @pytest.mark.parametrize("kind", ["renamed", "partial"])
-def test_weights_are_loaded_as_the_module_saves_them(group, kind):
+def test_weights_are_loaded_in_the_form_in_which_the_module_saves_them(group, kind):
     wanted, *_ = trained_plainly([8] * 12, epochs=1)
     (best, restored), _ = group.run(keep_the_worst_epoch, EVEN, kind)
     assert relative_error(best, wanted) < 1e-5
@@ -174,14 +174,14 @@ def validated_twice_an_epoch(sizes):
     return loss, wanted.item()
 
 
-def test_a_validation_measures_the_returned_model_also_with_a_callback_that_replaces_its_weights(group):
+def test_a_validation_measures_the_returned_model_even_if_a_callback_replaces_its_weights(group):
     found = group.run(validated_twice_an_epoch, [(5, 3), (2, 7), (4, 0), (3, 2)])
     for loss, wanted in found:
         assert loss == pytest.approx(wanted, rel=1e-6)
 
 
-def test_accumulated_and_clipped_batches_make_one_bigger_batch_also_at_the_end_of_the_epoch(group):
-    """Seven is not a multiple of three: the last batch forms its own step."""
+def test_accumulated_and_clipped_batches_make_one_larger_batch_even_at_the_end_of_the_epoch(group):
+    """Seven is not a multiple of three, so the last batch is a step of its own."""
     each = [sum(step) for step in SOME_EMPTY]
     wanted, *_ = trained_plainly([sum(each[i : i + 3]) for i in range(0, 7, 3)], clip=0.2)
     arguments = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.2}
@@ -224,7 +224,7 @@ def test_a_plain_module_trains_towards_its_loss_and_its_metrics_are_those_of_all
     }
     for parameters, record in group.run(plain_module, SOME_EMPTY):
         assert relative_error(parameters, wanted) < 1e-5
-        assert 0 < record.train.pop("f1.macro") < after["f1.macro"]  # of the model while it was learning
+        assert 0 < record.train.pop("f1.macro") < after["f1.macro"]  # the model improved during the epoch
         assert record.train == pytest.approx({"loss": loss, "accuracy": accuracy}, rel=1e-5)
         assert record.validation == pytest.approx(after, rel=1e-4)
 
@@ -336,7 +336,7 @@ def hot_start(folder):
     return optimizer.param_groups[0]["lr"], float(moments.abs().sum())
 
 
-def test_a_plain_modules_optimizer_comes_back_with_its_state_and_its_own_learning_rate(group, tmp_path):
+def test_a_plain_modules_optimizer_is_returned_with_its_state_and_unscaled_learning_rate(group, tmp_path):
     for rate, moments in group.run(hot_start, str(tmp_path)):
         assert rate == pytest.approx(0.02)
         assert moments > 0
@@ -395,10 +395,10 @@ def opened(folder):
 
 def test_callbacks_agree_loggers_write_and_the_files_open_without_spark(group, tmp_path):
     (epochs, parameters), (others_epochs, _) = group.run(exported, str(tmp_path))
-    assert epochs == others_epochs == 2, "the loss falls, so a fit for the highest one ends after the second epoch"
+    assert epochs == others_epochs == 2, "stopping by the highest loss ends the fit after the second epoch"
     again, same = group.run(opened, str(tmp_path))[0]
     assert np.array_equal(again, parameters)
-    assert same, "a transform predicts something else than the checkpoint's module"
+    assert same, "the predictor and the module of the checkpoint differ"
     names = zipfile.ZipFile(tmp_path / "logs.zip").namelist()
     assert any(name.endswith("metrics.csv") for name in names), names
 
@@ -410,9 +410,9 @@ def losses_by_step():
 
 
 def test_every_step_with_rows_on_the_rank_is_reported_with_its_loss(group):
-    found = group.run(losses_by_step)
+    reported = group.run(losses_by_step)
     for rank in range(SIZE):
-        assert found[rank] == [(step + 1, 7, sizes[rank] == 0) for step, sizes in enumerate(SOME_EMPTY)]
+        assert reported[rank] == [(step + 1, 7, sizes[rank] == 0) for step, sizes in enumerate(SOME_EMPTY)]
 
 
 def gathering(sizes):
@@ -436,7 +436,7 @@ def test_a_rank_without_rows_takes_part_in_the_gradients_of_gathered_tensors(gro
 
 
 class Shortening(torch.nn.Module):
-    """A model whose forward pass changes the rows of its weights that it looks up."""
+    """A model whose forward pass shortens the embeddings that it looks up."""
 
     def __init__(self):
         super().__init__()
@@ -457,7 +457,7 @@ def shortening(sizes, automatic):
             self.layers, self.automatic_optimization = Shortening(), automatic
 
         def on_train_batch_end(self, *_):
-            """Omit what the other modules average here."""
+            """Skip the averages of the base class."""
 
         def training_step(self, batch, index):
             loss = torch.nn.functional.cross_entropy(self(batch["x"]), batch["y"])
@@ -481,7 +481,7 @@ def shortening(sizes, automatic):
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_embeddings_with_a_largest_norm_shorten_the_rows_of_all_ranks(group, automatic):
+def test_embeddings_with_max_norm_shorten_the_rows_of_all_ranks(group, automatic):
     first, second = group.run(shortening, SOME_EMPTY, automatic)
     assert np.allclose(first, second, atol=1e-7)
     model, sizes = Shortening(), [sum(step) for step in SOME_EMPTY]
@@ -499,7 +499,7 @@ def test_embeddings_with_a_largest_norm_shorten_the_rows_of_all_ranks(group, aut
 
 
 def orders_read(trainer_args):
-    """Return the epochs whose order of rows is read."""
+    """Return the epochs in whose order the rows are read."""
     rows = source(EVEN, session.current().world.rank)
     read, epoch = [], rows.epoch
 
@@ -518,7 +518,7 @@ def test_overfit_batches_trains_on_the_same_batches_in_every_epoch(group):
 
 
 def after_a_trial(sizes):
-    """Train with a LearningRateFinder that can only find the module's own rate."""
+    """Train with a LearningRateFinder that can only find the rate of the module."""
     from lightning.pytorch.callbacks import LearningRateFinder  # noqa: PLC0415
 
     rank = session.current().world.rank
@@ -541,7 +541,7 @@ def test_the_trial_of_a_learning_rate_finder_counts_neither_in_the_history_nor_a
 
 
 def synchronized_with_masked_rows(sizes):
-    """Train with a loss that is NaN for the placeholder of a rank without rows: it is over rows with other labels."""
+    """Train with a loss over rows of other labels than the placeholder's, which is NaN on a rank without rows."""
 
     class Masked(type(module())):
         def training_step(self, batch, _index):
@@ -572,7 +572,7 @@ def test_the_loss_of_the_placeholder_row_of_a_rank_without_rows_may_be_nan(group
 
 
 def numbers_of_an_epoch_and_of_its_rest():
-    """Return what this rank draws in a whole epoch of six steps, and in the last three, which other ranks began."""
+    """Return the random numbers of a whole epoch of six steps, and of its last three steps after other ranks."""
 
     class Drawing(type(module())):
         def __init__(self):
@@ -583,12 +583,12 @@ def numbers_of_an_epoch_and_of_its_rest():
             self.numbers.append(float(torch.rand(())))
             return super().training_step(batch, index)
 
-    found, rank = [], session.current().world.rank
+    numbers, rank = [], session.current().world.rank
     for steps, hooks in ((6, Hooks()), (3, Hooks(first_epoch_batches=3, steps_done=3))):
         trainer = trainer_of(Drawing())
         trainer.fit(source(EVEN[:steps], rank), None, hooks)
-        found.append(trainer._package.model.numbers)
-    return found
+        numbers.append(trainer._package.model.numbers)
+    return numbers
 
 
 def test_ranks_that_resume_an_epoch_of_others_do_not_draw_their_numbers_again(group):

@@ -62,7 +62,7 @@ def mlflow(tmp_path, monkeypatch):
     return pytest.importorskip("mlflow")
 
 
-@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")  # MLflow's, of its own code
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")  # a warning about MLflow's own code
 def test_the_active_run_gets_parameters_metrics_by_epoch_and_a_model(mlflow, model, network):
     track(model, {"batch_size": 5})  # no run is active: nothing happens
     with mlflow.start_run() as run:
@@ -130,7 +130,7 @@ def test_a_second_training_in_one_run_gets_a_nested_run(mlflow, model, monkeypat
 
 
 def test_a_fit_in_another_thread_gets_a_run_nested_in_the_callers(mlflow, model, monkeypatch):
-    """A CrossValidator copies the estimator and fits the copies in threads."""
+    """Fit in a thread, like a CrossValidator, which fits copies of the estimator in threads."""
     monkeypatch.setattr(mlflow_tracking, "log_model", lambda *_, **_more: None)
     estimator = TorchEstimator()
 

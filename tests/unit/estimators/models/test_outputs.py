@@ -125,7 +125,7 @@ def test_values_that_an_integer_type_cannot_hold_are_null(values, column, arrow,
         values = np.array(values, dtype)
     encoded = encode_output(values, column, arrow).to_pylist()
     if dtype is np.float16 and column.type == "bigint":
-        expected = [None, None, None]  # they are infinite
+        expected = [None, None, None]  # these values are infinite
     assert encoded == expected
 
 
@@ -173,7 +173,7 @@ def test_the_gpu_of_a_task_has_the_index_that_cuda_uses():
     assert device_number([], "0") is None
 
 
-def test_types_are_checked_as_far_as_outputs_and_labels_are_known():
+def test_types_are_checked_against_the_known_outputs_and_labels():
     with pytest.raises(ParamError, match="'p' has the type 'double', one value per row"):
         check_types(["o", "p"], ["auto", "double"], [NUMBER, SCORES], [label("int32")] * 2)
     check_types(["o", "p"], ["auto", "label"], [], [])

@@ -50,7 +50,7 @@ def test_the_values_of_the_ranks_environment_are_not_saved(saved, given, caplog)
         assert (loaded.getBackend().num_processes(), loaded.getBackend().env) == (2, {})
 
 
-def test_a_store_comes_back_with_its_paths_and_settings(saved, tmp_path):
+def test_a_loaded_store_has_its_paths_and_settings(saved, tmp_path):
     paths = {name: str(tmp_path / "data" / name) for name in ("train_path", "val_path", "test_path", "runs_path")}
     store = Store.create(str(tmp_path / "own"), save_runs=False, **paths)
     loaded = saved[0](TorchEstimator(store=store)).getStore()
@@ -79,7 +79,7 @@ class Twice(torch.nn.Module):
 @pytest.mark.parametrize(
     "make", [lambda: torch.jit.script(torch.nn.Linear(2, 1)), lambda: Twice(torch.jit.script)], ids=["whole", "parts"]
 )
-def test_a_model_of_torchscript_comes_back_with_its_optimizer(saved, make):
+def test_a_model_of_torchscript_is_loaded_with_its_optimizer(saved, make):
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     loaded = saved[0](TorchEstimator(model=model, optimizer=optimizer))
@@ -92,7 +92,7 @@ def test_a_model_of_torchscript_comes_back_with_its_optimizer(saved, make):
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_a_keras_model_comes_back_with_the_class_of_its_layer(saved, given):
+def test_a_keras_model_is_loaded_with_the_class_of_its_layer(saved, given):
     class Scaled(keras.layers.Layer):
         def call(self, x):
             return 3 * x

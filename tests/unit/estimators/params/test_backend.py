@@ -23,7 +23,7 @@ def test_a_backend_is_elastic_if_its_number_of_ranks_has_a_limit():
     assert SparkBackend(2, max_num_proc=4).largest == 4
 
 
-def test_the_ranks_of_an_elastic_backend_are_not_counted_against_the_slots_of_today():
+def test_the_ranks_of_an_elastic_backend_are_not_limited_by_the_current_slots():
     assert SparkBackend(50, min_num_proc=40).reserve() == 50
     assert SparkBackend(min_num_proc=40, max_num_proc=60).num_processes() == 40
 
@@ -43,6 +43,6 @@ def test_an_elastic_backend_refuses_arguments_that_run_elastic_lacks(argument):
         (SparkBackend(2, min_num_proc=1, max_restarts=-1), "max_restarts must be an integer of at least 0"),
     ],
 )
-def test_arguments_of_elastic_backends_that_contradict_each_other_are_refused(backend, message):
+def test_contradictory_arguments_of_elastic_backends_are_refused(backend, message):
     with pytest.raises(ConfigError, match=message):
         backend.check_elastic()

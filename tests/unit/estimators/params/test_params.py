@@ -24,7 +24,7 @@ class Engine(Declarations):
     top_speed: Declared[float | None] = declared("How fast.", default=None, accessor="Speed")
 
 
-def test_one_declaration_gives_keyword_setter_getter_doc_and_default():
+def test_one_declaration_defines_keyword_setter_getter_doc_and_default():
     assert Engine().getSize() == 3
     assert Engine(size=4).getSize() == 4
     assert Engine().setSize(5).setSpeed(1.5).getSpeed() == 1.5
@@ -87,7 +87,7 @@ def test_none_means_the_default():
     assert EstimatorParams(epochs=5).copy({}).setEpochs(None).getEpochs() == 1
 
 
-def test_a_parameter_map_is_checked_and_leaves_the_original_alone():
+def test_a_parameter_map_is_checked_and_does_not_change_the_original():
     estimator = EstimatorParams(epochs=2)
     assert estimator.copy({estimator.epochs: 9}).getEpochs() == 9
     assert estimator.getEpochs() == 2

@@ -26,11 +26,11 @@ def history(*losses, accuracy=0.5):
         ((math.nan, 5.0, 4.0), False),
     ],
 )
-def test_early_stopping_ends_after_so_many_epochs_without_an_improvement(losses, ends):
+def test_early_stopping_ends_after_patience_epochs_without_an_improvement(losses, ends):
     assert EarlyStopping("val_loss", patience=2).ends(history(*losses)) is ends
 
 
-def test_an_improvement_has_to_reach_min_delta():
+def test_an_improvement_must_reach_min_delta():
     slow = history(1.0, 0.95, 0.9, 0.85)
     assert not EarlyStopping(patience=3, min_delta=0.01).ends(slow)
     assert EarlyStopping(patience=3, min_delta=0.5).ends(slow)

@@ -121,7 +121,7 @@ PAIRS = {
     "defaults by keyword": (lambda: closure(1, named=2), lambda: closure(1, named=3)),
     "tensors of closures": (lambda: closure(torch.ones(3)), lambda: closure(torch.arange(3.0))),
     "arrays of closures": (lambda: closure(np.ones(3)), lambda: closure(np.arange(3.0))),
-    "functions that are called": (lambda: HELPERS["one"]["loss"], lambda: HELPERS["two"]["loss"]),
+    "called functions": (lambda: HELPERS["one"]["loss"], lambda: HELPERS["two"]["loss"]),
     "code": (lambda: lambda a: a + 1, lambda: lambda a: a + 2),
     "arguments of partial": (
         lambda: functools.partial(functional.huber_loss, delta=1.0),
@@ -142,9 +142,9 @@ PAIRS = {
     "dropout": (lambda: torch.nn.Dropout(0.1), lambda: torch.nn.Dropout(0.2)),
     "forward": (lambda: Doubled(2, 3), lambda: torch.nn.Linear(2, 3)),
     "attributes of classes": (lambda: Doubled(2, 3), lambda: Tripled(2, 3)),
-    "what forward holds": (lambda: cells(1), lambda: cells(2)),
+    "closures of forward": (lambda: cells(1), lambda: cells(2)),
     "shapes": (lambda: torch.nn.Linear(2, 3), lambda: torch.nn.Linear(2, 4)),
-    "what is trained": (lambda: torch.nn.Linear(2, 3), lambda: torch.nn.Linear(2, 3).requires_grad_(False)),
+    "trainable parameters": (lambda: torch.nn.Linear(2, 3), lambda: torch.nn.Linear(2, 3).requires_grad_(False)),
     "numbers of optimizers": (
         lambda: torch.optim.SGD(torch.nn.Linear(2, 3).parameters(), lr=0.1),
         lambda: torch.optim.SGD(torch.nn.Linear(2, 3).parameters(), lr=0.2),
@@ -154,11 +154,11 @@ PAIRS = {
     "policies": (Checkpoints, lambda: Checkpoints(keep=2)),
     "layers of Keras": (lambda: keras_model(0.1), lambda: keras_model(0.2)),
     "Lambda layers": (lambda: keras_model(factor=2), lambda: keras_model(factor=3)),
-    "names that the user gave": (lambda: keras_model(name="a"), lambda: keras_model(name="b")),
+    "names from the user": (lambda: keras_model(name="a"), lambda: keras_model(name="b")),
     "states of optimizers": (lambda: torch_optimizer(0), lambda: torch_optimizer(1)),
-    "what states hold": (lambda: torch_optimizer(1), lambda: torch_optimizer(2)),
+    "contents of states": (lambda: torch_optimizer(1), lambda: torch_optimizer(2)),
     "states of Keras optimizers": (lambda: keras_optimizer(0), lambda: keras_optimizer(1)),
-    "what Keras states hold": (lambda: keras_optimizer(1), lambda: keras_optimizer(2)),
+    "contents of Keras states": (lambda: keras_optimizer(1), lambda: keras_optimizer(2)),
     "optimizers of Keras": (lambda: keras.optimizers.Adam(0.1), lambda: keras.optimizers.Adam(0.2)),
 }
 
@@ -305,7 +305,7 @@ def test_equal_objects_have_equal_forms_and_relevant_differences_count(case):
     one, other = PAIRS[case]
     torch.manual_seed(1)
     described_once = canonical_form(one())
-    torch.manual_seed(2)  # weights drawn anew are no other run
+    torch.manual_seed(2)  # newly drawn weights do not make another run
     assert canonical_form(one()) == described_once
     assert canonical_form(other()) != described_once
 
@@ -323,7 +323,7 @@ def late(output, label):
 
 
 def test_the_module_names_that_a_function_uses_count(tmp_path, monkeypatch):
-    """Aliases of installed functions, tensors of the module, functions of modules of the user's, imports within."""
+    """Check aliases of installed functions, tensors of the module, functions of user modules, and inner imports."""
     monkeypatch.syspath_prepend(str(tmp_path))
     for number in (1, 2):
         (tmp_path / f"own_helpers_{number}.py").write_text(f"def inner(a):\n    return a * {number}\n")

@@ -12,13 +12,13 @@ from tests.unit.estimators.arrays import ArraySource, schema, spec
 DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
 
 
-# Rows of every rank in the steps of an epoch; the third rank is dropped where there are two.
+# The number of rows of every rank in each step of an epoch; with two ranks, those of the third are dropped.
 EVEN = [(4, 4, 4)] * 20
 
 
 OPTIMIZERS = {
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=np.float64(0.01)),  # as of numpy.logspace
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=np.float64(0.01)),  # like a value of numpy.logspace
 }
 
 

@@ -82,7 +82,7 @@ def test_integers_stay_integers_for_an_embedding_inside_torchscript_too(saved):
         torch.jit.save(scripted, buffer)
         buffer.seek(0)
         scripted = torch.jit.load(buffer)
-    large = 2**24 + 1  # which float32 cannot hold
+    large = 2**24 + 1  # float32 cannot represent this number
     (found,) = tensors(scripted, [scalar("a", "int64")], {"a": np.full(3, large)})
     assert (found.dtype, found[0, 0]) == (torch.int64, large)
 

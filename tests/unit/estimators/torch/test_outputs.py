@@ -18,7 +18,7 @@ ONE, TWO = torch.zeros(3, 1), torch.ones(3, 2)
 
 @dataclass
 class Output(OrderedDict[str, Any]):
-    """A result in the form of Hugging Face's models: a dataclass that is a mapping of its fields that are not None."""
+    """A result like those of Hugging Face's models: a dataclass, and a mapping of its fields that are not None."""
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
@@ -61,13 +61,13 @@ def test_a_result_with_several_named_tensors_is_refused_with_a_remedy():
 
 
 class Frequencies(torch.nn.Module):
-    """Returns an imaginary part, of which PyTorch negates the values only when they are read."""
+    """Returns an imaginary part, whose values PyTorch negates only when they are read."""
 
     def forward(self, signal: torch.Tensor) -> torch.Tensor:
         return torch.fft.fft(signal).conj().imag
 
 
-def test_outputs_that_pytorch_has_yet_to_negate_are_predicted():
+def test_outputs_that_pytorch_negates_lazily_are_predicted():
     signal = np.array([[1.0, 2.0, 4.0, 3.0]])
     inputs = (ModelInput(("x",), None, torch.float64, None),)
     assert Frequencies()(torch.from_numpy(signal)).is_neg()

@@ -35,7 +35,7 @@ def params(model, loss=functional.cross_entropy, **more):
 
 
 class Fickle(torch.nn.Module):
-    """Changes itself whenever it runs."""
+    """A model whose forward pass changes its state."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ def test_state_that_a_checkpoint_could_not_restore_is_refused():
         PLUGIN.check(params(WithObjects(3, 4)), columns((3,)), None)
 
 
-def test_the_check_gives_the_shape_of_one_row_of_every_output():
+def test_the_check_returns_the_shape_of_one_row_of_every_output():
     found = PLUGIN.check(params(torch.nn.Linear(3, 4)), columns((3,)), {"x": np.zeros((2, 3)), "y": np.zeros(2, int)})
     assert found == [(4,)]
 
@@ -71,12 +71,12 @@ def test_synthetic_rows_are_used_when_all_shapes_are_known():
     assert PLUGIN.check(params(model), columns(()), None) == [(4,)]
 
 
-def test_without_rows_and_with_unknown_shapes_the_check_stays_silent_about_the_output():
+def test_without_rows_and_with_unknown_shapes_the_check_returns_no_output_shapes():
     assert PLUGIN.check(params(torch.nn.Linear(3, 4)), columns(None), None) == []
 
 
 class IdsFromOne(torch.nn.Module):
-    """Fails for an id of 0, each kind in its own way."""
+    """Fails for an id of 0, in a way that depends on ``kind``."""
 
     def __init__(self, kind):
         super().__init__()
@@ -207,7 +207,7 @@ def test_complex_parameters_are_refused():
 
 
 @pytest.mark.parametrize("plugin", [PLUGIN, LIGHTNING], ids=["torch", "lightning"])
-def test_parameters_that_share_memory_must_be_one_parameter(plugin):
+def test_different_parameters_that_share_memory_are_refused(plugin):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
     model[1].weight.data = model[0].weight.data
     names = ("callbacks", "logger", "trainer_args", "input_shapes", "label_shapes", "data_module")
@@ -225,7 +225,7 @@ def test_a_model_that_cannot_be_pickled_is_refused():
         PLUGIN.check(params(model), columns((3,)), None)
 
 
-def test_the_optimizer_arrives_with_the_models_own_parameters_and_its_state():
+def test_the_unpickled_optimizer_has_the_parameters_of_the_model_and_its_state():
     model = torch.nn.Linear(3, 2)
     packed = params(model)
     optimizer = packed["optimizer"] = torch.optim.Adam(model.parameters(), lr=0.5)

@@ -30,7 +30,7 @@ def refused(match, *, optimizer=None, **params):
 
 
 class Rebuilt(torch.nn.Linear):
-    """A layer that is pickled as the values of its parameters."""
+    """A layer whose pickle has only the values of its parameters."""
 
     def __reduce__(self):
         return _rebuild, (self.in_features, self.out_features, self.state_dict())
@@ -54,7 +54,7 @@ def test_a_model_that_loses_its_parameters_in_a_pickle_is_refused(plugin):
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("function", [False, True])
-def test_a_schedule_with_rates_of_its_own_cannot_be_scaled(inside, function):
+def test_a_schedule_with_absolute_rates_cannot_be_scaled(inside, function):
     def cycle(optimizer):
         one = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
         return torch.optim.lr_scheduler.ChainedScheduler([one], optimizer) if inside else one
@@ -69,7 +69,7 @@ def test_a_number_is_not_a_schedule():
 
 
 @pytest.mark.parametrize("more", [{}, {"monitor": "loss", "every": "step"}])
-def test_a_schedule_by_a_metric_needs_one_and_whole_epochs(more):
+def test_a_schedule_by_a_metric_needs_a_metric_and_whole_epochs(more):
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     refused(r"LRSchedule\(scheduler, monitor='val_loss'\)", lr_scheduler=lambda _: LRSchedule(plateau, **more))
     refused(
@@ -77,7 +77,7 @@ def test_a_schedule_by_a_metric_needs_one_and_whole_epochs(more):
     )
 
 
-def test_a_schedule_whose_function_needs_a_rank_is_not_judged_on_the_driver():
+def test_a_schedule_whose_function_needs_a_rank_is_not_checked_on_the_driver():
     def needs_rank(optimizer):
         return StepLR(optimizer, session.current().world.size)
 

@@ -40,7 +40,7 @@ from tests.unit.estimators.torch.networks import (
 
 
 def uninterrupted_and_resumed(make, steps):
-    """Return a trainer after four epochs, and one with the state of another after two; ``make`` takes the epochs."""
+    """Return a trainer after four epochs, and a new one with the state after two; ``make`` takes the epochs."""
     undisturbed, first, second = make(4), make(2), make(4)
     undisturbed.fit(as_one(steps), None, Hooks())
     first.fit(as_one(steps), None, Hooks())
@@ -88,7 +88,7 @@ class CountingLoss(torch.nn.Module):
 
 
 @pytest.mark.parametrize("changes", [{"callbacks": [Unfreezing()]}, {"loss": CountingLoss()}], ids=["unfrozen", "loss"])
-def test_a_resumed_run_goes_on_with_unfrozen_layers_and_the_state_of_a_loss(alone, changes):
+def test_a_resumed_run_continues_with_unfrozen_layers_and_the_state_of_a_loss(alone, changes):
     world, steps = session.current().world, [(8,)] * 6
 
     def trainer(epochs):
@@ -113,7 +113,7 @@ class Pruning(TorchCallback):
         run.model[0].epochs = torch.tensor([epoch])
 
 
-def test_a_resumed_run_goes_on_with_masks_and_buffers_that_callbacks_have_added(alone):
+def test_a_resumed_run_continues_with_masks_and_buffers_that_callbacks_have_added(alone):
     world, steps = session.current().world, [(8,)] * 6
 
     def trainer(epochs):
@@ -133,7 +133,7 @@ def test_a_resumed_run_goes_on_with_masks_and_buffers_that_callbacks_have_added(
 
 
 class Fading(torch.optim.lr_scheduler.LRScheduler):
-    """Keeps its rate as a NumPy number, and an object that is not a number."""
+    """A schedule whose state has a NumPy number and an object that is not a number."""
 
     def __init__(self, optimizer):
         self.rate, self.seen = np.float32(1.0), {1}
@@ -145,7 +145,7 @@ class Fading(torch.optim.lr_scheduler.LRScheduler):
 
 
 class Shrinking:
-    """A function with a state, some of which a checkpoint cannot hold."""
+    """A function with a state, part of which a checkpoint cannot contain."""
 
     def __init__(self):
         self.calls, self.seen = np.int64(0), {1}
@@ -170,7 +170,7 @@ def two_parts(optimizer):
     ],
     ids=["own", "function", "sequence", "milestones"],
 )
-def test_a_resumed_schedule_continues_with_its_numbers_of_numpy(scheduler, omitted, caplog):
+def test_a_resumed_schedule_continues_with_its_numpy_numbers(scheduler, omitted, caplog):
     def rates(count, state=None):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
         schedule = RunningSchedule(LRSchedule(scheduler), optimizer, 1.0)
@@ -223,7 +223,7 @@ def test_a_resumed_run_continues_with_the_buffers_of_its_loss(alone, start):
     assert np.array_equal(flat(second._model), flat(undisturbed._model))
 
 
-def test_the_learning_rate_survives_a_resume_and_comes_back_unscaled(alone, tmp_path):
+def test_the_learning_rate_survives_a_resume_and_is_returned_unscaled(alone, tmp_path):
     def with_size(size):
         return make_trainer(OPTIMIZERS["Adam"], replace(World(), size=size), scale_lr=True)
 
@@ -251,7 +251,7 @@ def keep_mean(model, inputs):
 
 
 class AddingGroup(TorchCallback):
-    """Lets the first layer train from the second epoch on."""
+    """Adds the first layer to the optimizer in the second epoch."""
 
     def on_epoch_begin(self, run, epoch):
         if epoch == 1:
@@ -300,7 +300,7 @@ def test_groups_that_callbacks_add_to_the_optimizer_are_part_of_each_epochs_stat
 
 
 class AtStep(Hooks):
-    """Keeps the state of a checkpoint after the seventh step."""
+    """Keeps the state after the seventh step, like a checkpoint."""
 
     def on_step_end(self, report, trainer):
         if report.step == 7:
@@ -365,7 +365,7 @@ class Annealing(torch.nn.Sequential):
 
 
 class Resetting(TorchCallback):
-    """Sets what a training changes, at its start and at that of each epoch."""
+    """Sets attributes that the training changes, at its start and at the start of each epoch."""
 
     def on_train_begin(self, run):
         run.model.scale = 2.0
@@ -405,7 +405,7 @@ class KeptMessages(logging.Handler):
 
 
 def train_with_attributes(end, rows_of_step):
-    """Train undisturbed and in two parts, which end within or after the second epoch."""
+    """Train undisturbed, and in two parts with an interruption within or after the second epoch."""
     world = session.current().world
     rows_of_rank = source([rows_of_step] * 7, world.rank, world.size)
 
@@ -462,7 +462,7 @@ def train_with_metrics(interruptions):
     from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score  # noqa: PLC0415
 
     metrics = {
-        "auroc": MulticlassAUROC(3),  # keeps all predictions
+        "auroc": MulticlassAUROC(3),  # its state has all predictions
         "f1": MulticlassF1Score(3, average="macro"),
         "accuracy": accuracy,
     }
@@ -530,7 +530,7 @@ def noisy_loss(output, label):
 
 
 class DrawingAtBegin(TorchCallback):
-    """Draws a number where an epoch begins, which may set a learning rate."""
+    """Draws a number at the beginning of an epoch, like a callback that sets a random learning rate."""
 
     def on_epoch_begin(self, run, epoch):
         DRAWN.append(float(torch.rand(())))

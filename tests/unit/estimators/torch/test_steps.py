@@ -1,4 +1,4 @@
-"""Options of ``TorchEstimator``'s steps, on two ranks against plain PyTorch on the global batches."""
+"""Options of ``TorchEstimator``'s steps: two ranks train like plain PyTorch on the global batches."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def train_plainly(epochs=1, after_backward=None, after_step=None, after_epoch=No
     return flat(model), optimizer
 
 
-def differs(found, wanted):
-    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+def differs(parameters, wanted):
+    return np.linalg.norm(parameters - wanted) / np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("kind", ["norm", "value"])
@@ -101,7 +101,7 @@ def test_the_averaged_gradient_is_clipped_not_the_gradient_of_each_rank(group, k
             torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
 
     wanted, _ = train_plainly(after_backward=clip)
-    assert differs(train_plainly()[0], wanted) > 0.01, "there is something to clip"
+    assert differs(train_plainly()[0], wanted) > 0.01, "clipping has an effect"
     params = {"clip_grad_norm": 0.2} if kind == "norm" else {"clip_grad_value": 0.02}
     for found, *_ in group.run(train, params, {}):
         assert differs(found, wanted) < 1e-5
@@ -115,7 +115,7 @@ def train_head(limit):
 
 
 def test_parameters_that_the_optimizer_lacks_do_not_count_when_gradients_are_clipped(group):
-    """Their gradients are not averaged, and accumulate on their rank."""
+    """The gradients of these parameters are not averaged, and accumulate on each rank."""
     wanted, _ = train_plainly(
         optimized=lambda model: model[2],
         after_backward=lambda model: torch.nn.utils.clip_grad_norm_(model[2].parameters(), 0.2),
@@ -130,7 +130,7 @@ def halving(optimizer):
 
 
 @pytest.mark.parametrize("every", ["epoch", "step"])
-def test_a_schedule_changes_the_rate_as_in_plain_torch(group, every):
+def test_a_schedule_changes_the_rate_like_in_plain_torch(group, every):
     def halve(optimizer):
         for one in optimizer.param_groups:
             one["lr"] *= 0.5
@@ -168,7 +168,7 @@ def chained(optimizer):
 
 
 @pytest.mark.parametrize("made", [composed, chained])
-def test_composed_schedulers_follow_the_scale_also_in_a_run_that_resumes_at_another_size(made):
+def test_composed_schedulers_follow_the_scale_even_if_a_run_resumes_at_another_size(made):
     def trainer(size):
         model = network()
         optimizer = sgd(model)
@@ -214,7 +214,7 @@ def clearing_step(model, optimizer, *others):
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_a_step_function_may_clear_the_gradients_as_those_of_horovod_do(group, passes):
+def test_a_step_function_may_clear_the_gradients_like_those_for_horovod(group, passes):
     how = {"backward_passes_per_step": passes}
     for mine, plain in zip(
         group.run(train, {"train_minibatch_fn": clearing_step}, how), group.run(train, {}, how), strict=True
@@ -237,9 +237,9 @@ def train_with_two_steps(sizes):
     return flat(trainer._model)
 
 
-def test_several_steps_of_a_step_function_are_those_of_one_big_batch(group):
+def test_several_steps_of_a_step_function_equal_those_of_one_big_batch(group):
     sizes = [(5, 2, 1), (1, 4, 3), (3, 3, 2)]
-    found = group.run(train_with_two_steps, sizes)
+    parameters = group.run(train_with_two_steps, sizes)
     model = network()
     optimizer = sgd(model)
     for batch in uneven_source([(sum(step[: group.size]),) for step in sizes], 0, 1).epoch(0):
@@ -248,11 +248,11 @@ def test_several_steps_of_a_step_function_are_those_of_one_big_batch(group):
             output = model(torch.from_numpy(batch.columns["x"]).float())
             functional.cross_entropy(output, torch.from_numpy(batch.columns["y"])).backward()
             optimizer.step()
-    assert all(differs(each, flat(model)) < 1e-6 for each in found)
+    assert all(differs(each, flat(model)) < 1e-6 for each in parameters)
 
 
 def weighing_step(model, optimizer, transform_outputs, loss_fn, inputs, labels, *others):  # noqa: PLR0917
-    assert model._orig_mod is not model  # as torch.compile makes them
+    assert model._orig_mod is not model  # a model of torch.compile
     outputs, labels = transform_outputs(model(*inputs), labels)
     loss = loss_fn(outputs, labels, torch.full((len(outputs[0]),), 2.0, dtype=torch.float64)) / 2
     assert loss.item() == pytest.approx(loss_fn(outputs, labels).item())
@@ -268,7 +268,7 @@ def test_a_step_function_gets_the_compiled_model_and_may_weigh_rows_itself(group
 
 
 class Shortening(torch.nn.Module):
-    """A model whose forward pass changes the rows of its weights that it looks up."""
+    """A model whose forward pass shortens the embeddings that it looks up."""
 
     def __init__(self):
         super().__init__()
@@ -291,7 +291,7 @@ def train_shortening(how, own_steps=None):
 
 
 @pytest.mark.parametrize("own_steps", [None, own_step])
-def test_embeddings_with_a_largest_norm_shorten_the_rows_of_all_ranks(group, own_steps):
+def test_embeddings_with_max_norm_shorten_the_rows_of_all_ranks(group, own_steps):
     ours = group.run(train_shortening, {"epochs": 2}, own_steps)
     assert differs(ours[0], ours[1]) < 1e-6
     model, data = Shortening(), rows(sum(map(sum, SIZES)))
@@ -327,7 +327,7 @@ def train_synchronized(how):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_synchronized_batch_normalization_equals_one_big_batch_also_without_rows_on_a_rank(group, passes):
+def test_synchronized_batch_normalization_equals_one_big_batch_even_without_rows_on_a_rank(group, passes):
     model = normalizing()
     optimizer, data, start = sgd(model), rows(sum(map(sum, SIZES))), 0
     for index in range(0, len(SIZES), passes):
@@ -382,8 +382,8 @@ class Halved(torchmetrics.wrappers.abstract.WrapperMetric):
 
 def test_torchmetrics_are_computed_over_the_rows_of_all_ranks(group):
     macro = torchmetrics.classification.MulticlassF1Score(3, average="macro")
-    auroc = torchmetrics.classification.MulticlassAUROC(3)  # keeps all predictions
-    doubled = torchmetrics.classification.MulticlassAccuracy(3) * 2  # keeps nothing itself
+    auroc = torchmetrics.classification.MulticlassAUROC(3)  # its state has all predictions
+    doubled = torchmetrics.classification.MulticlassAccuracy(3) * 2  # its state is in the wrapped metric
     metrics = {"f1": macro, "auroc": auroc, "doubled": doubled, "wrapped": Halved(auroc)}
     found = group.run(train, {"metrics": metrics}, {})
     model, data = network(), rows(sum(map(sum, SIZES)))
@@ -396,7 +396,7 @@ def test_torchmetrics_are_computed_over_the_rows_of_all_ranks(group):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_lower_precision_comes_close_and_all_ranks_agree(group, precision):
+def test_lower_precision_gives_similar_parameters_and_all_ranks_agree(group, precision):
     wanted, _ = train_plainly(epochs=2)
     first, second = group.run(train, {"mixed_precision": precision}, {"epochs": 2})
     assert np.array_equal(first[0], second[0])
@@ -413,7 +413,7 @@ def test_labels_that_16_bits_cannot_hold_keep_their_values_in_lower_precision(pr
     assert float(loss.detach()) == pytest.approx(250_375**2 / 2, rel=1e-3)
 
 
-def test_gradients_may_travel_compressed(group):
+def test_gradients_may_be_compressed(group):
     wanted, _ = train_plainly()
     first, second = group.run(train, {"gradient_compression": "bf16"}, {})
     assert np.array_equal(first[0], second[0])
@@ -426,7 +426,7 @@ def test_compiled_models_train_the_same(group):
     assert differs(found[0][0], plain[0][0]) < 1e-6
 
 
-def test_scripted_modules_train_the_same_and_come_back(group, tmp_path):
+def test_scripted_modules_train_the_same_and_are_returned(group, tmp_path):
     plain = group.run(train, {}, {})
     assert differs(group.run(train_scripted, str(tmp_path))[0], plain[0][0]) < 1e-6
     model = artifact.load_model(tmp_path)
@@ -504,7 +504,7 @@ class Halving(TorchCallback):
 
 
 def train_in_two_parts(*callbacks):
-    """Train without interruption; and up to the middle of the second epoch, then resume in another trainer."""
+    """Train without interruption; also train to the middle of the second epoch, and resume in another trainer."""
     world = session.current().world
 
     def trainer():

@@ -1,4 +1,4 @@
-"""All ranks of PyTorch together are one big batch: weights, losses and metrics beside plain PyTorch."""
+"""All ranks of PyTorch are one big batch: weights, losses and metrics equal those of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_weighted_rows_count_as_in_one_big_batch_in_training_and_validation(grou
         assert of_validation == pytest.approx((losses * weight).mean().item(), rel=1e-5)
 
 
-def relative_error(found, wanted):
-    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+def relative_error(parameters, wanted):
+    return np.linalg.norm(parameters - wanted) / np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -120,7 +120,7 @@ def test_all_ranks_together_are_one_big_batch(group, sizes, optimizer):
     steps = [sum(step[: group.size]) for step in sizes]
     wanted, loss, right = train_plainly(steps, optimizer)
     found = group.run(train_as_rank, sizes, optimizer, {})
-    assert relative_error(wanted, flat(network())) > 0.01  # there is something to be equal in
+    assert relative_error(wanted, flat(network())) > 0.01  # the training has changed the parameters
     for parameters, record in found:
         assert relative_error(parameters, wanted) < 1e-5
         assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
@@ -133,8 +133,8 @@ def test_all_ranks_hold_bitwise_the_same_parameters(group):
 
 
 @pytest.mark.parametrize("passes", [2, 3])
-def test_several_backward_passes_make_one_bigger_batch_also_at_the_end_of_the_epoch(group, passes):
-    """20 is not a multiple of 3: the last two passes form their own step."""
+def test_several_backward_passes_make_one_larger_batch_even_at_the_end_of_the_epoch(group, passes):
+    """20 is not a multiple of 3, so the last two passes are a step of their own."""
     each = [sum(step[: group.size]) for step in SOME_EMPTY]
     wanted, _, _ = train_plainly([sum(each[i : i + passes]) for i in range(0, 20, passes)], "momentum")
     for parameters, _ in group.run(train_as_rank, SOME_EMPTY, "momentum", {"backward_passes_per_step": passes}):
@@ -197,7 +197,7 @@ class Noisy(torch.nn.Linear):
         return super().forward(x) * np.random.rand() + random.random()
 
 
-def test_a_seed_makes_the_global_generators_of_numpy_and_python_repeat(alone):
+def test_a_seed_repeats_the_numbers_of_the_global_generators_of_numpy_and_python(alone):
     def trained(seed):
         torch.manual_seed(3)
         model = Noisy(6, 3)
@@ -251,7 +251,7 @@ IGNORING = {
 
 
 class Masked(torch.nn.Module):
-    """Says that a class is impossible."""
+    """Gives one class the probability 0."""
 
     def forward(self, x):
         return x.masked_fill(torch.tensor([False, True, False]), float("-inf"))
@@ -366,7 +366,7 @@ def test_a_rank_without_any_rows_takes_part_in_synchronized_statistics_with_a_sa
 
 
 class KeptRows(torch.nn.Module):
-    """The mean over the rows whose label is not 0, NaN if there are none; counts the rows."""
+    """A loss over the rows whose label is not 0, or NaN without such rows; counts the rows."""
 
     def __init__(self):
         super().__init__()
@@ -391,7 +391,7 @@ def train_synchronized_masked(sizes):
     return flat(trainer._model), loss.rows.item()
 
 
-def test_the_placeholder_row_of_a_rank_without_rows_counts_in_no_gradient_and_no_buffer_of_a_loss(group):
+def test_the_placeholder_row_of_a_rank_without_rows_changes_neither_gradients_nor_buffers_of_a_loss(group):
     sizes = [(0, 4, 4)] * 4
     steps = [sum(step[: group.size]) for step in sizes]
     expected = trained_alone(steps, least_label=1)
@@ -410,5 +410,5 @@ def try_on_one_rank():
     return shapes
 
 
-def test_checking_a_model_with_synchronized_layers_waits_for_no_other_rank(group):
+def test_checking_a_model_with_synchronized_layers_does_not_wait_for_other_ranks(group):
     assert group.run(try_on_one_rank) == [[(3,)]] * group.size

@@ -50,7 +50,7 @@ def test_two_runs_with_one_id_cannot_overwrite_each_others_checkpoint(store):
         checkpoint.save(Fence(store, "run", 0), after(0))
 
 
-def test_a_file_that_is_not_a_checkpoint_is_an_error_that_says_what_to_do(store):
+def test_a_file_that_is_not_a_checkpoint_is_an_error_with_a_remedy(store):
     store.publish(layout.checkpoint_path("run", 3), b"not a checkpoint")
     with pytest.raises(
         StoreError, match=r"epoch-00003 is not a checkpoint that this version can read .* another run_id"
@@ -69,7 +69,7 @@ def test_a_changed_file_is_not_read(store):
         written.read(store)
 
 
-def test_small_payloads_travel_with_the_job_and_large_ones_as_a_file(store, monkeypatch):
+def test_small_payloads_are_sent_with_the_job_and_large_ones_as_a_file(store, monkeypatch):
     monkeypatch.setattr(job_files, "INLINE_BYTES", 10)
     small, large = job_files.to_payload(store, "small", b"x" * 10), job_files.to_payload(store, "large", b"y" * 11)
     assert (small.file, small.read(store)) == (None, b"x" * 10)
@@ -105,7 +105,7 @@ def test_options_that_change_the_order_of_rows_change_the_division(tmp_path):
     ]
     assert len(set(digests)) == 4, digests
     assert division(epochs=5) == digests[0]
-    assert division(reading=disk) == digests[1], "where the rows are cached does not matter"
+    assert division(reading=disk) == digests[1], "the location of the cache does not matter"
     assert division(reading=memory, shuffle=False) == digests[2], "without shuffling a cache changes nothing"
 
 

@@ -35,7 +35,7 @@ def test_the_function_gets_every_epoch_once_and_ends_the_training(encrypt):
     with serving(calls, encrypt=encrypt) as server, CallbackClient(server.address) as client:
         assert not client.report(history(1))
         assert not client.report(history(2))
-        with CallbackClient(server.address) as successor:  # another rank 0 of an elastic fit
+        with CallbackClient(server.address) as successor:  # a new rank 0 of an elastic fit
             assert not successor.report(history(2))
             assert successor.report(history(3))
             assert not successor.report(history(4))
@@ -63,7 +63,7 @@ def test_an_error_of_the_function_ends_rank_0_and_is_kept_for_fit(kind):
     assert isinstance(calls.error, kind)
 
 
-def test_the_training_continues_without_a_driver_that_can_be_reached_and_is_told_about_later(monkeypatch, caplog):
+def test_the_training_continues_while_the_driver_is_unreachable_and_reports_the_epochs_later(monkeypatch, caplog):
     monkeypatch.setattr(epoch_callback, "_CONNECT_SECONDS", 0.5)
     seen = []
     calls = EpochCalls(lambda epoch, _: seen.append(epoch))
@@ -77,7 +77,7 @@ def test_the_training_continues_without_a_driver_that_can_be_reached_and_is_told
     assert seen == [0, 1]
 
 
-def test_a_function_that_takes_too_long_is_no_longer_waited_for(monkeypatch, caplog):
+def test_the_training_stops_waiting_for_a_function_that_takes_too_long(monkeypatch, caplog):
     stuck = threading.Event()
     monkeypatch.setattr(epoch_callback, "_ANSWER_SECONDS", 0.3)
     with (

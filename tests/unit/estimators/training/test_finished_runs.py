@@ -1,4 +1,4 @@
-"""Runs that have ended: a later fit trains nothing and returns the same model, with the callbacks' last changes."""
+"""Finished runs: a later fit trains nothing and returns the same model, with the callbacks' last changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.estimators.keras.networks import DATA, parameters, source
 
 
 class AddAtEnd(TorchCallback):
-    """Adds one to all weights after the training, as stochastic weight averaging replaces them."""
+    """Adds one to all weights after the training, like stochastic weight averaging, which replaces them."""
 
     def on_train_end(self, run):
         with torch.no_grad():
@@ -95,7 +95,7 @@ ENDS = pytest.mark.parametrize(
 
 
 @ENDS
-def test_a_finished_run_keeps_what_a_callback_changed_at_its_end(alone, tmp_path, make):
+def test_a_finished_run_keeps_the_changes_of_a_callback_at_its_end(alone, tmp_path, make):
     trained, _ = fit(make, tmp_path, alone, 2)
     for _ in range(2):
         again, epochs = fit(make, tmp_path, alone, 2)
@@ -104,7 +104,7 @@ def test_a_finished_run_keeps_what_a_callback_changed_at_its_end(alone, tmp_path
 
 
 @ENDS
-def test_a_finished_run_with_more_epochs_resumes_from_before_that_change(alone, tmp_path, make):
+def test_a_finished_run_with_more_epochs_resumes_without_those_changes(alone, tmp_path, make):
     fit(make, tmp_path / "extended", alone, 2)
     extended, _ = fit(make, tmp_path / "extended", alone, 3)
     straight, _ = fit(make, tmp_path / "straight", alone, 3)
@@ -114,7 +114,7 @@ def test_a_finished_run_with_more_epochs_resumes_from_before_that_change(alone, 
     assert epochs == 3
 
 
-def test_a_run_that_stopped_early_keeps_what_a_callback_changed_at_its_end(alone, tmp_path):
+def test_a_run_that_stopped_early_keeps_the_changes_of_a_callback_at_its_end(alone, tmp_path):
     rule = EarlyStopping(monitor="loss", patience=1, mode="max")
     trained, epochs = fit(partial(torch_trainer, AddAtEnd()), tmp_path, alone, 6, rule)
     assert epochs < 6
@@ -131,7 +131,7 @@ def test_a_final_state_of_an_earlier_epoch_is_ignored(alone, tmp_path):
     trained, _ = fit(make, tmp_path, alone, 3)
     store.delete(layout.final_path("run", 2))
     before, _ = fit(make, tmp_path, alone, 3)
-    store.publish(layout.final_path("run", 1), stale)  # as if the fit had been killed before it deleted this
+    store.publish(layout.final_path("run", 1), stale)  # like a fit that was killed before it deleted this file
     again, _ = fit(make, tmp_path, alone, 3)
     assert np.array_equal(again, before)
     assert not np.array_equal(again, trained)

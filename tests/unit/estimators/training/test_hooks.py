@@ -53,7 +53,7 @@ def run_within_an_epoch(url):
     how = spec(DATA, epochs=3, checkpoints=Checkpoints(every_steps=4))
     hooks = RunHooks(store, "run", how, session.current(), "blocks")
     hooks.on_epoch_end(EpochReport(0, {"loss": (2.0, 2)}), trainer)
-    for number in (2, 5, 7):  # two batches to a step now and then
+    for number in (2, 5, 7):  # some steps have two batches
         hooks.on_step_end(step(number, trainer, epoch=1), trainer)
     again = RunHooks(store, "run", how, session.current(), "blocks")
     kept = (
@@ -76,7 +76,7 @@ def test_a_run_resumes_within_an_epoch_with_the_state_of_every_rank(group, tmp_p
     for rank, (kept, loss, files) in enumerate(results):
         assert kept == (1, 5, b"rank %d" % rank, b"step 5", {"loss": (10.0, 10.0)})
         assert loss == pytest.approx((10.0 + 22.0) / 12.0), "the part before the interruption counts"
-        assert rank or files == ["epoch-00001"], "rank 1 does not wait for what rank 0 writes"
+        assert rank or files == ["epoch-00001"], "rank 1 does not wait for the writes of rank 0"
 
 
 def run_with_the_best(url):
@@ -104,10 +104,10 @@ def test_the_best_epoch_is_kept_and_the_ranks_stop_together(group, tmp_path, wit
     assert (first[1], second[1]) == (b"epoch 1", None)
     if with_store:
         assert first[2] == ["epoch-00001", "epoch-00003", "epoch-00004"]
-    assert first[3] == 9, "a run that was stopped early is not resumed"
+    assert first[3] == 9, "a run that stopped early is not resumed"
 
 
-def stop_where_one_callback_wants_it():
+def stop_at_the_request_of_one_callback():
     hooks = RunHooks(None, "r", spec(DATA, epochs=9), session.current())
     wants = session.current().world.rank == 1
     report = EpochReport(0, {"loss": (1.0, 1)}, on_record=lambda record: wants)
@@ -115,7 +115,7 @@ def stop_where_one_callback_wants_it():
 
 
 def test_a_stop_on_one_rank_stops_all_ranks(group):
-    assert group.run(stop_where_one_callback_wants_it) == [False, False]
+    assert group.run(stop_at_the_request_of_one_callback) == [False, False]
 
 
 def test_the_best_epoch_of_a_resumed_run_is_one_whose_checkpoint_is_kept(alone, tmp_path, caplog):
@@ -137,7 +137,7 @@ def test_the_best_epoch_of_a_resumed_run_is_one_whose_checkpoint_is_kept(alone, 
     assert all(store.exists(layout.events_path("run", "train", epoch)) for epoch in range(5))
 
 
-def test_a_non_finite_loss_ends_the_training_with_terminate_on_nan(alone):
+def test_a_nan_or_infinite_loss_ends_the_training_with_terminate_on_nan(alone):
     trainer = Counting()
     RunHooks(None, "r", spec(DATA), alone).on_step_end(step(3, trainer, math.nan), trainer)
     strict = RunHooks(None, "r", spec(DATA, terminate_on_nan=True), alone)
@@ -148,7 +148,7 @@ def test_a_non_finite_loss_ends_the_training_with_terminate_on_nan(alone):
         strict.on_step_end(step(3, trainer, math.inf), trainer)
 
 
-def test_a_non_finite_loss_is_warned_about_once(alone, caplog):
+def test_a_nan_or_infinite_loss_causes_one_warning(alone, caplog):
     hooks, trainer = RunHooks(None, "r", spec(DATA, epochs=9), alone), Counting()
     hooks.on_step_end(step(1, trainer, 1.0), trainer)
     assert caplog.messages == []
@@ -160,7 +160,7 @@ def test_a_non_finite_loss_is_warned_about_once(alone, caplog):
     assert "terminate_on_nan=True" in message
 
 
-def test_a_non_finite_loss_of_another_rank_is_warned_about(alone, caplog):
+def test_a_nan_or_infinite_loss_of_another_rank_causes_a_warning(alone, caplog):
     hooks = RunHooks(None, "r", spec(DATA, epochs=9), alone)
     hooks.on_epoch_end(EpochReport(0, {"loss": (math.inf, 1)}), Counting())
     assert "the loss of epoch 1 of 9 is inf" in caplog.text
@@ -215,7 +215,7 @@ def test_all_ranks_have_the_commits_of_rank_0_and_resume_there(group, tmp_path):
 
 
 def stop_within_an_interrupted_epoch(url):
-    """Return whether each epoch goes on if rank 1 requests the end before two interruptions of the first epoch."""
+    """Request the end on rank 1 before two interruptions of an epoch; return whether the training then continues."""
     store, trainer, commits = Store.create(url), Counting(), Commits()
     how, communicator = spec(DATA, epochs=3), session.current()
     hooks = RunHooks(store, "run", how, communicator, "blocks", commits=commits)
@@ -230,7 +230,7 @@ def stop_within_an_interrupted_epoch(url):
     return hooks.on_epoch_end(EpochReport(0, {"loss": (1.0, 1)}), trainer), hooks.stopped()
 
 
-def test_a_run_that_resumes_within_an_epoch_still_ends_after_it_if_a_callback_requested_that(group, tmp_path):
+def test_a_run_that_resumes_within_an_epoch_ends_after_it_if_a_callback_requested_the_end(group, tmp_path):
     assert group.run(stop_within_an_interrupted_epoch, str(tmp_path)) == [(False, True)] * 2
 
 
@@ -243,8 +243,8 @@ def sync_commits_of_another_generation():
     return [commits.is_due() for _ in range(4)]
 
 
-def test_a_change_of_the_ranks_brings_no_commit_forward(group):
-    """An error that returns at the same step would otherwise have a new commit before it each time."""
+def test_a_change_of_the_ranks_does_not_advance_the_next_commit(group):
+    """Otherwise an error that returns at the same step would follow a new commit each time."""
     assert group.run(sync_commits_of_another_generation) == [[False, False, True, True]] * 2
 
 
@@ -263,7 +263,7 @@ def test_a_checkpoint_that_rank_0_refuses_to_commit_is_refused_on_all_ranks(grou
     assert group.run(refused_commit, str(tmp_path)) == ["It holds an object."] * 2
 
 
-def test_the_rest_of_a_repartitioned_epoch_knows_what_came_before(alone, tmp_path):
+def test_the_rest_of_a_repartitioned_epoch_includes_the_earlier_part(alone, tmp_path):
     store, trainer, commits = Store.create(str(tmp_path)), Counting(), Commits()
     earlier = checkpoint.EpochPosition(3, 2, 4, "blocks", {"loss": (8.0, 4.0)})
     commits.checkpoint = checkpoint.Checkpoint(0, 5, (), b"step 3", earlier)
@@ -306,7 +306,7 @@ def test_the_end_of_an_epoch_that_a_lost_rank_0_did_not_save_is_saved(alone, tmp
 
 
 def test_the_end_of_the_last_epoch_is_no_commit(alone, tmp_path):
-    """Ranks that resumed there would skip what callbacks do at the end of the training."""
+    """Ranks that resumed from it would skip the calls of callbacks at the end of the training."""
     commits = Commits()
     hooks = RunHooks(Store.create(str(tmp_path)), "run", spec(DATA, epochs=2), alone, commits=commits)
     for epoch in range(2):
@@ -332,7 +332,7 @@ def test_a_run_that_a_callback_ended_stays_ended_with_its_final_model(alone, tmp
         assert hooks.on_epoch_end(report, trainer) is not ends
     before = RunHooks(store, "run", spec(DATA, epochs=9), alone)
     assert (before.first_epoch, before.resume.checkpoint.state) == (9, b"epoch 1"), (
-        "the end is known before callbacks are done"
+        "the end is recorded before the callbacks return"
     )
     trainer.finish(hooks, at_the_end)
     again = RunHooks(store, "run", spec(DATA, epochs=20), alone)

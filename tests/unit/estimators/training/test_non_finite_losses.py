@@ -1,4 +1,4 @@
-"""NaN and infinite losses are noticed in every batch and epoch."""
+"""NaN and infinite losses are reported in every batch and epoch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def by_function(model, optimizer, transform, loss_fn, inputs, labels, weights, p
 
 
 @pytest.mark.parametrize("function", [None, by_function])
-def test_a_non_finite_loss_of_a_batch_is_reported_even_if_another_batch_follows_in_its_step(alone, function):
+def test_a_nan_or_infinite_loss_of_a_batch_is_reported_even_if_another_batch_follows_in_its_step(alone, function):
     model = torch.nn.Linear(2, 1)
     params = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0), "label_cols": ("y",)}
     params = {**params, "loss": torch.nn.functional.mse_loss, "train_minibatch_fn": function, "schema": DATA}
@@ -37,7 +37,7 @@ def test_a_non_finite_loss_of_a_batch_is_reported_even_if_another_batch_follows_
     assert [math.isnan(report.loss) for report in hooks.steps] == [True]
 
 
-def test_the_loss_of_an_epoch_can_end_the_training_and_a_missing_loss_is_not_warned_about(alone, caplog):
+def test_the_loss_of_an_epoch_can_end_the_training_and_a_missing_loss_causes_no_warning(alone, caplog):
     strict = RunHooks(None, "r", spec(DATA, terminate_on_nan=True), alone)
     with pytest.raises(DataError, match="The loss of epoch 1 of 1 is inf, and terminate_on_nan is set"):
         strict.on_epoch_end(EpochReport(0, {"loss": (math.inf, 1)}), None)

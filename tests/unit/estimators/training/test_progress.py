@@ -14,7 +14,7 @@ import termios
 import pytest
 
 _ROWS_AND_COLUMNS = (24, 100)
-# With one rank: what the launcher hands to the driver's side, line by line.
+# The lines that the launcher passes to the driver's side for one rank.
 _TRAINING = """
 import json, sys
 from sparkhvd.estimators.training.progress import ProgressOutput, is_interactive
@@ -59,7 +59,7 @@ print("fitted")
 
 
 def _in_a_terminal(code: str) -> str:
-    """Return what a program writes to a terminal."""
+    """Return the output of a program to a terminal."""
     ours, its = pty.openpty()
     try:
         fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", *_ROWS_AND_COLUMNS, 0, 0))
@@ -77,7 +77,7 @@ def _in_a_terminal(code: str) -> str:
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 65536)
-    except OSError:  # how Linux says that nobody has the other end any more
+    except OSError:  # Linux raises this error once the other end is closed
         return b""
 
 

@@ -41,7 +41,7 @@ def test_the_history_is_a_table_with_a_row_per_epoch():
     assert table["val_right"].tolist() == [0.4, 0.6]
 
 
-def test_the_record_line_shows_the_shares_of_a_step(alone):
+def test_the_line_of_an_epoch_shows_the_shares_of_a_step(alone):
     report = EpochReport(0, {"loss": (6.0, 3)}, times=StepTimes(0.1, 0.3, 0.1), steps=5)
     record = average_over_ranks(report, alone)
     assert record.line(1) == "epoch 1/1  loss 2  6 rows/s  step 100.0 ms = data 20% + compute 60% + communication 20%"
@@ -63,7 +63,7 @@ def test_tensorboard_reads_the_event_files_of_a_run(tmp_path):
     store = Store.create(str(tmp_path))
     run_log.write(store, "a run", RECORDS[:1])
     run_log.write(store, "a run", RECORDS)
-    run_log.write(store, "a run", RECORDS)  # as a continued run does that trains an epoch again
+    run_log.write(store, "a run", RECORDS)  # like a resumed run that trains an epoch again
     for part, losses in (("train", [2.0, 1.0]), ("validation", [2.5, 1.5])):
         values = {}
         for file in sorted((tmp_path / "runs" / "a run" / "logs" / part).iterdir()):

@@ -1,4 +1,4 @@
-"""What a ``.keras`` file omits reaches the ranks and the trained model."""
+"""Properties that a ``.keras`` file omits reach the ranks and the trained model."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_characters_that_are_line_breaks_are_weighted_by_their_frequency(tmp_pat
 
 
 class Glossary(keras.layers.Layer):
-    """A layer whose method only has the name of Keras' own."""
+    """A layer whose method has the name of a method of Keras, but other arguments."""
 
     def get_vocabulary(self, language):
         raise AssertionError(language)
@@ -170,7 +170,7 @@ class Glossary(keras.layers.Layer):
         return values
 
 
-def test_layers_whose_words_are_in_their_configuration_stay_as_they_are(tmp_path):
+def test_layers_with_their_vocabulary_in_the_configuration_stay_unchanged(tmp_path):
     options = {"vocabulary": ["a", ""], "output_mode": "tf_idf", "idf_weights": [0.5, 0.25]}
     inputs = keras.Input((1,), dtype="string")
     model = keras.Model(inputs, Glossary()(keras.layers.StringLookup(**options)(inputs)))
@@ -234,7 +234,7 @@ def test_a_loss_keeps_its_dtype():
 
 
 def another_value(parameter):
-    """Return a value other than the default of a parameter of a loss or a metric, or None if it has none to try."""
+    """Return a value other than a parameter's default, or None if the default is neither a boolean nor a float."""
     if isinstance(parameter.default, bool):
         return not parameter.default
     return parameter.default * 0.5 if isinstance(parameter.default, float) else None
@@ -294,7 +294,7 @@ def test_weights_of_losses_are_a_dict_a_list_or_a_number(weights):
 
 @pytest.fixture
 def double_precision():
-    """Let Keras compute with 64 bits within a test; return the settings of other tests."""
+    """Let Keras compute with 64 bits in a test; return the settings of other tests."""
     before = KerasSettings.current()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
@@ -302,14 +302,14 @@ def double_precision():
     before.apply()
 
 
-def test_layers_within_layers_have_the_dtype_of_the_drivers_settings(double_precision, tmp_path):
+def test_nested_layers_have_the_dtype_of_the_drivers_settings(double_precision, tmp_path):
     packed = PLUGIN.pack(parameters(model=encoder()))
-    double_precision.apply()  # as in another process
+    double_precision.apply()  # the settings of another process
     trainer = PLUGIN.trainer(packed, spec(DATA), World(0, 1, 0, 1, 0, 1))
     assert trainer._model.inner.compute_dtype == keras.config.floatx() == "float64"
     again = loaded(trainer, tmp_path)
     double_precision.apply()
-    assert loaded(trainer, tmp_path).inner.compute_dtype == "float32", "written with other settings"
+    assert loaded(trainer, tmp_path).inner.compute_dtype == "float32", "the file was written with other settings"
     assert again.inner.compute_dtype == "float64"
     assert keras.config.floatx() == "float32"
 
@@ -321,5 +321,5 @@ def test_a_list_with_one_output_is_the_output_of_a_loaded_model():
     assert PLUGIN.check(parameters(model=model), DATA, rows(4)) == [(3,)]
 
 
-def test_what_only_another_version_has_written_is_ignored():
+def test_entries_of_other_versions_are_ignored():
     assert Omissions.from_json({"trained": [True], "vocabularies": []}) == Omissions(trained=(True,))

@@ -36,7 +36,7 @@ def test_the_state_of_the_best_model_moves_to_the_folder_of_this_process(tmp_pat
     for given, callbacks in ((best, [other]), (None, [mine])):
         states = {"mine": dict(state)}
         unpack_best_model(given, callbacks, states, writes=True)
-        assert states == {"mine": state}, "its model is not known, or nobody looks for it any more"
+        assert states == {"mine": state}, "the best model or its callback is missing"
     assert not new.exists()
     unpack_best_model(best, [mine], states, writes=False)
     assert not new.exists()

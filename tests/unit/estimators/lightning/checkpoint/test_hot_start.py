@@ -1,4 +1,4 @@
-"""Schedules of optimizers that start with the state of earlier ones."""
+"""Schedules of optimizers that start with the state of earlier optimizers."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ MAKERS = {
 
 def rates(optimizer, schedule):
     """Return the learning rates of the steps of an epoch."""
-    found = []
+    rates_of_steps = []
     for _ in range(4):
         optimizer.step()
-        found.append(optimizer.param_groups[0]["lr"])
+        rates_of_steps.append(optimizer.param_groups[0]["lr"])
         schedule.step(*([1.0] if isinstance(schedule, schedules.ReduceLROnPlateau) else []))
-    return found
+    return rates_of_steps
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_schedule_starts_as_if_created_for_the_earlier_optimizer(kind, monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch makes it at an optimizer's first step
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # created at an optimizer's first step
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     earlier = torch.optim.Adam([weight], lr=0.1)

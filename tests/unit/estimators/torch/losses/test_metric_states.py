@@ -1,4 +1,4 @@
-"""States of torchmetrics that are merged and continued, beside one metric that sees all rows."""
+"""Merged and continued states of torchmetrics have the values of one metric that sees all rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_merged_states_have_the_value_over_all_rows(kind):
 @pytest.mark.parametrize("kind", METRICS)
 @pytest.mark.parametrize("spans", [[(0, 25)], [(0, 9), (9, 25)]], ids=["one", "two"])
 def test_a_metric_continues_from_earlier_states(kind, spans):
-    metric = updated(kind, (3, 6))  # its own state is replaced
+    metric = updated(kind, (3, 6))  # the earlier state replaces this one
     parts = [part for part in metric.modules() if hasattr(part, "_reductions")]
     if len(spans) > 1 and not all(map(can_continue, parts)):
         assert kind == "moments"
@@ -64,7 +64,7 @@ def test_a_metric_continues_from_earlier_states(kind, spans):
     assert float(metric.compute()) == pytest.approx(float(updated(kind, (0, 40)).compute()), rel=1e-5)
 
 
-def test_states_fit_metrics_of_their_kind_only():
+def test_states_fit_only_metrics_of_their_kind():
     states = sent(updated("sums", (0, 9)))
     assert fits(states, METRICS["sums"]())
     assert not fits(states, METRICS["lists"]())

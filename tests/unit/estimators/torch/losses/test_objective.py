@@ -59,7 +59,7 @@ def test_the_tensors_of_a_loss_move_to_the_device_of_the_outputs(loss):
 
 
 class OfLogit(torch.nn.CrossEntropyLoss):
-    """Two classes from one output."""
+    """A loss for two classes with one output."""
 
     def forward(self, output, target):
         both = torch.cat([torch.zeros_like(output), output], dim=1)
@@ -143,7 +143,7 @@ def test_a_metric_is_measured_with_its_own_output():
         ({"metrics": [accuracy, accuracy]}, r"metrics: the names .* are not unique"),
     ],
 )
-def test_parameters_that_contradict_each_other_are_refused(params, message):
+def test_contradictory_losses_and_metrics_are_refused(params, message):
     with pytest.raises(ParamError, match=message):
         objective_of({"label_cols": ("a", "b"), "loss": functional.mse_loss, **params})
 
@@ -217,7 +217,7 @@ def test_weights_multiply_the_losses_of_their_rows(loss):
 @pytest.mark.parametrize(
     "loss", [torch.nn.KLDivLoss(reduction="batchmean"), partial(functional.kl_div, reduction="batchmean")]
 )
-def test_the_divergence_by_rows_is_a_mean_over_rows_also_with_weights(loss):
+def test_the_divergence_by_rows_is_a_mean_over_rows_even_with_weights(loss):
     output = torch.tensor([[0.2, 0.8], [0.5, 0.5], [0.9, 0.1]]).log()
     columns = {"y": np.array([[0.5, 0.5], [1.0, 0.0], [0.3, 0.7]]), "w": np.array([3.0, 0.0, 1.0])}
     of_rows = functional.kl_div(output, torch.from_numpy(columns["y"]).float(), reduction="none").sum(dim=1)
@@ -247,7 +247,7 @@ def test_a_loss_that_has_no_value_per_row_is_refused_with_weights():
         (torch.nn.BCEWithLogitsLoss(pos_weight=torch.ones(1)), []),
     ],
 )
-def test_losses_that_do_not_divide_by_the_rows_are_recognized(loss, otherwise):
+def test_losses_with_another_divisor_than_the_rows_are_recognized(loss, otherwise):
     kinds = (("int64", (1,)), ("int32", (2,)), ("float32", (2,)))
     scalar, whole, vector = (schema(y=("label", dtype, shape, "array")) for dtype, shape in kinds)
     found = objective_of({"loss": loss, "label_cols": ("y",)})

@@ -13,7 +13,7 @@ from tests.unit.estimators.arrays import schema
 
 
 class Tied(torch.nn.Module):
-    """Two layers with one weight, a buffer that is saved and one that is not, and a frozen parameter."""
+    """Two layers with one weight, a persistent and a non-persistent buffer, and a frozen parameter."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ def saved(tmp_path):
     return tmp_path, model, optimizer
 
 
-def test_the_model_comes_back_with_ties_buffers_and_frozen_parameters(saved):
+def test_the_loaded_model_has_ties_buffers_and_frozen_parameters(saved):
     folder, model, _ = saved
     loaded = artifact.load_model(folder)
     assert torch.equal(loaded(torch.ones(2, 40)), model(torch.ones(2, 40)))
@@ -47,14 +47,14 @@ def test_the_model_comes_back_with_ties_buffers_and_frozen_parameters(saved):
     assert not loaded.training
 
 
-def test_the_weights_open_without_running_code_and_lie_in_one_file_only(saved):
+def test_the_weights_are_in_a_single_file_that_opens_without_running_code(saved):
     folder, model, _ = saved
     weights = torch.load(folder / "state_dict.pt", weights_only=True)
     assert torch.equal(weights["left.weight"], model.left.weight)
     assert (folder / "module.pkl").stat().st_size < model.left.weight.nbytes
 
 
-def test_the_optimizer_comes_back_over_the_loaded_parameters(saved):
+def test_the_loaded_optimizer_has_the_loaded_parameters(saved):
     folder, model, optimizer = saved
     loaded = artifact.load_model(folder)
     again = artifact.load_optimizer(folder, loaded)
@@ -63,7 +63,7 @@ def test_the_optimizer_comes_back_over_the_loaded_parameters(saved):
     assert torch.equal(again.state[loaded.left.weight]["exp_avg"], optimizer.state[model.left.weight]["exp_avg"])
 
 
-def test_the_inputs_come_back(saved):
+def test_the_inputs_are_loaded(saved):
     assert artifact.load_inputs(saved[0]) == (ModelInput(("a", "b"), (2,), torch.float32),)
 
 
@@ -95,7 +95,7 @@ def normalized(kind):
     ["weight_norm", "spectral_norm", "orthogonal", "shared and nested", "old weight_norm", "old spectral_norm"],
 )
 @pytest.mark.parametrize("plugin", [PLUGIN, LIGHTNING], ids=["torch", "lightning"])
-def test_parametrized_models_travel_train_and_come_back(tmp_path, kind, plugin):
+def test_parametrized_models_are_sent_trained_and_loaded(tmp_path, kind, plugin):
     model, x = normalized(kind), torch.randn(5, 4)
     names = ("callbacks", "logger", "trainer_args", "input_shapes", "label_shapes", "data_module")
     given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss": torch.nn.MSELoss()}
@@ -120,7 +120,7 @@ def test_parametrized_models_travel_train_and_come_back(tmp_path, kind, plugin):
 
 
 class Scaled(torch.optim.SGD):
-    """Scales gradients by an attribute, and counts its steps in another one."""
+    """Scales gradients by an attribute, and counts its steps in another attribute."""
 
     factor = 1.0
 
@@ -152,7 +152,7 @@ def hooked():
 
 
 @pytest.mark.parametrize("plugin", [PLUGIN, LIGHTNING], ids=["torch", "lightning"])
-def test_hooks_and_attributes_of_optimizers_travel(tmp_path, plugin):
+def test_hooks_and_attributes_of_optimizers_are_sent(tmp_path, plugin):
     model, optimizer, _ = hooked()
     names = ("callbacks", "logger", "trainer_args", "input_shapes", "label_shapes", "data_module")
     given = {"model": model, "optimizer": optimizer, "loss": torch.nn.MSELoss(), "label_cols": ("y",)}
@@ -179,7 +179,7 @@ class Gained(torch.nn.Linear):
         return super().forward(x) * self.weight.gain
 
 
-def test_attributes_of_parameters_come_back(tmp_path):
+def test_attributes_of_parameters_are_loaded(tmp_path):
     model, x = Gained(3, 2), torch.randn(5, 3)
     model.weight.gain = 3.0
     artifact.save(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.25), [])
@@ -187,14 +187,14 @@ def test_attributes_of_parameters_come_back(tmp_path):
 
 
 class Halved(torch.nn.Linear):
-    """Saves its weight as half of it, in 16 bits."""
+    """Saves half of its weight, in 16 bits."""
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight.detach().half() / 2
 
 
-def test_a_model_comes_back_unchanged_although_its_state_is_not_its_weights(tmp_path):
+def test_a_model_is_loaded_unchanged_although_its_state_differs_from_its_weights(tmp_path):
     model, x = torch.nn.Sequential(Halved(3, 2), torch.nn.Linear(2, 1)), torch.randn(5, 3)
     artifact.save(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.25), [])
     loaded = artifact.load_model(tmp_path)
