@@ -17,13 +17,13 @@ from sparkhvd.comm.connect.launch_context import LaunchContext
 
 @pytest.fixture(scope="session", autouse=True)
 def _folder_for_compiled_code(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """torch creates this folder as soon as an optimizer is used, and keeps it for the life of the process."""
+    """Create the folder that torch uses from the first optimizer on, for the life of the process."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("torchinductor"))
 
 
 @pytest.fixture
 def alone() -> Iterator[Communicator]:
-    """Make this process a job of one rank; the test gets its communicator."""
+    """Make this process a job of one rank, and provide its communicator."""
     session.set_launch_context(LaunchContext())
     session.init()
     yield session.current()
@@ -32,7 +32,7 @@ def alone() -> Iterator[Communicator]:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str, str], None]]:
-    """Install a package ``added_package`` for the test: its code, and one entry point of it (group, name)."""
+    """Provide a function that installs ``added_package`` from its code and one entry point (group, name)."""
 
     def install_package(code: str, group: str, entry_point: str) -> None:
         site = tmp_path / "site-packages"

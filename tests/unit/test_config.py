@@ -58,8 +58,8 @@ def test_tuning_is_off_by_default_and_explicit_settings_are_known() -> None:
     tuned = from_environment({"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "log.csv"})
     assert (tuned.autotune, tuned.autotune_log) == (True, "log.csv")
     assert (tuned.fusion_threshold, tuned.hierarchical_allreduce) == (None, None)
-    given = from_environment({"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_HIERARCHICAL_ALLREDUCE": "1"})
-    assert (given.fusion_threshold, given.hierarchical_allreduce) == (0, True)
+    explicit = from_environment({"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_HIERARCHICAL_ALLREDUCE": "1"})
+    assert (explicit.fusion_threshold, explicit.hierarchical_allreduce) == (0, True)
 
 
 def test_own_name_takes_precedence_over_horovods() -> None:
@@ -107,7 +107,7 @@ def test_a_value_of_the_wrong_kind_is_refused(name: str, text: str, problem: str
         from_environment({name: text})
 
 
-def test_the_backend_for_cuda_tensors_has_other_values_in_horovods_variable() -> None:
+def test_horovods_variable_has_other_values_for_the_backend_of_cuda_tensors() -> None:
     assert Config().gpu_operations == "automatic"
     assert from_environment({"SPARKHVD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "nccl"
     assert from_environment({"HOROVOD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "nccl"
@@ -174,7 +174,7 @@ LAUNCHED = Config(cache_capacity=7, timeline="of-a-flag.json")
         ({"HOROVOD_TIMELINE": "a"}, {}, replace(LAUNCHED, timeline="")),
         ({"HOROVOD_TIMELINE": "a"}, {"HOROVOD_TIMELINE": ""}, replace(LAUNCHED, timeline="")),
         ({"HOROVOD_TIMELINE": ""}, {}, LAUNCHED),
-        # A fallback that the program sets counts before an own variable that it inherits.
+        # A fallback variable that the program sets takes precedence over an inherited variable of sparkhvd.
         (
             {"SPARKHVD_TIMELINE": "a"},
             {"SPARKHVD_TIMELINE": "a", "HOROVOD_TIMELINE": "b"},
@@ -191,7 +191,7 @@ LAUNCHED = Config(cache_capacity=7, timeline="of-a-flag.json")
         ({}, {"SPARKHVD_ENCRYPT": "0", "UNRELATED": "1"}, LAUNCHED),
     ],
 )
-def test_what_a_program_changes_counts_before_the_launch(before, now, expected):
+def test_changes_of_a_program_take_precedence_over_settings_of_the_launch(before, now, expected):
     assert with_changed_variables(LAUNCHED, setting_variables(before), now) == expected
 
 

@@ -1,7 +1,7 @@
-"""The contract of the compiled core with Python: real processes as ranks, and nothing above ``_core``.
+"""The contract of the compiled core with Python, tested with real processes as ranks and only ``_core``.
 
-The file is two programs. Under pytest it starts ranks and judges what they say; as a script it is one rank, which runs
-the case of the given name and answers in lines of JSON.
+This file is two programs. Under pytest, it starts ranks and checks their reports; as a script, it is one rank, which
+runs the case of the given name and prints its reports as lines of JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Ranks:
-    """``size`` processes that run ``case``; a context manager that kills what is still there at its end."""
+    """``size`` processes that run ``case``; a context manager that kills the remaining processes at its end."""
 
     def __init__(self, case: str, size: int, **options: Any) -> None:
         self._server = _core.RendezvousServer(TOKEN)
@@ -51,7 +51,7 @@ class Ranks:
         ]
 
     def says(self, rank: int) -> Any:
-        """The next line of a rank."""
+        """Return the next report of a rank."""
         stream = self.processes[rank].stdout
         deadline = time.monotonic() + SECONDS
         while b"\n" not in self._unread[rank]:
@@ -59,7 +59,7 @@ class Ranks:
             received = os.read(stream.fileno(), 65536) if ready else b""
             if not received:
                 self.processes[rank].kill()
-                pytest.fail(f"rank {rank} said nothing; stderr: {self.processes[rank].stderr.read().decode()}")
+                pytest.fail(f"rank {rank} reported nothing; stderr: {self.processes[rank].stderr.read().decode()}")
             self._unread[rank] += received
         line, _, self._unread[rank] = self._unread[rank].partition(b"\n")
         return json.loads(line)
@@ -68,11 +68,11 @@ class Ranks:
         return [self.says(rank) for rank in range(len(self.processes))]
 
     def tell(self, rank: int) -> None:
-        """Lets a rank out of ``await_parent``."""
+        """Let a rank return from ``await_parent``."""
         self.processes[rank].stdin.write(b"\n")
 
     def endings(self, *ranks: int) -> list[tuple[int, str]]:
-        """Exit status and stderr of ranks that end by themselves, of all by default."""
+        """Return exit status and stderr of these ranks, by default of all, which must end by themselves."""
         chosen = [self.processes[rank] for rank in ranks] or self.processes
         return [(p.wait(SECONDS), p.stderr.read().decode()) for p in chosen]
 
@@ -83,14 +83,14 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self.processes:
-            process.kill()  # also ends one that is stopped
+            process.kill()  # also ends a suspended process
             process.wait()
             for stream in (process.stdin, process.stdout, process.stderr):
                 stream.close()
         self._server.close()
 
 
-# The life of a rank.
+# A rank and its reports.
 
 
 class Rank:
@@ -121,7 +121,7 @@ class Rank:
 
 
 def allreduce(engine: _core.Engine, name: str, array: np.ndarray, dtype: str = "", **options: Any) -> _core.Operation:
-    """In place."""
+    """Reduce an array in place."""
     address = array.ctypes.data
     dtype = dtype or str(array.dtype)
     return engine.allreduce(name, address, address, array.shape, dtype, keep_alive=array, **options)
@@ -218,7 +218,7 @@ def abort_on_rank_1(me: Rank) -> None:
     me.barrier("start")
     say("ready")
     if me.rank == 1:
-        await_parent()  # so that no other is still in the barrier
+        await_parent()  # so that no other rank is still in the barrier
         me.engine.abort("the data ran out")
         return
     array = np.ones(3)
@@ -242,7 +242,7 @@ def wait_and_be_interrupted(me: Rank) -> None:
 
 
 def interrupt_the_next_wait(operation: _core.Operation) -> bool:
-    """Whether Ctrl-C, pressed while ``wait`` waits, ends it: nobody else runs before it lets go of the interpreter."""
+    """Return whether Ctrl-C ends ``wait``; no other thread runs before ``wait`` releases the interpreter."""
     sys.setswitchinterval(SECONDS)
     go = threading.Event()
     thread = threading.Thread(target=lambda: (go.wait(), os.kill(os.getpid(), signal.SIGINT)))
@@ -272,7 +272,7 @@ def drop_in_flight(me: Rank) -> None:
     alive = buffer() is not None
     me.barrier("dropped")
     me.barrier("reduced")
-    me.engine.barrier("never awaited by the other")  # a call that holds the GIL lets go of what is done
+    me.engine.barrier("never awaited by the other")  # a call that holds the GIL releases finished operations
     say([alive, buffer() is None])
 
 
@@ -282,7 +282,7 @@ def exit_without_shutdown(me: Rank) -> None:
     array = np.ones(100_000)
     if me.rank == 0:
         me.pending = [me.allreduce("never awaited", array), me.engine.barrier("nor this")]
-    globals()["me"] = me  # lives until the interpreter takes its modules apart
+    globals()["me"] = me  # lives until the interpreter clears its modules
 
 
 def many_engines(me: Rank) -> None:
@@ -304,7 +304,7 @@ def holdings() -> list[str]:
     """Return the open files and the threads of this process, without the numbers that change."""
     descriptors = []
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that lists the folder
             descriptors.append(str(path.readlink()).partition("[")[0])
     return descriptors + ["thread" for _ in Path("/proc/self/task").iterdir()]
 
@@ -326,7 +326,7 @@ def weighted_sums(me: Rank) -> None:
 
 
 def weight(rank: int, tensor: int, number: int) -> float:
-    """Binary fractions, so that the sums are exact; 0 for a rank that has nothing to give."""
+    """Return a binary fraction, so that sums are exact; 0 for a rank without a contribution."""
     return ((rank * 3 + tensor + number) % 5) / 4
 
 
@@ -345,7 +345,7 @@ CASES = {
     )
 }
 
-# What the tests expect of them.
+# The expected results.
 
 LINKS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
 
@@ -361,11 +361,11 @@ def test_every_collective_is_correct_across_processes(size, shared_memory):
 
 
 @LINKS
-def test_each_rank_scales_its_own_contribution_also_in_fused_operations(shared_memory):
+def test_each_rank_scales_its_own_contribution_even_in_fused_operations(shared_memory):
     with Ranks("weighted_sums", 3, shared_memory=shared_memory) as ranks:
         for fused, every_repetition_was_a_hit in ranks.all_say():
-            assert fused, "tensors that are ready together travel together"
-            assert every_repetition_was_a_hit, "another prescale is no reason to negotiate again"
+            assert fused, "tensors that are ready together are fused"
+            assert every_repetition_was_a_hit, "another prescale needs no new negotiation"
 
 
 @LINKS
@@ -406,7 +406,7 @@ def test_an_abort_reaches_the_other_processes_with_its_reason(shared_memory):
             assert "the data ran out" in again
 
 
-def test_ctrl_c_ends_a_wait_and_leaves_the_operation_alone():
+def test_ctrl_c_ends_a_wait_but_not_the_operation():
     with Ranks("wait_and_be_interrupted", 2) as ranks:
         assert ranks.says(0) == "interrupted"
         for rank in range(2):
@@ -431,7 +431,7 @@ def test_processes_that_never_shut_down_end_cleanly(shared_memory):
 
 
 @LINKS
-def test_engines_that_come_and_go_leave_no_descriptor_and_no_thread(shared_memory):
+def test_connecting_and_closing_engines_leaks_no_descriptor_and_no_thread(shared_memory):
     with Ranks("many_engines", 2, shared_memory=shared_memory) as ranks:
         for before, after in ranks.all_say():
             assert after == before
@@ -448,7 +448,7 @@ def alone():
 
 
 def test_waits_let_other_threads_run():
-    """Both ranks live in this process: neither could connect or finish if the other's wait held the interpreter."""
+    """Run both ranks in this process: neither could connect or finish if the other's wait held the interpreter."""
     sums = []
 
     def take_part(rank):

@@ -13,7 +13,7 @@ import sparkhvd
 
 _ROOT = Path(__file__).parents[2]
 _HEAVY = ("pyspark", "torch", "tensorflow", "keras", "lightning", "pandas", "pyarrow", "numpy")
-# Counted inside the fresh interpreter: its own start-up is over when the clock starts.
+# Measured inside the new interpreter, so that its own start does not count.
 _TIME_IMPORT = "import time; start = time.perf_counter(); import sparkhvd; print(time.perf_counter() - start)"
 
 

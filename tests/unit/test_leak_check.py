@@ -1,4 +1,4 @@
-"""The suite's own leak check, tried in suites of one test each."""
+"""The leak check of the test suite, applied to suites of one test each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEAKS = {
         subprocess.Popen(["sleep", "30"])
         import gc; gc.disable()
     """,
-    "ended, but nobody waited for it": """
+    "ended, but its parent has not waited for it": """
         global child
         child = subprocess.Popen(["true"])
     """,
@@ -79,7 +79,7 @@ def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
 
 
 @pytest.mark.parametrize("what", _LEAKS)
-def test_leak_check_fails_a_test_that_leaves_something_behind(inner: pytest.Pytester, what: str) -> None:
+def test_leak_check_fails_a_test_with_a_leak(inner: pytest.Pytester, what: str) -> None:
     name = f"left-{uuid.uuid4().hex}"
     body = _LEAKS[what].replace("{name}", name)
     inner.makepyfile(f"{_HEADER}\ndef test_it():{body}\ndef test_next():\n    pass\n")
@@ -97,7 +97,7 @@ def test_leak_check_passes_a_test_that_cleans_up(inner: pytest.Pytester) -> None
     _run(inner).assert_outcomes(passed=1)
 
 
-def test_leak_check_allows_what_a_wider_fixture_started_and_the_test_only_used(inner: pytest.Pytester) -> None:
+def test_leak_check_allows_resources_of_a_fixture_with_a_wider_scope(inner: pytest.Pytester) -> None:
     inner.makepyfile(
         f"""{_HEADER}
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_it(server):
     _run(inner).assert_outcomes(passed=1)
 
 
-def test_leak_check_does_not_mind_the_shared_memory_of_other_processes(inner: pytest.Pytester) -> None:
+def test_leak_check_ignores_the_shared_memory_of_other_processes(inner: pytest.Pytester) -> None:
     segment = Path("/dev/shm", f"of-others-{uuid.uuid4().hex}")
     inner.makepyfile(f"def test_it():\n    import os\n    os.rename('{segment}', '{segment}-later')\n")
     try:
@@ -129,7 +129,7 @@ def test_leak_check_does_not_mind_the_shared_memory_of_other_processes(inner: py
 
 
 def _run(inner: pytest.Pytester) -> pytest.RunResult:
-    """Run in a process of its own, and end what the leaking test left running."""
+    """Run in a separate process, and end the processes that the leaking test has left."""
     result = inner.runpytest_subprocess("-p", "no:cacheprovider", timeout=60)
     _kill_processes_in(inner.path)
     return result
@@ -141,5 +141,5 @@ def _kill_processes_in(folder: Path) -> None:
             ours = entry.name.isdigit() and int(entry.name) != os.getpid()
             if ours and (entry / "cwd").readlink() == folder:
                 os.kill(int(entry.name), signal.SIGKILL)
-        except OSError:  # ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue

@@ -45,12 +45,12 @@ def _runs_with_gcc_11s_library(module: bytes) -> bool:
 
 
 @pytest.mark.timeout(600)  # it compiles the core
-def test_the_wheel_holds_the_compiled_core_and_every_module_and_needs_no_framework(tmp_path: Path) -> None:
+def test_the_wheel_contains_the_compiled_core_and_every_module_and_its_build_needs_no_framework(tmp_path: Path) -> None:
     blocked = tmp_path / "blocked"
     for name in ("torch", "tensorflow", "pyspark"):
         (blocked / name).mkdir(parents=True)
         (blocked / name / "__init__.py").write_text(f"raise ImportError('the build imported {name}')\n")
-    # The core's own build folder is used as it is.
+    # Use the existing build folder of the core.
     build = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(_ROOT)]
     _built(build, tmp_path, PYTHONPATH=str(blocked))
 
@@ -66,7 +66,7 @@ def test_the_wheel_holds_the_compiled_core_and_every_module_and_needs_no_framewo
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], Message]:
-    """The files of the sdist, without the folder that holds them, and its metadata."""
+    """Return the files of the sdist, without their top folder, and its metadata."""
     folder = tmp_path_factory.mktemp("sdist")
     _built(["-c", _BUILD_SDIST, str(folder)], folder)
     name = f"sparkhvd-{sparkhvd.__version__}"
@@ -77,7 +77,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], Message]:
         return files, email.message_from_binary_file(metadata)
 
 
-def test_the_sdist_holds_all_that_a_build_needs_and_no_compiled_files(sdist: tuple[set[str], Message]) -> None:
+def test_the_sdist_contains_all_files_of_a_build_and_no_compiled_files(sdist: tuple[set[str], Message]) -> None:
     files, _ = sdist
     assert _files("sparkhvd", "*.py", "*.pyi", "py.typed") <= files
     assert _files("core", "*.cc", "*.h") | _files("cmake", "*") <= files
@@ -85,7 +85,7 @@ def test_the_sdist_holds_all_that_a_build_needs_and_no_compiled_files(sdist: tup
     assert not [name for name in files if name.startswith(("tests/", "build/")) or name.endswith((".so", ".pyc", ".o"))]
 
 
-def test_the_metadata_is_that_of_the_project(sdist: tuple[set[str], Message]) -> None:
+def test_the_metadata_matches_the_project(sdist: tuple[set[str], Message]) -> None:
     _, metadata = sdist
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
     assert (metadata["Name"], metadata["Version"]) == ("sparkhvd", sparkhvd.__version__)

@@ -1,4 +1,4 @@
-"""The shell scripts in tools/ that read what others write."""
+"""The shell scripts in tools/ that parse the output of other programs."""
 
 from __future__ import annotations
 

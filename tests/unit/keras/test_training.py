@@ -49,7 +49,7 @@ def fitted(model, optimizer, part, batch_size, **options):
 
 
 def one_big_batch(options):
-    """Ranks that read every other row of each batch learn what one process learns from whole batches."""
+    """Compare ranks that read every other row of each batch with one process that reads whole batches."""
     alone, together = network(), network()
     passes = options.get("backward_passes_per_step", 1)
     plain = keras.optimizers.SGD(
@@ -76,7 +76,7 @@ def compress():
 
 
 def train_apart():
-    """Train each rank with a process set of its own, as if there were no other ranks."""
+    """Train each rank with its own process set, as if there were no other ranks."""
     mine = [hvd.add_process_set([rank]) for rank in range(hvd.size())][hvd.rank()]
     alone, together = network(), network()
     part = slice(hvd.rank(), None, 2)
@@ -87,7 +87,7 @@ def train_apart():
 
 
 def keep_local_layers(passes, scale):
-    """In an SGD step, the local layer gets this rank's gradient, the other one the mean of all ranks' gradients."""
+    """Check that an SGD step uses this rank's gradient in the local layer, and the mean of all ranks in the other."""
     part = slice(hvd.rank(), None, 2)
     features, targets = (each[part] for each in rows())
 
@@ -109,13 +109,13 @@ def keep_local_layers(passes, scale):
         )
     )
     factor = passes / (2 if scale else 1)
-    for place, (own, found) in enumerate(zip(plain, partly, strict=True)):
+    for index, (own, found) in enumerate(zip(plain, partly, strict=True)):
         of_all = sum(hvd.allgather_object(own)) / 2 * passes
-        np.testing.assert_allclose(found, own * factor if place < 2 else of_all, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found, own * factor if index < 2 else of_all, rtol=1e-4, atol=1e-6)
 
 
 def clip_beside_a_local_layer():
-    """Shared variables stay equal when clipping uses a norm over several gradients."""
+    """Clip by a norm over several gradients: shared variables stay equal on all ranks."""
     model = network()
     part = slice(hvd.rank(), None, 2)
     optimizer = hvd.PartialDistributedOptimizer(
@@ -123,8 +123,8 @@ def clip_beside_a_local_layer():
     )
     fitted(model, optimizer, part, 8)
     both = hvd.allgather_object(model.get_weights())
-    for place, (one, other) in enumerate(zip(*both, strict=True)):
-        assert np.array_equal(one, other) == (place >= 2)
+    for index, (one, other) in enumerate(zip(*both, strict=True)):
+        assert np.array_equal(one, other) == (index >= 2)
 
 
 def broadcast_all_but_local_layers():
@@ -140,7 +140,7 @@ def broadcast_all_but_local_layers():
     shared = hvd.allgather_object(model.layers[1].get_weights())
     assert np.array_equal(shared[0][0], shared[1][0])
     found = {id(each) for each in optimizer.local_variables()}
-    assert len(found) == 6  # two variables, two moments of each
+    assert len(found) == 6  # two moments of each of two variables
     sums = hvd.allgather_object([float(np.sum(each)) for each in optimizer.variables[2:] if id(each) in found])
     assert sums[0] != sums[1]
     sums = hvd.allgather_object([float(np.sum(each)) for each in optimizer.variables[2:] if id(each) not in found])
@@ -219,7 +219,7 @@ def keep_the_best(folder):
 
 
 def copies_of(optimizer):
-    """Return an optimizer made in each way in which Keras and Python copy one, by the way."""
+    """Return copies of an optimizer by all methods with which Keras and Python copy objects, by method."""
     config = optimizer.get_config()
     return {
         "from_config": optimizer.from_config(config),
@@ -231,7 +231,7 @@ def copies_of(optimizer):
 
 
 def train_with_copies(options):
-    """Copies of an optimizer train as the original does."""
+    """Compare the training of copies of an optimizer with that of the original."""
     part = slice(hvd.rank(), None, 2)
     wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), **options)
     copies = copies_of(wrapped)
@@ -247,7 +247,7 @@ def train_with_copies(options):
 
 
 def keep_the_process_set():
-    """A copy exchanges with the same ranks; a process set cannot be pickled."""
+    """Check that a copy uses the same process set, and that pickling a process set is refused."""
     apart = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
     mine = apart[hvd.rank()]
     wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), process_set=mine)
@@ -283,7 +283,7 @@ def warnings_of_training(wrap):
 
 
 def resume_from_h5(folder, steps):
-    """A model from an .h5 file goes on like one from a .keras file."""
+    """Compare training from an .h5 file with training from a .keras file."""
     part = slice(hvd.rank(), None, 2)
     features, targets = (each[part] for each in rows())
     model = network()
@@ -305,7 +305,7 @@ def resume_from_h5(folder, steps):
 
 
 def train_with_more_objects_on_one_rank():
-    """Return the weights; rank 0 has made more objects before, which Keras counts in its names."""
+    """Create more objects on rank 0, which Keras counts in its names; return the weights after a training."""
     for _ in range(2 * (hvd.rank() == 0)):
         keras.optimizers.SGD(), network()
     model = network()
@@ -321,7 +321,7 @@ def combine_steps_with_adasum(optimizer, options):
 
     features, targets = (values[part] for values in rows())
     alone.compile(optimizer=kind_of(optimizer), loss="mse", jit_compile=False)
-    kept = 1 - 0.01 * 0.1 if optimizer == "AdamW" else 1  # after the weight decay, which is not part of a step
+    kept = 1 - 0.01 * 0.1 if optimizer == "AdamW" else 1  # the factor of the weight decay, which is not part of a step
     for _ in range(3):
         for batch in np.split(np.arange(24), 3 // passes):
             starts = [weights * kept for weights in alone.get_weights()]
@@ -357,7 +357,7 @@ def reduce_eagerly():
     assert keras.ops.convert_to_numpy(result).tolist() == [1.0, 1.0]
     assert hvd.broadcast_object("text", 0) == "text"
     assert int(hvd.broadcast(3 + hvd.rank(), 0, name="epoch")) == 3
-    means = hvd.allreduce([1.0 + hvd.rank(), 0.5], name="scores")  # as model.evaluate returns them
+    means = hvd.allreduce([1.0 + hvd.rank(), 0.5], name="scores")  # like the values of model.evaluate
     assert keras.ops.convert_to_numpy(means).tolist() == [1.5, 0.5]
 
 
@@ -371,7 +371,7 @@ def test_ranks_are_one_big_batch(group, options):
 
 
 def losses_in_half_precision(op, passes, infinite):
-    """Train a layer in mixed_float16, where every gradient of one rank is infinite in the third of four batches."""
+    """Train a layer in mixed_float16; in the third of four batches, all gradients of one rank are infinite."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
         keras.utils.set_random_seed(1)
@@ -430,7 +430,7 @@ def test_an_optimizer_with_local_variables_is_not_copied(copied):
         copied(optimizer)
 
 
-def test_the_copy_of_a_built_optimizer_says_that_it_has_no_state():
+def test_the_copy_of_a_built_optimizer_warns_that_it_has_no_state():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
     optimizer.build(network().trainable_variables)
     with pytest.warns(UserWarning, match="has its settings, but not its state"):
@@ -454,12 +454,12 @@ def test_adasum_combines_steps_from_the_gradients_of_several_batches(group):
     group.run(combine_steps_with_adasum, "SGD", passes)
 
 
-def test_adasum_leaves_the_steps_of_local_layers_to_the_rank(group):
+def test_adasum_does_not_combine_the_steps_of_local_layers(group):
     first, second = group.run(keep_steps_of_local_layers)
     assert [np.array_equal(one, other) for one, other in zip(first, second, strict=True)] == [False, False, True, True]
 
 
-def test_gradients_may_travel_compressed(group):
+def test_gradients_may_be_compressed(group):
     first, second = group.run(compress)
     assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
 
@@ -472,7 +472,7 @@ def test_all_ranks_start_from_the_root(group, tmp_path):
     group.run(start_from_the_same, str(tmp_path))
 
 
-def test_ranks_agree_where_the_first_batch_builds_the_model(group):
+def test_ranks_agree_if_the_first_batch_builds_the_model(group):
     first, second = group.run(start_without_variables)
     assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
 
@@ -550,7 +550,7 @@ def test_the_module_exports_the_common_interface_without_duplicates():
 
 
 @pytest.mark.parametrize(("passes", "scale"), [(1, True), (1, False), (2, True)])
-def test_gradients_of_local_layers_stay_the_ranks_own(group, passes, scale):
+def test_gradients_of_local_layers_are_not_exchanged(group, passes, scale):
     group.run(keep_local_layers, passes, scale)
 
 
@@ -594,12 +594,12 @@ def test_a_local_layer_must_be_built():
 
 
 def apply_gradients_of(variables, op):
-    """Apply a gradient to some of three variables; Keras drops the others."""
+    """Apply gradients to some of three variables; Keras drops the variables without a gradient."""
     shared = [keras.Variable(np.zeros(2, np.float32), name=name) for name in "abc"]
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
     optimizer.build(shared)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Keras warns of missing gradients
+        warnings.simplefilter("ignore")  # Keras warns about missing gradients
         optimizer.apply(
             [
                 keras.ops.ones(2) * (hvd.rank() + 1.0) if variable.name in variables[hvd.rank()] else None
@@ -611,7 +611,7 @@ def apply_gradients_of(variables, op):
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
-def test_variables_without_a_gradient_on_all_ranks_stay(group, op):
+def test_variables_without_a_gradient_on_all_ranks_stay_unchanged(group, op):
     assert group.run(apply_gradients_of, ("ac", "ac"), op) == [[-1.5, 0.0, -1.5]] * 2
 
 

@@ -1,4 +1,4 @@
-"""``Trainer(strategy="sparkhvd")`` in real ranks, against the same modules in one process with all rows."""
+"""``Trainer(strategy="sparkhvd")`` in real ranks, compared with one process that trains on all rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows():
 
 
 def loader(batch_size, divided_by=1):
-    """Return rows in order; each rank gets every SIZE-th row, so SIZE batches equal one of SIZE times the rows."""
+    """Return a loader of rows in order; each of ``divided_by`` ranks gets its part of every batch."""
     rank = session.current().world.rank if divided_by > 1 else 0
     sampler = torch.utils.data.DistributedSampler(rows(), divided_by, rank, shuffle=False)
     return torch.utils.data.DataLoader(rows(), batch_size=batch_size // divided_by, sampler=sampler)
@@ -111,7 +111,7 @@ def adversarial(flavour):
 
 
 def plugins(flavour):
-    """Without an environment Lightning searches for one, and thereby starts MPI if mpi4py is installed."""
+    """Return a cluster environment; without one, Lightning searches for one and starts MPI if mpi4py is installed."""
     from sparkhvd.lightning.flavour import import_fabric  # noqa: PLC0415
 
     return [import_fabric(flavour).plugins.environments.LightningEnvironment()]
@@ -139,7 +139,7 @@ def trained(flavour, module, batch_size, strategy, **more):
 
 
 def compared(flavour, kind, batch_size, more, arguments):
-    """Return parameters and logged metrics under the strategy, and in one process."""
+    """Return parameters and logged metrics with the strategy and in one process."""
     import sparkhvd.lightning  # noqa: PLC0415
 
     sparkhvd.lightning.register(flavour)
@@ -154,14 +154,14 @@ def compared(flavour, kind, batch_size, more, arguments):
 def assert_close(results):
     start = flat(network())
     for (found, logged), (wanted, metrics) in results:
-        assert np.linalg.norm(wanted[: len(found)] - start[: len(found)]) > 0.05  # something was learned
+        assert np.linalg.norm(wanted[: len(found)] - start[: len(found)]) > 0.05  # parameters have changed
         assert np.linalg.norm(found - wanted) < 1e-5 * np.linalg.norm(wanted)
         assert logged == pytest.approx(metrics, rel=1e-4)
         assert np.array_equal(found, results[0][0][0]), "ranks have different parameters"
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_ranks_train_as_one_process_with_all_rows(group, flavour):
+def test_ranks_train_like_one_process_with_all_rows(group, flavour):
     assert_close(group.run(compared, flavour, simple, 8, {"gradient_clip_val": 0.05}, {}))
 
 
@@ -170,13 +170,13 @@ def test_accumulated_batches_are_exchanged_once_and_count_alike(group):
     assert_close(group.run(compared, FLAVOURS[0], simple, 8, {"accumulate_grad_batches": 4}, {}))
 
 
-def test_two_manual_optimizers_train_as_in_one_process(group):
+def test_two_manual_optimizers_train_like_in_one_process(group):
     assert_close(group.run(compared, FLAVOURS[0], adversarial, 8, {}, {}))
 
 
-def test_sync_batchnorm_normalizes_over_all_ranks_and_leaves_the_users_layers(group):
+def test_sync_batchnorm_normalizes_over_all_ranks_and_keeps_the_users_layers(group):
     results = group.run(compared, FLAVOURS[0], simple, 16, {"sync_batchnorm": True}, {"normalize": True})
-    bias = slice(8 * FEATURES, 8 * FEATURES + 8)  # before a normalization it has no gradient but rounding
+    bias = slice(8 * FEATURES, 8 * FEATURES + 8)  # its gradient consists of rounding errors
     for (found, _), (wanted, _) in results:
         assert np.linalg.norm(np.delete(found - wanted, bias)) < 1e-4 * np.linalg.norm(wanted)
 
@@ -210,7 +210,7 @@ def monitored(folder):
 
     rank = session.current().world.rank
     module = simple(FLAVOURS[0])
-    # Only rank 1 sees it get worse.
+    # The metric gets worse only on rank 1.
     module.on_train_epoch_end = lambda: module.log("odd", float(rank * (module.current_epoch + 1)))
     best = ModelCheckpoint(folder, monitor="val", filename="best")
     stop = EarlyStopping("odd", patience=0, check_on_train_epoch_end=True)
@@ -225,7 +225,7 @@ def monitored(folder):
 def test_early_stopping_and_the_best_checkpoint_agree_over_ranks(group, tmp_path):
     found = group.run(monitored, str(tmp_path))
     assert found[0] == found[1]
-    assert found[0][0] == 2, "the rank that wanted to stop was not heard"
+    assert found[0][0] == 2, "the request of one rank to stop was ignored"
     assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
 
 
@@ -328,7 +328,7 @@ assert "lightning" not in sys.modules, "both were imported"
 """
 
 
-def test_the_import_registers_the_name_with_the_lightning_in_use_alone():
+def test_the_import_registers_the_name_only_with_the_lightning_in_use():
     command = [sys.executable, "-c", ONE_OF_TWO]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -338,7 +338,7 @@ def kept_and_validated(folder, flavour):
     """Return the validation losses by the file written after each, and the module's final buffers."""
     lightning = import_module(flavour)
     model = simple(flavour, normalize=True)
-    # Every validation sees all rows on both ranks, so its loss is that of the model alone.
+    # Every validation uses all rows on both ranks, so its loss depends only on the model.
     kept = lightning.callbacks.ModelCheckpoint(folder, save_top_k=-1, monitor="val", mode="min")
     trainer = lightning.Trainer(
         strategy="sparkhvd",
@@ -374,7 +374,7 @@ def test_a_validation_measures_the_checkpoint_that_is_made_after_it(group, tmp_p
 
 
 def saved_by_an_exception(folder):
-    """Fail in a fit whose callback on rank 0 alone saves a checkpoint."""
+    """Fail in a fit whose callback saves a checkpoint only on rank 0."""
     import lightning.pytorch as lightning  # noqa: PLC0415
     from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415
 
@@ -393,7 +393,7 @@ def saved_by_an_exception(folder):
         trainer.fit(Failing(), loader(4, SIZE))
 
 
-def test_a_checkpoint_during_an_exception_waits_for_no_other_rank(group, tmp_path):
+def test_a_checkpoint_during_an_exception_does_not_wait_for_other_ranks(group, tmp_path):
     group.run(saved_by_an_exception, tmp_path)
     assert [path.name for path in tmp_path.glob("*.ckpt")]
 

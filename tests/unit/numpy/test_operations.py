@@ -110,7 +110,7 @@ def move_in_every_form():
 
 
 class OnlyDlpack:
-    """An array whose memory NumPy can read through DLPack alone, as those of a GPU, which are copied on request."""
+    """An array that NumPy can read only through DLPack, like arrays on a GPU, which DLPack copies on request."""
 
     def __init__(self, values):
         self._values = values
@@ -125,7 +125,7 @@ class OnlyDlpack:
         return self._values.__dlpack_device__()
 
 
-def reduce_whatever_numpy_reads():
+def reduce_foreign_arrays():
     import jax.numpy as jnp  # noqa: PLC0415
 
     total = hvd.size() * (hvd.size() + 1) // 2
@@ -167,7 +167,7 @@ def change_other_buffers():
     assert values.sum(axis=1).tolist() == [4.0 * (hvd.rank() + 1), 4.0 * total, 4.0 * total, 4.0 * (hvd.rank() + 1)]
 
 
-def refuse_what_cannot_be_sent():
+def refuse_unsendable_arrays():
     import jax  # noqa: PLC0415
     import jax.numpy as jnp  # noqa: PLC0415
 
@@ -190,7 +190,7 @@ def refuse_what_cannot_be_sent():
         jax.jit(hvd.allreduce)(jnp.ones(2))
 
 
-def refuse_what_cannot_be_changed():
+def refuse_unwritable_arrays():
     import jax.numpy as jnp  # noqa: PLC0415
 
     fixed = np.ones(2)
@@ -271,7 +271,7 @@ def keep_a_state():
 
 CASES = [
     reduce_every_dtype, reduce_in_every_form, scatter_in_every_form, move_every_dtype, move_in_every_form,
-    reduce_whatever_numpy_reads, change_other_buffers, refuse_what_cannot_be_sent, refuse_what_cannot_be_changed,
+    reduce_foreign_arrays, change_other_buffers, refuse_unsendable_arrays, refuse_unwritable_arrays,
     refuse_other_arguments, disagree, send_to_some_ranks,
 ]  # fmt: skip
 
@@ -287,11 +287,11 @@ def test_a_rank_without_further_rows_joins(group):
         assert len(sums) == rank + 2
 
 
-def test_a_state_begins_with_that_of_the_first_rank(group):
+def test_a_state_starts_with_the_values_of_rank_0(group):
     assert group.run(keep_a_state) == [[4.0, 4.0]] * group.size
 
 
-def test_it_has_the_names_of_the_module_for_torch_that_do_not_need_torch():
+def test_the_module_has_the_names_of_the_module_for_torch_that_do_not_need_torch():
     of_torch = {
         "Compression", "Compressor", "DistributedOptimizer", "SyncBatchNorm", "broadcast_optimizer_state",
         "broadcast_parameters", "sparse_allreduce", "sparse_allreduce_async",

@@ -52,7 +52,7 @@ def reduce_in_every_mode():
     assert [value.numpy().tolist() for value in twice] == [[1.0] * 3] * 2
 
 
-def reduce_where_the_tensors_are():
+def reduce_the_memory_of_tensors():
     """Reduce the memory of CPU tensors in the way that NCCL reduces GPU tensors."""
     from sparkhvd.tensorflow import gpu  # noqa: PLC0415
 
@@ -121,7 +121,7 @@ def use_process_sets_and_join():
 
 
 def differentiate(in_graph):
-    """Every rank's loss is `rank + 1` times a weighted sum of the result, so gradients differ between ranks."""
+    """Differentiate losses of `rank + 1` times a weighted sum of the result, so that gradients differ between ranks."""
     factor = hvd.rank() + 1.0
 
     def gradient_of(operation, rows=3):
@@ -143,7 +143,7 @@ def differentiate(in_graph):
     assert run(lambda t: hvd.reducescatter(t, op=hvd.Sum)).numpy().tolist() == [2.0, 4.0, 4.0]
     exchanged = run(lambda t: hvd.alltoall(t, [1, 2])[0]).numpy().tolist()
     assert exchanged == ([1.0, 2.0, 4.0] if hvd.rank() == 0 else [2.0, 6.0, 8.0])
-    own = {"prescale_factor": factor, "postscale_factor": 3.0}  # each rank's rows have a weight of their own
+    own = {"prescale_factor": factor, "postscale_factor": 3.0}  # each rank's rows have their own weight
     weighted = run(lambda t: hvd.allreduce(t, op=hvd.Sum, **own)).numpy()
     assert (weighted / factor).tolist() == [9.0, 18.0, 27.0]
     weighted = run(lambda t: hvd.reducescatter(t, **own)).numpy()
@@ -151,7 +151,7 @@ def differentiate(in_graph):
 
 
 def differentiate_twice(in_graph):
-    """The gradient of a gradient passes through the collectives of both."""
+    """Compute gradients of gradients through the collectives."""
     own = tf.constant([1.0 + hvd.rank(), 2.0])
     total = np.array([3.0, 4.0])
 
@@ -172,7 +172,7 @@ def differentiate_twice(in_graph):
 
 
 def combine_captured_tensors():
-    """An eager tensor that a graph captures is numbered by its process, and ranks may have made different numbers."""
+    """Capture eager tensors in a graph: each process numbers its tensors, so the numbers may differ between ranks."""
     for _ in range(5 * hvd.rank()):
         tf.constant(1.0)
     own = tf.constant([1.0 + hvd.rank()])
@@ -181,7 +181,7 @@ def combine_captured_tensors():
 
 
 def combine_tensors_of_layers():
-    """Rank 0 has made more layers before, which Keras counts in the names of their tensors."""
+    """Create more layers on rank 0, which Keras counts in the names of their tensors."""
     import keras  # noqa: PLC0415  (the ranks have no sources, and most of them need no Keras)
 
     layers = [keras.layers.Dense(1, kernel_initializer="ones") for _ in range(2 - hvd.rank())]
@@ -194,8 +194,8 @@ def combine_tensors_of_layers():
     assert [tensor.numpy().tolist() for tensor in combined] == [[[3.0]], [[1.0], [2.0]], [[2.0]]]
 
 
-def combine_what_all_ranks_have():
-    """Rank 0 has no gradient for the first variable, and joins, so that its zeros take part there."""
+def combine_with_a_missing_gradient():
+    """Compute gradients of which rank 0 lacks the first; it joins, so that its zeros take part in that reduction."""
     variables = [tf.Variable([1.0]) for _ in range(3)]
     with tf.GradientTape() as tape:
         loss = tf.add_n([(i + 1.0) * variables[i] for i in range(hvd.rank() == 0, 3)])
@@ -229,10 +229,10 @@ def reduce_slices():
 
 
 def average_integer_slices(in_graph):
-    """Rows that several ranks have add up to their mean, which is not truncated on the way."""
+    """Average rows that several ranks have; intermediate values must not be truncated."""
     rank = hvd.rank()
-    found = {}
-    for dtype in (tf.uint8, tf.int8, tf.int32, tf.int64):  # of uint16 and int16, TensorFlow itself adds up no rows
+    means_by_dtype = {}
+    for dtype in (tf.uint8, tf.int8, tf.int32, tf.int64):  # TensorFlow itself cannot sum rows of uint16 and int16
         slices = tf.IndexedSlices(tf.cast([[3], [rank]], dtype), tf.constant([1, 1]), tf.constant([2, 1]))
         dense = tf.cast([rank], tf.float32)
 
@@ -244,14 +244,14 @@ def average_integer_slices(in_graph):
             return [tf.convert_to_tensor(each) for each in (alone, *group[1:], scaled)]
 
         results = (graph(reduce) if in_graph else reduce)()
-        found[dtype.name] = [(each.dtype.name, each.numpy()[:, 0].tolist()) for each in results]
+        means_by_dtype[dtype.name] = [(each.dtype.name, each.numpy()[:, 0].tolist()) for each in results]
     total = hvd.allreduce(tf.IndexedSlices(tf.constant([[3]]), tf.constant([0])), op=hvd.Sum, name="total")
     assert total.dtype == tf.int32
-    return found
+    return means_by_dtype
 
 
 def train_with_tape(in_graph, sparse_as_dense):
-    """Two ranks with half the rows each learn what one process learns from all rows."""
+    """Compare two ranks with half of the rows each with one process with all rows."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 7, 16)
     targets = rng.normal(size=(16, 4)).astype(np.float32)
@@ -335,7 +335,7 @@ def spread_state():
         hvd.remove_process_set(each)
 
 
-# The tests.
+# The expected results.
 
 
 def test_every_dtype_is_reduced_by_every_operator(group):
@@ -348,7 +348,7 @@ def test_eager_mode_and_graphs_agree(group):
 
 
 def test_memory_of_tensors_is_reduced_in_eager_mode_and_graphs(group):
-    group.run(reduce_where_the_tensors_are)
+    group.run(reduce_the_memory_of_tensors)
 
 
 def test_rows_move_equally_in_eager_mode_and_graphs(group):
@@ -374,12 +374,12 @@ def test_a_graph_combines_eager_tensors_that_it_captures(group):
     group.run(combine_captured_tensors)
 
 
-def test_a_graph_combines_tensors_of_layers_if_one_rank_has_made_more_layers(group):
+def test_a_graph_combines_tensors_of_layers_if_one_rank_has_created_more_layers(group):
     group.run(combine_tensors_of_layers)
 
 
 def test_a_rank_without_a_gradient_does_not_shift_the_others(group):
-    group.run(combine_what_all_ranks_have)
+    group.run(combine_with_a_missing_gradient)
 
 
 def test_slices_are_gathered_and_add_up(group):
@@ -411,7 +411,7 @@ def test_the_module_exports_the_common_interface_without_duplicates():
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-def test_the_gradients_of_local_layers_stay_the_ranks_own_and_are_found_separately(group, in_graph):
+def test_gradients_of_local_layers_are_not_exchanged_and_are_available_separately(group, in_graph):
     group.run(keep_gradients_of_local_layers, in_graph)
 
 

@@ -40,7 +40,7 @@ def own_rows(uneven):
 
 
 class Network(keras.Model):
-    """Return a network with trained layers before and after the normalization."""
+    """A network with trained layers before and after the normalization."""
 
     def __init__(self, layer, masked):
         super().__init__(dtype="float64")
@@ -61,7 +61,7 @@ class Network(keras.Model):
 
 
 def trained(layer, mine, wrap, masked, in_graph):
-    """Return the network after three steps. The losses are sums over rows, so they are exact for any partition."""
+    """Return the network after three steps; losses are sums over rows, so that any partition gives equal results."""
     images, targets, included = rows(layer.axis == 1)
     network = Network(layer, masked)
     network(images[:1], included[:1], training=False)
@@ -80,7 +80,7 @@ def trained(layer, mine, wrap, masked, in_graph):
 
 
 def compare(uneven, kind, in_graph):
-    """All ranks with our layer learn what one process learns with Keras' layer on all rows."""
+    """Compare all ranks with our layer with one process that has Keras' layer and all rows."""
     options, masked = {"dtype": "float64"} | KINDS[kind][0], KINDS[kind][1]
     exact = 1e-5 if masked else 1e-8  # Keras adds 1e-7 to the number of unmasked rows
     start = Network(keras.layers.BatchNormalization(**options), masked)
@@ -91,9 +91,9 @@ def compare(uneven, kind, in_graph):
     for before, one, other in zip(start.get_weights(), alone.get_weights(), together.get_weights(), strict=True):
         assert np.isfinite(one).all()
         assert np.linalg.norm(one - other) <= exact * np.linalg.norm(one - before) + 1e-10, (before, one, other)
-    assert np.linalg.norm(alone.normal.moving_mean) > 1, "the statistics must have moved"
+    assert np.linalg.norm(alone.normal.moving_mean) > 1, "the statistics must have changed"
     statistics = [variable.numpy().tobytes() for variable in together.normal.non_trainable_variables]
-    assert hvd.allgather_object(statistics) == [statistics] * hvd.size(), "the same to the last bit"
+    assert hvd.allgather_object(statistics) == [statistics] * hvd.size(), "ranks have bitwise equal statistics"
 
 
 def normalize_in_half_precision():
@@ -102,18 +102,18 @@ def normalize_in_half_precision():
     values = tf.constant([[900.0], [1100.0]], tf.float16) + 100.0 * hvd.rank()
     with tf.GradientTape() as tape:
         tape.watch(values)
-        found = layer(values, training=True)
-        loss = tf.reduce_sum(tf.cast(found, tf.float32) * [[1.0], [2.0]])
-    assert (found.dtype, layer.moving_variance.dtype, layer.gamma.dtype) == (tf.float16, "float32", "float32")
+        normalized = layer(values, training=True)
+        loss = tf.reduce_sum(tf.cast(normalized, tf.float32) * [[1.0], [2.0]])
+    assert (normalized.dtype, layer.moving_variance.dtype, layer.gamma.dtype) == (tf.float16, "float32", "float32")
     everything = np.concatenate([np.array([900.0, 1100.0]) + 100.0 * rank for rank in range(hvd.size())])
     wanted = (values.numpy().astype(np.float64).ravel() - everything.mean()) / np.sqrt(everything.var() + 1e-3)
-    np.testing.assert_allclose(found.numpy().ravel(), wanted, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(normalized.numpy().ravel(), wanted, rtol=2e-3, atol=2e-3)
     np.testing.assert_allclose(layer.moving_variance.numpy(), 0.99 + 0.01 * everything.var(), rtol=1e-5)
     assert np.isfinite(tape.gradient(loss, values).numpy()).all()
 
 
 def penalize_gradients(in_graph, masked):
-    """The ranks train with a penalty on the gradients by the inputs, whose gradient is a second derivative."""
+    """Compute gradients of a penalty on the gradients of the inputs, which are second derivatives."""
     random = np.random.default_rng(3)
     values = random.normal(size=(7, 2))
     mask = tf.constant(random.uniform(size=7) < 0.8) if masked else tf.constant([True] * 7)
@@ -126,8 +126,8 @@ def penalize_gradients(in_graph, masked):
             outer.watch(own)
             with tf.GradientTape() as inner:
                 inner.watch(own)
-                found = layer(own, training=True, mask=mask[rows] if masked else None)
-                loss = tf.reduce_sum(found**2 * factors[rows])
+                normalized = layer(own, training=True, mask=mask[rows] if masked else None)
+                loss = tf.reduce_sum(normalized**2 * factors[rows])
             penalty = tf.reduce_sum(tf.square(inner.gradient(loss, own)))
         return outer.gradient(penalty, own)
 
@@ -141,8 +141,8 @@ def penalize_gradients(in_graph, masked):
     np.testing.assert_allclose(together, alone[part], rtol=1e-6, atol=1e-9)
 
 
-def work_alone_where_nothing_is_trained():
-    """Only rank 0 calls the layer."""
+def call_a_layer_in_inference_mode_on_one_rank():
+    """Call the layer only on rank 0."""
     layer = hvd.SyncBatchNormalization()
     if hvd.rank() == 0:
         assert layer(tf.ones([2, 3])).numpy() == pytest.approx(1.0, abs=1e-3)
@@ -152,7 +152,7 @@ def work_alone_where_nothing_is_trained():
 
 
 def normalize_by_a_process_set():
-    """The process set is rank 1 alone: its result equals that of Keras' layer."""
+    """Use a process set with only rank 1, whose result equals that of Keras' layer."""
     alone = hvd.add_process_set([1])
     if hvd.rank() == 1:
         layer, own = hvd.SyncBatchNormalization(process_set=alone), keras.layers.BatchNormalization()
@@ -172,7 +172,7 @@ def refuse_no_rows_at_all():
         hvd.SyncBatchNormalization()(tf.zeros([0, 3]), training=True)
 
 
-# The tests.
+# The expected results.
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_half_precision_keeps_large_values(group):
 
 
 def test_a_layer_in_inference_mode_does_not_communicate(group):
-    group.run(work_alone_where_nothing_is_trained)
+    group.run(call_a_layer_in_inference_mode_on_one_rank)
 
 
 def test_a_process_set_is_normalized_by_its_own_rows(group):

@@ -16,7 +16,7 @@ def group():
 
 
 class Keeping(torch.nn.Module):
-    """Buffers of many kinds, with different values on every rank."""
+    """A module with buffers of many kinds, which differ between ranks."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ def test_all_parts_return_to_the_last_commit_together():
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items()), "twice, too"
 
 
-def test_sync_saves_what_is_live():
+def test_sync_saves_the_live_values():
     model = torch.nn.Linear(2, 1)
     state = hvd.elastic.TorchState(model=model, epoch=3)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_sync_saves_what_is_live():
 
 
 class ExtraState(torch.nn.Linear):
-    """A module with a state that is no tensor."""
+    """A module with a state that is not a tensor."""
 
     note = "none"
 
@@ -71,7 +71,7 @@ class ExtraState(torch.nn.Linear):
         self.note = state
 
 
-def test_the_extra_state_of_a_module_is_part_of_it():
+def test_the_extra_state_of_a_module_is_committed():
     model = ExtraState(2, 1)
     state = hvd.elastic.TorchState(model)
     model.note = "kept"
@@ -86,7 +86,7 @@ def test_an_optimizer_whose_exchange_has_failed_works_after_a_reset():
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     state = hvd.elastic.TorchState(model, optimizer)
     state.sync()
-    model(torch.ones(2, 3)).sum().backward()  # the gradients are on their way when the job breaks
+    model(torch.ones(2, 3)).sum().backward()  # the gradients are being exchanged when the connections break
     hvd.shutdown()
     with pytest.raises(NotInitializedError):
         hvd.rank()
@@ -114,7 +114,7 @@ def test_a_state_without_a_model_takes_values_and_any_number_of_models():
 
 
 class Odd(torch.nn.Module):
-    """Has tensors whose layout is not the plain one, and a version of its own."""
+    """A module with tensors of special layouts, and with its own version."""
 
     _version = 3
 
@@ -133,7 +133,7 @@ class Odd(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
-def test_a_commit_reuses_the_memory_of_the_last_one_and_keeps_tensors_of_any_layout():
+def test_a_commit_reuses_the_memory_of_the_previous_commit_and_keeps_tensors_of_any_layout():
     model = Odd()
     state = hvd.elastic.TorchState(model)
     first = state._parts["model"].saved

@@ -114,7 +114,7 @@ def test_ranks_train_equally_after_the_optimizer_state_is_broadcast(group, kind,
     assert first == second
 
 
-def test_broadcasting_does_not_change_the_roots_training(group):
+def test_broadcasting_does_not_change_the_training_of_the_root(group):
     assert group.run(share_optimizer_state, "Adam", 2, 0, 0) == group.run(train_undisturbed, "Adam", 5)
 
 

@@ -54,7 +54,7 @@ def normalize(rows, extent, dtype, options):
 
 
 def train_convolutions():
-    """N ranks train as one big batch, with batch normalization."""
+    """Train convolutions with synchronized batch normalization as one big batch."""
 
     def network():
         torch.manual_seed(1)
@@ -119,9 +119,9 @@ def test_statistics_and_gradients_are_those_of_one_process_with_all_rows(group, 
     group.run(normalize, rows, extent, dtype, options)
 
 
-def test_ranks_with_batch_normalization_train_as_one_process(group):
+def test_ranks_with_batch_normalization_train_like_one_process(group):
     shares = group.run(train_convolutions)
-    assert all(share > 0.9 for share in shares), f"the layers' names must be remembered, hits per operation: {shares}"
+    assert all(share > 0.9 for share in shares), f"layers must hit the cache, hits per operation: {shares}"
 
 
 def test_small_floats_keep_their_type(group):
@@ -157,7 +157,7 @@ def test_a_converted_layer_keeps_its_hooks():
     assert torch.equal(hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(layer))(x), want)
 
 
-def test_a_layer_with_a_forward_of_its_own_is_not_converted():
+def test_a_layer_with_its_own_forward_is_not_converted():
     class Activated(torch.nn.BatchNorm1d):
         def forward(self, rows):
             return super().forward(rows).relu()

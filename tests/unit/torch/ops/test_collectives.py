@@ -29,7 +29,7 @@ def everywhere(make):
 
 
 def mixed(rank):
-    """Tensors of several shapes and types; small whole numbers, so that sums are exact."""
+    """Return tensors of several shapes and types, with small integers, so that sums are exact."""
     torch.manual_seed(rank)
     shapes = [(5,), (2, 3), (), (0, 4), (7, 1)]
     dtypes = [torch.float32, torch.float64, torch.float16, torch.int32, torch.bfloat16]
@@ -54,7 +54,7 @@ def reduce_in_groups():
     assert all(torch.equal(a, b) for a, b in zip(again, sums, strict=True))
 
 
-def compress_what_is_reduced():
+def reduce_with_compression():
     mine = torch.full((4,), hvd.rank() + 0.125)
     total = [3.375] * 4
     assert hvd.allreduce(mine, op=hvd.Sum, compression=hvd.Compression.fp16).tolist() == total
@@ -89,7 +89,7 @@ def scatter_sums():
 
 
 def exchange_parts():
-    """Rank r sends (r + d) % 3 rows of value 10 r + d to rank d."""
+    """Send (r + d) % 3 rows of value 10 r + d from rank r to rank d."""
 
     def rows_for(source, target):
         return torch.full(((source + target) % 3, 2), 10.0 * source + target)
@@ -208,7 +208,7 @@ def add_sparse_integers():
 
 
 def differentiate_with_own_scales():
-    """Every rank has a weight of its own, like a mean over ranks with different numbers of rows."""
+    """Use a different weight on every rank, like a mean over ranks with different numbers of rows."""
     scales = {"prescale_factor": hvd.rank() + 1.0, "postscale_factor": 0.5}
     for op in (hvd.Sum, hvd.Average):
         ranks = RANKS if op is hvd.Sum else 1
@@ -223,13 +223,13 @@ def differentiate_with_own_scales():
 
 
 def train_until_data_ends():
-    """Rank r has r + 1 batches; a joined rank adds zeros."""
+    """Train on r + 1 batches on rank r; a joined rank adds zeros."""
     batches = range(hvd.rank() + 1)
     return [hvd.allreduce(torch.ones(2), name="batch", op=hvd.Sum)[0].item() for _ in batches], hvd.join()
 
 
 def train_with_join():
-    """The optimizer's exchange continues when other ranks have joined."""
+    """Use an optimizer that continues to exchange gradients after other ranks have joined."""
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
     for _ in range(hvd.rank() + 1):
@@ -282,7 +282,7 @@ def disagree_about_a_group():
     return str(caught.value)
 
 
-# The tests.
+# The expected results.
 
 
 def test_groups_are_reduced_in_every_form(group):
@@ -290,7 +290,7 @@ def test_groups_are_reduced_in_every_form(group):
 
 
 def test_reductions_take_compressors(group):
-    group.run(compress_what_is_reduced)
+    group.run(reduce_with_compression)
 
 
 def test_groups_are_gathered(group):
@@ -376,7 +376,7 @@ _OF_OPTIMIZERS = "gradient_predivide_factor num_groups groups sparse_as_dense pr
         ),
     ],
 )
-def test_arguments_by_position_mean_what_they_mean_in_horovod(names, parameters):
+def test_positional_arguments_have_the_order_of_horovod(names, parameters):
     for name in names.split():
         found = inspect.signature(getattr(hvd, name)).parameters.values()
         by_position = [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD]
@@ -398,7 +398,7 @@ def test_reductions_take_their_arguments_by_position(group):
     assert group.run(reduce_by_position)[0] == [2.0 * total, total, 3.0 * total, float(group.size)]
 
 
-def test_compression_cannot_be_given_twice(alone):
+def test_compression_cannot_be_passed_twice(alone):
     with pytest.raises(TypeError, match="compression"):
         hvd.allreduce(torch.ones(1), None, "a", hvd.Compression.fp16, compression=hvd.Compression.none)
 
@@ -417,7 +417,7 @@ def test_every_form_has_the_parameters_and_the_documentation_of_the_collective()
     assert str(inspect.signature(hvd.alltoall).return_annotation) == "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
 
-def test_a_section_can_be_recorded(alone, tmp_path):
+def test_a_part_of_a_program_can_be_recorded(alone, tmp_path):
     hvd.start_timeline(str(tmp_path / "trace.json"))
     hvd.allreduce(torch.ones(2), name="seen")
     hvd.stop_timeline()

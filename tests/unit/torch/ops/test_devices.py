@@ -1,4 +1,4 @@
-"""CUDA tensors through NCCL; without a device, only the decisions are tested."""
+"""CUDA tensors through NCCL; without a device, only its selection is tested."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def on_device() -> int:
     return session.current().counters()["on_device"]
 
 
-def test_nccl_support_depends_on_dtype_and_operator_only():
+def test_nccl_support_depends_only_on_dtype_and_operator():
     assert all(nccl_supports(dtype, hvd.Average) for dtype in (torch.float16, torch.bfloat16, torch.float64))
     assert nccl_supports(torch.int64, hvd.Max)
     assert not nccl_supports(torch.int64, hvd.Average)
@@ -124,7 +124,7 @@ def refuses_a_second_device():
     return ""
 
 
-# CUDA and NCCL leave files open for the life of a process, so even one rank is a process of its own.
+# CUDA and NCCL keep files open for the life of a process, so even a single rank is a separate process.
 
 
 @_needs_device

@@ -73,7 +73,7 @@ def communicate_lazy_views():
     assert torch.equal(number.resolve_conj(), torch.complex(torch.zeros(2), -torch.ones(2)))
 
 
-def change_what_autograd_has_saved():
+def overwrite_values_saved_by_autograd():
     """Autograd must refuse a gradient from values that a collective has overwritten."""
     forms = [
         hvd.allreduce_,
@@ -119,7 +119,7 @@ def broadcast_every_dtype():
 
 
 def differentiate():
-    """Every rank's loss is `rank + 1` times a weighted sum of the result, so gradients differ between ranks."""
+    """Differentiate losses of `rank + 1` times a weighted sum of the result, so that gradients differ between ranks."""
     factor, ranks = hvd.rank() + 1.0, hvd.size()
     mean = (ranks + 1) / 2
     weights = torch.tensor([1.0, 2.0, 3.0])
@@ -157,14 +157,14 @@ def see_the_world():
     return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
 
 
-# The tests.
+# The expected results.
 
 
 def test_autograd_refuses_gradients_from_values_that_a_collective_has_overwritten(group):
-    group.run(change_what_autograd_has_saved)
+    group.run(overwrite_values_saved_by_autograd)
 
 
-def test_views_that_are_negated_or_conjugated_when_read_are_communicated_by_value(group):
+def test_lazily_negated_or_conjugated_views_are_communicated_by_value(group):
     group.run(communicate_lazy_views)
 
 
@@ -209,7 +209,7 @@ def test_ranks_and_sizes_are_those_of_the_launcher(group):
     "call",
     [hvd.rank, hvd.size, hvd.local_rank, hvd.cross_size, hvd.barrier, lambda: hvd.allreduce(torch.ones(1))],
 )
-def test_calls_before_init_raise_an_error_that_says_what_to_do(call):
+def test_calls_before_init_raise_an_error_with_the_next_step(call):
     assert not hvd.is_initialized()
     with pytest.raises(ValueError, match=r"call hvd\.init\(\)"):
         call()
@@ -264,7 +264,7 @@ def test_invalid_calls_raise_one_clear_error(alone, call, message):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_cuda_tensors_go_through_pinned_memory_and_come_back_to_their_device(alone):
+def test_cuda_tensors_are_copied_through_pinned_memory_and_return_to_their_device(alone):
     mine = torch.arange(12.0, device="cuda").reshape(3, 4)
     for result in (
         hvd.allreduce(mine, op=hvd.Sum),

@@ -71,8 +71,8 @@ def train(kind, passes, compression):
     return ((got - want).norm() / want.norm()).item(), got
 
 
-def use_a_part_of_the_network_on_one_rank():
-    """A parameter without a step on a rank counts as a step of length zero."""
+def use_a_parameter_on_one_rank():
+    """Use a parameter on only one rank: on the other rank, its step has length zero."""
     used, unused = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([used, unused, frozen], lr=1.0), op=hvd.Adasum)
@@ -112,10 +112,10 @@ def train_with_closure_and_schedule():
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_steps_are_combined_as_adasum_defines_it(group, kind):
+def test_steps_are_combined_by_the_definition_of_adasum(group, kind):
     results = group.run(train, kind, 1, hvd.Compression.none)
     assert all(distance < 1e-10 for distance, _ in results)
-    assert torch.equal(results[0][1], results[1][1]), "ranks must agree to the last bit"
+    assert torch.equal(results[0][1], results[1][1]), "ranks must agree bitwise"
 
 
 def test_several_passes_make_one_step(group):
@@ -129,19 +129,19 @@ def test_steps_can_be_compressed(group):
 
 
 @pytest.mark.parametrize(("stepped", "expected"), [(False, -1.0), (True, -2.5)])
-def test_ranks_agree_on_a_frozen_parameter_that_moves_on(group, stepped, expected):
+def test_ranks_agree_on_a_frozen_parameter_that_still_changes(group, stepped, expected):
     first, other = group.run(freeze_with_a_gradient, stepped)
     assert first == other == [[expected] * 2] * 2
 
 
-def test_equal_steps_are_averaged_and_a_missing_one_counts_as_nothing(group):
-    for used, unused, frozen in group.run(use_a_part_of_the_network_on_one_rank):
+def test_equal_steps_are_averaged_and_a_missing_step_counts_as_zero(group):
+    for used, unused, frozen in group.run(use_a_parameter_on_one_rank):
         assert used == pytest.approx([-1.0, -1.0])
         assert unused == pytest.approx([-3.0, -3.0])
         assert frozen == [1.0, 1.0]
 
 
-def test_orthogonal_steps_are_added_and_schedules_hold(group):
+def test_orthogonal_steps_are_added_and_schedules_apply(group):
     for weight, values in group.run(train_with_closure_and_schedule):
         assert weight == pytest.approx([-1.5, -1.5])
         assert values == pytest.approx([0.0, -1.0])

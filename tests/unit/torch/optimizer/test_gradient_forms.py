@@ -21,7 +21,7 @@ def group():
 
 
 class Quantizer:
-    """A user's own compressor: eighths as integers."""
+    """A user-defined compressor, which sends eighths as integers."""
 
     def compress(self, tensor):
         return (tensor * 8).round().to(torch.int32), tensor.dtype
@@ -84,7 +84,7 @@ def bytes_of_a_step(compression):
 
 
 class Words(torch.nn.Module):
-    """A network of sparse embeddings and dense layers; only some ranks use one of the tables, and none uses another."""
+    """Sparse embeddings and dense layers; only some ranks use one of the tables, and no rank uses another."""
 
     def __init__(self, sparse=True):
         super().__init__()
@@ -142,7 +142,7 @@ def train_words(rows_of_rank, seldom_of_rank, **options):
 
 
 def average_sparse():
-    """Train without shares; the result keeps the form that torch's sparse optimizers need."""
+    """Train without shares; return the gradient in the form that torch's sparse optimizers need."""
     table = torch.nn.Embedding(10, 2, sparse=True)
     optimizer = hvd.DistributedOptimizer(torch.optim.SparseAdam(table.parameters(), lr=0.1))
     table(torch.tensor([hvd.rank(), 9, 9])).sum().backward()
@@ -263,7 +263,7 @@ def operations_of_a_step(unused):
 
 
 def scale_learning_rate():
-    """Schedulers made before and after wrapping see the steps of the wrapped optimizer."""
+    """Use schedulers created before and after wrapping with the wrapped optimizer."""
     weight = torch.nn.Parameter(torch.zeros(1))
     plain = torch.optim.SGD([weight], lr=1.0)
     optimizer = hvd.DistributedOptimizer(plain, op=hvd.Sum)
@@ -302,11 +302,11 @@ def save_and_load():
     return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-# The tests.
+# The expected results.
 
 
 @pytest.mark.parametrize("kind", ["none", "fp16", "bf16", "own", "a class"])
-def test_compressed_gradients_come_back_in_their_own_type(group, kind):
+def test_compressed_gradients_keep_their_own_type(group, kind):
     for first, second in group.run(exchange_compressed, kind):
         assert first == [[-3.75], [-3.0], [-3.75]]
         assert second == [[-7.5], [-6.0], [-7.5]]
@@ -325,9 +325,9 @@ def test_compression_halves_the_transferred_bytes(group):
     [((4, 4, 4), (True, True, True)), ((1, 5, 2), (False, True, False)), ((0, 3, 0), (False, True, True))],
     ids=["even", "uneven and used by one", "two ranks without rows"],
 )
-def test_sparse_gradients_add_up_to_those_of_one_process(group, rows, seldom, options):
+def test_sparse_gradients_equal_those_of_one_process(group, rows, seldom, options):
     results = group.run(train_words_with, rows, seldom, options)
-    assert all(torch.equal(result, results[0]) for result in results), "ranks must agree to the last bit"
+    assert all(torch.equal(result, results[0]) for result in results), "ranks must agree bitwise"
 
 
 def train_words_with(rows, seldom, options):
@@ -335,7 +335,7 @@ def train_words_with(rows, seldom, options):
 
 
 def test_sparse_gradients_are_sent_sparse_unless_densified(group):
-    # One allreduce of a step is that of the presence vector.
+    # One allreduce of each step sends the presence vector.
     assert group.run(kinds_of_a_sparse_step, False) == [[1, 1]] * group.size
     assert group.run(kinds_of_a_sparse_step, True) == [[2, 0]] * group.size
 
@@ -361,14 +361,14 @@ def test_a_sparse_gradient_has_no_maximum(group):
     group.run(refuse_sparse_maximum)
 
 
-def test_a_gradient_that_is_sparse_on_some_ranks_only_is_an_error_on_every_rank(group):
+def test_a_gradient_that_is_sparse_on_only_some_ranks_is_an_error_on_every_rank(group):
     for message in group.run(mix_sparse_and_dense):
         assert "gradient.table" in message
         assert "allgather" in message
         assert "allreduce" in message
 
 
-def test_groups_change_nothing_but_when_gradients_are_sent(group):
+def test_groups_change_only_when_gradients_are_sent(group):
     results = group.run(groups_differ)
     assert all(torch.equal(result, results[0]) for result in results)
 

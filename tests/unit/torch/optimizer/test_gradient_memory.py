@@ -17,7 +17,7 @@ def group():
 
 
 def inputs(size, rows=2):
-    """The rows of all ranks; each rank has one row."""
+    """Return the rows of all ranks; each rank has one row."""
     torch.manual_seed(5)
     return torch.randn(rows, size, dtype=torch.float64)
 
@@ -74,7 +74,7 @@ MODELS = {model.__name__: model for model in (Offset, SharedByTwo, Concatenated,
 
 def trained(model, x, optimizer, steps=3):
     for step in range(steps):
-        # To keep two gradients in one memory would double them, also in one process.
+        # Keeping two gradients in shared memory would double them, even in one process.
         optimizer.zero_grad(set_to_none=step % 2 == 0 or isinstance(model, SharedByTwo))
         model(x).mean().backward()
         optimizer.step()
@@ -94,10 +94,10 @@ def train(name, options):
 
 @pytest.mark.parametrize("options", [{}, {"op": hvd.Sum}, {"groups": 1}], ids=["average", "sum", "group"])
 @pytest.mark.parametrize("name", MODELS)
-def test_ranks_train_like_one_process_whatever_shares_the_memory_of_gradients(group, name, options):
+def test_ranks_train_like_one_process_even_if_gradients_share_memory(group, name, options):
     model = model_of(name)
     rate = 2e-3 if options.get("op") is hvd.Sum else 1e-3
-    if name == "Penalized":  # it is no mean over rows
+    if name == "Penalized":  # the penalty is not a mean over rows
         x = inputs(6)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         for _ in range(3):
@@ -158,7 +158,7 @@ def train_without_a_count(name):
         return train(name, {})
 
 
-def test_a_pytorch_that_does_not_count_uses_of_memory_sends_copies(group):
+def test_with_a_pytorch_that_does_not_count_uses_of_memory_copies_are_sent(group):
     expected = group.run(train, "Offset", {})
     for together, other in zip(group.run(train_without_a_count, "Offset"), expected, strict=True):
         for one, two in zip(together, other, strict=True):
@@ -166,7 +166,7 @@ def test_a_pytorch_that_does_not_count_uses_of_memory_sends_copies(group):
 
 
 def gradients_between(when):
-    """Ask autograd for gradients, which is not a backward pass, between the parts of a step."""
+    """Compute gradients by ``torch.autograd.grad``, without a backward pass, between the parts of a step."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
     weight.sum().backward()
@@ -178,7 +178,7 @@ def gradients_between(when):
 
 
 @pytest.mark.parametrize("when", ["after backward", "after synchronize"])
-def test_autograd_grad_leaves_the_step_alone(group, when):
+def test_autograd_grad_does_not_affect_the_step(group, when):
     assert group.run(gradients_between, when) == [([3.0] * 2, [-1.0] * 2)] * 2
 
 

@@ -23,7 +23,7 @@ def op(request):
 
 
 def count_hooks(op, reload):
-    """Return the weights that hooks before and after the steps saw, and the last weight."""
+    """Return the weights seen by hooks before and after the steps, and the last weight."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=op)
     seen = []
@@ -117,7 +117,7 @@ def test_a_scheduler_of_the_original_optimizer_works_after_a_broadcast(group, op
 
 
 class Precise(torch.optim.Optimizer):
-    """Keeps a state in single precision, whatever its parameters have."""
+    """Keeps a state in single precision, whatever the precision of its parameters."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 1.0})
