@@ -1,4 +1,4 @@
-// Feeds decoders with bytes that no encoder made.
+// Feeds decoders with bytes that no encoder wrote.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ inline std::chrono::duration<double> FuzzTime() {
 }
 
 // Applies one of the changes that find most mistakes: flipped bits, extreme lengths, and pieces
-// that are left out, repeated or taken from another message.
+// that are omitted, repeated or taken from another message.
 inline void Mutate(FuzzInput& input, const FuzzInput& other, std::mt19937_64& random) {
   const auto below = [&random](size_t limit) { return limit == 0 ? 0 : random() % limit; };
   const auto at = [&](size_t position) {

@@ -27,7 +27,7 @@ struct Holdings {
 };
 
 // Counts the resources before a test. Runs a thread first, because the first thread makes
-// ThreadSanitizer start one of its own that stays.
+// ThreadSanitizer start its own thread, which stays.
 inline Holdings HoldingsBefore() {
   std::thread([] {}).join();
   return Holdings();

@@ -28,7 +28,7 @@ std::string HmacOf(const std::string& key, const std::string& message) {
 }
 
 // The examples of FIPS 180-4 as NIST publishes them.
-TEST(Sha256, GivesThePublishedDigests) {
+TEST(Sha256, ReturnsThePublishedDigests) {
   EXPECT_EQ(HashOf(""), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
   EXPECT_EQ(HashOf("abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
   EXPECT_EQ(HashOf("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq"),
@@ -50,7 +50,7 @@ TEST(Sha256, DoesNotDependOnTheChunksOfTheMessage) {
 }
 
 // RFC 4231, test cases 1, 2, 3, 6 and 7.
-TEST(HmacSha256, GivesTheDigestsOfRfc4231) {
+TEST(HmacSha256, ReturnsTheDigestsOfRfc4231) {
   EXPECT_EQ(HmacOf(std::string(20, '\x0b'), "Hi There"),
             "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
   EXPECT_EQ(HmacOf("Jefe", "what do ya want for nothing?"),

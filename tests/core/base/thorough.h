@@ -1,4 +1,4 @@
-// Which cases the sanitizers, which slow tests down up to tenfold, are spared.
+// Selects the cases to run with sanitizers, which slow tests down up to tenfold.
 #pragma once
 
 #include <cstdlib>
@@ -11,14 +11,14 @@ constexpr bool kThreadSanitizer = true;
 constexpr bool kThreadSanitizer = false;
 #endif
 
-// Whether to run the cases that differ in values only, too. A data race depends on the order of the
-// steps and not on the values, and the optimised build and AddressSanitizer run all cases;
-// ThreadSanitizer does with SPARKHVD_TEST_THOROUGHLY, which `make soak` sets.
+// Whether to run cases that differ only in values, too. A data race depends on the order of the
+// steps, not on values. The optimised build and AddressSanitizer run all cases; ThreadSanitizer
+// runs them with SPARKHVD_TEST_THOROUGHLY, which `make soak` sets.
 inline bool Thorough() {
   return !kThreadSanitizer || std::getenv("SPARKHVD_TEST_THOROUGHLY") != nullptr;
 }
 
-// Whether a sanitizer is at work.
+// Whether the build has a sanitizer.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr bool kSanitized = true;
 #else

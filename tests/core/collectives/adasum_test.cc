@@ -96,7 +96,7 @@ TEST_P(AdasumTest, SumsEveryTensorLikeTheDefinitionInEveryType) {
       results[static_cast<size_t>(rank)].assign(data.data(), data.data() + data.size_bytes());
       return Status();
     }));
-    for (const auto& result : results) EXPECT_EQ(result, results[0]) << "all ranks get the same";
+    for (const auto& result : results) EXPECT_EQ(result, results[0]) << "equal on all ranks";
   }
 }
 

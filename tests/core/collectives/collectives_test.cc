@@ -246,7 +246,7 @@ TEST_P(AllreduceTest, GivesAllRanksTheSameBits) {
     for (size_t i = 0; i < kCount; ++i) {
       data.Set(i, 1.0 / static_cast<double>(i * 7 + static_cast<size_t>(rank) * 3 + 1));
     }
-    for (size_t i = 0; i < kCount; i += 97) {  // several ranks have a NaN, each of another payload
+    for (size_t i = 0; i < kCount; i += 97) {  // several ranks have NaNs with different payloads
       const uint32_t nan = 0x7fc00000u + static_cast<uint32_t>(rank + 1);
       if (rank % 3 != 1) std::memcpy(data.data() + i * sizeof(nan), &nan, sizeof(nan));
     }
@@ -384,7 +384,7 @@ TEST(Select, LinksDoubleSmallDataHalveMoreAndCarryTheMostAroundARing) {
   EXPECT_EQ(SelectForLinks(128, 1 << 20), LinkAlgorithm::kHalving);
   EXPECT_EQ(SelectForLinks(2, 100), LinkAlgorithm::kDoubling);
   EXPECT_EQ(SelectForLinks(2, 100 << 20), LinkAlgorithm::kRing);
-  // With the extra bytes of a number that is no power of two, a ring is worth its steps earlier.
+  // Halving sends extra bytes if the size is not a power of two, so a ring is faster earlier.
   EXPECT_EQ(SelectForLinks(8, 1 << 20), LinkAlgorithm::kHalving);
   EXPECT_EQ(SelectForLinks(9, 1 << 20), LinkAlgorithm::kRing);
 }
@@ -409,7 +409,7 @@ TEST(Select, IsHierarchicalIfSomeRanksShareMemoryUnlessTurnedOff) {
   EXPECT_EQ(Select(Topology{4, 1}, true), Algorithm::kArena);
   EXPECT_EQ(Select(Topology{4, 2}, true), Algorithm::kHierarchical);
   EXPECT_EQ(Select(Topology{4, 3}, true), Algorithm::kHierarchical);
-  EXPECT_EQ(Select(Topology{4, 4}, true), Algorithm::kTransport) << "nobody shares memory";
+  EXPECT_EQ(Select(Topology{4, 4}, true), Algorithm::kTransport) << "no ranks share memory";
   EXPECT_EQ(Select(Topology{4, 2}, false), Algorithm::kTransport);
 }
 

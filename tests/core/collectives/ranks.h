@@ -74,7 +74,7 @@ inline std::vector<DType> DTypesToReduce() {
   return {std::begin(kEveryDType), std::end(kEveryDType)};
 }
 
-// Returns the numbers of ranks to try: powers of two, and numbers that are none.
+// Returns the numbers of ranks to try: powers of two, and others.
 inline std::vector<int> SizesToTry() {
   return Thorough() ? std::vector<int>{1, 2, 3, 4, 5, 6, 7, 8} : std::vector<int>{1, 2, 3, 5, 7, 8};
 }

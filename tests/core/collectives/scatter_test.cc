@@ -154,14 +154,14 @@ TEST_P(ScatterTest, AlltoallDeliversPartsInTheOrderOfTheSenders) {
   });
 }
 
-TEST_P(ScatterTest, AlltoallOfEmptyRowsTellsTheirNumbers) {
+TEST_P(ScatterTest, AlltoallOfEmptyRowsReturnsTheirNumbers) {
   Run([](int, Mesh& mesh, ArenaSteps* steps) {
     return CheckAlltoall(mesh, steps, 0,
                          [](size_t sender, size_t receiver) { return 100 * sender + receiver; });
   });
 }
 
-// The numbers of rows and the rows take several rounds, and one round has some of both.
+// Sending the numbers of rows and the rows takes several rounds, one of which has both.
 TEST(Alltoall, OfManyRanksFitsIntoASmallArena) {
   std::vector<Mesh> meshes = InProcessMeshes(std::vector<int>(50, 0), true, 4096);
   ExpectAllOk(OnEveryRank(meshes, [](int, Mesh& mesh) {

@@ -25,7 +25,7 @@ void ExpectFailure(const Status& status, StatusCode code, const std::string& wor
   EXPECT_NE(status.message().find(words), std::string::npos) << words << " in " << status.message();
 }
 
-TEST(DeviceLibraries, NameWhatIsMissing) {
+TEST(DeviceLibraries, NameTheMissingLibraryOrFunction) {
   const std::string simulation = SPARKHVD_SIMULATED_DEVICE;
   ExpectFailure(LoadDeviceLibraries("/nowhere/libcuda.so.1", simulation).status(), StatusCode::kIo,
                 "cannot load /nowhere/libcuda.so.1");
@@ -200,19 +200,18 @@ bool Comes(LaunchOrder::Turn& turn, uint64_t ticket) {
   return turn.Await(ticket, no_time).ok();
 }
 
-TEST(Order, ACollectiveWaitsForPossibleEarlierOnes) {
+TEST(Order, ACollectiveWaitsForPossiblyEarlierCollectives) {
   LaunchOrder order;
   auto one = order.Propose("one");
   auto other = order.Propose("other");
   EXPECT_LT(one->proposal(), other->proposal());
-  EXPECT_FALSE(Comes(*other, other->proposal()))
-      << "the ranks of `one` may agree on what it proposed";
+  EXPECT_FALSE(Comes(*other, other->proposal())) << "the ranks of `one` may agree on its proposal";
   EXPECT_FALSE(Comes(*one, other->proposal() + 5));
   EXPECT_TRUE(Comes(*other, other->proposal()));
   other.reset();
   EXPECT_TRUE(Comes(*one, one->proposal()));
   EXPECT_GT(order.Propose("third")->proposal(), one->proposal())
-      << "later than all that was agreed on";
+      << "later than every agreed collective";
 }
 
 TEST(Order, EqualTicketsAreOrderedByTheNamesOfTheirCommunicators) {

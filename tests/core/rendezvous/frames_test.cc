@@ -78,8 +78,8 @@ class Frames : public testing::TestWithParam<bool> {
   StatusCode CodeOfReceived() { return Received().status().code(); }
 
   std::unique_ptr<FrameConnection> sender_;
-  UniqueFd wire_;   // what the sender has sent
-  UniqueFd forge_;  // what the receiver will read
+  UniqueFd wire_;   // the bytes of the sender
+  UniqueFd forge_;  // the input of the receiver
   std::unique_ptr<FrameConnection> receiver_;
 };
 
@@ -293,7 +293,7 @@ TEST_F(Messages, OfASilentMemberEndWithATimeout) {
   EXPECT_EQ(member.Receive(Late()).status().code(), StatusCode::kPeerLost);
 }
 
-TEST_F(Messages, ThatAreForgedEndTheirConnectionOnly) {
+TEST_F(Messages, ThatAreForgedEndOnlyTheirConnection) {
   Start();
   FrameConnection other = Member();
   FrameConnection member = Member();
@@ -303,7 +303,7 @@ TEST_F(Messages, ThatAreForgedEndTheirConnectionOnly) {
   EXPECT_EQ(*Next().message, "one");
 }
 
-TEST_F(Messages, AreEncryptedIfTheServerDecidesSo) {
+TEST_F(Messages, AreEncryptedIfTheServerDemandsIt) {
   Start(true);
   FrameConnection member = Member();
   ASSERT_TRUE(member.Send(AsBytes("one"), Late()).ok());
@@ -313,7 +313,7 @@ TEST_F(Messages, AreEncryptedIfTheServerDecidesSo) {
   EXPECT_EQ(member.Receive(Late()).value(), "answer");
 }
 
-TEST_F(Messages, ComeFromMembersOfTheSamePurposeOnly) {
+TEST_F(Messages, AreAcceptedOnlyFromMembersOfTheSamePurpose) {
   Start();
   const Dialer dial = [this] { return ConnectTcp(server_->address(), Late()); };
   SendGarbage(dial);

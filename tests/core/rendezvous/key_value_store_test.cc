@@ -217,7 +217,7 @@ TEST(InProcessStore, ErasesTheKeysOfAPrefixAndNoOthers) {
   EXPECT_EQ(store.Find("report/10/0"), "report/10/0");
   ASSERT_TRUE(store.Set("report/1/0", "again", Late()).ok());
   EXPECT_EQ(store.Get("report/1/0", Late()).value(), "again");
-  EXPECT_EQ(store.Erase(""), 6u) << "all the rest";
+  EXPECT_EQ(store.Erase(""), 6u) << "all remaining keys";
   EXPECT_EQ(store.Erase(""), 0u);
 }
 
@@ -230,14 +230,14 @@ TEST(TcpStore, AnErasedKeyIsMissingForClientsUntilItIsSetAgain) {
   EXPECT_EQ(client->Get("generation/1/lost", Soon()).status().code(), StatusCode::kTimeout);
   EXPECT_EQ(client->Get("generation/2/lost", Late()).value(), "b");
   ASSERT_TRUE(server->Set("generation/1/lost", "c", Late()).ok());
-  EXPECT_EQ(client->Get("generation/1/lost", Late()).value(), "c") << "the request that was left";
+  EXPECT_EQ(client->Get("generation/1/lost", Late()).value(), "c") << "the pending request";
 }
 
 TEST(TcpStore, WakesItsWaitersWhenTheServerCloses) {
   auto server = StartServer();
   auto client = ConnectTo(*server);
   auto waiter = std::async(std::launch::async, [&] { return client->Get("never", Late()); });
-  // Its connection exists once the server has answered another one that was dialed later.
+  // The connection exists once the server has answered on a connection that was dialed later.
   ASSERT_TRUE(client->Set("other", "1", Late()).ok());
   const std::string address = ToText(server->address());
   server->Close();
@@ -271,7 +271,7 @@ TEST(TcpStore, AnswersEqualRequestsOfAllClientsThatStillWait) {
   }
 }
 
-// Ranks poll for months: for a loss, a question, a failure.
+// Ranks poll for months, for a loss, a question or a failure.
 TEST(TcpStore, ReceivesOneRequestHoweverOftenItsClientPollsForAKey) {
   auto server = StartServer();
   auto client = ConnectTo(*server);
@@ -439,7 +439,7 @@ TEST(TcpStore, RefusesAlteredMessages) {
     Wire wire(server->address(), terms);
     auto client = TcpStoreClient::Connect({wire.address()}, "secret", Late());
     EXPECT_EQ(client.status().code(), StatusCode::kAuthentication)
-        << "nobody can talk the two out of encrypting";
+        << "no third party can turn off the encryption";
   }
 }
 

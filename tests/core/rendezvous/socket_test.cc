@@ -38,7 +38,7 @@ TEST(Socket, ConnectsOverTcpWhenASignalInterrupts) {
   interruptions.store(1);
   auto fd = ConnectTcp(address, Deadline::AfterSeconds(30));
   ASSERT_TRUE(fd.ok()) << fd.status().message();
-  EXPECT_EQ(interruptions.load(), 0) << "nobody was interrupted";
+  EXPECT_EQ(interruptions.load(), 0) << "no call was interrupted";
   EXPECT_EQ(ToText(PeerAddress(fd.value().get()).value()), ToText(address));
 }
 
@@ -50,7 +50,7 @@ TEST(Socket, ConnectsToAUnixSocketWhenSignalsInterrupt) {
     interruptions.store(times);
     auto fd = ConnectUnix(name, Deadline::AfterSeconds(30));
     EXPECT_TRUE(fd.ok()) << fd.status().message();
-    EXPECT_EQ(interruptions.load(), 0) << "nobody was interrupted";
+    EXPECT_EQ(interruptions.load(), 0) << "no call was interrupted";
   }
 }
 

@@ -15,7 +15,7 @@ cpu_set_t OwnCores() {
   return cores;
 }
 
-TEST(Affinity, PinsOneThreadOnly) {
+TEST(Affinity, PinsOnlyOneThread) {
   const cpu_set_t before = OwnCores();
   const int core = ::sched_getcpu();
   EXPECT_TRUE(CheckProcessorCore(core).ok());

@@ -59,7 +59,7 @@ TEST(Autotuner, ChangesOnlySettingsInItsScope) {
   std::vector<TuningSample> samples;
   AutotuneOptions options = Brief(&samples);
   Autotuner nothing(options, TuningScope{}, Tunables{});
-  ASSERT_EQ(samples.size(), 1u) << "says at once what stays";
+  ASSERT_EQ(samples.size(), 1u) << "reports the final settings at once";
   EXPECT_EQ(samples[0].stage, TuningSample::Stage::kFinal);
   EXPECT_TRUE(nothing.TakeRetuning()->last);
 
@@ -129,7 +129,7 @@ void Step(int rank, int size, Rank& self, const std::string& set) {
     const auto sum = static_cast<float>(size * (size + 1) / 2 * static_cast<int>(i));
     ASSERT_EQ(data[i], std::vector<float>(data[i].size(), sum)) << i;
   }
-  std::vector<float> lone(20000, static_cast<float>(rank + 1));  // may travel beside its request
+  std::vector<float> lone(20000, static_cast<float>(rank + 1));  // may be sent beside its request
   ASSERT_TRUE(self.engine.Wait(*self.AllreduceWithWaiter(set + "lone", lone), Patience()).ok());
   ASSERT_EQ(lone, std::vector<float>(20000, static_cast<float>(size * (size + 1) / 2)));
 }
@@ -173,7 +173,7 @@ TEST_P(Autotuning, AgreesOnEveryRankAndChangesNoResult) {
     chunk.insert(sample.tunables.arena.chunk_bytes);
     hierarchical.insert(sample.tunables.hierarchical);
   }
-  EXPECT_EQ(fusion.size(), 6u) << "all were tried";
+  EXPECT_EQ(fusion.size(), 6u) << "all thresholds were tried";
   EXPECT_EQ(small.size(), GetParam().arena ? 4u : 1u);
   EXPECT_EQ(chunk.size(), GetParam().arena ? 5u : 1u);
   EXPECT_EQ(hierarchical.size(), std::string(GetParam().name) == "TwoHosts" ? 2u : 1u);

@@ -1,5 +1,5 @@
-// Holds what an operation costs a rank, as a function of the number of ranks: messages over links
-// and their bytes.
+// Limits the cost of an operation for a rank by the number of ranks: messages over links and their
+// bytes.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct Traffic {
   std::atomic<size_t> bytes{0};
 };
 
-// Counts what a rank sends.
+// Counts the messages and bytes that a rank sends.
 class CountingTransport final : public Transport {
  public:
   CountingTransport(std::unique_ptr<Transport> transport, Traffic& traffic)
@@ -59,9 +59,9 @@ struct Cost {
 
 constexpr size_t kFrame = 256;   // a message of the negotiation
 constexpr int64_t kRows = 1024;  // so that the slices of all ranks are equal
-constexpr size_t kBytes = 4096;  // of that many floats
+constexpr size_t kBytes = 4096;  // of kRows floats
 
-// What a rank submits, and what that costs it beyond the negotiation.
+// The request of a rank, and its cost beyond the negotiation.
 struct Budget {
   OperationKind kind;
   Cost (*data)(size_t ranks);
@@ -111,8 +111,8 @@ Request RequestOf(OperationKind kind, int size) {
   return request;
 }
 
-// Runs the operation `times` times on ranks with these hosts, of which the first `free` times do
-// not count. Returns the highest cost of one time by rank.
+// Runs the operation `times` times, of which the first `free` do not count, on ranks with these
+// hosts. Returns the highest cost of a run by rank.
 std::vector<Cost> Measure(const std::vector<int>& hosts, OperationKind kind, int free, int times) {
   std::vector<Traffic> traffic(hosts.size());
   std::vector<Cost> costs(hosts.size());
@@ -154,7 +154,7 @@ class Budgets : public ::testing::TestWithParam<int> {
  protected:
   size_t ranks() const { return static_cast<size_t>(GetParam()); }
 
-  // One to every rank right below in the tree, and one to the rank above.
+  // One message to every child in the tree, and one to the parent.
   size_t Frames(size_t rank) const {
     const PlaceInTree place(static_cast<int>(rank), GetParam(), kFanIn);
     return place.children.size() + (rank > 0 ? 1 : 0);
@@ -167,7 +167,7 @@ TEST(Budget, NoRankOfAThousandExchangesMoreThanFiftyMessagesPerCycle) {
   }
 }
 
-TEST_P(Budgets, ARepeatedOperationCostsOneFrameBesideItsData) {
+TEST_P(Budgets, ARepeatedOperationCostsOneFrameAndItsData) {
   for (const Budget& budget : kBudgets) {
     const std::vector<Cost> costs = Measure(OwnHosts(GetParam()), budget.kind, 1, 3);
     const Cost data = budget.data(ranks());

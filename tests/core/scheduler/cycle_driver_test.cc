@@ -38,7 +38,7 @@ TEST(CycleDriver, AWaitingThreadLeavesTheCycleToTheThreadThatDrives) {
   self.queue.EndTurn({});
 }
 
-TEST(CycleDriver, AWaitingThreadStopsWhenOtherRanksHaveToActFirst) {
+TEST(CycleDriver, AWaitingThreadStopsWhenOtherRanksMustActFirst) {
   Driven self;
   self.OthersHaveNotSubmitted();
   const Pointer operation = self.Submit("a");
@@ -60,7 +60,7 @@ TEST(CycleDriver, TheEnginesThreadConcludesTheCycleOfAWaiterThatLeaves) {
   EXPECT_TRUE(operation->Wait(Patience()).ok());
 }
 
-TEST(CycleDriver, TheEnginesThreadRunsWhatHasNoWaiter) {
+TEST(CycleDriver, TheEnginesThreadRunsOperationsWithoutAWaiter) {
   Driven self;
   self.OthersAgree();
   self.StartThread();
@@ -117,9 +117,9 @@ TEST(CycleDriver, AnEndGivesEveryOperationTheReason) {
   self.OthersHaveNotSubmitted();
   self.StartThread();
   const Pointer operation = self.Submit("a", Start::kNow);
-  self.lifecycle.Abort("the user said so");
+  self.lifecycle.Abort("the user aborted");
   ExpectFailure(operation->Wait(Patience()), StatusCode::kAborted,
-                {"allreduce 'a'", "the user said so"});
+                {"allreduce 'a'", "the user aborted"});
 }
 
 }  // namespace

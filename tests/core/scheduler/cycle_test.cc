@@ -14,7 +14,7 @@ using std::chrono::microseconds;
 
 Deadline AtOnce() { return Deadline::AfterSeconds(0); }
 
-TEST(Cycle, RunsWhatAllRanksHaveSubmitted) {
+TEST(Cycle, RunsOperationsThatAllRanksHaveSubmitted) {
   ScriptedCycle self;
   EXPECT_EQ(self.cycle.state(), Cycle::State::kIdle);
   EXPECT_FALSE(self.cycle.due()) << "an idle engine needs no cycle";
@@ -119,7 +119,7 @@ TEST(Cycle, AnExceptionIsAFailure) {
   EXPECT_EQ(self.cycle.state(), Cycle::State::kFailed);
 }
 
-TEST(Cycle, FailsWhenTheRanksAgreeOnWhatIsNotPendingHere) {
+TEST(Cycle, FailsWhenTheRanksAgreeOnAnOperationThatIsNotPendingHere) {
   for (const bool cached : {true, false}) {
     ScriptedCycle self;
     static_cast<void>(self.Submit("a"));

@@ -77,13 +77,13 @@ TEST(DirectCalls, AnInterruptedWaitEndsTheJobWithTheReason) {
       gate.Meet();
     } else {
       gate.Meet();
-      EXPECT_TRUE(Now(self, data).ok()) << "what the other one brought is there";
+      EXPECT_TRUE(Now(self, data).ok()) << "the contribution of the other rank is present";
       ExpectFailure(Now(self, data), StatusCode::kAborted, {"interrupted"});
     }
   });
 }
 
-TEST(DirectCalls, ARankThatNeverComesIsNamed) {
+TEST(DirectCalls, AMissingRankIsNamed) {
   OnEveryRank(InProcessMeshes(OneHost(3)), Quick(0.2), [](int rank, Rank& self) {
     if (rank == 2) return;
     std::vector<float> data(5);

@@ -137,7 +137,7 @@ TEST(Engine, AWaiterLearnsThatAPeerHasAborted) {
     EXPECT_TRUE(self.BarrierAndWait("start").ok());
     gate.Meet();
     std::vector<float> data(4);
-    if (rank == 1) return self.engine.Abort("the user said so");
+    if (rank == 1) return self.engine.Abort("the user aborted");
     Request request;
     request.name = "x";
     request.shape = {4};
@@ -145,7 +145,7 @@ TEST(Engine, AWaiterLearnsThatAPeerHasAborted) {
     const auto operation = self.engine.Submit(request, bytes, bytes, Start::kWithWaiter);
     const Status status =
         operation.ok() ? self.engine.Wait(*operation.value(), Soon()) : operation.status();
-    ExpectFailure(status, StatusCode::kAborted, {"allreduce 'x'", "rank 1", "the user said so"});
+    ExpectFailure(status, StatusCode::kAborted, {"allreduce 'x'", "rank 1", "the user aborted"});
   });
 }
 
@@ -281,7 +281,7 @@ TEST(Engine, CrossedSubmissionsContinueOnceTheMissingOneArrives) {
   });
 }
 
-TEST(Engine, AnOperationThatOthersNeverSubmitTimesOutAndNamesThem) {
+TEST(Engine, AnOperationThatOtherRanksNeverSubmitTimesOutAndNamesThem) {
   OnEveryRank(OneHost(3), Quick(0.3), [](int rank, Rank& self) {
     // Every rank waits for a different operation, so the cycles continue and the coordinator knows
     // which rank misses which operation.
@@ -290,11 +290,11 @@ TEST(Engine, AnOperationThatOthersNeverSubmitTimesOutAndNamesThem) {
     const Status status = self.Allreduce(name, data)->Wait(Soon());
     ExpectFailure(status, StatusCode::kTimeout,
                   {"allreduce '" + name + "'", "not submitted by rank"});
-    EXPECT_TRUE(self.BarrierAndWait("after").ok()) << "the engine goes on";
+    EXPECT_TRUE(self.BarrierAndWait("after").ok()) << "the engine continues";
   });
 }
 
-TEST(Engine, ARankThatNeverComesIsNamedWithTheTensorsThatWait) {
+TEST(Engine, AMissingRankIsNamedWithTheWaitingTensors) {
   for (const int absent : {0, 2}) {
     OnEveryRank(OneHost(3), Quick(0.3), [absent](int rank, Rank& self) {
       if (rank == absent) return;
@@ -312,11 +312,11 @@ TEST(Engine, AbortEndsTheOperationsOfAllRanksWithTheReason) {
     EXPECT_TRUE(self.BarrierAndWait("start").ok());
     gate.Meet();  // an abort ends every pending operation, which must not include the barrier
     std::vector<float> data(4);
-    if (rank == 1) return self.engine.Abort("the user said so");
+    if (rank == 1) return self.engine.Abort("the user aborted");
     ExpectFailure(FailureOf(self.TryAllreduce("x", data)), StatusCode::kAborted,
-                  {"allreduce 'x'", "rank 1", "the user said so"});
+                  {"allreduce 'x'", "rank 1", "the user aborted"});
     ExpectFailure(FailureOf(self.TryAllreduce("y", data)), StatusCode::kAborted,
-                  {"the user said so"});
+                  {"the user aborted"});
   });
 }
 
@@ -346,7 +346,7 @@ TEST(Engine, ShutdownFailsPendingOperationsOfItsRank) {
     ExpectFailure(pending->Wait(Soon()), StatusCode::kShutDown, {"allreduce 'pending'"});
     ExpectFailure(FailureOf(self.TryAllreduce("later", data)), StatusCode::kShutDown,
                   {"shut down"});
-    EXPECT_TRUE(self.engine.Shutdown(Soon()).ok()) << "twice is harmless";
+    EXPECT_TRUE(self.engine.Shutdown(Soon()).ok()) << "a second shutdown does nothing";
   });
 }
 

@@ -54,7 +54,7 @@ class EngineKinds : public ::testing::TestWithParam<std::vector<int>> {
   }
 };
 
-TEST_P(EngineKinds, ReducescatterGivesTheFirstRanksOneRowMore) {
+TEST_P(EngineKinds, ReducescatterAssignsTheFirstRanksOneMoreRow) {
   Run([this](int rank, Rank& self) {
     for (int round = 0; round < 3; ++round) {
       const int64_t rows = size() + 1;
@@ -208,7 +208,7 @@ TEST(EngineGroups, AMismatchInOneTensorFailsTheWholeGroupOnEveryRank) {
               operations.value()[i]->Wait(Patience()), StatusCode::kMismatch,
               {"g." + std::to_string(i), "rank 0 submitted (4,)", "rank 2 submitted (5,)"});
         }
-        EXPECT_TRUE(self.BarrierAndWait("after").ok()) << "the engine goes on";
+        EXPECT_TRUE(self.BarrierAndWait("after").ok()) << "the engine continues";
       }
     });
   }
@@ -243,7 +243,7 @@ TEST(EngineGroups, RanksThatDisagreeAboutTheMembersGetAnError) {
   });
 }
 
-TEST(EngineGroups, AGroupWithANameInFlightIsNotSubmittedAtAll) {
+TEST(EngineGroups, AGroupWithANameInFlightIsRefusedAsAWhole) {
   OnEveryRank(InProcessMeshes(OneHost(2)), Quick(), [](int rank, Rank& self) {
     std::vector<std::vector<float>> data(3, std::vector<float>(4, 1.0f));
     if (rank == 0) {
@@ -317,7 +317,7 @@ TEST(EngineJoin, BroadcastsOfARootThatHasNotJoinedAndReducescattersContinue) {
   }
 }
 
-TEST(EngineJoin, AnOperationThatWasWaitingIsReleasedByTheJoin) {
+TEST(EngineJoin, AJoinReleasesAWaitingOperation) {
   for (const std::vector<int>& hosts : {OneHost(3), std::vector<int>{0, 1, 2}}) {
     OnEveryRank(InProcessMeshes(hosts), Quick(), [](int rank, Rank& self) {
       for (int turn = 0; turn < 3; ++turn) {  // requested in full, then by id

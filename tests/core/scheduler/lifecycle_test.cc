@@ -91,7 +91,7 @@ TEST(Lifecycle, TheFirstReasonStays) {
   EXPECT_EQ(life.lifecycle.state(), Lifecycle::State::kLeft);
 }
 
-TEST(Lifecycle, NothingLeavesTheLastState) {
+TEST(Lifecycle, TheLastStateIsFinal) {
   Life life(0, nullptr);
   life.Start();
   EXPECT_TRUE(life.lifecycle.Shutdown(Patience()).ok());
@@ -113,13 +113,13 @@ TEST(Lifecycle, AbortReachesTheOtherRanksOverTheBoard) {
   Life one(1, store);
   Life two(2, store);
   EXPECT_TRUE(two.lifecycle.Poll().ok());
-  one.lifecycle.Abort("the user said so");
-  ExpectFailure(one.lifecycle.Failure(), StatusCode::kAborted, {"the user said so"});
+  one.lifecycle.Abort("the user aborted");
+  ExpectFailure(one.lifecycle.Failure(), StatusCode::kAborted, {"the user aborted"});
   EXPECT_EQ(one.lifecycle.state(), Lifecycle::State::kEnding);
   EXPECT_EQ(one.aborts, 1);
   // The broken link is only a consequence of the abort.
   two.lifecycle.EndTogether(Status(StatusCode::kPeerLost, "rank 1 has left"));
-  ExpectFailure(two.lifecycle.Failure(), StatusCode::kAborted, {"rank 1", "the user said so"});
+  ExpectFailure(two.lifecycle.Failure(), StatusCode::kAborted, {"rank 1", "the user aborted"});
 }
 
 TEST(Lifecycle, PollFindsTheFailureOfAnotherRank) {

@@ -80,7 +80,7 @@ TEST_P(EngineLinks, CarriesEveryKindOfOperation) {
   });
 }
 
-TEST_P(EngineLinks, EveryRankScalesItsOwnContributionAlsoInFusedOperations) {
+TEST_P(EngineLinks, EveryRankScalesItsOwnContributionEvenInFusedOperations) {
   constexpr size_t kTensors = 30;
   constexpr int kRounds = 5;
   OnEveryRank([](int rank, Rank& self) {
@@ -99,16 +99,16 @@ TEST_P(EngineLinks, EveryRankScalesItsOwnContributionAlsoInFusedOperations) {
     }
     EXPECT_GT(self.engine.counters().fused_buffers.load(), 0u);
     EXPECT_EQ(self.engine.counters().cache_hits.load(), kTensors * (kRounds - 1))
-        << "another prescale is no reason to negotiate again";
+        << "another prescale needs no new negotiation";
   });
 }
 
 TEST_P(EngineLinks, AFailureReachesAllRanksWithItsReason) {
   OnEveryRank([](int rank, Rank& self) {
     std::vector<float> data(4);
-    if (rank == 1) return self.engine.Abort("the user said so");
+    if (rank == 1) return self.engine.Abort("the user aborted");
     ExpectFailure(FailureOf(self.TryAllreduce("x", data)), StatusCode::kAborted,
-                  {"allreduce 'x'", "rank 1", "the user said so"});
+                  {"allreduce 'x'", "rank 1", "the user aborted"});
   });
 }
 
@@ -127,7 +127,7 @@ TEST_P(EngineLinks, ARankThatLeavesIsNamedToTheRanksThatNeedIt) {
   });
 }
 
-TEST_P(EngineLinks, ARankThatNeverComesIsNamed) {
+TEST_P(EngineLinks, AMissingRankIsNamed) {
   OnEveryRank(
       [](int rank, Rank& self) {
         if (rank == 2) return;

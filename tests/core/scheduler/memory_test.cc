@@ -1,4 +1,4 @@
-// Lets allocations fail. Wherever one fails, every operation must still get an outcome.
+// Lets allocations fail. Whichever one fails, every operation must still get an outcome.
 #include <gtest/gtest.h>
 #include <pthread.h>
 
@@ -14,10 +14,10 @@
 
 namespace {
 
-// The number of allocations until one fails. Negative: none fails.
+// The number of allocations until one fails; negative if none fails.
 std::atomic<long> countdown{-1};
-// Only allocations of at least this many bytes count. From the countdown's end on, all of them
-// fail.
+// Only allocations of at least this many bytes count. After the end of the countdown, all of
+// them fail.
 std::atomic<size_t> large{0};
 
 thread_local bool is_rank = false;
@@ -130,7 +130,7 @@ std::vector<Status> SubmitAndWait(Rank& self, int size) {
         outcomes.push_back(submitted.status());
         self.engine.Abort(submitted.status().message());
       }
-    } catch (const std::bad_alloc&) {  // the caller's problem, and the caller gives up
+    } catch (const std::bad_alloc&) {  // an error of the caller, which aborts
       is_rank = false;
       self.engine.Abort("out of memory while submitting");
     }
@@ -144,7 +144,7 @@ std::vector<Status> SubmitAndWait(Rank& self, int size) {
       status = self.engine.Wait(*operation, Patience());
     }
     is_rank = false;
-    EXPECT_TRUE(operation->done()) << "nobody said how this ended: " << status.message();
+    EXPECT_TRUE(operation->done()) << "this operation has no outcome: " << status.message();
     outcomes.push_back(status);
     is_rank = true;
   }

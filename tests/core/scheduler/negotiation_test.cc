@@ -80,7 +80,7 @@ TEST(ArenaNegotiation, AllRanksDecideAlikeWithoutACoordinator) {
 
 TEST(ArenaNegotiation, DataBesideEqualMessagesIsExchangedWithThem) {
   OnEveryMember(4, [](Member& self) {
-    EXPECT_FALSE(self.Meet({Named("a")}).beside) << "asked for in full";
+    EXPECT_FALSE(self.Meet({Named("a")}).beside) << "requested in full";
     self.negotiation.Remember(Named("a"), {});
     for (int round = 0; round < 10; ++round) {
       const Outcome outcome = self.Meet({Named("a")});
@@ -159,8 +159,8 @@ TEST(PlaceInTree, EveryRankHasOneWayToRank0AndTheRanksBelowFollowIt) {
   }
 }
 
-// What ranks agree on in some cycles, in each of which every rank submits operations that it draws.
-// One operation may differ between the ranks, and one has rows of its own on every rank.
+// The agreements of ranks that submit randomly drawn operations in every cycle. One operation may
+// differ between the ranks, and one has different rows on every rank.
 class Play {
  public:
   Play(int size, int fan_in, unsigned seed) : size_(size), fan_in_(fan_in), seed_(seed) {}
@@ -238,7 +238,7 @@ class Play {
   const unsigned seed_;
 };
 
-TEST(CoordinatedNegotiation, RanksAgreeOnTheSameOverEveryTree) {
+TEST(CoordinatedNegotiation, RanksAgreeOnTheSameOperationsOverEveryTree) {
   for (const int size : {2, 5, 18, 33}) {
     const std::vector<std::string> expected = Play(size, size, 1).Run();  // all report to rank 0
     EXPECT_NE(expected[0].find("name 3, "), std::string::npos) << "no operation was cached";

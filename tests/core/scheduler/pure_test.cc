@@ -217,7 +217,7 @@ TEST(Readiness, OverdueNamesTheMissingRanks) {
   EXPECT_TRUE(readiness.TakeOverdue(cache, At(3)).empty());
 }
 
-TEST(Readiness, RefusesAnIdThatNobodyAgreedOn) {
+TEST(Readiness, RefusesAnIdWithoutAnAgreement) {
   const ResponseCache cache(4);
   Readiness readiness(2);
   EXPECT_EQ(readiness.Add(1, RequestMessage{{7}, {}}, cache, At(0)).code(), StatusCode::kInternal);

@@ -57,7 +57,7 @@ class Rank {
     auto* bytes = reinterpret_cast<std::byte*>(data.data());
     return engine.Submit(std::move(request), bytes, bytes);
   }
-  // Runs on the caller's thread as far as the engine allows it.
+  // Runs on the caller's thread if the engine allows it.
   Pointer AllreduceWithWaiter(const std::string& name, std::vector<float>& data) {
     Request request;
     request.name = name;

@@ -13,7 +13,7 @@
 
 namespace sparkhvd {
 
-// Agrees on what `conclude` says, and counts the cycles that were entered.
+// Concludes cycles by `conclude`, and counts the entered cycles.
 class ScriptedNegotiation final : public Negotiation {
  public:
   ScriptedNegotiation() : Negotiation(1, 16) {}
@@ -63,7 +63,7 @@ struct ScriptedCycle {
     return operation;
   }
 
-  // Makes the other ranks submit everything, or nothing, or come too late.
+  // Makes the other ranks submit everything, submit nothing, or arrive too late.
   void OthersAgree() {
     negotiation.conclude = [this](Deadline) { return AgreeOn(negotiation.announced); };
   }

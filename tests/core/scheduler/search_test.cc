@@ -91,11 +91,11 @@ TEST(GridSearch, KeepsTheInitialPointUnlessAnotherIsClearlyBetter) {
   EXPECT_NE(BestOf(GridSearch(kGridLengths, start, kSamples), better), start);
 }
 
-TEST(GridSearch, KeepsTheBestSoFarWhenTheSamplesAreUsedUp) {
+TEST(GridSearch, KeepsTheBestPointSoFarWhenTheSamplesRunOut) {
   const auto hill = [](const Point& point) { return Hill(point, {1, 0, 2, 4}); };
   const Point start = {5, 0, 1, 2};
   EXPECT_EQ(BestOf(GridSearch(kGridLengths, start, 0), hill), start);
-  EXPECT_EQ(BestOf(GridSearch(kGridLengths, start, 17), hill), start) << "too few for a final";
+  EXPECT_EQ(BestOf(GridSearch(kGridLengths, start, 17), hill), start) << "too few samples";
   for (size_t samples = 18; samples < kSamples; ++samples) {
     const Point best = BestOf(GridSearch(kGridLengths, start, samples), hill);
     EXPECT_EQ(best[0], 1u) << samples;

@@ -35,7 +35,7 @@ class Submissions : public ::testing::Test {
   }
   void Release(const Pointer& operation) { queue.Release({&operation, 1}); }
 
-  // Waits for the turn on another thread, which stands for the engine's.
+  // Waits for the turn on another thread, like the engine's thread.
   std::future<Turn> AwaitTurn() {
     return std::async(std::launch::async, [this] { return queue.AwaitTurn(); });
   }
@@ -100,8 +100,8 @@ TEST_F(Submissions, AreRefusedWithTheFirstReasonAfterClose) {
   EXPECT_TRUE(queue.closed());
   ExpectFailure(Push({OperationNamed("late")}), StatusCode::kAborted,
                 {"barrier 'late'", "first reason"});
-  EXPECT_EQ(queue.AnyInFlight(), early) << "it needs an outcome";
-  EXPECT_TRUE(queue.Take().empty()) << "it will not run";
+  EXPECT_EQ(queue.AnyInFlight(), early) << "the operation needs an outcome";
+  EXPECT_TRUE(queue.Take().empty()) << "the operation will not run";
   Release(early);
   EXPECT_EQ(queue.AnyInFlight(), nullptr);
 }
@@ -140,7 +140,7 @@ TEST_F(Submissions, WaitWhileAnotherThreadHasTheTurn) {
   EXPECT_TRUE(Waits(turn));
   queue.EndTurn({});
   EXPECT_EQ(Get(turn), Turn::kSubmissions);
-  EXPECT_FALSE(queue.TryTurn()) << "the engine's thread has it";
+  EXPECT_FALSE(queue.TryTurn()) << "the engine's thread has the turn";
 }
 
 TEST_F(Submissions, WorkThatATurnLeavesIsDueOnTheEnginesThread) {

@@ -278,7 +278,7 @@ SIMULATED_EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 SIMULATED_EXPORT int cuStreamCreateWithPriority(CUstream_st** stream, unsigned, int priority) {
   const int result = CalledInContext("cuStreamCreateWithPriority");
   if (result != 0) return result;
-  if (priority != kHighestPriority) simulated::Misused("a stream that is not before the others");
+  if (priority != kHighestPriority) simulated::Misused("a stream without the highest priority");
   *stream = simulated::NewStream(CurrentDevice());
   return 0;
 }

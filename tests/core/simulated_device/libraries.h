@@ -1,5 +1,4 @@
-// Loads the simulation as the core loads the real libraries, and checks that a test leaves it
-// clean.
+// Loads the simulation like the real libraries, and checks that a test leaves no resources.
 #pragma once
 
 #include <gtest/gtest.h>

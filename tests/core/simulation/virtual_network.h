@@ -1,5 +1,5 @@
 // A network in virtual time: ranks are threads that run the real algorithms, and every message
-// costs what a model says. Results do not depend on the machine or its load.
+// has the cost of a model. Results do not depend on the machine or its load.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ struct NetworkCosts {
   size_t buffered = size_t{64} << 10;  // the sender of a message up to this size does not wait
 };
 
-// What a rank has sent, and its clock.
+// The clock of a rank, and the messages that it has sent.
 struct VirtualRank {
   double now = 0;  // seconds
   size_t messages = 0;
@@ -79,7 +79,7 @@ class VirtualNetwork {
     double sending_until = 0;
     double receiving_until = 0;
     Ticket last = 0;
-    std::map<Ticket, double> sends;      // when the sender may go on
+    std::map<Ticket, double> sends;      // when the sender may continue
     std::map<Ticket, Receive> receives;  // ascending, so each peer's in their order
 
     std::mutex mutex;  // guards the fields below; a leaf

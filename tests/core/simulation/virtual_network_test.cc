@@ -1,4 +1,4 @@
-// Tests the model of the network, and the algorithms' times in it against their closed forms.
+// Tests the model of the network, and compares the algorithms' times in it with closed forms.
 #include "simulation/virtual_network.h"
 
 #include <gtest/gtest.h>
@@ -88,7 +88,7 @@ TEST(VirtualNetwork, AlgorithmsTakeTheTimesOfTheirClosedForms) {
   EXPECT_NEAR(network.Latest(), 4 * (message + costs.per_byte), 1e-9);
 }
 
-TEST(VirtualNetwork, AGatherByDoublingTakesARoundPerDoublingOfTheRanks) {
+TEST(VirtualNetwork, AGatherByDoublingTakesOneRoundPerDoublingOfTheRanks) {
   const NetworkCosts costs;
   for (const int size : {2, 7, 16, 33}) {
     const auto time = [&](auto gather) {
@@ -139,7 +139,7 @@ TEST(VirtualNetwork, AChainSendsLongDataOncePerRankAndATreeOncePerLevel) {
   EXPECT_GT(tree, 4 * kPieces * piece);
 }
 
-TEST(VirtualNetwork, ABroadcastTakesTheRouteThatIsFaster) {
+TEST(VirtualNetwork, ABroadcastTakesTheFasterRoute) {
   const NetworkCosts costs;
   for (const int size : {3, 16}) {
     for (const size_t bytes : {size_t{1000}, size_t{2} << 20}) {

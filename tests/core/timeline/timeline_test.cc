@@ -91,7 +91,7 @@ TEST_F(TimelineTest, RanksWriteOneFileTogether) {
   const std::string content = Content();
   EXPECT_EQ(Count(content, "\"ph\":\"B\""), size_t{5} * kRanks * kOperations);
   EXPECT_EQ(Count(content, "[\n{"), 1u) << "one opening";
-  EXPECT_EQ(Count(content, "\n]\n"), 1u) << "one end, written by the last that leaves";
+  EXPECT_EQ(Count(content, "\n]\n"), 1u) << "one end, written by the last rank that leaves";
   EXPECT_EQ(content.find("\n]\n"), content.size() - 3);
 }
 
@@ -121,7 +121,7 @@ TEST_F(TimelineTest, OperationsSubmittedBeforeTheStartLeaveNoUnmatchedEvents) {
   timeline.MarkCycle();
   ASSERT_TRUE(timeline.Stop().ok());
   EXPECT_EQ(Count(Content(), "\"ph\":\"E\""), 0u);
-  EXPECT_EQ(Count(Content(), "\"ph\":\"i\""), 0u) << "nobody asked for cycles";
+  EXPECT_EQ(Count(Content(), "\"ph\":\"i\""), 0u) << "cycles were not requested";
 }
 
 TEST_F(TimelineTest, FailuresAreRecordedWithTheirOperationAndCyclesOnRequest) {
@@ -174,7 +174,7 @@ TEST_F(TimelineTest, ARankThatCannotWriteLeavesTheFileToTheOthers) {
   ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &unlimited), 0);
   std::signal(SIGXFSZ, handler);
   ASSERT_TRUE(first.Stop().ok());
-  EXPECT_EQ(Count(Content(), "\n]\n"), 1u) << "the last that leaves closes the array";
+  EXPECT_EQ(Count(Content(), "\n]\n"), 1u) << "the last rank that leaves closes the array";
 }
 
 }  // namespace

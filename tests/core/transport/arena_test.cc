@@ -46,7 +46,7 @@ TEST_P(ArenaContract, HasAPageAlignedRegionPerMember) {
   }
 }
 
-TEST_P(ArenaContract, ShowsWhatEveryMemberWroteBeforeItArrived) {
+TEST_P(ArenaContract, ShowsTheWritesOfEveryMemberBeforeItsArrival) {
   for (const int size : {2, 3, 4, 8}) {
     auto meshes = Make(size);
     ForEachRank(size, [&](int rank) {
@@ -104,8 +104,7 @@ TEST_P(ArenaContract, AbortWakesTheWaitersOfAllMembersWithTheReason) {
     EXPECT_EQ(status.message(), "rank 1 aborted: shapes differ");
   }
   EXPECT_EQ(meshes[0].arena->AwaitAll(2, Late()).code(), StatusCode::kMismatch);
-  EXPECT_TRUE(meshes[0].arena->AwaitAll(1, Late()).ok())
-      << "all have reached it, whatever came then";
+  EXPECT_TRUE(meshes[0].arena->AwaitAll(1, Late()).ok()) << "all members have reached the step";
 }
 
 TEST_P(ArenaContract, KeepsTheStartOfAReasonThatIsVeryLong) {

@@ -116,7 +116,7 @@ TEST(EncryptedLinks, HideTheirContent) {
   EXPECT_TRUE(ReadText(there.plain.get(), sent.size()) == sent);
   std::byte more{};
   EXPECT_EQ(ReadExactly(there.plain.get(), Bytes(&more, 1), Late()).code(), StatusCode::kPeerLost)
-      << "the end arrives, too";
+      << "the end of the data arrives, too";
   writer.join();
   wire.join();
   EXPECT_GT(seen.size(), sent.size());
@@ -158,7 +158,7 @@ TEST(EncryptedLinks, UseMemoryOnlyWhileDataMoves) {
     writer.join();
   }
   const size_t grown = ResidentBytes() - before;
-  // ThreadSanitizer's own record of every address would count, too.
+  // The memory that ThreadSanitizer records for every address would count, too.
   if (!kThreadSanitizer) {
     EXPECT_LT(grown, 2 * kLinks * kBytesPerEnd);
   }

@@ -34,7 +34,7 @@ std::unique_ptr<TcpStoreClient> ConnectTo(const TcpStoreServer& server) {
   return std::move(client).value();
 }
 
-TEST(Will, IsCarriedOutWhenItsConnectionEndsAndNotOnceItIsWithdrawn) {
+TEST(Will, IsExecutedWhenItsConnectionEndsUnlessItIsWithdrawn) {
   auto server = StartServer();
   auto client = ConnectTo(*server);
   auto other = ConnectTo(*server);
@@ -201,7 +201,7 @@ TEST(Dial, FindsAllAddressesOfAName) {
             std::string::npos);
 }
 
-TEST(LocalAddresses, HoldTheLoopback) {
+TEST(LocalAddresses, IncludeTheLoopback) {
   const auto addresses = LocalAddresses();
   ASSERT_TRUE(addresses.ok()) << addresses.status().message();
   bool found = false;
@@ -211,7 +211,7 @@ TEST(LocalAddresses, HoldTheLoopback) {
   EXPECT_TRUE(found);
 }
 
-TEST(MemoryLimit, IsTheSmallestOfTheGroupsAround) {
+TEST(MemoryLimit, IsTheSmallestOfTheEnclosingGroups) {
   char folder[] = "/tmp/sparkhvd-cgroup-XXXXXX";
   const std::string root = ::mkdtemp(folder);
   const auto write = [&root](const std::string& path, const std::string& text) {
@@ -251,11 +251,11 @@ TEST(SocketTransport, DataSentBeforeAnAbortReachesEvenASlowPeer) {
   });
   Transport& slow = *meshes[1].transport;
   const std::vector<std::byte> data(2000);
-  EXPECT_TRUE(Send(slow, 0, data).ok()) << "lies unread at rank 0 from now on";
+  EXPECT_TRUE(Send(slow, 0, data).ok()) << "stays unread at rank 0";
   EXPECT_TRUE(Send(*meshes[0].transport, 1, data).ok());
   EXPECT_TRUE(Send(*meshes[0].transport, 1, data).ok());
   meshes[0].transport->Abort(Status(StatusCode::kAborted, "enough"));
-  // A send to a rank that has aborted may fail, but the data that came from it counts.
+  // A send to a rank that has aborted may fail, but its earlier data must arrive.
   (void)slow.PostSend(0, ConstBytes(data.data(), 100));
   std::thread leaving([&] { meshes[0].transport.reset(); });
   EXPECT_TRUE(Receive(slow, 0, 2000).ok());

@@ -25,10 +25,10 @@ TEST(MemoryGroups, AreTheRanksOfEachHost) {
   EXPECT_EQ(MemoryGroups(OnHosts({"a"})), (Groups{{0}}));
   EXPECT_EQ(MemoryGroups(OnHosts({"b", "a", "b", "c", "a"})), (Groups{{0, 2}, {1, 4}, {3}}));
   EXPECT_EQ(MemoryGroups(OnHosts({"", "a", "", "a"})), (Groups{{0}, {1, 3}, {2}}))
-      << "a rank that doesn't say where it is has no neighbours";
+      << "a rank without a host key has no neighbours";
 }
 
-TEST(MemoryGroups, LeaveOutAHostIfOneOfItsRanksCannotShare) {
+TEST(MemoryGroups, OmitAHostIfOneOfItsRanksCannotShare) {
   std::vector<AddressRecord> records = OnHosts({"a", "b", "a", "b", "a"});
   records[4].shared_memory = false;
   EXPECT_EQ(MemoryGroups(records), (Groups{{0}, {1, 3}, {2}, {4}}));

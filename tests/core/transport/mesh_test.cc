@@ -1,4 +1,4 @@
-// Tests how ranks connect, and what happens when one of them does not.
+// Tests ranks that connect, and ranks that fail to connect.
 #include "transport/mesh.h"
 
 #include <fcntl.h>
@@ -49,7 +49,7 @@ AddressRecord RecordOf(KeyValueStore& store, int rank) {
   return DecodeAddressRecord(bytes.value()).value();
 }
 
-TEST(ConnectMesh, RanksWithOtherSettingsGetAnErrorThatNamesTheSetting) {
+TEST(ConnectMesh, RanksWithDifferentSettingsGetAnErrorThatNamesTheSetting) {
   const auto results = TryConnect(3, [](MeshOptions* options) {
     options->common_settings = {{"capacity", "5"}, {"size", options->rank == 2 ? "1" : "7"}};
   });
@@ -62,7 +62,7 @@ TEST(ConnectMesh, RanksWithOtherSettingsGetAnErrorThatNamesTheSetting) {
   }
 }
 
-TEST(ConnectMesh, LinksHaveTheirGivenCostsAndSubsetsShareTheLine) {
+TEST(ConnectMesh, LinksHaveTheConfiguredCostsAndSubsetsShareTheLine) {
   for (const bool encrypt : {false, true}) {
     std::vector<Mesh> meshes = Connect(2, [&](MeshOptions* options) {
       options->link_costs = LinkCosts{1e-6, 2e-9};
@@ -182,7 +182,7 @@ TEST(ConnectMesh, AsksTheStoreForAllRanksAtOnce) {
 }
 
 // Counts what one rank sends to a store on another host and receives from it. Like TcpStoreClient,
-// it sends a request once and leaves it with the store while the rank waits for the answer.
+// it sends a request once, which stays at the store while the rank waits for the answer.
 class BudgetedStore final : public KeyValueStore {
  public:
   explicit BudgetedStore(InProcessStore& values) : values_(values) {}
@@ -291,7 +291,7 @@ TEST(ConnectMesh, StopsWaitingForASilentRank) {
 
 TEST(ConnectMesh, DialsSeveralRanksAtOnceAndAcceptsMeanwhile) {
   InProcessStore store;
-  std::vector<UniqueFd> silent;  // the listeners of ranks 0 and 1, which accept nobody
+  std::vector<UniqueFd> silent;  // the listeners of ranks 0 and 1, which never accept
   for (int rank = 0; rank < 2; ++rank) {
     silent.push_back(ListenTcp({"127.0.0.1", 0}).value());
     AddressRecord record;
@@ -331,7 +331,7 @@ TEST(ConnectMesh, RefusesARankWithAnotherToken) {
       Deadline::AfterSeconds(0.5));
   EXPECT_EQ(results[1].status().code(), StatusCode::kAuthentication);
   EXPECT_EQ(results[0].status().code(), StatusCode::kAuthentication)
-      << "the reason of the one that failed is everybody's";
+      << "all ranks report the reason of the failed rank";
 }
 
 TEST(ConnectMesh, ConnectsDespiteForeignConnections) {
@@ -339,7 +339,7 @@ TEST(ConnectMesh, ConnectsDespiteForeignConnections) {
     InProcessStore store;
     auto zero = std::async(std::launch::async,
                            [&store] { return ConnectMesh(OptionsOf(0, 2), store, Late()); });
-    // Rank 0 accepts once it knows the address of rank 1, which comes later.
+    // Rank 0 accepts once it knows the address of rank 1, which is published later.
     const AddressRecord record = RecordOf(store, 0);
     const AddressRecord nobody = MakeRecord("127.0.0.1", 1, "x", "this host", 10'000);
     ASSERT_TRUE(store.Set("test/address/1", EncodeAddressRecord(nobody), Late()).ok());
@@ -460,8 +460,8 @@ void AwaitLastRank(Mesh& mesh, int /*orders*/, int reports) {
   Say(reports, std::string(StatusCodeName(status.code())) + ": " + status.message());
 }
 
-// The last rank leaves a child behind that holds copies of all its sockets until the test ends, as
-// a data loader's worker would for a while.
+// The last rank leaves a child behind that keeps copies of all its sockets until the test ends,
+// like a worker of a data loader.
 void AwaitInArenaWithAChild(Mesh& mesh, int orders, int reports) {
   if (mesh.arena->member() == mesh.arena->count() - 1 && ::fork() == 0) {
     (void)ReadLine(orders, Late());  // returns when the parent closes its end of the pipe

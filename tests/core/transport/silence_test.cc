@@ -92,7 +92,7 @@ TEST(SilentHost, IsDistinguishedFromAProcessThatDoesNotRead) {
   EXPECT_EQ(received, data);
 }
 
-TEST(SilentHost, EndsAnEncryptedLinkBesideOneThatIsFullAndOneThatIsBusy) {
+TEST(SilentHost, EndsAnEncryptedLinkBesideAFullLinkAndABusyLink) {
   auto made = EncryptedLinks::Make(kSilence);
   ASSERT_TRUE(made.ok()) << made.status().message();
   std::array<UniqueFd, 3> plain;
@@ -127,7 +127,7 @@ TEST(SilentHost, EndsAnEncryptedLinkBesideOneThatIsFullAndOneThatIsBusy) {
   others.join();
   EXPECT_EQ(ended.code(), StatusCode::kPeerLost) << ended.message();
   for (const UniqueFd* each : {&full, &busy}) {
-    EXPECT_TRUE(ReadSome(each->get(), Bytes(&answer, 1)).ok()) << "its host is there";
+    EXPECT_TRUE(ReadSome(each->get(), Bytes(&answer, 1)).ok()) << "its host responds";
   }
 }
 

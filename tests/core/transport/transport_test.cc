@@ -341,7 +341,7 @@ TEST_P(TransportContract, SendsTheReasonOfAnAbortToReceiversOfUnknownLengths) {
             "receive from rank 1: rank 1 aborted: shapes differ");
 }
 
-TEST_P(TransportContract, RefusesPeersThatDoNotExist) {
+TEST_P(TransportContract, RefusesUnknownPeers) {
   auto meshes = Make(2);
   Buffer buffer(1);
   for (const int peer : {-1, 0, 2}) {
