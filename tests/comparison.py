@@ -59,12 +59,12 @@ def _equal(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], tolerance: flo
 class Player:
     """One rank's part in the rounds."""
 
-    def __init__(self, me: Communicator, sets: Sequence[ProcessSet], seed: int) -> None:
-        self._me = me
+    def __init__(self, communicator: Communicator, sets: Sequence[ProcessSet], seed: int) -> None:
+        self._communicator = communicator
         self._sets = [None, *sets]
         self._draw = random.Random(seed)
         self._numbers = np.random.default_rng(seed)
-        self._own = random.Random(f"{seed}/{me.world.rank}")
+        self._own = random.Random(f"{seed}/{communicator.world.rank}")
         self.results = 0
 
     def play(self) -> list[str]:
@@ -85,10 +85,10 @@ class Player:
 
     def _operation(self, name: str) -> Callable[[], list[Check]] | None:
         chosen = self._draw.choice(self._sets)
-        ranks = list(range(self._me.world.size)) if chosen is None else list(chosen.ranks)
+        ranks = list(range(self._communicator.world.size)) if chosen is None else list(chosen.ranks)
         kinds = (self._reduce, self._reduce, self._reduce, self._gather, self._spread, self._exchange, self._scatter)
         submit = self._draw.choice(kinds)(name, chosen, ranks)
-        return submit if self._me.world.rank in ranks else None
+        return submit if self._communicator.world.rank in ranks else None
 
     def _contributions(self, dtype: str, shape: tuple[int, ...], count: int) -> list[np.ndarray[Any, Any]]:
         low, high = (0, 2) if dtype == "bool" else (0, 3) if dtype.startswith("u") else (-2, 3)
@@ -119,22 +119,24 @@ class Player:
         op = self._draw.choice([one for one in OPS if dtype != "bool" or one is not ReduceOp.AVERAGE])
         count = self._draw.choice([1, 1, 1, 2, 5])
         shapes = [self._shape() for _ in range(count)]
-        given = [self._contributions(dtype, shape, len(ranks)) for shape in shapes]
+        contributions = [self._contributions(dtype, shape, len(ranks)) for shape in shapes]
         before = [self._draw.choice(SCALES) if dtype in FLOATS else 1.0 for _ in ranks]
         after = self._draw.choice(SCALES) if dtype in FLOATS else 1.0
-        wants = [self._reduced(arrays, dtype, op, before, after) for arrays in given]
+        wants = [self._reduced(arrays, dtype, op, before, after) for arrays in contributions]
 
         def submit() -> list[Check]:
-            place = ranks.index(self._me.world.rank)
-            scales = {"prescale": before[place], "postscale": after}
+            own_index = ranks.index(self._communicator.world.rank)
+            scales = {"prescale": before[own_index], "postscale": after}
             what = f"{name} {op} {dtype} {shapes} {scales} of {ranks}"
-            mine = [arrays[place] for arrays in given]
+            mine = [arrays[own_index] for arrays in contributions]
             if count == 1:
-                out = mine[0].copy() if self._own.random() < 0.3 else None  # in place
+                out = mine[0].copy() if self._own.random() < 0.3 else None  # in own_index
                 source = mine[0] if out is None else out
-                handle = self._me.allreduce_async(source, op, out=out, name=name, process_set=chosen, **scales)
+                handle = self._communicator.allreduce_async(
+                    source, op, out=out, name=name, process_set=chosen, **scales
+                )
                 return [Check(what, handle, lambda got: _equal(got, *wants[0]))]
-            grouped = self._me.grouped_allreduce_async(mine, op, name=name, process_set=chosen, **scales)
+            grouped = self._communicator.grouped_allreduce_async(mine, op, name=name, process_set=chosen, **scales)
             return [Check(what, grouped, lambda got: "".join(map(lambda g, w: _equal(g, *w), got, wants)))]
 
         return submit
@@ -149,8 +151,10 @@ class Player:
         def submit() -> list[Check]:
             mine = common
             if not equal:
-                mine = common * (np.arange(length) % len(ranks) == ranks.index(self._me.world.rank))
-            handle = self._me.allreduce_async(mine.astype(common.dtype), ReduceOp.ADASUM, name=name, process_set=chosen)
+                mine = common * (np.arange(length) % len(ranks) == ranks.index(self._communicator.world.rank))
+            handle = self._communicator.allreduce_async(
+                mine.astype(common.dtype), ReduceOp.ADASUM, name=name, process_set=chosen
+            )
             tolerance = 16 * float(ml_dtypes.finfo(common.dtype).eps)
             what = f"{name} adasum {dtype} {length} {'equal' if equal else 'orthogonal'} of {ranks}"
             return [Check(what, handle, lambda got: _equal(got, common, tolerance))]
@@ -170,12 +174,14 @@ class Player:
         grouped = self._draw.random() < 0.3
 
         def submit() -> list[Check]:
-            place = ranks.index(self._me.world.rank)
+            own_index = ranks.index(self._communicator.world.rank)
             what = f"{name} allgather {dtype} {[array.shape for array in arrays]} of {ranks}"
             if not grouped:
-                handle = self._me.allgather_async(arrays[place], name=name, process_set=chosen)
+                handle = self._communicator.allgather_async(arrays[own_index], name=name, process_set=chosen)
                 return [Check(what, handle, lambda got: _equal(got, want))]
-            pair = self._me.grouped_allgather_async([arrays[place], others[place]], name=name, process_set=chosen)
+            pair = self._communicator.grouped_allgather_async(
+                [arrays[own_index], others[own_index]], name=name, process_set=chosen
+            )
             return [Check(what, pair, lambda got: _equal(got[0], want) + _equal(got[1], second))]
 
         return submit
@@ -185,8 +191,8 @@ class Player:
         arrays = self._contributions(dtype, shape, len(ranks))
 
         def submit() -> list[Check]:
-            mine = arrays[ranks.index(self._me.world.rank)]
-            handle = self._me.broadcast_async(mine, root, name=name, process_set=chosen)
+            mine = arrays[ranks.index(self._communicator.world.rank)]
+            handle = self._communicator.broadcast_async(mine, root, name=name, process_set=chosen)
             what = f"{name} broadcast {dtype} {shape} from {root} of {ranks}"
             return [Check(what, handle, lambda got: _equal(got, arrays[ranks.index(root)]))]
 
@@ -198,11 +204,13 @@ class Player:
         arrays = [self._contributions(dtype, (sum(row), *width), 1)[0] for row in splits]
 
         def submit() -> list[Check]:
-            place = ranks.index(self._me.world.rank)
-            handle = self._me.alltoall_async(arrays[place], splits[place], name=name, process_set=chosen)
-            starts = [sum(row[:place]) for row in splits]
-            parts = [array[at : at + row[place]] for array, at, row in zip(arrays, starts, splits, strict=True)]
-            want, rows = np.concatenate(parts), tuple(row[place] for row in splits)
+            own_index = ranks.index(self._communicator.world.rank)
+            handle = self._communicator.alltoall_async(
+                arrays[own_index], splits[own_index], name=name, process_set=chosen
+            )
+            starts = [sum(row[:own_index]) for row in splits]
+            parts = [array[at : at + row[own_index]] for array, at, row in zip(arrays, starts, splits, strict=True)]
+            want, rows = np.concatenate(parts), tuple(row[own_index] for row in splits)
 
             def judge(got: tuple[np.ndarray[Any, Any], Sequence[int]]) -> str:
                 return _equal(got[0], want) or ("" if tuple(got[1]) == rows else f"rows {got[1]} instead of {rows}")
@@ -219,11 +227,11 @@ class Player:
         whole, tolerance = self._reduced(arrays, dtype, op, [1.0] * len(ranks), 1.0)
 
         def submit() -> list[Check]:
-            place = ranks.index(self._me.world.rank)
-            handle = self._me.reducescatter_async(arrays[place], op, name=name, process_set=chosen)
+            own_index = ranks.index(self._communicator.world.rank)
+            handle = self._communicator.reducescatter_async(arrays[own_index], op, name=name, process_set=chosen)
             least, more = divmod(shape[0], len(ranks))
-            begin = place * least + min(place, more)
-            want = whole[begin : begin + least + (place < more)]
+            begin = own_index * least + min(own_index, more)
+            want = whole[begin : begin + least + (own_index < more)]
             what = f"{name} reducescatter {op} {dtype} {shape} of {ranks}"
             return [Check(what, handle, lambda got: _equal(got, want, tolerance))]
 
@@ -231,19 +239,19 @@ class Player:
 
     def _join(self) -> list[str]:
         """Let ranks run out of steps: joined ranks contribute nothing and still count in averages."""
-        size, rank = self._me.world.size, self._me.world.rank
+        size, rank = self._communicator.world.size, self._communicator.world.rank
         steps = [self._draw.randint(0, 3) for _ in range(size)]
         wrong = []
         for step in range(steps[rank]):
             there = [one for one in range(size) if steps[one] > step]
             name = f"tensor {step}"
-            mean = self._me.allreduce(np.full(5, 6.0, np.float32), name=name)
+            mean = self._communicator.allreduce(np.full(5, 6.0, np.float32), name=name)
             wrong.append(_equal(mean, np.full(5, 6.0 * len(there) / size, np.float32), 1e-6))
-            low = self._me.allreduce(np.array([rank]), ReduceOp.MIN, name=f"{name} low")
+            low = self._communicator.allreduce(np.array([rank]), ReduceOp.MIN, name=f"{name} low")
             wrong.append(_equal(low, np.array([there[0]])))
-            rows = self._me.allgather(np.array([rank]), name=f"{name} rows")
+            rows = self._communicator.allgather(np.array([rank]), name=f"{name} rows")
             wrong.append(_equal(rows, np.array(there)))
-        last = self._me.join()
+        last = self._communicator.join()
         if steps[last] != max(steps):
             wrong.append(f"rank {last} is reported as the last to join of {steps}")
         self.results += 3 * steps[rank] + 1
@@ -252,7 +260,7 @@ class Player:
 
 def compare(hosts: tuple[str, ...], seed: int, seconds: float, **settings: Any) -> tuple[int, list[str]]:
     """Play rounds on one rank per entry of ``hosts`` for this long; return the number of results and the mistakes."""
-    found, wrong = _on_threads(hosts, lambda me: _play(me, seed, seconds), **settings)
+    found, wrong = _on_threads(hosts, lambda communicator: _play(communicator, seed, seconds), **settings)
     return found, [f"seed {seed}, {message}" for message in wrong]
 
 
@@ -261,8 +269,8 @@ def compare_large(hosts: tuple[str, ...]) -> tuple[int, list[str]]:
     return _on_threads(hosts, _use_large_arrays, collective_timeout=600.0)
 
 
-def _use_large_arrays(me: Communicator) -> tuple[int, list[str]]:
-    rank, size = me.world.rank, me.world.size
+def _use_large_arrays(communicator: Communicator) -> tuple[int, list[str]]:
+    rank, size = communicator.world.rank, communicator.world.size
     wrong = []
 
     def judge(what: str, array: np.ndarray[Any, Any], factor: float) -> None:
@@ -278,14 +286,14 @@ def _use_large_arrays(me: Communicator) -> tuple[int, list[str]]:
         return array
 
     array = residues((1 << 29) + 3, np.float32)
-    me.allreduce(array, ReduceOp.SUM, out=array)
+    communicator.allreduce(array, ReduceOp.SUM, out=array)
     judge("allreduce", array, size)
     array *= 1 + rank
-    array = me.broadcast(array, 0)
+    array = communicator.broadcast(array, 0)
     judge("broadcast", array, size)
     del array
     share = (1 << 31) // size + 1
-    judge("allgather", me.allgather(residues(share, np.uint8, rank * share)), 1)
+    judge("allgather", communicator.allgather(residues(share, np.uint8, rank * share)), 1)
     return 3, wrong
 
 
@@ -330,14 +338,14 @@ def _on_threads(
     return sum(count for count, _ in results), wrong
 
 
-def _play(me: Communicator, seed: int, seconds: float) -> tuple[int, list[str]]:
+def _play(communicator: Communicator, seed: int, seconds: float) -> tuple[int, list[str]]:
     draw = random.Random(seed)
-    size = me.world.size
+    size = communicator.world.size
     chosen = {tuple(sorted(draw.sample(range(size), draw.randint(1, size)))) for _ in range(3)}
-    sets = [me.add_process_set(list(ranks)) for ranks in sorted(chosen) if len(ranks) < size]
-    player = Player(me, sets, seed)
+    sets = [communicator.add_process_set(list(ranks)) for ranks in sorted(chosen) if len(ranks) < size]
+    player = Player(communicator, sets, seed)
     wrong: list[str] = []
     began = time.monotonic()
-    while me.broadcast(np.array([time.monotonic() - began < seconds]), 0, name="another round")[0]:
+    while communicator.broadcast(np.array([time.monotonic() - began < seconds]), 0, name="another round")[0]:
         wrong += player.play()
     return player.results, wrong

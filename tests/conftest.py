@@ -49,7 +49,7 @@ _MARK = "SPARKHVD_TEST_RUN"  # also known to the .pth file of the Makefile
 _CURRENT_TEST = "PYTEST_CURRENT_TEST"  # a variable of pytest's, which it sets and removes itself
 # The time that a thread, process or file may still take to end.
 _GRACE_SECONDS = float(os.environ.get("SPARKHVD_TEST_LEAK_GRACE", "10"))
-# Spark's JVM and its pool of Python workers serve later tests, as do Ray's idle workers; multiprocessing's tracker
+# Spark's JVM, its pool of Python workers, and Ray's idle workers serve later tests; multiprocessing's tracker
 # lives as long as this process.
 _LASTING_PROCESS = re.compile(
     r"SparkSubmit.*pyspark-shell|pyspark[./]daemon|multiprocessing\.resource_tracker|ray::IDLE|/ray/.*/default_worker\.py"
@@ -174,7 +174,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """Provide a quiet local Spark with four slots; its files lie in a separate folder."""
+    """Provide a quiet local Spark with four slots and a separate folder for its files."""
     from pyspark.sql import SparkSession  # noqa: PLC0415 - tests without Spark do without it
 
     folder = tmp_path_factory.mktemp("spark")

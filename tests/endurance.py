@@ -36,11 +36,13 @@ def work_until_a_rank_is_lost() -> str:
     """Connect and reduce arrays of many sizes until a rank is lost; return the error."""
     try:
         session.init()
-        me = session.current()
+        communicator = session.current()
         draw = random.Random(1)
         while True:
             sizes = [draw.choice([1, 1000, 300_000]) for _ in range(4)]
-            handles = [me.allreduce_async(np.ones(size), ReduceOp.SUM, name=f"{i}") for i, size in enumerate(sizes)]
+            handles = [
+                communicator.allreduce_async(np.ones(size), ReduceOp.SUM, name=f"{i}") for i, size in enumerate(sizes)
+            ]
             for handle in handles:
                 handle.wait()
     except SparkHvdError as error:
@@ -55,9 +57,9 @@ def come_and_go(times: int) -> list[tuple[int, int, int]]:
     resources = []
     for cycle in range(times):
         session.init()
-        me = session.current()
-        total = me.allreduce(np.ones(1000), ReduceOp.SUM, name="sum")
-        assert total.tolist() == [float(me.world.size)] * 1000
+        communicator = session.current()
+        total = communicator.allreduce(np.ones(1000), ReduceOp.SUM, name="sum")
+        assert total.tolist() == [float(communicator.world.size)] * 1000
         session.shutdown()
         if cycle + 1 in {max(times // 10, 1), times}:
             resources.append((*_descriptors_and_threads(process), process.memory_info().rss))

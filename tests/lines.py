@@ -21,7 +21,7 @@ def estimator(store: Store | None, **more: Any) -> TorchEstimator:
     """Return an estimator with two ranks that approximately learns the line in ten epochs."""
     torch.manual_seed(1)
     model = torch.nn.Linear(1, 1)
-    given = {
+    params = {
         "num_proc": 2,
         "store": store,
         "model": model,
@@ -34,7 +34,7 @@ def estimator(store: Store | None, **more: Any) -> TorchEstimator:
         "random_seed": 1,
         "verbose": 0,
     }
-    return TorchEstimator(**{**given, **more})
+    return TorchEstimator(**{**params, **more})
 
 
 def errors(spark: SparkSession, store: Store | None, **more: Any) -> list[float]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib.metadata import distribution
 from pathlib import Path
 
-# pyspark, and what it needs to run functions on Arrow batches.
+# pyspark, and its requirements for functions on Arrow batches.
 OF_SPARK = ("pyspark", "py4j", "numpy", "pandas", "pyarrow", "python-dateutil", "pytz", "six", "tzdata")
 
 

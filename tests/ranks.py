@@ -200,7 +200,7 @@ class RankGroup:
             theirs.close()
 
     def _reopen(self) -> None:
-        """Start the ranks anew after a case that may have left them in different states."""
+        """Restart the ranks after a case that may have left them in different states."""
         self.close()
         self._open()
 
@@ -244,7 +244,7 @@ def _outcome(case: Callable[..., Any], arguments: tuple[Any, ...]) -> Outcome:
     faulthandler.dump_traceback_later(_STACKS_SECONDS)
     try:
         return Outcome(value=case(*arguments))
-    except BaseException:  # noqa: BLE001  whatever a case raises is its outcome
+    except BaseException:  # noqa: BLE001  any error of a case is its outcome
         return Outcome(failure=traceback.format_exc())
     finally:
         faulthandler.cancel_dump_traceback_later()

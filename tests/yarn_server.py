@@ -20,7 +20,7 @@ _LOCAL = "127.0.0.1"
 
 @contextmanager
 def running_yarn(folder: Path) -> Iterator[Path]:
-    """Run a YARN whose logs lie in ``folder``, and yield the folder for ``HADOOP_CONF_DIR``.
+    """Run a YARN with its logs in ``folder``, and yield the folder for ``HADOOP_CONF_DIR``.
 
     Its one node offers 4 GB and 8 cores. The files of applications go through local folders.
     """
