@@ -20,9 +20,9 @@ def change_settings(folder: str) -> list[tuple[int, float, str]]:
         if number == 1:
             del os.environ["HOROVOD_CACHE_CAPACITY"]
         session.init()
-        me = session.current()
-        me.allreduce(np.ones(1), name=f"sum{number}")
-        config = me._context.config
+        communicator = session.current()
+        communicator.allreduce(np.ones(1), name=f"sum{number}")
+        config = communicator._context.config
         settings.append((config.cache_capacity, config.stall_check_seconds, config.timeline.rpartition("/")[2]))
         session.shutdown()
     return settings

@@ -1,4 +1,4 @@
-"""Run by test_connect.py in a process of its own: a client of Spark Connect cannot have a SparkContext, too."""
+"""Run by test_connect.py in a separate process: a client of Spark Connect cannot have a SparkContext, too."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Report:
         epochs: the number of epochs that the job trained.
         sizes: the numbers of ranks with which it took steps.
         longest: seconds of the longest standstill after a disturbance.
-        complaints: what went wrong.
+        complaints: the detected errors.
     """
 
     events: Counter[str] = field(default_factory=Counter)

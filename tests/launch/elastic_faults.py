@@ -46,7 +46,7 @@ class ElasticFault:
 
     @property
     def ends_the_job(self) -> bool:
-        """Whether the job must fail: a rank is lost after others have finished, so its result is missing."""
+        """Return whether the job must fail, because a rank is lost after others have finished."""
         return self.phase == "at the end" and self.how != "exit 0"
 
     @property

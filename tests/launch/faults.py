@@ -210,18 +210,18 @@ def _rows() -> list[Fault]:
     rows = [row for row in rows if (row.launcher, row.phase) != ("mpi", "before registration")]
     rows += [_row(how, "before registration", "mpi", *expected) for how, expected in _TASKS_OF_MPI.items()]
     # Such a task has no link to the driver and works without one, until it must prove to another task that it knows
-    # the secret. That failure does not tell Spark that the next attempt will fail, too.
+    # the secret. After that failure, Spark does not know that the next attempt will fail, too.
     words = f"{_GIVEN_UP}AuthenticationError: no rendezvous server answered"
     stopped = _row("task stopped", "before registration", "barrier", StartTimeoutError, _NOT_MET)
     again = Fault("wrong secret", "before registration", "barrier", LaunchError, words, False, seconds=2 * SECONDS)
-    given = [
+    with_rows = [
         Fault("task stopped", phase, "barrier", error, words, True, rows=True)
         for phase, error, words in (
             (PHASES[0], StartTimeoutError, _NOT_MET_WITH_ROWS),
             (WITH_ROWS, LaunchError, _SILENT_WITH_ROWS),
         )
     ]
-    return [*rows, stopped, again, *given]
+    return [*rows, stopped, again, *with_rows]
 
 
 def _row(how: str, phase: str, launcher: str, error: type[BaseException] | None, words: str) -> Fault:

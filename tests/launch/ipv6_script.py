@@ -1,4 +1,4 @@
-"""Run by test_ipv6.py in a process of its own: two Spark workers on hosts with IPv6 addresses only.
+"""Run by test_ipv6.py in a separate process: two Spark workers on hosts with IPv6 addresses only.
 
 python -m tests.launch.ipv6_script FOLDER
 """

@@ -1,4 +1,4 @@
-"""Run by losses.py in a process of its own: a driver whose jobs lose executors, or that is killed itself.
+"""Run by losses.py in a separate process: a driver whose jobs lose executors, or that is killed itself.
 
 python -m tests.launch.losses_script FOLDER [NAME OF A ROW OF losses.DRIVER_FAULTS]
 """

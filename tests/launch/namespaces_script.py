@@ -1,4 +1,4 @@
-"""Run by test_namespaces.py in a process of its own: four hosts, every Store, disconnected hosts.
+"""Run by test_namespaces.py in a separate process: four hosts, every Store, disconnected hosts.
 
 python -m tests.launch.namespaces_script FOLDER [thoroughly]
 """

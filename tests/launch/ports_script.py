@@ -1,4 +1,4 @@
-"""Run by test_faults.py in a network of its own, where all ports may be taken.
+"""Run by test_faults.py in a separate network, where all ports may be taken.
 
 python -m tests.launch.ports_script FOLDER [thoroughly]
 """

@@ -1,4 +1,4 @@
-"""Real ssh servers with keys and a configuration of their own, and a program ``ssh`` that uses them."""
+"""Real ssh servers with their own keys and configuration, and a program ``ssh`` that uses them."""
 
 from __future__ import annotations
 

@@ -24,44 +24,44 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1"]}\'\n')
     discovery.chmod(0o755)
     done = run_script([sys.executable, SCRIPT], tmp_path, 580, S3_STORE=json.dumps(store), GPU_SCRIPT=str(discovery))
-    found = results_of(done)
-    assert found["module"] == "pyspark.sql.connect.session"
-    assert found["places"] == [[0, 2], [1, 2]]
+    results = results_of(done)
+    assert results["module"] == "pyspark.sql.connect.session"
+    assert results["places"] == [[0, 2], [1, 2]]
     assert {"[0]<stdout>:hello", "[1]<stdout>:hello"} <= set(done.stdout.splitlines())
-    assert re.match(r"Rank \d on host \S+ raised ValueError: no luck", found["failure"])
-    assert "num_proc=3 is more than the 2 slots of the cluster" in found["slots"]
-    assert "a Spark Connect client is not such a driver. Use launcher='barrier'" in found["mpi"]
-    assert sorted(found["gpus"]) == [["0"], ["1"]]
-    assert [sorted(names) for names in found["gpus without num_proc"]] == [["0", "1"]]
-    assert "is more than the 1 slot of the cluster" in found["slots for GPUs"]
-    assert "spark.task.cpus=1, 2 GPUs per task" in found["slots for GPUs"]
-    assert "spark.sql.leafNodeDefaultParallelism=7 of this cluster overrides. Set num" in found["hidden cores"]
-    (ready, asked), (refused, all_slots) = found["preflight with hidden cores"]
+    assert re.match(r"Rank \d on host \S+ raised ValueError: no luck", results["failure"])
+    assert "num_proc=3 is more than the 2 slots of the cluster" in results["slots"]
+    assert "a Spark Connect client is not such a driver. Use launcher='barrier'" in results["mpi"]
+    assert sorted(results["gpus"]) == [["0"], ["1"]]
+    assert [sorted(names) for names in results["gpus without num_proc"]] == [["0", "1"]]
+    assert "is more than the 1 slot of the cluster" in results["slots for GPUs"]
+    assert "spark.task.cpus=1, 2 GPUs per task" in results["slots for GPUs"]
+    assert "spark.sql.leafNodeDefaultParallelism=7 of this cluster overrides. Set num" in results["hidden cores"]
+    (ready, asked), (refused, all_slots) = results["preflight with hidden cores"]
     assert ready, asked
     assert "2 ranks requested; spark.sql.leafNodeDefaultParallelism=7 hides the number of slots" in asked
     assert "all ranks are on one host" in asked, "the tasks were asked"
     assert re.search(r"^- +slots +num_proc=None uses all slots.* Set num_proc\.$", all_slots, re.MULTILINE), refused
-    ready, printed = found["preflight"]
+    ready, printed = results["preflight"]
     assert ready, printed
-    code, printed = found["doctor"]
+    code, printed = results["doctor"]
     assert code == 0, printed
     assert "sparkhvd preflight: ready" in printed
     assert "2 ranks (2 requested; master connect)" in printed
-    assert found["interrupted"].startswith("Spark aborted the job: it was cancelled (Operation has been canceled).")
-    before, after = found["executors of slow rows"]
+    assert results["interrupted"].startswith("Spark aborted the job: it was cancelled (Operation has been canceled).")
+    before, after = results["executors of slow rows"]
     assert before == after, "the interrupt cost an executor"
-    assert found["left by Ctrl-C"] == []
-    assert "were not free at the same time within start_timeout=5 s" in found["busy"][0]
-    assert "did not answer a small query within" in found["busy"][1]
-    assert found["left by a killed client"] == []
-    assert found["places afterwards"] == found["places"]
+    assert results["left by Ctrl-C"] == []
+    assert "were not free at the same time within start_timeout=5 s" in results["busy"][0]
+    assert "did not answer a small query within" in results["busy"][1]
+    assert results["left by a killed client"] == []
+    assert results["places afterwards"] == results["places"]
     for store in (" without a Store", " on S3"):
-        errors = found[f"errors{store}"]
+        errors = results[f"errors{store}"]
         assert len(errors) == 64
         assert max(errors) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
     assert SECRET not in done.stdout + done.stderr
-    assert found["doubled"] == [0.0, 2.0, 4.0, 6.0]
-    assert found["predictions"] == 1, "two outputs must not make two predictions"
+    assert results["doubled"] == [0.0, 2.0, 4.0, 6.0]
+    assert results["predictions"] == 1, "two outputs must not make two predictions"
 
 
 @pytest.mark.spark

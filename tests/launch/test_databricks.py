@@ -14,7 +14,7 @@ from tests.scripts import results_of, run_script
 
 @pytest.fixture
 def mounted():
-    """A folder of DBFS."""
+    """Provide a folder of DBFS."""
     made, folder = Path("/dbfs").exists(), Path("/dbfs", uuid.uuid4().hex)
     try:
         folder.mkdir(parents=True)
@@ -35,9 +35,9 @@ def test_ranks_run_and_train_in_the_environment_of_databricks(mounted, tmp_path)
     discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1"]}\'\n')
     discovery.chmod(0o755)
     command = [sys.executable, "-m", "tests.launch.databricks_script", tmp_path, mounted.name]
-    found = results_of(run_script(command, tmp_path, 280, DATABRICKS_RUNTIME_VERSION="16.4"))
+    results = results_of(run_script(command, tmp_path, 280, DATABRICKS_RUNTIME_VERSION="16.4"))
     for launcher in ("barrier", "mpi"):
-        ranks, printed = found[launcher], found[f"printed, {launcher}"].splitlines()
+        ranks, printed = results[launcher], results[f"printed, {launcher}"].splitlines()
         assert sorted(rank["own"][0] for rank in ranks) == ["4", "5"], "CUDA's names, not Spark's"
         assert [rank["local rank"] for rank in ranks] == [0, 1]
         for number, rank in enumerate(ranks):
@@ -48,9 +48,9 @@ def test_ranks_run_and_train_in_the_environment_of_databricks(mounted, tmp_path)
             assert f"[{number}]<stdout>:hello" in printed
             line = f"[0]<stdout>:rank {number}: host 127.0.0.1, local rank {number}, GPU {rank['own'][0]}"
             assert line in printed, printed
-    assert found["report"].startswith("sparkhvd preflight: ready"), found["report"]
-    assert "slots          2 ranks (all slots; " in found["report"]
-    assert found["error"] < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
+    assert results["report"].startswith("sparkhvd preflight: ready"), results["report"]
+    assert "slots          2 ranks (all slots; " in results["report"]
+    assert results["error"] < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
     logs = mounted / "store" / "logs"
     files = [sorted(logs.glob(f"rank.{rank}/stdout.*")) for rank in range(2)]  # a slow rank begins a second one
     kept = ["".join(path.read_text() for path in of_rank) for of_rank in files]

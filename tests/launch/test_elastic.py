@@ -23,14 +23,14 @@ FAST = {"launcher": "local", "start_timeout": 60, "elastic_timeout": 30, "cooldo
 
 def steps(folder: Path) -> list[tuple[int, int, int, float, int]]:
     """Return step, rank, size, time and process of all steps, ordered by time."""
-    found = []
+    taken = []
     for path in folder.glob("log-*"):
         for line in path.read_text().splitlines():
             kind, *numbers = line.split()
             if kind == "step":
                 step, rank, size, at = numbers
-                found.append((int(step), int(rank), int(size), float(at), int(path.name.removeprefix("log-"))))
-    return sorted(found, key=lambda one: one[3])
+                taken.append((int(step), int(rank), int(size), float(at), int(path.name.removeprefix("log-"))))
+    return sorted(taken, key=lambda one: one[3])
 
 
 def end_times(folder: Path) -> list[float]:

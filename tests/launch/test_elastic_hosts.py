@@ -1,4 +1,4 @@
-"""Elastic jobs on two hosts behind ssh: network namespaces with addresses and ssh servers of their own."""
+"""Elastic jobs on two hosts behind ssh: network namespaces with their own addresses and ssh servers."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_a_rank_is_replaced_within_its_hosts_process_and_a_lost_host_by_a_new_pr
         ssh_identity_file=reached.key,
         **FAST,
     )
-    places = training.places(tmp_path)
+    starts = training.places(tmp_path)
     (survivor,) = {one[4] for one in steps(tmp_path) if one[2] == 1}
-    assert [place[0] for place in places].count(survivor) == 1
-    killed, replaced, after_host = [place for place in places if place[0] != survivor]
+    assert [place[0] for place in starts].count(survivor) == 1
+    killed, replaced, after_host = [place for place in starts if place[0] != survivor]
     assert killed[1] == replaced[1] != after_host[1], "the processes of their host"
-    assert killed[2] == replaced[2] == after_host[2] != {pid: at for pid, _, at in places}[survivor]
+    assert killed[2] == replaced[2] == after_host[2] != {pid: at for pid, _, at in starts}[survivor]
     assert [result[2:4] for result in results] == [(sizes, survivor), (sizes, after_host[0])]
     step, total = results[0][:2]
     assert total == sum(range(1, step + 1)), "no step was lost or ran twice"

@@ -26,43 +26,43 @@ def test_ranks_get_the_gpus_that_spark_assigns_to_their_tasks(tmp_path):
     discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1", "2", "3"]}\'\n')
     discovery.chmod(0o755)
     done = run_script([sys.executable, SCRIPT, discovery], tmp_path, 280)
-    found = results_of(done)
-    two = found["two each"]
+    results = results_of(done)
+    two = results["two each"]
     firsts, rest = [one["own"][0] for one in two], [one["own"][1] for one in two]
     assert {*firsts, *rest} == {"0", "1", "2", "3"}
     assert [one["CUDA_VISIBLE_DEVICES"] for one in two] == [",".join(firsts + rest)] * 2
     assert [one["OMP_NUM_THREADS"] for one in two] == [one["TF_NUM_INTRAOP_THREADS"] for one in two] == ["2", "2"]
     line = f"[0]<stdout>:rank 1: host 127.0.0.1, local rank 1, GPU {', '.join(two[1]['own'])}"
     assert line in done.stdout.splitlines()
-    one = found["one each, by mpi"]
+    one = results["one each, by mpi"]
     assert [entry["CUDA_VISIBLE_DEVICES"] for entry in one] == [",".join(entry["own"][0] for entry in one)] * 2
-    shared = found["shared"]
+    shared = results["shared"]
     assert shared[0]["own"] == shared[1]["own"], "Spark fills a GPU before it takes the next one"
-    halves = [entry["own"] for entry in found["half each"]]
+    halves = [entry["own"] for entry in results["half each"]]
     assert halves[0] == halves[1] != halves[2] == halves[3]
-    for entry in (*shared, *found["half each"]):
+    for entry in (*shared, *results["half each"]):
         assert [entry["CUDA_VISIBLE_DEVICES"]] == entry["own"]
     assert re.search(
         r"^\[0\]<stdout>:Spark assigned GPU \d on host 127\.0\.0\.1 to ranks 0, 1\. ", done.stdout, re.MULTILINE
     )
     assert [entry["CUDA_DEVICE_ORDER"] for entry in (*two, *one, *shared)] == ["PCI_BUS_ID"] * 6
-    assert found["the user's"][0]["CUDA_VISIBLE_DEVICES"] == "7"
-    assert found["the user's"][0]["CUDA_DEVICE_ORDER"] is None
+    assert results["the user's"][0]["CUDA_VISIBLE_DEVICES"] == "7"
+    assert results["the user's"][0]["CUDA_DEVICE_ORDER"] is None
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    assert found["threads"] == [{"torch": 1} | dict.fromkeys(names, "1") | {"TF_NUM_INTEROP_THREADS": "2"}]
-    assert found["parallelism of the rest"] == 4
-    assert "num_proc=3 is more than the 2 slots of the cluster" in found["slots"]
-    assert "spark.task.cpus=1, 2 GPUs per task" in found["slots"]
-    fit = found["fit"]
+    assert results["threads"] == [{"torch": 1} | dict.fromkeys(names, "1") | {"TF_NUM_INTEROP_THREADS": "2"}]
+    assert results["parallelism of the rest"] == 4
+    assert "num_proc=3 is more than the 2 slots of the cluster" in results["slots"]
+    assert "spark.task.cpus=1, 2 GPUs per task" in results["slots"]
+    fit = results["fit"]
     assert fit["error"] < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
     given = re.findall(
         r"^\[0\]<stdout>:rank \d: host \S+, local rank \d, GPU (\d), (\d)$", fit["printed"], re.MULTILINE
     )
     assert sorted(name for pair in given for name in pair) == ["0", "1", "2", "3"]
-    assert found["refused fit"]["slots"] == found["slots"]
-    assert found["refused fit"]["left"] == [], "nothing is prepared before the slots are checked"
-    assert found["refused fit"]["preflight"] == [found["slots"]]
-    assert [len(names) for names in found["refused fit"]["devices"]] == [2, 2]
+    assert results["refused fit"]["slots"] == results["slots"]
+    assert results["refused fit"]["left"] == [], "nothing is prepared before the slots are checked"
+    assert results["refused fit"]["preflight"] == [results["slots"]]
+    assert [len(names) for names in results["refused fit"]["devices"]] == [2, 2]
 
 
 @pytest.mark.spark

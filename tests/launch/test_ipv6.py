@@ -42,9 +42,9 @@ def test_an_ipv6_loopback_address_is_this_machine():
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
 def test_spark_with_ipv6_only_runs_the_barrier_and_mpi_launchers(tmp_path):
     done = run_script([sys.executable, "-m", "tests.launch.ipv6_script", tmp_path], tmp_path, 280)
-    found = results_of(done)
-    assert found["problems"] == []
-    assert sorted(ip_address(host) for host in found["hosts"]) == [ip_address(host) for host in found["addresses"]]
+    results = results_of(done)
+    assert results["problems"] == []
+    assert sorted(ip_address(host) for host in results["hosts"]) == [ip_address(host) for host in results["addresses"]]
     for launcher in ("barrier", "mpi"):
-        assert [one["cross"] for one in found[launcher]] == [[0, 2, 0, 1], [1, 2, 1, 1]]
-        assert [one["sum"] for one in found[launcher]] == [3.0, 3.0]
+        assert [one["cross"] for one in results[launcher]] == [[0, 2, 0, 1], [1, 2, 1, 1]]
+        assert [one["sum"] for one in results[launcher]] == [3.0, 3.0]

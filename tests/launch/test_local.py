@@ -71,11 +71,11 @@ def environment() -> tuple[dict[str, str], str, list[str]]:
 
 def test_a_rank_and_its_programs_have_the_environment_of_its_task(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, "/added here"])
-    (found,) = sparkhvd.run(environment, num_proc=1, launcher="local")
+    (result,) = sparkhvd.run(environment, num_proc=1, launcher="local")
     own = environment()
-    assert found[1:] == own[1:]
+    assert result[1:] == own[1:]
     of_ranks = re.compile(r"(SPARKHVD|HOROVOD|CUDA)_.*|.*_NUM(_\w+)?_THREADS|LOCAL_RANK")
-    left, here = ({k: v for k, v in one[0].items() if not of_ranks.fullmatch(k)} for one in (found, own))
+    left, here = ({k: v for k, v in one[0].items() if not of_ranks.fullmatch(k)} for one in (result, own))
     assert left == here
 
 
@@ -87,12 +87,12 @@ def test_another_python_finds_the_users_modules_but_not_the_packages_of_this_one
     Path(packages, "installed.pth").write_text("\n".join([str(ROOT), sysconfig.get_paths()["purelib"]]))
     (tmp_path / "mine").mkdir()
     monkeypatch.syspath_prepend(tmp_path / "mine")
-    (found,) = sparkhvd.run(environment_and_path, num_proc=1, launcher="local", executable=str(other))
-    executable, given, path = found
+    (result,) = sparkhvd.run(environment_and_path, num_proc=1, launcher="local", executable=str(other))
+    executable, environment_of_rank, path = result
     assert executable == str(other)
     assert str(tmp_path / "mine") in path
     assert path.index(str(packages)) < path.index(sysconfig.get_paths()["purelib"])
-    assert given == os.environ.get("PYTHONPATH")
+    assert environment_of_rank == os.environ.get("PYTHONPATH")
 
 
 def environment_and_path() -> tuple[str, str | None, list[str]]:

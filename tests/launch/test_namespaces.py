@@ -1,4 +1,4 @@
-"""Four network namespaces as four hosts, each with a Spark worker and an address of its own."""
+"""Four network namespaces as four hosts, each with its own Spark worker and address."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
+def results(tmp_path_factory) -> dict:
     if why_not():
         pytest.skip(why_not())
     folder = tmp_path_factory.mktemp("hosts")
@@ -25,53 +25,53 @@ def found(tmp_path_factory) -> dict:
     return results_of(done)
 
 
-def test_the_preflight_examines_every_host(found):
-    assert found["preflight"]["problems"] == []
+def test_the_preflight_examines_every_host(results):
+    assert results["preflight"]["problems"] == []
     slots = r"4 ranks \(4 requested; master spark://\S+\), available after [\d.]+ s"
-    assert re.fullmatch(slots, found["preflight"]["slots"]), "Spark has brought executors since the session began"
-    assert sorted(found["preflight"]["hosts"]) == sorted(found["addresses"])
+    assert re.fullmatch(slots, results["preflight"]["slots"]), "Spark has brought executors since the session began"
+    assert sorted(results["preflight"]["hosts"]) == sorted(results["addresses"])
 
 
-def test_the_preflight_names_two_hosts_that_cannot_connect_with_a_remedy(found):
-    (problem,) = found["preflight of two apart"]["problems"]
-    one, other = found["addresses"][1:3]
+def test_the_preflight_names_two_hosts_that_cannot_connect_with_a_remedy(results):
+    (problem,) = results["preflight of two apart"]["problems"]
+    one, other = results["addresses"][1:3]
     for source, target in ((one, other), (other, one)):
         assert re.search(rf"{re.escape(source)} cannot reach {re.escape(target)}: \S", problem)
     assert len(re.findall("cannot reach", problem)) == 2
     assert "Open all TCP ports between the hosts, or name the network that connects them with nics=" in problem
-    assert sorted(found["preflight of two apart"]["hosts"]) == sorted(found["addresses"])
+    assert sorted(results["preflight of two apart"]["hosts"]) == sorted(results["addresses"])
 
 
-def test_the_preflight_tries_only_the_named_network(found):
-    assert found["preflight of a network"]["problems"] == []
-    (problem,) = found["preflight of bridges"]["problems"]
+def test_the_preflight_tries_only_the_named_network(results):
+    assert results["preflight of a network"]["problems"] == []
+    (problem,) = results["preflight of bridges"]["problems"]
     assert len(re.findall(r"cannot reach [\d.]+: No server answered; tried 172\.17\.0\.1:", problem)) == 10
 
 
 @pytest.mark.parametrize("launcher", ["barrier", "mpi"])
-def test_ranks_see_every_host_and_reach_each_other(found, launcher):
-    assert [one["cross"] for one in found[launcher]] == [[rank, 4, rank, 1] for rank in range(4)]
-    assert [one["sum"] for one in found[launcher]] == [10.0] * 4
+def test_ranks_see_every_host_and_reach_each_other(results, launcher):
+    assert [one["cross"] for one in results[launcher]] == [[rank, 4, rank, 1] for rank in range(4)]
+    assert [one["sum"] for one in results[launcher]] == [10.0] * 4
 
 
 @pytest.mark.parametrize("launcher", ["barrier", "mpi"])
-def test_encryption_hides_all_traffic_between_hosts(found, launcher):
-    assert found["overheard"][f"{launcher}, 0"] == ["printed something", "reduced something", "finished/"]
-    assert found["overheard"][f"{launcher}, 1"] == []
+def test_encryption_hides_all_traffic_between_hosts(results, launcher):
+    assert results["overheard"][f"{launcher}, 0"] == ["printed something", "reduced something", "finished/"]
+    assert results["overheard"][f"{launcher}, 1"] == []
 
 
-def test_an_unreachable_host_is_named_before_mpirun_starts(found):
-    message = found["mpi, one apart"]
+def test_an_unreachable_host_is_named_before_mpirun_starts(results):
+    message = results["mpi, one apart"]
     assert message.startswith("Some hosts have no address at which both the driver and another host reach them: {")
-    named = [address for address in found["addresses"] if f"'{address}': [" in message]
+    named = [address for address in results["addresses"] if f"'{address}': [" in message]
     assert len(named) == 2, f"it, and the one that it probes: {message}"
-    assert found["addresses"][1] in named
+    assert results["addresses"][1] in named
 
 
-def test_an_estimator_trains_on_four_hosts(found):
-    assert len(found["errors"]["s3"]) == 64
-    assert max(found["errors"]["s3"]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
+def test_an_estimator_trains_on_four_hosts(results):
+    assert len(results["errors"]["s3"]) == 64
+    assert max(results["errors"]["s3"]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
 
 
-def test_a_host_cut_off_from_the_network_is_named_soon_without_leftovers(found):
-    assert [row["wrong"] for row in found["cut off"].values()] == [[], []]
+def test_a_host_cut_off_from_the_network_is_named_soon_without_leftovers(results):
+    assert [row["wrong"] for row in results["cut off"].values()] == [[], []]

@@ -1,4 +1,4 @@
-"""The preflight on a real session: what it finds, and how long it may take."""
+"""The preflight on a real session: its findings and its time limit."""
 
 from __future__ import annotations
 

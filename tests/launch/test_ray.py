@@ -26,7 +26,7 @@ ray = pytest.importorskip("ray")
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A head with one CPU, and a node with two CPUs and two fake GPUs; this process is connected to them."""
+    """Connect to a head with one CPU, and a node with two CPUs and two fake GPUs."""
     from ray.cluster_utils import Cluster  # noqa: PLC0415 - Ray may be missing
 
     head = {

@@ -36,9 +36,9 @@ def environment() -> dict[str, str]:
 
 def values_by_rank(done: subprocess.CompletedProcess[str], prefix: str = r"\[(\d+)\]<stdout>:") -> dict[int, dict]:
     # Not by lines: mpirun may forward a rank's output without its newline, and another rank's output follows it.
-    found = re.findall(prefix + r"(\{[^}]*\})", done.stdout)
-    assert found, done.stdout + done.stderr
-    return {int(rank): json.loads(text) for rank, text in found}
+    matches = re.findall(prefix + r"(\{[^}]*\})", done.stdout)
+    assert matches, done.stdout + done.stderr
+    return {int(rank): json.loads(text) for rank, text in matches}
 
 
 def test_a_program_runs_once_per_rank_with_the_settings_of_flags_and_file(tmp_path):
@@ -52,20 +52,20 @@ def test_a_program_runs_once_per_rank_with_the_settings_of_flags_and_file(tmp_pa
         *(sys.executable, TRAIN, "an argument", "--with=dashes"),
     )
     assert done.returncode == 0, done.stderr
-    found = values_by_rank(done)
-    assert [found[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
-    assert [one["total"] for one in found.values()] == [3.0, 3.0]
-    assert found[0]["arguments"] == ["an argument", "--with=dashes"]
-    assert found[0]["secrets"] == []
-    assert found[1]["cache"] == 9, "flags win"
-    assert found[1]["start_timeout"] == 77.0
-    assert found[1]["autotune"] == [True, str(tmp_path / "tuning.csv"), 2, 4, 5]
+    values = values_by_rank(done)
+    assert [values[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
+    assert [one["total"] for one in values.values()] == [3.0, 3.0]
+    assert values[0]["arguments"] == ["an argument", "--with=dashes"]
+    assert values[0]["secrets"] == []
+    assert values[1]["cache"] == 9, "flags win"
+    assert values[1]["start_timeout"] == 77.0
+    assert values[1]["autotune"] == [True, str(tmp_path / "tuning.csv"), 2, 4, 5]
     assert (tmp_path / "tuning.csv").read_text().startswith("stage,fusion_threshold,")
     assert '"sum"' in (tmp_path / "timeline.json").read_text()
     assert "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE (autotuning compares medians" in done.stderr
     assert "--tcp has no effect: InfiniBand verbs are not used." in done.stderr
     assert "have no effect here: HOROVOD_CYCLE_TIME (a collective starts when" in done.stderr
-    assert json.loads((tmp_path / "kept" / "rank.1" / "stdout").read_text()) == found[1]
+    assert json.loads((tmp_path / "kept" / "rank.1" / "stdout").read_text()) == values[1]
 
 
 def test_a_failing_program_is_reported_with_its_exit_code_and_last_output():
@@ -143,11 +143,11 @@ def test_mpirun_starts_the_ranks_on_request(tmp_path):
         *(sys.executable, TRAIN, "x"),
     )
     assert done.returncode == 0, done.stderr
-    found = values_by_rank(done, r"\[1,(\d+)\]<stdout>:")
-    assert [found[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
-    assert [one["total"] for one in found.values()] == [3.0, 3.0]
-    assert [found[0]["cache"], found[0]["start_timeout"]] == [9, 77.0]
-    assert found[1]["interfaces"] == "lo,lo", "the gradients keep to them, too"
+    values = values_by_rank(done, r"\[1,(\d+)\]<stdout>:")
+    assert [values[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
+    assert [one["total"] for one in values.values()] == [3.0, 3.0]
+    assert [values[0]["cache"], values[0]["start_timeout"]] == [9, 77.0]
+    assert values[1]["interfaces"] == "lo,lo", "the gradients keep to them, too"
     assert (tmp_path / "kept" / "rank.1" / "stdout").read_text().startswith("[1,1]<stdout>:{")
     notice, line = done.stderr.splitlines()
     assert notice == "sparkhvdrun: --ssh-port has no effect: all ranks run on this machine. Name others with -H."

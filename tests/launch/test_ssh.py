@@ -1,4 +1,4 @@
-"""Hosts behind a real ssh server: a temporary one on loopback, with a key and a configuration of its own."""
+"""Hosts behind a real ssh server: a temporary one on loopback, with its own key and configuration."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("yarn_script.py")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, hdfs) -> Iterator[dict]:
+def results(tmp_path_factory, hdfs) -> Iterator[dict]:
     folder = tmp_path_factory.mktemp("yarn")
     # A container with isolated GPUs finds a single GPU with the number 0.
     discovery = folder / "discover.sh"
@@ -31,24 +31,26 @@ def found(tmp_path_factory, hdfs) -> Iterator[dict]:
 
 
 @pytest.mark.parametrize("launcher", ["barrier", "mpi"])
-def test_ranks_in_two_containers_of_yarn_add_up_and_find_their_tokens(found, launcher):
-    ranks = found[launcher]
+def test_ranks_in_two_containers_of_yarn_add_up_and_find_their_tokens(results, launcher):
+    ranks = results[launcher]
     assert [rank["rank"] for rank in ranks] == [0, 1]
     assert [rank["total"] for rank in ranks] == [3.0, 3.0]
     assert len({rank["container"] for rank in ranks}) == 2
     assert all(rank["tokens"] for rank in ranks), "Hadoop's token file must be where the ranks look for it"
 
 
-def test_yarn_containers_are_hosts_to_open_mpi_and_share_memory_in_a_barrier_stage(found):
-    assert [rank["shares_memory_with"] for rank in found["mpi"]] == [[0], [1]]
-    assert [rank["shares_memory_with"] for rank in found["barrier"]] == [[0, 1], [0, 1]]
+def test_yarn_containers_are_hosts_to_open_mpi_and_share_memory_in_a_barrier_stage(results):
+    assert [rank["shares_memory_with"] for rank in results["mpi"]] == [[0], [1]]
+    assert [rank["shares_memory_with"] for rank in results["barrier"]] == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("launcher", ["barrier", "mpi"])
-def test_with_separate_gpu_indices_per_yarn_container_the_local_rank_is_the_device(found, launcher):
-    assert [(rank["local_rank"], rank["local_size"], rank["visible"]) for rank in found[launcher]] == [(0, 1, "0")] * 2
+def test_with_separate_gpu_indices_per_yarn_container_the_local_rank_is_the_device(results, launcher):
+    assert [(rank["local_rank"], rank["local_size"], rank["visible"]) for rank in results[launcher]] == [
+        (0, 1, "0")
+    ] * 2
 
 
-def test_an_estimator_trains_and_predicts_on_yarn_with_a_store_on_hdfs(found):
-    assert len(found["errors"]) == 64
-    assert max(found["errors"]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
+def test_an_estimator_trains_and_predicts_on_yarn_with_a_store_on_hdfs(results):
+    assert len(results["errors"]) == 64
+    assert max(results["errors"]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"

@@ -85,33 +85,33 @@ def test_mpi_and_the_core_agree_on_a_world_of_two_hosts(monkeypatch, tmp_path):
     # The tasks of the two hosts alternate, but the ranks of a host are neighbours.
     env = {"MINE": "a b='c'", "HOME": None, "PYTHONPATH": os.pathsep.join([extra_path, str(Path(__file__).parents[2])])}
     extra = ("-x", "BY_MPIRUN=c d")  # a variable that mpirun itself passes to the ranks
-    found = run(meet_through_both_worlds, containers=("a", "b", "a", "b"), env=env, stdout=stdout, extra=extra)
-    assert [one["places"] for one in found] == [
+    results = run(meet_through_both_worlds, containers=("a", "b", "a", "b"), env=env, stdout=stdout, extra=extra)
+    assert [one["places"] for one in results] == [
         (0, 4, 0, 2, 0, 2),
         (1, 4, 1, 2, 0, 2),
         (2, 4, 0, 2, 1, 2),
         (3, 4, 1, 2, 1, 2),
     ]
-    assert [one["mpi"] for one in found] == [(rank, 4) for rank in range(4)]
-    for one in found:
+    assert [one["mpi"] for one in results] == [(rank, 4) for rank in range(4)]
+    for one in results:
         assert one["in environments"]
         assert all(re.fullmatch(r"/proc/\d+/fd/\d+", value) for value in one["in environments"]), "no secret is visible"
-    assert [one["sums"] for one in found] == [(10, 10.0)] * 4
-    assert [one["env"] for one in found] == [("a b='c'", None, os.environ["TMPDIR"], "1", "c d")] * 4
-    assert [one["secrets"] for one in found] == [[]] * 4
-    assert all(extra_path in one["path"] and str(tmp_path) not in one["path"] for one in found)
-    assert [one["folder"] for one in found] == [str(Path(__file__).parents[2])] * 4, "that of the tasks"
+    assert [one["sums"] for one in results] == [(10, 10.0)] * 4
+    assert [one["env"] for one in results] == [("a b='c'", None, os.environ["TMPDIR"], "1", "c d")] * 4
+    assert [one["secrets"] for one in results] == [[]] * 4
+    assert all(extra_path in one["path"] and str(tmp_path) not in one["path"] for one in results)
+    assert [one["folder"] for one in results] == [str(Path(__file__).parents[2])] * 4, "that of the tasks"
     assert sorted(stdout.getvalue().splitlines()) == [f"[{rank}]<stdout>:said by {rank}" for rank in range(4)]
 
 
 def test_the_users_arguments_override_placement_and_interfaces_of_open_mpi():
     extra = ("--map-by", "node", "-mca", "oob_tcp_if_exclude", "docker0")
     env = {"OMPI_MCA_btl_tcp_if_exclude": "docker0"}
-    found = run(meet_through_both_worlds, containers=("a", "b", "a"), extra=extra, env=env)
-    assert [one["host"] for one in found] == ["a", "b", "a"]
-    assert [one["places"] for one in found] == [(0, 3, 0, 2, 0, 2), (1, 3, 0, 1, 1, 2), (2, 3, 1, 2, 0, 1)]
-    assert [one["mpi"] for one in found] == [(rank, 3) for rank in range(3)]
-    assert [one["sums"] for one in found] == [(6, 6.0)] * 3
+    results = run(meet_through_both_worlds, containers=("a", "b", "a"), extra=extra, env=env)
+    assert [one["host"] for one in results] == ["a", "b", "a"]
+    assert [one["places"] for one in results] == [(0, 3, 0, 2, 0, 2), (1, 3, 0, 1, 1, 2), (2, 3, 1, 2, 0, 1)]
+    assert [one["mpi"] for one in results] == [(rank, 3) for rank in range(3)]
+    assert [one["sums"] for one in results] == [(6, 6.0)] * 3
 
 
 def environment():
@@ -120,11 +120,11 @@ def environment():
 
 def test_a_rank_has_the_environment_of_its_task():
     odd = {"MINE": "two\nlines 'and' \"quotes\" $HOME \\", "EMPTY": ""}
-    (found,) = run(environment, containers=("a",), env={**odd, "PATH": os.environ["PATH"]})
+    (result,) = run(environment, containers=("a",), env={**odd, "PATH": os.environ["PATH"]})
     of_ranks = re.compile(
         r"(SPARKHVD|HOROVOD|OMPI|PMIX|ORTE|CUDA)_.*|.*_NUM(_\w+)?_THREADS|(HFI|IPATH)_NO_BACKTRACE|LOCAL_RANK|PWD|OLDPWD|_"
     )
-    left = {name: value for name, value in found.items() if not of_ranks.fullmatch(name)}
+    left = {name: value for name, value in result.items() if not of_ranks.fullmatch(name)}
     own = {name: value for name, value in os.environ.items() if not of_ranks.fullmatch(name)}
     assert left == {**own, **odd, "CONTAINER_ID": "a"}
 
