@@ -167,13 +167,13 @@ def test_a_reader_beside_a_writer_reads_one_whole_object(store, when):
     writers = [partial(saved_folder.overwrite, store, "thing", writing("1"))]
 
     def load(metadata, folder):
-        found = []
+        contents = []
         for number, name in enumerate(FILES):
             if number == when and writers:
                 writers.pop()()
             with store.open(f"{folder}/{name}", "rb") as file:
-                found.append(file.read(1).decode())
-        return metadata["text"], found
+                contents.append(file.read(1).decode())
+        return metadata["text"], contents
 
     assert saved_folder.read(store, "thing", "Thing", load) == ("1", ["1"] * len(FILES))
 

@@ -59,7 +59,7 @@ def test_code_blocks_run(page: str, spark: SparkSession, tmp_path: Path, monkeyp
     imports = [module for name in _IMPORTS if f"    import {name}" in text for module in _IMPORTS[name]]
     for run in (sparkhvd.run, sparkhvd.run_elastic):
         monkeypatch.setitem(inspect.unwrap(run).__kwdefaults__, "preload", tuple(imports))
-    # As in a script: functions that are sent to the ranks travel with their code.
+    # Like in a script, so that functions are sent to the ranks with their code.
     names: dict[str, object] = {"__name__": "__main__"}
     for block in _BLOCK.finditer(text):
         line = text.count("\n", 0, block.start(1))

@@ -36,7 +36,7 @@ def _texts() -> frozenset[str]:
             for node in ast.walk(tree)
             if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docstrings
         }
-    for path in (_ROOT / "core").rglob("*.cc"):  # a message is put together from several literals there
+    for path in (_ROOT / "core").rglob("*.cc"):  # for messages that consist of several literals
         texts |= set(re.findall(r'"((?:[^"\\\n]|\\.)*)"', path.read_text()))
     return frozenset(texts)
 

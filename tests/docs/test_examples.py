@@ -132,9 +132,9 @@ def test_movie_ratings_are_predicted_from_embeddings_in_every_framework(spark: S
 def test_documentation_is_classified_by_its_words_in_every_framework(spark: SparkSession, tmp_path: Path) -> None:
     small = ["--num-proc", "1", "--epochs", "4"]
     shown = _run_in(spark, tmp_path, "documentation.py", *small, "--framework", "torch", "lightning", "keras")
-    found = {
+    correct = {
         name: int(right) for name, right in re.findall(r"^(.*): +(\d+) of \d+ held-out passages", shown, re.MULTILINE)
     }
-    longest = found.pop("always the longest page")
-    assert list(found) == ["torch", "lightning", "keras"]
-    assert all(right > 1.5 * longest for right in found.values()), found
+    longest = correct.pop("always the longest page")
+    assert list(correct) == ["torch", "lightning", "keras"]
+    assert all(right > 1.5 * longest for right in correct.values()), correct

@@ -1,4 +1,4 @@
-"""Run by test_estimators.py in a process of its own: a Spark that gives its tasks the GPUs of this machine.
+"""Run by test_estimators.py in a separate process: a Spark that gives its tasks the GPUs of this machine.
 
 python -m tests.gpu.spark_script DISCOVERY_SCRIPT GPUS
 """

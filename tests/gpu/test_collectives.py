@@ -25,7 +25,7 @@ from tests.unit.torch.ops.test_devices import CASES
 pytestmark = needs_gpu
 
 
-# What the ranks do.
+# Functions that the ranks run.
 
 
 def reduce_in_overlapping_sets(steps):
@@ -298,7 +298,7 @@ def reduce_once_and_wait(late):
     return "no error"
 
 
-# What the tests expect of them.
+# The expected results.
 
 
 FORK = """

@@ -1,4 +1,4 @@
-"""Run by test_added_framework.py in a process of its own: everything that an estimator of another package does.
+"""Run by test_added_framework.py in a separate process: everything that an estimator of another package does.
 
 Argument: a folder to work in.
 """

@@ -1,4 +1,4 @@
-"""Run by test_run_clusters.py in a process of its own: one process can hold one SparkContext only."""
+"""Run by test_run_clusters.py in a separate process: one process can hold one SparkContext only."""
 
 from __future__ import annotations
 

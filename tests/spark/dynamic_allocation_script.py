@@ -1,4 +1,4 @@
-"""Run by test_run_clusters.py in a process of its own: dynamic allocation is set before Spark starts."""
+"""Run by test_run_clusters.py in a separate process: dynamic allocation is set before Spark starts."""
 
 from __future__ import annotations
 

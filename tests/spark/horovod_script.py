@@ -1,4 +1,4 @@
-"""Programs for Horovod's estimators, which test_horovod_estimators.py runs in processes of their own.
+"""Programs for Horovod's estimators, which test_horovod_estimators.py runs in separate processes.
 
 python -m tests.spark.horovod_script FOLDER torch|keras|derived
 """

@@ -1,4 +1,4 @@
-"""Run by test_incomplete_executors.py in a process of its own: executors keep the files that Spark sent to them.
+"""Run by test_incomplete_executors.py in a separate process: executors keep the files that Spark sent to them.
 
 Arguments: a Python without sparkhvd for the tasks, and files of sparkhvd that Spark sends there, one after the other.
 """

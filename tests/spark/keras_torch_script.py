@@ -1,4 +1,4 @@
-"""Run by test_keras_estimator.py in a process of its own: Keras chooses its backend once, when it is imported."""
+"""Run by test_keras_estimator.py in a separate process: Keras chooses its backend once, when it is imported."""
 
 from __future__ import annotations
 

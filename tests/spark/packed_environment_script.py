@@ -1,6 +1,6 @@
-"""Run by test_packed_environments.py in a process of its own: its executors get a packed environment.
+"""Run by test_packed_environments.py in a separate process: its executors get a packed environment.
 
-Arguments: how it travels (``archives`` or ``artifacts``), and the archive.
+Arguments: the way to send it (``archives`` or ``artifacts``), and the archive.
 """
 
 from __future__ import annotations

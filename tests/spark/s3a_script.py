@@ -1,4 +1,4 @@
-"""Run by test_stores.py in a process of its own: only a new session takes the jars of hadoop-aws."""
+"""Run by test_stores.py in a separate process: only a new session takes the jars of hadoop-aws."""
 
 from __future__ import annotations
 

@@ -18,21 +18,21 @@ WEIGHTS = [2.0, -3.0, 1.0]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> tuple[dict[str, Any], str]:
+def results(tmp_path_factory) -> tuple[dict[str, Any], str]:
     folder = tmp_path_factory.mktemp("added")
     script = Path(__file__).with_name("added_framework_script.py")
     done = run_script([sys.executable, script, folder], folder, 250, PYTHONPATH=f"{SITE}:{ROOT}")
     return results_of(done), done.stderr
 
 
-def test_two_ranks_train_its_model_with_and_without_a_store(found):
-    np.testing.assert_allclose(found[0]["direct weights"], WEIGHTS, atol=0.05)
-    np.testing.assert_allclose(found[0]["weights"], WEIGHTS, atol=0.05)
-    assert (found[0]["epochs"], found[0]["metrics"]) == (40, ["loss", "val_loss"])
+def test_two_ranks_train_its_model_with_and_without_a_store(results):
+    np.testing.assert_allclose(results[0]["direct weights"], WEIGHTS, atol=0.05)
+    np.testing.assert_allclose(results[0]["weights"], WEIGHTS, atol=0.05)
+    assert (results[0]["epochs"], results[0]["metrics"]) == (40, ["loss", "val_loss"])
 
 
-def test_its_model_transforms_and_survives_saving_and_loading(found):
-    values = found[0]
+def test_its_model_transforms_and_survives_saving_and_loading(results):
+    values = results[0]
     np.testing.assert_allclose(values["predictions"], values["labels"], atol=0.05)
     assert values["loaded"] == values["wrapped"] == values["predictions"]
     assert values["with prediction_fn"] == [-value for value in values["predictions"]]
@@ -40,22 +40,22 @@ def test_its_model_transforms_and_survives_saving_and_loading(found):
     assert values["pipeline"]
 
 
-def test_its_package_decides_what_identifies_a_run(found):
-    values = found[0]
+def test_its_package_decides_what_identifies_a_run(results):
+    values = results[0]
     assert values["run found again"] == values["run"]
     assert values["run of other weights"] != values["run"]
 
 
-def test_a_warning_names_its_way_to_seed(found):
-    assert "keras.utils.set_random_seed, numpy.random.default_rng)" in found[1]
+def test_a_warning_names_its_way_to_seed(results):
+    assert "keras.utils.set_random_seed, numpy.random.default_rng)" in results[1]
 
 
-def test_its_package_refuses_parameters_that_it_cannot_train_with(found):
-    assert found[0]["wrong model"] == "model is a str; it must be a LinearRegression."
-    assert found[0]["too few features"] == "The model has 2 features, but the rows have 1."
-    assert found[0]["monitored"].startswith("halve_rate_on monitors 'val_loss', but this fit has no validation rows.")
-    assert found[0]["unknown metric"].startswith("early_stopping monitors 'val_los', but an epoch reports loss, val_")
+def test_its_package_refuses_parameters_that_it_cannot_train_with(results):
+    assert results[0]["wrong model"] == "model is a str; it must be a LinearRegression."
+    assert results[0]["too few features"] == "The model has 2 features, but the rows have 1."
+    assert results[0]["monitored"].startswith("halve_rate_on monitors 'val_loss', but this fit has no validation rows.")
+    assert results[0]["unknown metric"].startswith("early_stopping monitors 'val_los', but an epoch reports loss, val_")
 
 
-def test_no_other_framework_is_imported(found):
-    assert found[0]["other frameworks"] == []
+def test_no_other_framework_is_imported(results):
+    assert results[0]["other frameworks"] == []

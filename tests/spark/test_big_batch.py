@@ -30,7 +30,7 @@ def rows(count):
 
 
 def frame(spark, count, partitions):
-    """Rows in partitions of uneven size."""
+    """Return rows in partitions of uneven size."""
     x, y = rows(count)
     data = [([float(v) for v in features], float(label)) for features, label in zip(x, y, strict=True)]
     return spark.createDataFrame(data, "x array<double>, y double").repartition(partitions, "y")

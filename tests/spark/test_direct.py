@@ -31,7 +31,7 @@ ROWS = 203
 
 @pytest.fixture(scope="module")
 def df(spark):
-    """Points of a plane, with one array column; every evaluation has the same rows in the same order."""
+    """Return points of a plane, with one array column, in the same order in every evaluation."""
     return spark.range(ROWS, numPartitions=3).selectExpr(
         "array(id / 100.0D, id % 7 / 7.0D) AS x", "id / 50.0D - id % 7 / 7.0D AS y", "id % 10 = 0 AS held_out"
     )
@@ -44,7 +44,7 @@ def network(inputs=2):
 
 def estimator(**more):
     model = more.pop("model", None) or network()
-    given = {
+    params = {
         "num_proc": 2,
         "model": model,
         "optimizer": torch.optim.Adam(model.parameters(), lr=0.05),
@@ -56,7 +56,7 @@ def estimator(**more):
         "random_seed": 3,
         "verbose": 0,
     }
-    return TorchEstimator(**{**given, **more})
+    return TorchEstimator(**{**params, **more})
 
 
 def weights(trained):

@@ -321,7 +321,7 @@ def test_a_loss_that_fails_every_time_ends_the_fit_with_its_error(spark, tmp_pat
         str(caught.value),
     )
     assert "in loss" in caught.value.remote_traceback
-    # Both ranks may fail in a generation, and a commit before the one bad row begins the count anew.
+    # Both ranks may fail in a generation, and a commit before the one bad row resets the count.
     assert 3 <= len(list(tmp_path.glob("failed-*"))) <= most_failures
 
 

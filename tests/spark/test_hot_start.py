@@ -31,7 +31,7 @@ def decay(optimizer):
 
 
 def module():
-    """With a schedule of the learning rate, and two optimizers' worth of parameter groups."""
+    """Return a module with a schedule of the learning rate, and two parameter groups."""
     import lightning.pytorch as lightning  # noqa: PLC0415  (it is slow, and other tests do without it)
 
     class Module(lightning.LightningModule):
@@ -58,7 +58,7 @@ def module():
 
 
 def estimator(kind, **more):
-    given = {
+    params = {
         "num_proc": 2,
         "feature_cols": ["a", "b"],
         "label_cols": ["y"],
@@ -69,13 +69,13 @@ def estimator(kind, **more):
         "verbose": 0,
     }
     if kind == "LightningModule":
-        return LightningEstimator(**{"model": module(), "batch_format": "tuple", **given, **more})
+        return LightningEstimator(**{"model": module(), "batch_format": "tuple", **params, **more})
     if "model" not in more:
         model = layers()
         more |= {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.03)}
     if kind == "plain module":
-        return LightningEstimator(loss=functional.mse_loss, **{**given, **more})
-    return TorchEstimator(loss=functional.mse_loss, lr_scheduler=decay, **{**given, **more})
+        return LightningEstimator(loss=functional.mse_loss, **{**params, **more})
+    return TorchEstimator(loss=functional.mse_loss, lr_scheduler=decay, **{**params, **more})
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def xor(spark):
-    """Noisy exclusive or: the label is 1 if exactly one of the two columns is near 1."""
+    """Return a noisy exclusive or: the label is 1 if exactly one of the two columns is near 1."""
     random = np.random.default_rng(0)
     bits = random.integers(0, 2, (301, 2))
     noisy = bits + 0.1 * random.normal(size=bits.shape)
@@ -46,7 +46,7 @@ def network(outputs=2):
 
 
 def estimator(store, **more):
-    given = {
+    params = {
         "num_proc": 2,
         "store": store,
         "model": network(),
@@ -61,19 +61,19 @@ def estimator(store, **more):
         "random_seed": 7,
         "verbose": 0,
     }
-    return KerasEstimator(**{**given, **more})
+    return KerasEstimator(**{**params, **more})
 
 
 def test_a_model_stops_early_predicts_like_keras_and_survives_saving(xor, store, tmp_path):
     patience = keras.callbacks.EarlyStopping(monitor="val_loss", min_delta=0.02, patience=2)
-    given = network()
-    before = [weight.copy() for weight in given.get_weights()]
-    trained = estimator(store, model=given, callbacks=[patience], epochs=30).fit(xor)
+    model = network()
+    before = [weight.copy() for weight in model.get_weights()]
+    trained = estimator(store, model=model, callbacks=[patience], epochs=30).fit(xor)
     history = trained.getHistory()
     assert 3 <= len(history) < 30, "EarlyStopping must have ended the training"
     assert history[-1]["validation"]["loss"] < 0.3
     assert {"accuracy": history[-1]["train"]["all_metrics"][0]["accuracy"]} == history[-1]["train"]["all_metrics"][0]
-    for one, two in zip(before, given.get_weights(), strict=True):
+    for one, two in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, two, "the given model must not change")
     rows = trained.transform(xor).select("a", "b", "y", "y__output").collect()
     predicted = np.array([row["y__output"].toArray() for row in rows])
@@ -132,7 +132,7 @@ def test_a_wrapped_model_predicts_in_named_inputs_with_a_function_and_in_label_t
 
 @pytest.fixture(scope="module")
 def reviews(spark):
-    """Reviews of things: a sentence, the kind and price of the thing, and whether it is liked."""
+    """Return reviews: a sentence, the kind and price of a thing, and whether it is liked."""
     random = np.random.default_rng(1)
     words = ["the", "a", "quite", "good", "bad", "größer"]
     rows = []
@@ -160,30 +160,30 @@ def reader_of_texts(reviews):
 
 
 def test_texts_reach_the_preprocessing_layers_of_a_model(reviews, store, tmp_path, capsys):
-    given = {
+    params = {
         "model": reader_of_texts(reviews),
         "loss": "binary_crossentropy",
         "feature_cols": ["review", "kind", "price"],
         "label_cols": ["liked"],
         "fill": {"kind": "none"},
     }
-    estimated = estimator(store, **given, epochs=8)
+    estimated = estimator(store, **params, epochs=8)
     estimated.describe(reviews)
     assert "feature review: str" in capsys.readouterr().out
     trained = estimated.fit(reviews)
     assert trained.getHistory()[-1]["validation"]["all_metrics"][0]["accuracy"] > 0.9
     rows = trained.transform(reviews).select("review", "kind", "price", "liked__output").collect()
-    asked = {
+    columns = {
         "review": np.array([[row["review"]] for row in rows], object),
         "kind": np.array([row["kind"] or "none" for row in rows], object),
         "price": np.array([[row["price"]] for row in rows], np.float32),
     }
-    native = trained.getModel()({name: keras.ops.convert_to_tensor(values) for name, values in asked.items()})
-    found = [row["liked__output"] for row in rows]
-    np.testing.assert_allclose(found, np.array(native)[:, 0], rtol=1e-5, atol=1e-6)
+    native = trained.getModel()({name: keras.ops.convert_to_tensor(values) for name, values in columns.items()})
+    predictions = [row["liked__output"] for row in rows]
+    np.testing.assert_allclose(predictions, np.array(native)[:, 0], rtol=1e-5, atol=1e-6)
     trained.save(str(tmp_path / "saved"))
     loaded = KerasModel.load(str(tmp_path / "saved"))
-    assert [row["liked__output"] for row in loaded.transform(reviews).collect()] == found
+    assert [row["liked__output"] for row in loaded.transform(reviews).collect()] == predictions
     with pytest.raises(SchemaError, match="'price' does not hold strings, which the model was trained on"):
         trained.setFeatureColumns(["price", "kind", "liked"]).transform(reviews)
 
@@ -191,11 +191,11 @@ def test_texts_reach_the_preprocessing_layers_of_a_model(reviews, store, tmp_pat
 @pytest.mark.timeout(600)
 def test_keras_on_pytorch_trains_as_one_big_batch_and_predicts(tmp_path):
     script = Path(__file__).with_name("keras_torch_script.py")
-    found = results_of(run_script([sys.executable, script], tmp_path / "of the script", 580, KERAS_BACKEND="torch"))
-    assert found["moved"] > 0.05
-    assert found["difference"] < 1e-5, "one fit continued the training of another fit"
-    assert found["transform"] < 1e-6
-    assert found["loaded"]
-    assert len(found["history"]) == 2
-    assert found["history"][1]["train"]["loss"] < found["history"][0]["train"]["loss"]
-    assert [list(group) for group in found["history"][0]["train"]["all_metrics"]] == [["mae"]]
+    results = results_of(run_script([sys.executable, script], tmp_path / "of the script", 580, KERAS_BACKEND="torch"))
+    assert results["moved"] > 0.05
+    assert results["difference"] < 1e-5, "one fit continued the training of another fit"
+    assert results["transform"] < 1e-6
+    assert results["loaded"]
+    assert len(results["history"]) == 2
+    assert results["history"][1]["train"]["loss"] < results["history"][0]["train"]["loss"]
+    assert [list(group) for group in results["history"][0]["train"]["all_metrics"]] == [["mae"]]

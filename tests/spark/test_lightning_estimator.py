@@ -135,12 +135,12 @@ def test_a_plain_module_gets_columns_by_the_names_of_its_inputs(spark):
         verbose=0,
     )
     fitted = estimator.fit(rows)
-    found = fitted.transform(rows).collect()
-    table = torch.tensor([[row["b"], row["c"], row["a"]] for row in found], dtype=torch.float32)
+    predictions = fitted.transform(rows).collect()
+    table = torch.tensor([[row["b"], row["c"], row["a"]] for row in predictions], dtype=torch.float32)
     with torch.no_grad():
         wanted = fitted.getModel()(table[:, :1], table[:, 1:])[:, 0]
     assert not torch.equal(fitted.getModel().layer.weight, model.layer.weight)
-    assert np.allclose([row["y__output"] for row in found], wanted, rtol=1e-6)
+    assert np.allclose([row["y__output"] for row in predictions], wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,10 @@ def archive(tmp_path_factory):
 def test_ranks_run_in_the_environment_that_was_sent(how, archive, tmp_path):
     bare = Path(sys.executable).resolve()  # without the packages of this environment
     variables = {"PYTHONPATH": "", "PYSPARK_PYTHON": str(bare), "SPARK_WORKER_DIR": str(tmp_path)}
-    found = results_of(run_script([sys.executable, SCRIPT, how, archive], tmp_path, 900, **variables))
-    for python, package, total in found["ranks"]:
+    results = results_of(run_script([sys.executable, SCRIPT, how, archive], tmp_path, 900, **variables))
+    for python, package, total in results["ranks"]:
         assert python.endswith("training/bin/python")
         assert f"{Path(python).parents[1]}/lib" in package
         assert total == 2.0
-    assert found["losses"][-1] < found["losses"][0]
-    assert found["predictions"] == 64
+    assert results["losses"][-1] < results["losses"][0]
+    assert results["predictions"] == 64

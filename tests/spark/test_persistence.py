@@ -20,7 +20,7 @@ pytestmark = pytest.mark.spark
 
 
 def half_error(output, label, reduction="mean"):
-    """A loss that no installed package defines."""
+    """Compute a loss that no installed package defines."""
     each = (output - label) ** 2 / 2
     return each.mean() if reduction == "mean" else each
 

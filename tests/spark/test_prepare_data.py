@@ -35,7 +35,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def source(spark, tmp_path):
-    """A folder of Parquet files, and a function that opens it as a new DataFrame."""
+    """Return a folder of Parquet files, and a function that opens it as a new DataFrame."""
     folder = tmp_path / "source"
     spark.range(0, 40, 1, 2).selectExpr("id AS x", "cast(id % 3 AS double) AS y").write.parquet(str(folder))
 
@@ -98,7 +98,7 @@ def test_invalid_arguments_are_refused_before_any_work(spark, store, arguments, 
 def estimator(store, **more):
     torch.manual_seed(1)
     model = torch.nn.Linear(2, 1)
-    given = {
+    params = {
         "num_proc": 2,
         "store": store,
         "model": model,
@@ -110,7 +110,7 @@ def estimator(store, **more):
         "random_seed": 3,
         "verbose": 0,
     }
-    return TorchEstimator(**{**given, **more})
+    return TorchEstimator(**{**params, **more})
 
 
 def parameters(model):

@@ -36,7 +36,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def df(spark):
-    """200 rows of two numbers, a word, and a label that depends on the numbers."""
+    """Return 200 rows of two numbers, a word, and a label that depends on the numbers."""
     return spark.range(200).selectExpr(
         "id / 200.0D AS a", "id % 7 / 7.0D AS b", "IF(id % 2 = 0, 'up', 'down') AS word", "a * 2 - b AS y"
     )
@@ -53,7 +53,7 @@ def schedule(optimizer):
 
 def estimator(store, **more):
     model = network(len(more.get("feature_cols", "ab")))
-    given = {
+    params = {
         "num_proc": 2,
         "store": store,
         "model": model,
@@ -67,7 +67,7 @@ def estimator(store, **more):
         "random_seed": 3,
         "verbose": 0,
     }
-    return TorchEstimator(**{**given, **more})
+    return TorchEstimator(**{**params, **more})
 
 
 def parameters(model):
@@ -232,8 +232,8 @@ def sgd(model):
 
 def test_a_fit_finds_its_own_run_by_content(store, spark):
     df = spark.range(60).selectExpr("id / 60.0D AS a", "id % 7 / 7.0D AS b", "a - b AS y")
-    given = {"num_proc": 1, "resume": "auto"}
-    first = estimator(store, **given, epochs=1).fit(df)
+    params = {"num_proc": 1, "resume": "auto"}
+    first = estimator(store, **params, epochs=1).fit(df)
     again = estimator(store, num_proc=1, epochs=2).fit(df, resume="auto")
     assert again.getRunId() == first.getRunId()
     assert again.getHistory()[0] == first.getHistory()[0]
@@ -245,28 +245,28 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
         with pytest.raises(AssertionError, match="no ranks are needed"):
             estimator(store, num_proc=1, resume="auto", epochs=3).fit(df)
     with pytest.raises(ParamError, match=r"which was trained for 2 epochs, more than epochs=1\. Set epochs=2 to get"):
-        estimator(store, **given, epochs=1).fit(df)
-    one = estimator(store, **given)
+        estimator(store, **params, epochs=1).fit(df)
+    one = estimator(store, **params)
     maps = [{}, {one.epochs: 1}, {one.epochs: 2}, {one.num_proc: 2}, {one.callbacks: [KillOnce("marker", 1, 1)]}]
     others = [
         *(one.copy(each) for each in maps),
-        *(estimator(store, **{**given, **other}) for other in OTHER_RUNS),
-        estimator(store, **given, model=(model := network().apply(halved)), optimizer=sgd(model)),
-        estimator(store, **given, model=(model := network()), optimizer=sgd(model)),
+        *(estimator(store, **{**params, **other}) for other in OTHER_RUNS),
+        estimator(store, **params, model=(model := network().apply(halved)), optimizer=sgd(model)),
+        estimator(store, **params, model=(model := network()), optimizer=sgd(model)),
     ]
     ids = {other._run_id_by_content(df) for other in others}
     assert len(ids) == len(others)
     assert first.getRunId() in ids
-    assert estimator(store, **given, verbose=1, epochs=7, output_cols=["z"])._run_id_by_content(df) == first.getRunId()
+    assert estimator(store, **params, verbose=1, epochs=7, output_cols=["z"])._run_id_by_content(df) == first.getRunId()
     model, optimizer = first.getModelAndOptimizer()
-    assert estimator(store, **given, model=model, optimizer=optimizer)._run_id_by_content(df) not in ids, (
+    assert estimator(store, **params, model=model, optimizer=optimizer)._run_id_by_content(df) not in ids, (
         "the run is trained further"
     )
     with pytest.raises(ParamError, match="resume"):
         estimator(store, num_proc=1).fit(df, resume="yes")
-    assert estimator(store, **given)._run_id_by_content(df.where("a < 0.5")) not in ids
+    assert estimator(store, **params)._run_id_by_content(df.where("a < 0.5")) not in ids
     with pytest.raises(ParamError, match="identifies a run by its rows, but their content cannot be determined"):
-        estimator(store, **given).fit(df.withColumn("a", functions.udf(lambda a: a, "double")("a")))
+        estimator(store, **params).fit(df.withColumn("a", functions.udf(lambda a: a, "double")("a")))
 
 
 class OwnLoader(AsyncDataLoaderMixin, BaseDataLoader):

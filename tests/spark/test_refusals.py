@@ -89,11 +89,11 @@ def kept(store: Store) -> list[str]:
 def test_a_run_is_not_resumed_with_another_model(spark, tmp_path, monkeypatch, framework):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
     frame, store = spark.range(40).selectExpr(*ROWS), Store.create(str(tmp_path / "store"))
-    given = {"num_proc": 1, "backend": "local", "epochs": 1, "run_id": "once", "checkpoints": None}
-    given |= {"loss": torch.nn.functional.mse_loss} if framework == "lightning" else {}  # of plain modules
-    estimator(framework, store, **given).setParams(**another(framework, 16)).fit(frame)
+    params = {"num_proc": 1, "backend": "local", "epochs": 1, "run_id": "once", "checkpoints": None}
+    params |= {"loss": torch.nn.functional.mse_loss} if framework == "lightning" else {}  # of plain modules
+    estimator(framework, store, **params).setParams(**another(framework, 16)).fit(frame)
     written = kept(store)
-    other = estimator(framework, store, **{**given, "epochs": 2}).setParams(**another(framework, 32))
+    other = estimator(framework, store, **{**params, "epochs": 2}).setParams(**another(framework, 32))
     message = (
         r"Run 'once' cannot resume from its checkpoint file:.*epoch-00000-by-\d+, which belongs to another model: its "
     )

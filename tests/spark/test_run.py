@@ -70,11 +70,11 @@ class CreateFileOnText(io.StringIO):
 def test_every_rank_knows_its_world_and_its_output_is_streamed(spark, tmp_path):
     path = str(tmp_path / "go")
     stdout, stderr = CreateFileOnText(path), io.StringIO()
-    places = sparkhvd.run(talk_and_wait, (path,), num_proc=3, env={"MY_SETTING": "yes"}, stdout=stdout, stderr=stderr)
-    assert [one["SPARKHVD_RANK"] for one in places] == ["0", "1", "2"]
-    assert [one["SPARKHVD_LOCAL_RANK"] for one in places] == ["0", "1", "2"]
-    assert [(one["HOROVOD_RANK"], one["HOROVOD_SIZE"]) for one in places] == [("0", "3"), ("1", "3"), ("2", "3")]
-    for one in places:
+    worlds = sparkhvd.run(talk_and_wait, (path,), num_proc=3, env={"MY_SETTING": "yes"}, stdout=stdout, stderr=stderr)
+    assert [one["SPARKHVD_RANK"] for one in worlds] == ["0", "1", "2"]
+    assert [one["SPARKHVD_LOCAL_RANK"] for one in worlds] == ["0", "1", "2"]
+    assert [(one["HOROVOD_RANK"], one["HOROVOD_SIZE"]) for one in worlds] == [("0", "3"), ("1", "3"), ("2", "3")]
+    for one in worlds:
         assert (one["SPARKHVD_SIZE"], one["SPARKHVD_LOCAL_SIZE"], one["SPARKHVD_CROSS_SIZE"]) == ("3", "3", "1")
         assert one["LOCAL_RANK"] == one["SPARKHVD_LOCAL_RANK"]
         assert one["MY_SETTING"] == "yes"
@@ -107,7 +107,7 @@ def test_tasks_exchange_introductions_through_spark_if_one_cannot_reach_the_driv
         if isinstance(message, TaskStatus) and message.task_index == 1:
             return None
         if isinstance(message, ExchangeIntroductions) and message.introduction.offer.task_index == 1:
-            return ExchangeUnavailable()  # what such a task does by itself
+            return ExchangeUnavailable()  # like a task that cannot reach the driver
         answers.append(handle(self, message))
         return answers[-1]
 

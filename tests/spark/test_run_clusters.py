@@ -73,7 +73,7 @@ def check_resumed(found: dict) -> None:
     assert found["resumed"] == found["undisturbed"]
     first, second = ([step for step in found["steps"] if step.startswith(epoch)] for epoch in ("0.", "1."))
     assert len(first) == 8, "the first epoch was trained once"
-    # Keras counts the batches of what is left of an epoch from the first one on.
+    # In the rest of an epoch, Keras counts the batches from the first one again.
     assert 8 <= len(second) <= 8 + 2, f"every second step is kept: {second}"
 
 

@@ -35,7 +35,7 @@ def df(spark):
 
 
 def estimator(store, **more):
-    given = {
+    params = {
         "num_proc": 1,
         "store": store,
         "loss": functional.mse_loss,
@@ -47,7 +47,7 @@ def estimator(store, **more):
         "random_seed": 3,
         "verbose": 0,
     }
-    return TorchEstimator(**given | more)
+    return TorchEstimator(**params | more)
 
 
 def space(trial):

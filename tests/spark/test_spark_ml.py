@@ -20,7 +20,7 @@ pytestmark = pytest.mark.spark
 
 @pytest.fixture(scope="module")
 def line(spark, tmp_path_factory):
-    """Rows of y = 2a + b in a file, so that later fits reuse the prepared rows."""
+    """Return rows of y = 2a + b from a file, so that later fits reuse the prepared rows."""
     folder = str(tmp_path_factory.mktemp("line") / "parquet")
     spark.range(60).selectExpr("id / 60.0D AS a", "id % 7 / 7.0D AS b").selectExpr("*", "2 * a + b AS y").write.parquet(
         folder

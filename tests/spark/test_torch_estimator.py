@@ -45,7 +45,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def xor(spark):
-    """Noisy exclusive or: the label is 1 if exactly one column is near 1; every fifth row is held out."""
+    """Return a noisy exclusive or: the label is 1 if exactly one column is near 1. Every fifth row is held out."""
     random = np.random.default_rng(0)
     bits = random.integers(0, 2, (400, 2))
     noisy = bits + 0.1 * random.normal(size=bits.shape)

@@ -42,7 +42,7 @@ def probabilities(model, x):
 
 @pytest.fixture(scope="module")
 def rows(spark, tmp_path_factory):
-    """Rows in a file, so that a plan shows which columns Spark reads."""
+    """Return rows from a file, so that a plan shows which columns Spark reads."""
     folder = str(tmp_path_factory.mktemp("rows") / "parquet")
     columns = "id", "array(id / 8.0D, id % 3 - 1.0D, 0.5D) AS v", "id % 3 AS kind", "'text' AS unused"
     spark.range(24).selectExpr(*columns).coalesce(1).write.parquet(folder)
@@ -61,16 +61,18 @@ def model(native, rows):
 
 def test_a_wrapped_model_equals_the_native_one_bit_for_bit_at_equal_batches(model, native, rows):
     assert native.training, "the given model must not change"
-    found = model.copy().setInferenceBatchSize(7).transform(rows)
-    assert isinstance(found.schema["scores"].dataType, VectorUDT)
-    assert found.schema["number"].dataType.simpleString() == "double"
-    found = found.orderBy("id").collect()
-    features = torch.tensor([row.v for row in found], dtype=torch.float32)
+    predictions = model.copy().setInferenceBatchSize(7).transform(rows)
+    assert isinstance(predictions.schema["scores"].dataType, VectorUDT)
+    assert predictions.schema["number"].dataType.simpleString() == "double"
+    predictions = predictions.orderBy("id").collect()
+    features = torch.tensor([row.v for row in predictions], dtype=torch.float32)
     with torch.no_grad():
         wanted = [native.eval()(features[start : start + 7]) for start in range(0, 24, 7)]
         native.train()
-    assert np.array_equal(np.stack([row.scores.toArray() for row in found]), torch.cat([w[0] for w in wanted]).numpy())
-    assert [row.number for row in found] == torch.cat([w[1] for w in wanted])[:, 0].tolist()
+    assert np.array_equal(
+        np.stack([row.scores.toArray() for row in predictions]), torch.cat([w[0] for w in wanted]).numpy()
+    )
+    assert [row.number for row in predictions] == torch.cat([w[1] for w in wanted])[:, 0].tolist()
     assert model.getHistory() == []
     with pytest.raises(ParamError, match="The model was saved without an optimizer: from_model keeps none"):
         model.getOptimizer()
@@ -106,12 +108,12 @@ def test_every_framework_gives_the_same_bits_at_equal_batches_and_nearly_the_sam
     model = made.model_class.from_model(native, rows, feature_cols=["a", "b"], label_cols=["y"])
     table = np.array([[row.a, row.b] for row in rows.collect()], np.float32)
     wanted = outputs_by_hand(framework, native, table, 7)
-    found = {
+    predictions = {
         size: np.array([row.y__output for row in model.setInferenceBatchSize(size).transform(rows).collect()])
         for size in (7, 40)
     }
-    assert np.array_equal(found[7], wanted)
-    assert np.abs(found[40] - wanted).max() <= 1e-6 * np.abs(wanted).max()
+    assert np.array_equal(predictions[7], wanted)
+    assert np.abs(predictions[40] - wanted).max() <= 1e-6 * np.abs(wanted).max()
     assert len(set(wanted)) == 40
 
 
@@ -131,12 +133,16 @@ def test_the_folder_without_spark_predicts_like_transform(native, rows, tmp_path
     model.setInferenceBatchSize(7).setOutputTypes(types)
     write_folder(model, tmp_path)
     table = load(tmp_path).predict(rows.orderBy("id").toPandas())
-    found = model.transform(rows).orderBy("id").collect()
+    predictions = model.transform(rows).orderBy("id").collect()
     for name in model.output_names:
-        if isinstance(found[0][name], Row):
-            wanted = {f"{name}.{field}": [row[name][field] for row in found] for field in found[0][name].asDict()}
+        if isinstance(predictions[0][name], Row):
+            wanted = {
+                f"{name}.{field}": [row[name][field] for row in predictions] for field in predictions[0][name].asDict()
+            }
         else:
-            wanted = {name: [row[name].toArray() if hasattr(row[name], "toArray") else row[name] for row in found]}
+            wanted = {
+                name: [row[name].toArray() if hasattr(row[name], "toArray") else row[name] for row in predictions]
+            }
         for title, values in wanted.items():
             assert np.array_equal(np.stack(table[title]), np.array(values)), title
 

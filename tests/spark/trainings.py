@@ -44,7 +44,7 @@ class Kill:
 
 def estimator(framework: str, store: Store, kill: Kill | None = None, **more: Any) -> Any:
     """Return an estimator with dropout and a checkpoint at every other step."""
-    given = {
+    params = {
         "num_proc": 2,
         "store": store,
         "feature_cols": ["a", "b"],
@@ -55,7 +55,7 @@ def estimator(framework: str, store: Store, kill: Kill | None = None, **more: An
         "checkpoints": Checkpoints(every_steps=2),
         "verbose": 0,
     }
-    return _MAKERS[framework](kill, {**given, **more})
+    return _MAKERS[framework](kill, {**params, **more})
 
 
 def weights(framework: str, fitted: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""Run by test_user_code.py in a process of its own: trains models whose code is in a user's project.
+"""Run by test_user_code.py in a separate process: trains models whose code is in a user's project.
 
 Arguments: the folder of the project, which this process adds to its import path, and a working folder.
 """

@@ -22,7 +22,7 @@ from sparkhvd.store import LocalStore, Store, layout
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of one megabyte."""
+    """Mount a file system of one megabyte."""
     folder = tmp_path / "small"
     folder.mkdir()
     done = subprocess.run(
