@@ -144,7 +144,7 @@ def failure_of(operation: _core.Operation) -> list[str]:
     return ["ok", ""]
 
 
-# What the ranks do.
+# Functions that the ranks run.
 
 
 def every_collective(me: Rank) -> None:

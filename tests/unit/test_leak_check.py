@@ -25,7 +25,7 @@ _LEAKS = {
         child = subprocess.Popen(["true"])
     """,
     "process orphan": """
-        # The parent ends at once, so that only the mark in its environment tells that the child is ours.
+        # The parent ends at once, so that only the mark in its environment identifies the child.
         subprocess.run(["sh", "-c", "sleep 30 & exit 0"], check=True, stdout=subprocess.DEVNULL)
     """,
     "file descriptor /etc/hostname": """

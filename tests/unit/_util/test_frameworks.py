@@ -39,7 +39,7 @@ def stop():
 
 @pytest.fixture
 def tree(monkeypatch):
-    """A model of an added framework, which raises errors in a library of that framework."""
+    """Return a model of an added framework, which raises errors in a library of that framework."""
     for name in ("trees", "treelib"):
         module = types.ModuleType(name)
         exec(compile(_FAILING, f"{name}.py", "exec"), vars(module))

@@ -36,12 +36,12 @@ def cores_by_thread() -> dict[str, set[str]]:
 def cores_of_the_engine_and_others(expected):
     """Wait until the engine's thread has started, and return the cores of it and of the other threads."""
     deadline = Deadline.after(25.0)
-    while (found := cores_by_thread()).get("shvd-engine") != {str(expected[session.current().world.rank])}:
+    while (cores := cores_by_thread()).get("shvd-engine") != {str(expected[session.current().world.rank])}:
         if deadline.expired():
             break
         time.sleep(0.01)
     session.current().barrier()
-    return found.pop("shvd-engine", None), set.union(*found.values())
+    return cores.pop("shvd-engine", None), set.union(*cores.values())
 
 
 def test_the_engine_of_each_local_rank_runs_on_its_listed_core():

@@ -32,28 +32,32 @@ def group():
         yield started
 
 
-# What the ranks do.
+# Functions that the ranks run.
 
 
 def train(steps, scope, settings):
     """Reduce tensors beside a process set; return the settings in force after each step."""
     offered = session.launch_context()
     context = replace(offered, config=replace(offered.config, **settings))
-    with Communicator(context, scope=scope) as me:
-        beside = me.add_process_set(ProcessSet([0, 2]))
+    with Communicator(context, scope=scope) as communicator:
+        beside = communicator.add_process_set(ProcessSet([0, 2]))
         seen = []
         for step in range(steps):
             handles = [
-                me.allreduce_async(np.full(length, i + step + me.world.rank), ReduceOp.SUM, name=f"gradient {i}")
+                communicator.allreduce_async(
+                    np.full(length, i + step + communicator.world.rank), ReduceOp.SUM, name=f"gradient {i}"
+                )
                 for i, length in enumerate((3, 700, 40_000, 5, 9000))
             ]
             if beside.included():
-                mean = me.allreduce(np.full(2000, float(me.world.rank)), name="beside", process_set=beside)
+                mean = communicator.allreduce(
+                    np.full(2000, float(communicator.world.rank)), name="beside", process_set=beside
+                )
                 assert (mean == 1.0).all()
             for i, handle in enumerate(handles):
                 assert (handle.wait() == 3 * (i + step) + 3).all()
-            seen.append(me.tuning())
-        untouched = me.channel(beside).engine.tuning() if beside.included() else None
+            seen.append(communicator.tuning())
+        untouched = communicator.channel(beside).engine.tuning() if beside.included() else None
         return seen, untouched
 
 
@@ -104,7 +108,7 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path):
 
 def test_a_job_of_one_rank_has_nothing_to_tune(tmp_path):
     log = tmp_path / "tuning.csv"
-    with Communicator(LaunchContext(config=Config(autotune=True, autotune_log=str(log)))) as me:
-        me.allreduce(np.ones(3), name="x")
-        assert me.tuning() == UNTUNED | {"fusion_threshold": 64 * 1024 * 1024}
+    with Communicator(LaunchContext(config=Config(autotune=True, autotune_log=str(log)))) as communicator:
+        communicator.allreduce(np.ones(3), name="x")
+        assert communicator.tuning() == UNTUNED | {"fusion_threshold": 64 * 1024 * 1024}
     assert [line.split(",")[0] for line in log.read_text().splitlines()] == ["stage", "final"]

@@ -46,52 +46,58 @@ def expected(values: list[np.ndarray], op: ReduceOp) -> np.ndarray:
     return (np.trunc(result) if dtype.kind in "iu" else result).astype(dtype)
 
 
-# What the ranks do.
+# Functions that the ranks run.
 
 
 def move_in_foreign_byte_order():
-    me = session.current()
-    mine = np.arange(6.0).reshape(3, 2).astype(">f8" if me.world.rank else "<f8") + me.world.rank
-    handles = [me.allreduce_async(mine, ReduceOp.SUM), me.allgather_async(mine), me.broadcast_async(mine, 1)]
-    handles.append(me.reducescatter_async(np.tile(mine, (me.world.size, 1)), ReduceOp.SUM))
-    grouped = me.grouped_allreduce([mine, mine.astype(">i2")], ReduceOp.SUM)
+    communicator = session.current()
+    mine = np.arange(6.0).reshape(3, 2).astype(">f8" if communicator.world.rank else "<f8") + communicator.world.rank
+    handles = [
+        communicator.allreduce_async(mine, ReduceOp.SUM),
+        communicator.allgather_async(mine),
+        communicator.broadcast_async(mine, 1),
+    ]
+    handles.append(communicator.reducescatter_async(np.tile(mine, (communicator.world.size, 1)), ReduceOp.SUM))
+    grouped = communicator.grouped_allreduce([mine, mine.astype(">i2")], ReduceOp.SUM)
     with pytest.raises(ConfigError, match=r"has dtype >f8, whose byte order is not this machine's"):
-        me.allreduce(mine, out=np.empty((3, 2), ">f8"))
+        communicator.allreduce(mine, out=np.empty((3, 2), ">f8"))
     return [*(handle.wait() for handle in handles), *grouped]
 
 
 def reduce_everything(cases):
-    me = session.current()
-    handles = [me.allreduce_async(values[me.world.rank], op, name=name) for name, op, values in cases]
+    communicator = session.current()
+    handles = [
+        communicator.allreduce_async(values[communicator.world.rank], op, name=name) for name, op, values in cases
+    ]
     return [handle.wait() for handle in handles]
 
 
 def gather_ragged(dtype):
-    me = session.current()
-    mine = np.full((me.world.rank * 2, 3), me.world.rank).astype(dtype)
-    return me.allgather(mine, name=f"ragged.{dtype}")
+    communicator = session.current()
+    mine = np.full((communicator.world.rank * 2, 3), communicator.world.rank).astype(dtype)
+    return communicator.allgather(mine, name=f"ragged.{dtype}")
 
 
 def broadcast_from_each(dtype):
-    me = session.current()
-    mine = np.full((2, 3), me.world.rank + 1).astype(dtype)
-    received = [me.broadcast(mine, root) for root in range(me.world.size)]
+    communicator = session.current()
+    mine = np.full((2, 3), communicator.world.rank + 1).astype(dtype)
+    received = [communicator.broadcast(mine, root) for root in range(communicator.world.size)]
     in_place = mine.copy()
-    me.broadcast(in_place, me.world.size - 1, out=in_place)
+    communicator.broadcast(in_place, communicator.world.size - 1, out=in_place)
     return received, in_place, mine
 
 
 def reduce_in_place_and_scaled():
-    me = session.current()
-    mine = np.arange(6.0, dtype=np.float32) * (me.world.rank + 1)
-    result = me.allreduce(mine, ReduceOp.SUM, prescale=0.5, postscale=3.0, out=mine)
+    communicator = session.current()
+    mine = np.arange(6.0, dtype=np.float32) * (communicator.world.rank + 1)
+    result = communicator.allreduce(mine, ReduceOp.SUM, prescale=0.5, postscale=3.0, out=mine)
     return result is mine, mine
 
 
 def submit_unnamed_in_threads():
     """Submit unnamed operations in the same order on all ranks, and wait for them in threads, in any order."""
-    me = session.current()
-    handles = [me.allreduce_async(np.full(10, float(i)), ReduceOp.SUM) for i in range(50)]
+    communicator = session.current()
+    handles = [communicator.allreduce_async(np.full(10, float(i)), ReduceOp.SUM) for i in range(50)]
     results = {}
     threads = [
         threading.Thread(target=lambda i=i: results.__setitem__(i, handles[i].wait())) for i in reversed(range(50))
@@ -104,67 +110,84 @@ def submit_unnamed_in_threads():
 
 
 def submit_in_opposite_orders():
-    me = session.current()
+    communicator = session.current()
     names = [f"crossed.{i}" for i in range(40)]
-    order = names if me.world.rank % 2 == 0 else names[::-1]
-    handles = {name: me.allreduce_async(np.array([float(name.split(".")[1])]), name=name) for name in order}
+    order = names if communicator.world.rank % 2 == 0 else names[::-1]
+    handles = {name: communicator.allreduce_async(np.array([float(name.split(".")[1])]), name=name) for name in order}
     return [handles[name].wait().item() for name in names]
 
 
 def error_of(kind, make):
     """Return the message of the error that every rank must raise."""
-    me = session.current()
+    communicator = session.current()
     with pytest.raises(kind) as caught:
-        make(me)
-    after = me.allreduce(np.ones(3, np.float32), ReduceOp.SUM)
-    assert after.tolist() == [me.world.size] * 3, "the communicator must work after a refused operation"
+        make(communicator)
+    after = communicator.allreduce(np.ones(3, np.float32), ReduceOp.SUM)
+    assert after.tolist() == [communicator.world.size] * 3, "the communicator must work after a refused operation"
     return str(caught.value)
 
 
 def disagree_on_shape():
-    return error_of(MismatchError, lambda me: me.allreduce(np.ones(4 + me.world.rank), name="bad shape"))
+    return error_of(
+        MismatchError,
+        lambda communicator: communicator.allreduce(np.ones(4 + communicator.world.rank), name="bad shape"),
+    )
 
 
 def disagree_on_dtype():
     return error_of(
         MismatchError,
-        lambda me: me.allreduce(np.ones(4, [np.float32, np.float64][me.world.rank % 2]), name="bad dtype"),
+        lambda communicator: communicator.allreduce(
+            np.ones(4, [np.float32, np.float64][communicator.world.rank % 2]), name="bad dtype"
+        ),
     )
 
 
 def disagree_on_operation():
     return error_of(
         MismatchError,
-        lambda me: me.allreduce(np.ones(4), [ReduceOp.SUM, ReduceOp.MAX][me.world.rank % 2], name="bad operation"),
+        lambda communicator: communicator.allreduce(
+            np.ones(4), [ReduceOp.SUM, ReduceOp.MAX][communicator.world.rank % 2], name="bad operation"
+        ),
     )
 
 
 def disagree_on_root():
-    return error_of(MismatchError, lambda me: me.broadcast(np.ones(4), me.world.rank % 2, name="bad root"))
+    return error_of(
+        MismatchError,
+        lambda communicator: communicator.broadcast(np.ones(4), communicator.world.rank % 2, name="bad root"),
+    )
 
 
 def disagree_on_kind():
-    def make(me):
-        return me.barrier(name="bad kind") if me.world.rank == 0 else me.allreduce(np.ones(1), name="bad kind")
+    def make(communicator):
+        return (
+            communicator.barrier(name="bad kind")
+            if communicator.world.rank == 0
+            else communicator.allreduce(np.ones(1), name="bad kind")
+        )
 
     return error_of(MismatchError, make)
 
 
 def disagree_on_row_shape():
-    return error_of(MismatchError, lambda me: me.allgather(np.ones((2, 3 + me.world.rank)), name="bad rows"))
+    return error_of(
+        MismatchError,
+        lambda communicator: communicator.allgather(np.ones((2, 3 + communicator.world.rank)), name="bad rows"),
+    )
 
 
 def wait_too_short():
-    me = session.current()
+    communicator = session.current()
     ones = np.ones(2)
-    if me.world.rank == 0:
-        handle = me.allreduce_async(ones, ReduceOp.SUM, name="late")
+    if communicator.world.rank == 0:
+        handle = communicator.allreduce_async(ones, ReduceOp.SUM, name="late")
         with pytest.raises(DeadlineExceededError, match="late"):
             handle.wait(0.05)
         assert not handle.done()
-    me.barrier()
-    if me.world.rank != 0:
-        handle = me.allreduce_async(ones, ReduceOp.SUM, name="late")
+    communicator.barrier()
+    if communicator.world.rank != 0:
+        handle = communicator.allreduce_async(ones, ReduceOp.SUM, name="late")
     return handle.wait().tolist(), handle.wait().tolist(), handle.done()
 
 
@@ -312,17 +335,17 @@ def test_a_name_cannot_be_in_flight_twice(group):
 
 
 def submit_a_name_twice():
-    me = session.current()
-    me.barrier()
-    if me.world.rank == 0:
-        first = me.allreduce_async(np.ones(2), name="twice")
+    communicator = session.current()
+    communicator.barrier()
+    if communicator.world.rank == 0:
+        first = communicator.allreduce_async(np.ones(2), name="twice")
         with pytest.raises(ConfigError) as caught:
-            me.allreduce_async(np.ones(2), name="twice")
-    me.barrier()
-    if me.world.rank != 0:
-        first = me.allreduce_async(np.ones(2), name="twice")
+            communicator.allreduce_async(np.ones(2), name="twice")
+    communicator.barrier()
+    if communicator.world.rank != 0:
+        first = communicator.allreduce_async(np.ones(2), name="twice")
     first.wait()
-    return str(caught.value) if me.world.rank == 0 else "twice"
+    return str(caught.value) if communicator.world.rank == 0 else "twice"
 
 
 def test_a_closed_communicator_raises_a_clear_error():

@@ -23,7 +23,7 @@ def test_repeated_init_and_shutdown_leaks_no_resources():
 def test_ranks_connect_and_work_despite_foreign_connections():
     with RankGroup(2, connect=False) as group, strangers(group.pids(), group.port) as counts:
         deadline = Deadline.after(120.0)
-        while counts["rounds"] < 2 and not deadline.expired():  # the second has begun while the ranks were at work
+        while counts["rounds"] < 2 and not deadline.expired():  # the second begins while the ranks work
             group.run(come_and_go, 10)
     assert counts["let in"] == 0
     assert min(counts["rounds"] - 1, counts["garbage"], counts["endless"], counts["wrong token"]) > 0, counts

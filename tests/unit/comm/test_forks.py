@@ -42,9 +42,9 @@ def in_child(body: Callable[[], None]) -> None:
 
 
 def use_the_session_in_children():
-    me = session.current()
+    communicator = session.current()
     rank = session.rank()
-    pending = me.allreduce_async(np.ones(5), name="pending") if rank == 0 else None
+    pending = communicator.allreduce_async(np.ones(5), name="pending") if rank == 0 else None
 
     def use_everything():
         assert session.rank() == rank
@@ -54,10 +54,10 @@ def use_the_session_in_children():
             with pytest.raises(CollectiveError, match="forked from a rank"):
                 pending.wait(5.0)
         with pytest.raises(NotInitializedError, match=f"forked from rank {rank}"):
-            me.allreduce(np.ones(3))
+            communicator.allreduce(np.ones(3))
         with pytest.raises(NotInitializedError, match=f"forked from rank {rank}"):
             session.current().barrier()
-        me.close()
+        communicator.close()
         session.shutdown()
         session.shutdown()
         with pytest.raises(ConfigError, match="forked from a rank"):
@@ -75,9 +75,9 @@ def use_the_session_in_children():
     process.start()
     process.join()
     assert process.exitcode == 0
-    me.barrier()  # so that the operation stays pending while the children of rank 0 live
-    handle = me.allreduce_async(np.ones(5), name="pending") if pending is None else pending
-    return handle.wait().tolist(), me.allreduce(np.full(100_000, 1.0 + rank)).mean()
+    communicator.barrier()  # so that the operation stays pending while the children of rank 0 live
+    handle = communicator.allreduce_async(np.ones(5), name="pending") if pending is None else pending
+    return handle.wait().tolist(), communicator.allreduce(np.full(100_000, 1.0 + rank)).mean()
 
 
 @pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -89,19 +89,19 @@ def test_exiting_children_disturb_neither_their_parent_nor_its_peers(hosts, encr
 
 
 def leave_a_child_and_die(path: str):
-    me = session.current()
+    communicator = session.current()
     if session.rank() == 1:
         pid = os.fork()
         if pid == 0:
             time.sleep(60.0)
             os._exit(0)
         Path(path).write_text(str(pid))
-    me.barrier()
+    communicator.barrier()
     if session.rank() == 1:
         os.kill(os.getpid(), 9)
     began = time.monotonic()
     with pytest.raises(CollectiveError):
-        me.allreduce(np.ones(3))
+        communicator.allreduce(np.ones(3))
     seconds = time.monotonic() - began
     os.kill(int(Path(path).read_text()), 9)  # the child holds the test's link to its parent
     return seconds

@@ -42,11 +42,11 @@ def init_after_a_refusal(refused, kind, rounds=ROUNDS):
         valid = [ProcessSet([0]), ProcessSet([last])]
         for _ in range(2):
             session.init(process_sets=valid)
-            me = session.current()
+            communicator = session.current()
             assert [one.process_set_id for one in valid] == [1, 2]
             if rank == last:
-                assert me.allreduce(np.ones(1), ReduceOp.SUM, process_set=valid[1]).item() == 1
-            assert me.allreduce(np.ones(1), ReduceOp.SUM).item() == last + 1
+                assert communicator.allreduce(np.ones(1), ReduceOp.SUM, process_set=valid[1]).item() == 1
+            assert communicator.allreduce(np.ones(1), ReduceOp.SUM).item() == last + 1
             session.shutdown()
             assert [one.process_set_id for one in valid] == [None, None]
     return messages
@@ -91,8 +91,14 @@ def lose_a_rank_between_the_sets():
         if context.world.rank == 0:
             Communicator._connect_set = fail_once
         session.init(process_sets=sets)
-        me = session.current()
-        results.append((me.process_sets(), me.allreduce(np.ones(1), ReduceOp.SUM).item(), [one.ranks for one in sets]))
+        communicator = session.current()
+        results.append(
+            (
+                communicator.process_sets(),
+                communicator.allreduce(np.ones(1), ReduceOp.SUM).item(),
+                [one.ranks for one in sets],
+            )
+        )
         session.shutdown()
     return results
 

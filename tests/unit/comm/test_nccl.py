@@ -112,16 +112,16 @@ def test_handles_of_device_operations_create_their_result_once():
     session.set_launch_context(LaunchContext())
     session.init()
     try:
-        asked: list[str] = []
+        calls: list[str] = []
         barrier = session.current().barrier_async(name="first")
 
         def stream() -> int:
-            asked.append("stream")
+            calls.append("stream")
             return 0
 
         handle = barrier.then(lambda _: object()).behind(stream)
         assert handle.wait() is handle.wait()
-        assert asked == ["stream"]
+        assert calls == ["stream"]
         assert session.current().barrier_async(name="second").carried_out().wait() is None  # no device is involved
     finally:
         session.shutdown()

@@ -21,9 +21,9 @@ class Unpicklable:
 
 
 def broadcast_value(root):
-    me = session.current()
-    value = {"from": me.world.rank, "array": np.arange(3), "function": lambda x: x + me_too(x)}
-    received = broadcast_object(me, value, root)
+    communicator = session.current()
+    value = {"from": communicator.world.rank, "array": np.arange(3), "function": lambda x: x + me_too(x)}
+    received = broadcast_object(communicator, value, root)
     return received["from"], received["array"].tolist(), received["function"](1)
 
 
@@ -32,8 +32,10 @@ def me_too(x):
 
 
 def gather_values():
-    me = session.current()
-    return allgather_object(me, None if me.world.rank == 0 else ["x" * 1000 * me.world.rank])
+    communicator = session.current()
+    return allgather_object(
+        communicator, None if communicator.world.rank == 0 else ["x" * 1000 * communicator.world.rank]
+    )
 
 
 def broadcast_an_unpicklable_object():
@@ -43,9 +45,9 @@ def broadcast_an_unpicklable_object():
 
 
 def gather_unpicklable_objects():
-    me = session.current()
+    communicator = session.current()
     with pytest.raises(CollectiveError) as caught:
-        allgather_object(me, Unpicklable() if me.world.rank == 1 else 5)
+        allgather_object(communicator, Unpicklable() if communicator.world.rank == 1 else 5)
     return str(caught.value)
 
 

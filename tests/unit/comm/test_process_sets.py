@@ -19,48 +19,54 @@ def group():
         yield started
 
 
-# What the ranks do.
+# Functions that the ranks run.
 
 
 def reduce_in_two_sets():
-    me = session.current()
-    low, high = me.add_process_set([1, 0]), me.add_process_set(ProcessSet([2, 3]))
-    mine = low if me.world.rank < 2 else high
-    with pytest.raises(ConfigError, match=rf"Rank {me.world.rank} is not in ProcessSet"):
-        me.allreduce(np.ones(1), process_set=high if mine is low else low)
+    communicator = session.current()
+    low, high = communicator.add_process_set([1, 0]), communicator.add_process_set(ProcessSet([2, 3]))
+    mine = low if communicator.world.rank < 2 else high
+    with pytest.raises(ConfigError, match=rf"Rank {communicator.world.rank} is not in ProcessSet"):
+        communicator.allreduce(np.ones(1), process_set=high if mine is low else low)
     facts = (mine.process_set_id, mine.ranks, mine.size(), mine.rank(), low.included(), high.included())
-    rank = np.full(3, float(me.world.rank))
+    rank = np.full(3, float(communicator.world.rank))
     results = {
-        "sum": me.allreduce(rank, ReduceOp.SUM, process_set=mine).tolist(),
-        "gather": me.allgather(rank[:1], process_set=mine).tolist(),
-        "root": me.broadcast(rank[:1], mine.ranks[1], process_set=mine).tolist(),
-        "scatter": me.reducescatter(np.arange(3.0), ReduceOp.SUM, process_set=mine).tolist(),
-        "alltoall": me.alltoall(rank[:2], process_set=mine)[0].tolist(),
-        "all": me.allreduce(rank[:1], ReduceOp.SUM, process_set=session.global_process_set).tolist(),
+        "sum": communicator.allreduce(rank, ReduceOp.SUM, process_set=mine).tolist(),
+        "gather": communicator.allgather(rank[:1], process_set=mine).tolist(),
+        "root": communicator.broadcast(rank[:1], mine.ranks[1], process_set=mine).tolist(),
+        "scatter": communicator.reducescatter(np.arange(3.0), ReduceOp.SUM, process_set=mine).tolist(),
+        "alltoall": communicator.alltoall(rank[:2], process_set=mine)[0].tolist(),
+        "all": communicator.allreduce(rank[:1], ReduceOp.SUM, process_set=session.global_process_set).tolist(),
     }
-    me.barrier(process_set=mine)
-    removed = me.remove_process_set(low), me.remove_process_set(high), me.remove_process_set(low)
+    communicator.barrier(process_set=mine)
+    removed = (
+        communicator.remove_process_set(low),
+        communicator.remove_process_set(high),
+        communicator.remove_process_set(low),
+    )
     with pytest.raises(NotInitializedError, match="not registered"):
-        me.allreduce(rank, process_set=mine)
+        communicator.allreduce(rank, process_set=mine)
     with pytest.raises(NotInitializedError, match="not registered"):
         mine.size()
     return facts, results, removed
 
 
 def work_in_overlapping_sets_while_others_rest():
-    """Rank 3 only takes part in adding the sets; no other rank may wait for it."""
-    me = session.current()
-    sets = [me.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 2], [0, 1, 2])]
+    """Use overlapping sets; rank 3 only takes part in adding them, and no other rank may wait for it."""
+    communicator = session.current()
+    sets = [communicator.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 2], [0, 1, 2])]
     handles = []
     for turn in range(20):
-        for index in range(4) if me.world.rank % 2 else reversed(range(4)):
+        for index in range(4) if communicator.world.rank % 2 else reversed(range(4)):
             if sets[index].included():
                 value = np.array([float(turn * index)])
                 name = f"{turn}.{index}"
-                handles.append((value, sets[index], me.allreduce_async(value, name=name, process_set=sets[index])))
+                handles.append(
+                    (value, sets[index], communicator.allreduce_async(value, name=name, process_set=sets[index]))
+                )
     right = all(handle.wait() == value for value, _, handle in handles)
     for one in sets:
-        me.remove_process_set(one)
+        communicator.remove_process_set(one)
     return right, len(handles)
 
 
@@ -71,28 +77,31 @@ class Unpicklable:
 
 def error_in_a_set(kind, act):
     """Return the error of ``act(communicator, set)`` on the set of ranks 1 and 3, which must still work afterwards."""
-    me = session.current()
-    one = me.add_process_set([1, 3])
+    communicator = session.current()
+    one = communicator.add_process_set([1, 3])
     message = ""
     if one.included():
         with pytest.raises(kind) as caught:
-            act(me, one)
+            act(communicator, one)
         message = str(caught.value)
-        assert me.allreduce(np.ones(1), ReduceOp.SUM, process_set=one).tolist() == [2.0]
-    me.remove_process_set(one)
+        assert communicator.allreduce(np.ones(1), ReduceOp.SUM, process_set=one).tolist() == [2.0]
+    communicator.remove_process_set(one)
     return message
 
 
 def gather_an_unpicklable_object_in_a_set():
     return error_in_a_set(
         CollectiveError,
-        lambda me, one: allgather_object(me, Unpicklable() if me.world.rank == 3 else 5, process_set=one),
+        lambda communicator, one: allgather_object(
+            communicator, Unpicklable() if communicator.world.rank == 3 else 5, process_set=one
+        ),
     )
 
 
 def disagree_within_a_set():
     return error_in_a_set(
-        MismatchError, lambda me, one: me.allreduce(np.ones(me.world.rank), name="bad", process_set=one)
+        MismatchError,
+        lambda communicator, one: communicator.allreduce(np.ones(communicator.world.rank), name="bad", process_set=one),
     )
 
 
@@ -103,27 +112,33 @@ def refuse(kind, make):
 
 
 def add_different_sets():
-    return refuse(MismatchError, lambda me: me.add_process_set([0, 1 + me.world.rank % 2]))
+    return refuse(
+        MismatchError, lambda communicator: communicator.add_process_set([0, 1 + communicator.world.rank % 2])
+    )
 
 
 def add_all_ranks_again():
-    return refuse(ConfigError, lambda me: me.add_process_set(range(4)))
+    return refuse(ConfigError, lambda communicator: communicator.add_process_set(range(4)))
 
 
 def remove_different_sets():
-    me = session.current()
-    sets = [me.add_process_set([0, 1]), me.add_process_set([0, 2])]
-    message = refuse(MismatchError, lambda me: me.remove_process_set(sets[me.world.rank % 2]))
-    assert [me.remove_process_set(one) for one in sets] == [True, True]
-    assert me.process_sets() == {0: [0, 1, 2, 3]}
+    communicator = session.current()
+    sets = [communicator.add_process_set([0, 1]), communicator.add_process_set([0, 2])]
+    message = refuse(
+        MismatchError, lambda communicator: communicator.remove_process_set(sets[communicator.world.rank % 2])
+    )
+    assert [communicator.remove_process_set(one) for one in sets] == [True, True]
+    assert communicator.process_sets() == {0: [0, 1, 2, 3]}
     return message
 
 
 def remove_a_set_that_is_busy():
-    me = session.current()
-    one = me.add_process_set([0, 1])
-    handle = me.allreduce_async(np.ones(1), name="busy", process_set=one) if me.world.rank == 0 else None
-    me.remove_process_set(one)
+    communicator = session.current()
+    one = communicator.add_process_set([0, 1])
+    handle = (
+        communicator.allreduce_async(np.ones(1), name="busy", process_set=one) if communicator.world.rank == 0 else None
+    )
+    communicator.remove_process_set(one)
     if handle is None:
         return ""
     with pytest.raises(CollectiveError) as caught:
@@ -134,9 +149,9 @@ def remove_a_set_that_is_busy():
 def init_with_sets():
     pairs = [ProcessSet([0, 2]), ProcessSet([1, 3])]
     session.init(process_sets=pairs)
-    me = session.current()
-    mine = pairs[me.world.rank % 2]
-    total = me.allreduce(np.array([me.world.rank]), ReduceOp.SUM, process_set=mine).item()
+    communicator = session.current()
+    mine = pairs[communicator.world.rank % 2]
+    total = communicator.allreduce(np.array([communicator.world.rank]), ReduceOp.SUM, process_set=mine).item()
     everybody = session.global_process_set
     return mine.process_set_id, total, everybody.process_set_id, everybody.ranks, everybody.rank()
 

@@ -100,54 +100,54 @@ def connect_again(times):
 
 
 def layout_seen():
-    me = session.current()
-    return me.world, me.homogeneous
+    communicator = session.current()
+    return communicator.world, communicator.homogeneous
 
 
 def leave_while_others_wait():
-    me = session.current()
-    if me.world.rank == 0:
+    communicator = session.current()
+    if communicator.world.rank == 0:
         session.shutdown()
         return "left"
     with pytest.raises(PeerLostError) as caught:
-        me.allreduce(np.ones(3), name="wanted")
+        communicator.allreduce(np.ones(3), name="wanted")
     return str(caught.value)
 
 
 def die_while_others_wait():
-    me = session.current()
-    if me.world.rank == 1:
+    communicator = session.current()
+    if communicator.world.rank == 1:
         os._exit(3)
     with pytest.raises(PeerLostError) as caught:
-        me.allreduce(np.ones(3), name="wanted")
+        communicator.allreduce(np.ones(3), name="wanted")
     return str(caught.value)
 
 
 def abort_while_others_wait():
-    me = session.current()
-    if me.world.rank == 1:
-        me.abort("the data ran out")
+    communicator = session.current()
+    if communicator.world.rank == 1:
+        communicator.abort("the data ran out")
         return ""
     with pytest.raises(PeerLostError) as caught:
-        me.allreduce(np.ones(3), name="wanted")
+        communicator.allreduce(np.ones(3), name="wanted")
     return str(caught.value)
 
 
 def raise_inside_the_communicator():
-    me = session.current()
-    if me.world.rank == 1:
-        with pytest.raises(KeyError), me:
+    communicator = session.current()
+    if communicator.world.rank == 1:
+        with pytest.raises(KeyError), communicator:
             raise KeyError("weights")
         return ""
     with pytest.raises(PeerLostError) as caught:
-        me.allreduce(np.ones(3), name="wanted")
+        communicator.allreduce(np.ones(3), name="wanted")
     return str(caught.value)
 
 
 def close_with_an_operation_pending():
-    me = session.current()
-    if me.world.rank == 0:
-        handle = me.allreduce_async(np.ones(3), name="pending")
+    communicator = session.current()
+    if communicator.world.rank == 0:
+        handle = communicator.allreduce_async(np.ones(3), name="pending")
         session.shutdown()
         with pytest.raises(CollectiveError, match=r"'pending' was pending when its communicator was closed"):
             handle.wait()

@@ -24,59 +24,59 @@ def group():
         yield started
 
 
-# What the ranks do.
+# Functions that the ranks run.
 
 
 def record(path, die=False):
-    me = session.current()
-    me.start_timeline(path, mark_cycles=True)
-    me.barrier(name="together")
-    handles = [me.allreduce_async(np.ones(3), name=f"gradient {i}") for i in range(40)]
+    communicator = session.current()
+    communicator.start_timeline(path, mark_cycles=True)
+    communicator.barrier(name="together")
+    handles = [communicator.allreduce_async(np.ones(3), name=f"gradient {i}") for i in range(40)]
     for handle in handles:
         handle.wait()
-    me.broadcast(np.ones(5), name="weights")
+    communicator.broadcast(np.ones(5), name="weights")
     if not die:
-        me.stop_timeline()
-    return me.counters()
+        communicator.stop_timeline()
+    return communicator.counters()
 
 
 def record_with_a_set(path):
-    me = session.current()
-    me.start_timeline(path)
-    alone = me.add_process_set([1])
-    me.allreduce(np.ones(3), name="gradient")
+    communicator = session.current()
+    communicator.start_timeline(path)
+    alone = communicator.add_process_set([1])
+    communicator.allreduce(np.ones(3), name="gradient")
     if alone.included():
-        me.allreduce(np.ones(3), name="gradient", process_set=alone)
-    me.remove_process_set(alone)
-    me.stop_timeline()
+        communicator.allreduce(np.ones(3), name="gradient", process_set=alone)
+    communicator.remove_process_set(alone)
+    communicator.stop_timeline()
     return alone.process_set_id
 
 
 def slices(events):
     """Return the names of completed slices by rank and tensor; fail if a slice ends that did not begin."""
-    tensors, stacks, found = {}, defaultdict(list), defaultdict(list)
+    tensors, stacks, names_by_tensor = {}, defaultdict(list), defaultdict(list)
     for event in events:
-        place = event["pid"], event.get("tid")
+        track = event["pid"], event.get("tid")
         if event["name" if "name" in event else "ph"] == "thread_name":
-            tensors[place] = event["args"]["name"]
+            tensors[track] = event["args"]["name"]
         elif event["ph"] == "B":
-            stacks[place].append((event["name"], event["ts"]))
+            stacks[track].append((event["name"], event["ts"]))
         elif event["ph"] == "E":
-            name, start = stacks[place].pop()
+            name, start = stacks[track].pop()
             assert event["ts"] >= start
-            found[event["pid"], tensors[place]].append(name)
+            names_by_tensor[event["pid"], tensors[track]].append(name)
     assert not any(stacks.values()), "everything that began has ended"
-    return found
+    return names_by_tensor
 
 
 def test_one_file_shows_the_phases_of_every_tensor_on_all_ranks(group, tmp_path):
     path = tmp_path / "trace.json"
     counters = group.run(record, str(path))
     events = json.loads(path.read_text())
-    found = slices(events)
+    slices_by_tensor = slices(events)
     for rank in range(2):
-        assert PHASES | {"broadcast"} == set(found[rank, "weights"])
-        names = {name for i in range(40) for name in found[rank, f"gradient {i}"]}
+        assert PHASES | {"broadcast"} == set(slices_by_tensor[rank, "weights"])
+        names = {name for i in range(40) for name in slices_by_tensor[rank, f"gradient {i}"]}
         assert names == PHASES | COPIES | {"allreduce"}, "some of forty small tensors are fused"
         assert counters[rank]["allreduce.operations"] >= 40
         assert counters[rank]["broadcast.bytes"] == 40
@@ -90,8 +90,8 @@ def test_one_file_shows_the_phases_of_every_tensor_on_all_ranks(group, tmp_path)
 def test_the_tensors_of_a_process_set_are_recorded_beside_those_of_the_job(group, tmp_path):
     path = tmp_path / "trace.json"
     group.run(record_with_a_set, str(path))
-    found = slices(json.loads(path.read_text()))
-    shown = {place: set(names) for place, names in found.items() if place[1].endswith("gradient")}
+    slices_by_tensor = slices(json.loads(path.read_text()))
+    shown = {place: set(names) for place, names in slices_by_tensor.items() if place[1].endswith("gradient")}
     sets = {name for _, name in shown} - {"gradient"}
     assert [name.partition(" set ")[0] for name in sets] == ["process"]
     assert set(shown) == {(0, "gradient"), (1, "gradient"), *((1, name) for name in sets)}

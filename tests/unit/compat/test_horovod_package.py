@@ -143,13 +143,13 @@ def test_sessions_of_tensorflow_1_are_refused(horovod):
 def test_threads_run_in_the_background(horovod):
     from horovod.runner.util.threads import in_thread  # noqa: PLC0415
 
-    found = []
-    thread = in_thread(found.append, (1,), name="appends")
+    calls = []
+    thread = in_thread(calls.append, (1,), name="appends")
     thread.join(10)
-    assert (found, thread.name, thread.daemon) == ([1], "appends", True)
+    assert (calls, thread.name, thread.daemon) == ([1], "appends", True)
     in_thread(int, ("no number",), silent=True).join(10)
     with pytest.raises(ValueError, match=r"must be a tuple, but is a list\. Pass \(value,\)"):
-        in_thread(found.append, [1])
+        in_thread(calls.append, [1])
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,11 @@ def test_one_line_names_the_layers_and_an_alternative_for_several_ranks():
 
 
 def test_elastic_batches_need_three_rows_for_batch_normalization():
-    found = batch_dependence_of(network(torch.nn.BatchNorm1d(4)))
-    found.check_changing_ranks(3)
+    dependence = batch_dependence_of(network(torch.nn.BatchNorm1d(4)))
+    dependence.check_changing_ranks(3)
     batch_dependence_of(network()).check_changing_ranks(1)
     with pytest.raises(ParamError, match=r"batch_size=2 leaves .* at least 3, or elastic_batch='global'"):
-        found.check_changing_ranks(2)
+        dependence.check_changing_ranks(2)
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])

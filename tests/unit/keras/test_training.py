@@ -139,11 +139,11 @@ def broadcast_all_but_local_layers():
         assert np.array_equal(mine, now)
     shared = hvd.allgather_object(model.layers[1].get_weights())
     assert np.array_equal(shared[0][0], shared[1][0])
-    found = {id(each) for each in optimizer.local_variables()}
-    assert len(found) == 6  # two moments of each of two variables
-    sums = hvd.allgather_object([float(np.sum(each)) for each in optimizer.variables[2:] if id(each) in found])
+    local_ids = {id(each) for each in optimizer.local_variables()}
+    assert len(local_ids) == 6  # two moments of each of two variables
+    sums = hvd.allgather_object([float(np.sum(each)) for each in optimizer.variables[2:] if id(each) in local_ids])
     assert sums[0] != sums[1]
-    sums = hvd.allgather_object([float(np.sum(each)) for each in optimizer.variables[2:] if id(each) not in found])
+    sums = hvd.allgather_object([float(np.sum(each)) for each in optimizer.variables[2:] if id(each) not in local_ids])
     assert sums[0] == sums[1]
 
 

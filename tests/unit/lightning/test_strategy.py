@@ -143,21 +143,21 @@ def compared(flavour, kind, batch_size, more, arguments):
     import sparkhvd.lightning  # noqa: PLC0415
 
     sparkhvd.lightning.register(flavour)
-    found = []
+    results = []
     for strategy in ("sparkhvd", "auto"):
         module = kind(flavour, **arguments)
         trainer = trained(flavour, module, batch_size, strategy, **more)
-        found.append((flat(module), {name: float(value) for name, value in trainer.callback_metrics.items()}))
-    return found
+        results.append((flat(module), {name: float(value) for name, value in trainer.callback_metrics.items()}))
+    return results
 
 
 def assert_close(results):
     start = flat(network())
-    for (found, logged), (wanted, metrics) in results:
-        assert np.linalg.norm(wanted[: len(found)] - start[: len(found)]) > 0.05  # parameters have changed
-        assert np.linalg.norm(found - wanted) < 1e-5 * np.linalg.norm(wanted)
+    for (parameters, logged), (wanted, metrics) in results:
+        assert np.linalg.norm(wanted[: len(parameters)] - start[: len(parameters)]) > 0.05  # parameters have changed
+        assert np.linalg.norm(parameters - wanted) < 1e-5 * np.linalg.norm(wanted)
         assert logged == pytest.approx(metrics, rel=1e-4)
-        assert np.array_equal(found, results[0][0][0]), "ranks have different parameters"
+        assert np.array_equal(parameters, results[0][0][0]), "ranks have different parameters"
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -223,9 +223,9 @@ def monitored(folder):
 
 
 def test_early_stopping_and_the_best_checkpoint_agree_over_ranks(group, tmp_path):
-    found = group.run(monitored, str(tmp_path))
-    assert found[0] == found[1]
-    assert found[0][0] == 2, "the request of one rank to stop was ignored"
+    results = group.run(monitored, str(tmp_path))
+    assert results[0] == results[1]
+    assert results[0][0] == 2, "the request of one rank to stop was ignored"
     assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
 
 

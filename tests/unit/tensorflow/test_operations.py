@@ -195,7 +195,7 @@ def combine_tensors_of_layers():
 
 
 def combine_with_a_missing_gradient():
-    """Compute gradients of which rank 0 lacks the first; it joins, so that its zeros take part in that reduction."""
+    """Compute gradients; rank 0 has none for the first variable, and joins, so that its zeros take part there."""
     variables = [tf.Variable([1.0]) for _ in range(3)]
     with tf.GradientTape() as tape:
         loss = tf.add_n([(i + 1.0) * variables[i] for i in range(hvd.rank() == 0, 3)])
@@ -295,13 +295,13 @@ def keep_gradients_of_local_layers(in_graph):
         tape = wrap(tape)
         tape.register_local_source(table)
         tape.register_local_source(alone)
-        found = tape.gradient(loss, sources)
+        gradients_of_tape = tape.gradient(loss, sources)
         for_local, for_all = tape.get_local_and_global_gradients(loss, sources, use_generic_names=True)
         assert [source is wanted for (source, _), wanted in zip(for_local + for_all, sources, strict=True)] == [
             True
         ] * 4
         assert [len(for_local), len(for_all)] == [3, 1]
-        sums = [tf.reduce_sum(tf.convert_to_tensor(each)) for each in found]
+        sums = [tf.reduce_sum(tf.convert_to_tensor(each)) for each in gradients_of_tape]
         for total, (_, each) in zip(sums, for_local + for_all, strict=True):
             tf.debugging.assert_equal(total, tf.reduce_sum(tf.convert_to_tensor(each)))
         return sums

@@ -47,24 +47,24 @@ def synchronized_model():
 
 
 def test_all_ranks_hold_the_same_buffers(group):
-    (found, beside), (other, _) = group.run(synchronized_model)
-    assert found.keys() == other.keys()
-    for name, buffer in found.items():
+    (buffers, beside), (other, _) = group.run(synchronized_model)
+    assert buffers.keys() == other.keys()
+    for name, buffer in buffers.items():
         assert torch.equal(buffer, other[name]), name
         assert buffer.dtype == other[name].dtype
     assert beside == ["beside"]
-    assert found["brief"].tolist() == [2.5, 2.5]
-    assert found["brief"].dtype is torch.bfloat16
-    assert found["flag"].item() is True
-    assert found["wave"].item() == 0.75j
-    assert found["beside"].item() == 3.0
-    assert found["spread"].tolist() == [1.5] * 3
-    assert found["late"].tolist() == [1.0, 1.0]
-    assert len(found["grown"]) == 3
-    assert found["of_rank_0"].tolist() == [1.0]
-    assert found["norm.num_batches_tracked"].item() == 1
+    assert buffers["brief"].tolist() == [2.5, 2.5]
+    assert buffers["brief"].dtype is torch.bfloat16
+    assert buffers["flag"].item() is True
+    assert buffers["wave"].item() == 0.75j
+    assert buffers["beside"].item() == 3.0
+    assert buffers["spread"].tolist() == [1.5] * 3
+    assert buffers["late"].tolist() == [1.0, 1.0]
+    assert len(buffers["grown"]) == 3
+    assert buffers["of_rank_0"].tolist() == [1.0]
+    assert buffers["norm.num_batches_tracked"].item() == 1
     for name in ("_u", "_v"):
-        assert found[f"spectral.parametrizations.weight.0.{name}"].norm().item() == pytest.approx(1.0)
+        assert buffers[f"spectral.parametrizations.weight.0.{name}"].norm().item() == pytest.approx(1.0)
 
 
 def test_running_statistics_become_those_of_all_ranks_rows(group):

@@ -52,96 +52,108 @@ def ops_of(dtype: str) -> list[ReduceOp]:
     return [op for op in LINEAR if dtype != "bool" or op is not ReduceOp.AVERAGE]
 
 
-# What the ranks do.
+# Functions that the ranks run.
 
 
 def scatter_everything(dtype):
-    me = session.current()
+    communicator = session.current()
     handles = [
-        me.reducescatter_async(values_of(dtype, shape, me.world.rank), op, name=f"{dtype}.{shape}.{op}")
+        communicator.reducescatter_async(
+            values_of(dtype, shape, communicator.world.rank), op, name=f"{dtype}.{shape}.{op}"
+        )
         for shape, op in product(SHAPES, ops_of(dtype))
     ]
     return [handle.wait() for handle in handles]
 
 
 def scatter_scaled():
-    me = session.current()
-    return me.reducescatter(np.full(4, me.world.rank + 1.0), ReduceOp.SUM, prescale=0.5, postscale=3.0).tolist()
+    communicator = session.current()
+    return communicator.reducescatter(
+        np.full(4, communicator.world.rank + 1.0), ReduceOp.SUM, prescale=0.5, postscale=3.0
+    ).tolist()
 
 
 def exchange_rows(dtype):
     """Send (s + r) % 3 rows from rank s to rank r."""
-    me = session.current()
-    splits = [(me.world.rank + to) % 3 for to in range(me.world.size)]
-    array = np.repeat(np.arange(me.world.size) + 10 * me.world.rank, splits).astype(dtype).reshape(-1, 1)
-    return me.alltoall(array, splits, name=f"rows.{dtype}")
+    communicator = session.current()
+    splits = [(communicator.world.rank + to) % 3 for to in range(communicator.world.size)]
+    array = (
+        np.repeat(np.arange(communicator.world.size) + 10 * communicator.world.rank, splits)
+        .astype(dtype)
+        .reshape(-1, 1)
+    )
+    return communicator.alltoall(array, splits, name=f"rows.{dtype}")
 
 
 def exchange_evenly():
-    me = session.current()
-    evenly, rows = me.alltoall(np.arange(6) + 10 * me.world.rank)
+    communicator = session.current()
+    evenly, rows = communicator.alltoall(np.arange(6) + 10 * communicator.world.rank)
     with pytest.raises(ConfigError, match="cannot be divided evenly among 3 ranks; pass splits"):
-        me.alltoall(np.arange(4))
+        communicator.alltoall(np.arange(4))
     with pytest.raises(ConfigError, match=r"does not add up to the first dimension \(4\)"):
-        me.alltoall(np.arange(4), [1, 1, 1])
+        communicator.alltoall(np.arange(4), [1, 1, 1])
     return evenly.tolist(), rows
 
 
 def run_groups():
-    me = session.current()
-    arrays = [np.full((size, 2), me.world.rank + size, np.float32) for size in (4, 0, 5)]
-    summed = me.grouped_allreduce(arrays, ReduceOp.SUM, name="sums")
-    scattered = me.grouped_reducescatter(arrays, ReduceOp.SUM)
-    gathered = me.grouped_allgather([np.arange(me.world.rank), np.array([me.world.rank])])
-    mixed = me.grouped_allreduce([np.ones(2, np.int8), np.ones(3, np.float64)], ReduceOp.SUM, prescale=2.0)
-    assert me.grouped_allreduce([]) == []
+    communicator = session.current()
+    arrays = [np.full((size, 2), communicator.world.rank + size, np.float32) for size in (4, 0, 5)]
+    summed = communicator.grouped_allreduce(arrays, ReduceOp.SUM, name="sums")
+    scattered = communicator.grouped_reducescatter(arrays, ReduceOp.SUM)
+    gathered = communicator.grouped_allgather([np.arange(communicator.world.rank), np.array([communicator.world.rank])])
+    mixed = communicator.grouped_allreduce([np.ones(2, np.int8), np.ones(3, np.float64)], ReduceOp.SUM, prescale=2.0)
+    assert communicator.grouped_allreduce([]) == []
     return summed, scattered, gathered, mixed
 
 
 def disagree_within_a_group():
-    me = session.current()
-    handle = me.grouped_allreduce_async([np.ones(2), np.ones(3 + me.world.rank // 2)], name="uneven")
+    communicator = session.current()
+    handle = communicator.grouped_allreduce_async(
+        [np.ones(2), np.ones(3 + communicator.world.rank // 2)], name="uneven"
+    )
     with pytest.raises(MismatchError) as caught:
         handle.wait()
     assert handle.done()
     assert "CoreError" not in "".join(traceback.format_exception(caught.value)), "our sentence is what is read first"
-    assert me.allreduce(np.ones(1), ReduceOp.SUM).tolist() == [3.0]
+    assert communicator.allreduce(np.ones(1), ReduceOp.SUM).tolist() == [3.0]
     return str(caught.value)
 
 
 def train_unequally():
     """Train r + 1 steps on rank r; ranks that have finished contribute nothing, but averages still count them."""
-    me = session.current()
+    communicator = session.current()
     seen = []
-    for step in range(me.world.rank + 1):
-        mean = me.allreduce(np.full(2, 3.0), name=f"step.{step}")
-        lowest = me.allreduce(np.array([me.world.rank]), ReduceOp.MIN, name=f"lowest.{step}")
-        rows = me.allgather(np.array([me.world.rank]), name=f"rows.{step}")
+    for step in range(communicator.world.rank + 1):
+        mean = communicator.allreduce(np.full(2, 3.0), name=f"step.{step}")
+        lowest = communicator.allreduce(np.array([communicator.world.rank]), ReduceOp.MIN, name=f"lowest.{step}")
+        rows = communicator.allgather(np.array([communicator.world.rank]), name=f"rows.{step}")
         seen.append((mean.tolist(), lowest.tolist(), rows.tolist()))
-    last = me.join()
-    return seen, last, me.allreduce(np.ones(1), ReduceOp.SUM).tolist()
+    last = communicator.join()
+    return seen, last, communicator.allreduce(np.ones(1), ReduceOp.SUM).tolist()
 
 
 def train_unequally_without_names():
     """Submit operations without names, which are matched by number; ranks with fewer steps have lower numbers."""
-    me = session.current()
+    communicator = session.current()
     seen = []
     for _epoch in range(3):
-        seen.extend(me.allreduce(np.full(2, 3.0)).tolist() for _step in range(me.world.rank + 1))
-        me.join()
-        seen.append(me.allgather(np.array([me.world.rank])).tolist())
+        seen.extend(communicator.allreduce(np.full(2, 3.0)).tolist() for _step in range(communicator.world.rank + 1))
+        communicator.join()
+        seen.append(communicator.allgather(np.array([communicator.world.rank])).tolist())
     return seen
 
 
 def sum_adaptively():
     """Reduce two tensors that may be fused: one is equal on all ranks, the other orthogonal."""
-    me = session.current()
-    equal, orthogonal = np.full(4, 2.0, np.float16), np.eye(3, dtype=np.float32)[me.world.rank]
-    results = me.grouped_allreduce([equal, orthogonal, orthogonal], ReduceOp.ADASUM, prescale=2.0, postscale=3.0)
+    communicator = session.current()
+    equal, orthogonal = np.full(4, 2.0, np.float16), np.eye(3, dtype=np.float32)[communicator.world.rank]
+    results = communicator.grouped_allreduce(
+        [equal, orthogonal, orthogonal], ReduceOp.ADASUM, prescale=2.0, postscale=3.0
+    )
     with pytest.raises(ConfigError, match="adasum is for float16"):
-        me.allreduce(np.ones(2, np.int32), ReduceOp.ADASUM)
+        communicator.allreduce(np.ones(2, np.int32), ReduceOp.ADASUM)
     with pytest.raises(ConfigError, match="cannot use op=Adasum, which needs whole tensors; use an allreduce"):
-        me.reducescatter(np.ones(3), ReduceOp.ADASUM)
+        communicator.reducescatter(np.ones(3), ReduceOp.ADASUM)
     return [result.tolist() for result in results]
 
 

@@ -22,13 +22,13 @@ def pair():
 
 
 def reduce_now(dtype, lengths):
-    me = session.current()
-    named = me.allreduce_async(np.full(3, me.world.rank), ReduceOp.SUM, name="beside")
+    communicator = session.current()
+    named = communicator.allreduce_async(np.full(3, communicator.world.rank), ReduceOp.SUM, name="beside")
     results = []
     for length in lengths:
-        array = np.full(length, me.world.rank + 1, dtype)
-        results.append(me.allreduce_now(array, ReduceOp.SUM))
-        me.allreduce_now(array, ReduceOp.MAX, out=array)
+        array = np.full(length, communicator.world.rank + 1, dtype)
+        results.append(communicator.allreduce_now(array, ReduceOp.SUM))
+        communicator.allreduce_now(array, ReduceOp.MAX, out=array)
         results.append(array)
     return results, named.wait()
 
@@ -46,11 +46,11 @@ def test_direct_calls_are_matched_by_order_beside_a_named_operation(pair, dtype)
 
 
 def disagree():
-    me = session.current()
+    communicator = session.current()
     with pytest.raises(MismatchError) as caught:
-        me.allreduce_now(np.zeros(3 + me.world.rank, np.float32), ReduceOp.SUM)
+        communicator.allreduce_now(np.zeros(3 + communicator.world.rank, np.float32), ReduceOp.SUM)
     assert "CoreError" not in "".join(traceback.format_exception(caught.value)), "our sentence is what is read first"
-    return str(caught.value), me.allreduce_now(np.ones(2), ReduceOp.SUM).tolist()
+    return str(caught.value), communicator.allreduce_now(np.ones(2), ReduceOp.SUM).tolist()
 
 
 def test_a_disagreement_of_direct_calls_reaches_all_ranks_and_the_next_call_works(pair):
@@ -69,7 +69,7 @@ def test_memory_that_a_direct_call_cannot_use_is_refused(pair):
 
 
 def refusals():
-    me = session.current()
+    communicator = session.current()
     good = np.zeros(4, np.float32)
     cases = [
         (np.zeros((4, 4), np.float32)[:, 0], ReduceOp.SUM, good),
@@ -80,7 +80,7 @@ def refusals():
     messages = []
     for array, op, out in cases:
         with pytest.raises(ConfigError) as caught:
-            me.allreduce_now(array, op, out=out)
+            communicator.allreduce_now(array, op, out=out)
         messages.append(str(caught.value))
     return messages
 

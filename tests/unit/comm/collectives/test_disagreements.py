@@ -23,44 +23,48 @@ def group(request):
 
 CASES = {
     "shape": (
-        lambda me, odd: me.allreduce(np.ones(4 + odd, np.float32), name="shape"),
+        lambda communicator, odd: communicator.allreduce(np.ones(4 + odd, np.float32), name="shape"),
         "allreduce 'shape': ranks disagree about the shape: rank 0 submitted (4,), rank 1 submitted (5,)",
     ),
     "dtype": (
-        lambda me, odd: me.allreduce(ONES.astype("float64" if odd else "float32"), name="dtype"),
+        lambda communicator, odd: communicator.allreduce(ONES.astype("float64" if odd else "float32"), name="dtype"),
         "allreduce 'dtype': ranks disagree about the dtype: rank 0 submitted float32, rank 1 submitted float64",
     ),
     "op": (
-        lambda me, odd: me.allreduce(ONES, ReduceOp.MAX if odd else ReduceOp.SUM, name="op"),
+        lambda communicator, odd: communicator.allreduce(ONES, ReduceOp.MAX if odd else ReduceOp.SUM, name="op"),
         "allreduce 'op': ranks disagree about the reduce operation: rank 0 submitted sum, rank 1 submitted max",
     ),
     "postscale": (
-        lambda me, odd: me.allreduce(ONES, name="postscale", postscale=0.5 if odd else 0.25),
+        lambda communicator, odd: communicator.allreduce(ONES, name="postscale", postscale=0.5 if odd else 0.25),
         "allreduce 'postscale': ranks disagree about the postscale: rank 0 submitted 0.25, rank 1 submitted 0.5",
     ),
     "root": (
-        lambda me, odd: me.broadcast(ONES, 2 if odd else 0, name="root"),
+        lambda communicator, odd: communicator.broadcast(ONES, 2 if odd else 0, name="root"),
         "broadcast 'root': ranks disagree about the root: rank 0 submitted 0, rank 1 submitted 2",
     ),
     "kind": (
-        lambda me, odd: me.barrier(name="kind") if odd else me.allreduce(ONES, name="kind"),
+        lambda communicator, odd: (
+            communicator.barrier(name="kind") if odd else communicator.allreduce(ONES, name="kind")
+        ),
         "'kind': ranks disagree about the operation: rank 0 submitted allreduce, rank 1 submitted barrier",
     ),
     "rows": (
-        lambda me, odd: me.allgather(np.ones((me.world.rank, 2 + odd)), name="rows"),
+        lambda communicator, odd: communicator.allgather(np.ones((communicator.world.rank, 2 + odd)), name="rows"),
         "the shape after the first dimension: rank 0 submitted (0, 2), rank 1 submitted (1, 3)",
     ),
     "group": (
-        lambda me, odd: me.grouped_allreduce([ONES] * (3 if odd else 2), name="group"),
+        lambda communicator, odd: communicator.grouped_allreduce([ONES] * (3 if odd else 2), name="group"),
         "ranks disagree about the number of tensors in the group: rank 0 submitted 2, rank 1 submitted 3",
     ),
 }
 
 
 def disagree(case):
-    me = session.current()
+    communicator = session.current()
     call, _ = CASES[case]
-    return refusal(lambda: call(me, int(me.world.rank == 1))), me.allreduce(ONES, ReduceOp.SUM, name="after").tolist()
+    return refusal(lambda: call(communicator, int(communicator.world.rank == 1))), communicator.allreduce(
+        ONES, ReduceOp.SUM, name="after"
+    ).tolist()
 
 
 def refusal(call):
@@ -81,12 +85,12 @@ def test_every_rank_learns_of_a_disagreement_and_the_job_continues(group, case):
 
 
 def submit_twice():
-    me = session.current()
-    me.barrier(name="together")
-    first = me.allreduce_async(ONES, name="twice") if me.world.rank != 1 else None
-    refused = refusal(lambda: me.allreduce_async(ONES, name="twice")) if first else None
-    me.barrier(name="both are submitted")
-    (first or me.allreduce_async(ONES, name="twice")).wait()
+    communicator = session.current()
+    communicator.barrier(name="together")
+    first = communicator.allreduce_async(ONES, name="twice") if communicator.world.rank != 1 else None
+    refused = refusal(lambda: communicator.allreduce_async(ONES, name="twice")) if first else None
+    communicator.barrier(name="both are submitted")
+    (first or communicator.allreduce_async(ONES, name="twice")).wait()
     return refused
 
 
@@ -100,10 +104,10 @@ def test_a_name_in_flight_is_refused_and_the_first_operation_continues(group):
 
 
 def leave_gaps():
-    me = session.current()
+    communicator = session.current()
     columns = np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2]
-    refused = refusal(lambda: me.allreduce(np.ones((3, 2), np.float32), out=columns))
-    return refused, me.allreduce(columns, ReduceOp.SUM, name="columns").tolist()
+    refused = refusal(lambda: communicator.allreduce(np.ones((3, 2), np.float32), out=columns))
+    return refused, communicator.allreduce(columns, ReduceOp.SUM, name="columns").tolist()
 
 
 def test_an_array_with_gaps_is_copied_as_input_and_refused_as_output(group):
@@ -114,16 +118,16 @@ def test_an_array_with_gaps_is_copied_as_input_and_refused_as_output(group):
 
 
 def write_where_results_cannot_go():
-    me = session.current()
+    communicator = session.current()
     fixed = np.ones(2, np.float32)
     fixed.flags.writeable = False
     short, ones = np.ones(1, np.float32), np.ones(2, np.float32)
     refusals = [
         refusal(lambda collective=collective, out=out: collective(ones, out=out))
-        for collective in (me.allreduce, me.broadcast)
+        for collective in (communicator.allreduce, communicator.broadcast)
         for out in (fixed, short)
     ]
-    return refusals, fixed.tolist(), me.broadcast(ones * me.world.rank, 1, out=ones).tolist()
+    return refusals, fixed.tolist(), communicator.broadcast(ones * communicator.world.rank, 1, out=ones).tolist()
 
 
 def test_memory_that_cannot_hold_the_result_is_refused(group):

@@ -31,64 +31,66 @@ def rows_of_rank(rank: int) -> np.ndarray:
     return np.full((rank * 1000, 3), rank, np.int16)
 
 
-# What the ranks do.
+# Functions that the ranks run.
 
 
 def reduce_and_gather():
-    me = session.current()
-    before = me.counters()["hierarchical"]
-    rank = me.world.rank
-    sums = [me.allreduce(np.arange(length) % 7 + rank, ReduceOp.SUM) for length in LENGTHS]
-    means = me.allreduce(np.full(1001, rank, np.float32), ReduceOp.AVERAGE)
-    rows = me.allgather(rows_of_rank(rank))
-    return sums, means, rows, me.counters()["hierarchical"] - before
+    communicator = session.current()
+    before = communicator.counters()["hierarchical"]
+    rank = communicator.world.rank
+    sums = [communicator.allreduce(np.arange(length) % 7 + rank, ReduceOp.SUM) for length in LENGTHS]
+    means = communicator.allreduce(np.full(1001, rank, np.float32), ReduceOp.AVERAGE)
+    rows = communicator.allgather(rows_of_rank(rank))
+    return sums, means, rows, communicator.counters()["hierarchical"] - before
 
 
 def reduce_in_a_set_of_ranks():
     """Use a process set of two hosts, with a single rank on one of them."""
-    me = session.current()
-    chosen = me.add_process_set(ProcessSet([0, 2, 3]))
+    communicator = session.current()
+    chosen = communicator.add_process_set(ProcessSet([0, 2, 3]))
     results = None
     if chosen.included():
         results = (
-            me.allreduce(np.full(5000, me.world.rank), ReduceOp.MAX, process_set=chosen).tolist(),
-            me.allgather(rows_of_rank(me.world.rank), process_set=chosen).shape,
-            me.counters(chosen)["hierarchical"],
+            communicator.allreduce(np.full(5000, communicator.world.rank), ReduceOp.MAX, process_set=chosen).tolist(),
+            communicator.allgather(rows_of_rank(communicator.world.rank), process_set=chosen).shape,
+            communicator.counters(chosen)["hierarchical"],
         )
-    me.remove_process_set(chosen)
+    communicator.remove_process_set(chosen)
     return results
 
 
 def train_with_fewer_steps_on_one_rank():
-    me = session.current()
+    communicator = session.current()
     mean = None
-    if me.world.rank != 4:
-        mean = me.allreduce(np.full(20_000, 5.0), name="only four").tolist()
-    return mean, me.join()
+    if communicator.world.rank != 4:
+        mean = communicator.allreduce(np.full(20_000, 5.0), name="only four").tolist()
+    return mean, communicator.join()
 
 
 def reduce_without(setting: str):
     context = session.launch_context()
-    with Communicator(replace(context, config=replace(context.config, **{setting: False})), scope=setting) as me:
-        before = me.counters()["hierarchical"]
-        total = me.allreduce(np.full(5000, me.world.rank), ReduceOp.SUM)
-        reduced = me.counters()["hierarchical"] - before
-        rows = me.allgather(rows_of_rank(me.world.rank))
-        return total.tolist(), rows.shape, reduced, me.counters()["hierarchical"] - before - reduced
+    with Communicator(
+        replace(context, config=replace(context.config, **{setting: False})), scope=setting
+    ) as communicator:
+        before = communicator.counters()["hierarchical"]
+        total = communicator.allreduce(np.full(5000, communicator.world.rank), ReduceOp.SUM)
+        reduced = communicator.counters()["hierarchical"] - before
+        rows = communicator.allgather(rows_of_rank(communicator.world.rank))
+        return total.tolist(), rows.shape, reduced, communicator.counters()["hierarchical"] - before - reduced
 
 
 def lose_rank_1_in_the_middle():
-    me = session.current()
+    communicator = session.current()
     array = np.ones(3_000_000, np.float32)
     for _ in range(3):
-        me.allreduce(array, ReduceOp.SUM, name="whole")
-    handle = me.allreduce_async(array, ReduceOp.SUM, name="broken")
-    if me.world.rank == 1:
+        communicator.allreduce(array, ReduceOp.SUM, name="whole")
+    handle = communicator.allreduce_async(array, ReduceOp.SUM, name="broken")
+    if communicator.world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         for step in range(100):
             handle.wait()
-            handle = me.allreduce_async(array, ReduceOp.SUM, name=f"broken.{step}")
+            handle = communicator.allreduce_async(array, ReduceOp.SUM, name=f"broken.{step}")
     except PeerLostError as error:
         return str(error)
     raise AssertionError("nobody noticed")

@@ -37,14 +37,14 @@ def contributions(dtype, shape, seed):
 
 
 def reduce_drawn(dtype, shape, seed, op, scales):
-    me = session.current()
-    mine = contributions(dtype, shape, seed)[me.world.rank]
-    return me.allreduce(mine, op, prescale=scales[0], postscale=scales[1])
+    communicator = session.current()
+    mine = contributions(dtype, shape, seed)[communicator.world.rank]
+    return communicator.allreduce(mine, op, prescale=scales[0], postscale=scales[1])
 
 
 def scatter_drawn(dtype, shape, seed, op):
-    me = session.current()
-    return me.reducescatter(contributions(dtype, shape, seed)[me.world.rank], op)
+    communicator = session.current()
+    return communicator.reducescatter(contributions(dtype, shape, seed)[communicator.world.rank], op)
 
 
 def reduced(dtype, shape, seed, op, scales=(1.0, 1.0)):

@@ -25,7 +25,7 @@ from tests.ranks import CASE_SECONDS, RankGroup
 TOTAL = [3.0] * 1000
 
 
-# What the ranks do.
+# Functions that the ranks run.
 
 
 def failure_of_init(comm=None):
@@ -66,8 +66,8 @@ def connect_without_rank_2(comm):
 
 
 def add_up():
-    me = session.current()
-    return me.allreduce(np.full(1000, me.world.rank + 1.0), ReduceOp.SUM).tolist()
+    communicator = session.current()
+    return communicator.allreduce(np.full(1000, communicator.world.rank + 1.0), ReduceOp.SUM).tolist()
 
 
 # The expected results.

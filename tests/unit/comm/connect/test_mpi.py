@@ -184,15 +184,15 @@ def test_processes_of_another_mpis_mpirun_do_not_train_alone():
 def part_and_join():
     session.shutdown()
     rank = session._session.context.world.rank
-    found = []
+    worlds = []
     for ranks in ([2, 0], [1]) if rank != 1 else ([1],):
         if rank in ranks:
             session.init(ranks)
-            found.append((session.rank(), session.size(), session.local_size(), total(rank)))
+            worlds.append((session.rank(), session.size(), session.local_size(), total(rank)))
             session.shutdown()
     session.init()
-    found.append(total(rank))
-    return found
+    worlds.append(total(rank))
+    return worlds
 
 
 def total(value):

@@ -45,7 +45,7 @@ def group():  # one group per test: the stall check opens connections to the ren
         yield started
 
 
-# What the ranks do.
+# Functions that the ranks run.
 
 
 def wait_for(path: Path) -> None:
@@ -55,73 +55,73 @@ def wait_for(path: Path) -> None:
         deadline.check(f"{path}")
 
 
-def next_report(me, before=None):
+def next_report(communicator, before=None):
     deadline = Deadline.after(SECONDS)
-    while (found := me.stall_report()) is before:
+    while (stall := communicator.stall_report()) is before:
         deadline.check("a report")
         time.sleep(0.01)
-    return found
+    return stall
 
 
 def one_rank_is_busy(folder):
-    me = session.current()
-    me.note_progress(f"step {me.world.rank} of 40")
+    communicator = session.current()
+    communicator.note_progress(f"step {communicator.world.rank} of 40")
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
     logging.getLogger("sparkhvd.comm.stall.detector").addHandler(handler)
-    if me.world.rank == 1:
+    if communicator.world.rank == 1:
         wait_for(folder / "go on")
-        me.allreduce(np.ones(3), name="gradient")
+        communicator.allreduce(np.ones(3), name="gradient")
         return None, lines
-    handle = me.allreduce_async(np.ones(3), name="gradient")
-    found = next_report(me)
+    handle = communicator.allreduce_async(np.ones(3), name="gradient")
+    stall = next_report(communicator)
     deadline = Deadline.after(SECONDS)
     while not lines:
         deadline.check("a line in the log")
-    (folder / f"seen by {me.world.rank}").touch()
-    if me.world.rank == 0:
+    (folder / f"seen by {communicator.world.rank}").touch()
+    if communicator.world.rank == 0:
         wait_for(folder / "seen by 2")
         (folder / "go on").touch()
     handle.wait()
-    return found, lines
+    return stall, lines
 
 
 def one_rank_is_stopped(pids):
-    me = session.current()
-    before = me.stall_report()
-    me.barrier(name="together")
-    if me.world.rank == 2:
+    communicator = session.current()
+    before = communicator.stall_report()
+    communicator.barrier(name="together")
+    if communicator.world.rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
-        me.barrier(name="wanted")
+        communicator.barrier(name="wanted")
         return None
-    handle = me.barrier_async(name="wanted")
-    found = next_report(me, before)
-    if me.world.rank == 0:
-        next_report(me, found)  # the other rank has its first report by then
+    handle = communicator.barrier_async(name="wanted")
+    stall = next_report(communicator, before)
+    if communicator.world.rank == 0:
+        next_report(communicator, stall)  # the other rank has its first report by then
         os.kill(pids[2], signal.SIGCONT)
     handle.wait()
-    return found
+    return stall
 
 
 def wait_in_vain():
-    me = session.current()
-    if me.world.rank == 1:
+    communicator = session.current()
+    if communicator.world.rank == 1:
         with pytest.raises(PeerLostError):
-            me.allreduce(np.ones(1), name="the wrong one")
+            communicator.allreduce(np.ones(1), name="the wrong one")
         return ""
     with pytest.raises(PeerLostError) as caught:
-        me.allreduce(np.ones(1), name="the right one")
+        communicator.allreduce(np.ones(1), name="the right one")
     return str(caught.value)
 
 
 def wait_for_a_hanging_rank(folder):
-    me = session.current()
-    if me.world.rank == 1:
+    communicator = session.current()
+    if communicator.world.rank == 1:
         wait_for(folder / "it ended")
         return None
     with pytest.raises(SparkHvdError):
-        me.allreduce(np.ones(1), name="gradient")
+        communicator.allreduce(np.ones(1), name="gradient")
     (folder / "it ended").touch()
     context = session.launch_context()
     with RendezvousClient(context.rendezvous, context.token, Deadline.after(SECONDS)) as rendezvous:
@@ -129,50 +129,50 @@ def wait_for_a_hanging_rank(folder):
 
 
 def one_rank_makes_no_direct_call(folder):
-    me = session.current()
-    if me.world.rank == 1:
+    communicator = session.current()
+    if communicator.world.rank == 1:
         wait_for(folder / "seen by 2")
-        me.allreduce_now(np.ones(1))
+        communicator.allreduce_now(np.ones(1))
         return None
-    found = []
+    reports = []
 
     def watch():
-        found.append(next_report(me))
-        (folder / f"seen by {me.world.rank}").touch()
+        reports.append(next_report(communicator))
+        (folder / f"seen by {communicator.world.rank}").touch()
 
     watching = threading.Thread(target=watch)
     watching.start()
-    me.allreduce_now(np.ones(1))
+    communicator.allreduce_now(np.ones(1))
     watching.join()
-    return found[0]
+    return reports[0]
 
 
 def one_rank_of_a_set_is_busy(folder):
-    me = session.current()
-    outer = me.add_process_set([0, 2])
-    if me.world.rank == 0:
+    communicator = session.current()
+    outer = communicator.add_process_set([0, 2])
+    if communicator.world.rank == 0:
         wait_for(folder / "go on")
-        me.allreduce(np.ones(3), name="gradient", process_set=outer)
-    if me.world.rank == 2:
-        handle = me.allreduce_async(np.ones(3), name="gradient", process_set=outer)
-        found = next_report(me)
+        communicator.allreduce(np.ones(3), name="gradient", process_set=outer)
+    if communicator.world.rank == 2:
+        handle = communicator.allreduce_async(np.ones(3), name="gradient", process_set=outer)
+        stall = next_report(communicator)
         (folder / "go on").touch()
         handle.wait()
-        return found
+        return stall
     return None
 
 
 def wait_in_vain_in_a_set(folder):
-    me = session.current()
-    pair = me.add_process_set([0, 1])
-    if me.world.rank == 0:
+    communicator = session.current()
+    pair = communicator.add_process_set([0, 1])
+    if communicator.world.rank == 0:
         with pytest.raises(PeerLostError) as caught:
-            me.allreduce(np.ones(1), name="in the pair", process_set=pair)
+            communicator.allreduce(np.ones(1), name="in the pair", process_set=pair)
         (folder / "it ended").touch()
     else:
         wait_for(folder / "it ended")
         with pytest.raises(PeerLostError) as caught:
-            me.barrier(name="among all")
+            communicator.barrier(name="among all")
     return str(caught.value)
 
 
@@ -180,15 +180,15 @@ def wait_in_vain_in_a_set(folder):
 
 
 def test_the_report_names_the_tensor_the_missing_rank_and_what_it_is_doing(group, tmp_path):
-    for rank, (found, lines) in enumerate(group.run(one_rank_is_busy, tmp_path)):
+    for rank, (stall, lines) in enumerate(group.run(one_rank_is_busy, tmp_path)):
         if rank == 1:
             assert lines == [], "the straggler waits for no other rank"
             continue
-        (tensor,) = found.tensors
+        (tensor,) = stall.tensors
         assert tensor.title == "allreduce 'gradient'"
         assert (tensor.waiting, tensor.missing, tensor.silent) == ((0, 2), (1,), ())
         assert tensor.age >= 0.2
-        assert "in wait_for" in found.conditions[1].stacks["MainThread"]
+        assert "in wait_for" in stall.conditions[1].stacks["MainThread"]
         level, text = lines[0]
         assert level == "WARNING"
         assert text.startswith("Stalled: allreduce 'gradient' not done after ")
@@ -202,28 +202,28 @@ def test_the_report_names_the_tensor_the_missing_rank_and_what_it_is_doing(group
 def test_a_direct_call_that_waits_is_reported_too(group, tmp_path):
     first, second, third = group.run(one_rank_makes_no_direct_call, tmp_path)
     assert second is None
-    for found in (first, third):
-        (tensor,) = found.tensors
+    for stall in (first, third):
+        (tensor,) = stall.tensors
         assert (tensor.title, tensor.waiting, tensor.missing) == ("direct allreduce", (0, 2), (1,))
-        assert "in wait_for" in found.conditions[1].stacks["MainThread"]
+        assert "in wait_for" in stall.conditions[1].stacks["MainThread"]
 
 
 def test_a_stall_in_a_process_set_is_reported_for_its_ranks_only(group, tmp_path):
-    _, _, found = group.run(one_rank_of_a_set_is_busy, tmp_path)
-    (tensor,) = found.tensors
+    _, _, stall = group.run(one_rank_of_a_set_is_busy, tmp_path)
+    (tensor,) = stall.tensors
     assert tensor.title == "allreduce 'gradient' of process set 1"
     assert (tensor.waiting, tensor.missing, tensor.silent) == ((2,), (0,), ())
-    assert "not submitted by rank 0, while rank 2 waited" in str(found)
-    assert "in wait_for" in found.conditions[0].stacks["MainThread"]
+    assert "not submitted by rank 0, while rank 2 waited" in str(stall)
+    assert "in wait_for" in stall.conditions[0].stacks["MainThread"]
 
 
 def test_the_report_says_when_the_process_of_a_rank_is_stopped(group):
     first, second, _ = group.run(one_rank_is_stopped, group.pids())
-    for found in (first, second):
-        assert found.silent == {2: "its process is stopped by a signal"}
-        assert found.missing == (2,)
+    for stall in (first, second):
+        assert stall.silent == {2: "its process is stopped by a signal"}
+        assert stall.missing == (2,)
         assert f"rank 2 ({os.uname().nodename}, pid {group.pids()[2]}) does not answer: its process is stopped" in str(
-            found
+            stall
         )
 
 
@@ -277,10 +277,15 @@ def test_the_stack_of_a_thread_ends_at_its_current_line():
 
 
 def test_a_process_is_identified_by_more_than_its_pid():
-    me = own_identity()
-    assert process_problem(me) is None
-    assert process_problem(ProcessIdentity(me.host, me.pid, me.namespace, "another start")) == "has ended"
-    assert process_problem(ProcessIdentity("elsewhere", me.pid, me.namespace, "another start")) is None
+    communicator = own_identity()
+    assert process_problem(communicator) is None
+    assert (
+        process_problem(ProcessIdentity(communicator.host, communicator.pid, communicator.namespace, "another start"))
+        == "has ended"
+    )
+    assert (
+        process_problem(ProcessIdentity("elsewhere", communicator.pid, communicator.namespace, "another start")) is None
+    )
 
 
 def test_snapshots_of_ranks_survive_serialization_and_invalid_ones_are_refused():
@@ -343,9 +348,9 @@ def test_a_report_costs_a_rank_a_constant_number_of_requests(size, monkeypatch):
         try:
             wait_for_condition(lambda: watching.last_report is not None)
             assert list(watching.last_report.silent) == [size // 2]
-            # This rank's identity, the question twice, the answer, all answers, which are missing and the two runs of
-            # the others, and the identities of the neighbours and of all ranks with what is missing there. The wait
-            # for the next question may have begun.
+            # This rank's identity; the question twice; the answer; all answers; the missing answers and the two runs of
+            # the others; the identities of the neighbours; those of all ranks, with the missing ones. The wait for
+            # the next question may have begun.
             assert 12 <= server.requests <= 13
         finally:
             client.close()
@@ -359,14 +364,14 @@ def identity(rank, host="one"):
 def test_silent_ranks_are_judged_by_the_observations_of_others():
     conditions = {0: Condition((PendingCollective("barrier 'b'", 70.0),), neighbours={1: "has ended"})}
     identities = {0: identity(0), 1: identity(1), 2: identity(2), 3: identity(3, "two")}
-    found = report(conditions, identities, {0: tuple(range(5))}, since=30.0)
-    assert found.silent == {
+    stall = report(conditions, identities, {0: tuple(range(5))}, since=30.0)
+    assert stall.silent == {
         1: "its process has ended",
         2: "its process is alive but executes code that lets no other thread run",
         3: "no rank of its host two answers either",
         4: "it has not joined the stall check yet",
     }
-    assert found.headline() == "barrier 'b' not done after 70 s: no answer from ranks 1, 2, 3, 4, while rank 0 waited"
+    assert stall.headline() == "barrier 'b' not done after 70 s: no answer from ranks 1, 2, 3, 4, while rank 0 waited"
 
 
 def test_stragglers_are_awaited_ranks_that_wait_for_no_other():
@@ -390,9 +395,9 @@ def test_the_longest_wait_is_listed_first_and_short_ones_are_left_out():
         ),
         1: Condition((PendingCollective("allreduce 'b'", 88.0),)),
     }
-    found = report(conditions, {}, {0: (0, 1)}, since=30.0)
-    assert [(t.title, t.age, t.missing) for t in found.tensors] == [
+    stall = report(conditions, {}, {0: (0, 1)}, since=30.0)
+    assert [(t.title, t.age, t.missing) for t in stall.tensors] == [
         ("allreduce 'b'", 90.0, ()),
         ("allreduce 'a'", 61.0, (1,)),
     ]
-    assert "allreduce 'b': 90 s; all ranks have submitted it, but its data does not arrive" in str(found)
+    assert "allreduce 'b': 90 s; all ranks have submitted it, but its data does not arrive" in str(stall)

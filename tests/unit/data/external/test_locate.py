@@ -32,8 +32,8 @@ def test_the_store_is_the_common_parent_of_all_urls(urls, store, places):
 
 def test_a_relative_path_starts_in_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found, places = locate(["rows"], Access())
-    assert (found.url, places) == (f"file://{tmp_path}", ["rows"])
+    store, paths = locate(["rows"], Access())
+    assert (store.url, paths) == (f"file://{tmp_path}", ["rows"])
 
 
 def test_urls_use_the_options_of_a_store_of_their_kind_or_those_of_spark():

@@ -61,15 +61,15 @@ def test_files_of_pyarrow_are_read_in_the_order_of_their_names(folder):
     files = opened(folder, ["id", "x", "fixed", "s", "text", "at"], transformed=True)
     assert files.manifest.train.block_rows() == (2, 2, 1, 3)
     assert [column.shape for column in files.manifest.schema.columns] == [(), (2, 2), (2,), (), (), (), (), ()]
-    found = rows_of(files)
-    assert list(found) == ["id", "x", "fixed", "s.a", "s.b.c", "text", "at", "y"]
-    assert found["id"].tolist() == list(range(8))
-    assert found["x"].tolist() == [[[i, 1], [2, 3]] for i in range(8)]
-    assert found["fixed"].tolist() == [[i, i + 1] for i in range(8)]
-    assert found["s.b.c"].tolist() == [-i for i in range(8)]
-    assert found["text"].tolist() == [f"row {i}" for i in range(8)]
-    assert found["at"].dtype == np.dtype("datetime64[ns]")
-    assert {name: found[name].dtype for name in ("id", "x", "fixed", "s.a", "y")} == {
+    columns = rows_of(files)
+    assert list(columns) == ["id", "x", "fixed", "s.a", "s.b.c", "text", "at", "y"]
+    assert columns["id"].tolist() == list(range(8))
+    assert columns["x"].tolist() == [[[i, 1], [2, 3]] for i in range(8)]
+    assert columns["fixed"].tolist() == [[i, i + 1] for i in range(8)]
+    assert columns["s.b.c"].tolist() == [-i for i in range(8)]
+    assert columns["text"].tolist() == [f"row {i}" for i in range(8)]
+    assert columns["at"].dtype == np.dtype("datetime64[ns]")
+    assert {name: columns[name].dtype for name in ("id", "x", "fixed", "s.a", "y")} == {
         "id": np.int32,
         "x": np.float32,
         "fixed": np.uint8,

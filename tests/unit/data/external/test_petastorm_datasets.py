@@ -52,16 +52,16 @@ def test_every_codec_restores_the_written_values(decoder, monkeypatch):
         "depth": ("uint16", (3, 2)),
         "y": ("float64", ()),
     }
-    found = rows_of(files)
-    assert found["id"].tolist() == list(range(10))
+    columns = rows_of(files)
+    assert columns["id"].tolist() == list(range(10))
     for i in range(10):
-        assert found["y"][i] == i / 2
-        assert found["name"][i] == f"row {i}"
-        np.testing.assert_array_equal(found["matrix"][i], np.arange(6).reshape(2, 3) + i)
-        np.testing.assert_array_equal(found["packed"][i], [-i] * 4)
-        np.testing.assert_array_equal(found["open"][i], np.full((3, 2), i))
-        np.testing.assert_array_equal(found["image"][i], (np.arange(60).reshape(5, 4, 3) * 4 + i) % 256)
-        np.testing.assert_array_equal(found["depth"][i], np.arange(6).reshape(3, 2) * 10_000 + i)
+        assert columns["y"][i] == i / 2
+        assert columns["name"][i] == f"row {i}"
+        np.testing.assert_array_equal(columns["matrix"][i], np.arange(6).reshape(2, 3) + i)
+        np.testing.assert_array_equal(columns["packed"][i], [-i] * 4)
+        np.testing.assert_array_equal(columns["open"][i], np.full((3, 2), i))
+        np.testing.assert_array_equal(columns["image"][i], (np.arange(60).reshape(5, 4, 3) * 4 + i) % 256)
+        np.testing.assert_array_equal(columns["depth"][i], np.arange(6).reshape(3, 2) * 10_000 + i)
 
 
 def test_the_loaders_decode_petastorms_columns_too():

@@ -104,15 +104,15 @@ def test_an_epoch_can_be_resumed_at_any_step(plan, epoch, data):
     rank = data.draw(st.integers(0, plan.size - 1))
     whole = list(plan._batches(rank, epoch))[first:]
     starts = np.cumsum([0, *plan.shards.block_rows])
-    found = []
+    resumed = []
     for window in plan.windows(rank, epoch, first):
         ids = np.concatenate(
             [np.arange(starts[p.block] + p.start, starts[p.block] + p.stop) for p in window.pieces] or [[]]
         )
         ids = ids if window.order is None else ids[window.order]
         ends = np.cumsum([0, *window.rows])
-        found += [ids[a:b] for a, b in pairwise(ends)]
-    assert [ids.tolist() for ids in found] == [ids.tolist() for ids in whole]
+        resumed += [ids[a:b] for a, b in pairwise(ends)]
+    assert [ids.tolist() for ids in resumed] == [ids.tolist() for ids in whole]
 
 
 @given(plans, epochs)

@@ -85,13 +85,13 @@ def test_an_epoch_of_several_passes_is_resumed_too():
     done = Counter(
         int(row) for step, batch in enumerate(before.global_batches(2)) if step < 8 for row in np.hstack(batch)
     )
-    found = Counter(
+    counts = Counter(
         int(row)
         for rank in range(3)
         for batch in rest_of(before, after, rank, 3, 8).epoch(2)
         for row in batch.columns["row"]
     )
-    assert done + found == everything
+    assert done + counts == everything
 
 
 @pytest.mark.parametrize(("sizes", "done"), [((2, 3, 1), (3, 2)), ((1, 4, 2, 3), (5, 1, 2)), ((3, 3, 3), (2, 0))])

@@ -37,20 +37,20 @@ def schema_of(kinds, *, sparse=False):
 
 
 def rows_of(schema, count, random):
-    found = {}
+    arrays = {}
     for column in schema.columns:
         numbers = random.integers(0, 2 if column.dtype == "bool" else 100, (count, *columns.row_shape(column)))
         if column.sparse:
-            found[column.name] = np.zeros(count, columns.array_type(column))
-            found[column.name]["indices"] = random.integers(0, 9, (count, 2))
-            found[column.name]["values"] = random.random((count, 2))
+            arrays[column.name] = np.zeros(count, columns.array_type(column))
+            arrays[column.name]["indices"] = random.integers(0, 9, (count, 2))
+            arrays[column.name]["values"] = random.random((count, 2))
         elif column.dtype in {"str", "decimal"}:
-            found[column.name] = np.array(
+            arrays[column.name] = np.array(
                 [{"str": str, "decimal": Decimal}[column.dtype](int(x)) for x in numbers], object
             )
         else:
-            found[column.name] = numbers.astype(column.dtype)
-    return found
+            arrays[column.name] = numbers.astype(column.dtype)
+    return arrays
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,10 +68,10 @@ def test_rows_are_returned_in_the_requested_order(kinds, sparse, lengths, share,
     ends = np.cumsum([0, *lengths])
     parts = [{name: array[start:stop] for name, array in whole.items()} for start, stop in pairwise(ends)]
     with ThreadPoolExecutor(2) as threads:
-        found = shuffle_rows(parts, order, schema, threads)
-    assert list(found) == schema.names()
+        shuffled = shuffle_rows(parts, order, schema, threads)
+    assert list(shuffled) == schema.names()
     for column in schema.columns:
-        array = found[column.name]
+        array = shuffled[column.name]
         np.testing.assert_array_equal(array, whole[column.name][order])
         assert array.dtype == columns.array_type(column)
         assert array.flags.c_contiguous

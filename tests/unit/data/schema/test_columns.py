@@ -62,8 +62,8 @@ def test_values_that_contradict_the_manifest_are_refused(array, column, message)
 
 def test_a_slice_of_an_arrow_array_is_converted_from_its_own_rows():
     array = pa.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]).slice(1, 1)
-    found = to_numpy(array, ColumnSpec("c", "float64", (2,), "feature", "array"), "here")
-    assert found.tolist() == [[3.0, 4.0]]
+    converted = to_numpy(array, ColumnSpec("c", "float64", (2,), "feature", "array"), "here")
+    assert converted.tolist() == [[3.0, 4.0]]
 
 
 NUMBERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
@@ -73,9 +73,9 @@ NUMBERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint
 def test_numbers_keep_their_type_and_share_arrows_memory(dtype):
     values = np.arange(6, dtype=dtype)
     array = pa.array(values)
-    found = to_numpy(array, spec(dtype), "here")
-    assert found.dtype == np.dtype(dtype)
-    assert found.ctypes.data == array.buffers()[1].address
+    converted = to_numpy(array, spec(dtype), "here")
+    assert converted.dtype == np.dtype(dtype)
+    assert converted.ctypes.data == array.buffers()[1].address
     rows = to_numpy(pa.FixedSizeListArray.from_arrays(array, 3), spec(dtype, (3,)), "here")
     np.testing.assert_array_equal(rows, values.reshape(2, 3))
     rows = to_numpy(pa.ListArray.from_arrays([0, 2, 4, 6], array), spec(dtype, (2,)), "here")
@@ -93,16 +93,16 @@ def test_nested_arrays_of_any_fixed_shape_arrive_with_null_filled(data, shape, r
         arrow = pa.list_(arrow)
     if nullable and rows:
         # NULL in place of a row, an inner array or an element: the fill replaces everything below it.
-        place = tuple(data.draw(st.integers(0, size - 1)) for size in (rows, *shape))
-        place = place[: data.draw(st.integers(1, len(place)))]
+        position = tuple(data.draw(st.integers(0, size - 1)) for size in (rows, *shape))
+        position = position[: data.draw(st.integers(1, len(position)))]
         inside = nested
-        for index in place[:-1]:
+        for index in position[:-1]:
             inside = inside[index]
-        inside[place[-1]] = None
-        wanted[place] = -5
-    found = to_numpy(pa.array(nested, arrow), spec("int32", shape, fill=-5), "here")
-    np.testing.assert_array_equal(found, wanted)
-    assert found.dtype == np.int32
+        inside[position[-1]] = None
+        wanted[position] = -5
+    converted = to_numpy(pa.array(nested, arrow), spec("int32", shape, fill=-5), "here")
+    np.testing.assert_array_equal(converted, wanted)
+    assert converted.dtype == np.int32
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_nested_arrays_of_any_fixed_shape_arrive_with_null_filled(data, shape, r
     ],
 )
 def test_every_other_type_arrives_as_documented(values, arrow, column, wanted):
-    found = to_numpy(pa.array(values, arrow), column, "here")
-    assert found.dtype == wanted.dtype == columns.array_type(column)
-    assert found.tolist() == wanted.tolist()
+    converted = to_numpy(pa.array(values, arrow), column, "here")
+    assert converted.dtype == wanted.dtype == columns.array_type(column)
+    assert converted.tolist() == wanted.tolist()
     padded = pa.array([values[0], *values], arrow).slice(1)
     assert to_numpy(padded, column, "here").tolist() == wanted.tolist()
 
@@ -150,8 +150,8 @@ def test_every_other_type_arrives_as_documented(values, arrow, column, wanted):
 def test_a_decimal_of_up_to_15_digits_becomes_the_nearest_double(digits, scale):
     decimals = [Decimal(value).scaleb(-scale) for value in digits]
     column = spec(columns.decimal_dtype(15, scale))
-    found = to_numpy(pa.array(decimals, pa.decimal128(15, scale)), column, "here")
-    assert found.tolist() == [float(value) if scale else int(value) for value in decimals]
+    converted = to_numpy(pa.array(decimals, pa.decimal128(15, scale)), column, "here")
+    assert converted.tolist() == [float(value) if scale else int(value) for value in decimals]
 
 
 def test_a_decimal_that_no_float_can_hold_stays_a_decimal():
@@ -169,30 +169,30 @@ ELEMENTS = [[1, 0, -2], [0, 4, 0], [0, 0, 0], [0, 0, 0], [5, 0, 0]]
 
 
 def test_dense_and_sparse_vectors_arrive_with_all_elements():
-    found = to_numpy(pa.array(VECTORS, VECTOR), spec("float64", (3,), "vector"), "here")
-    assert found.tolist() == ELEMENTS
+    converted = to_numpy(pa.array(VECTORS, VECTOR), spec("float64", (3,), "vector"), "here")
+    assert converted.tolist() == ELEMENTS
     array = pa.array([None, *VECTORS, None], VECTOR).slice(1)
-    found = to_numpy(array, spec("float64", (3,), "vector", fill=7.0), "here")
-    assert found.tolist() == [*ELEMENTS, [7, 7, 7]]
+    converted = to_numpy(array, spec("float64", (3,), "vector", fill=7.0), "here")
+    assert converted.tolist() == [*ELEMENTS, [7, 7, 7]]
     assert columns.lengths(array).tolist() == [3, 3, 3, 3, 3, 0]
 
 
 def test_dense_vectors_share_arrows_memory():
     array = pa.array([dense(1.0, 2.0), dense(3.0, 4.0)], VECTOR)
-    found = to_numpy(array, spec("float64", (2,), "vector"), "here")
-    assert found.tolist() == [[1, 2], [3, 4]]
-    assert found.ctypes.data == array.field("values").values.buffers()[1].address
+    converted = to_numpy(array, spec("float64", (2,), "vector"), "here")
+    assert converted.tolist() == [[1, 2], [3, 4]]
+    assert converted.ctypes.data == array.field("values").values.buffers()[1].address
 
 
 def test_sparse_vectors_arrive_as_entries_and_can_be_indexed_like_rows():
     column = spec("float64", (3,), "vector", sparse=True, entries=2)
-    found = to_numpy(pa.array(VECTORS, VECTOR), column, "here")
-    assert found.shape == (5,)
-    assert columns.to_dense(found, column).tolist() == ELEMENTS
-    rows, places, values = columns.coordinates(found)
+    converted = to_numpy(pa.array(VECTORS, VECTOR), column, "here")
+    assert converted.shape == (5,)
+    assert columns.to_dense(converted, column).tolist() == ELEMENTS
+    rows, places, values = columns.coordinates(converted)
     assert list(zip(rows, places, values, strict=True)) == [(0, 0, 1), (0, 2, -2), (1, 1, 4), (4, 0, 5), (4, 2, 0)]
     room = columns.empty(column, 3)
-    room[:2], room[2:] = found[3:], np.take(found, [0], axis=0)
+    room[:2], room[2:] = converted[3:], np.take(converted, [0], axis=0)
     assert columns.to_dense(room, column).tolist() == [ELEMENTS[3], ELEMENTS[4], ELEMENTS[0]]
     assert columns.to_dense(columns.blank(column, 2), column).tolist() == [[0, 0, 0]] * 2
 
@@ -241,8 +241,8 @@ def test_packed_arrays_are_unpacked_and_checked():
     rows = [np.arange(6, dtype=np.int16).reshape(2, 3) * factor for factor in (1, 2)]
     for codec, compressed in [("ndarray", False), ("compressed_ndarray", True)]:
         packed = pa.array([saved(row, compressed) for row in rows])
-        found = to_numpy(packed, spec("int16", (2, 3), codec=codec), "here")
-        np.testing.assert_array_equal(found, rows)
+        converted = to_numpy(packed, spec("int16", (2, 3), codec=codec), "here")
+        np.testing.assert_array_equal(converted, rows)
         with pytest.raises(DataError, match=r"row 0 holds int16 of shape \[2, 3\], expected int32 of shape \[3, 2\]"):
             to_numpy(packed, spec("int32", (3, 2), codec=codec), "here")
         with pytest.raises(DataError, match=f"row 0 is not a valid {codec}"):

@@ -118,10 +118,10 @@ def test_jobs_with_different_cores_per_rank_wait_for_each_other(jobs):
 
 
 def test_an_interrupted_job_releases_its_slots_while_another_thread_waits_for_sparks_answer(jobs):
-    asked, answer = threading.Event(), threading.Event()
+    slots_requested, answer = threading.Event(), threading.Event()
 
     def slots() -> int:
-        asked.set()
+        slots_requested.set()
         answer.wait()
         return 4
 
@@ -132,7 +132,7 @@ def test_an_interrupted_job_releases_its_slots_while_another_thread_waits_for_sp
     def run_first() -> None:
         with jobs.queue.turn(Gang(4, lambda: 4)):
             second.start()
-            asked.wait()
+            slots_requested.wait()
             raise KeyboardInterrupt
 
     second = threading.Thread(target=run_second)

@@ -191,14 +191,14 @@ def made_by_lightning(train, validation):
 
 
 def test_a_lightning_data_module_factory_keeps_the_readers(tmp_path):
-    given = {"model": object(), "feature_cols": ["x"], "label_cols": ["y"], "transformation_fn": len}
-    plan = LightningEstimator(**given, data_module=made_by_lightning)._checked_plan()
+    params = {"model": object(), "feature_cols": ["x"], "label_cols": ["y"], "transformation_fn": len}
+    plan = LightningEstimator(**params, data_module=made_by_lightning)._checked_plan()
     assert _row_loader(plan) is None
     assert plan.data_module is made_by_lightning
     with pytest.raises(
         ParamError, match="data_module loads prepared rows, but this fit sends rows straight from Spark"
     ):
-        LightningEstimator(**given, data_module=Rows)._checked_plan()
+        LightningEstimator(**params, data_module=Rows)._checked_plan()
     with pytest.raises(ParamError, match="transformation_fn needs the native reader, but data_module replaces it"):
         check(replace(plan, data="store", store=LocalStore(str(tmp_path)), data_module=Rows))
 
@@ -233,15 +233,15 @@ def test_validation_metrics_may_be_monitored_if_the_files_have_validation_rows(g
 
 def test_the_spec_of_the_ranks_holds_the_parameters():
     data = schema(x=("feature", "float64", (), "scalar"))
-    given = {"val_batch_size": 7, "train_steps_per_epoch": 3, "validation_steps_per_epoch": 2, "use_gpu": False}
+    parameters = {"val_batch_size": 7, "train_steps_per_epoch": 3, "validation_steps_per_epoch": 2, "use_gpu": False}
     readers = {"train_reader_num_workers": 5, "val_reader_num_workers": 6}
 
     def spec_of(**params):
         plan = EstimatorParams(**params)._plan(num_proc=2, run_id="r", random_seed=1)
         return _train_spec(RunPlan(**vars(plan), division_proc=2, facts=None, lease=None), data)
 
-    spec = spec_of(**given, **readers, inmemory_cache_all=True)
-    assert {name: getattr(spec, name) for name in given} == given
+    spec = spec_of(**parameters, **readers, inmemory_cache_all=True)
+    assert {name: getattr(spec, name) for name in parameters} == parameters
     assert (spec.reading.threads, spec.val_reading.threads) == (5, 6)
     assert spec.reading.cache == spec.val_reading.cache == "memory"
     by_default = spec_of(batch_size=9, local_cache=True)
@@ -261,11 +261,11 @@ def test_several_fits_never_share_one_run():
     optimizer = torch.optim.SGD(fixed["model"].parameters(), lr=0.1)
     fixed |= {"optimizer": optimizer, "store": LocalStore("/nowhere")}
     named, other = TorchEstimator(run_id="r", **fixed), TorchEstimator(**fixed)
-    for estimator, given in ((named, {}), (other, {other.run_id: "r"})):
+    for estimator, param_map in ((named, {}), (other, {other.run_id: "r"})):
         with pytest.raises(ParamError, match="run_id='r' would make several fits share one run"):
-            next(estimator.fitMultiple(object(), [given]))
+            next(estimator.fitMultiple(object(), [param_map]))
         with pytest.raises(ParamError, match="fit takes a Spark DataFrame"):  # a single fit gets as far as its rows
-            estimator.fit(object(), given)
+            estimator.fit(object(), param_map)
 
 
 def test_a_plan_holds_every_parameter_under_its_name_and_never_changes():

@@ -91,21 +91,21 @@ def test_columns_are_matched_by_name_before_order():
         large=("label", "int64", (), "scalar"),
         small=("label", "float32", (), "scalar"),
     )
-    given = parameters(
+    params = parameters(
         data,
         model=two_ended(),
         loss={"small": "mse", "large": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
         metrics={"small": ["mae"]},
     )
-    assert PLUGIN.check(given, data, None) == [(3,), (1,)]
+    assert PLUGIN.check(params, data, None) == [(3,), (1,)]
     watching = EarlyStopping("val_small_mae")
-    PLUGIN.check({**given, "early_stopping": watching}, data, None)
+    PLUGIN.check({**params, "early_stopping": watching}, data, None)
     with pytest.raises(ParamError, match="early_stopping monitors 'val_small_mae', but an epoch reports loss"):
-        PLUGIN.check({**given, "metrics": {"large": ["accuracy"]}, "early_stopping": watching}, data, None)
-    printed = PLUGIN.mapping(given, data)
+        PLUGIN.check({**params, "metrics": {"large": ["accuracy"]}, "early_stopping": watching}, data, None)
+    printed = PLUGIN.mapping(params, data)
     assert "'first' is first as rows x [2]" in printed
     assert "'large' is large" in printed
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data), World(0, 1, 0, 1, 0, 1))
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(data), World(0, 1, 0, 1, 0, 1))
     assert "Doubled" in {type(layer).__name__ for layer in trainer._model.layers}
 
 
@@ -222,9 +222,11 @@ def test_a_loss_that_is_one_number_for_all_rows_takes_no_weights():
 
 def reading(*inputs):
     """Return a model with inputs of these names and dtypes; the tests never run it."""
-    given = [keras.Input((1,), dtype=dtype, name=name) for name, dtype in inputs]
-    looked = [keras.layers.StringLookup(vocabulary=["a"])(each) if each.dtype == "string" else each for each in given]
-    return keras.Model(given, keras.layers.Dense(3)(keras.layers.Concatenate()(looked)))
+    model_inputs = [keras.Input((1,), dtype=dtype, name=name) for name, dtype in inputs]
+    looked = [
+        keras.layers.StringLookup(vocabulary=["a"])(each) if each.dtype == "string" else each for each in model_inputs
+    ]
+    return keras.Model(model_inputs, keras.layers.Dense(3)(keras.layers.Concatenate()(looked)))
 
 
 @pytest.mark.parametrize(
@@ -362,11 +364,11 @@ def test_optimizers_in_a_user_defined_step_are_rejected_if_ranks_would_diverge()
 def test_a_fitted_model_starts_another_training_with_its_optimizer():
     model = network()
     model.compile(optimizer=keras.optimizers.Adam(0.02), loss=parameters()["loss"])
-    given = rows(8)
-    model.fit(given["x"], given["y"], verbose=0)
+    columns = rows(8)
+    model.fit(columns["x"], columns["y"], verbose=0)
     trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model, optimizer=None)), spec(DATA), World())
-    for mine, given in zip(trainer._model.optimizer.variables, model.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(mine.numpy(), given.numpy())
+    for mine, columns in zip(trainer._model.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), columns.numpy())
     assert int(trainer._model.optimizer.iterations) == 1
 
 
@@ -558,11 +560,11 @@ def test_models_that_reject_zeros_are_checked_with_real_rows(kind):
     else:
         ids = keras.Input((2,), dtype="int32")
         model = keras.Model(ids, keras.ops.mean(keras.layers.Embedding(5, 3)(7 - ids), axis=1))
-    given = parameters(IDS, model=model)
-    assert PLUGIN.check(given, IDS, None) in ([], [(3,)])
-    assert PLUGIN.check(given, IDS, {"x": np.array([[3, 5]] * 5), "y": np.arange(5) % 3}) == [(3,)]
+    params = parameters(IDS, model=model)
+    assert PLUGIN.check(params, IDS, None) in ([], [(3,)])
+    assert PLUGIN.check(params, IDS, {"x": np.array([[3, 5]] * 5), "y": np.arange(5) % 3}) == [(3,)]
     with pytest.raises(ModelOutputError):
-        PLUGIN.check(given, IDS, {"x": np.array([[0, 1]] * 5), "y": np.arange(5) % 3})
+        PLUGIN.check(params, IDS, {"x": np.array([[0, 1]] * 5), "y": np.arange(5) % 3})
 
 
 def plain_difference(labels, outputs):
@@ -574,8 +576,8 @@ def test_double_labels_are_cast_like_in_model_fit():
     data = schema(x=("feature", "float64", (6,), "array"), y=("label", "float64", (1,), "array"))
     model = keras.Sequential([network(), keras.layers.Dense(1)])
     model(np.zeros((1, 6)))
-    given = parameters(data, model=model, loss=plain_difference, metrics=[plain_difference])
-    assert PLUGIN.check(given, data, {"x": rows(5)["x"], "y": np.ones((5, 1))}) == [(1,)]
+    params = parameters(data, model=model, loss=plain_difference, metrics=[plain_difference])
+    assert PLUGIN.check(params, data, {"x": rows(5)["x"], "y": np.ones((5, 1))}) == [(1,)]
 
 
 def test_a_retired_parameter_accepts_none_as_its_default():

@@ -72,8 +72,8 @@ def parts_of(kind, count):
 
 def train_with_ignored_values(kind, sizes):
     model, loss, data, made = parts_of(kind, sum(map(sum, sizes)))
-    given = parameters(data, model=model, loss=loss, optimizer=keras.optimizers.SGD(0.1), metrics=None)
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data, epochs=2), session.current().world)
+    params = parameters(data, model=model, loss=loss, optimizer=keras.optimizers.SGD(0.1), metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(data, epochs=2), session.current().world)
     own = partition_rows({name: made[name] for name in data.names()}, sizes, session.current().world.rank, data)
     trainer.fit(own, own, hooks := Hooks())
     record = average_over_ranks(hooks.reports[-1], session.current())
@@ -127,8 +127,8 @@ def train_with_a_loss_per_value(outputs):
         "w": random.uniform(size=count),
     }
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(outputs, kernel_initializer="zeros")])
-    given = parameters(data, model=model, loss=squares, optimizer=keras.optimizers.SGD(0.1), metrics=None)
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data, epochs=1), session.current().world)
+    params = parameters(data, model=model, loss=squares, optimizer=keras.optimizers.SGD(0.1), metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(data, epochs=1), session.current().world)
     own = partition_rows(made, [(4, 4), (4, 4)], session.current().world.rank, data)
     trainer.fit(own, None, Hooks())
     return trainer._model.get_weights(), made
@@ -254,12 +254,12 @@ def test_metrics_that_are_not_means_cover_all_rows(group, sizes):
     model.compile(optimizer=keras.optimizers.Adam(0.02), loss="binary_crossentropy", metrics=metrics_without_means())
     past = model.fit(**data, batch_size=8, epochs=2, validation_data=tuple(data.values()), shuffle=False, verbose=0)
     for epoch, record in enumerate(records):
-        for sign, found in (("", record.train), ("val_", record.validation)):
-            wanted = {name: float(past.history[sign + name][epoch]) for name in found if name != "largest"}
-            assert {name: value for name, value in found.items() if name != "largest"} == pytest.approx(
+        for sign, metrics in (("", record.train), ("val_", record.validation)):
+            wanted = {name: float(past.history[sign + name][epoch]) for name in metrics if name != "largest"}
+            assert {name: value for name, value in metrics.items() if name != "largest"} == pytest.approx(
                 wanted, rel=1e-3
             )
-            assert 0.5 < found["largest"] < float(past.history[f"{sign}largest"][epoch]) + 1e-6
+            assert 0.5 < metrics["largest"] < float(past.history[f"{sign}largest"][epoch]) + 1e-6
 
 
 def evaluate_two_losses(sizes):

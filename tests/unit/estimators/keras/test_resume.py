@@ -309,8 +309,8 @@ def continue_within_an_epoch(kind):
 
     def make():
         warmup = hvd.callbacks.LearningRateWarmupCallback(0.02, warmup_epochs=3)
-        given = {"model": dropping(), "callbacks": [warmup], **resumable(kind)}
-        return PLUGIN.trainer(PLUGIN.pack(parameters(**given)), spec(DATA, epochs=3), world)
+        params = {"model": dropping(), "callbacks": [warmup], **resumable(kind)}
+        return PLUGIN.trainer(PLUGIN.pack(parameters(**params)), spec(DATA, epochs=3), world)
 
     class Interrupted(Hooks):
         def on_step_end(self, report, trainer):

@@ -89,8 +89,8 @@ def test_ranks_are_one_big_batch(group, sizes, weighted, passes):
 
 def train_two_ended(sizes):
     world, plain = session.current().world, source(sizes, session.current().world.rank, WEIGHTED)
-    given = parameters(TWO_ENDED, model=prepared(), loss=both(), loss_weights=[1.0, 0.5], metrics=None)
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(TWO_ENDED, epochs=2), world)
+    params = parameters(TWO_ENDED, model=prepared(), loss=both(), loss_weights=[1.0, 0.5], metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(TWO_ENDED, epochs=2), world)
     train = ArraySource(TWO_ENDED, two_ended_rows(plain.rows()), plain.mine, plain.everyones)
     trainer.fit(train, None, Hooks())
     return [weight for head in trainer._model.heads for weight in head.get_weights()]
@@ -134,11 +134,11 @@ class TwoPlainOptimizers(TwoOptimizers):
 
 def train_with_two_optimizers(sizes):
     compiled_with = keras.optimizers.SGD(0.1, name="sgd")
-    given = parameters(model=built(TwoOptimizers), optimizer=compiled_with, loss="mse", metrics=None)
+    params = parameters(model=built(TwoOptimizers), optimizer=compiled_with, loss="mse", metrics=None)
     world = session.current().world
     if world.rank == 0:  # like a driver that has checked the model: the next optimizer has another name
         keras.optimizers.SGD()
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA, epochs=2), world)
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(DATA, epochs=2), world)
     trainer.fit(source(sizes, world.rank), None, Hooks())
     if world.rank != 0:  # makes the names equal for the next case
         keras.optimizers.SGD()

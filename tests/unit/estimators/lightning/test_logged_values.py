@@ -254,11 +254,11 @@ def values_read_by_rank_0(progress_bar):
 
 @pytest.mark.parametrize("progress_bar", [False, True], ids=["callback", "progress bar"])
 def test_a_single_rank_may_read_the_values_of_an_epoch(group, progress_bar):
-    (found, record), (other, _) = group.run(values_read_by_rank_0, progress_bar)
+    (values, record), (other, _) = group.run(values_read_by_rank_0, progress_bar)
     assert other == []
     assert record.train.keys() == {"loss", "accuracy", "twice"}
     if not progress_bar:
-        of_validation, of_training = found
+        of_validation, of_training = values
         assert of_validation["val_loss"] == pytest.approx(record.validation["loss"])
         assert of_training["twice_epoch"] == pytest.approx(record.train["twice"])
         assert of_training["accuracy"] == pytest.approx(record.train["accuracy"])

@@ -47,7 +47,7 @@ def continued(kind, keeps_best=False):
 
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
-    rank, found = session.current().world.rank, []
+    rank, results = session.current().world.rank, []
     for stops in ((1,), (4,), (2, 3, 4)) if keeps_best else ((4,), (2, 4)):
         state, first = None, 0
         for epochs in stops:
@@ -59,8 +59,8 @@ def continued(kind, keeps_best=False):
             trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
             assert [report.epoch for report in hooks.reports] == list(range(first, epochs))
             state, first = hvd.broadcast_object(hooks.state, 0), epochs  # like ranks that read it from the Store
-        found.append(flat(trainer._package.model) if rank == 0 or not keeps_best else None)
-    return found
+        results.append(flat(trainer._package.model) if rank == 0 or not keeps_best else None)
+    return results
 
 
 def test_a_resumed_run_returns_the_best_epoch_of_all(group):
@@ -232,7 +232,7 @@ def first_epoch_before_unfreezing():
             if epoch == 1:
                 self.unfreeze_and_add_param_group(trained.layers[0], optimizer)
 
-    model, rank, found = module(), session.current().world.rank, []
+    model, rank, results = module(), session.current().world.rank, []
     type(model).configure_optimizers = lambda trained: torch.optim.SGD(trained.layers[2].parameters(), 0.1)
     trainer, hooks = trainer_of(model, 2, callbacks=[Second()]), First()
     trainer.fit(source(EVEN, rank), None, hooks)
@@ -240,8 +240,8 @@ def first_epoch_before_unfreezing():
         if state is not None:
             trainer.restore(state)
         frozen = [name for name, one in trainer._package.model.named_parameters() if not one.requires_grad]
-        found.append((len(trainer._trainer.optimizers[0].param_groups), frozen))
-    return found
+        results.append((len(trainer._trainer.optimizers[0].param_groups), frozen))
+    return results
 
 
 def test_the_best_epoch_may_precede_a_change_of_the_optimizers_groups(group):
@@ -634,7 +634,7 @@ def resumed_with_a_fading_loss(sizes):
     """Return the weight of the loss and the parameters of an undisturbed and a resumed run."""
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
-    rank, found = session.current().world.rank, []
+    rank, results = session.current().world.rank, []
     for stops in ((2,), (1, 2)):
         state, first = None, 0
         for epochs in stops:
@@ -645,8 +645,8 @@ def resumed_with_a_fading_loss(sizes):
                 trainer.restore(state)
             trainer.fit(source(sizes, rank), None, hooks)
             state, first = hvd.broadcast_object(hooks.state, 0), epochs
-        found.append((trainer._package.losses[0].weight.item(), flat(model)))
-    return found
+        results.append((trainer._package.losses[0].weight.item(), flat(model)))
+    return results
 
 
 def test_the_buffers_of_a_plain_modules_loss_resume_and_ignore_steps_without_rows(group):
@@ -664,7 +664,7 @@ def continued_with_pruning(permanent, lottery):
 
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
-    rank, found = session.current().world.rank, []
+    rank, results = session.current().world.rank, []
     for stops in ((4,), (2, 3, 4)):
         state, first = None, 0
         for epochs in stops:
@@ -681,8 +681,8 @@ def continued_with_pruning(permanent, lottery):
             state, first = hvd.broadcast_object(hooks.state, 0), epochs
         layers = trainer._package.model.layers
         weights = np.concatenate([layers[at].weight.detach().flatten().numpy() for at in (0, 2)])
-        found.append((weights, layers[0].bias.detach().numpy()))
-    return found
+        results.append((weights, layers[0].bias.detach().numpy()))
+    return results
 
 
 @pytest.mark.parametrize(("permanent", "lottery"), [(True, False), (False, False), (True, True)])
@@ -697,7 +697,7 @@ def continued_in_double_precision():
     """Return the parameters of an uninterrupted run with the precision 64-true, and of one that resumes."""
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
-    rank, found = session.current().world.rank, []
+    rank, results = session.current().world.rank, []
     for stops in ((4,), (2, 4)):
         state, first = None, 0
         for epochs in stops:
@@ -707,8 +707,8 @@ def continued_in_double_precision():
                 trainer.restore(state)
             trainer.fit(source(EVEN, rank), None, hooks)
             state, first = hvd.broadcast_object(hooks.state, 0), epochs
-        found.append(flat(trainer._package.model))
-    return found
+        results.append(flat(trainer._package.model))
+    return results
 
 
 def test_a_resumed_run_keeps_the_digits_of_double_precision(group):
@@ -730,7 +730,7 @@ def continued_with_late_buffers():
             super().on_train_batch_end(*parts)
             self.seen = (0 if self.seen is None else self.seen) + torch.ones(2)
 
-    rank, found = session.current().world.rank, []
+    rank, results = session.current().world.rank, []
     for stops in ((4,), (2, 4)):
         state, first = None, 0
         for epochs in stops:
@@ -739,8 +739,8 @@ def continued_with_late_buffers():
                 trainer.restore(state)
             trainer.fit(source(EVEN, rank), None, hooks)
             state, first = hvd.broadcast_object(hooks.state, 0), epochs
-        found.append((flat(trainer._package.model), trainer._package.model.seen.numpy()))
-    return found
+        results.append((flat(trainer._package.model), trainer._package.model.seen.numpy()))
+    return results
 
 
 def test_a_resumed_run_keeps_buffers_that_were_none_at_its_start(group):

@@ -72,14 +72,14 @@ def relative_error(parameters, wanted):
 @pytest.mark.parametrize("sizes", [EVEN, SOME_EMPTY], ids=["even", "some empty"])
 def test_all_ranks_together_are_one_big_batch_and_logged_values_are_over_all_rows(group, sizes):
     wanted, loss, accuracy = trained_plainly([sum(step) for step in sizes], epochs=2)
-    found = group.run(trained, sizes, "simple", 2, {})
-    for parameters, record in found:
+    results = group.run(trained, sizes, "simple", 2, {})
+    for parameters, record in results:
         assert relative_error(parameters, wanted) < 1e-5
         assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
         assert record.train["accuracy"] == pytest.approx(accuracy)
         assert record.train["twice"] == pytest.approx(2 * loss, rel=1e-5)
         assert math.isfinite(record.validation["loss"])
-    assert np.array_equal(found[0][0], found[1][0])
+    assert np.array_equal(results[0][0], results[1][0])
 
 
 @pytest.mark.parametrize("sizes", [SOME_EMPTY, [(5, 0), (7, 0), (4, 0)]])

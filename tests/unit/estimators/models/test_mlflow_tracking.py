@@ -73,11 +73,11 @@ def test_the_active_run_gets_parameters_metrics_by_epoch_and_a_model(mlflow, mod
     losses = mlflow.MlflowClient().get_metric_history(run.info.run_id, "val_loss")
     assert {(one.step, one.value) for one in losses} == {(0, 2.5), (1, 1.5)}
     (logged,) = mlflow.search_logged_models(output_format="list")
-    found = mlflow.pyfunc.load_model(logged.model_uri).predict(TABLE)
-    assert found.index.tolist() == [7, 9]
+    predicted = mlflow.pyfunc.load_model(logged.model_uri).predict(TABLE)
+    assert predicted.index.tolist() == [7, 9]
     with torch.no_grad():
         wanted = network(torch.tensor(np.stack(TABLE["w"]), dtype=torch.float32))[:, 0]
-    assert found["found"].tolist() == wanted.tolist()
+    assert predicted["found"].tolist() == wanted.tolist()
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
@@ -287,14 +287,14 @@ def test_a_fill_that_the_column_type_cannot_hold_is_not_rounded():
 def test_predict_refuses_the_columns_that_transform_refuses():
     column = ColumnSpec("x", "float64", (), "feature", "scalar")
     pairs = replace(column, shape=(2,), kind="array")
-    for given, asked, error, message in (
+    for values, spec, error, message in (
         (["1.5", "2"], column, SchemaError, "'x' holds str values; the model takes numbers"),
         ([[1.0], [2.0]], column, DataError, r"rows of shape \[1\]; the model was trained with rows of shape \[\]"),
         ([[1.0] * 4] * 2, pairs, DataError, r"rows of shape \[4\]; the model was trained with rows of shape \[2\]"),
         ([[1.0, 2.0], [1.0]], pairs, DataError, "'x' has rows of different shapes"),
     ):
         with pytest.raises(error, match=message):
-            pandas_model(RecordingPredictor(), (("x", asked),)).predict(pd.DataFrame({"x": given}))
+            pandas_model(RecordingPredictor(), (("x", spec),)).predict(pd.DataFrame({"x": values}))
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")

@@ -188,7 +188,7 @@ def test_a_grid_may_take_parameters_from_the_class(kind):
 
 
 def test_numpys_numbers_and_lists_are_accepted_like_pythons():
-    given = {
+    params = {
         "validation": np.float32(0.25),
         "batch_size": np.int16(4),
         "shuffle": np.bool_(False),
@@ -198,9 +198,9 @@ def test_numpys_numbers_and_lists_are_accepted_like_pythons():
         "clip_grad_norm": np.float64(2.0),
         "fill": {"a": np.float32(0.5)},
     }
-    estimator = TorchEstimator(**given)
+    estimator = TorchEstimator(**params)
     values = estimator.values()
-    assert {name: values[name] for name in given} == {
+    assert {name: values[name] for name in params} == {
         "validation": 0.25,
         "batch_size": 4,
         "shuffle": False,
@@ -210,7 +210,7 @@ def test_numpys_numbers_and_lists_are_accepted_like_pythons():
         "clip_grad_norm": 2.0,
         "fill": {"a": 0.5},
     }
-    json.dumps({name: values[name] for name in given})
+    json.dumps({name: values[name] for name in params})
     assert repr(EarlyStopping(patience=np.int64(3), min_delta=np.float32(0.5))) == repr(
         EarlyStopping("val_loss", 3, 0.5)
     )

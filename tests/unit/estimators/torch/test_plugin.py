@@ -101,11 +101,16 @@ OF_LIGHTNING = ("callbacks", "logger", "trainer_args", "input_shapes", "label_sh
 
 
 def checked(plugin, kind, rows):
-    given = params(IdsFromOne(kind), refuses_nothing if kind == "loss" else functional.cross_entropy)
+    model_params = params(IdsFromOne(kind), refuses_nothing if kind == "loss" else functional.cross_entropy)
     if plugin is LIGHTNING:
-        given = {**dict.fromkeys(OF_LIGHTNING), "batch_format": "dict", "checkpoints": Checkpoints(), **given}
+        model_params = {
+            **dict.fromkeys(OF_LIGHTNING),
+            "batch_format": "dict",
+            "checkpoints": Checkpoints(),
+            **model_params,
+        }
     ids = DataSchema((ColumnSpec("x", "int64", (), "feature", "scalar"), *columns(()).of("label")))
-    return plugin.check(given, ids, rows)
+    return plugin.check(model_params, ids, rows)
 
 
 @pytest.mark.parametrize("plugin", [PLUGIN, LIGHTNING], ids=["torch", "lightning"])

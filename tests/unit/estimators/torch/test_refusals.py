@@ -45,11 +45,11 @@ def _rebuild(inputs, outputs, state):
 @pytest.mark.parametrize("plugin", [PLUGIN, lightning_plugin.PLUGIN])
 def test_a_model_that_loses_its_parameters_in_a_pickle_is_refused(plugin):
     model = torch.nn.Sequential(torch.nn.Linear(6, 6), Rebuilt(6, 3))
-    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "label_cols": ("y",)}
-    given |= {"loss": torch.nn.CrossEntropyLoss(), "batch_format": "numpy", "logger": None}
-    given["checkpoints"] = Checkpoints()
+    params = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "label_cols": ("y",)}
+    params |= {"loss": torch.nn.CrossEntropyLoss(), "batch_format": "numpy", "logger": None}
+    params["checkpoints"] = Checkpoints()
     with pytest.raises(ParamError, match=r"Pickling the model creates new parameters.* Look at Rebuilt"):
-        plugin.check(given, DATA, None)
+        plugin.check(params, DATA, None)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -82,13 +82,13 @@ def test_a_schedule_whose_function_needs_a_rank_is_not_checked_on_the_driver():
         return StepLR(optimizer, session.current().world.size)
 
     model = torch.nn.Linear(6, 3)
-    given = {
+    params = {
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "loss": torch.nn.CrossEntropyLoss(),
         "label_cols": ("y",),
     }
-    assert PLUGIN.check({**given, "lr_scheduler": LRSchedule(needs_rank)}, DATA, None) == [(3,)]
+    assert PLUGIN.check({**params, "lr_scheduler": LRSchedule(needs_rank)}, DATA, None) == [(3,)]
 
 
 @pytest.mark.parametrize(

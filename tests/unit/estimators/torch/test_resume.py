@@ -178,14 +178,14 @@ def test_a_resumed_schedule_continues_with_its_numpy_numbers(scheduler, omitted,
             content = torch.load(io.BytesIO(state), weights_only=True)
             optimizer.load_state_dict(content[0])
             schedule.restore(content[1], 1.0)
-        found = []
+        states = []
         for epoch in range(count):
             schedule.after_epoch(EpochRecord(epoch, {}))
-            found.append(optimizer.param_groups[0]["lr"])
+            states.append(optimizer.param_groups[0]["lr"])
         buffer = io.BytesIO()
         torch.save([plain_numbers(optimizer.state_dict()), schedule.state()], buffer)
         schedule.state()
-        return found, buffer.getvalue()
+        return states, buffer.getvalue()
 
     wanted, _ = rates(5)
     assert len(set(wanted)) > 2
@@ -338,13 +338,13 @@ def train_with_buffers(sizes):
 
 @pytest.mark.parametrize("sizes", [[(5, 3, 2), (2, 7, 0)] * 5, [(0, 4, 4)] * 9], ids=["uneven", "no rows on rank 0"])
 def test_the_validation_measures_the_returned_model_and_resumes_bit_for_bit(group, sizes):
-    found = group.run(train_with_buffers, sizes)
-    for loss, wanted, states in found:
+    results = group.run(train_with_buffers, sizes)
+    for loss, wanted, states in results:
         assert loss == pytest.approx(wanted, rel=1e-6)
         for state in states:
             for name, value in state.items():
-                assert np.array_equal(value, found[0][2][0][name]), name
-    assert found[0][2][0]["0.num_batches_tracked"] > 0
+                assert np.array_equal(value, results[0][2][0][name]), name
+    assert results[0][2][0]["0.num_batches_tracked"] > 0
 
 
 class Annealing(torch.nn.Sequential):
@@ -440,11 +440,11 @@ def train_with_attributes(end, rows_of_step):
     logging.getLogger("sparkhvd.estimators").addHandler(kept)
     second.fit(rows_of_rank, None, again)
     logging.getLogger("sparkhvd.estimators").removeHandler(kept)
-    found = [
+    results = [
         (flat(each._model), each._model.scale, each._model.mean.numpy(), each._plain_optimizer.steps)
         for each in (undisturbed, second)
     ]
-    return found, kept.messages
+    return results, kept.messages
 
 
 @pytest.mark.parametrize("end", [(1, 4), (2, 0)], ids=["within an epoch", "between epochs"])

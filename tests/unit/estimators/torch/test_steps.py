@@ -385,12 +385,12 @@ def test_torchmetrics_are_computed_over_the_rows_of_all_ranks(group):
     auroc = torchmetrics.classification.MulticlassAUROC(3)  # its state has all predictions
     doubled = torchmetrics.classification.MulticlassAccuracy(3) * 2  # its state is in the wrapped metric
     metrics = {"f1": macro, "auroc": auroc, "doubled": doubled, "wrapped": Halved(auroc)}
-    found = group.run(train, {"metrics": metrics}, {})
+    results = group.run(train, {"metrics": metrics}, {})
     model, data = network(), rows(sum(map(sum, SIZES)))
-    torch.nn.utils.vector_to_parameters(torch.from_numpy(found[0][0]), model.parameters())
+    torch.nn.utils.vector_to_parameters(torch.from_numpy(results[0][0]), model.parameters())
     output, label = model(torch.from_numpy(data["x"]).float()), torch.from_numpy(data["y"])
     for name, metric in metrics.items():
-        (total, count), (nothing, none) = found[0][3][name], found[1][3][name]
+        (total, count), (nothing, none) = results[0][3][name], results[1][3][name]
         assert (count, nothing, none) == (1, 0.0, 0)
         assert total == pytest.approx(float(copy.deepcopy(metric)(output, label)), rel=1e-5)
 

@@ -19,13 +19,13 @@ def make_cache(tmp_path):
 
     def make(principal):
         path = tmp_path / "ticket"
-        context, cache, found = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        context, cache, principal_handle = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         assert kerberos.krb5_init_context(ctypes.byref(context)) == 0
         assert kerberos.krb5_cc_resolve(context, f"FILE:{path}".encode(), ctypes.byref(cache)) == 0
-        assert kerberos.krb5_parse_name(context, principal.encode(), ctypes.byref(found)) == 0
-        assert kerberos.krb5_cc_initialize(context, cache, found) == 0
+        assert kerberos.krb5_parse_name(context, principal.encode(), ctypes.byref(principal_handle)) == 0
+        assert kerberos.krb5_cc_initialize(context, cache, principal_handle) == 0
         assert kerberos.krb5_cc_close(context, cache) == 0
-        kerberos.krb5_free_principal(context, found)
+        kerberos.krb5_free_principal(context, principal_handle)
         kerberos.krb5_free_context(context)
         return path
 

@@ -66,7 +66,7 @@ def with_threads(tmp_path, monkeypatch) -> str:
 
 
 class Lines:
-    """A log that keeps what a worker writes."""
+    """A log that keeps the output of a worker."""
 
     rank = 0
 

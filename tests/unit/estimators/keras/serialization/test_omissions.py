@@ -252,10 +252,10 @@ def test_the_functions_of_losses_and_metrics_keep_their_arguments(module):
             required = [p for p in inspect.signature(kind).parameters.values() if p.default is inspect.Parameter.empty]
             if value is None or required:
                 continue
-            given = kind(**{name: value})
-            if not (arguments := getattr(given, "_fn_kwargs", None)):
+            original = kind(**{name: value})
+            if not (arguments := getattr(original, "_fn_kwargs", None)):
                 continue
-            again = from_configs(pickle.loads(pickle.dumps(to_configs({"one": [given]}))))["one"][0]
+            again = from_configs(pickle.loads(pickle.dumps(to_configs({"one": [original]}))))["one"][0]
             assert again._fn_kwargs == arguments, (kind, name)
             tried.append((kind.__name__, name))
     assert ("Huber", "delta") in tried or ("CosineSimilarity", "axis") in tried
@@ -283,12 +283,12 @@ def test_weights_of_losses_are_a_dict_a_list_or_a_number(weights):
     inputs = keras.Input((6,))
     model = keras.Model(inputs, keras.layers.Dense(3, name="end")(inputs))
     loss = {"end": keras.losses.SparseCategoricalCrossentropy()} if isinstance(weights, dict) else "mse"
-    given = parameters(model=model, loss=loss, loss_weights=weights, metrics=None)
+    params = parameters(model=model, loss=loss, loss_weights=weights, metrics=None)
     batch = {"x": rows(4)["x"], "y": rows(4)["y"]}
     if loss == "mse":
-        given["label_shapes"] = [[1]]
-    assert PLUGIN.check(given, DATA, batch) == [(3,)]
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA), World(0, 1, 0, 1, 0, 1))
+        params["label_shapes"] = [[1]]
+    assert PLUGIN.check(params, DATA, batch) == [(3,)]
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(DATA), World(0, 1, 0, 1, 0, 1))
     assert trainer._package.loss_weights == weights
 
 
