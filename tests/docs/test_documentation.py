@@ -87,7 +87,7 @@ def test_lines_of_prose_have_at_most_100_characters() -> None:
     assert long == []
 
 
-def test_the_services_page_says_which_runtimes_sparkhvd_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_services_page_lists_the_supported_runtimes_correctly(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (_ROOT / "docs" / "platforms" / "services.md").read_text()
     rows = re.findall(
         r"^\| (.+?) \| (\d[\d.]+) \| (\d\.\d+)(?: to [\d.]+)? \| (no: Python|yes.*?) \|", page, re.MULTILINE

@@ -27,7 +27,7 @@ def _settings_of_the_launch(monkeypatch):
 
 
 @pytest.mark.parametrize("elastic", [False, True])
-def test_init_of_a_program_reads_what_the_program_has_changed(tmp_path, elastic):
+def test_init_of_a_program_reads_settings_that_the_program_has_changed(tmp_path, elastic):
     flags = ("-np", 2, *(("--min-np", 2) if elastic else ()))
     done = sparkhvdrun(*flags, "--timeline-filename", tmp_path / "launch.json", sys.executable, PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -38,7 +38,7 @@ def test_init_of_a_program_reads_what_the_program_has_changed(tmp_path, elastic)
 
 
 @pytest.mark.parametrize("run", [sparkhvd.run, sparkhvd.run_elastic])
-def test_init_of_a_function_reads_what_the_function_has_changed(tmp_path, run):
+def test_init_of_a_function_reads_settings_that_the_function_has_changed(tmp_path, run):
     assert run(change_settings, (str(tmp_path),), num_proc=2, launcher="local", verbose=0) == [EXPECTED] * 2
     assert "sum1" in (tmp_path / "own.json").read_text()
 

@@ -418,7 +418,7 @@ def test_a_torch_training_that_loses_a_rank_ends_with_the_weights_of_an_undistur
 
 
 @pytest.mark.usefixtures("warm_ranks")
-def test_a_model_whose_state_dict_holds_copies_is_synchronized():
+def test_a_model_whose_state_dict_has_copies_is_synchronized():
     options = FAST | {"preload": ("torch._dynamo",)}
     weights = sparkhvd.run_elastic(training.synchronize_a_model_whose_state_dict_holds_copies, num_proc=2, **options)
     assert weights == [5.0, 5.0]

@@ -152,7 +152,7 @@ def test_an_interrupt_ends_all_processes_of_a_job_and_releases_its_resources(tmp
 
 
 @pytest.mark.usefixtures("cluster")
-def test_too_few_resources_are_reported_with_those_of_the_cluster():
+def test_too_few_resources_are_reported_with_the_resources_of_the_cluster():
     nodes = r"1 node with 1 CPU; 1 node with 2 CPU and 2 GPU"
     words = rf"4 ranks with 1 CPU each were requested, but the Ray cluster has {nodes}\. Request fewer ranks"
     with pytest.raises(SlotsError, match=words):
@@ -165,7 +165,7 @@ def test_too_few_resources_are_reported_with_those_of_the_cluster():
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("cluster")
-def test_resources_that_stay_busy_are_a_start_timeout():
+def test_resources_that_stay_busy_cause_a_start_timeout():
     from ray.util.placement_group import placement_group, remove_placement_group  # noqa: PLC0415
 
     group = placement_group([{"CPU": 2.0}])

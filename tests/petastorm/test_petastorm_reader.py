@@ -99,7 +99,7 @@ def test_all_ranks_have_equal_steps_and_every_row_is_read_once(plain, size, shuf
             np.testing.assert_array_equal(batch.columns["a"], np.stack([batch.columns["x"], -batch.columns["x"]], 1))
 
 
-def test_the_order_of_rows_depends_on_seed_and_epoch_only(plain):
+def test_the_order_of_rows_depends_only_on_seed_and_epoch(plain):
     def order(epoch, **options):
         return [batch.columns["x"].tolist() for batch in source_of(plain, shuffle=True, **options).epoch(epoch)]
 

@@ -40,13 +40,13 @@ def test_its_model_transforms_and_survives_saving_and_loading(results):
     assert values["pipeline"]
 
 
-def test_its_package_decides_what_identifies_a_run(results):
+def test_its_package_decides_which_parameters_identify_a_run(results):
     values = results[0]
     assert values["run found again"] == values["run"]
     assert values["run of other weights"] != values["run"]
 
 
-def test_a_warning_names_its_way_to_seed(results):
+def test_a_warning_names_its_method_of_seeding(results):
     assert "keras.utils.set_random_seed, numpy.random.default_rng)" in results[1]
 
 

@@ -344,7 +344,7 @@ def test_a_loss_that_is_not_finite_ends_the_fit_at_its_first_report(spark, tmp_p
 
 
 @pytest.mark.soak
-def test_without_changes_the_weights_are_those_of_a_fixed_fit(fit, tmp_path):
+def test_without_changes_an_elastic_fit_trains_the_weights_of_a_fixed_fit(fit, tmp_path):
     other = Store.create(str(tmp_path / "other"))
     elastic = fit("torch", [], num_proc=2, max_num_proc=2, backend="local")
     fixed = fit("torch", [], num_proc=2, backend="local", store=other)

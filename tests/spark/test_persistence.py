@@ -67,7 +67,7 @@ def test_a_loaded_pipeline_model_predicts_the_same(trained, rows, tmp_path):
     assert mine == theirs
 
 
-def test_the_native_file_lies_beside_the_metadata(trained, tmp_path):
+def test_the_native_file_is_beside_the_metadata(trained, tmp_path):
     trained.stages[-1].save(str(tmp_path / "model"))
     weights = torch.load(tmp_path / "model" / "model" / "state_dict.pt", weights_only=True)
     assert torch.equal(weights["weight"], trained.stages[-1].getModel().weight)

@@ -347,7 +347,7 @@ def test_nondeterministic_rows_are_never_reused(spark, source):
     assert {name: fingerprint(one) for name, one in unknown.items() if fingerprint(one) is not None} == {}
 
 
-def test_a_cache_is_recognized_during_its_lifetime_only(spark, store, source):
+def test_a_cache_is_recognized_only_during_its_lifetime(spark, store, source):
     """A cache holds the rows of one evaluation, even if another evaluation would give other rows."""
     _, read = source
     plain = fingerprint(read())

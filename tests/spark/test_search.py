@@ -245,7 +245,7 @@ def test_another_trial_is_promoted_if_the_best_one_fails(df, store):
     assert sorted(trial.state.name for trial in result.study.trials) == ["COMPLETE", "FAIL"]
 
 
-def test_several_metrics_give_a_front_of_models(df, store):
+def test_several_metrics_return_a_pareto_front_of_models(df, store):
     result = tune.minimize(estimator(store, metrics=[mean_error]), df, space, 3, metric=["val_loss", "val_mean_error"])
     front = {number: trial.values for number, trial in result.best_trials.items()}
     assert front.keys() == result.models.keys()

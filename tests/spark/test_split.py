@@ -93,7 +93,7 @@ def test_the_split_does_not_depend_on_the_order_of_struct_fields(plain):
     assert split(one, ["s"]) == split(other, ["s"])
 
 
-def test_equal_values_in_different_storage_get_the_same_split(spark):
+def test_values_that_compare_equal_get_the_same_split(spark):
     rows = [(zero, float(row)) for row in range(ROWS) for zero in (0.0, -0.0)]
     sides = split(spark.createDataFrame(rows, "x double, y double").coalesce(1), ["x"])
     assert sides[::2] == sides[1::2]

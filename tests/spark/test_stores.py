@@ -241,7 +241,7 @@ def test_the_writers_error_names_the_store(spark, hdfs, monkeypatch):
 
 
 @pytest.mark.usefixtures("sparks_own_credentials")
-def test_a_store_without_credentials_takes_sparks(spark):
+def test_a_store_without_credentials_uses_those_of_spark(spark):
     store = with_spark_credentials(Store.create(f"s3a://{BUCKET}/{uuid.uuid4().hex}"), spark)
     own = with_spark_credentials(Store.create(f"s3a://{BUCKET}/x", storage_options={"anon": True}), spark)
     assert store.storage_options["secret"] == SECRET

@@ -155,7 +155,7 @@ def test_the_users_model_and_optimizer_are_not_changed(fitted, user_objects):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_model_and_its_optimizer_come_back_trained(fitted):
+def test_the_model_and_its_optimizer_are_returned_trained(fitted):
     model, optimizer = fitted.getModelAndOptimizer()
     assert not model.training
     assert torch.equal(parameters(model), parameters(fitted.getModel()))
@@ -450,7 +450,7 @@ def test_errors_visible_in_the_rows_are_raised_before_training(spark, store, row
     assert [path for path in store.list("") if path.startswith("runs/")] == runs
 
 
-def test_an_epoch_has_the_requested_steps_also_from_a_cache(store, xor):
+def test_an_epoch_has_the_requested_steps_even_from_a_cache(store, xor):
     model = network()
     adam = torch.optim.Adam(model.parameters())
     asked = {"train_steps_per_epoch": 3, "validation_steps_per_epoch": 1, "val_batch_size": 5, "local_cache": True}

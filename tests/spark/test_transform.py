@@ -100,7 +100,9 @@ def outputs_by_hand(framework, native, table, size):
 
 @pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*")  # within Lightning 2.6 with torch 2.13
-def test_every_framework_gives_the_same_bits_at_equal_batches_and_nearly_the_same_at_others(spark, tmp_path, framework):
+def test_every_framework_predicts_bitwise_equally_at_equal_batches_and_nearly_equally_at_others(
+    spark, tmp_path, framework
+):
     spark.range(40).selectExpr(*trainings.ROWS).coalesce(1).write.parquet(str(tmp_path / "rows"))
     rows = spark.read.parquet(str(tmp_path / "rows"))
     made = trainings.estimator(framework, Store.create(str(tmp_path / "store")))

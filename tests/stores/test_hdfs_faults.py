@@ -183,7 +183,7 @@ def test_a_missing_default_file_system_is_an_error(monkeypatch):
         HDFSStore("/user/x").list("")
 
 
-def test_a_path_without_a_scheme_lies_on_the_default_file_system(hdfs, monkeypatch):
+def test_a_path_without_a_scheme_is_on_the_default_file_system(hdfs, monkeypatch):
     monkeypatch.setenv("HADOOP_CONF_DIR", str(hdfs.conf))
     folder = f"/user/{uuid.uuid4().hex}"
     store = HDFSStore(folder)

@@ -21,7 +21,7 @@ def test_deadline_in_the_past_is_expired_and_has_no_time_left() -> None:
     assert deadline.remaining() == 0.0
 
 
-def test_check_raises_a_timeout_that_names_what_was_waited_for() -> None:
+def test_check_raises_a_timeout_that_names_the_awaited_event() -> None:
     with pytest.raises(TimeoutError, match=r"^Timed out waiting for rank 3\.$") as caught:
         Deadline.after(0).check("rank 3")
     assert isinstance(caught.value, DeadlineExceededError)

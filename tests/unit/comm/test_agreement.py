@@ -43,7 +43,7 @@ def test_other_types_take_the_values_of_the_first_rank_with_a_weight(group):
     assert found == {"i": 6, "b": [True]}
 
 
-def test_without_weights_all_ranks_count_alike(group):
+def test_without_weights_all_ranks_count_equally(group):
     found = agreed(group, [{"a": np.array([float(rank)]), "n": np.array(rank)} for rank in range(3)], weights=(0, 0, 0))
     assert found == {"a": [1.0], "n": 0}
 

@@ -131,6 +131,6 @@ def connect_in_child(port: int):
         return client.get("before", Deadline.after(10.0))
 
 
-def test_a_child_leaves_the_clients_of_the_rendezvous_alone():
+def test_a_child_does_not_affect_the_clients_of_the_rendezvous():
     with RankGroup(1) as group:
         assert group.run(connect_in_child, group.port) == [b"1"]

@@ -63,7 +63,7 @@ def init_after_a_refusal(refused, kind, rounds=ROUNDS):
     ],
     ids=["twice", "apart", "everybody", "outside", "negative"],
 )
-def test_every_rank_refuses_impossible_sets_alike_and_the_next_init_succeeds(group, refused, message):
+def test_every_rank_refuses_impossible_sets_equally_and_the_next_init_succeeds(group, refused, message):
     messages = group.run(init_after_a_refusal, refused, ConfigError)
     assert {text for of_rank in messages for text in of_rank} == {messages[0][0]}
     assert message in messages[0][0]

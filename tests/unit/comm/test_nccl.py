@@ -42,7 +42,7 @@ def test_an_nccl_that_cannot_be_loaded_counts_as_none(monkeypatch):
     assert "[ ] NCCL" in check_build()
 
 
-def test_nccl_is_loaded_on_request_only(monkeypatch):
+def test_nccl_is_loaded_only_on_request(monkeypatch):
     monkeypatch.setattr(nccl, "library", lambda: pytest.fail("NCCL has not been requested"))
     assert nccl.libraries(Config()) is None
 

@@ -38,7 +38,7 @@ def test_before_init_the_error_names_the_next_step():
         session.current()
 
 
-def test_after_shutdown_the_error_says_so():
+def test_after_shutdown_the_error_names_the_shutdown():
     session.init()
     session.shutdown()
     session.shutdown()

@@ -37,7 +37,7 @@ def test_the_spark_url_of_a_mounted_folder_translates_back_to_it(path):
     assert mounted_path(spark_url_of(path)) == path
 
 
-def test_mounts_are_translated_on_databricks_clusters_only(monkeypatch):
+def test_mounts_are_translated_only_on_databricks_clusters(monkeypatch):
     paths = ("/dbfs/a", "/Volumes/c/s/v/a", "/tmp/a", "dbfs:/a")
     assert not runs_on_databricks()
     assert [scheme_of(path) for path in paths] == ["file", "file", "file", "dbfs"]

@@ -165,7 +165,7 @@ def test_ranks_train_like_one_process_with_all_rows(group, flavour):
     assert_close(group.run(compared, flavour, simple, 8, {"gradient_clip_val": 0.05}, {}))
 
 
-def test_accumulated_batches_are_exchanged_once_and_count_alike(group):
+def test_accumulated_batches_are_exchanged_once_and_count_equally(group):
     """Six batches per epoch are one and a half steps."""
     assert_close(group.run(compared, FLAVOURS[0], simple, 8, {"accumulate_grad_batches": 4}, {}))
 

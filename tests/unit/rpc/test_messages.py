@@ -127,7 +127,7 @@ def assert_typed(message: object) -> None:
 
 
 @given(malformed() | st.binary(max_size=200))
-def test_decoding_arbitrary_bytes_gives_a_message_or_a_message_error(content):
+def test_decoding_arbitrary_bytes_returns_a_message_or_raises_a_message_error(content):
     try:
         message = decode(content)
     except MessageError:

@@ -372,7 +372,7 @@ def close_in_forked_child():
         client.close()
 
 
-def test_a_forked_child_leaves_the_server_alone():
+def test_a_forked_child_does_not_affect_the_server():
     with RankGroup(1) as group:  # py4j, which this process may use, would end its connections in a forked child
         group.run(close_in_forked_child)
 

@@ -168,7 +168,7 @@ def return_and_stay() -> str:
     return "done"
 
 
-def test_a_process_that_does_not_end_after_its_result_is_killed_and_its_stderr_says_why(client, monkeypatch):
+def test_a_process_that_does_not_end_after_its_result_is_killed_and_its_stderr_has_the_reason(client, monkeypatch):
     monkeypatch.setattr(supervising, "EXIT_SECONDS", 1.0)
     written: list[str] = []
     log = HandlerLog(lambda message: written.append(message.content.decode()), 2)

@@ -189,7 +189,7 @@ def test_an_alltoall_without_splits_sends_equal_parts(group):
         assert result == [10 * sender + 2 * rank + i for sender in range(3) for i in range(2)]
 
 
-def test_groups_of_arrays_come_back_in_order(group):
+def test_groups_of_arrays_are_returned_in_order(group):
     for rank, (summed, scattered, gathered, mixed) in enumerate(group.run(run_groups)):
         for size, array, part in zip((4, 0, 5), summed, scattered, strict=True):
             np.testing.assert_array_equal(array, np.full((size, 2), 3 * size + 3, np.float32))

@@ -46,7 +46,7 @@ class Ranks:
     sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=5),
     batch=st.integers(1, 5),
 )
-def test_every_sample_is_processed_once_while_ranks_come_and_go(length, sizes, batch):
+def test_every_sample_is_processed_once_while_ranks_join_and_leave(length, sizes, batch):
     with pytest.MonkeyPatch.context() as monkeypatch:
         ranks = Ranks(monkeypatch, length, sizes[0][0])
         seen: list[int] = []
@@ -86,7 +86,7 @@ def test_recorded_indices_are_counted_like_batches_and_must_be_the_next_ones():
         sampler.record_indices([5, 4])
 
 
-def test_a_batch_that_is_recorded_twice_counts_once_and_the_next_epoch_begins_anew():
+def test_a_batch_that_is_recorded_twice_counts_once_and_the_next_epoch_starts_from_zero():
     sampler = ElasticSampler(range(10), shuffle=False)
     sampler.record_batch(1, 2)
     sampler.record_batch(1, 2)

@@ -110,7 +110,7 @@ def test_outside_an_elastic_job_every_error_is_raised(error):
     assert caught.value is error
 
 
-def test_without_init_the_error_says_so():
+def test_an_elastic_run_without_init_is_an_error():
     assert not session.is_initialized()
     with pytest.raises(NotInitializedError, match=r"call hvd\.init\(\)"):
         run(print)(ObjectState())

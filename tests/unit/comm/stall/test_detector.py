@@ -179,7 +179,7 @@ def wait_in_vain_in_a_set(folder):
 # The expected reports.
 
 
-def test_the_report_names_the_tensor_the_missing_rank_and_what_it_is_doing(group, tmp_path):
+def test_the_report_names_the_tensor_and_the_missing_rank_with_its_activity(group, tmp_path):
     for rank, (stall, lines) in enumerate(group.run(one_rank_is_busy, tmp_path)):
         if rank == 1:
             assert lines == [], "the straggler waits for no other rank"
@@ -208,7 +208,7 @@ def test_a_direct_call_that_waits_is_reported_too(group, tmp_path):
         assert "in wait_for" in stall.conditions[1].stacks["MainThread"]
 
 
-def test_a_stall_in_a_process_set_is_reported_for_its_ranks_only(group, tmp_path):
+def test_a_stall_in_a_process_set_is_reported_only_for_its_ranks(group, tmp_path):
     _, _, stall = group.run(one_rank_of_a_set_is_busy, tmp_path)
     (tensor,) = stall.tensors
     assert tensor.title == "allreduce 'gradient' of process set 1"

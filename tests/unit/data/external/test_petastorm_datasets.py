@@ -87,7 +87,7 @@ def metadata():
     return dict(parquet.read_metadata(DATASET / "_common_metadata").metadata)[petastorm_schema.KEY]
 
 
-def test_the_schema_of_the_dataset_uses_allowed_names_only():
+def test_the_schema_of_the_dataset_uses_only_allowed_names():
     assert sorted(petastorm_schema.parse(metadata(), "here")) == sorted(
         ["depth", "id", "image", "matrix", "name", "open", "packed", "y"]
     )

@@ -126,7 +126,7 @@ def test_head_returns_the_first_rows_across_row_groups_and_files(store, make_dat
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_rank_decodes_only_its_part_of_the_row_groups_and_each_once(store, make_dataset, monkeypatch, shuffle):
+def test_a_rank_decodes_only_its_part_of_the_row_groups_and_each_group_once(store, make_dataset, monkeypatch, shuffle):
     decoded = []
     original = parquet.ParquetFile.iter_batches
 

@@ -401,7 +401,7 @@ def test_a_loader_holds_prepared_rows_during_its_lifetime(store, make_dataset, e
     assert clean(store) == ["d"]
 
 
-def test_a_finalizer_ends_a_hold_also_from_within_its_thread(store, make_dataset, monkeypatch):
+def test_a_finalizer_ends_a_hold_even_from_within_its_thread(store, make_dataset, monkeypatch):
     make_dataset(dataset_id="d")
     owners, watched = [threading.Event()], threading.Event()
     lease = leases.take(store, "d", 10.0)

@@ -206,7 +206,7 @@ def test_workers_that_all_fail_before_they_are_ready_end_the_job():
     assert not any(isinstance(one, Fail) for one in decide(one_is_ready, LIMITS, 1.0))
 
 
-def test_joiners_make_an_intact_generation_regroup_once():
+def test_a_joining_worker_causes_one_new_generation():
     view = intact(running(0, 0), waiting(1, since=1.0), slots=2)
     assert decide(view, LIMITS, 1.0) == [Notify()]
     assert decide(dataclasses.replace(view, notified=True), LIMITS, 1.0) == []

@@ -38,7 +38,7 @@ def test_hosts_are_in_rank_order_under_names_without_digits():
     assert not any(character.isdigit() for name in names for character in name)
 
 
-def test_the_tasks_of_a_later_attempt_replace_those_of_an_earlier_one():
+def test_the_tasks_of_a_later_attempt_replace_those_of_an_earlier_attempt():
     driver = service()
     for index, attempt in ((0, 3), (1, 9), (0, 8), (1, 4)):  # Spark assigns consecutive numbers to the tasks of a stage
         assert driver.handle(Register(registration(index, attempt))) == Acknowledged()

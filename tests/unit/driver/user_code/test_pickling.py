@@ -168,7 +168,7 @@ def test_pickling_restores_the_table_of_modules(project):
     assert cloudpickle.list_registry_pickle_by_value() == before
 
 
-def test_code_of_installed_packages_is_sent_by_name_only():
+def test_code_of_installed_packages_is_sent_only_by_name():
     assert len(dumps([subprocess.run, functools.partial], importable_nowhere)) < 100
 
 

@@ -243,7 +243,7 @@ def reading(*inputs):
         ([("x", "string"), ("z", "float32")], ("str", "datetime64[D]"), SchemaError, "'z' has the type date"),
     ],
 )
-def test_text_columns_go_to_string_inputs_only(inputs, dtypes, error, message):
+def test_text_columns_are_passed_only_to_string_inputs(inputs, dtypes, error, message):
     first, second = dtypes
     data = schema(
         x=("feature", first, (), "scalar"), z=("feature", second, (), "scalar"), y=("label", "int64", (), "scalar")

@@ -214,7 +214,7 @@ def steps_of_the_first_epoch():
     return steps, optimizer.param_groups[0]["lr"]
 
 
-def test_the_optimizer_of_the_best_epoch_comes_back_with_its_weights(group):
+def test_the_optimizer_of_the_best_epoch_is_restored_with_its_weights(group):
     (steps, rate), (_, wanted) = group.run(steps_of_the_first_epoch)
     assert steps == [2 * len(EVEN), len(EVEN)]
     assert rate == wanted

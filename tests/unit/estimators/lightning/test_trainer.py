@@ -243,7 +243,7 @@ def ignoring(sizes):
     return average_over_ranks(hooks.reports[-1], session.current()), wanted
 
 
-def test_labels_that_a_plain_modules_loss_ignores_are_handled_alike_in_training_and_validation(group):
+def test_labels_that_a_plain_modules_loss_ignores_are_handled_equally_in_training_and_validation(group):
     for record, wanted in group.run(ignoring, [(4, 4), (4, 4), (4, 0), (4, 4)]):
         assert math.isfinite(record.train["loss"])
         assert record.validation == pytest.approx({"loss": wanted}, rel=1e-5)

@@ -517,7 +517,7 @@ def steps_of_an_epoch(first_step, batches_left):
 
 
 @pytest.mark.parametrize(("first_step", "batches_left", "steps"), [(0, None, 20), (15, None, 5), (0, 30, 30)])
-def test_the_steps_of_a_resumed_epoch_are_those_whose_time_was_measured(group, first_step, batches_left, steps):
+def test_the_reported_steps_of_a_resumed_epoch_are_the_timed_steps(group, first_step, batches_left, steps):
     assert group.run(steps_of_an_epoch, first_step, batches_left) == [[steps, 20]] * group.size
 
 

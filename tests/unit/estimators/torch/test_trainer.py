@@ -127,7 +127,7 @@ def test_all_ranks_together_are_one_big_batch(group, sizes, optimizer):
         assert record.train["accuracy"] == pytest.approx(right)
 
 
-def test_all_ranks_hold_bitwise_the_same_parameters(group):
+def test_all_ranks_have_bitwise_equal_parameters(group):
     found = [parameters for parameters, _ in group.run(train_as_rank, SOME_EMPTY, "Adam", {})]
     assert all(np.array_equal(found[0], other) for other in found[1:])
 

@@ -130,7 +130,7 @@ def test_a_wrapped_loss_of_a_peer_is_a_secondary_failure_too():
         (DeadlineExceededError("late"), ""),
     ],
 )
-def test_an_error_of_fn_itself_is_reported_alike_whenever_it_is_raised(error, expected):
+def test_the_description_of_an_error_does_not_depend_on_the_occurrence(error, expected):
     assert run_payload(call(throw, error)).error == expected
 
 

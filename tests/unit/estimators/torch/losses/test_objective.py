@@ -105,7 +105,7 @@ def test_losses_are_summed_with_their_weights_which_default_to_a_mean():
     assert weighted.loss(outputs, weighted.labels(outputs, columns), columns).item() == pytest.approx(2 * 5 + 10 * 2)
 
 
-def test_metrics_come_as_a_list_as_a_dict_and_as_groups():
+def test_metrics_may_be_a_list_a_dict_or_groups():
     two = {"label_cols": ("a", "b"), "loss": functional.mse_loss}
     assert objective(functional.mse_loss, metrics=[accuracy]).names() == ["loss", "accuracy"]
     assert objective(functional.mse_loss, metrics={"right": accuracy}).names() == ["loss", "right"]
