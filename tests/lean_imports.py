@@ -1,11 +1,11 @@
-"""Makes the frameworks import in about half the time, in every process of the tests.
+"""Make the frameworks import in about half the time, in every process of the tests.
 
-TensorFlow, Keras and Lightning import JAX, Matplotlib, scikit-learn, SciPy, pandas and IPython where they are
-installed, as they are for the tests: that takes longer than their own modules. Here the frameworks do not find them,
-nor does Spark ML find SciPy. All other code does. PyTorch imports its compiler, torch._dynamo, with the first step of
-an optimizer, and here only if something is compiled.
+TensorFlow, Keras and Lightning import JAX, Matplotlib, scikit-learn, SciPy, pandas and IPython if they are installed,
+and Spark ML imports SciPy. The tests install them, and their imports take longer than those of the frameworks' own
+modules. This module hides the packages from the frameworks; all other code can import them. PyTorch imports its
+compiler, torch._dynamo, in the first step of an optimizer. Here it does so only when something is compiled.
 
-`make` copies this file into the environment, where the processes that the tests start run it before anything else (see
+`make` copies this file into the environment, where every process that the tests start runs it before anything else (see
 ``.venv/.lean-imports`` in the Makefile).
 """
 
@@ -28,7 +28,7 @@ _COMPILER = "torch._dynamo"
 
 
 class _LeanFinder:
-    """Stands before the other finders."""
+    """Refuses and changes imports before another finder is asked."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
@@ -57,7 +57,7 @@ class _ChangingLoader(SourceFileLoader):
 
 
 def _importer() -> str:
-    """Return the package whose code imports a module now."""
+    """Return the package whose code is importing a module."""
     frame = sys._getframe(2)
     while frame is not None:
         package: str = frame.f_globals.get("__package__") or frame.f_globals.get("__name__", "")
