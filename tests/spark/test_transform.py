@@ -165,6 +165,18 @@ def test_a_prediction_function_replaces_the_models_call_and_is_saved(model, rows
         wrong.transform(rows).collect()
 
 
+def test_a_model_that_squeezes_its_outputs_predicts_batches_of_one_row(spark):
+    class Squeezing(torch.nn.Module):
+        def forward(self, x):
+            return (2 * x).squeeze(), torch.cat([x, -x], dim=1).squeeze()
+
+    df = spark.range(3).coalesce(1).selectExpr("double(id) AS x")
+    for sample in (df, df.limit(1)):  # a single row does not show which dimension is the rows
+        model = TorchModel.from_model(Squeezing(), sample, feature_cols=["x"], output_cols=["a", "b"])
+        found = model.setInferenceBatchSize(2).transform(df).collect()
+        assert [(row.a, row.b.toArray().tolist()) for row in found] == [(2 * i, [i, -i]) for i in range(3)]
+
+
 def test_spark_reads_only_the_columns_that_are_used_and_predicts_once(spark, model, rows):
     """The plan prunes unused columns, and the model if no output is used."""
 

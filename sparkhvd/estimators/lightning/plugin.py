@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 
 from sparkhvd._util.counts import counted
@@ -47,6 +46,7 @@ from sparkhvd.estimators.torch.plugin import (
 from sparkhvd.estimators.torch.serialization.package import dumps, refuse_separated
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
+from sparkhvd.estimators.training.synthetic_rows import at_least_two_rows
 from sparkhvd.estimators.training.user_errors import describe_error, with_full_stop
 from sparkhvd.lightning.flavour import FlavourName, default_flavour, flavour_of, import_lightning
 from sparkhvd.world import World
@@ -312,7 +312,7 @@ def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, synthetic: boo
     """Return the shapes of the outputs for some rows; an empty list if only real rows can show them."""
     package = unpack(payload)
     _refuse_created_optimizers(package)
-    sample = {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
+    sample = at_least_two_rows(rows)
     outputs = _forward(package, schema, sample, synthetic=synthetic)
     if outputs is None:
         return []

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd._util.counts import counted
 from sparkhvd.compat import spark
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import ModelOutputError, ParamError, SchemaError
@@ -215,6 +216,30 @@ def _check_supported(data_type: DataType, column: OutputColumn) -> None:
             f"Output column {column.name!r} has the type {column.type!r}, but an output cannot be a "
             f"{data_type.simpleString()}. Use numbers, booleans, strings, or arrays and structs of them."
         )
+
+
+def with_rows(prediction: Predicted, column: OutputColumn, rows: int) -> Predicted:
+    """Return an output whose first dimension is the rows; ``squeeze()`` in a model drops it for a batch of one row.
+
+    Raises:
+        ModelOutputError: the model returned one number for several rows.
+    """
+    if isinstance(prediction, Mapping):
+        return {name: _with_rows(np.asarray(values), None, column, rows) for name, values in prediction.items()}
+    return _with_rows(prediction, column.shape, column, rows)
+
+
+def _with_rows(
+    values: npt.NDArray[np.generic], shape: tuple[int, ...] | None, column: OutputColumn, rows: int
+) -> npt.NDArray[np.generic]:
+    if rows == 1 and values.shape == (shape or ()):
+        return values[np.newaxis]
+    if not values.ndim:
+        raise ModelOutputError(
+            f"Output column {column.name!r}: the model returned a single number for {counted(rows, 'row')}; the first "
+            "dimension of an output must be the rows."
+        )
+    return values
 
 
 def encode_output(prediction: Predicted, column: OutputColumn, arrow: pa.DataType) -> pa.Array:

@@ -18,7 +18,7 @@ from sparkhvd.data.schema import columns as columns_of
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.data.schema.packing import ColumnPacking, unpacked
 from sparkhvd.errors import DataError, ModelOutputError
-from sparkhvd.estimators.models.outputs import OutputColumn, encode_output
+from sparkhvd.estimators.models.outputs import OutputColumn, encode_output, with_rows
 from sparkhvd.estimators.plugin import FrameworkPlugin, Inference, Predictor
 from sparkhvd.estimators.training.job_files import FileSource, StoredFile, local_copies
 from sparkhvd.estimators.training.worker import find_plugin
@@ -170,7 +170,7 @@ def _predict(
             )
         count = len(next(iter(piece.values())))
         for index, (prediction, column, kind) in enumerate(zip(predictions, spec.outputs, spec.types, strict=True)):
-            array = encode_output(prediction, column, kind)
+            array = encode_output(with_rows(prediction, column, count), column, kind)
             if len(array) != count:
                 raise ModelOutputError(
                     f"Output column {column.name!r} has {counted(len(array), 'row')} for {counted(count, 'row')} of "

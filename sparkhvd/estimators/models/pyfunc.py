@@ -20,7 +20,7 @@ import pyarrow as pa
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import SchemaError
 from sparkhvd.estimators.models.feature_matching import pandas_column_names
-from sparkhvd.estimators.models.outputs import OutputColumn, encode_output, spark_type
+from sparkhvd.estimators.models.outputs import OutputColumn, encode_output, spark_type, with_rows
 from sparkhvd.estimators.models.pandas_columns import feature_array
 from sparkhvd.estimators.plugin import Inference, Predicted, Predictor
 from sparkhvd.estimators.training.worker import find_plugin
@@ -109,8 +109,9 @@ class PandasModel:
         parts_by_title: dict[str, list[npt.NDArray[np.generic]]] = {}
         for start in range(0, max(1, len(model_input)), self.batch_size):
             piece = {name: array[start : start + self.batch_size] for name, array in arrays.items()}
+            count = min(self.batch_size, len(model_input) - start)
             for output, column, kind in zip(self.predictor.predict(piece), self.outputs, self.types, strict=True):
-                for title, values in _output_arrays(output, column, kind).items():
+                for title, values in _output_arrays(with_rows(output, column, count), column, kind).items():
                     parts_by_title.setdefault(title, []).append(values)
         joined = {title: np.concatenate(parts) for title, parts in parts_by_title.items()}
         return pd.DataFrame({title: _series(array) for title, array in joined.items()}, index=model_input.index)

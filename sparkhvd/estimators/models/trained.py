@@ -23,7 +23,7 @@ from sparkhvd.estimators.models.outputs import OutputSpec
 from sparkhvd.estimators.reports import EpochRecord
 from sparkhvd.estimators.training.job_files import FileSource, StoredFile, read_folder, write_folder
 from sparkhvd.estimators.training.sample_rows import read_sample
-from sparkhvd.estimators.training.synthetic_rows import rows_of_ones
+from sparkhvd.estimators.training.synthetic_rows import at_least_two_rows, rows_of_ones
 from sparkhvd.estimators.training.user_errors import describe_error
 from sparkhvd.estimators.training.worker import find_plugin
 from sparkhvd.store import Store, layout
@@ -97,7 +97,7 @@ def wrap_model(  # noqa: PLR0917
         advice = " If it rejects zeros and ones because of their values, pass a DataFrame with real rows."
     else:
         features, sample = read_sample(rows, Selection(features), _SAMPLE_ROWS)
-        samples, advice = [sample], ""
+        samples, advice = [at_least_two_rows(sample)], ""
     schema = DataSchema((*features.columns, *labels))
     with tempfile.TemporaryDirectory(prefix="sparkhvd-wrap-") as folder:
         plugin.export(params, schema, Path(folder))

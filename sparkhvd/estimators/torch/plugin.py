@@ -36,6 +36,7 @@ from sparkhvd.estimators.torch.serialization.package import Package, Stepping, d
 from sparkhvd.estimators.torch.steps import MINIBATCH_ARGUMENTS, outputs_of
 from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
 from sparkhvd.estimators.torch.trainer import TorchTrainer
+from sparkhvd.estimators.training.synthetic_rows import at_least_two_rows
 from sparkhvd.estimators.training.user_errors import describe_error, is_tensor_error, with_full_stop
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
@@ -67,7 +68,7 @@ class TorchPlugin:
         known = all(column.shape is not None for column in schema.columns)
         if rows is None and not known:
             return []
-        sample = _at_least_two_rows(_synthetic_rows(schema) if rows is None else rows)
+        sample = at_least_two_rows(_synthetic_rows(schema) if rows is None else rows)
         return _try_out(package, schema, sample, synthetic=rows is None)
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
@@ -76,7 +77,7 @@ class TorchPlugin:
         Raises:
             ModelOutputError: the model cannot take such rows, or its output does not match the labels.
         """
-        return _try_out(loads(payload), schema, _at_least_two_rows(rows))
+        return _try_out(loads(payload), schema, at_least_two_rows(rows))
 
     def pack(self, params: Mapping[str, object]) -> bytes:
         """Return the model, its optimizer, the inputs and the objective in one pickle."""
@@ -395,11 +396,6 @@ def _check_signature(minibatch_fn: Callable[..., object]) -> None:
 
 def _synthetic_rows(schema: DataSchema) -> Arrays:
     return {column.name: columns.blank(column, _SYNTHETIC_ROWS) for column in schema.columns}
-
-
-def _at_least_two_rows(rows: Arrays) -> Arrays:
-    """Return at least two rows, because one row does not reveal which dimension is the rows."""
-    return {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
 
 
 def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, synthetic: bool = False) -> list[tuple[int, ...]]:

@@ -47,6 +47,11 @@ def rows_of_ones(rows: Arrays) -> Arrays:
     return {name: np.ones_like(array) if array.dtype.kind in "biuf" else array for name, array in rows.items()}
 
 
+def at_least_two_rows(rows: Arrays) -> Arrays:
+    """Return at least two rows, because one row does not reveal which dimension is the rows."""
+    return {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
+
+
 def _depends_on_values(error: ModelOutputError, try_again: Callable[[], object]) -> bool:
     cause = error.__cause__
     if cause is None:  # an error about output shapes, which sparkhvd raised itself

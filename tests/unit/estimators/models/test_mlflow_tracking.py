@@ -223,6 +223,17 @@ def pandas_model(predictor, features):
     return pyfunc.PandasModel(predictor, features, (OutputColumn("found", "double"),), (pa.float64(),), 1024)
 
 
+class SqueezingPredictor:
+    def predict(self, columns):
+        return [columns["n"].squeeze() * 2]
+
+
+def test_a_last_batch_of_one_row_is_predicted_although_the_model_squeezes_its_output():
+    model = pandas_model(SqueezingPredictor(), (("n", ColumnSpec("n", "int64", (), "feature", "scalar")),))
+    table = pd.DataFrame({"n": [3, 4, 5]})
+    assert replace(model, batch_size=2).predict(table)["found"].tolist() == [6, 8, 10]
+
+
 def test_null_in_a_pandas_table_becomes_the_fill_of_the_training():
     whole = ColumnSpec("n", "int64", (), "feature", "scalar", fill=-7)
     pairs = ColumnSpec("v", "float64", (2,), "feature", "vector", fill=0.5)

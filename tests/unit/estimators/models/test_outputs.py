@@ -6,7 +6,14 @@ import pytest
 
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import ModelOutputError, ParamError
-from sparkhvd.estimators.models.outputs import OutputColumn, OutputSpec, check_types, encode_output, output_column
+from sparkhvd.estimators.models.outputs import (
+    OutputColumn,
+    OutputSpec,
+    check_types,
+    encode_output,
+    output_column,
+    with_rows,
+)
 from sparkhvd.estimators.models.predict import device_number
 
 SCORES = OutputSpec((3,), "float64", vector=True)
@@ -164,6 +171,30 @@ def test_the_largest_integers_are_exact():
 def test_values_that_do_not_fit_the_type_are_refused(values, column, arrow, message):
     with pytest.raises(ModelOutputError, match=message):
         encode_output(values, column, arrow)
+
+
+@pytest.mark.parametrize(
+    ("shape", "output", "rows", "expected"),
+    [
+        ((), np.array(2.0), 1, [2.0]),
+        (None, np.array(2.0), 1, [2.0]),
+        (None, {"a": np.array(2.0), "b": np.array([3.0])}, 1, {"a": [2.0], "b": [3.0]}),
+        ((3,), np.arange(3), 1, [[0, 1, 2]]),
+        ((1,), np.array([2.0]), 1, [[2.0]]),
+        ((), np.array([2.0]), 1, [2.0]),
+        ((2,), np.array([[1, 2]]), 1, [[1, 2]]),
+        ((2,), np.array([1, 2]), 2, [1, 2]),
+    ],
+)
+def test_an_output_that_lost_the_dimension_of_a_single_row_gets_it_back(shape, output, rows, expected):
+    found = with_rows(output, OutputColumn("o", "double", shape=shape), rows)
+    as_lists = {name: values.tolist() for name, values in found.items()} if isinstance(found, dict) else found.tolist()
+    assert as_lists == expected
+
+
+def test_one_number_for_several_rows_is_refused():
+    with pytest.raises(ModelOutputError, match=r"'o': the model returned a single number for 2 rows; the first dim"):
+        with_rows(np.array(2.0), OutputColumn("o", "double"), 2)
 
 
 def test_the_gpu_of_a_task_has_the_index_that_cuda_uses():
