@@ -318,9 +318,8 @@ def _elements(values: npt.NDArray[Any], element: pa.DataType) -> pa.Array:
         return pa.array(np.ascontiguousarray(values, dtype=numpy_type), element)
     if values.dtype.kind == "f":
         values = np.rint(values.astype(np.float64))
-        if numpy_type.kind == "b":
-            values = np.maximum(values, 0.0)  # a cast would make negative numbers true
     if numpy_type.kind == "b":
+        values = np.maximum(values, 0)  # a cast would make negative numbers true
         fits = ~np.isnan(values)
     else:
         limits = np.iinfo(numpy_type)

@@ -74,6 +74,7 @@ def test_types_that_an_output_cannot_have_are_refused(kind, known, message):
         (VALUES[:, :1], OutputColumn("o", "float"), pa.float32(), VALUES[:, 0].tolist()),
         (np.array([0.6, 1.4]), OutputColumn("o", "int"), pa.int32(), [1, 1]),
         (np.array([0.4, 0.6]), OutputColumn("o", "boolean"), pa.bool_(), [False, True]),
+        (np.array([-1, 0, 2]), OutputColumn("o", "boolean"), pa.bool_(), [False, False, True]),
         (VALUES, OutputColumn("o", "int", best=True), pa.int32(), [1, 0]),
         (np.array([[2.0], [3.0]]), OutputColumn("o", "int", best=True), pa.int32(), [2, 3]),
         (
