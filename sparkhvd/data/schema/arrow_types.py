@@ -44,7 +44,8 @@ def leaves(path: tuple[str, ...], arrow: pa.DataType) -> list[Leaf]:
 def logical_type(arrow: pa.DataType) -> pa.DataType:
     """Return one type for all types that store the same values: writers choose between them by size and by API.
 
-    Offsets of 32 or 64 bits, a dictionary, a fixed length of lists and required elements do not change the values.
+    Offsets of 32 or 64 bits, a dictionary, a fixed length of lists, required elements and the time zone in which times
+    are shown do not change the values.
     """
     import pyarrow as pa  # noqa: PLC0415
 
@@ -57,6 +58,8 @@ def logical_type(arrow: pa.DataType) -> pa.DataType:
     if types.is_struct(arrow):
         fields = [arrow.field(index) for index in range(arrow.num_fields)]
         return pa.struct([pa.field(field.name, logical_type(field.type)) for field in fields])
+    if types.is_timestamp(arrow) and arrow.tz is not None:
+        return pa.timestamp(arrow.unit, "UTC")
     if types.is_large_string(arrow):
         return pa.string()
     return pa.binary() if types.is_large_binary(arrow) else arrow

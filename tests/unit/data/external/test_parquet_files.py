@@ -345,6 +345,17 @@ def test_a_file_that_is_replaced_during_the_training_is_named(tmp_path, replacem
         list(source.epoch(1))
 
 
+def test_files_may_name_different_time_zones(tmp_path):
+    """Spark names UTC, pandas the zone in which it shows the times; both store the same numbers."""
+    for name, zone in (("0", "UTC"), ("1", "+00:00"), ("2", "Europe/Berlin")):
+        times = pa.array([[10**6, 2 * 10**6]], pa.list_(pa.timestamp("us", zone)))
+        parquet.write_table(pa.table({"t": times.flatten(), "ts": pa.concat_arrays([times, times])}), tmp_path / name)
+    rows = rows_of(opened(tmp_path, ["t", "ts"], (), transformed=True))
+    assert rows["t"].dtype == "datetime64[us]"
+    assert rows["t"].astype(np.int64).tolist() == [10**6, 2 * 10**6] * 3
+    assert rows["ts"].astype(np.int64).tolist() == [[10**6, 2 * 10**6]] * 6
+
+
 def _as_numbers(arrays):
     return {**arrays, "t": arrays["t"].astype(np.int64)}
 
