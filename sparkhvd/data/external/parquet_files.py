@@ -411,10 +411,10 @@ def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> N
     expected, actual = _types(first), _types(footer)
     leaves = _leaves(footer)
     for column in schema.columns:
-        top = column.path[0]
-        if top not in actual or not _are_alike(actual[top], expected[top]):
+        wanted, found = _type_at(column.path, expected), _type_at(column.path, actual)
+        if wanted is None or found is None or not _are_alike(found, wanted):
             raise SchemaError(
-                f"Column {top!r} is {expected[top]} in {store.url}/{first.path} and {actual.get(top, 'missing')} in "
+                f"Column {'.'.join(column.path)!r} is {wanted} in {store.url}/{first.path} and {found or 'missing'} in "
                 f"{url}; all files must have the same columns."
             )
         within = leaves.get(".".join(column.path), [])
@@ -438,6 +438,20 @@ def _check_calendar(column: ColumnSpec, within: Iterable[LeafFacts], url: str) -
 
 def _types(footer: Footer) -> dict[str, pa.DataType]:
     return dict(zip(footer.schema.names, footer.schema.types, strict=True))
+
+
+def _type_at(path: Sequence[str], types: Mapping[str, pa.DataType]) -> pa.DataType | None:
+    """Return the type of a column or of one field of a struct; None if it is missing."""
+    import pyarrow as pa  # noqa: PLC0415  (heavy)
+
+    top, *fields = path
+    found = types.get(top)
+    for name in fields:
+        found = None if found is None else columns.plain_type(found)
+        if found is None or not pa.types.is_struct(found) or found.get_field_index(name) < 0:
+            return None
+        found = found.field(name).type
+    return found
 
 
 def _are_alike(one: pa.DataType, other: pa.DataType) -> bool:

@@ -356,6 +356,19 @@ def test_files_may_name_different_time_zones(tmp_path):
     assert rows["ts"].astype(np.int64).tolist() == [[10**6, 2 * 10**6]] * 6
 
 
+def test_files_may_order_the_fields_of_a_struct_differently(tmp_path):
+    one = pa.struct({"a": pa.float64(), "b": pa.float64()})
+    parquet.write_table(pa.table({"s": pa.array([{"a": 1.0, "b": 2.0}], one)}), tmp_path / "0")
+    other = pa.struct({"c": pa.string(), "b": pa.float64(), "a": pa.float64()})
+    parquet.write_table(pa.table({"s": pa.array([{"a": 10.0, "b": 20.0}], other)}), tmp_path / "1")
+    rows = rows_of(opened(tmp_path, ["s"], ()))
+    assert {name: array.tolist() for name, array in rows.items()} == {"s.a": [1.0, 10.0], "s.b": [2.0, 20.0]}
+    parquet.write_table(pa.table({"s": pa.array([{"a": 100.0}])}), tmp_path / "2")
+    assert rows_of(opened(tmp_path, ["s.a"], ()))["s.a"].tolist() == [1.0, 10.0, 100.0]
+    with pytest.raises(SchemaError, match=r"Column 's\.b' is double in .*/0 and missing in .*/2; all files must"):
+        opened(tmp_path, ["s"], ())
+
+
 def _as_numbers(arrays):
     return {**arrays, "t": arrays["t"].astype(np.int64)}
 
