@@ -33,7 +33,7 @@ def leaves(path: tuple[str, ...], arrow: pa.DataType) -> list[Leaf]:
         element, depth = element.value_type, depth + 1
     if types.is_dictionary(element):
         element = element.value_type
-    dtype = _dtype(element)
+    dtype = _dtype(plain_type(element))
     if dtype is None:
         raise SchemaError(
             f"Column {'.'.join(path)!r} has the type {arrow}, which cannot be used. Supported are {SUPPORTED}."

@@ -42,6 +42,7 @@ T = TypeVar("T")
 # Every decimal of at most this many digits survives conversion to a double: rounding to as many digits restores it.
 FLOAT_DIGITS = 15
 INTEGER_DIGITS = 18
+_LARGEST_PRECISION = 38  # of Spark's decimals
 VECTOR_FIELDS = ("type", "size", "indices", "values")  # Spark's struct of an ML vector
 _DENSE = 1
 _OBJECT_BYTES = 64  # an estimate, for planning
@@ -71,11 +72,13 @@ def stored(batch: pa.RecordBatch, column: ColumnSpec) -> pa.Array:
 
 
 def plain_type(arrow: pa.DataType) -> pa.DataType:
-    """Return the plain type in which Parquet stores an extension type or a view type; Spark reads the plain type."""
+    """Return the plain type in which Spark reads an extension type, a view type or a decimal of another width."""
     import pyarrow as pa  # noqa: PLC0415
 
     while isinstance(arrow, pa.BaseExtensionType):
         arrow = arrow.storage_type
+    if any(_is(f"decimal{bits}", arrow) for bits in (32, 64, 256)) and arrow.precision <= _LARGEST_PRECISION:
+        return pa.decimal128(arrow.precision, arrow.scale)
     if _is("string_view", arrow):
         return pa.large_string()
     if _is("binary_view", arrow):
@@ -282,6 +285,7 @@ def _scalars(array: pa.Array, column: ColumnSpec, where: str) -> Array:
 
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
+    array = _plain(array)
     if array.null_count:
         array = pc.fill_null(array, _fill_scalar(column, array.type))
     values: Array

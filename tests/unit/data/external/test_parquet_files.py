@@ -3,6 +3,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -354,6 +355,33 @@ def test_files_may_name_different_time_zones(tmp_path):
     assert rows["t"].dtype == "datetime64[us]"
     assert rows["t"].astype(np.int64).tolist() == [10**6, 2 * 10**6] * 3
     assert rows["ts"].astype(np.int64).tolist() == [[10**6, 2 * 10**6]] * 6
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "expected"),
+    [
+        (pa.decimal32(9, 0), "int64", [12, -7]),
+        (pa.decimal64(12, 2), "float64", [12.0, -7.0]),
+        (pa.decimal256(10, 1), "float64", [12.0, -7.0]),
+        (pa.decimal256(30, 1), "object", [Decimal(12), Decimal(-7)]),
+    ],
+)
+def test_decimals_of_any_width_are_read_like_those_of_128_bits(tmp_path, stored, dtype, expected):
+    numbers = pa.array([Decimal(12), Decimal(-7)], stored)
+    rows = pa.table({"d": numbers, "ds": pa.FixedSizeListArray.from_arrays(pa.concat_arrays([numbers] * 2), 2)})
+    parquet.write_table(rows, tmp_path / "0")
+    wide = pa.decimal128(stored.precision, stored.scale)
+    parquet.write_table(rows.cast(pa.schema({"d": wide, "ds": pa.list_(wide)})), tmp_path / "1")
+    found = rows_of(opened(tmp_path, ["d", "ds"], (), transformed=True))
+    assert found["d"].dtype == dtype
+    assert found["d"].tolist() == expected * 2
+    assert found["ds"].tolist() == [expected] * 4
+
+
+def test_decimals_of_more_than_38_digits_are_refused(tmp_path):
+    parquet.write_table(pa.table({"d": pa.array([Decimal(1)], pa.decimal256(39, 0))}), tmp_path / "0")
+    with pytest.raises(SchemaError, match=r"'d' has the type decimal256\(39, 0\), which cannot be used"):
+        opened(tmp_path, ["d"], ())
 
 
 def test_files_may_order_the_fields_of_a_struct_differently(tmp_path):
