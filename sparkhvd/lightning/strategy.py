@@ -7,7 +7,7 @@ backward pass of a step exchanges gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
@@ -25,6 +25,7 @@ from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.ops.transfer import ExchangeSettings
 from sparkhvd.torch.optimizer.gradients import GradientExchange
 from sparkhvd.torch.optimizer.parameters import members_of
+from sparkhvd.torch.states import return_dtypes
 from sparkhvd.torch.sync_batch_norm import synchronized_layers, without_nan
 from sparkhvd.world import World
 
@@ -282,6 +283,12 @@ class RankStrategy:
         """Return the weights for a checkpoint; Lightning calls this on all ranks."""
         self.synchronize_buffers()
         return cast("dict[str, Any]", super().lightning_module_state_dict())  # type: ignore[misc]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of the optimizers with their dtypes."""
+        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            return_dtypes(optimizer, state)
 
     # Collectives.
 

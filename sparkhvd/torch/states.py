@@ -74,13 +74,29 @@ def broadcast_optimizer_state(
 def load_optimizer_state(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> None:
     """Load a ``state_dict()`` with its dtypes, which ``load_state_dict`` converts to those of the parameters."""
     optimizer.load_state_dict(content)
+    return_dtypes(optimizer, content)
+
+
+def return_dtypes(optimizer: torch.optim.Optimizer, content: Mapping[str, Any]) -> None:
+    """Return the state of an optimizer, which has just loaded ``content``, to the dtypes that it has there."""
     numbers = [number for group in content["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
+        state = optimizer.state.get(parameter, {})
         for name, value in content["state"].get(number, {}).items():
-            state = optimizer.state[parameter]
-            if isinstance(value, torch.Tensor) and state[name].dtype != value.dtype:
-                state[name] = value.to(state[name].device)
+            if name in state:
+                state[name] = _with_dtypes(state[name], value)
+
+
+def _with_dtypes(loaded: Any, value: Any) -> Any:
+    """Return ``loaded``, in which tensors that have lost the dtype of ``value`` are replaced by those of ``value``."""
+    if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype is value.dtype else value.to(loaded.device)
+    if isinstance(value, dict) and isinstance(loaded, dict):
+        return {key: _with_dtypes(entry, value.get(key)) for key, entry in loaded.items()}
+    if type(value) in {list, tuple} and type(loaded) is type(value) and len(loaded) == len(value):
+        return type(value)(_with_dtypes(*pair) for pair in zip(loaded, value, strict=True))
+    return loaded
 
 
 def _overwrite(named: Sequence[tuple[str, torch.Tensor]], root: int, process_set: ProcessSet | None) -> None:

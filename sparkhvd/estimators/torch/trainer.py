@@ -36,6 +36,7 @@ from sparkhvd.estimators.torch.serialization.package import Package
 from sparkhvd.estimators.torch.steps import Forward, Stepper
 from sparkhvd.torch.buffers import buffers_beside, synchronize_buffers, take_buffers, take_new_buffers
 from sparkhvd.torch.optimizer.exchange import own_attributes
+from sparkhvd.torch.states import load_optimizer_state
 from sparkhvd.world import World
 
 T = TypeVar("T")
@@ -272,7 +273,7 @@ class TorchTrainer:
         if device.type != "cpu" or next((p.device.type for p in self._model.parameters()), "cpu") != "cpu":
             self._model.to(device)
             # Loading moves the state to the device of the parameters.
-            self._plain_optimizer.load_state_dict(self._plain_optimizer.state_dict())
+            load_optimizer_state(self._plain_optimizer, self._plain_optimizer.state_dict())
 
 
 def _next_batches(batches: Iterator[T], count: int) -> list[T]:

@@ -10,6 +10,7 @@ import torch
 from sparkhvd._util.counts import counted
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.torch.schedule import repeat_initial_step
+from sparkhvd.torch.states import load_optimizer_state
 
 
 def load_earlier_states(
@@ -37,7 +38,7 @@ def load_earlier_states(
         state = before.state_dict()
         made = optimizer.state_dict()["param_groups"]  # including the values that schedulers have set
         groups = [{**own, **known} for own, known in zip(made, state["param_groups"], strict=True)]
-        optimizer.load_state_dict({**state, "param_groups": groups})
+        load_optimizer_state(optimizer, {**state, "param_groups": groups})
     for scheduler in schedulers:
         repeat_initial_step(scheduler)
 

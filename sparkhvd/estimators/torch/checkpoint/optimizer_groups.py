@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from sparkhvd.torch.states import load_optimizer_state
+
 
 def named_groups(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[list[str]]:
     """Return the names of the parameters of every group; empty for a parameter that the module does not have."""
@@ -37,7 +39,7 @@ def load_with_groups(
     if module is not None:
         for group in names[len(optimizer.param_groups) :]:
             optimizer.add_param_group({"params": [module.get_parameter(name) for name in group]})
-    optimizer.load_state_dict(dict(state))
+    load_optimizer_state(optimizer, dict(state))
 
 
 @contextmanager

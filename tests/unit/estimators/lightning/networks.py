@@ -10,6 +10,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.data import ColumnSpec, DataSchema
 from tests.unit.estimators.arrays import partition_rows, schema, spec
+from tests.unit.estimators.torch.networks import PreciseMomentum
 
 SIZE = 2
 DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
@@ -129,6 +130,8 @@ def module(kind="simple", flavour="lightning.pytorch"):
             return loss
 
         def configure_optimizers(self):
+            if kind == "precise":
+                return PreciseMomentum(self.parameters(), lr=0.05)
             optimizer = torch.optim.Adam(self.parameters(), lr=np.float64(0.02))  # like a value of numpy.logspace
             return scheduled(optimizer, self.hparams["kind"])
 

@@ -16,6 +16,30 @@ DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), 
 EVEN = [(4, 4, 4)] * 20
 
 
+class PreciseMomentum(torch.optim.Optimizer):
+    """SGD whose momentum is more precise than its parameters, as that of float32 is for bfloat16."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter, dtype=torch.float64)
+                state["momentum"].mul_(0.9).add_(parameter.grad)
+                parameter.sub_((state["momentum"] * group["lr"]).to(parameter.dtype))
+        return loss
+
+
 OPTIMIZERS = {
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=np.float64(0.01)),  # like a value of numpy.logspace

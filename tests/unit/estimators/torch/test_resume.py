@@ -30,6 +30,7 @@ from tests.unit.estimators.torch.networks import (
     DATA,
     EVEN,
     OPTIMIZERS,
+    PreciseMomentum,
     accuracy,
     as_one,
     flat,
@@ -48,9 +49,10 @@ def uninterrupted_and_resumed(make, steps):
     return undisturbed, second
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(alone):
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS["Adam"], lambda model: PreciseMomentum(model.parameters(), lr=0.05)])
+def test_a_resumed_run_equals_an_uninterrupted_one(alone, optimizer):
     world, steps = session.current().world, [(8,)] * 6
-    make = partial(make_trainer, OPTIMIZERS["Adam"], world)
+    make = partial(make_trainer, optimizer, world)
     undisturbed, second = uninterrupted_and_resumed(lambda epochs: make(epochs=epochs), steps)
     hooks = Hooks(first_epoch=2)
     second.fit(as_one(steps), None, hooks)
