@@ -66,6 +66,13 @@ def scheduled(optimizer, kind):
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": monitor, **by_step}}
 
 
+def optimized(parameters, kind):
+    if kind == "precise":
+        return PreciseMomentum(parameters, lr=0.05)
+    optimizer = torch.optim.Adam(parameters, lr=np.float64(0.02))  # like a value of numpy.logspace
+    return scheduled(optimizer, kind)
+
+
 def disturbed(trained, output):
     """Return the output changed by values that hooks have set before the step."""
     if trained.hparams["kind"] != "dropping":
@@ -130,10 +137,7 @@ def module(kind="simple", flavour="lightning.pytorch"):
             return loss
 
         def configure_optimizers(self):
-            if kind == "precise":
-                return PreciseMomentum(self.parameters(), lr=0.05)
-            optimizer = torch.optim.Adam(self.parameters(), lr=np.float64(0.02))  # like a value of numpy.logspace
-            return scheduled(optimizer, self.hparams["kind"])
+            return optimized(self.parameters(), self.hparams["kind"])
 
     return Simple(kind)
 
