@@ -260,8 +260,8 @@ class _Table:
         if self._spellings[top.lower()] > 1:
             same = ", ".join(repr(other) for other in self._names if other.lower() == top.lower())
             raise SchemaError(
-                f"Column {top!r} (requested as {use}) is ambiguous: the DataFrame has {same}, and Spark ignores case "
-                "in names. Rename or drop all but one."
+                f"Column {top!r} (requested as {use}) is ambiguous: the DataFrame has {same}. sparkhvd ignores case in "
+                "names, as Spark does by default. Rename or drop all but one."
             )
         if top.lower().startswith(RESERVED_PREFIX):
             raise SchemaError(f"Column {top!r} cannot be used: names that start with {RESERVED_PREFIX!r} are reserved.")
@@ -295,8 +295,8 @@ def _refuse_spellings(name: str, fields: Sequence[str]) -> None:
     same = [field for field in fields if counts[field.lower()] > 1]
     if same:
         raise SchemaError(
-            f"Column {name!r} has the fields {', '.join(map(repr, same))}, and Spark ignores case in names. Rename or "
-            "drop all but one."
+            f"Column {name!r} has the fields {', '.join(map(repr, same))}. sparkhvd ignores case in names, as Spark "
+            "does by default. Rename or drop all but one."
         )
 
 
