@@ -10,12 +10,12 @@
 
 namespace sparkhvd::bindings {
 
-// The contiguous memory of one array. Some calls take only a few microseconds, so this avoids
-// py::buffer_info, which builds Python objects.
+// The contiguous memory of one array. Some calls take only a few microseconds, so this class avoids
+// py::buffer_info, which creates Python objects.
 class ArrayMemory {
  public:
-  // `flags` are flags of the buffer protocol. Without PyBUF_FORMAT, the memory is bytes: not every
-  // NumPy dtype has a format.
+  // `flags` are those of the buffer protocol. Omit PyBUF_FORMAT to read an array of any dtype as
+  // bytes: for some dtypes, such as datetime64, NumPy provides no format.
   ArrayMemory(pybind11::handle array, int flags) {
     if (PyObject_GetBuffer(array.ptr(), &view_, flags) != 0) throw pybind11::error_already_set();
   }
@@ -26,7 +26,7 @@ class ArrayMemory {
   Bytes bytes() const { return {data(), static_cast<size_t>(view_.len)}; }
   std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
   size_t count() const { return static_cast<size_t>(view_.len / view_.itemsize); }
-  // Returns the format in the letters of the struct module.
+  // Returns the type of the elements as a format of Python's struct module.
   std::string format() const { return view_.format == nullptr ? "B" : view_.format; }
 
  private:

@@ -24,7 +24,7 @@ struct NcclId {
   std::array<std::byte, 128> bytes;
 };
 
-// The configuration of NCCL 2.14. Later versions recognise it by its size and version.
+// The configuration of NCCL 2.14. Later versions recognize it by its size and version.
 struct NcclConfig {
   size_t size = sizeof(NcclConfig);
   unsigned magic = 0xcafebeef;

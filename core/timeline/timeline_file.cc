@@ -17,8 +17,9 @@ namespace {
 constexpr char kEnd[] = "\n]\n";
 constexpr size_t kEndBytes = sizeof(kEnd) - 1;
 
-// These locks are on bytes far beyond the content. They belong to the open file, so they disappear
-// with a killed process, and ranks that are threads of one process hold separate locks.
+// These locks are on bytes far beyond the content. They belong to the open file description. So the
+// kernel releases the locks of a killed process, and ranks that are threads of one process hold
+// separate locks.
 constexpr off_t kTurn = off_t{1} << 40;  // held while a writer joins or leaves
 constexpr off_t kPresence = kTurn + 1;   // shared by all writers
 
@@ -35,8 +36,8 @@ bool Lock(int fd, short type, off_t byte, bool wait) {
   return result == 0;
 }
 
-// Returns true for the only writer, which then excludes all others.
-bool IsAlone(int fd) { return Lock(fd, F_WRLCK, kPresence, false); }
+// Returns whether this is the only writer. If it is, it now holds the lock exclusively.
+bool LockAlone(int fd) { return Lock(fd, F_WRLCK, kPresence, false); }
 
 std::string Opening(const std::string& recording) {
   return "[\n{\"ph\":\"M\",\"pid\":0,\"name\":\"recording\",\"args\":{\"name\":" +
@@ -54,10 +55,10 @@ Status WriteAll(int fd, const std::string& text, const std::string& path) {
   return Status();
 }
 
-bool Holds(int fd, const std::string& text, off_t offset) {
-  std::string found(text.size(), '\0');
-  return ::pread(fd, found.data(), found.size(), offset) == static_cast<ssize_t>(found.size()) &&
-         found == text;
+bool HasTextAt(int fd, const std::string& text, off_t offset) {
+  std::string content(text.size(), '\0');
+  const auto size = static_cast<ssize_t>(content.size());
+  return ::pread(fd, content.data(), content.size(), offset) == size && content == text;
 }
 
 }  // namespace
@@ -67,12 +68,12 @@ Result<TimelineFile> TimelineFile::Join(const std::string& path, const std::stri
   if (!fd.valid()) return IoStatus("open the timeline " + path, errno);
   if (!Lock(fd.get(), F_WRLCK, kTurn, true)) return IoStatus("lock the timeline " + path, errno);
   TimelineFile file(std::move(fd), path);
-  const Status begun = IsAlone(file.fd_.get()) ? file.Begin(recording) : Status();
-  // Downgrades a held lock to a shared one.
+  const Status start = LockAlone(file.fd_.get()) ? file.Begin(recording) : Status();
+  // If LockAlone has taken the lock, this makes it shared.
   const bool present = Lock(file.fd_.get(), F_RDLCK, kPresence, false);
   const int error = errno;
   (void)Lock(file.fd_.get(), F_UNLCK, kTurn, false);
-  SHVD_TRY(begun);
+  SHVD_TRY(start);
   if (!present) return IoStatus("lock the timeline " + path, error);
   return file;
 }
@@ -82,14 +83,14 @@ Status TimelineFile::Begin(const std::string& recording) {
   struct stat info{};
   if (::fstat(fd_.get(), &info) != 0) return IoStatus("read the timeline " + path_, errno);
   off_t kept = 0;
-  if (Holds(fd_.get(), opening, 0)) {
+  if (HasTextAt(fd_.get(), opening, 0)) {
     kept = info.st_size;
     const off_t end = kept - static_cast<off_t>(kEndBytes);
-    if (Holds(fd_.get(), kEnd, end)) kept = end;
+    if (HasTextAt(fd_.get(), kEnd, end)) kept = end;
   }
   // A pipe or a device cannot be truncated, so events are appended to it.
   if (S_ISREG(info.st_mode) && ::ftruncate(fd_.get(), kept) != 0) {
-    return IoStatus("empty the timeline " + path_, errno);
+    return IoStatus("truncate the timeline " + path_, errno);
   }
   return kept > 0 ? Status() : WriteAll(fd_.get(), opening, path_);
 }
@@ -99,7 +100,7 @@ Status TimelineFile::Append(const std::string& lines) { return WriteAll(fd_.get(
 Status TimelineFile::Leave() {
   if (!fd_.valid()) return Status();
   Status status;
-  if (Lock(fd_.get(), F_WRLCK, kTurn, true) && IsAlone(fd_.get())) {
+  if (Lock(fd_.get(), F_WRLCK, kTurn, true) && LockAlone(fd_.get())) {
     status = WriteAll(fd_.get(), kEnd, path_);
   }
   fd_.Reset();  // also releases the locks

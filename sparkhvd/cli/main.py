@@ -128,20 +128,20 @@ def _session(flags: argparse.Namespace) -> tuple[SparkSession, bool]:
         _check_hosts(flags)
         if flags.remote is None:
             _check_java()
-        sys.stderr.write(f"sparkhvd: waiting at most {flags.timeout:g} s for a Spark session of {_master(flags)}\n")
+        sys.stderr.write(f"sparkhvd: waiting at most {flags.timeout:g} s for a Spark session on {_master(flags)}\n")
     with tempfile.TemporaryFile() as log:
         try:
             with _stderr_to(log):  # Spark's JVM inherits it for as long as it lives
                 made = in_background(builder.getOrCreate, "sparkhvd-session")
                 return made.result(flags.timeout if flags.timeout < threading.TIMEOUT_MAX else None), own
         except TimeoutError:
-            why = f"none was created within --timeout {flags.timeout:g} s.{_last_line(log)}"
-            raise SessionTimeoutError(f"There is no Spark session of {_master(flags)}: {why}") from None
+            why = f"it was not created within --timeout {flags.timeout:g} s.{_last_line(log)}"
+            raise SessionTimeoutError(f"There is no Spark session on {_master(flags)}: {why}") from None
         except Exception as error:
             why = _in_one_line(error)
             if not hasattr(error, "java_exception"):  # a Java exception needs no explanation from the log
                 why = f"{why.removesuffix('.')}.{_last_line(log)}"
-            raise LaunchError(f"There is no Spark session of {_master(flags)}: {why}") from error
+            raise LaunchError(f"There is no Spark session on {_master(flags)}: {why}") from error
 
 
 def _check_java() -> None:
@@ -185,7 +185,7 @@ def _check_hosts(flags: argparse.Namespace) -> None:
         else:
             return
     raise LaunchError(
-        f"There is no Spark session of {_master(flags)}: this machine cannot resolve the host "
+        f"There is no Spark session on {_master(flags)}: this machine cannot resolve the host "
         f"{' and '.join(unknown)}. Check the name, and the DNS or /etc/hosts of this machine."
     )
 

@@ -52,7 +52,9 @@ def notices(flags: argparse.Namespace, settings: Mapping[str, str], launcher: st
         for_hosts = [
             flag for name, flag in FOR_HOSTS.items() if getattr(flags, name) and (name, launcher) != ("nics", "mpi")
         ]
-        lines += [f"{flag} has no effect: all ranks run on this machine. Name others with -H." for flag in for_hosts]
+        lines += [
+            f"{flag} has no effect: all ranks run on this machine. Name other hosts with -H." for flag in for_hosts
+        ]
     return lines
 
 

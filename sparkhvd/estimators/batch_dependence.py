@@ -14,23 +14,24 @@ class BatchDependence:
     Attributes:
         local: names of the normalizing layers that see this rank's rows only.
         synchronized: the layer or setting that normalizes over the rows of all ranks.
-        pairs: names of the normalizing layers that cannot train on a single row.
-        pixels: names of the normalizing layers that can train on a single row only if it has several pixels there.
+        need_two_rows: names of the normalizing layers that cannot train on a single row.
+        need_two_pixels: names of the normalizing layers that can train on a single row only if their input has several
+            pixels.
         losses: names of the losses that are not a mean over rows but a value of the whole batch.
         frequencies: names of the embeddings that divide gradients by the frequency of a value in the batch.
     """
 
     local: tuple[str, ...] = ()
     synchronized: str = ""
-    pairs: tuple[str, ...] = ()
-    pixels: tuple[str, ...] = ()
+    need_two_rows: tuple[str, ...] = ()
+    need_two_pixels: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
     frequencies: tuple[str, ...] = ()
 
     @property
     def avoids_single_rows(self) -> bool:
         """Whether a batch with a single row may fail."""
-        return bool(self.pairs or self.pixels)
+        return bool(self.need_two_rows or self.need_two_pixels)
 
     def remarks(self, num_proc: int, batch_size: int) -> list[str]:
         """Return one-line warnings for the log; an empty list if all ranks together equal one big batch."""
@@ -61,19 +62,19 @@ class BatchDependence:
         Raises:
             ParamError: the batches are too small for a rank's last batch to take a second row from the batch before.
         """
-        if self.pairs and batch_size < _LEAST_TO_SHARE:
+        if self.need_two_rows and batch_size < _LEAST_TO_SHARE:
             raise ParamError(
                 f"elastic_batch='rank' with batch_size={batch_size} leaves a batch with a single row for some numbers "
-                f"of ranks, and the model's batch normalization ({_listed(self.pairs)}) cannot train on one row. Set "
-                f"batch_size to at least {_LEAST_TO_SHARE}, or elastic_batch='global'."
+                f"of ranks, and the model's batch normalization ({_listed(self.need_two_rows)}) cannot train on one "
+                f"row. Set batch_size to at least {_LEAST_TO_SHARE}, or elastic_batch='global'."
             )
 
     def refuse_single_rows(self, batch_size: int, num_proc: int) -> ParamError:
         """Return the error for a batch with a single row."""
         return ParamError(
             f"With batch_size={batch_size} and {num_proc} ranks, a batch has a single row, and the model's batch "
-            f"normalization ({_listed(self.pairs)}) cannot train on one row. Set batch_size to at least 3, and train "
-            "on at least two rows per rank."
+            f"normalization ({_listed(self.need_two_rows)}) cannot train on one row. Set batch_size to at least 3, and "
+            "train on at least two rows per rank."
         )
 
 

@@ -26,7 +26,7 @@ def _submit(arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.spark
 @pytest.mark.cluster
 @pytest.mark.usefixtures("warm_ranks")
-def test_a_second_process_trains_on_the_rows_that_the_first_prepared(tmp_path: Path) -> None:
+def test_a_second_program_trains_on_the_rows_that_the_first_prepared(tmp_path: Path) -> None:
     for name, text in _FILES.items():
         (tmp_path / name).write_text(text)
     prepare, train = _COMMANDS

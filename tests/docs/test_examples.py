@@ -79,7 +79,7 @@ def test_scikit_learn_digits_averages_the_weights_of_the_ranks(spark: SparkSessi
 
 @pytest.mark.soak
 def test_ray_tune_digits_trains_a_trial_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # other programs on this machine would starve Ray's workers
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # at Ray's default, other programs starve its workers
     shown = _run(tmp_path, "ray_tune_digits.py", "--trials", "1", "--epochs", "1")
     shutil.rmtree(Path(tempfile.gettempdir(), "ray"))  # Ray keeps its logs
     assert "1 trials, 0 of them failed" in shown

@@ -1,4 +1,4 @@
-"""Run a job and an executor over Ray Client; the argument is the port of the client server to start."""
+"""Run a job and an executor through Ray Client; the argument is the port for the client server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main(port: int) -> None:
         "num_cpus": 2,
         "include_dashboard": False,
         "ray_client_server_port": port,
-        "_system_config": {"worker_niceness": 0},  # other programs on this machine would starve Ray's workers
+        "_system_config": {"worker_niceness": 0},  # at Ray's default, other programs starve its workers
     }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:

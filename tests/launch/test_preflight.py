@@ -70,7 +70,7 @@ def test_the_preflight_reports_a_good_cluster_as_ready(spark, rows, tmp_path):
 
 
 def test_the_preflight_reports_all_problems_at_once(spark, rows):
-    store = Store.create(f"memory://{uuid.uuid4().hex}")  # every process has its own
+    store = Store.create(f"memory://{uuid.uuid4().hex}")  # every process has a memory of its own
     printed = io.StringIO()
     report = sparkhvd.preflight(
         spark, 9, store=store, estimator=estimator_of(None, TwoInputs(7)), df=rows, timeout=200.0, stdout=printed
@@ -80,11 +80,11 @@ def test_the_preflight_reports_all_problems_at_once(spark, rows):
     assert "num_proc=9 is more than the 4 slots of the cluster" in failed["slots"]
     assert "is not shared: the executor on host" in failed["store"]
     assert "mat1 and mat2 shapes cannot be multiplied" in failed["model"]
-    assert len(report.tasks) == 4, "the existing slots are examined nevertheless"
-    assert "3 to solve" in printed.getvalue()
+    assert len(report.tasks) == 4, "the preflight examines the existing slots"
+    assert "3 problems" in printed.getvalue()
 
 
-def test_rows_that_take_too_long_time_out_and_cancel_their_job(spark):
+def test_a_slow_query_is_reported_after_the_timeout_and_cancelled(spark):
     class Slow:
         def getStore(self):  # noqa: N802
             return None
@@ -125,11 +125,11 @@ def test_the_exit_code_of_the_doctor_is_its_verdict(spark, tmp_path, capsys):
         (["--mastr", "yarn"], r"unknown flag --mastr. Did you mean --master\? See sparkhvd --help."),
         (
             ["--master", "nonsense"],
-            "no Spark session of nonsense: .* Spark's last output: .*Master must either be yarn or start with",
+            "no Spark session on nonsense: .* Spark's last output: .*Master must either be yarn or start with",
         ),
         (
             ["--master", "spark://127.0.0.1:1", "--timeout", "10"],
-            "of spark://127.0.0.1:1: none was created within --timeout 10 s",
+            "on spark://127.0.0.1:1: it was not created within --timeout 10 s",
         ),
         (
             ["--master", "spark://no.host.invalid:7077,other.invalid:7077"],
@@ -138,7 +138,7 @@ def test_the_exit_code_of_the_doctor_is_its_verdict(spark, tmp_path, capsys):
         (["--remote", "sc://no.host.invalid"], "cannot resolve the host 'no.host.invalid'"),
         (
             ["--remote", "sc://127.0.0.1:1", "--timeout", "3"],
-            "of sc://127.0.0.1:1: none was created within --timeout 3 s",
+            "on sc://127.0.0.1:1: it was not created within --timeout 3 s",
         ),
     ],
 )
@@ -152,7 +152,7 @@ def test_the_doctor_reports_in_one_line_why_it_cannot_run(flags, words):
     )
     assert done.returncode != 0
     assert not done.stdout
-    waiting = r"sparkhvd: waiting at most [\d.]+ s for a Spark session of \S+\n"
+    waiting = r"sparkhvd: waiting at most [\d.]+ s for a Spark session on \S+\n"
     assert re.fullmatch(rf"({waiting})?sparkhvd: .*{words}.*\n", done.stderr), done.stderr
 
 
@@ -187,25 +187,25 @@ def test_the_doctor_checks_the_named_network_interfaces(spark, capsys):
 
 
 def test_the_preflight_checks_the_network_interfaces_of_an_estimator(spark):
-    own = estimator_of(None, TwoInputs(2), sparkhvd.SparkBackend(2, nics=["eth77"]))
-    (problem,) = sparkhvd.preflight(spark, estimator=own, stdout=io.StringIO()).problems
+    estimator = estimator_of(None, TwoInputs(2), sparkhvd.SparkBackend(2, nics=["eth77"]))
+    (problem,) = sparkhvd.preflight(spark, estimator=estimator, stdout=io.StringIO()).problems
     assert "None of the network interfaces ['eth77'] has an address on host " in problem
-    assert sparkhvd.preflight(spark, estimator=own, nics=["lo"], stdout=io.StringIO()).ok
+    assert sparkhvd.preflight(spark, estimator=estimator, nics=["lo"], stdout=io.StringIO()).ok
 
 
 def test_the_preflight_checks_encryption_on_request(spark):
     quiet = sparkhvd.preflight(spark, stdout=io.StringIO())
     assert "encryption" not in [check.name for check in quiet.checks]
-    own = estimator_of(None, TwoInputs(2), sparkhvd.SparkBackend(2, env={"SPARKHVD_ENCRYPT": "1"}))
+    estimator = estimator_of(None, TwoInputs(2), sparkhvd.SparkBackend(2, env={"SPARKHVD_ENCRYPT": "1"}))
     (check,) = [
         check
-        for check in sparkhvd.preflight(spark, estimator=own, stdout=io.StringIO()).checks
+        for check in sparkhvd.preflight(spark, estimator=estimator, stdout=io.StringIO()).checks
         if check.name == "encryption"
     ]
     assert check == Check("encryption", Verdict.OK, "all hosts can encrypt the job's connections")
 
 
-def test_an_invalid_preflight_is_refused(spark):
+def test_invalid_arguments_of_the_preflight_are_refused(spark):
     with pytest.raises(ConfigError, match=r"nics must be a list of names, got the string 'lo'\. Pass \['lo'\]"):
         sparkhvd.preflight(spark, nics="lo")
     with pytest.raises(ConfigError, match="cpus_per_task must be an integer of at least 1, got 0"):

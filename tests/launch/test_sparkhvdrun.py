@@ -35,7 +35,7 @@ def environment() -> dict[str, str]:
 
 
 def values_by_rank(done: subprocess.CompletedProcess[str], prefix: str = r"\[(\d+)\]<stdout>:") -> dict[int, dict]:
-    # Not by lines: mpirun may forward a rank's output without its newline, and another rank's output follows it.
+    # Searches the whole text, because mpirun may forward two ranks' outputs without a newline between them.
     matches = re.findall(prefix + r"(\{[^}]*\})", done.stdout)
     assert matches, done.stdout + done.stderr
     return {int(rank): json.loads(text) for rank, text in matches}
@@ -53,11 +53,11 @@ def test_a_program_runs_once_per_rank_with_the_settings_of_flags_and_file(tmp_pa
     )
     assert done.returncode == 0, done.stderr
     values = values_by_rank(done)
-    assert [values[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
+    assert [values[rank]["world"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
     assert [one["total"] for one in values.values()] == [3.0, 3.0]
     assert values[0]["arguments"] == ["an argument", "--with=dashes"]
     assert values[0]["secrets"] == []
-    assert values[1]["cache"] == 9, "flags win"
+    assert values[1]["cache"] == 9, "flags take precedence over the file"
     assert values[1]["start_timeout"] == 77.0
     assert values[1]["autotune"] == [True, str(tmp_path / "tuning.csv"), 2, 4, 5]
     assert (tmp_path / "tuning.csv").read_text().startswith("stage,fusion_threshold,")
@@ -88,7 +88,7 @@ def test_a_program_that_cannot_be_started_is_reported(program, words):
     assert words in done.stderr
 
 
-# Like a shell that starts a job in the background; ``env`` undoes a nohup under which these tests may run.
+# Ignores SIGINT, like a shell that starts a job in the background. ``env`` resets SIGHUP if nohup runs these tests.
 INTERRUPTS_IGNORED = ("env", "--default-signal=HUP", "/bin/sh", "-c", """trap '' INT; exec "$@" """, "sh")
 BY_MPI = ("--mpi", "--mpi-args=--oversubscribe")
 
@@ -144,13 +144,13 @@ def test_mpirun_starts_the_ranks_on_request(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     values = values_by_rank(done, r"\[1,(\d+)\]<stdout>:")
-    assert [values[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
+    assert [values[rank]["world"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
     assert [one["total"] for one in values.values()] == [3.0, 3.0]
     assert [values[0]["cache"], values[0]["start_timeout"]] == [9, 77.0]
-    assert values[1]["interfaces"] == "lo,lo", "the gradients keep to them, too"
+    assert values[1]["interfaces"] == "lo,lo", "the gradients use only these interfaces, too"
     assert (tmp_path / "kept" / "rank.1" / "stdout").read_text().startswith("[1,1]<stdout>:{")
     notice, line = done.stderr.splitlines()
-    assert notice == "sparkhvdrun: --ssh-port has no effect: all ranks run on this machine. Name others with -H."
+    assert notice == "sparkhvdrun: --ssh-port has no effect: all ranks run on this machine. Name other hosts with -H."
     assert " -mca btl_tcp_if_include lo,lo " in line, "both flags count"
 
 
@@ -166,17 +166,17 @@ def test_mpirun_passes_the_environment_to_the_ranks_on_all_hosts(tmp_path):
     assert done.stdout == "[1,0]<stdout>:a b;c,1,9,theirs\n", done.stderr
 
 
-def test_hosts_of_this_machine_need_no_ssh_and_count_as_hosts():
+def test_names_of_this_machine_need_no_ssh_and_count_as_separate_hosts():
     done = sparkhvdrun("-H", f"localhost:2,{socket.gethostname()}:2", "-np", "3", sys.executable, TRAIN)
     assert done.returncode == 0, done.stderr
-    assert [values_by_rank(done)[rank]["place"] for rank in range(3)] == [[0, 3, 0, 0], [1, 3, 1, 0], [2, 3, 0, 1]]
+    assert [values_by_rank(done)[rank]["world"] for rank in range(3)] == [[0, 3, 0, 0], [1, 3, 1, 0], [2, 3, 0, 1]]
 
 
 def test_in_a_batch_job_the_hosts_of_the_job_are_used_unless_flags_name_others():
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": f"localhost,{socket.gethostname()}"}
-    alone = environment() | job | {"SLURM_TASKS_PER_NODE": "1(x2)"}
-    done = sparkhvdrun("-np", "3", sys.executable, TRAIN, env=alone)  # all hosts are this machine
-    assert [values_by_rank(done)[rank]["place"] for rank in range(3)] == [[0, 3, 0, 0], [1, 3, 1, 0], [2, 3, 2, 0]], (
+    one_machine = environment() | job | {"SLURM_TASKS_PER_NODE": "1(x2)"}
+    done = sparkhvdrun("-np", "3", sys.executable, TRAIN, env=one_machine)  # all hosts are this machine
+    assert [values_by_rank(done)[rank]["world"] for rank in range(3)] == [[0, 3, 0, 0], [1, 3, 1, 0], [2, 3, 2, 0]], (
         done.stderr
     )
     cluster = environment() | job | {"SLURM_JOB_NODELIST": "no-such[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}
@@ -185,7 +185,7 @@ def test_in_a_batch_job_the_hosts_of_the_job_are_used_unless_flags_name_others()
     assert "Slurm job 17 has the hosts no-such1:2,no-such2:1" in done.stderr
     assert "num_proc=4 is more than the 3 slots of the hosts (no-such1:2,no-such2:1)" in done.stderr
     done = sparkhvdrun("-H", "localhost:2", sys.executable, TRAIN, env=cluster)
-    assert [values_by_rank(done)[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]], done.stderr
+    assert [values_by_rank(done)[rank]["world"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]], done.stderr
 
 
 @pytest.mark.parametrize(
@@ -249,11 +249,11 @@ def test_a_settings_file_with_unknown_keys_is_refused(content, words, tmp_path):
     assert done.stderr.count("\n") == 1, done.stderr
 
 
-def test_flags_for_other_machines_are_reported_without_effect_on_this_one():
+def test_flags_for_other_machines_are_reported_as_without_effect_on_this_machine():
     done = sparkhvdrun("-np", 1, "-p", 22, "-i", "key", "--network-interface", "bogus0", "true")
     assert done.returncode == 0, done.stderr
     for flag in ("--ssh-port", "--ssh-identity-file", "--network-interfaces"):
-        assert f"{flag} has no effect: all ranks run on this machine. Name others with -H.\n" in done.stderr
+        assert f"{flag} has no effect: all ranks run on this machine. Name other hosts with -H.\n" in done.stderr
 
 
 def test_check_build_shows_the_available_features():

@@ -23,7 +23,7 @@ total = communicator.allreduce(np.array([world.rank + 1.0]), ReduceOp.SUM, name=
 print(
     json.dumps(
         {
-            "place": [world.rank, world.size, world.local_rank, world.cross_rank],
+            "world": [world.rank, world.size, world.local_rank, world.cross_rank],
             "total": float(total),
             "arguments": sys.argv[1:],
             "cache": config.cache_capacity,

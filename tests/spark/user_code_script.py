@@ -74,7 +74,7 @@ def results(name: str, estimator: Any, df: DataFrame) -> dict[str, object]:
     return values
 
 
-def recognised(mode: object, missing: object, kind: type) -> tuple[str, list[bool]]:
+def recognized(mode: object, missing: object, kind: type) -> tuple[str, list[bool]]:
     from scaling.modes import Mode as Late  # noqa: PLC0415 - as users do
 
     same = [mode is modes.Mode.TIMES, mode is Late.TIMES, missing is modes.MISSING, issubclass(kind, torch_model.Scale)]
@@ -94,7 +94,7 @@ if __name__ == "__main__":
     importable._ask = lambda *arguments: jobs.append(1) or ask(*arguments)
     df = spark.range(8).selectExpr("cast(1 / 64 as float) x", "cast(1 as float) y")
     found: dict[str, Any] = {name: results(name, each, df) for name, each in estimators().items()}
-    found["run"] = sparkhvd.run(recognised, (modes.Mode.TIMES, modes.MISSING, Half), num_proc=2, spark=spark)
+    found["run"] = sparkhvd.run(recognized, (modes.Mode.TIMES, modes.MISSING, Half), num_proc=2, spark=spark)
     found["forward is its module's"] = torch_model.Net.forward.__globals__ is vars(torch_model)
     found["questions"] = len(jobs)
     print_results(found)

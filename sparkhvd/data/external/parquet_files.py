@@ -1,4 +1,4 @@
-"""Opens existing Parquet files (by Spark, pandas, pyarrow, petastorm or sparkhvd) as a dataset for the readers.
+"""Opens existing Parquet files (written by Spark, pandas, pyarrow, petastorm or sparkhvd) as a dataset for the readers.
 
 The footers contain the row groups and the NULL counts. The shapes of arrays and vectors come from the first value that
 is not NULL. No other rows are read, and nothing is written. The readers check later that all rows have the same shapes.
@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +41,15 @@ logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _PATTERN = re.compile(r"[*?{\[]")
-# By type, the first day from which Spark's two calendars agree, in any time zone for timestamps.
+# By type, the day from which Spark's Julian and Gregorian calendars agree; for timestamps, in every time zone.
 _SAME_IN_BOTH_CALENDARS = {
     "datetime64[D]": (1582, 10, 15),
     "datetime64[us]": (1900, 1, 1),
     "datetime64[ms]": (1900, 1, 1),
 }
-_SOME_ROWS = 16  # read at once in the search for a row that is not NULL
-# Formats whose folders have a log, by Spark's names for them; only the log says which Parquet files count.
+_SEARCH_ROWS = 16  # the rows per read in the search for a value that is not NULL
+# Formats whose folders have a log, which alone says which Parquet files are current: Spark's name of the format, a
+# description, and the path of the log.
 _LOGS = (
     ("delta", "a Delta table", re.compile(r"(^|/)_delta_log/")),
     ("hudi", "a Hudi table", re.compile(r"(^|/)\.hoodie/")),
@@ -61,7 +63,7 @@ class ExistingFiles:
     """The files of a dataset.
 
     Attributes:
-        store: where the files lie.
+        store: the Store that contains the files.
         manifest: the files and their columns.
         hold: protects prepared rows from removal; None for files that no driver would remove.
     """
@@ -81,8 +83,8 @@ class ColumnRequest:
     """The columns to read from files, and their roles.
 
     Attributes:
-        features: columns, or ``struct.field``; None means all except the others.
-        labels: columns to learn.
+        features: columns, or ``struct.field``; None means all except ``labels`` and ``weight``.
+        labels: columns to predict.
         weight: the rows' weights.
         fill: by column, the value to read in place of NULL.
         transformed: whether a transformation function converts the columns first, so that they may also be strings,
@@ -114,8 +116,8 @@ def open_existing(
         train: a folder with the rows to train on, or one file. In a folder, the files that Spark would read (see
             ``sparkhvd.data.external.folder_layout``) are read in the order of their names.
         validation: the same for the rows to validate on; it must be on the same file system.
-        feature_cols: columns, or ``struct.field``; None means all except the others.
-        label_cols: columns to learn.
+        feature_cols: columns, or ``struct.field``; None means all except ``label_cols`` and ``weight_col``.
+        label_cols: columns to predict.
         weight_col: the rows' weights.
         fill: by column, the value to read in place of NULL.
         transformed: whether a transformation function converts the columns first, so that they may also be strings,
@@ -124,8 +126,8 @@ def open_existing(
         access: how to access the file system.
 
     Raises:
-        DataError: the path is empty, a file is not Parquet or is damaged, there are too few rows, or a column without a
-            fill has NULL.
+        DataError: there are no files, a file is not Parquet or is damaged, there are too few rows, or a column
+            without a fill has NULL.
         SchemaError: a column is missing, cannot be used, or differs between files.
         StoreError: the file system cannot be reached.
     """
@@ -148,11 +150,12 @@ def open_data(
     """Open the rows for a loader, with columns of any type.
 
     Args:
-        data: a manifest, or a URL (with ``store``: a path in it) of a Parquet file, of a folder with such files (see
-            ``sparkhvd.data.external.folder_layout``), or of a prepared dataset.
+        data: a manifest, or the URL of a Parquet file, of a folder with Parquet files (see
+            ``sparkhvd.data.external.folder_layout``) or of a prepared dataset. With ``store``, a path in that Store
+            replaces the URL.
         names: the columns in their order; None means all.
         fill: by column, the value to read in place of NULL.
-        store: the Store in which ``data`` lies, or its URL; needed for a manifest.
+        store: the Store that contains ``data``, or its URL; needed for a manifest.
         storage_options: options for the Store of a URL.
 
     Raises:
@@ -176,12 +179,12 @@ def open_data(
 
 def _open(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> ExistingFiles:
     """Open the prepared dataset or the plain files at a path. A second path has the rows to validate on."""
-    at = locations[0] if locations[0].endswith(_MANIFEST) else f"{locations[0]}/{_MANIFEST}"
-    if len(locations) > 1 or not store.exists(at):
+    manifest_path = locations[0] if locations[0].endswith(_MANIFEST) else f"{locations[0]}/{_MANIFEST}"
+    if len(locations) > 1 or not store.exists(manifest_path):
         return ExistingFiles(store, _manifest(store, locations, wanted))
-    hold = _open_hold(store, at.removesuffix(_MANIFEST))
+    hold = _open_hold(store, manifest_path.removesuffix(_MANIFEST))
     try:
-        return ExistingFiles(store, selected(load(store, at), wanted), hold)
+        return ExistingFiles(store, selected(load(store, manifest_path), wanted), hold)
     except BaseException:
         if hold is not None:
             hold.close()
@@ -197,18 +200,18 @@ def _open_hold(store: Store, folder: str) -> leases.Hold | None:
     try:
         home = store if url == f"{store.url}/" else store.at(url)
         if not home.list(layout.lease_folder(dataset_id)):
-            return None  # a copy, because only datasets with a lease are ever removed
+            return None  # without a lease, the folder is a copy, which no driver removes
         if isinstance(home, ReadOnlyFolder):
             home = Store.create(url)
         return leases.Hold(leases.borrow(home, dataset_id))
     except StoreError as error:
-        logger.info("The prepared rows in %s are read without a hold on them: %s", url, error)
+        logger.info("The prepared rows in %s are read without protection from removal: %s", url, error)
         return None
 
 
 def _manifest(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> Manifest:
     """Return a manifest of files that are not a prepared dataset."""
-    listed = [_visible_files(store, location) for location in locations]
+    listed = [_data_files(store, location) for location in locations]
     footers = [read_footers(store, files) for files in listed]
     first = next((footer for footer in footers[0] if any(footer.row_groups)), None)
     if first is None:
@@ -219,11 +222,11 @@ def _manifest(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> 
     schema = _schema(store, locations[0], [footer for footer in footers[0] if any(footer.row_groups)], wanted)
     for footer in (footer for group in footers for footer in group if any(footer.row_groups)):
         _check(store, footer, first, schema)
-    tops = [
+    folders = [
         posixpath.dirname(location) if files == [location] else location
         for location, files in zip(locations, listed, strict=True)
     ]
-    folder = posixpath.commonpath(tops)
+    folder = posixpath.commonpath(folders)
     splits = [_split(group, folder) for group in footers]
     if len(locations) > 1 and not splits[1].rows:
         raise DataError(f"There are no rows to validate on in {store.url}/{locations[1]}: its files are empty.")
@@ -258,7 +261,7 @@ def selected(manifest: Manifest, wanted: ColumnRequest) -> Manifest:
     return replace(manifest, schema=manifest.schema.replaced(filled))
 
 
-def _visible_files(store: Store, location: str) -> list[str]:
+def _data_files(store: Store, location: str) -> list[str]:
     listed = store.list(location)
     inside = {path.removeprefix(location).lstrip("/"): path for path in listed}
     for name in inside:
@@ -270,11 +273,11 @@ def _visible_files(store: Store, location: str) -> list[str]:
     left_out = sorted({inside[name] for name in visible_files(list(inside))} - set(shown))
     if left_out:
         logger.warning(
-            "%s/%s has %s that Spark does not read and that the fit skips, too, for example %s. Read their folders one "
-            "by one, or name all folders by values (day=1).",
+            "Skipped %s in %s/%s, as Spark does, for example %s. Read each folder separately, or name all folders by "
+            "values (day=1).",
+            counted(len(left_out), "file"),
             store.url,
             location,
-            counted(len(left_out), "file"),
             left_out[0],
         )
     return shown
@@ -346,7 +349,7 @@ def _columns(
 
 
 def _as_declared(column: ColumnSpec, field: petastorm_schema.Field, arrow: pa.DataType) -> ColumnSpec:
-    """Return a petastorm number with its declared type, for which Spark may have no column type."""
+    """Return the column with the number type that petastorm declares, because Spark may have no such column type."""
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
     is_plain = column.kind == "scalar" and column.is_number and not pa.types.is_decimal(arrow)
@@ -374,7 +377,7 @@ def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) ->
         filesystem, arrow_path = store.arrow(footer.path)
         names = columns.stored_names(DataSchema(tuple(unknown.values())))
         with filesystem.open_input_file(arrow_path) as file:
-            for batch in columns.open_parquet(file).iter_batches(_SOME_ROWS, columns=names):
+            for batch in columns.open_parquet(file).iter_batches(_SEARCH_ROWS, columns=names):
                 for column in list(unknown.values()):
                     values = columns.stored(batch, column).drop_null()
                     if len(values):
@@ -411,26 +414,26 @@ def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> N
     expected, actual = _types(first), _types(footer)
     leaves = _leaves(footer)
     for column in schema.columns:
-        wanted, found = _type_at(column.path, expected), _type_at(column.path, actual)
-        if wanted is None or found is None or not _are_alike(found, wanted):
+        wanted, present = _type_at(column.path, expected), _type_at(column.path, actual)
+        if wanted is None or present is None or not _are_alike(present, wanted):
             raise SchemaError(
-                f"Column {'.'.join(column.path)!r} is {wanted} in {store.url}/{first.path} and {found or 'missing'} in "
-                f"{url}; all files must have the same columns."
+                f"Column {'.'.join(column.path)!r} is {wanted} in {store.url}/{first.path} and {present or 'missing'} "
+                f"in {url}; all files must have the same columns."
             )
-        within = leaves.get(".".join(column.path), [])
+        own_leaves = leaves.get(".".join(column.path), [])
         if footer.is_julian:
-            _check_calendar(column, within, url)
-        if column.kind != "vector" and len(within) == 1:
-            _check_leaf(column, within[0], footer.row_groups, url)
+            _check_calendar(column, own_leaves, url)
+        if column.kind != "vector" and len(own_leaves) == 1:
+            _check_leaf(column, own_leaves[0], footer.row_groups, url)
 
 
-def _check_calendar(column: ColumnSpec, within: Iterable[LeafFacts], url: str) -> None:
+def _check_calendar(column: ColumnSpec, leaves: Iterable[LeafFacts], url: str) -> None:
     """Refuse old dates and times in the Julian calendar, which only Spark converts."""
     first_same = _SAME_IN_BOTH_CALENDARS.get(column.dtype)
-    for leaf in within:
+    for leaf in leaves:
         if first_same is not None and leaf.low is not None and leaf.low.timetuple()[:3] < first_same:
             raise DataError(
-                f"Column {column.name!r} ({column.role}) has times before {'-'.join(map(str, first_same))} in {url}, "
+                f"Column {column.name!r} ({column.role}) has values before {date(*first_same)} in {url}, "
                 "which Spark wrote in the Julian calendar (spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY). Write "
                 "the files again with CORRECTED, or fit the DataFrame that Spark reads from them."
             )
@@ -459,7 +462,7 @@ def _are_alike(one: pa.DataType, other: pa.DataType) -> bool:
 
 
 def _leaves(footer: Footer) -> dict[str, list[LeafFacts]]:
-    """Return the leaves at and below every path of a file."""
+    """Return the leaves at or below each path in the schema of a file."""
     leaves: dict[str, list[LeafFacts]] = {}
     for leaf in footer.columns:
         for path in accumulate(leaf.path.split("."), "{}.{}".format):
@@ -469,7 +472,7 @@ def _leaves(footer: Footer) -> dict[str, list[LeafFacts]]:
 
 def _check_leaf(column: ColumnSpec, leaf: LeafFacts, row_groups: Iterable[int], url: str) -> None:
     if column.fill is not None:
-        return  # a NULL counts as one value for a whole array, so the counts show nothing
+        return  # an array that is NULL counts as one value, so the counts do not show the lengths
     if leaf.nulls:
         raise DataError(
             f"Column {column.name!r} ({column.role}) has {counted(leaf.nulls, 'NULL value')} in {url}. Set fill for "
@@ -486,8 +489,8 @@ def _check_leaf(column: ColumnSpec, leaf: LeafFacts, row_groups: Iterable[int], 
 
 
 def _split(footers: Iterable[Footer], folder: str) -> Split:
-    inside = f"{folder}/" if folder else ""
-    paths = [(footer, footer.path.removeprefix(inside)) for footer in footers]
+    prefix = f"{folder}/" if folder else ""
+    paths = [(footer, footer.path.removeprefix(prefix)) for footer in footers]
     return Split(
         tuple(DataFile(path, footer.row_groups, footer.size) for footer, path in paths if any(footer.row_groups))
     )

@@ -24,7 +24,7 @@ def filesystem(store: Store, folder: str) -> Any:
     """Return the file system to hand to petastorm together with ``URL``.
 
     Args:
-        store: where the files lie.
+        store: the Store that contains the files.
         folder: the folder in it that petastorm sees as the root.
     """
     # petastorm checks for the legacy type, which exists only in the old pyarrow that petastorm needs.
@@ -36,7 +36,7 @@ class StoreFolder:
     """The methods of a file system that petastorm and pyarrow call to read; all paths begin with ``/store``.
 
     Args:
-        store: where the files lie.
+        store: the Store that contains the files.
         folder: the folder; its files are listed once.
     """
 

@@ -42,7 +42,7 @@ class PetastormSource:
     """The rows of one split as one rank sees them (a ``BatchSource``), read by petastorm.
 
     Args:
-        store: where the files lie.
+        store: the Store that contains the files.
         manifest: the files and columns; from ``sparkhvd.data.external.parquet_files.open_existing``.
         split: ``"train"`` or ``"validation"``.
         world: this rank and the number of ranks.

@@ -110,7 +110,7 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
 
             - ``columns``: the columns to read, also ``struct.field``; all by default.
             - ``split``: of a prepared dataset, ``"train"`` (the default) or ``"validation"``.
-            - ``store``: the Store in which ``data`` lies, or its URL, if it is a manifest or a path in that Store.
+            - ``store``: the Store that contains ``data``, or its URL; for a manifest or a path in that Store.
             - ``storage_options``: options for the Store of a URL.
             - ``rank`` and ``size``: the rank whose rows to read; those of ``hvd.init()`` by default, else 0 of 1.
             - ``shuffle`` (True) and ``seed`` (0): whether each epoch has its own order.

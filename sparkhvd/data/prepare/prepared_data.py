@@ -122,7 +122,7 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
         num_processes: the number of ranks that will train; there must be at least as many training rows.
         store: where the rows go: a Store or its URL.
         df: the rows.
-        label_columns: columns to learn.
+        label_columns: columns to predict.
         feature_columns: columns to learn from; None means all others.
         validation: rows to hold out: a fraction in [0, 1), decided by a hash of each row's feature and label values and
             ``seed``, or the name of a column that is true or 1 for them.
@@ -135,7 +135,7 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
         sparse_cols: vector columns that the readers deliver as their entries instead of as dense arrays.
         fill: by column, the value that the readers put in place of NULL; without it NULL is refused.
         row_group_bytes: the size of a row group; None chooses it by ``partitions_per_process``.
-        keep_seconds: how long the rows stay after their last use if they have a name or can be recognised; 0 keeps
+        keep_seconds: how long the rows stay after their last use if they have a name or can be recognized; 0 keeps
             and reuses nothing.
         name: a name for the rows, which keeps them whatever their source. A later job finds them with
             ``fit_on_parquet(dataset_idx=name)``, or with ``prepare_data`` and the same name, columns and split;

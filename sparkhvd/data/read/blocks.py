@@ -43,7 +43,7 @@ class ParquetBlocks:
     """The row groups of a split in a Store.
 
     Args:
-        store: where the files lie.
+        store: the Store that contains the files.
         folder: the dataset's folder in it.
         split: the files.
         columns: the columns to read.

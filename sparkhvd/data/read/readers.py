@@ -205,7 +205,7 @@ class ParquetSource(RowSource):
     """The rows of one split of a prepared dataset, as one rank sees them.
 
     Args:
-        store: where the dataset lies.
+        store: the Store that contains the dataset.
         manifest: the files and columns of the dataset.
         split: ``"train"`` or ``"validation"``.
         world: this rank and the number of ranks.

@@ -9,7 +9,7 @@ again. The fingerprint covers:
 - the leaves of the plan: ranges, rows that are part of the plan, caches, and files. Files count by path, size and
   modification time, listed now and equal to the listing of the DataFrame. A cache holds the original rows, whatever its
   files hold now. So a cache is identified by the number of its RDD, which is unique in the application, and its rows
-  are recognised as long as the cache lives;
+  are recognized as long as the cache lives;
 - the session's ``spark.sql`` settings, the versions of Spark and of the written format, the selection and the split's
   seed;
 - with ``sample`` or ``randomSplit``, which choose rows by their position in partitions, the parallelism that partitions
@@ -111,7 +111,7 @@ class Fingerprint:
 
 
 def _log(reason: str) -> None:
-    logger.debug("The rows of this DataFrame cannot be recognised later: %s", reason)
+    logger.debug("The rows of this DataFrame cannot be recognized later: %s", reason)
 
 
 def fingerprint(

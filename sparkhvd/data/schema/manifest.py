@@ -66,7 +66,7 @@ class Manifest:
         seed: the seed of the split.
         validated_by: the fraction, the column or (for existing files) the path that defines the split; None without
             validation.
-        fingerprint: later preparations compare it with their own; None if the rows cannot be recognised.
+        fingerprint: later preparations compare it with their own; None if the rows cannot be recognized.
         labels: the smallest and the largest value of labels that are numbers, by their names.
         name: the user's name for the dataset, if there is one.
     """

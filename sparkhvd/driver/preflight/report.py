@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from sparkhvd._util.counts import counted
 from sparkhvd.compat.spark import release
 from sparkhvd.task.host.examination import Examination
 
@@ -61,7 +62,7 @@ class PreflightReport:
     def __str__(self) -> str:
         width = max(len(check.name) for check in self.checks)
         lines = [f"{check.verdict.value:<5} {check.name:<{width}}  {check.says}" for check in self.checks]
-        verdict = "ready" if self.ok else f"{len(self.problems)} to solve"
+        verdict = "ready" if self.ok else counted(len(self.problems), "problem")
         title = f"sparkhvd preflight: {verdict} ({self.seconds:.1f} s)"
         return "\n".join([title, "", *task_table(self.tasks, self.driver), "", *lines])
 

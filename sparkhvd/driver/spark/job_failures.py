@@ -14,11 +14,11 @@ _UNKNOWN: Mapping[int, str] = MappingProxyType({})
 _EXECUTOR = re.compile(r"ExecutorLostFailure \(executor (\S+) [^)]*\)(?: Reason: ([^\n]*))?")
 _TASK = re.compile(r"because barrier task \w+\(\d+, (\d+)\)")
 _ATTEMPTS = re.compile(r"maximum allowable number of times: (\d+)")
-# Captures the line after a Python traceback; Spark's own lines follow it.
+# Captures the exception at the end of a Python traceback; Spark's own lines follow it.
 _RAISED = re.compile(r"Traceback [^\n]*\n(?:[ \t][^\n]*\n)+(\S[^\n]*)")
 _VERSIONS = re.compile(r"The driver has (?:sparkhvd|pyspark) .*")
-# SPARK_JOB_CANCELLED: by a tag, a group, a session or Spark's UI. OPERATION_CANCELED: through Spark Connect. The last
-# form: because the session was stopped.
+# Spark reports SPARK_JOB_CANCELLED for a job that was cancelled by a tag, a group, a session or in Spark's UI, and
+# OPERATION_CANCELED for one that was cancelled through Spark Connect. The last form reports a stopped session.
 _CANCELLED = re.compile(
     r"(?:\[(?:SPARK_JOB_CANCELLED|OPERATION_CANCELED)\] |SparkException: (?=Job \d+ cancelled because SparkContext ))"
     r"([^\n]*?)\.?(?: SQLSTATE: \w+)?(?:\n|$)"
@@ -41,7 +41,7 @@ def spark_failure(
         error: the exception of the job.
         host_of: returns the host of an executor by its id; empty if it is unknown.
         task_hosts: the hosts of the tasks of the last attempt, by index, as far as they are known.
-        tasks: the last status that each task sent to the driver, by index; None if tasks cannot reach it.
+        tasks: the last status that each task sent to the driver, by index; None if tasks cannot reach the driver.
     """
     error = _root(error)
     text = str(error)
@@ -77,7 +77,7 @@ def is_cancelled(error: BaseException) -> bool:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return Spark's own error: on a stopped session, PySpark raises an ``AttributeError`` while it handles it."""
+    """Return Spark's own error. On a stopped session, PySpark's handling of that error raises an ``AttributeError``."""
     while isinstance(error, AttributeError) and error.__context__ is not None:
         error = error.__context__
     return error
@@ -94,10 +94,11 @@ def _cause(
         )
     if (cancelled := _CANCELLED.search(text)) or _STOPPED.search(text):
         return f"it was cancelled ({cancelled[1] if cancelled else 'the Spark session was stopped'})"
-    number = _TASK.search(text)
-    task = f"task {number[1]}" if number else "a task"
-    on_host = f" on host {task_hosts[int(number[1])]}" if number and int(number[1]) in task_hosts else ""
-    progress = _progress(int(number[1]), tasks) if number and tasks is not None else ""
+    match = _TASK.search(text)
+    index = None if match is None else int(match[1])
+    task = "a task" if index is None else f"task {index}"
+    on_host = f" on host {task_hosts[index]}" if index is not None and index in task_hosts else ""
+    progress = "" if index is None or tasks is None else _progress(index, tasks)
     if lost := _EXECUTOR.search(text):
         host = host_of(lost[1])
         executor = f"executor {lost[1]} on host {host}" if host else f"executor {lost[1]}"

@@ -1,4 +1,4 @@
-"""Layers of torch modules whose result for a row depends on the other rows of the batch."""
+"""Finds the layers of a PyTorch model whose result for a row depends on the other rows of the batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sparkhvd.torch.sync_batch_norm import SyncBatchNorm
 
 _SYNCHRONIZED = (SyncBatchNorm, torch.nn.SyncBatchNorm)
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-_OF_ROWS = (torch.nn.BatchNorm1d, torch.nn.LazyBatchNorm1d, *_SYNCHRONIZED)
+_NEED_TWO_ROWS = (torch.nn.BatchNorm1d, torch.nn.LazyBatchNorm1d, *_SYNCHRONIZED)
 
 
 def batch_dependence_of(model: object) -> BatchDependence:
-    """Return the layers of a module that relate the rows of a batch; none if ``model`` is not a module."""
+    """Return the names of the layers that relate the rows of a batch; no names if ``model`` is not a torch module."""
     if not isinstance(model, torch.nn.Module):
         return BatchDependence()
     named = [(name or "the model", layer) for name, layer in model.named_modules()]
@@ -22,7 +22,7 @@ def batch_dependence_of(model: object) -> BatchDependence:
     return BatchDependence(
         local=tuple(name for name, layer in layers if not isinstance(layer, _SYNCHRONIZED)),
         synchronized="sparkhvd.torch.SyncBatchNorm.convert_sync_batchnorm(model)",
-        pairs=tuple(name for name, layer in layers if isinstance(layer, _OF_ROWS)),
-        pixels=tuple(name for name, layer in layers if not isinstance(layer, _OF_ROWS)),
-        frequencies=tuple(name for name, one in named if isinstance(one, _EMBEDDINGS) and one.scale_grad_by_freq),
+        need_two_rows=tuple(name for name, layer in layers if isinstance(layer, _NEED_TWO_ROWS)),
+        need_two_pixels=tuple(name for name, layer in layers if not isinstance(layer, _NEED_TWO_ROWS)),
+        frequencies=tuple(name for name, layer in named if isinstance(layer, _EMBEDDINGS) and layer.scale_grad_by_freq),
     )

@@ -1,7 +1,8 @@
 """The import path of a rank, which equals the import path of its task.
 
-Spark adds the files of ``addPyFile`` to ``sys.path`` alone, so the worker gets the path through ``PYTHONPATH``. Before
-``fn`` runs, the worker restores the variable's own value, because ``fn`` may start another Python.
+Spark adds the files of ``addPyFile`` only to ``sys.path``, which the worker does not inherit. So the worker receives
+the path in ``PYTHONPATH``. Before ``fn`` runs, the worker restores the variable's original value, because ``fn`` may
+start another Python.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def import_path(executable: str = "") -> str:
 
     Args:
         executable: that Python; empty is the Python of this process. Another Python has its own standard library and
-            packages.
+            packages, so those of this process are left out.
     """
     entries = [entry or str(Path.cwd()) for entry in sys.path]
     if executable and executable != sys.executable:

@@ -15,7 +15,7 @@ def network(*layers):
 
 
 @pytest.mark.parametrize(
-    ("layer", "local", "pairs", "pixels"),
+    ("layer", "local", "need_two_rows", "need_two_pixels"),
     [
         (torch.nn.BatchNorm1d(4), ("1",), ("1",), ()),
         (torch.nn.LazyBatchNorm1d(), ("1",), ("1",), ()),
@@ -26,10 +26,10 @@ def network(*layers):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_the_layers_that_normalize_by_their_batch_are_found(layer, local, pairs, pixels):
+def test_the_layers_that_normalize_by_their_batch_are_found(layer, local, need_two_rows, need_two_pixels):
     found = batch_dependence_of(network(layer))
-    assert (found.local, found.pairs, found.pixels) == (local, pairs, pixels)
-    assert found.avoids_single_rows == bool(pairs or pixels)
+    assert (found.local, found.need_two_rows, found.need_two_pixels) == (local, need_two_rows, need_two_pixels)
+    assert found.avoids_single_rows == bool(need_two_rows or need_two_pixels)
 
 
 def test_a_trainer_that_synchronizes_the_layers_needs_no_advice():

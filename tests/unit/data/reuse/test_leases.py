@@ -378,7 +378,7 @@ def test_prepared_rows_are_read_even_if_a_hold_cannot_be_written(store, make_dat
     caplog.set_level("INFO", "sparkhvd")
     files = open_existing(f"{store.root}/{manifest.folder}", feature_cols=["id"], label_cols=["y"])
     assert files.hold is None
-    assert "are read without a hold on them: Cannot publish the lease: Read-only file system." in caplog.text
+    assert "are read without protection from removal: Cannot publish the lease: Read-only file system." in caplog.text
 
 
 @pytest.mark.parametrize("end", ["close", "with", "nothing"])

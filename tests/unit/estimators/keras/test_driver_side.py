@@ -503,7 +503,7 @@ def test_layers_that_normalize_by_the_batch_of_a_rank_are_found_even_within_nest
     inner = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(name="inner")])
     model = keras.Sequential([keras.Input((4,)), inner, keras.layers.LayerNormalization()])
     layers = PLUGIN.batch_dependence({"model": model, "loss": "mse"})
-    assert (layers.local, layers.pairs, layers.losses) == (("inner",), (), ())
+    assert (layers.local, layers.need_two_rows, layers.losses) == (("inner",), (), ())
     (remark,) = layers.remarks(2, 8)
     assert "SyncBatchNormalization" in remark
 

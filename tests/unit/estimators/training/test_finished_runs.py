@@ -1,4 +1,4 @@
-"""Finished runs: a later fit trains nothing and returns the same model, with the callbacks' last changes."""
+"""A fit after a finished run trains nothing and returns the same model, with the changes of ``on_train_end``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.estimators.keras.networks import DATA, parameters, source
 
 
 class AddAtEnd(TorchCallback):
-    """Adds one to all weights after the training, like stochastic weight averaging, which replaces them."""
+    """Adds one to all weights after the training, when stochastic weight averaging replaces the weights."""
 
     def on_train_end(self, run):
         with torch.no_grad():
@@ -29,8 +29,8 @@ class AddAtEnd(TorchCallback):
                 weight.add_(1.0)
 
 
-class StopSecond(AddAtEnd):
-    """Also ends the training after the second epoch."""
+class StopAfterSecondEpoch(AddAtEnd):
+    """Ends the training after the second epoch and adds one to all weights."""
 
     def on_epoch_end(self, run, epoch, logs):
         run.stop = epoch == 1
@@ -75,10 +75,10 @@ def best_of_falling_loss():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda how: keras_trainer(best_of_falling_loss(), how), partial(torch_trainer, StopSecond())],
+    [lambda how: keras_trainer(best_of_falling_loss(), how), partial(torch_trainer, StopAfterSecondEpoch())],
     ids=["keras", "torch"],
 )
-def test_a_run_that_a_callback_ended_is_not_trained_again(alone, tmp_path, make):
+def test_a_run_that_a_callback_ended_does_not_train_again(alone, tmp_path, make):
     fitted = []
     for epochs in (5, 9):
         trained, completed = fit(make, tmp_path, alone, epochs)
@@ -87,15 +87,15 @@ def test_a_run_that_a_callback_ended_is_not_trained_again(alone, tmp_path, make)
     assert np.array_equal(*fitted)
 
 
-ENDS = pytest.mark.parametrize(
+ADD_AT_END = pytest.mark.parametrize(
     "make",
     [lambda how: keras_trainer(AddAtEndInKeras(), how), partial(torch_trainer, AddAtEnd())],
     ids=["keras", "torch"],
 )
 
 
-@ENDS
-def test_a_finished_run_keeps_the_changes_of_a_callback_at_its_end(alone, tmp_path, make):
+@ADD_AT_END
+def test_a_finished_run_keeps_the_changes_of_on_train_end(alone, tmp_path, make):
     trained, _ = fit(make, tmp_path, alone, 2)
     for _ in range(2):
         again, epochs = fit(make, tmp_path, alone, 2)
@@ -103,8 +103,8 @@ def test_a_finished_run_keeps_the_changes_of_a_callback_at_its_end(alone, tmp_pa
         assert epochs == 2
 
 
-@ENDS
-def test_a_finished_run_with_more_epochs_resumes_without_those_changes(alone, tmp_path, make):
+@ADD_AT_END
+def test_a_finished_run_resumes_for_more_epochs_without_the_changes_of_on_train_end(alone, tmp_path, make):
     fit(make, tmp_path / "extended", alone, 2)
     extended, _ = fit(make, tmp_path / "extended", alone, 3)
     straight, _ = fit(make, tmp_path / "straight", alone, 3)
@@ -114,7 +114,7 @@ def test_a_finished_run_with_more_epochs_resumes_without_those_changes(alone, tm
     assert epochs == 3
 
 
-def test_a_run_that_stopped_early_keeps_the_changes_of_a_callback_at_its_end(alone, tmp_path):
+def test_a_run_that_stopped_early_keeps_the_changes_of_on_train_end(alone, tmp_path):
     rule = EarlyStopping(monitor="loss", patience=1, mode="max")
     trained, epochs = fit(partial(torch_trainer, AddAtEnd()), tmp_path, alone, 6, rule)
     assert epochs < 6
@@ -131,7 +131,7 @@ def test_a_final_state_of_an_earlier_epoch_is_ignored(alone, tmp_path):
     trained, _ = fit(make, tmp_path, alone, 3)
     store.delete(layout.final_path("run", 2))
     before, _ = fit(make, tmp_path, alone, 3)
-    store.publish(layout.final_path("run", 1), stale)  # like a fit that was killed before it deleted this file
+    store.publish(layout.final_path("run", 1), stale)  # as if a fit had been killed before it deleted this file
     again, _ = fit(make, tmp_path, alone, 3)
     assert np.array_equal(again, before)
     assert not np.array_equal(again, trained)
