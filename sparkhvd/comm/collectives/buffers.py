@@ -10,9 +10,21 @@ import numpy.typing as npt
 
 from sparkhvd.errors import ConfigError
 
-DTYPES = frozenset(
-    {"bool", "uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"},
-)
+# The element types that the core supports, and the bytes of an element.
+BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+DTYPES = frozenset(BYTES)
 
 Array = npt.NDArray[np.generic]
 

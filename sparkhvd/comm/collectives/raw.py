@@ -5,6 +5,7 @@ All functions take a ``SubmitOptions``: the name, the ranks, and when to begin.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -12,7 +13,7 @@ from typing import Literal, TypeVar
 from sparkhvd._core import CoreError, Operation
 from sparkhvd._util.counts import counted, is_count
 from sparkhvd.comm.channel import Channel, HasChannels
-from sparkhvd.comm.collectives.buffers import Buffer, ReduceOp
+from sparkhvd.comm.collectives.buffers import BYTES, Buffer, ReduceOp
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.failures import translate, translated
 from sparkhvd.comm.handle import Handle, PendingGroup
@@ -95,6 +96,7 @@ def reduce_buffers(
     """Start an allreduce of every source into its target; all run together, or none if the ranks disagree."""
     for source, target in pairs:
         _require_same_form("An allreduce", source, target)
+    _require_apart([target for source, target in pairs if source.address == target.address], options.name)
     return _reduced_together("grouped_allreduce", me.channel(options.process_set), pairs, reduction, options)
 
 
@@ -288,6 +290,25 @@ def _require_same_form(what: str, source: Buffer, target: Buffer) -> None:
             f"{what} of {source.dtype}{list(source.shape)} cannot go into "
             f"{target.dtype}{list(target.shape)}; pass buffers of the same shape and dtype."
         )
+
+
+def _require_apart(in_place: Sequence[Buffer], name: str | None) -> None:
+    """Raise ``ConfigError`` if buffers that are reduced in place share memory, which would be reduced twice."""
+    spans = sorted(
+        (buffer.address, buffer.address + math.prod(buffer.shape) * BYTES[buffer.dtype], index)
+        for index, buffer in enumerate(in_place)
+    )
+    end, before = 0, 0
+    for first, last, index in spans:
+        if first < end and last > first:
+            one, other = sorted((before, index))
+            group = "the group" if name is None else f"the group {name!r}"
+            raise ConfigError(
+                f"Tensors {one} and {other} of {group} share memory, which would be reduced twice in place. Pass each "
+                "tensor once, or pass copies."
+            )
+        if last > end:
+            end, before = last, index
 
 
 def _require_rows(source: Buffer, what: str, verb: str) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkhvd.comm import session
-from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp, buffer_of
+from sparkhvd.comm.collectives.options import SubmitOptions
 from sparkhvd.comm.collectives.raw import rows_of
 from sparkhvd.errors import ConfigError, MismatchError
 from tests.ranks import RankGroup
@@ -53,6 +54,19 @@ def ops_of(dtype: str) -> list[ReduceOp]:
 
 
 # Functions that the ranks run.
+
+
+def reduce_memory_twice():
+    """Reduce groups whose arrays share memory, and one whose arrays are adjacent."""
+    communicator = session.current()
+    whole = np.arange(12.0)
+    for parts in ([whole, whole], [whole[6:], whole[2:8]], [whole[:1]] * 3):
+        buffers = [buffer_of(part, "part") for part in parts]
+        with pytest.raises(ConfigError, match="Tensors 0 and 1 of the group 'g' share memory, which would be reduced"):
+            communicator.reduce_buffers([(part, part) for part in buffers], options=SubmitOptions("g"))
+    apart = [buffer_of(part, "part") for part in (whole[6:], whole[3:3], whole[3:3], whole[:6])]
+    communicator.reduce_buffers([(part, part) for part in apart]).wait()
+    assert whole.tolist() == list(range(12)), "adjacent parts are reduced once"
 
 
 def scatter_everything(dtype):
@@ -242,3 +256,7 @@ def test_a_single_rank_gets_back_its_own_input(alone):
         alone.reducescatter(np.float32(1))
     with pytest.raises(ConfigError, match="needs at least one dimension to divide along"):
         alone.alltoall(np.float32(1))
+
+
+def test_a_group_that_would_reduce_memory_twice_in_place_is_refused(group):
+    group.run(reduce_memory_twice)
