@@ -65,6 +65,7 @@ class TorchState(ObjectState):
         for name, value in everything.items():
             part = _part_of(value)
             if part is not None:
+                self._require_free(name)
                 self._parts[name] = part
                 setattr(self, name, value)
         super().__init__(**{name: value for name, value in everything.items() if name not in self._parts})

@@ -114,21 +114,32 @@ class ObjectState(State):
         **kwargs: the initial values; cloudpickle must be able to pickle them.
 
     Raises:
-        ConfigError: a value has the name of a method.
+        ConfigError: a value has the name of a method, or of an attribute that the state uses itself.
     """
+
+    _values: tuple[str, ...] = ()
+    _saved: Any = None
 
     def __init__(self, bcast_object: object = None, get_rank: object = None, **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
         self._values = tuple(kwargs)
-        self._saved: dict[str, Any] = {}
         for name, value in kwargs.items():
-            if callable(getattr(type(self), name, None)):
-                raise ConfigError(
-                    f"A value of a state cannot be named {name!r}: {type(self).__name__}.{name}() is a method. Choose "
-                    "another name."
-                )
+            self._require_free(name)
             setattr(self, name, value)
         self.save()
+
+    def _require_free(self, name: str) -> None:
+        """Raise ``ConfigError`` if an attribute ``name`` would replace a method, or what the state keeps for itself."""
+        kind = type(self).__name__
+        if callable(getattr(type(self), name, None)):
+            reason = f"{kind}.{name}() is a method"
+        elif isinstance(getattr(type(self), name, None), property):
+            reason = f"{kind}.{name} is a property"
+        elif name.startswith("_") and (name in vars(self) or hasattr(type(self), name)):
+            reason = f"{kind} uses this name itself"
+        else:
+            return
+        raise ConfigError(f"A value of a state cannot be named {name!r}: {reason}. Choose another name.")
 
     def save(self) -> None:
         """Keep a copy of the values in memory."""

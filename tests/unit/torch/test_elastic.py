@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sparkhvd.torch as hvd
-from sparkhvd.errors import NotInitializedError
+from sparkhvd.errors import ConfigError, NotInitializedError
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -111,6 +111,13 @@ def test_a_state_without_a_model_takes_values_and_any_number_of_models():
     state.restore()
     assert second.bias.item() == bias
     assert state.best == 0.5
+
+
+@pytest.mark.parametrize("name", ["sync", "_parts", "_values"])
+@pytest.mark.parametrize("value", [1, torch.nn.Linear(1, 1)], ids=["plain", "model"])
+def test_a_value_or_model_cannot_replace_what_the_state_uses_itself(name, value):
+    with pytest.raises(ConfigError, match=f"A value of a state cannot be named {name!r}: TorchState"):
+        hvd.elastic.TorchState(**{name: value})
 
 
 class Odd(torch.nn.Module):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -45,6 +46,22 @@ def test_values_are_attributes_that_return_to_the_last_commit():
 def test_a_value_with_the_name_of_a_method_is_refused(name):
     with pytest.raises(ConfigError, match=rf"{name!r}: ObjectState\.{name}\(\) is a method"):
         ObjectState(**{"epoch": 0, name: 1})
+
+
+@pytest.mark.parametrize("name", ["_values", "_saved", "_reset_callbacks", "_live"])
+def test_a_value_cannot_replace_what_the_state_uses_itself(name):
+    reason = "ObjectState._live() is a method" if name == "_live" else "ObjectState uses this name itself"
+    with pytest.raises(ConfigError, match=re.escape(f"named {name!r}: {reason}. Choose another name.")):
+        ObjectState(**{"epoch": 0, name: 1})
+    assert ObjectState(_epoch=2)._epoch == 2
+
+
+def test_a_value_cannot_have_the_name_of_a_property():
+    class Own(ObjectState):
+        progress = property(lambda state: state.epoch / 10)
+
+    with pytest.raises(ConfigError, match=r"named 'progress': Own\.progress is a property\. Choose another name\."):
+        Own(progress=1)
 
 
 @pytest.mark.usefixtures("job_of_one")
