@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 import torch
 
+from sparkhvd._util.counts import counted
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.elastic.loop import run
 from sparkhvd.comm.elastic.sampler import ElasticSampler
 from sparkhvd.comm.elastic.state import ObjectState, State
-from sparkhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 from sparkhvd.torch.states import broadcast_optimizer_state, broadcast_parameters, load_optimizer_state
 
@@ -44,7 +45,8 @@ class TorchState(ObjectState):
     """The state of an elastic PyTorch training.
 
     It holds the ``state_dict`` of every model and optimizer, but not their other attributes, such as counters. Pass
-    such attributes as plain values.
+    such attributes as plain values. Parameter groups that an optimizer got after the last commit are removed by
+    ``restore``, so the function can add them again.
 
     Args:
         model: the model; None if there is none.
@@ -135,6 +137,16 @@ class _OptimizerPart:
         self.saved = _copied(self._optimizer.state_dict(), self.saved, {})
 
     def restore(self) -> None:
+        committed, groups = len(self.saved["param_groups"]), self._optimizer.param_groups
+        if len(groups) < committed:
+            raise ConfigError(
+                f"The commit has an optimizer with {counted(committed, 'parameter group')}, but this rank's has "
+                f"{len(groups)}. Call add_param_group() for the missing groups before the state is restored."
+            )
+        if isinstance(self._optimizer, ExchangingOptimizer):
+            self._optimizer.drop_param_groups(committed)
+        else:
+            del groups[committed:]
         load_optimizer_state(self._optimizer, copy.deepcopy(self.saved))
 
     def sync(self) -> None:

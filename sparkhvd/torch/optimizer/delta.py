@@ -85,6 +85,14 @@ class DeltaOptimizer(ExchangingOptimizer):
         super(ExchangingOptimizer, self).add_param_group(param_group)
         self._names.update(names_by_position(self.param_groups, only=len(self.param_groups) - 1))
 
+    def drop_param_groups(self, first: int) -> None:
+        """Remove the parameter groups from index ``first`` on."""
+        for group in self.param_groups[first:]:
+            for parameter in group["params"]:
+                del self._names[parameter]
+                self._moving.discard(parameter)
+        del self.param_groups[first:]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients."""
         super(ExchangingOptimizer, self).zero_grad(set_to_none)

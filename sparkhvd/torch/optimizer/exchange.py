@@ -132,6 +132,11 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._exchange.track(names_by_position(self.param_groups, only=len(self.param_groups) - 1))
 
+    def drop_param_groups(self, first: int) -> None:
+        """Remove the parameter groups from index ``first`` on, and no longer exchange their gradients."""
+        self._exchange.forget(parameter for group in self.param_groups[first:] for parameter in group["params"])
+        del self.param_groups[first:]
+
     def before_unscaling(self) -> None:
         """Wait for the gradients, because a ``GradScaler`` is about to divide them in place."""
         self._synchronize_once()

@@ -80,6 +80,13 @@ class GradientExchange:
         self._tracked = dict(sorted(self._tracked.items(), key=lambda entry: entry[1].name))
         self.reset()
 
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Exchange the gradients of these parameters no longer."""
+        for parameter in parameters:
+            for hook in self._tracked.pop(parameter).hooks:
+                hook.remove()
+        self.reset()
+
     def tracks(self, parameter: torch.Tensor) -> bool:
         """Return whether the gradient of a parameter is exchanged."""
         return parameter in self._tracked

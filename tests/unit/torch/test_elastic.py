@@ -242,3 +242,38 @@ def test_a_restored_optimizer_keeps_state_that_is_more_precise_than_its_paramete
     restored.zero_()
     state.restore()
     assert optimizer.state[weight]["momentum_buffer"].item() == 1.0 + 2.0**-20, "the commit is a copy"
+
+
+@pytest.mark.parametrize("kind", ["plain", "average", "adasum"])
+def test_a_restore_removes_the_parameter_groups_that_were_added_after_the_commit(kind):
+    first, second = torch.nn.Linear(3, 1), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9)
+    if kind != "plain":
+        optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Adasum if kind == "adasum" else hvd.Average)
+    state = hvd.elastic.TorchState(optimizer=optimizer)
+    for _ in range(2):
+        optimizer.add_param_group({"params": list(second.parameters()), "lr": 0.5})
+        before = second.weight.item()
+        step(torch.nn.Sequential(first, second), optimizer)
+        assert second.weight.item() != before
+        second(first(torch.ones(2, 3))).sum().backward()  # the gradients are on their way when the job breaks
+        hvd.shutdown()
+        state.restore()
+        hvd.init()
+        state.on_reset()
+        assert [group["lr"] for group in optimizer.param_groups] == [0.1]
+        before = second.weight.item()
+        step(torch.nn.Sequential(first, second), optimizer)
+        assert second.weight.item() == before
+        assert not set(optimizer.state) & set(second.parameters())
+        second.zero_grad()
+
+
+def test_a_commit_with_more_parameter_groups_says_what_to_do():
+    model = torch.nn.Linear(3, 1)
+    optimizer, fresh = (torch.optim.SGD([model.weight], lr=0.1) for _ in range(2))
+    optimizer.add_param_group({"params": [model.bias]})
+    content = hvd.elastic.TorchState(optimizer=optimizer).dump_commit()
+    message = r"optimizer with 2 parameter groups, but this rank's has 1\. Call add_param_group\(\) for the missing"
+    with pytest.raises(ConfigError, match=message):
+        hvd.elastic.TorchState(optimizer=fresh).load_commit(content)
