@@ -47,7 +47,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0917  the name and the order of the 
 
     Args:
         optimizer: the optimizer to wrap; use only the result afterwards.
-        named_parameters: ``model.named_parameters()``, which names the gradients; None names them by position.
+        named_parameters: ``model.named_parameters()``, which names the gradients; None names them by position. Several
+            optimizers with gradients from one backward pass need names that are unique among them.
         compression: ``Compression.none``, ``.fp16``, ``.bf16`` or a ``Compressor`` of your own, for dense gradients.
         backward_passes_per_step: backward passes that are summed on the rank before gradients are exchanged. The sum is
             not divided: divide the loss if you want the mean.

@@ -622,3 +622,23 @@ def test_invalid_settings_are_rejected(alone, make, message):
     weight = a_parameter()
     with pytest.raises(ValueError, match=message):
         make(weight, torch.optim.SGD([weight], lr=0.1))
+
+
+def exchange_for_two_optimizers():
+    """On rank 0, start to exchange the gradients of a second optimizer before the other ranks join for the first."""
+    models = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+    if hvd.rank() == 0:
+        models[0](torch.ones(1, 2)).sum().backward()
+        with pytest.raises(
+            ConfigError, match=r"^Two optimizers exchange a gradient named 'gradient\.0\.0' at the same"
+        ):
+            models[1](torch.ones(1, 2)).sum().backward()
+    hvd.barrier()
+    if hvd.rank() != 0:
+        models[0](torch.ones(1, 2)).sum().backward()
+    optimizers[0].step()
+
+
+def test_two_optimizers_without_names_in_one_backward_pass_say_what_to_do(group):
+    group.run(exchange_for_two_optimizers)
