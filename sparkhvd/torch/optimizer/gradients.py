@@ -42,9 +42,6 @@ class _TrackedParameter:
         return self.passes >= 0 or not self.parameter.requires_grad
 
 
-_EXCHANGES: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
-
-
 class GradientExchange:
     """Submits each gradient as soon as backward has accumulated it, and waits for all of them in ``synchronize()``.
 
@@ -72,7 +69,6 @@ class GradientExchange:
         self._presence: Handle[None] | None = None
         self._flags = torch.empty(0)
         self.synchronized = False
-        _EXCHANGES.add(self)
 
     def track(self, names: Mapping[torch.Tensor, str]) -> None:
         """Register parameters under the operation names of their gradients, which are equal on all ranks."""
@@ -94,10 +90,6 @@ class GradientExchange:
     def tracks(self, parameter: torch.Tensor) -> bool:
         """Return whether the gradient of a parameter is exchanged."""
         return parameter in self._tracked
-
-    def is_sending(self, name: str) -> bool:
-        """Return whether the gradient of this name was submitted in the running step."""
-        return any(tracked.name == name and tracked.transfer is not None for tracked in self._tracked.values())
 
     def group(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
         """Send the gradients of each group together, once all of them are computed."""
@@ -251,15 +243,10 @@ class GradientExchange:
                 self._submit_presence((tracked,))
             tracked.transfer = send(tracked.parameter, tracked.name, self._weight(tracked), self._settings)
         except ConfigError as error:
-            self._explain(error, tracked.name)
-            raise
-
-    def _explain(self, error: ConfigError, name: str) -> None:
-        """Raise ``ConfigError`` if ``error`` says that an operation is in flight that another optimizer has started."""
-        others = [exchange for exchange in _EXCHANGES if exchange is not self]
-        if "already in flight" in str(error) and any(other.is_sending(name) for other in others):
+            if "already in flight" not in str(error):
+                raise
             raise ConfigError(
-                f"Two optimizers exchange a gradient named {name!r} at the same time. Pass named_parameters= to each "
+                f"Another optimizer is exchanging a gradient named {tracked.name!r}. Pass named_parameters= to each "
                 "DistributedOptimizer, with names that are unique among all optimizers."
             ) from error
 
