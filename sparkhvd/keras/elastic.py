@@ -12,6 +12,7 @@ from typing import Any, Concatenate
 import keras
 import numpy as np
 
+from sparkhvd._util.counts import counted
 from sparkhvd.comm.elastic import loop
 from sparkhvd.comm.elastic.loop import P, Result, S
 from sparkhvd.comm.elastic.state import ObjectState, State
@@ -51,7 +52,7 @@ class KerasState(ObjectState):
 
     Args:
         model: the model, which must be built.
-        optimizer: its optimizer; None uses that of the compiled model.
+        optimizer: its optimizer; None uses that of the compiled model, also after ``compile`` has replaced it.
         backend: ignored; accepted so that calls written for Horovod work.
         **kwargs: plain values, such as the epoch, which become attributes.
 
@@ -70,19 +71,38 @@ class KerasState(ObjectState):
                 "model.build(input_shape), or the model with a batch of rows, before you create the state."
             )
         self.model = model
-        self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        self._own_optimizer = optimizer
         self._saved_variables: list[Any] = []
+        self._saved_optimizer: Any = None
         super().__init__(**kwargs)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer whose variables are part of the state; None if there is none."""
+        return getattr(self.model, "optimizer", None) if self._own_optimizer is None else self._own_optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        self._own_optimizer = optimizer
 
     def save(self) -> None:
         """Keep a copy of the variables and values in memory."""
         variables = shared_variables(self.model, self.optimizer)
         self._saved_variables = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
+        self._saved_optimizer = self.optimizer
         super().save()
 
     def restore(self) -> None:
-        """Return to the last commit or ``sync``."""
+        """Return to the last commit or ``sync``, also to the optimizer that the model had then."""
+        if self._own_optimizer is None and self.optimizer is not self._saved_optimizer:
+            self.model.optimizer = self._saved_optimizer
+            self.model.train_function = None  # uses the other optimizer
         variables = shared_variables(self.model, self.optimizer)
+        if len(variables) != len(self._saved_variables):
+            raise ConfigError(
+                f"The commit has {counted(len(self._saved_variables), 'variable')}, but the model and optimizer have "
+                f"{len(variables)}. Build and compile the model as it was at the commit before the state is restored."
+            )
         for variable, value in zip(variables, self._saved_variables, strict=True):
             variable.assign(value)
         super().restore()
@@ -116,26 +136,29 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ke
             raise ConfigError(f"batches_per_commit must be at least 1, not {batches_per_commit}.")
         self._state = state
         self._batches_per_commit = batches_per_commit
-        self._batches = 0
+        self._batches = 0  # since the last commit
+        self._counted = 0  # of this epoch
         self._due = False
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
         """Begin to count, on new and old ranks alike."""
-        self._batches, self._due = 0, False
+        self._batches, self._counted, self._due = 0, 0, False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Commit the result of the last epoch."""
+        self._counted = 0
         self._commit_if_due()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Commit the result of the last batches, if a commit is due."""
-        self._commit_if_due()
+        """Count the batches since the last call, and commit their result if a commit is due.
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Count the batch."""
-        self._batches += 1
+        With ``steps_per_execution``, Keras calls this once for several batches.
+        """
+        self._batches += batch - self._counted
+        self._counted = batch
         if self._batches >= self._batches_per_commit:
             self._due = True
+        self._commit_if_due()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Plan a commit."""

@@ -1,0 +1,102 @@
+"""The state of an elastic Keras training, and its callbacks, in one rank; ``tests/launch`` loses ranks."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import sparkhvd.keras as hvd
+from sparkhvd.errors import ConfigError
+from tests.unit.keras.test_training import fitted, network, ranks_with, rows
+
+
+@pytest.fixture(scope="module", params=["tensorflow", "torch"])
+def group(request):
+    with ranks_with(request.param) as started:
+        yield started
+
+
+def follow_a_new_optimizer():
+    """The state has the variables of the optimizer that the model was last compiled with."""
+    model = network(seed=hvd.rank())
+    part = slice(hvd.rank(), None, 2)
+    first = hvd.DistributedOptimizer(keras.optimizers.Adam(0.05))
+    fitted(model, first, part, 8)
+    state = hvd.elastic.KerasState(model)
+    second = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
+    fitted(model, second, part, 8)
+    assert state.optimizer is model.optimizer is second
+    second.learning_rate = 0.1 + hvd.rank()
+    state.sync()
+    values = [np.array(keras.ops.convert_to_numpy(one)) for one in second.variables]
+    ranks = hvd.allgather_object(values)
+    assert all(np.array_equal(*pair) for pair in zip(*ranks, strict=True))
+    fitted(model, second, part, 8)
+    state.restore()
+    for value, one in zip(values, second.variables, strict=True):
+        np.testing.assert_array_equal(value, keras.ops.convert_to_numpy(one))
+
+
+def return_to_the_optimizer_of_the_commit():
+    model = network()
+    part = slice(hvd.rank(), None, 2)
+    first = hvd.DistributedOptimizer(keras.optimizers.Adam(0.05))
+    fitted(model, first, part, 8)
+    state = hvd.elastic.KerasState(model)
+    model.fit(*rows_of(part), verbose=0, shuffle=False)
+    expected = [np.array(one) for one in model.get_weights()]
+    state.restore()
+    fitted(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)), part, 8)
+    state.restore()
+    assert state.optimizer is model.optimizer is first
+    state.sync()
+    model.fit(*rows_of(part), verbose=0, shuffle=False)
+    for value, weight in zip(expected, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(value, weight)
+
+
+def rows_of(part):
+    features, targets = rows()
+    return features[part], targets[part]
+
+
+def test_a_state_follows_the_optimizer_of_its_model(group):
+    group.run(follow_a_new_optimizer)
+
+
+def test_a_restore_returns_to_the_optimizer_of_the_commit(group):
+    group.run(return_to_the_optimizer_of_the_commit)
+
+
+def test_an_optimizer_of_its_own_stays_that_of_the_state(alone):
+    model, own = network(), keras.optimizers.SGD(0.1)
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    state = hvd.elastic.KerasState(model, own)
+    model.compile(keras.optimizers.Nadam(0.1), "mse")
+    state.restore()
+    assert state.optimizer is own
+    assert type(model.optimizer).__name__ == "Nadam"
+
+
+def test_a_commit_of_another_optimizer_says_what_to_do(alone):
+    model, fresh = network(), network()
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    content = hvd.elastic.KerasState(model).dump_commit()
+    message = r"The commit has 14 variables, but the model and optimizer have 4\. Build and compile the model as it"
+    with pytest.raises(ConfigError, match=message):
+        hvd.elastic.KerasState(fresh).load_commit(content)
+
+
+@pytest.mark.parametrize(("together", "commits"), [(1, [3, 6, 9, 12]), (2, [4, 6, 10, 12]), (5, [5, 6, 11, 12])])
+def test_commits_count_batches_that_keras_runs_together(alone, together, commits):
+    model, seen = network(), []
+    model.compile("sgd", "mse", steps_per_execution=together)
+
+    class Counting(hvd.elastic.State):
+        def commit(self):
+            seen.append(int(model.optimizer.iterations))
+
+    callback = hvd.elastic.CommitStateCallback(Counting(), 3)
+    model.fit(*rows(), batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
+    assert seen == commits, "every third batch, and the last of an epoch"
