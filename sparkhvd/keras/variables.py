@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from sparkhvd.comm import session
+from sparkhvd.comm.collectives.buffers import as_bytes, from_bytes
 from sparkhvd.keras.optimizer import ExchangingOptimizer
 
 
@@ -52,10 +53,8 @@ def broadcast_variables(variables: list[Any], root_rank: int = 0) -> None:
     handles = []
     for index, variable in enumerate(variables):
         value = np.require(keras.ops.convert_to_numpy(variable), requirements="C")
-        if value.dtype == np.uint32:  # as random seeds have; collectives do not support it
-            value = value.view(np.int32)
-        handles.append((variable, communicator.broadcast_async(value, root_rank, name=f"keras_variable.{index}")))
-    for variable, handle in handles:
-        received = handle.wait()
-        dtype = keras.ops.convert_to_numpy(variable).dtype
-        variable.assign(received.view(dtype) if received.dtype != dtype else received)
+        # Random seeds have uint32, for example, which collectives do not support.
+        handle = communicator.broadcast_async(as_bytes(value), root_rank, name=f"keras_variable.{index}")
+        handles.append((variable, value, handle))
+    for variable, value, handle in handles:
+        variable.assign(from_bytes(handle.wait(), value))

@@ -76,7 +76,7 @@ class TensorFlowState(ObjectState):
 
     def save(self) -> None:
         """Keep a copy of the variables and values in memory."""
-        self._saved_variables = [np.array(tf.convert_to_tensor(variable)) for variable in self.variables]
+        self._saved_variables = [np.array(tf.convert_to_tensor(variable).numpy()) for variable in self.variables]
         super().save()
 
     def restore(self) -> None:

@@ -78,3 +78,18 @@ def buffer_of(array: Array, what: str) -> Buffer:
     if not array.flags.c_contiguous:
         raise ConfigError(f"{what} of shape {array.shape} is not contiguous; pass numpy.ascontiguousarray(array).")
     return Buffer(array.ctypes.data, array.shape, array.dtype.name, array)
+
+
+def as_bytes(array: Array) -> Array:
+    """Return the bytes of a C-contiguous array if collectives do not support its dtype, to move it without computing.
+
+    ``from_bytes`` returns the array. Arrays of objects have no such bytes and are returned unchanged.
+    """
+    if array.dtype.name in DTYPES or array.dtype.hasobject:
+        return array
+    return array.reshape(-1).view(np.uint8)
+
+
+def from_bytes(content: Array, like: Array) -> Array:
+    """Return the array whose ``as_bytes`` is ``content``; it has the dtype and the shape of ``like``."""
+    return content if content.dtype == like.dtype else content.view(like.dtype).reshape(like.shape)

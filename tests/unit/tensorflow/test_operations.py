@@ -335,97 +335,24 @@ def spread_state():
         hvd.remove_process_set(each)
 
 
+def broadcast_every_dtype():
+    """Variables keep values of every dtype, as a state returns to them after its ranks change."""
+    dtypes = (tf.uint32, tf.uint64, tf.complex64, tf.complex128, tf.bfloat16, tf.bool, tf.int64)
+    for shape in ((), (2, 3), (0, 3)):
+        variables = [tf.Variable(tf.cast(tf.fill(shape, hvd.rank() + 1), dtype)) for dtype in dtypes]
+        hvd.broadcast_variables(variables, root_rank=1)
+        for variable in variables:
+            assert variable.shape == shape
+            assert np.all(variable.numpy() == (True if variable.dtype == tf.bool else 2))
+        state = hvd.elastic.TensorFlowState(variables)
+        for variable in variables:
+            variable.assign(tf.cast(tf.fill(shape, hvd.rank()), variable.dtype))
+        graph(lambda given=variables: hvd.broadcast_variables(given))()
+        assert not any(np.any(variable.numpy()) for variable in variables)
+        state.restore()
+        assert all(np.all(variable.numpy()) for variable in variables)
+    with pytest.raises(ConfigError, match=r"^Variable 0 has dtype string; collectives take"):
+        hvd.broadcast_variables([tf.Variable("text")])
+
+
 # The expected results.
-
-
-def test_every_dtype_is_reduced_by_every_operator(group):
-    group.run(reduce_every_dtype)
-
-
-def test_eager_mode_and_graphs_agree(group):
-    group.run(reduce_in_every_mode)
-    group.run(gather_and_broadcast)
-
-
-def test_memory_of_tensors_is_reduced_in_eager_mode_and_graphs(group):
-    group.run(reduce_the_memory_of_tensors)
-
-
-def test_rows_move_equally_in_eager_mode_and_graphs(group):
-    group.run(move_rows)
-    group.run(move_in_groups)
-
-
-def test_every_collective_takes_a_process_set_and_ranks_may_join_early(group):
-    group.run(use_process_sets_and_join)
-
-
-@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-def test_collectives_have_gradients(group, in_graph):
-    group.run(differentiate, in_graph)
-
-
-@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-def test_collectives_have_second_gradients(group, in_graph):
-    group.run(differentiate_twice, in_graph)
-
-
-def test_a_graph_combines_eager_tensors_that_it_captures(group):
-    group.run(combine_captured_tensors)
-
-
-def test_a_graph_combines_tensors_of_layers_if_one_rank_has_created_more_layers(group):
-    group.run(combine_tensors_of_layers)
-
-
-def test_a_rank_without_a_gradient_does_not_shift_the_others(group):
-    group.run(combine_with_a_missing_gradient)
-
-
-def test_slices_are_gathered_and_add_up(group):
-    group.run(reduce_slices)
-
-
-@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-def test_the_mean_of_integer_slices_is_not_truncated(group, in_graph):
-    quotients = {"uint8": "float32", "int8": "float32", "int32": "float64", "int64": "float64"}
-    wanted = {dtype: [(real, [0.0, 3.5])] * 4 for dtype, real in quotients.items()}
-    assert group.run(average_integer_slices, in_graph) == [wanted, wanted]
-
-
-@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("sparse_as_dense", [False, True], ids=["sparse", "dense"])
-def test_a_distributed_tape_makes_ranks_one_big_batch(group, in_graph, sparse_as_dense):
-    group.run(train_with_tape, in_graph, sparse_as_dense)
-
-
-def test_variables_and_objects_are_broadcast(group):
-    group.run(spread_state)
-
-
-def test_the_module_exports_the_common_interface_without_duplicates():
-    assert set(interface.__all__) < set(hvd.__all__) <= set(dir(hvd))
-    assert len(set(hvd.__all__)) == len(hvd.__all__)
-    assert all(getattr(hvd, name) is getattr(interface, name) for name in interface.__all__)
-    assert all(getattr(hvd, name) is not None for name in hvd.__all__)
-
-
-@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-def test_gradients_of_local_layers_are_not_exchanged_and_are_available_separately(group, in_graph):
-    group.run(keep_gradients_of_local_layers, in_graph)
-
-
-def test_the_error_for_an_optimizer_names_the_keras_module():
-    with pytest.raises(AttributeError, match=r"Use sparkhvd\.keras\.DistributedOptimizer, or DistributedGradientTape"):
-        hvd.DistributedOptimizer  # noqa: B018
-
-
-def test_a_local_layer_of_a_tape_must_be_built():
-    layer = SimpleNamespace(name="later", built=False, trainable_weights=[])
-    with pytest.raises(ConfigError, match="'later' has no variables before it is built"):
-        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=layer)
-
-
-def test_graphs_and_sessions_of_tensorflow_1_are_rejected_at_once():
-    with tf.Graph().as_default(), pytest.raises(ConfigError, match="move the training step"):
-        hvd.allreduce(tf.constant([1.0]))
