@@ -212,7 +212,7 @@ Status RunTree(Transport& transport, Span<const size_t> lengths, T* data, Deadli
 
 }  // namespace
 
-bool HasAdasum(DType dtype) {
+bool SupportsAdasum(DType dtype) {
   return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32 ||
          dtype == DType::kFloat64;
 }

@@ -7,7 +7,7 @@
 namespace sparkhvd {
 
 // Recursive doubling (Thakur, Rabenseifner and Gropp 2005). Both partners combine in the order of
-// their numbers, so that all ranks get the same bits, even for NaN.
+// their numbers, so that all ranks get bitwise identical results, even for NaN.
 Status AllreduceDoublingInPlace(Transport& transport, const Reduction& reduction, int ranks,
                                 std::byte* data, size_t count, std::vector<std::byte>& scratch,
                                 Deadline deadline) {

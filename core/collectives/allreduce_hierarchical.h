@@ -12,9 +12,9 @@
 
 namespace sparkhvd {
 
-// Reduces `count` elements of every rank. All ranks get the same bits. `target` may be `source`.
-// `steps` belongs to this group's arena and is null for a group of one rank. `scratch` is the
-// caller's working memory; it grows as needed and should be reused.
+// Reduces `count` elements of every rank. All ranks get bitwise identical results. `target` may be
+// `source`. `steps` belongs to this group's arena and is null for a group of one rank. `scratch` is
+// the caller's working memory; it grows as needed and should be reused.
 Status AllreduceHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
                              const Reduction& reduction, const std::byte* source, std::byte* target,
                              size_t count, std::vector<std::byte>& scratch, Deadline deadline);

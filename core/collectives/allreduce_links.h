@@ -10,9 +10,9 @@
 
 namespace sparkhvd {
 
-// Reduces `count` elements of every rank. SelectForLinks chooses the algorithm. All ranks get the
-// same bits. `target` may be `source`. `scratch` is the caller's working memory; it grows as needed
-// and should be reused.
+// Reduces `count` elements of every rank. SelectForLinks chooses the algorithm. All ranks get
+// bitwise identical results. `target` may be `source`. `scratch` is the caller's working memory; it
+// grows as needed and should be reused.
 Status AllreduceLinks(Transport& transport, const Reduction& reduction, const std::byte* source,
                       std::byte* target, size_t count, std::vector<std::byte>& scratch,
                       Deadline deadline);

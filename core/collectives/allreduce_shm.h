@@ -28,8 +28,8 @@ struct ArenaSwitches {
 // and combines all of them.
 size_t SmallAllreduceBytes(const ArenaSteps& steps, const ArenaSwitches& switches = {});
 
-// Reduces `count` elements of every member. All members get the same bits. `target` may be
-// `source`.
+// Reduces `count` elements of every member. All members get bitwise identical results. `target` may
+// be `source`.
 Status AllreduceShm(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
                     std::byte* target, size_t count, Deadline deadline,
                     const ArenaSwitches& switches = {});

@@ -15,9 +15,10 @@ namespace sparkhvd {
 namespace {
 
 constexpr size_t kIdleConnections = 1;
-constexpr size_t kAskedConnections = 8;
+constexpr size_t kPendingConnections = 8;
 
-// Limits the wait for the rest of an answer that has begun to arrive.
+// Limits steps that do not depend on other ranks, whatever the caller's deadline: sending a
+// request, or receiving an answer that has begun to arrive.
 constexpr double kAnswerSeconds = 10.0;
 
 Result<UniqueFd> DialServer(const std::vector<HostPort>& addresses, const std::string& token,
@@ -96,10 +97,10 @@ TcpStoreClient::~TcpStoreClient() { Close(); }
 Result<std::string> TcpStoreClient::AskNow(const StoreRequest& request, Deadline deadline) {
   if (guard_.InChild()) return Status(StatusCode::kShutDown, kForked);
   SHVD_TRY(CheckStoreSizes(request.key, request.value.size()));
-  auto taken = Take(deadline);
-  if (!taken.ok()) return Explain(taken.status(), request.key, request.kind);
-  auto answer = Ask(taken.value(), request, deadline);
-  ReleaseConnection(std::move(taken).value(), answer.ok());
+  auto connection = Take(deadline);
+  if (!connection.ok()) return Explain(connection.status(), request.key, request.kind);
+  auto answer = Ask(connection.value(), request, deadline);
+  ReleaseConnection(std::move(connection).value(), answer.ok());
   if (!answer.ok()) return Explain(answer.status(), request.key, request.kind);
   return answer;
 }
@@ -118,14 +119,14 @@ Result<std::vector<std::string>> TcpStoreClient::GetAll(const std::string& prefi
   for (NumberRange rest = numbers; rest.first < rest.end;) {
     auto answer = Await({StoreRequestKind::kGetAll, prefix, EncodeNumberRange(rest)}, deadline);
     if (!answer.ok()) return answer.status();
-    auto some = DecodeAnswer(AsBytes(answer.value()));
-    if (!some.ok()) return Explain(some.status(), prefix, StoreRequestKind::kGetAll);
-    if (some.value().size() > rest.end - rest.first) {
-      return Explain(Status(StatusCode::kInternal, "more values than keys"), prefix,
+    auto decoded = DecodeAnswer(AsBytes(answer.value()));
+    if (!decoded.ok()) return Explain(decoded.status(), prefix, StoreRequestKind::kGetAll);
+    if (decoded.value().size() > rest.end - rest.first) {
+      return Explain(Status(StatusCode::kInternal, "the answer has more values than keys"), prefix,
                      StoreRequestKind::kGetAll);
     }
-    rest.first += static_cast<uint32_t>(some.value().size());
-    std::move(some.value().begin(), some.value().end(), std::back_inserter(values));
+    rest.first += static_cast<uint32_t>(decoded.value().size());
+    std::move(decoded.value().begin(), decoded.value().end(), std::back_inserter(values));
   }
   return values;
 }
@@ -134,13 +135,13 @@ Result<std::vector<uint32_t>> TcpStoreClient::Missing(const std::string& prefix,
                                                       NumberRange numbers, Deadline deadline) {
   std::vector<uint32_t> missing;
   for (NumberRange rest = numbers; rest.first < rest.end;) {
-    const uint32_t asked = std::min(rest.end - rest.first, kMostNumbersOfMissing);
-    const NumberRange part = {rest.first, rest.first + asked};
+    const uint32_t count = std::min(rest.end - rest.first, kMostNumbersOfMissing);
+    const NumberRange part = {rest.first, rest.first + count};
     auto answer = AskNow({StoreRequestKind::kMissing, prefix, EncodeNumberRange(part)}, deadline);
     if (!answer.ok()) return answer.status();
-    auto some = DecodeMissing(AsBytes(answer.value()));
-    if (!some.ok()) return Explain(some.status(), prefix, StoreRequestKind::kMissing);
-    missing.insert(missing.end(), some.value().begin(), some.value().end());
+    auto decoded = DecodeMissing(AsBytes(answer.value()));
+    if (!decoded.ok()) return Explain(decoded.status(), prefix, StoreRequestKind::kMissing);
+    missing.insert(missing.end(), decoded.value().begin(), decoded.value().end());
     rest.first = part.end;
   }
   return missing;
@@ -151,9 +152,9 @@ Result<std::string> TcpStoreClient::Await(const StoreRequest& request, Deadline 
   const std::string& key = request.key;
   SHVD_TRY(CheckStoreSizes(key, 0));
   const std::string encoded = EncodeStoreRequest(request);
-  std::optional<FrameConnection> connection = TakeAsked(encoded);
+  std::optional<FrameConnection> connection = TakePending(encoded);
   if (!connection) {
-    // The request is sent even if no time is left to wait for the value.
+    // Sends the request even after the deadline, so that a later call can receive the answer.
     auto taken = Take(deadline.Expired() ? Deadline::AfterSeconds(kAnswerSeconds) : deadline);
     if (!taken.ok()) return Explain(taken.status(), key, request.kind);
     connection.emplace(std::move(taken).value());
@@ -165,7 +166,7 @@ Result<std::string> TcpStoreClient::Await(const StoreRequest& request, Deadline 
   }
   const Status answered = AwaitEvents(connection->fd(), POLLIN, deadline);
   if (answered.code() == StatusCode::kTimeout) {
-    LeaveAsked({key, encoded, *std::move(connection)});
+    KeepPending({key, encoded, *std::move(connection)});
     return Explain(answered, key, request.kind);
   }
   auto answer = connection->Receive(Deadline::AfterSeconds(kAnswerSeconds));
@@ -179,27 +180,29 @@ Result<std::unique_ptr<Will>> TcpStoreClient::LeaveWill(const std::string& key,
                                                         Deadline deadline) {
   if (guard_.InChild()) return Status(StatusCode::kShutDown, kForked);
   SHVD_TRY(CheckStoreSizes(key, value.size()));
-  auto taken = Take(deadline);
-  if (!taken.ok()) return Explain(taken.status(), key, StoreRequestKind::kWill);
+  auto connection = Take(deadline);
+  if (!connection.ok()) return Explain(connection.status(), key, StoreRequestKind::kWill);
   const Status status =
-      Ask(taken.value(), {StoreRequestKind::kWill, key, value}, deadline).status();
+      Ask(connection.value(), {StoreRequestKind::kWill, key, value}, deadline).status();
   if (status.ok()) {
-    return std::unique_ptr<Will>(std::make_unique<ConnectedWill>(*this, std::move(taken).value()));
+    return std::unique_ptr<Will>(
+        std::make_unique<ConnectedWill>(*this, std::move(connection).value()));
   }
-  ReleaseConnection(std::move(taken).value(), false);
+  ReleaseConnection(std::move(connection).value(), false);
   return Explain(status, key, StoreRequestKind::kWill);
 }
 
 void TcpStoreClient::StopAsking(const std::string& key) {
   if (guard_.InChild()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  asked_.remove_if([&key](const Asked& asked) { return asked.key == key; });
+  pending_.remove_if([&key](const PendingRequest& pending) { return pending.key == key; });
 }
 
 void TcpStoreClient::Close() {
   std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
   if (guard_.InChild()) {
-    // A thread of the parent may have held the mutex at the fork. Then the copies stay open.
+    // If a thread of the parent held the mutex at the fork, nothing in this process can unlock it,
+    // and the copies of the connections stay open.
     if (!lock.try_lock() || closed_) return;
     for (const int fd : busy_) ::close(fd);
     busy_.clear();
@@ -208,29 +211,29 @@ void TcpStoreClient::Close() {
   }
   closed_ = true;
   idle_.clear();
-  asked_.clear();
-  // The thread that uses a connection closes it. This call only ends its wait.
+  pending_.clear();
+  // The thread that uses a connection closes it. The shutdown only ends that thread's wait.
   for (const int fd : busy_) ::shutdown(fd, SHUT_RDWR);
 }
 
-std::optional<FrameConnection> TcpStoreClient::TakeAsked(const std::string& request) {
+std::optional<FrameConnection> TcpStoreClient::TakePending(const std::string& request) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = std::find_if(asked_.begin(), asked_.end(), [&request](const Asked& asked) {
-    return asked.request == request;
-  });
-  if (found == asked_.end()) return std::nullopt;
+  const auto found = std::find_if(
+      pending_.begin(), pending_.end(),
+      [&request](const PendingRequest& pending) { return pending.request == request; });
+  if (found == pending_.end()) return std::nullopt;
   FrameConnection connection = std::move(found->connection);
-  asked_.erase(found);
+  pending_.erase(found);
   busy_.insert(connection.fd());
   return connection;
 }
 
-void TcpStoreClient::LeaveAsked(Asked asked) {
+void TcpStoreClient::KeepPending(PendingRequest pending) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  busy_.erase(asked.connection.fd());
+  busy_.erase(pending.connection.fd());
   if (closed_) return;
-  asked_.push_back(std::move(asked));
-  if (asked_.size() > kAskedConnections) asked_.pop_front();
+  pending_.push_back(std::move(pending));
+  if (pending_.size() > kPendingConnections) pending_.pop_front();
 }
 
 Result<FrameConnection> TcpStoreClient::Take(Deadline deadline) {

@@ -51,7 +51,8 @@ class TcpStoreClient final : public KeyValueStore {
  private:
   class ConnectedWill;
 
-  struct Asked {
+  // A request that timed out here, and the connection on which its answer may still arrive.
+  struct PendingRequest {
     std::string key;
     std::string request;
     FrameConnection connection;
@@ -67,9 +68,9 @@ class TcpStoreClient final : public KeyValueStore {
   // Sends a Get or a GetAll unless the server already has the request, and waits for the answer.
   Result<std::string> Await(const StoreRequest& request, Deadline deadline);
   Result<FrameConnection> Take(Deadline deadline);
-  std::optional<FrameConnection> TakeAsked(const std::string& request);
+  std::optional<FrameConnection> TakePending(const std::string& request);
   void ReleaseConnection(FrameConnection connection, bool reusable);
-  void LeaveAsked(Asked asked);
+  void KeepPending(PendingRequest pending);
   Status Explain(const Status& failure, const std::string& key, StoreRequestKind kind);
 
   const HostPort server_;
@@ -79,7 +80,7 @@ class TcpStoreClient final : public KeyValueStore {
   std::mutex mutex_;  // guards the fields below; innermost in the lock order
   bool closed_ = false;
   std::vector<FrameConnection> idle_;
-  std::list<Asked> asked_;  // connections on which an answer may arrive, oldest first
+  std::list<PendingRequest> pending_;  // oldest first
   std::unordered_set<int> busy_;
 };
 

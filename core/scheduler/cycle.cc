@@ -87,7 +87,7 @@ Status Cycle::Conclude(Deadline patience) {
   if (parts_.timeline.on()) parts_.timeline.MarkCycle();
 
   const auto& [response, beside] = outcome.value();
-  const Result<std::vector<Ready>> ready = Resolve(response);
+  const Result<std::vector<ReadyOperation>> ready = Resolve(response);
   SHVD_TRY(ready.status());
   state_ = pending_.empty() ? State::kIdle : State::kPending;
   if (response.retuning) Retune(*response.retuning);
@@ -118,9 +118,9 @@ Retuning Cycle::tuning() const {
   return tuning_;
 }
 
-void Cycle::ObserveForTuning(const std::vector<Ready>& ready) {
+void Cycle::ObserveForTuning(const std::vector<ReadyOperation>& ready) {
   std::vector<Autotuner::Piece> pieces;
-  for (const Ready& entry : ready) {
+  for (const ReadyOperation& entry : ready) {
     const Request& request = entry.operation->request();
     if (request.kind != OperationKind::kAllreduce) continue;
     pieces.push_back(Autotuner::Piece{request.name, entry.operation->bytes()});
@@ -128,8 +128,8 @@ void Cycle::ObserveForTuning(const std::vector<Ready>& ready) {
   autotuner_->Run(pieces, Clock::now());
 }
 
-Result<std::vector<Ready>> Cycle::Resolve(const ResponseMessage& response) {
-  std::vector<Ready> ready;
+Result<std::vector<ReadyOperation>> Cycle::Resolve(const ResponseMessage& response) {
+  std::vector<ReadyOperation> ready;
   ResponseCache& cache = parts_.negotiation.cache();
   for (const uint32_t id : response.cached) {
     OperationPointer operation = cache.Contains(id) ? TakePending(cache.Own(id).name) : nullptr;
@@ -138,12 +138,13 @@ Result<std::vector<Ready>> Cycle::Resolve(const ResponseMessage& response) {
                                                std::to_string(id) + ", which is not pending here");
     }
     cache.Touch(id);
-    ready.push_back(Ready{std::move(operation), cache.Rows(id)});
+    ready.push_back(ReadyOperation{std::move(operation), cache.Rows(id)});
   }
   for (const Agreement& agreement : response.agreements) {
     Result<OperationPointer> operation = Accept(agreement);
     SHVD_TRY(operation.status());
-    if (operation.value()) ready.push_back(Ready{std::move(operation).value(), agreement.rows});
+    if (operation.value())
+      ready.push_back(ReadyOperation{std::move(operation).value(), agreement.rows});
   }
   return ready;
 }

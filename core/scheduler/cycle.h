@@ -102,8 +102,8 @@ class Cycle {
   Status Conclude(Deadline patience);
   void Pause(bool idle);
   void Retune(const Retuning& retuning);
-  void ObserveForTuning(const std::vector<Ready>& ready);
-  Result<std::vector<Ready>> Resolve(const ResponseMessage& response);
+  void ObserveForTuning(const std::vector<ReadyOperation>& ready);
+  Result<std::vector<ReadyOperation>> Resolve(const ResponseMessage& response);
   Result<OperationPointer> Accept(const Agreement& agreement);
   OperationPointer TakePending(std::string_view name);
   std::string PendingTitles() const;

@@ -156,8 +156,8 @@ class Calls {
 
 // Returns the operation with memory for its output, and for its contribution if this rank has
 // joined. `rows` are the rows that this rank receives, by sender, if the operation has an output.
-Result<Part> PartOf(const Ready& ready, const std::vector<int64_t>& rows, const Device& device,
-                    int size) {
+Result<Part> PartOf(const ReadyOperation& ready, const std::vector<int64_t>& rows,
+                    const Device& device, int size) {
   const Operation& operation = *ready.operation;
   const Request& request = operation.request();
   Part part{&request, operation.source(), operation.target(), {}, {}, {}, {}};
@@ -229,7 +229,7 @@ std::shared_ptr<const Device> DeviceExecution::OpenedDevice() const {
   return device_;
 }
 
-Status DeviceExecution::Run(const std::vector<const Ready*>& group, const Waiting& waiting,
+Status DeviceExecution::Run(const std::vector<const ReadyOperation*>& group, const Waiting& waiting,
                             const Links& links) {
   const std::shared_ptr<const Device> device = OpenedDevice();
   if (!device) {
@@ -241,7 +241,7 @@ Status DeviceExecution::Run(const std::vector<const Ready*>& group, const Waitin
   const Device::Current current(*device);
   SHVD_TRY(current.status());
   std::vector<std::vector<int64_t>> rows;  // of the operations, by sender
-  for (const Ready* ready : group) {
+  for (const ReadyOperation* ready : group) {
     const Request& request = ready->operation->request();
     rows.push_back(ready->rows);
     if (request.kind != OperationKind::kAlltoall) continue;
@@ -256,7 +256,7 @@ Status DeviceExecution::Run(const std::vector<const Ready*>& group, const Waitin
   std::vector<Part> parts;
   Calls calls(rank_, size_, device->stream());
   const DeviceEvent* last = nullptr;
-  for (const Ready* ready : group) {
+  for (const ReadyOperation* ready : group) {
     const DeviceWork* work = ready->operation->device();
     if (work != nullptr && &work->submitted() != last) {
       last = &work->submitted();

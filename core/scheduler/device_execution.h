@@ -53,7 +53,8 @@ class DeviceExecution {
   };
 
   // Runs operations of one kind together. Operations that are not done by the deadline fail.
-  Status Run(const std::vector<const Ready*>& group, const Waiting& waiting, const Links& links);
+  Status Run(const std::vector<const ReadyOperation*>& group, const Waiting& waiting,
+             const Links& links);
 
   // Makes later collectives follow a LaunchOrder, because other communicators now use the devices,
   // too. All ranks call it between the same two collectives.

@@ -6,10 +6,10 @@ namespace sparkhvd {
 
 using Clock = Deadline::Clock;
 
-Status Dispatcher::Run(const std::vector<Ready>& ready) {
+Status Dispatcher::Run(const std::vector<ReadyOperation>& ready) {
   std::vector<const Request*> requests;
   requests.reserve(ready.size());
-  for (const Ready& entry : ready) requests.push_back(&entry.operation->request());
+  for (const ReadyOperation& entry : ready) requests.push_back(&entry.operation->request());
   if (parts_.timeline.on()) {
     for (const Request* request : requests) parts_.timeline.Enter(request->name, Phase::kWait);
   }
@@ -44,9 +44,9 @@ Status Dispatcher::RunOnHost(Operations group, const std::vector<int64_t>& rows,
   return status;
 }
 
-Status Dispatcher::RunOnDevice(const std::vector<Ready>& ready,
+Status Dispatcher::RunOnDevice(const std::vector<ReadyOperation>& ready,
                                const std::vector<size_t>& positions, Deadline deadline) {
-  std::vector<const Ready*> group;
+  std::vector<const ReadyOperation*> group;
   for (const size_t position : positions) {
     group.push_back(&ready[position]);
     if (parts_.timeline.on()) {
@@ -67,9 +67,9 @@ Status Dispatcher::RunOnDevice(const std::vector<Ready>& ready,
   return parts_.devices.Run(group, waiting, links);
 }
 
-void Dispatcher::Combine(const std::vector<Ready>& ready, const ArenaSteps::Round& round) {
+void Dispatcher::Combine(const std::vector<ReadyOperation>& ready, const ArenaSteps::Round& round) {
   std::vector<std::shared_ptr<Operation>> group;
-  for (const Ready& entry : ready) group.push_back(entry.operation);
+  for (const ReadyOperation& entry : ready) group.push_back(entry.operation);
   parts_.execution.CombineDeposits({group.data(), group.size()}, round);
   if (group.size() > 1) ++parts_.counters.fused_buffers;
   Complete({group.data(), group.size()}, Status());

@@ -47,10 +47,10 @@ class Dispatcher {
 
   // Runs operations in this order, fused where possible. After a failure, it runs no further
   // operation: all remaining operations fail with the failure that came first on any rank.
-  Status Run(const std::vector<Ready>& ready);
+  Status Run(const std::vector<ReadyOperation>& ready);
 
   // Completes operations whose data the ranks sent beside their messages.
-  void Combine(const std::vector<Ready>& ready, const ArenaSteps::Round& round);
+  void Combine(const std::vector<ReadyOperation>& ready, const ArenaSteps::Round& round);
 
   // Gives the operations their outcome and frees their names. Operations that succeeded must be of
   // one kind.
@@ -70,7 +70,7 @@ class Dispatcher {
 
  private:
   Status RunOnHost(Operations group, const std::vector<int64_t>& rows, Deadline deadline);
-  Status RunOnDevice(const std::vector<Ready>& ready, const std::vector<size_t>& positions,
+  Status RunOnDevice(const std::vector<ReadyOperation>& ready, const std::vector<size_t>& positions,
                      Deadline deadline);
 
   const Parts parts_;

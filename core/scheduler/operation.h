@@ -18,7 +18,8 @@
 
 namespace sparkhvd {
 
-// Shared by the submitter and the engine. The owner of the buffers keeps them alive until done().
+// Shared by the submitter and the engine. The owner of the buffers keeps them alive until
+// settled().
 class Operation {
  public:
   // `device` is null for host memory.
@@ -47,8 +48,8 @@ class Operation {
   DeviceWork* device() const { return device_.get(); }
   Deadline::Clock::time_point submitted() const { return submitted_; }
 
-  // With device memory, done means that the work is enqueued: later work on a stream that waits for
-  // the operation sees the result.
+  // With device memory, an operation is done once its work is enqueued. A stream that waits for the
+  // operation sees the result.
   bool done() const { return done_.load(std::memory_order_acquire); }
 
   // Returns whether the operation is done and nothing uses its buffers.
@@ -57,7 +58,7 @@ class Operation {
   // Valid once the operation is done.
   const Status& outcome() const { return status_; }
 
-  // Waits for the outcome. At the deadline, fails with kTimeout and the tensor's name; the
+  // Waits for the outcome. At the deadline, returns kTimeout with the tensor's name, and the
   // operation continues.
   Status Wait(Deadline deadline) {
     if (done()) return status_;
@@ -69,8 +70,8 @@ class Operation {
     return status_;
   }
 
-  // For allgather and alltoall once done: the data of all ranks in rank order. For device memory,
-  // the DeviceWork holds the data.
+  // Returns the data of all ranks in rank order, once an allgather or alltoall is done. For device
+  // memory, the DeviceWork holds the data.
   Bytes output() const { return Bytes(output_.get(), output_bytes_); }
   // Returns the rows of the output by rank. For a join, returns only the last rank to join.
   const std::vector<int64_t>& rows() const { return rows_; }
@@ -92,7 +93,7 @@ class Operation {
   void SetFailure(const Status& status) noexcept {
     try {
       status_ = status.Annotate(request_.Title());
-    } catch (...) {  // making the title may need memory, too
+    } catch (...) {  // the title may need memory, too
       status_ = AnnotateIfPossible(status, "");
     }
   }
@@ -108,15 +109,15 @@ class Operation {
   size_t output_bytes_ = 0;
   std::vector<int64_t> rows_;
 
-  // Guards status_ until done_ is set; then status_ no longer changes. A leaf in the lock order.
+  // Guards status_ until done_ is set. Afterwards, status_ is constant. A leaf in the lock order.
   std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<bool> done_{false};
   Status status_;
 };
 
-// An operation that all ranks agreed on, and the rows of the agreement.
-struct Ready {
+// An operation that all ranks run next, with the rows of its Agreement.
+struct ReadyOperation {
   std::shared_ptr<Operation> operation;
   std::vector<int64_t> rows;
 };

@@ -169,7 +169,7 @@ std::optional<std::string> Problem(const Request& request, int size) {
     if (request.kind != OperationKind::kAllreduce) {
       return std::string("adasum works on whole tensors: use it with allreduce");
     }
-    if (!HasAdasum(request.dtype)) {
+    if (!SupportsAdasum(request.dtype)) {
       return std::string("adasum is for float16, bfloat16, float32 and float64, not for ") +
              Name(request.dtype);
     }

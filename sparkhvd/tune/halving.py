@@ -1,7 +1,7 @@
-"""Successive halving: train all trials for a few epochs, and only the best of them further.
+"""Successive halving: train all trials for a few epochs, and only the best ones longer.
 
 This is the asynchronous form (ASHA) of Li et al., "A System for Massively Parallel Hyperparameter Tuning" (2020): a
-trial is promoted as soon as it is among the best of those that have reached its rung, without waiting for all of them.
+trial is promoted as soon as it is among the best that have reached its rung, without waiting for the other trials.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from sparkhvd.errors import ParamError
 
 @dataclass(frozen=True)
 class SuccessiveHalving:
-    """Trains every trial for ``min_epochs``, and the best ``1 / factor`` of them ``factor`` times as long, repeatedly.
+    """Trains every trial for ``min_epochs``, and promotes the best ``1 / factor`` of the trials of each rung.
 
-    The last rung has the estimator's ``epochs``. A trial that is promoted resumes from its checkpoint.
+    Each rung trains ``factor`` times as long as the one before, and the last rung for the estimator's ``epochs``. A
+    promoted trial resumes from its checkpoint.
 
     Attributes:
-        min_epochs: epochs of every trial.
-        factor: one in ``factor`` trials is promoted.
+        min_epochs: epochs of the first rung.
+        factor: the ratio of the epochs, and of the numbers of trials, of consecutive rungs.
 
     Raises:
-        ParamError: a number is too small or not whole.
+        ParamError: ``min_epochs`` or ``factor`` is too small or not an integer.
     """
 
     min_epochs: int = 1
     factor: int = 3
 
     def __post_init__(self) -> None:
-        whole = all(type(number) is int for number in (self.min_epochs, self.factor))  # no bool
-        if not whole or self.min_epochs < 1 or self.factor < 2:
+        are_integers = all(type(number) is int for number in (self.min_epochs, self.factor))  # no bool
+        if not are_integers or self.min_epochs < 1 or self.factor < 2:
             raise ParamError(
                 f"SuccessiveHalving(min_epochs={self.min_epochs}, factor={self.factor}): min_epochs must be a whole "
                 "number of at least 1, and factor a whole number of at least 2."
             )
 
     def rungs(self, epochs: int) -> tuple[int, ...]:
-        """Return the numbers of epochs after which trials are compared; the last one is that of a full training."""
+        """Return the number of epochs at which a trial reaches each rung; the last one is ``epochs``."""
         rungs = []
         reached = self.min_epochs
         while reached < epochs:
@@ -51,36 +52,36 @@ class Ladder:
     """Decides which trial is promoted to the next rung.
 
     Args:
-        rungs: number of rungs; trials that reach the last one are complete.
+        rungs: number of rungs; a trial that reaches the last one is complete.
         factor: see ``SuccessiveHalving``.
     """
 
     def __init__(self, rungs: int, factor: int) -> None:
         self._factor = factor
-        self._scores: list[dict[int, float]] = [{} for _ in range(rungs)]  # by trial; less is better
+        self._scores: list[dict[int, float]] = [{} for _ in range(rungs)]  # by trial; lower is better
         self._promoted: list[set[int]] = [set() for _ in range(rungs)]
 
     def reach(self, rung: int, trial: int, score: float) -> None:
-        """Note that a trial has reached a rung."""
+        """Record that a trial has reached a rung, with its score."""
         self._scores[rung][trial] = score
 
     def drop(self, trial: int) -> None:
-        """Forget a trial that failed or was pruned, so that another one is promoted in its place."""
+        """Forget a trial that failed or was pruned, so that it no longer ranks above other trials."""
         for scores in self._scores:
             scores.pop(trial, None)
 
     def promote(self, *, is_closed: bool) -> tuple[int, int] | None:
-        """Return the trial to promote and its next rung, from the highest rung that allows it; None if none does.
+        """Return a trial to promote and its next rung, the highest possible; None if no trial can be promoted.
 
         Args:
-            is_closed: whether no trial runs or will start. Then the best trial reaches the last rung, even if there
-                are fewer than ``factor`` trials in a rung.
+            is_closed: whether no trial runs and none will start. Then the best trial is promoted up to the last rung,
+                even from rungs with fewer than ``factor`` trials.
         """
         for rung in reversed(range(len(self._scores) - 1)):
-            number = len(self._scores[rung]) // self._factor
+            count = len(self._scores[rung]) // self._factor
             if is_closed and not any(self._scores[rung + 1 :]):
-                number = max(1, number)
-            for trial in self._best(rung)[:number]:
+                count = max(1, count)
+            for trial in self._best(rung)[:count]:
                 if trial not in self._promoted[rung]:
                     self._promoted[rung].add(trial)
                     return trial, rung + 1

@@ -366,7 +366,7 @@ def test_describe_prints_the_mapping_and_the_models_outputs_for_five_rows(rows, 
     estimator.describe(rows)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ["TorchEstimator", "  input 0 is v (float32)", "  output 0 is kind"]
-    assert lines[3] == "5 rows through the model before training:"
+    assert lines[3] == "5 rows and the model's outputs before training:"
     assert lines[4].split("  ")[1:4] == ["feature v: float64[3]", "label kind: int64", "output 0: float32[3]"]
     assert len(lines) == 10
     assert "0.125 0 0.5" in " ".join(lines), "the order of the rows is arbitrary"

@@ -25,8 +25,8 @@ _ROWS = 5
 _SHOWN_VALUES = 4
 
 
-def description(name: str, plugin_name: str, plan: FitPlan, df: DataFrame, selection: Selection) -> str:
-    """Return the mapping of columns to inputs and outputs, and a table of a few rows with the model's outputs.
+def description(estimator_name: str, plugin_name: str, plan: FitPlan, df: DataFrame, selection: Selection) -> str:
+    """Return text: the mapping of columns to inputs and outputs, and a table of a few rows and the model's outputs.
 
     Raises:
         SparkHvdError: the rows cannot be trained on.
@@ -42,23 +42,23 @@ def description(name: str, plugin_name: str, plan: FitPlan, df: DataFrame, selec
         outputs = plugin.predictor(Path(folder)).predict(rows)
     mapping = [f"  {part.strip()}" for part in plugin.mapping(plan.params, schema).split(";")]
     columns = [(_column_title(column), list(rows[column.name])) for column in schema.columns]
-    columns += [(f"output {index}{_shape(output)}", list(output)) for index, output in enumerate(outputs)]
+    columns += [(f"output {index}: {_output_type(output)}", list(output)) for index, output in enumerate(outputs)]
     count = len(columns[0][1])
-    title = f"{counted(count, 'row')} through the model before training:"
-    return "\n".join([name, *mapping, title, *_table(columns), ""])
+    title = f"{counted(count, 'row')} and the model's outputs before training:"
+    return "\n".join([estimator_name, *mapping, title, *_table(columns), ""])
 
 
 def _column_title(column: ColumnSpec) -> str:
     return f"{column.role} {column.name}: {column.dtype}{list(column.shape) if column.shape else ''}"
 
 
-def _shape(output: Predicted) -> str:
+def _output_type(output: Predicted) -> str:
     values = np.asarray(output)
-    return f": {values.dtype}{list(values.shape[1:]) if values.ndim > 1 else ''}"
+    return f"{values.dtype}{list(values.shape[1:]) if values.ndim > 1 else ''}"
 
 
 def _table(columns: Sequence[tuple[str, Sequence[object]]]) -> list[str]:
-    cells = [[title, *(_short(value) for value in values)] for title, values in columns]
+    cells = [[title, *(_preview(value) for value in values)] for title, values in columns]
     widths = [max(map(len, column)) for column in cells]
     lines = zip(*cells, strict=True)
     return [
@@ -66,8 +66,8 @@ def _table(columns: Sequence[tuple[str, Sequence[object]]]) -> list[str]:
     ]
 
 
-def _short(value: object) -> str:
-    """Return the first values of a row; for a sparse row, its stored entries."""
+def _preview(value: object) -> str:
+    """Return the first values of a row as text; for a sparse row, the first stored values."""
     flat = np.asarray(value).reshape(-1)
     if flat.dtype.names:
         flat = flat["values"].reshape(-1)

@@ -52,7 +52,7 @@ class TimelineTest : public ::testing::Test {
   std::string path_;
 };
 
-void OneOperation(Timeline& timeline, const std::string& tensor) {
+void RecordOperation(Timeline& timeline, const std::string& tensor) {
   timeline.Begin(tensor, "allreduce", 400);
   for (const Phase phase : {Phase::kNegotiate, Phase::kWait, Phase::kCollective}) {
     timeline.Enter(tensor, phase);
@@ -63,7 +63,7 @@ void OneOperation(Timeline& timeline, const std::string& tensor) {
 TEST_F(TimelineTest, EveryPhaseBeginsAndEnds) {
   Timeline timeline;
   ASSERT_TRUE(timeline.Start(Options(3)).ok());
-  OneOperation(timeline, "grad/\"7\"\n");
+  RecordOperation(timeline, "grad/\"7\"\n");
   ASSERT_TRUE(timeline.Stop().ok());
   const std::string content = Content();
   EXPECT_EQ(content.substr(0, 2), "[\n");
@@ -83,7 +83,7 @@ TEST_F(TimelineTest, RanksWriteOneFileTogether) {
     ranks.emplace_back([&, rank] {
       Timeline timeline;
       EXPECT_TRUE(timeline.Start(Options(rank)).ok());
-      for (int i = 0; i < kOperations; ++i) OneOperation(timeline, "t" + std::to_string(i % 7));
+      for (int i = 0; i < kOperations; ++i) RecordOperation(timeline, "t" + std::to_string(i % 7));
       EXPECT_TRUE(timeline.Stop().ok());
     });
   }
@@ -91,18 +91,18 @@ TEST_F(TimelineTest, RanksWriteOneFileTogether) {
   const std::string content = Content();
   EXPECT_EQ(Count(content, "\"ph\":\"B\""), size_t{5} * kRanks * kOperations);
   EXPECT_EQ(Count(content, "[\n{"), 1u) << "one opening";
-  EXPECT_EQ(Count(content, "\n]\n"), 1u) << "one end, written by the last rank that leaves";
+  EXPECT_EQ(Count(content, "\n]\n"), 1u) << "one end, written by the last rank to stop";
   EXPECT_EQ(content.find("\n]\n"), content.size() - 3);
 }
 
-TEST_F(TimelineTest, ANewRecordingReplacesTheFileAndALateRankDoesNot) {
+TEST_F(TimelineTest, ANewRecordingReplacesTheFileButALateRankAppendsToIt) {
   Timeline first;
   Timeline late;
   ASSERT_TRUE(first.Start(Options(0, "job/1")).ok());
-  OneOperation(first, "old");
+  RecordOperation(first, "old");
   ASSERT_TRUE(first.Stop().ok());
   ASSERT_TRUE(late.Start(Options(1, "job/1")).ok());
-  OneOperation(late, "late");
+  RecordOperation(late, "late");
   ASSERT_TRUE(late.Stop().ok());
   EXPECT_EQ(Count(Content(), "\"name\":\"old\""), 1u);
   EXPECT_EQ(Count(Content(), "\"name\":\"late\""), 1u);
@@ -137,7 +137,7 @@ TEST_F(TimelineTest, FailuresAreRecordedWithTheirOperationAndCyclesOnRequest) {
   EXPECT_EQ(Count(Content(), "\"ph\":\"i\""), 1u);
 }
 
-TEST_F(TimelineTest, RefusesInvalidCalls) {
+TEST_F(TimelineTest, RejectsASecondStartAndAPathInAMissingFolder) {
   Timeline timeline;
   ASSERT_TRUE(timeline.Start(Options(0)).ok());
   const Status again = timeline.Start(Options(0));
@@ -145,22 +145,22 @@ TEST_F(TimelineTest, RefusesInvalidCalls) {
   EXPECT_NE(again.message().find("stop it"), std::string::npos) << again.message();
   ASSERT_TRUE(timeline.Stop().ok());
   ASSERT_TRUE(timeline.Stop().ok());
-  TimelineOptions nowhere = Options(0);
-  nowhere.path = folder_ + "/missing/trace.json";
-  const Status failed = timeline.Start(nowhere);
+  TimelineOptions missing_folder = Options(0);
+  missing_folder.path = folder_ + "/missing/trace.json";
+  const Status failed = timeline.Start(missing_folder);
   EXPECT_EQ(failed.code(), StatusCode::kIo);
-  EXPECT_NE(failed.message().find(nowhere.path), std::string::npos) << failed.message();
+  EXPECT_NE(failed.message().find(missing_folder.path), std::string::npos) << failed.message();
   EXPECT_FALSE(timeline.on());
 }
 
-TEST_F(TimelineTest, AFullDiskIsReportedAtTheEnd) {
+TEST_F(TimelineTest, AFullDiskFailsTheStart) {
   Timeline timeline;
   TimelineOptions full = Options(0);
   full.path = "/dev/full";
   EXPECT_EQ(timeline.Start(full).code(), StatusCode::kIo);
 }
 
-TEST_F(TimelineTest, ARankThatCannotWriteLeavesTheFileToTheOthers) {
+TEST_F(TimelineTest, ARankThatCannotWriteDoesNotDamageTheFileOfTheOthers) {
   Timeline first;
   Timeline other;
   ASSERT_TRUE(first.Start(Options(0)).ok());
@@ -174,7 +174,7 @@ TEST_F(TimelineTest, ARankThatCannotWriteLeavesTheFileToTheOthers) {
   ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &unlimited), 0);
   std::signal(SIGXFSZ, handler);
   ASSERT_TRUE(first.Stop().ok());
-  EXPECT_EQ(Count(Content(), "\n]\n"), 1u) << "the last rank that leaves closes the array";
+  EXPECT_EQ(Count(Content(), "\n]\n"), 1u) << "the last rank to stop closes the array";
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Tests that a peer is lost if its host is silent, but not if it is slow, stopped or does not read.
+// Tests that a link ends if the host of the peer stops responding, but not if only the peer's
+// process stops reading.
 #include <gtest/gtest.h>
 #include <linux/filter.h>
 #include <netinet/in.h>
@@ -21,12 +22,12 @@
 namespace sparkhvd {
 namespace {
 
-// The kernel answers probes of a full window at most every half second.
+// Well above half a second: the kernel acknowledges probes of a full window at most that often.
 constexpr std::chrono::milliseconds kSilence(2500);
-constexpr size_t kMuch = size_t{64} << 20;  // more than the buffers of both sockets hold
+constexpr size_t kLargeMessage = size_t{64} << 20;  // bytes; more than both sockets can buffer
 
 // Returns both ends of a TCP connection.
-std::array<UniqueFd, 2> Connection() {
+std::array<UniqueFd, 2> Connect() {
   auto listener = ListenTcp({"127.0.0.1", 0});
   EXPECT_TRUE(listener.ok()) << listener.status().message();
   const HostPort address = LocalAddress(listener.value().get()).value();
@@ -39,13 +40,13 @@ std::array<UniqueFd, 2> Connection() {
   return {std::move(dialed).value(), std::move(accepted)};
 }
 
-std::unique_ptr<Transport> TransportOver(int rank, UniqueFd link) {
+std::unique_ptr<Transport> MakeTransport(int rank, UniqueFd link) {
   std::vector<PeerSocket> peers(2);
   peers[static_cast<size_t>(1 - rank)].stream = std::move(link);
   return std::move(MakeSocketTransport(rank, std::move(peers), LinkCosts(), kSilence)).value();
 }
 
-// Acts like a host without power: the kernel does not see arriving data, so it acknowledges
+// Simulates a host without power: the filter drops arriving data, so that the kernel acknowledges
 // nothing.
 void Silence(int fd) {
   sock_filter nothing = {BPF_RET | BPF_K, 0, 0, 0};
@@ -53,10 +54,10 @@ void Silence(int fd) {
   ASSERT_EQ(::setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof(program)), 0);
 }
 
-TEST(SilentHost, EndsTheLinksOfSendingRanks) {
-  auto [near, far] = Connection();
+TEST(SilentHost, EndsTheLinkOfARankThatSends) {
+  auto [near, far] = Connect();
   Silence(far.get());
-  const auto transport = TransportOver(0, std::move(near));
+  const auto transport = MakeTransport(0, std::move(near));
   const std::vector<std::byte> data(100);
   const auto ticket = transport->PostSend(1, ConstBytes(data.data(), data.size()));
   ASSERT_TRUE(ticket.ok());
@@ -71,15 +72,15 @@ TEST(SilentHost, EndsTheLinksOfSendingRanks) {
 }
 
 TEST(SilentHost, IsDistinguishedFromAProcessThatDoesNotRead) {
-  auto [near, far] = Connection();
-  const auto sender = TransportOver(0, std::move(near));
-  const auto receiver = TransportOver(1, std::move(far));
-  std::vector<std::byte> data(kMuch, std::byte{7});
+  auto [near, far] = Connect();
+  const auto sender = MakeTransport(0, std::move(near));
+  const auto receiver = MakeTransport(1, std::move(far));
+  std::vector<std::byte> data(kLargeMessage, std::byte{7});
   const auto ticket = sender->PostSend(1, ConstBytes(data.data(), data.size()));
   ASSERT_TRUE(ticket.ok());
-  std::vector<std::byte> received(kMuch);
+  std::vector<std::byte> received(kLargeMessage);
   std::thread frozen([&] {
-    // Nothing is read for much longer than a host may be silent, and the window is full.
+    // Reads nothing for much longer than a host may be silent. The receive window is full by then.
     std::this_thread::sleep_for(3 * kSilence);
     const auto theirs = receiver->PostReceive(0, Bytes(received.data(), received.size()));
     ASSERT_TRUE(theirs.ok());
@@ -92,14 +93,14 @@ TEST(SilentHost, IsDistinguishedFromAProcessThatDoesNotRead) {
   EXPECT_EQ(received, data);
 }
 
-TEST(SilentHost, EndsAnEncryptedLinkBesideAFullLinkAndABusyLink) {
-  auto made = EncryptedLinks::Make(kSilence);
-  ASSERT_TRUE(made.ok()) << made.status().message();
+TEST(SilentHost, EndsItsEncryptedLinkButNoFullLinkAndNoBusyLink) {
+  auto links = EncryptedLinks::Make(kSilence);
+  ASSERT_TRUE(links.ok()) << links.status().message();
   std::array<UniqueFd, 3> plain;
   std::array<UniqueFd, 3> far;
   for (size_t i = 0; i < plain.size(); ++i) {
-    auto [near, other] = Connection();
-    auto end = made.value()->Add(std::move(near), LinkKeys());
+    auto [near, other] = Connect();
+    auto end = links.value()->Add(std::move(near), LinkKeys());
     ASSERT_TRUE(end.ok()) << end.status().message();
     plain[i] = std::move(end).value();
     far[i] = std::move(other);
@@ -108,12 +109,12 @@ TEST(SilentHost, EndsAnEncryptedLinkBesideAFullLinkAndABusyLink) {
   const UniqueFd& busy = plain[1];
   const UniqueFd& silent = plain[2];
   Silence(far[2].get());
-  ASSERT_TRUE(made.value()->Start().ok());
+  ASSERT_TRUE(links.value()->Start().ok());
   const std::vector<std::byte> data(100'000, std::byte{7});
-  std::atomic<bool> over{false};
+  std::atomic<bool> done{false};
   std::thread others([&] {
     std::vector<std::byte> read(data.size());
-    while (!over) {
+    while (!done) {
       (void)WriteSome(full.get(), ConstBytes(data.data(), data.size()));
       (void)WriteSome(busy.get(), ConstBytes(data.data(), 10));
       (void)ReadSome(far[1].get(), Bytes(read.data(), read.size()));
@@ -123,16 +124,16 @@ TEST(SilentHost, EndsAnEncryptedLinkBesideAFullLinkAndABusyLink) {
   EXPECT_TRUE(WriteExactly(silent.get(), ConstBytes(data.data(), 100), Late()).ok());
   std::byte answer{};
   const Status ended = ReadExactly(silent.get(), Bytes(&answer, 1), Deadline::After(4 * kSilence));
-  over = true;
+  done = true;
   others.join();
   EXPECT_EQ(ended.code(), StatusCode::kPeerLost) << ended.message();
-  for (const UniqueFd* each : {&full, &busy}) {
-    EXPECT_TRUE(ReadSome(each->get(), Bytes(&answer, 1)).ok()) << "its host responds";
+  for (const UniqueFd* link : {&full, &busy}) {
+    EXPECT_TRUE(ReadSome(link->get(), Bytes(&answer, 1)).ok()) << "the host of this link responds";
   }
 }
 
-TEST(SilentHost, IsNotMeasuredByTheKernelWhichWouldEndFullLinksToo) {
-  auto [near, far] = Connection();
+TEST(SilentHost, IsDetectedWithoutTcpUserTimeoutWhichWouldAlsoEndFullLinks) {
+  auto [near, far] = Connect();
   NoticeLostHost(near.get());
   for (const UniqueFd* end : {&near, &far}) {
     int milliseconds = -1;

@@ -19,7 +19,7 @@ __all__ = [
 
 
 class LearningRateScheduleCallback(_ours.LearningRateScheduleCallback):
-    """See ``sparkhvd.keras``; but a number as ``multiplier`` is applied again in every epoch after ``start_epoch``."""
+    """See ``sparkhvd.keras``. A numeric ``multiplier`` multiplies the rate once per epoch after ``start_epoch``."""
 
     def __init__(  # noqa: PLR0917  the arguments are Horovod's
         self,
@@ -36,7 +36,7 @@ class LearningRateScheduleCallback(_ours.LearningRateScheduleCallback):
 
 
 class LearningRateWarmupCallback(_ours.LearningRateWarmupCallback):
-    """See ``sparkhvd.keras``; with ``verbose``, rank 0 prints the end of the warmup."""
+    """See ``sparkhvd.keras``. With ``verbose``, rank 0 prints a line when the warmup ends."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class _Power:
 
 
 class BroadcastGlobalVariablesCallback(_ours.BroadcastGlobalVariablesCallback):
-    """See ``sparkhvd.keras``; ``local_variables`` keep each rank's values, and ``device`` has no effect."""
+    """See ``sparkhvd.keras``. Each rank keeps its own ``local_variables``. ``device`` has no effect."""
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:  # noqa: ARG002
         super().__init__(root_rank)
@@ -76,14 +76,14 @@ class BroadcastGlobalVariablesCallback(_ours.BroadcastGlobalVariablesCallback):
 
 
 class MetricAverageCallback(_ours.MetricAverageCallback):
-    """See ``sparkhvd.keras``; ``device`` has no effect."""
+    """See ``sparkhvd.keras``. ``device`` has no effect."""
 
     def __init__(self, device: str = "") -> None:  # noqa: ARG002
         super().__init__()
 
 
 class BestModelCheckpoint(_ours.BestModelCheckpoint):
-    """See ``sparkhvd.keras``; an estimator sets the file."""
+    """See ``sparkhvd.keras``. It takes no ``filepath``, because an estimator sets it."""
 
     def __init__(
         self, monitor: str = "val_loss", verbose: int = 0, mode: str = "auto", save_freq: str | int = "epoch"
