@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import sparkhvd.tensorflow as hvd
-from sparkhvd.comm import interface
 from sparkhvd.errors import ConfigError
 
 DTYPES = ["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
