@@ -33,7 +33,8 @@ class _LeanFinder:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         package = name.partition(".")[0]
-        if package in _HIDDEN and _is_hidden(package, _importer()):
+        # A framework that finds a package among the imported modules goes on to import its submodules.
+        if package in _HIDDEN and package not in sys.modules and _is_hidden(package, _importer()):
             raise ModuleNotFoundError(f"The tests hide {package!r} from frameworks.", name=name)
         if name == _COMPILER and _importer().startswith("sparkhvd."):  # ranks import it because they train soon
             raise ModuleNotFoundError("The tests import no compiler before something is compiled.", name=name)
