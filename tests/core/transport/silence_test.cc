@@ -27,7 +27,7 @@ constexpr std::chrono::milliseconds kSilence(2500);
 constexpr size_t kLargeMessage = size_t{64} << 20;  // bytes; more than both sockets can buffer
 
 // Returns both ends of a TCP connection.
-std::array<UniqueFd, 2> Connect() {
+std::array<UniqueFd, 2> ConnectedPair() {
   auto listener = ListenTcp({"127.0.0.1", 0});
   EXPECT_TRUE(listener.ok()) << listener.status().message();
   const HostPort address = LocalAddress(listener.value().get()).value();
@@ -55,7 +55,7 @@ void Silence(int fd) {
 }
 
 TEST(SilentHost, EndsTheLinkOfARankThatSends) {
-  auto [near, far] = Connect();
+  auto [near, far] = ConnectedPair();
   Silence(far.get());
   const auto transport = MakeTransport(0, std::move(near));
   const std::vector<std::byte> data(100);
@@ -72,7 +72,7 @@ TEST(SilentHost, EndsTheLinkOfARankThatSends) {
 }
 
 TEST(SilentHost, IsDistinguishedFromAProcessThatDoesNotRead) {
-  auto [near, far] = Connect();
+  auto [near, far] = ConnectedPair();
   const auto sender = MakeTransport(0, std::move(near));
   const auto receiver = MakeTransport(1, std::move(far));
   std::vector<std::byte> data(kLargeMessage, std::byte{7});
@@ -99,7 +99,7 @@ TEST(SilentHost, EndsItsEncryptedLinkButNoFullLinkAndNoBusyLink) {
   std::array<UniqueFd, 3> plain;
   std::array<UniqueFd, 3> far;
   for (size_t i = 0; i < plain.size(); ++i) {
-    auto [near, other] = Connect();
+    auto [near, other] = ConnectedPair();
     auto end = links.value()->Add(std::move(near), LinkKeys());
     ASSERT_TRUE(end.ok()) << end.status().message();
     plain[i] = std::move(end).value();
@@ -133,7 +133,7 @@ TEST(SilentHost, EndsItsEncryptedLinkButNoFullLinkAndNoBusyLink) {
 }
 
 TEST(SilentHost, IsDetectedWithoutTcpUserTimeoutWhichWouldAlsoEndFullLinks) {
-  auto [near, far] = Connect();
+  auto [near, far] = ConnectedPair();
   NoticeLostHost(near.get());
   for (const UniqueFd* end : {&near, &far}) {
     int milliseconds = -1;
