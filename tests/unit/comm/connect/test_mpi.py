@@ -208,7 +208,14 @@ def test_a_subset_of_a_launched_job_becomes_a_separate_job():
         assert group.run(part_and_join) == [[(1, 2, 2, 2.0), 3.0], [(0, 1, 1, 1.0), 3.0], [(0, 2, 2, 2.0), 3.0]]
 
 
-@pytest.mark.parametrize("ranks", [[], [0, 0], [0, 1], [-1]])
+def test_an_empty_list_means_all_ranks():
+    session.set_launch_context(LaunchContext())
+    session.init(comm=[])
+    assert session.size() == 1
+    session.shutdown()
+
+
+@pytest.mark.parametrize("ranks", [[0, 0], [0, 1], [-1]])
 def test_ranks_outside_the_job_are_refused(ranks):
     session.set_launch_context(LaunchContext())
     with pytest.raises(ValueError, match=r"must list distinct ranks from 0 to 0\."):
