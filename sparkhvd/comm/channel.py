@@ -87,7 +87,7 @@ class Channel:
             return self.ranks.index(rank)
         consecutive = f"in 0..{self.size - 1}" if self.size > 1 else "0, the only rank"
         expected = consecutive if self.ranks[-1] < self.size else f"one of {list(self.ranks)}"
-        raise ConfigError(f"The root rank must be {expected}; got {rank}.")
+        raise ConfigError(f"The root rank must be {expected}; got {rank!r}.")
 
     def handle(self, name: str, operation: PendingOperation, finish: Callable[[], T] | None = None) -> Handle[T]:
         """Return the handle of a submitted operation; ``finish`` makes its result if it has one."""

@@ -5,6 +5,7 @@ Received bytes are unpickled, so these are only for ranks of one job, whose link
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TypeVar
 
 import cloudpickle
@@ -19,6 +20,7 @@ from sparkhvd.errors import CollectiveError
 T = TypeVar("T")
 
 _NOT_PICKLED = -1
+_NO_PICKLE = b"\0"  # no pickle begins with this byte
 
 
 def broadcast_object(
@@ -66,20 +68,23 @@ def allgather_object(
         process_set: the ranks that take part, all by default.
 
     Raises:
-        CollectiveError: on every rank, if an object cannot be pickled; the message names the ranks.
+        CollectiveError: on every rank, if an object cannot be pickled, or if a rank has joined; the message names the
+            ranks.
     """
     pickled, problem = _pickled(value)
-    payload = np.frombuffer(pickled, np.uint8)
+    payload = np.frombuffer(pickled or _NO_PICKLE, np.uint8)
     content = buffer_of(payload, "The pickled object")
     gathered = communicator.gather_buffer(content, SubmitOptions(name, process_set)).wait()
     if problem is not None:
         raise CollectiveError(f"A {type(value).__name__} cannot be sent to other ranks: {problem}") from problem
     ranks = communicator.channel(process_set).ranks
-    if silent := [rank for rank, size in zip(ranks, gathered.first_dims, strict=True) if size == 0]:
-        raise CollectiveError(f"Ranks {silent} could not pickle the objects to send; see the errors on those ranks.")
     ends = np.cumsum(gathered.first_dims).tolist()
-    starts = [0, *ends[:-1]]
-    return [_unpickled(bytes(gathered.content[start:end])) for start, end in zip(starts, ends, strict=True)]
+    contents = [bytes(gathered.content[start:end]) for start, end in pairwise([0, *ends])]
+    if joined := [rank for rank, part in zip(ranks, contents, strict=True) if not part]:
+        raise CollectiveError(f"Ranks {joined} have joined, but gathering objects needs the objects of all ranks.")
+    if failed := [rank for rank, part in zip(ranks, contents, strict=True) if part == _NO_PICKLE]:
+        raise CollectiveError(f"Ranks {failed} could not pickle the objects to send; see the errors on those ranks.")
+    return [_unpickled(part) for part in contents]
 
 
 def _pickled(value: object) -> tuple[bytes, Exception | None]:

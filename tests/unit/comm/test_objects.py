@@ -51,6 +51,16 @@ def gather_unpicklable_objects():
     return str(caught.value)
 
 
+def gather_while_one_rank_has_joined():
+    me, message = session.current(), None
+    if me.world.rank == 0:
+        with pytest.raises(CollectiveError) as caught:
+            allgather_object(me, 5)
+        message = str(caught.value)
+    me.join()
+    return message
+
+
 @pytest.mark.parametrize("root", [0, 1])
 def test_broadcast_object_reaches_every_rank(group, root):
     assert group.run(broadcast_value, root) == [(root, [0, 1, 2], 11)] * 2
@@ -70,3 +80,8 @@ def test_a_rank_that_cannot_pickle_fails_every_rank_of_a_gather(group):
     other, failed = group.run(gather_unpicklable_objects)
     assert failed == "A Unpicklable cannot be sent to other ranks: holds a socket"
     assert other == "Ranks [1] could not pickle the objects to send; see the errors on those ranks."
+
+
+def test_a_gather_names_the_ranks_that_have_joined(group):
+    message = "Ranks [1] have joined, but gathering objects needs the objects of all ranks."
+    assert group.run(gather_while_one_rank_has_joined) == [message, None]
