@@ -107,6 +107,8 @@ class SyncBatchNorm(_BatchNorm):
                 f"SyncBatchNorm needs an input of shape (rows, {self.num_features} channels, ...), "
                 f"got {tuple(input.shape)}."
             )
+        if not input.is_floating_point():
+            raise ValueError(f"SyncBatchNorm needs an input of floating-point numbers, got {input.dtype}; convert it.")
 
 
 def synchronized_layers(module: torch.nn.Module) -> list[SyncBatchNorm]:

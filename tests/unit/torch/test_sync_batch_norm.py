@@ -149,6 +149,12 @@ def test_a_layer_on_one_rank_works_like_torchs(alone):
     assert nested[0][0].weight is weight
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_an_input_without_floating_point_numbers_is_refused(alone, dtype):
+    with pytest.raises(ValueError, match=f"^SyncBatchNorm needs an input of floating-point numbers, got {dtype}; conv"):
+        hvd.SyncBatchNorm(3)(torch.ones(4, 3, dtype=dtype))
+
+
 def test_a_converted_layer_keeps_its_hooks():
     layer, x = torch.nn.BatchNorm1d(3).eval(), torch.randn(5, 3)
     layer.register_forward_hook(lambda _layer, _inputs, output: output * 2)
