@@ -20,7 +20,7 @@ from sparkhvd.errors import CollectiveError
 T = TypeVar("T")
 
 _NOT_PICKLED = -1
-_NO_PICKLE = b"\0"  # no pickle begins with this byte
+_NO_PICKLE = b"\0"  # every pickle is longer
 
 
 def broadcast_object(
@@ -78,13 +78,13 @@ def allgather_object(
     if problem is not None:
         raise CollectiveError(f"A {type(value).__name__} cannot be sent to other ranks: {problem}") from problem
     ranks = communicator.channel(process_set).ranks
-    ends = np.cumsum(gathered.first_dims).tolist()
-    contents = [bytes(gathered.content[start:end]) for start, end in pairwise([0, *ends])]
-    if joined := [rank for rank, part in zip(ranks, contents, strict=True) if not part]:
+    sizes = dict(zip(ranks, gathered.first_dims, strict=True))
+    if joined := [rank for rank, size in sizes.items() if size == 0]:
         raise CollectiveError(f"Ranks {joined} have joined, but gathering objects needs the objects of all ranks.")
-    if failed := [rank for rank, part in zip(ranks, contents, strict=True) if part == _NO_PICKLE]:
+    if failed := [rank for rank, size in sizes.items() if size == len(_NO_PICKLE)]:
         raise CollectiveError(f"Ranks {failed} could not pickle the objects to send; see the errors on those ranks.")
-    return [_unpickled(part) for part in contents]
+    ends = np.cumsum(gathered.first_dims).tolist()
+    return [_unpickled(bytes(gathered.content[start:end])) for start, end in pairwise([0, *ends])]
 
 
 def _pickled(value: object) -> tuple[bytes, Exception | None]:
