@@ -78,13 +78,21 @@ class Ladder:
                 even from rungs with fewer than ``factor`` trials.
         """
         for rung in reversed(range(len(self._scores) - 1)):
-            count = len(self._scores[rung]) // self._factor
-            if is_closed and not any(self._scores[rung + 1 :]):
-                count = max(1, count)
-            for trial in self._best(rung)[:count]:
-                if trial not in self._promoted[rung]:
-                    self._promoted[rung].add(trial)
-                    return trial, rung + 1
+            promoted = self._promote(rung, len(self._scores[rung]) // self._factor)
+            if promoted is not None:
+                return promoted
+        if is_closed:  # only now: a better trial may have been on a lower rung
+            for rung in reversed(range(len(self._scores) - 1)):
+                if self._scores[rung]:
+                    return self._promote(rung, 1)
+        return None
+
+    def _promote(self, rung: int, count: int) -> tuple[int, int] | None:
+        """Promote one of the best ``count`` trials of a rung, unless all of them have been promoted."""
+        for trial in self._best(rung)[:count]:
+            if trial not in self._promoted[rung]:
+                self._promoted[rung].add(trial)
+                return trial, rung + 1
         return None
 
     def _best(self, rung: int) -> Sequence[int]:

@@ -52,6 +52,18 @@ def test_another_trial_is_promoted_in_place_of_a_failed_trial():
     assert ladder.promote(is_closed=True) == (2, 1)
 
 
+def test_a_better_trial_is_promoted_from_a_lower_rung_before_the_search_closes():
+    ladder = Ladder(rungs=3, factor=3)
+    for trial in range(3):
+        ladder.reach(0, trial, score=1.0)
+    assert ladder.promote(is_closed=False) == (0, 1)
+    ladder.reach(1, 0, score=1.0)
+    ladder.reach(0, 3, score=0.0)
+    assert ladder.promote(is_closed=True) == (3, 1)
+    ladder.reach(1, 3, score=0.0)
+    assert ladder.promote(is_closed=True) == (3, 2)
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 4), st.integers(2, 4))
 def test_the_best_trial_completes_and_no_trial_skips_a_rung(scores, rungs, factor):
     """Act like one worker: promote a trial if possible, otherwise start one; a trial keeps its score."""
