@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from sparkhvd._util.addresses import is_ipv6
+from sparkhvd._util.counts import counted
 from sparkhvd.cli.check_build import check_build
 from sparkhvd.cli.flags import FOR_ELASTIC, MPI_ARGS, STARTS_ELASTIC, parser
 from sparkhvd.cli.settings import notices, read_file, variables
@@ -105,7 +106,8 @@ def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
     if elastic is not None and by_mpi:
         raise ConfigError("mpirun cannot start an elastic job, whose ranks come and go. Leave out --mpi.")
     launcher = "mpi" if by_mpi else elastic.launcher if elastic is not None else "ssh" if hosts else "local"
-    for line in notices(flags, settings, launcher):
+    on_hosts = bool(hosts) or flags.host_discovery_script is not None
+    for line in notices(flags, settings, launcher, on_hosts=on_hosts):
         sys.stderr.write(f"sparkhvdrun: {line}\n")
     if by_mpi and flags.start_timeout is not None:  # for hvd.init(); mpirun itself has no such limit
         settings[variable_of("start_timeout")] = str(flags.start_timeout)
@@ -179,7 +181,12 @@ def _hosts(flags: argparse.Namespace) -> tuple[tuple[Host, ...], SshOptions | Sr
     variables = batch_variables()
     allocation = find_allocation(variables)
     own_name = variables.get("SLURMD_NODENAME")  # may be shorter than the host name
-    if allocation is None or all(host.name == own_name or is_this_machine(host.name) for host in allocation.hosts):
+    if allocation is None:
+        return (), ssh
+    if all(host.name == own_name or is_this_machine(host.name) for host in allocation.hosts):
+        if flags.num_proc is None and all(getattr(flags, name) is None for name in STARTS_ELASTIC):
+            flags.num_proc = sum(host.slots for host in allocation.hosts)
+            sys.stderr.write(f"sparkhvdrun: {allocation.job} has {counted(flags.num_proc, 'task')} on this machine\n")
         return (), ssh
     shown = ",".join(host.text for host in allocation.hosts)
     sys.stderr.write(f"sparkhvdrun: {allocation.job} has the hosts {shown}\n")

@@ -36,19 +36,20 @@ def variables(flags: argparse.Namespace, file: Mapping[str, Mapping[str, object]
     return settings
 
 
-def notices(flags: argparse.Namespace, settings: Mapping[str, str], launcher: str) -> list[str]:
+def notices(flags: argparse.Namespace, settings: Mapping[str, str], launcher: str, *, on_hosts: bool) -> list[str]:
     """Return a line for every setting without effect, except those that ``run`` itself reports.
 
     Args:
         flags: flags of the command line.
         settings: the variables that they and the configuration file set.
         launcher: name of the launcher: ``local``, ``ssh`` or ``mpi``.
+        on_hosts: whether the ranks may run on other machines, which flags or a batch job name.
     """
     known = {name for declared in declarations().values() for name in declared.readers} | set(REPORTED_BY_RUN)
     lines = [f"{flag} has no effect: {WITHOUT_EFFECT[flag]}." for flag in flags.without_effect or ()]
     unknown = [tuning for tuning in TUNINGS if tuning.variable in settings and tuning.variable not in known]
     lines += [f"--{tuning.flag} has no effect: sparkhvd does not read {tuning.variable}." for tuning in unknown]
-    if flags.hosts is None and flags.hostfile is None and flags.host_discovery_script is None:
+    if not on_hosts:
         for_hosts = [
             flag for name, flag in FOR_HOSTS.items() if getattr(flags, name) and (name, launcher) != ("nics", "mpi")
         ]

@@ -179,9 +179,14 @@ def test_in_a_batch_job_the_hosts_of_the_job_are_used_unless_flags_name_others()
     assert [values_by_rank(done)[rank]["world"] for rank in range(3)] == [[0, 3, 0, 0], [1, 3, 1, 0], [2, 3, 2, 0]], (
         done.stderr
     )
+    done = sparkhvdrun("-p", "22", sys.executable, TRAIN, env=one_machine)
+    assert [values_by_rank(done)[rank]["world"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]], done.stderr
+    assert "Slurm job 17 has 2 tasks on this machine" in done.stderr
+    assert "--ssh-port has no effect: all ranks run on this machine" in done.stderr
     cluster = environment() | job | {"SLURM_JOB_NODELIST": "no-such[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}
-    done = sparkhvdrun("-np", "4", sys.executable, TRAIN, env=cluster)
+    done = sparkhvdrun("-np", "4", "-p", "22", sys.executable, TRAIN, env=cluster)
     assert done.returncode == 1
+    assert "no effect" not in done.stderr
     assert "Slurm job 17 has the hosts no-such1:2,no-such2:1" in done.stderr
     assert "num_proc=4 is more than the 3 slots of the hosts (no-such1:2,no-such2:1)" in done.stderr
     done = sparkhvdrun("-H", "localhost:2", sys.executable, TRAIN, env=cluster)

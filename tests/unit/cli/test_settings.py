@@ -81,7 +81,7 @@ def settings(words, content, tmp_path) -> dict[str, str]:
     file.write_text(json.dumps(content))  # JSON is valid YAML
     flags = parser().parse_args([*words, "--config-file", str(file), "program"])
     environment = variables(flags, read_file(flags.config_file))
-    assert notices(flags, environment, "local") == []
+    assert notices(flags, environment, "local", on_hosts=False) == []
     return environment
 
 
@@ -123,7 +123,7 @@ def test_a_timestamp_that_is_neither_true_nor_false_is_refused(tmp_path):
 
 def test_a_flag_without_effect_is_reported():
     flags = parser().parse_args(["--disable-cache", "program"])
-    assert notices(flags, {}, "local") == [
+    assert notices(flags, {}, "local", on_hosts=False) == [
         "--disable-cache has no effect: no state of the hosts is cached between runs."
     ]
 
