@@ -25,7 +25,9 @@ class ArrayMemory {
 
   Bytes bytes() const { return {data(), static_cast<size_t>(view_.len)}; }
   std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
-  size_t count() const { return static_cast<size_t>(view_.len / view_.itemsize); }
+  size_t count() const {
+    return view_.itemsize > 0 ? static_cast<size_t>(view_.len / view_.itemsize) : 0;
+  }
   // Returns the type of the elements as a format of Python's struct module.
   std::string format() const { return view_.format == nullptr ? "B" : view_.format; }
 

@@ -73,7 +73,10 @@ Result<TimelineFile> TimelineFile::Join(const std::string& path, const std::stri
   const bool present = Lock(file.fd_.get(), F_RDLCK, kPresence, false);
   const int error = errno;
   (void)Lock(file.fd_.get(), F_UNLCK, kTurn, false);
-  SHVD_TRY(start);
+  if (!start.ok()) {
+    file.fd_.Reset();  // the destructor would append the end to what is not a timeline of ours
+    return start;
+  }
   if (!present) return IoStatus("lock the timeline " + path, error);
   return file;
 }
