@@ -81,10 +81,10 @@ class MessageServer:
     """A server of connections for frames, on one thread. It serves from construction until ``close()``.
 
     The constructor fails with ``io`` if it cannot bind the address, and with ``invalid_argument`` if ``encrypt`` is set
-    and this host has no OpenSSL.
+    and this host has no OpenSSL. A connection ends if its peer's host does not respond for ``host_timeout`` seconds.
     """
 
-    def __init__(self, token: bytes, host: str, port: int, encrypt: bool, name: str) -> None: ...
+    def __init__(self, token: bytes, host: str, port: int, encrypt: bool, name: str, host_timeout: float) -> None: ...
     @property
     def port(self) -> int: ...
     def next(self, timeout_s: float) -> tuple[int, bytes | None, str, str, int] | None:
@@ -206,7 +206,8 @@ class Engine:
     ``rendezvous`` may be None only if ``size`` is 1. ``scope`` prefixes the rendezvous keys of this engine, so that a
     job can connect its ranks more than once. ``label`` prefixes the messages of failed operations. Ranks with the same
     ``host_key`` try to share memory. ``bind_hosts`` are the local addresses that this rank's sockets bind and publish,
-    the preferred address first. Ranks that differ in a value of ``common_settings`` do not connect.
+    the preferred address first. Ranks that differ in a value of ``common_settings`` do not connect. A peer whose host
+    does not respond for ``host_timeout`` seconds is lost.
 
     The following parameters must be equal on all ranks. ``encrypt`` encrypts the TCP links and needs OpenSSL on all
     hosts. ``link_gbits`` and ``link_latency_us`` are the costs by which algorithms between hosts are chosen.
@@ -235,6 +236,7 @@ class Engine:
         shared_memory: bool = True,
         encrypt: bool = False,
         common_settings: Mapping[str, str] = ...,
+        host_timeout: float = 30.0,
         link_gbits: float = 25.0,
         link_latency_us: float = 30.0,
         fusion_threshold: int | None = None,

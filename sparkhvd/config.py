@@ -169,6 +169,12 @@ class Config:
         "Seconds that a rank waits in a collective for the other ranks before it raises an error. It bounds the wait "
         "for a slow or hanging rank; the loss of a rank is detected at once.",
     )
+    host_timeout: float | None = setting(
+        None,
+        positive_number,
+        "Seconds after which the other ranks consider a rank lost if its host does not respond, for example without "
+        "power or network. An idle connection takes at least 3 seconds. The default is 30, and 2 in elastic jobs.",
+    )
     start_timeout: float = setting(
         600.0,
         non_negative_number,
@@ -325,6 +331,7 @@ class Config:
 
 
 _DEFAULTS = Config()
+HOST_SECONDS = 30.0  # the host_timeout of jobs that end if they lose a rank
 
 # Each mpirun sets one of these to the number of processes: Open MPI, MPICH and Intel MPI, MVAPICH.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")

@@ -1,7 +1,9 @@
 #include "bindings/engine_binding.h"
 
+#include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -66,9 +68,10 @@ std::shared_ptr<PyEngine> MakeEngine(
     int rank, int size, const RendezvousClient* rendezvous, const std::string& token,
     const std::string& scope, const std::string& label, const std::string& host_key,
     std::vector<std::string> bind_hosts, bool shared_memory, bool encrypt,
-    std::map<std::string, std::string> common_settings, double link_gbits, double link_latency_us,
-    std::optional<size_t> fusion_threshold, size_t cache_capacity, double collective_timeout_s,
-    double timeout_s, std::optional<bool> hierarchical_allreduce, bool hierarchical_allgather,
+    std::map<std::string, std::string> common_settings, std::chrono::milliseconds host_timeout,
+    double link_gbits, double link_latency_us, std::optional<size_t> fusion_threshold,
+    size_t cache_capacity, double collective_timeout_s, double timeout_s,
+    std::optional<bool> hierarchical_allreduce, bool hierarchical_allgather,
     std::optional<int> processor_core, const Autotune* autotune,
     const DeviceLibraries* device_libraries, bool shares_device, PyEngine* recorded_with,
     const std::string& timeline_label) {
@@ -93,6 +96,7 @@ std::shared_ptr<PyEngine> MakeEngine(
   arguments.mesh.shared_memory = shared_memory;
   arguments.mesh.encrypt = encrypt;
   arguments.mesh.common_settings = std::move(common_settings);
+  arguments.mesh.host_timeout = host_timeout;
   arguments.mesh.link_costs = LinkCosts{link_latency_us * 1e-6, 8e-9 / link_gbits};
   arguments.engine.label = label;
   arguments.engine.cache_capacity = cache_capacity;
@@ -216,13 +220,14 @@ void RegisterEngine(py::module_& module) {
            arg("label") = "", arg("host_key") = "",
            arg("bind_hosts") = std::vector<std::string>{"127.0.0.1"}, arg("shared_memory") = true,
            arg("encrypt") = false, arg("common_settings") = std::map<std::string, std::string>(),
-           arg("link_gbits") = 25.0, arg("link_latency_us") = 30.0,
-           arg("fusion_threshold") = py::none(), arg("cache_capacity") = 1024,
-           arg("collective_timeout_s") = 1800.0, arg("timeout_s") = 60.0,
-           arg("hierarchical_allreduce") = py::none(), arg("hierarchical_allgather") = true,
-           arg("processor_core") = py::none(), arg("autotune") = py::none(),
-           arg("device_libraries") = py::none(), arg("shares_device") = false,
-           arg("recorded_with") = py::none(), arg("timeline_label") = "")
+           arg("host_timeout") = std::chrono::milliseconds(kSilentLink), arg("link_gbits") = 25.0,
+           arg("link_latency_us") = 30.0, arg("fusion_threshold") = py::none(),
+           arg("cache_capacity") = 1024, arg("collective_timeout_s") = 1800.0,
+           arg("timeout_s") = 60.0, arg("hierarchical_allreduce") = py::none(),
+           arg("hierarchical_allgather") = true, arg("processor_core") = py::none(),
+           arg("autotune") = py::none(), arg("device_libraries") = py::none(),
+           arg("shares_device") = false, arg("recorded_with") = py::none(),
+           arg("timeline_label") = "")
       .def_property_readonly("rank", [](PyEngine& self) { return self.engine().rank(); })
       .def_property_readonly("size", [](PyEngine& self) { return self.engine().size(); })
       .def("close_copies", &PyEngine::CloseCopies)

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <sys/socket.h>
 
@@ -133,7 +134,7 @@ std::unique_ptr<Connection> Connect(DialOptions options, double timeout_s) {
   }();
   ThrowIfInterrupted();
   UniqueFd fd = Take(std::move(dialed));
-  NoticeLostHost(fd.get());
+  LimitSilence(fd.get(), kSilentRendezvous);
   return Framed(std::move(fd), keys, Side::kDialer);
 }
 
@@ -183,11 +184,12 @@ struct Server {
 };
 
 std::unique_ptr<Server> Start(const std::string& token, const std::string& host, uint16_t port,
-                              bool encrypt, const std::string& name) {
+                              bool encrypt, const std::string& name,
+                              std::chrono::milliseconds host_timeout) {
   if (encrypt) CheckEncryption();
   auto started = [&] {
     const GilRelease release;
-    return MessageServer::Start({host, port}, token, encrypt, name);
+    return MessageServer::Start({host, port}, token, encrypt, name, host_timeout);
   }();
   return std::make_unique<Server>(Server{Take(std::move(started))});
 }
@@ -226,7 +228,8 @@ void RegisterMessages(py::module_& module) {
       .def("wake", &Connection::Wake)
       .def("close", &Connection::Close);
   py::class_<Server>(module, "MessageServer")
-      .def(py::init(&Start), arg("token"), arg("host"), arg("port"), arg("encrypt"), arg("name"))
+      .def(py::init(&Start), arg("token"), arg("host"), arg("port"), arg("encrypt"), arg("name"),
+           arg("host_timeout"))
       .def_property_readonly("port",
                              [](const Server& server) { return server.core->address().port; })
       .def("next", &Next, arg("timeout_s"))

@@ -16,8 +16,6 @@
 namespace sparkhvd {
 namespace {
 
-constexpr int kPollCapMillis = 1000;
-constexpr std::chrono::seconds kCheckInterval(1);  // between checks of the clients' hosts
 constexpr size_t kThreadNameBytes = 15;
 
 }  // namespace
@@ -34,8 +32,8 @@ struct FrameServer::Session {
   int fd() const { return muted ? -1 : connection.fd(); }
 
   // Fails if the peer's host is lost, or if the peer does not send or read in time.
-  Status CheckPeer() {
-    if (host.IsSilent(connection.fd(), kSilentRendezvous)) {
+  Status CheckPeer(std::chrono::milliseconds host_timeout) {
+    if (host.IsSilent(connection.fd(), host_timeout)) {
       return Status(StatusCode::kPeerLost, kSilentHost, ETIMEDOUT);
     }
     if (connection.HasOutput()) {
@@ -151,7 +149,7 @@ int FrameServer::Poll(std::vector<pollfd>& fds, const Sessions& sessions,
   for (const auto& [connection, session] : sessions) {
     fds.push_back({session.fd(), session.events(), 0});
   }
-  int timeout = kPollCapMillis;
+  int timeout = static_cast<int>(check_interval_.count());
   if (reception != nullptr) {
     reception->AppendPollFds(fds);
     timeout = reception->TimeoutMillis(timeout);
@@ -175,11 +173,11 @@ void FrameServer::Serve(Reception owned) {
   std::vector<pollfd> fds;
   uint64_t last = 0;
   bool warned = false;
-  Deadline next_check = Deadline::After(kCheckInterval);
+  Deadline next_check = Deadline::After(check_interval_);
   while (true) {
     const bool polled = Poll(fds, sessions, reception ? &*reception : nullptr) > 0;
     const bool checks = next_check.Expired();
-    if (checks) next_check = Deadline::After(kCheckInterval);
+    if (checks) next_check = Deadline::After(check_interval_);
     size_t index = 1;
     for (auto& [connection, session] : sessions) {
       const short ready = polled ? fds[index].revents : short{0};
@@ -190,7 +188,7 @@ void FrameServer::Serve(Reception owned) {
       session.failure = Guarded([&, id = connection, &client = session] {
         if (ready != 0) Advance(id, client, ready);
         SHVD_TRY(client.failure);
-        return watched ? client.CheckPeer() : Status();
+        return watched ? client.CheckPeer(options_.host_timeout) : Status();
       });
     }
     static_cast<void>(Guarded([&] {
@@ -199,7 +197,7 @@ void FrameServer::Serve(Reception owned) {
     }));
     if (reception) {
       for (Admitted& admitted : reception->Serve()) {
-        NoticeLostHost(admitted.fd.get());
+        LimitSilence(admitted.fd.get(), options_.host_timeout);
         auto framed = FrameConnection::Make(std::move(admitted.fd), admitted.keys, Side::kAcceptor,
                                             options_.frames);
         if (framed.ok()) sessions.emplace(++last, Session(std::move(framed).value()));

@@ -1,6 +1,7 @@
 // A server of authenticated connections that carry frames, all served by one thread.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <map>
@@ -27,6 +28,8 @@ struct FrameServerOptions {
   ReceptionLimits reception;
   FrameLimits frames;
   double answer_seconds = kNoLimit;  // time limit for a peer to accept an answer
+  // A connection ends if the other host is silent longer.
+  std::chrono::milliseconds host_timeout = kSilentRendezvous;
   std::string thread_name;
 };
 
@@ -94,6 +97,7 @@ class FrameServer {
   void Enqueue(Command command);
 
   const FrameServerOptions options_;
+  const std::chrono::milliseconds check_interval_ = HostWatch::Interval(options_.host_timeout);
   FrameHandler& handler_;
   const HostPort address_;
   const ForkGuard guard_;

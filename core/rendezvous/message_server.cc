@@ -9,9 +9,9 @@ constexpr double kMessageAnswerSeconds = 30.0;
 
 }  // namespace
 
-Result<std::unique_ptr<MessageServer>> MessageServer::Start(const HostPort& address,
-                                                            const std::string& token, bool encrypt,
-                                                            const std::string& thread_name) {
+Result<std::unique_ptr<MessageServer>> MessageServer::Start(
+    const HostPort& address, const std::string& token, bool encrypt, const std::string& thread_name,
+    std::chrono::milliseconds host_timeout) {
   FrameServerOptions options;
   options.address = address;
   options.token = token;
@@ -20,6 +20,7 @@ Result<std::unique_ptr<MessageServer>> MessageServer::Start(const HostPort& addr
   options.frames = kMessageLimits;
   options.answer_seconds = kMessageAnswerSeconds;
   options.thread_name = thread_name;
+  options.host_timeout = host_timeout;
   std::unique_ptr<MessageServer> messages(new MessageServer);
   auto server = FrameServer::Start(std::move(options), *messages);
   if (!server.ok()) return server.status();

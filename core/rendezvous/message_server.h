@@ -29,9 +29,9 @@ struct MessageEvent {
 // wait, and one connection's messages are handled in order.
 class MessageServer final : private FrameHandler {
  public:
-  static Result<std::unique_ptr<MessageServer>> Start(const HostPort& address,
-                                                      const std::string& token, bool encrypt,
-                                                      const std::string& thread_name);
+  static Result<std::unique_ptr<MessageServer>> Start(
+      const HostPort& address, const std::string& token, bool encrypt,
+      const std::string& thread_name, std::chrono::milliseconds host_timeout = kSilentRendezvous);
 
   const HostPort& address() const { return server_->address(); }
   // Returns the next event. Fails with kTimeout if there is none before the deadline, and with

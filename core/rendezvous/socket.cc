@@ -91,12 +91,14 @@ void SetOption(int fd, int level, int name, int value) {
   (void)::setsockopt(fd, level, name, &value, sizeof(value));
 }
 
-// Ends the link `silence` after the last answer: three probes, in its last two thirds, are
-// unanswered.
-void SetKeepalive(int fd, std::chrono::seconds silence) {
-  const int probes = 3;
-  const int interval = static_cast<int>(silence.count()) * 2 / (3 * probes);
-  SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, static_cast<int>(silence.count()) - probes * interval);
+// Ends the link `silence` after the last answer. The unanswered probes are in its last two thirds.
+void SetKeepalive(int fd, std::chrono::milliseconds silence) {
+  constexpr int64_t kLongest = 32767;  // of every part
+  const auto seconds =
+      static_cast<int>(std::clamp<int64_t>((silence.count() + 999) / 1000, 3, kLongest));
+  const int probes = seconds < 6 ? 2 : 3;
+  const int interval = std::max(1, seconds * 2 / (3 * probes));
+  SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, seconds - probes * interval);
   SetOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, interval);
   SetOption(fd, IPPROTO_TCP, TCP_KEEPCNT, probes);
 }
@@ -242,23 +244,33 @@ Result<HostPort> PeerAddress(int fd) {
   return Numeric(reinterpret_cast<const sockaddr*>(&address), length);
 }
 
-void TuneStream(int fd) {
+bool IsUnixSocket(int fd) {
   int domain = 0;
   socklen_t size = sizeof(domain);
-  if (::getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size) != 0 || domain == AF_UNIX) return;
+  return ::getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size) == 0 && domain == AF_UNIX;
+}
+
+void TuneStream(int fd) {
+  if (IsUnixSocket(fd)) return;
   SetOption(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   SetOption(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   SetKeepalive(fd, kSilentLink);
 }
 
-void NoticeLostHost(int fd) { SetKeepalive(fd, kSilentRendezvous); }
+void LimitSilence(int fd, std::chrono::milliseconds silence) {
+  if (!IsUnixSocket(fd)) SetKeepalive(fd, silence);
+}
+
+std::chrono::milliseconds HostWatch::Interval(std::chrono::milliseconds limit) {
+  return std::clamp(limit / 8, std::chrono::milliseconds(1), std::chrono::milliseconds(1000));
+}
 
 bool HostWatch::IsSilent(int fd, std::chrono::milliseconds limit) {
   // Observations from before this process was stopped are stale: the data may have been
   // acknowledged since.
-  constexpr std::chrono::seconds kLongestGap(5);
+  const auto longest_gap = std::min<std::chrono::milliseconds>(std::chrono::seconds(5), limit / 2);
   const auto now = Deadline::Clock::now();
-  if (now - last_look_ > kLongestGap) unanswered_since_.reset();
+  if (now - last_look_ > longest_gap) unanswered_since_.reset();
   last_look_ = now;
   tcp_info info{};
   socklen_t size = sizeof(info);

@@ -53,16 +53,20 @@ Result<HostPort> PeerAddress(int fd);
 // limited: keepalive ends an idle link, and a waiting thread checks a HostWatch. (TCP_USER_TIMEOUT
 // would also end links whose receiver does not read.)
 
-// For links between ranks.
+// For links between ranks, unless the job sets another limit.
 constexpr std::chrono::seconds kSilentLink(30);
 // For the rendezvous links, which are mostly idle.
 constexpr std::chrono::seconds kSilentRendezvous(9);
 
+bool IsUnixSocket(int fd);
+
 // Disables the delay of small segments, and enables keepalive that ends a link after kSilentLink.
 // Does nothing on Unix sockets.
 void TuneStream(int fd);
-// Makes keepalive end the link after kSilentRendezvous. Call it after TuneStream.
-void NoticeLostHost(int fd);
+// Makes keepalive end an idle link once the other host is silent for `silence`, in whole seconds,
+// but not before 3 s: a single lost probe must not end a link. Call it after TuneStream. Does
+// nothing on Unix sockets.
+void LimitSilence(int fd, std::chrono::milliseconds silence);
 
 inline constexpr char kSilentHost[] = "the other host has stopped responding";
 
@@ -70,9 +74,10 @@ inline constexpr char kSilentHost[] = "the other host has stopped responding";
 // links.
 class HostWatch {
  public:
-  // Call about once a second during a wait. Returns whether the other host has left sent data
+  // Call it in every Interval(limit) of a wait. Returns whether the other host has left sent data
   // unacknowledged for `limit`.
   bool IsSilent(int fd, std::chrono::milliseconds limit);
+  static std::chrono::milliseconds Interval(std::chrono::milliseconds limit);
 
  private:
   Deadline::Clock::time_point last_look_{};

@@ -31,7 +31,7 @@ Result<UniqueFd> DialServer(const std::vector<HostPort>& addresses, const std::s
   options.check = check;
   options.require_encryption = require_encryption;
   auto dialed = Dial(options, deadline, keys);
-  if (dialed.ok()) NoticeLostHost(dialed.value().get());
+  if (dialed.ok()) LimitSilence(dialed.value().get(), kSilentRendezvous);
   return dialed;
 }
 

@@ -33,7 +33,6 @@ constexpr size_t kRecordBytes = kLengthBytes + kContentBytes + kCipherTagBytes;
 // The gap before a record in its buffer, which aligns the content.
 constexpr size_t kMargin = alignof(std::max_align_t) - kLengthBytes;
 constexpr std::chrono::milliseconds kFarewellTime(1000);
-constexpr std::chrono::seconds kHostCheckInterval(1);  // between checks of the peers' hosts
 
 // Returns the number of bytes that the other host has not acknowledged.
 int BytesOnTheirWay(int fd) {
@@ -278,7 +277,7 @@ class EncryptedLinks::Pump {
     std::vector<pollfd> fds;
     fds.reserve(2 * tunnels.size() + 1);  // so that no allocation can fail later
     bool quiet = false;                   // no data has moved, and none is in transit
-    Deadline next_check = Deadline::After(kHostCheckInterval);
+    Deadline next_check = Deadline::After(check_interval_);
     while (!Finished()) {
       fds.clear();
       fds.push_back({leaving_seen_ ? -1 : wake_.get(), POLLIN, 0});
@@ -287,7 +286,7 @@ class EncryptedLinks::Pump {
       const int timeout = leaving_seen_ ? leave_by_.RemainingMillis() : patience;
       quiet = ::poll(fds.data(), fds.size(), timeout) == 0;
       if (next_check.Expired()) {  // also while links are busy or full
-        next_check = Deadline::After(kHostCheckInterval);
+        next_check = Deadline::After(check_interval_);
         for (Tunnel& tunnel : tunnels) tunnel.EndIfHostIsSilent(silence_);
       }
       quiet = quiet && std::none_of(tunnels.begin(), tunnels.end(),
@@ -320,6 +319,7 @@ class EncryptedLinks::Pump {
 
   const UniqueFd wake_;  // an eventfd
   const std::chrono::milliseconds silence_;
+  const std::chrono::milliseconds check_interval_ = HostWatch::Interval(silence_);
   bool leaving_seen_ = false;
   Deadline leave_by_ = Deadline::AfterSeconds(0);
 };

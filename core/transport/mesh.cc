@@ -74,14 +74,8 @@ UniqueFd OpenPeerProcess(int unix_socket) {
   return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, peer.pid, 0)));  // sets CLOEXEC
 }
 
-bool IsUnix(int fd) {
-  int domain = 0;
-  socklen_t size = sizeof(domain);
-  return ::getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size) == 0 && domain == AF_UNIX;
-}
-
 UniqueFd ProcessBehind(const UniqueFd& socket) {
-  return IsUnix(socket.get()) ? OpenPeerProcess(socket.get()) : UniqueFd();
+  return IsUnixSocket(socket.get()) ? OpenPeerProcess(socket.get()) : UniqueFd();
 }
 
 Status CheckOptions(const MeshOptions& options) {
@@ -153,7 +147,10 @@ class MeshBuilder {
     }
     Mesh mesh;
     mesh.host_ranks = HostRanks();
-    for (const PeerSocket& link : links_) mesh.sockets.Add(link.stream.get());
+    for (const PeerSocket& link : links_) {
+      LimitSilence(link.stream.get(), options_.host_timeout);
+      mesh.sockets.Add(link.stream.get());
+    }
     for (const MemberWatch& watch : watches_) mesh.sockets.Add(watch.socket.get());
     SHVD_TRY(ShareArena(&mesh));
     auto transport = options_.encrypt ? EncryptedTransport(&mesh.sockets) : SocketTransport();
@@ -163,7 +160,8 @@ class MeshBuilder {
   }
 
   Result<std::unique_ptr<Transport>> SocketTransport() {
-    return MakeSocketTransport(options_.rank, std::move(links_), options_.link_costs);
+    return MakeSocketTransport(options_.rank, std::move(links_), options_.link_costs,
+                               options_.host_timeout);
   }
 
   std::string Purpose(int acceptor) const {
@@ -171,12 +169,12 @@ class MeshBuilder {
   }
 
   Result<std::unique_ptr<Transport>> EncryptedTransport(OwnedSockets* sockets) {
-    auto made = EncryptedLinks::Make();
+    auto made = EncryptedLinks::Make(options_.host_timeout);
     if (!made.ok()) return made.status().Annotate(RankName(options_.rank));
     std::unique_ptr<EncryptedLinks> encrypted = std::move(made).value();
     for (int peer = 0; peer < options_.size; ++peer) {
       UniqueFd& stream = At(links_, peer).stream;
-      if (peer == options_.rank || IsUnix(stream.get())) continue;
+      if (peer == options_.rank || IsUnixSocket(stream.get())) continue;
       auto plain = encrypted->Add(std::move(stream), At(keys_, peer));
       if (!plain.ok()) return plain.status();
       sockets->Add(plain.value().get());
@@ -384,7 +382,7 @@ class MeshBuilder {
       // A peer that connects again has abandoned its first connection.
       Keep(kind, peer, std::move(admitted.fd));
       At(keys_, peer) = {admitted.keys.from_acceptor, admitted.keys.from_dialer};
-    } else if (kind == Kind::kWatch && IsUnix(admitted.fd.get())) {
+    } else if (kind == Kind::kWatch && IsUnixSocket(admitted.fd.get())) {
       Keep(kind, peer, std::move(admitted.fd));
     }
   }

@@ -2,6 +2,7 @@
 // one.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -11,6 +12,7 @@
 #include "base/deadline.h"
 #include "base/status.h"
 #include "rendezvous/key_value_store.h"
+#include "rendezvous/socket.h"
 #include "transport/arena.h"
 #include "transport/owned_sockets.h"
 #include "transport/transport.h"
@@ -32,6 +34,8 @@ struct MeshOptions {
   // connect.
   std::map<std::string, std::string> common_settings;
   LinkCosts link_costs;  // equal on all ranks
+  std::chrono::milliseconds host_timeout =
+      kSilentLink;  // a peer whose host is silent longer is lost
   size_t arena_region_bytes = size_t{4} << 20;
   // Polled several times a second while the ranks connect. If it fails, so does ConnectMesh. May be
   // empty.

@@ -38,7 +38,8 @@ constexpr int kCallsPerTurn = 8;
 // Limits Linger, for peers that are slow to read. The data has nearly always arrived long before.
 constexpr std::chrono::milliseconds kLingerTime(1000);
 constexpr int kLingerSliceMillis = 5;
-constexpr std::chrono::seconds kCheckInterval(1);  // between checks of the peers' hosts
+// After so many unanswered retransmissions of the same data, Linger does not wait for the host.
+constexpr int kRetransmissions = 2;
 constexpr char kClosed[] = "it closed its links";
 
 struct Operation {
@@ -177,13 +178,14 @@ class Link {
 
  private:
   // Returns the bytes that the peer's host has not acknowledged. Returns 0 for Unix sockets,
-  // because they lose nothing.
+  // because they lose nothing, and if the host does not respond.
   int Undelivered() const {
     int bytes = 0;
     tcp_info info{};
     socklen_t size = sizeof(info);
     const int fd = socket_.stream.get();
     if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 0;
+    if (info.tcpi_retransmits >= kRetransmissions) return 0;
     return ::ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
   }
 
@@ -414,14 +416,14 @@ class SocketTransport final : public Transport {
     }
     poll_fds_.push_back({wake_.get(), POLLIN, 0});
     lock.unlock();
-    // Sleeps for kCheckInterval at most.
-    const int ready = ::poll(poll_fds_.data(), poll_fds_.size(), deadline.RemainingMillis(1000));
+    const int millis = deadline.RemainingMillis(static_cast<int>(check_interval_.count()));
+    const int ready = ::poll(poll_fds_.data(), poll_fds_.size(), millis);
     const int error = errno;
     lock.lock();
     if (broken_) return *broken_;
     if (ready < 0 && error != EINTR) return Break(IoStatus("poll", error));
     if (next_check_.Expired()) {
-      next_check_ = Deadline::After(kCheckInterval);
+      next_check_ = Deadline::After(check_interval_);
       for (Link* link : polled_links_) link->EndIfHostIsSilent(silence_);
     }
     if (ready <= 0) return Status();
@@ -445,6 +447,7 @@ class SocketTransport final : public Transport {
       wake_;  // an eventfd that Abort writes and no thread reads: the transport has ended then
   const LinkCosts costs_;
   const std::chrono::milliseconds silence_;
+  const std::chrono::milliseconds check_interval_ = HostWatch::Interval(silence_);
   std::atomic<int> aborts_waiting_{0};
   std::condition_variable aborted_;
   std::mutex mutex_;  // guards all fields below; released while waiting for sockets
@@ -454,7 +457,7 @@ class SocketTransport final : public Transport {
   std::optional<Status> broken_;
   std::vector<pollfd> poll_fds_;
   std::vector<Link*> polled_links_;
-  Deadline next_check_ = Deadline::After(kCheckInterval);
+  Deadline next_check_ = Deadline::After(check_interval_);
 };
 
 }  // namespace

@@ -22,6 +22,7 @@ from typing import ClassVar
 from sparkhvd._util.addresses import is_loopback
 from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
+from sparkhvd.rpc.server import UNANSWERED_SECONDS
 from sparkhvd.task.failure_report import describe_exit
 from sparkhvd.task.host.messages import MARKER, HostSetup
 from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
@@ -59,8 +60,17 @@ class HostEnded:
     why: str
 
 
-def host_command(host: str, executable: str, options: SshOptions | SrunOptions, module: str = FIXED_JOB) -> list[str]:
-    """Return the command that starts the host process. It contains no secret and no variable of the user."""
+def host_command(
+    host: str,
+    executable: str,
+    options: SshOptions | SrunOptions,
+    module: str = FIXED_JOB,
+    host_timeout: float = UNANSWERED_SECONDS,
+) -> list[str]:
+    """Return the command that starts the host process. It contains no secret and no variable of the user.
+
+    The command ends once the host has not responded for about ``host_timeout`` seconds; with srun, Slurm decides.
+    """
     own = ["env", f"{IMPORT_PATH}={import_path(executable)}", executable or sys.executable, "-m", module]
     if is_this_machine(host):
         return own
@@ -71,7 +81,9 @@ def host_command(host: str, executable: str, options: SshOptions | SrunOptions, 
     port = [] if options.port is None else ["-p", str(options.port)]
     identity = [] if options.identity_file is None else ["-i", options.identity_file]
     # No password can be typed (BatchMode), and a host that is cut off must be detected (ServerAlive).
-    alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
+    interval = max(1, round(host_timeout / 3))
+    count = max(1, round(host_timeout / interval))
+    alive = ["-o", f"ServerAliveInterval={interval}", "-o", f"ServerAliveCountMax={count}"]
     return ["ssh", "-T", "-o", "BatchMode=yes", *alive, *port, *identity, host, shlex.join(own)]
 
 

@@ -52,6 +52,7 @@ class Server(Closable):
         encrypt: whether connections are encrypted; clients follow. See ``require_encryption``.
         on_lost: called with the last ``TaskStatus`` of a connection and its error, if the peer's host became
             unreachable, or its task sent nothing for ``SILENT_SECONDS`` while it awaited no response.
+        host_timeout: seconds after which a connection ends if its peer's host does not respond.
         on_ended: the same for every connection that sent a ``TaskStatus``, for whatever reason it ended.
 
     Raises:
@@ -69,6 +70,7 @@ class Server(Closable):
         on_lost: Callable[[TaskStatus, OSError], None] | None = None,
         *,
         encrypt: bool = False,
+        host_timeout: float = UNANSWERED_SECONDS,
         on_ended: Callable[[TaskStatus, Exception], None] | None = None,
     ) -> None:
         self._on_lost = on_lost
@@ -82,7 +84,7 @@ class Server(Closable):
         self._threads: list[threading.Thread] = []
         self._idle = 0
         with translated():
-            self._core = _core.MessageServer(secret, host, port, encrypt, name)
+            self._core = _core.MessageServer(secret, host, port, encrypt, name, host_timeout)
         self.port: int = self._core.port
         with self._lock:
             self._add_thread()

@@ -80,6 +80,7 @@ def test_a_rank_is_replaced_within_its_hosts_process_and_a_lost_host_by_a_new_pr
 
 def test_a_host_that_is_cut_off_loses_its_ranks_and_keeps_no_process(reached, tmp_path, caplog):
     cut: list[hosts.Host] = []
+    cut_at: list[float] = []
 
     def cut_one_off() -> None:
         wait_for(lambda: len(steps(tmp_path)) > 10)
@@ -89,6 +90,7 @@ def test_a_host_that_is_cut_off_loses_its_ranks_and_keeps_no_process(reached, tm
         assert {ranks[first], ranks[second]} == {0, 1}
         cut.append(reached.at(address))
         subprocess.run(["ip", "-n", cut[0].namespace, "link", "set", cut[0].interface, "down"], check=True)
+        cut_at.append(time.monotonic())
 
     thread = threading.Thread(target=cut_one_off, name="cutter")
     thread.start()
@@ -111,8 +113,10 @@ def test_a_host_that_is_cut_off_loses_its_ranks_and_keeps_no_process(reached, tm
     assert sizes == (2, 1)
     alone = [one for one in steps(tmp_path) if one[2] == 1]
     assert {one[4] for one in alone} == {pid}
-    (noticed,) = [record.created for record in caplog.records if "was lost with its host" in record.getMessage()]
-    assert alone[0][3] - (noticed - time.time() + time.monotonic()) < 6, "the driver told the rank that waited for it"
+    assert any("was lost with its host" in record.getMessage() for record in caplog.records)
+    assert alone[0][3] - cut_at[0] < 15, (
+        "the host was lost much earlier than in a job that is not elastic"
+    )
     assert total == sum(range(1, step + 1))
 
 

@@ -31,6 +31,7 @@ from sparkhvd.driver.host_process import (
 from sparkhvd.driver.launcher import warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.rpc.messages import Output, SetRank, StartWorker, StopWorker
+from sparkhvd.rpc.server import UNANSWERED_SECONDS
 from sparkhvd.task.elastic.host import END_SECONDS
 from sparkhvd.task.elastic.worker import Lost, WorkerLocation, WorkerResult
 from sparkhvd.task.failure_report import FailureReport
@@ -138,7 +139,8 @@ class HostWorkers:
     def _open(self, name: str) -> _Host:
         """Start the process of a host."""
         host = _Host(name)
-        command = host_command(name, self._job.executable, self._access, ELASTIC_JOB)
+        timeout = self._job.config.host_timeout or UNANSWERED_SECONDS
+        command = host_command(name, self._job.executable, self._access, ELASTIC_JOB, timeout)
         host.process = HostProcess(command, functools.partial(self._receive, host), END_SECONDS + _MARGIN_SECONDS)
         by_ssh = isinstance(self._access, SshOptions) and not is_this_machine(name)
         slots = self._offered.get(name, 1)

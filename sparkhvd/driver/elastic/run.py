@@ -15,7 +15,7 @@ from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd._util.counts import is_count, plain_count
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.comm.connect.commit_folder import CommitFolder
-from sparkhvd.config import changed_environment, from_environment, warn_ignored_variables
+from sparkhvd.config import Config, changed_environment, from_environment, warn_ignored_variables
 from sparkhvd.data.spark.settings import with_spark_credentials
 from sparkhvd.driver.arguments import RunOptions, check_options, check_seconds, checked_environment
 from sparkhvd.driver.elastic.controller import Controller
@@ -55,6 +55,8 @@ DEFAULT_ELASTIC_TIMEOUT = 600.0
 DEFAULT_COMMIT_INTERVAL = 60.0
 _RESTARTS_WITH_STORE = 3
 _LAUNCHERS = ("auto", "spark", "local", "ssh")
+# The host_timeout of elastic jobs, which continue without a lost host.
+_HOST_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -272,9 +274,7 @@ def run_elastic_with(  # noqa: PLR0917
     check_options(options, elastic.launcher)
     changes = checked_environment(options.env)
     environment = changed_environment(changes)
-    config = from_environment(environment)
-    if options.start_timeout is not None:
-        config = replace(config, start_timeout=float(options.start_timeout))
+    config = _config(environment, options)
     limits, cooldown = check_limits(elastic, config.start_timeout)
     warn_ignored_variables(environment)
     if config.encrypt and elastic.launcher != "local":
@@ -309,6 +309,13 @@ def run_elastic_with(  # noqa: PLR0917
     if job.commits is not None:
         _delete(job.commits)
     return unpickled(contents)
+
+
+def _config(environment: Mapping[str, str], options: RunOptions) -> Config:
+    config = from_environment(environment)
+    start_timeout = config.start_timeout if options.start_timeout is None else float(options.start_timeout)
+    host_timeout = _HOST_SECONDS if config.host_timeout is None else config.host_timeout
+    return replace(config, start_timeout=start_timeout, host_timeout=host_timeout)
 
 
 def _elastic_job(job: Job, elastic: ElasticOptions, spark: SparkSession | None) -> Job:

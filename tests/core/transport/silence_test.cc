@@ -7,9 +7,11 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -132,9 +134,72 @@ TEST(SilentHost, EndsItsEncryptedLinkButNoFullLinkAndNoBusyLink) {
   }
 }
 
+// Returns the TCP connections of this process.
+std::vector<int> TcpConnections() {
+  constexpr int kDescriptors = 1024;
+  std::vector<int> found;
+  for (int fd = 0; fd < kDescriptors; ++fd) {
+    if (!IsUnixSocket(fd) && PeerAddress(fd).ok()) found.push_back(fd);
+  }
+  return found;
+}
+
+// Returns how long an idle connection may be silent before keepalive ends it.
+std::chrono::seconds KeepaliveLimit(int fd) {
+  std::array<int, 3> values{};
+  const std::array<int, 3> names = {TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT};
+  for (size_t i = 0; i < names.size(); ++i) {
+    socklen_t size = sizeof(values[i]);
+    EXPECT_EQ(::getsockopt(fd, IPPROTO_TCP, names[i], &values[i], &size), 0);
+  }
+  return std::chrono::seconds(values[0] + values[1] * values[2]);
+}
+
+TEST(SilentHost, IsLostAfterTheTimeoutOfTheJob) {
+  for (const bool encrypt : {false, true}) {
+    const std::vector<Mesh> meshes = Connect(2, [&](MeshOptions* options) {
+      options->host_key = "host " + std::to_string(options->rank);
+      options->shared_memory = false;
+      options->encrypt = encrypt;
+      options->host_timeout = kSilence;
+    });
+    const std::vector<int> connections = TcpConnections();
+    ASSERT_FALSE(connections.empty());
+    for (const int fd : connections) {
+      EXPECT_EQ(KeepaliveLimit(fd), std::chrono::seconds(3));
+      Silence(fd);
+    }
+    const std::vector<std::byte> data(100);
+    ASSERT_TRUE(meshes[0].transport->PostSend(1, ConstBytes(data.data(), data.size())).ok());
+    std::vector<std::byte> answer(100);
+    const auto received = meshes[0].transport->PostReceive(1, Bytes(answer.data(), answer.size()));
+    ASSERT_TRUE(received.ok());
+    const Status lost = meshes[0].transport->Wait(Span<const Ticket>(&received.value(), 1),
+                                                  Deadline::After(4 * kSilence));
+    EXPECT_EQ(lost.code(), StatusCode::kPeerLost) << lost.message();
+  }
+}
+
+TEST(SilentHost, IsProbedAtLeastTwiceAndOnlyOnTcp) {
+  auto [near, far] = ConnectedPair();
+  for (const int seconds : {1, 2, 3, 4, 5, 6, 9, 30}) {
+    LimitSilence(near.get(), std::chrono::seconds(seconds));
+    int probes = 0;
+    socklen_t size = sizeof(probes);
+    ASSERT_EQ(::getsockopt(near.get(), IPPROTO_TCP, TCP_KEEPCNT, &probes, &size), 0);
+    EXPECT_GE(probes, 2);
+    EXPECT_EQ(KeepaliveLimit(near.get()), std::chrono::seconds(std::max(3, seconds)));
+  }
+  std::array<int, 2> pair;
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, pair.data()), 0);
+  const UniqueFd unix_end(pair[0]);
+  const UniqueFd other_end(pair[1]);
+  LimitSilence(unix_end.get(), std::chrono::seconds(2));
+}
+
 TEST(SilentHost, IsDetectedWithoutTcpUserTimeoutWhichWouldAlsoEndFullLinks) {
   auto [near, far] = ConnectedPair();
-  NoticeLostHost(near.get());
+  LimitSilence(near.get(), kSilentRendezvous);
   for (const UniqueFd* end : {&near, &far}) {
     int milliseconds = -1;
     socklen_t size = sizeof(milliseconds);
