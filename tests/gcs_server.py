@@ -1,4 +1,4 @@
-"""A server of Google Cloud Storage for the tests, in a separate process."""
+"""A Google Cloud Storage server for the tests: an emulator in a separate process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def running_gcs() -> Iterator[dict[str, Any]]:
 
 
 def _serve() -> None:
-    """Serve until stdin is closed, which also happens when the tests die."""
+    """Serve until stdin is closed, which also happens when the test process dies."""
     import threading  # noqa: PLC0415
     from functools import partial  # noqa: PLC0415
     from http import HTTPStatus  # noqa: PLC0415
@@ -42,7 +42,7 @@ def _serve() -> None:
         pass
 
     class Files(Storage):
-        """Reject a write to an existing file while ``only_new`` is set: the emulator lacks this condition."""
+        """Rejects writes to existing files while ``only_new`` is set: the emulator ignores ``ifGenerationMatch``."""
 
         only_new = False
 
@@ -58,7 +58,7 @@ def _serve() -> None:
 
     class Handler(RequestHandler):
         def do_POST(self) -> None:  # noqa: N802
-            files.only_new = "ifGenerationMatch=0" in self.path  # requests arrive one at a time
+            files.only_new = "ifGenerationMatch=0" in self.path  # the server handles one request at a time
             try:
                 super().do_POST()
             except ExistsError:

@@ -68,7 +68,8 @@ Autotuner::Autotuner(AutotuneOptions options, const TuningScope& scope, const Tu
   Propose();
 }
 
-// Returns the point of the current sample, or the best point once the search is done.
+// Returns the settings of the current sample: the initial ones during the warm-up, and the best
+// ones once the search is done.
 Tunables Autotuner::Sampled() const {
   Tunables tunables = start_;
   for (size_t axis = 0; warmups_left_ == 0 && axis < axes_.size(); ++axis) {

@@ -1,4 +1,4 @@
-// Tries settings of the engine on the running job and keeps the best ones. Runs on rank 0.
+// Tries settings of the engine while the job runs, and keeps the best ones. Runs on rank 0.
 #pragma once
 
 #include <chrono>
@@ -24,17 +24,17 @@ struct TuningSample {
 };
 
 struct AutotuneOptions {
-  size_t warmup_samples = 3;     // discarded
-  size_t steps_per_sample = 10;  // at least one
+  size_t warmup_samples = 3;     // samples at the beginning that do not count
+  size_t steps_per_sample = 10;  // 0 counts as 1
   size_t max_samples = 70;
   std::function<void(const TuningSample&)> report;  // called by the thread that drives the cycle
 };
 
-// The settings to tune.
+// Selects the settings to tune.
 struct TuningScope {
-  bool fusion = false;          // the fusion threshold
-  bool hierarchical = false;    // whether hierarchical allreduce is used
-  size_t arena_slot_bytes = 0;  // set if allreduces use one arena of all ranks
+  bool fusion = false;          // tune the fusion threshold
+  bool hierarchical = false;    // tune the choice between flat and hierarchical allreduce
+  size_t arena_slot_bytes = 0;  // slot size of the arena to tune, if all ranks share one, or 0
 };
 
 // The candidate values of one setting.
@@ -44,10 +44,10 @@ struct TuningAxis {
   void (*set)(Tunables*, size_t value);
 };
 
-// A step ends when one of its tensors recurs. The speed of a step is the bytes of its allreduces
-// divided by the time until the next step begins. It thus includes the user's computation: a faster
-// allreduce that slows the computation is no gain. The score of a sample is the median of its
-// steps' speeds.
+// Searches for the settings with the highest score. A step ends when one of its tensors recurs. The
+// speed of a step is the bytes of its allreduces divided by the time until the next step begins.
+// That time includes the user's computation, because a faster allreduce that slows the computation
+// gains nothing. The score of a sample is the median of its steps' speeds.
 class Autotuner {
  public:
   using Time = std::chrono::steady_clock::time_point;
@@ -59,7 +59,8 @@ class Autotuner {
   // The search begins at `start`, the settings in force.
   Autotuner(AutotuneOptions options, const TuningScope& scope, const Tunables& start);
 
-  // Returns new settings that all ranks must receive, once each.
+  // Returns the new settings that all ranks must receive; nullopt if there are none since the last
+  // call.
   std::optional<Retuning> TakeRetuning() { return std::exchange(retuning_, std::nullopt); }
 
   // Records that the new settings are in force.
@@ -84,9 +85,9 @@ class Autotuner {
   std::optional<Retuning> retuning_;
 
   // The state of the current sample.
-  bool running_ = false;                  // whether the sampled settings are in force
+  bool running_ = false;                  // whether the current sample is being measured
   std::vector<double> speeds_;            // of the sample's steps
-  std::optional<Time> step_start_;        // empty before the first whole step
+  std::optional<Time> step_start_;        // empty before the first complete step
   std::unordered_set<std::string> seen_;  // names in the current step
   size_t bytes_ = 0;
 };

@@ -1,7 +1,7 @@
 """Allreduce of TensorFlow tensors in GPU memory, with NCCL.
 
-TensorFlow does not expose its CUDA streams. Therefore the host waits for TensorFlow's work before NCCL starts, and for
-NCCL afterwards.
+TensorFlow does not expose its CUDA streams. Therefore the host waits for TensorFlow's work before NCCL starts, and
+waits for NCCL before TensorFlow continues.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from sparkhvd.comm.collectives.buffers import Buffer, ReduceOp
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.process_sets import ProcessSet
 
-# Only floating-point dtypes: TensorFlow keeps the integer tensors of a GPU in host memory, because they often hold
-# shapes.
+# Only floating-point dtypes: TensorFlow keeps int32 tensors in host memory even if their device is a GPU, because they
+# often hold shapes.
 _NCCL_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 _CUDA = 2  # kDLCUDA
 _NO_STREAM = 0
@@ -66,10 +66,10 @@ def allreduce(  # noqa: PLR0917
     names: Sequence[str | None],
     process_set: ProcessSet | None,
 ) -> list[tf.Tensor]:
-    """Return the reduced tensors as new tensors on the same GPU; call it only where ``by_nccl`` returns true."""
+    """Return the reduced tensors as new tensors on the same GPU; call this only if ``by_nccl`` returns True."""
     communicator = session.current()
-    # Multiply also where prescale is 1: it allocates new memory, which NCCL may overwrite. TensorFlow's own tensors
-    # must not change.
+    # Multiply even if prescale is 1: the product is in new memory, which NCCL may overwrite. The original tensors must
+    # not change.
     reduced = [tensor * prescale for tensor in tensors]
     tf.test.experimental.sync_devices()
     handles = []

@@ -24,10 +24,10 @@ Floats = npt.NDArray[np.float64]
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]  # keras has no types
     """``keras.layers.BatchNormalization`` with statistics over the rows of all ranks.
 
-    Ranks may have different numbers of rows, or none. In training mode all ranks must run the layer equally often;
-    in inference mode the layer does not communicate. All ranks end with the same moving statistics. Gradients are exact
-    where the ranks' losses have equal weight, as under ``DistributedOptimizer`` and ``DistributedGradientTape`` with
-    ``op=Average``.
+    Ranks may have different numbers of rows, or none. In training mode, all ranks must run the layer the same number of
+    times; in inference mode, the layer does not communicate. All ranks end with the same moving statistics. Gradients
+    are exact if the ranks' losses have equal weight, as with ``DistributedOptimizer`` or ``DistributedGradientTape``
+    and ``op=Average``.
 
     Accepts the arguments of ``keras.layers.BatchNormalization``. Importing ``sparkhvd.tensorflow`` registers the layer
     with ``keras.saving.load_model``.

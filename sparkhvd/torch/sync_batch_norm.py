@@ -19,9 +19,10 @@ from sparkhvd.torch.ops.operations import allgather, allreduce
 class SyncBatchNorm(_BatchNorm):
     """Replaces ``torch.nn.BatchNorm1d``, ``2d`` and ``3d``, with statistics over the rows of all ranks.
 
-    Ranks may have different numbers of rows. In training mode all ranks must run the layer equally often; in evaluation
-    mode the layer does not communicate. Gradients are exact where the ranks' losses have equal weight, as under
-    ``DistributedOptimizer`` with ``op=Average``. Second derivatives, as in gradient penalties, raise ``RuntimeError``.
+    Ranks may have different numbers of rows. In training mode, all ranks must run the layer the same number of times;
+    in evaluation mode, the layer does not communicate. Gradients are exact if the ranks' losses have equal weight, as
+    with ``DistributedOptimizer`` and ``op=Average``. Second derivatives, as in gradient penalties, raise
+    ``RuntimeError``.
 
     Args:
         num_features: channels, the second dimension of the input.

@@ -1,4 +1,4 @@
-"""Rows of the fault matrix; the endurance run produces all of them."""
+"""The faults that every test run injects; the endurance run, ``bench.soak``, injects all faults of the matrix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_driver_reports_the_failure_soon_and_leaves_nothing_behind(fault, sp
 
 
 def gather_alone(waited: Path, _batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Run a task that looks for the others through Spark; the second task never joins."""
+    """Start ``all_gather`` in task 0; task 1 never calls it."""
     task, messages = current_task_info(), []
     if task.index == 0:
         try:
@@ -40,7 +40,7 @@ def gather_alone(waited: Path, _batches: Iterator[pa.RecordBatch]) -> Iterator[p
     yield pa.RecordBatch.from_pydict({"message": messages})
 
 
-def test_without_a_driver_connection_a_task_waits_for_a_missing_one_until_the_timeout(spark, tmp_path):
+def test_without_a_driver_connection_a_task_waits_for_a_missing_task_until_the_timeout(spark, tmp_path):
     task = functools.partial(gather_alone, tmp_path / "waited")
     rows = spark.range(2, numPartitions=2).mapInArrow(task, "message string", barrier=True).collect()
     assert len(rows) == 1

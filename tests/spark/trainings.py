@@ -1,4 +1,4 @@
-"""The same small training with every estimator, and a callback that kills a process of a rank once."""
+"""The same small training with every estimator, and a callback that kills rank 1 or its executor once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ ROWS = ("id / 200.0D AS a", "id % 7 / 7.0D AS b", "a * 2 - b AS y")
 
 @dataclass(frozen=True)
 class Kill:
-    """Kills rank 1 or its executor once, after a step of an epoch; logs the steps of rank 0."""
+    """Kills rank 1 or its executor once, after a step of an epoch; logs the steps of rank 0.
+
+    Attributes:
+        folder: the folder for the log and for the mark that the kill has happened.
+        epoch: the epoch of the kill, from 0.
+        step: the step of the kill in this epoch, from 1.
+        executor: whether to kill the executor's JVM instead of the rank.
+    """
 
     folder: str
     epoch: int
@@ -42,8 +49,8 @@ class Kill:
             os.kill(executor[0].pid if self.executor else os.getpid(), signal.SIGKILL)
 
 
-def estimator(framework: str, store: Store, kill: Kill | None = None, **more: Any) -> Any:
-    """Return an estimator with dropout and a checkpoint at every other step."""
+def estimator(framework: str, store: Store, kill: Kill | None = None, **overrides: Any) -> Any:
+    """Return an estimator whose model has dropout, and which saves a checkpoint after every second step."""
     params = {
         "num_proc": 2,
         "store": store,
@@ -55,11 +62,11 @@ def estimator(framework: str, store: Store, kill: Kill | None = None, **more: An
         "checkpoints": Checkpoints(every_steps=2),
         "verbose": 0,
     }
-    return _MAKERS[framework](kill, {**params, **more})
+    return _MAKERS[framework](kill, {**params, **overrides})
 
 
 def weights(framework: str, fitted: Any) -> list[float]:
-    """Return all numbers of a trained model."""
+    """Return all weights of a trained model as one list."""
     model = fitted.getModel()
     arrays = model.get_weights() if framework == "keras" else [each.detach().numpy() for each in model.parameters()]
     return [float(number) for array in arrays for number in array.reshape(-1)]
@@ -70,7 +77,7 @@ def _layers() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
 
 
-def _by_torch(kill: Kill | None, given: dict[str, Any]) -> TorchEstimator:
+def _by_torch(kill: Kill | None, params: dict[str, Any]) -> TorchEstimator:
     class Callback(TorchCallback):
         def on_step_end(self, run, epoch, step, loss):
             kill(run.rank, epoch, step)
@@ -78,11 +85,11 @@ def _by_torch(kill: Kill | None, given: dict[str, Any]) -> TorchEstimator:
     model = _layers()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     callbacks = None if kill is None else [Callback()]
-    return TorchEstimator(model=model, optimizer=optimizer, loss=functional.mse_loss, callbacks=callbacks, **given)
+    return TorchEstimator(model=model, optimizer=optimizer, loss=functional.mse_loss, callbacks=callbacks, **params)
 
 
-def _by_lightning(kill: Kill | None, given: dict[str, Any]) -> LightningEstimator:
-    import lightning.pytorch as lightning  # noqa: PLC0415  (it is slow, and other tests do without it)
+def _by_lightning(kill: Kill | None, params: dict[str, Any]) -> LightningEstimator:
+    import lightning.pytorch as lightning  # noqa: PLC0415  (a slow import, which other tests do not need)
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -104,10 +111,10 @@ def _by_lightning(kill: Kill | None, given: dict[str, Any]) -> LightningEstimato
             kill(trainer.global_rank, trainer.current_epoch, batch_idx + 1)
 
     callbacks = None if kill is None else [Callback()]
-    return LightningEstimator(model=Module(), batch_format="tuple", callbacks=callbacks, **given)
+    return LightningEstimator(model=Module(), batch_format="tuple", callbacks=callbacks, **params)
 
 
-def _by_keras(kill: Kill | None, given: dict[str, Any]) -> KerasEstimator:
+def _by_keras(kill: Kill | None, params: dict[str, Any]) -> KerasEstimator:
     import keras  # noqa: PLC0415
 
     import sparkhvd.keras as hvd  # noqa: PLC0415
@@ -125,7 +132,7 @@ def _by_keras(kill: Kill | None, given: dict[str, Any]) -> KerasEstimator:
     layers = [keras.layers.Dense(16, "tanh"), keras.layers.Dropout(0.1), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((2,)), *layers])
     callbacks = None if kill is None else [Callback()]
-    return KerasEstimator(model=model, optimizer=keras.optimizers.Adam(0.03), loss="mse", callbacks=callbacks, **given)
+    return KerasEstimator(model=model, optimizer=keras.optimizers.Adam(0.03), loss="mse", callbacks=callbacks, **params)
 
 
 _MAKERS: dict[str, Callable[[Kill | None, dict[str, Any]], Any]] = {

@@ -1,7 +1,7 @@
 """A launcher that starts the ranks as actors of a Ray cluster, without Spark.
 
-All messages travel through Ray: the driver fetches them from the actors. So the driver needs no port, and Ray Client
-works.
+The driver and the ranks communicate through Ray only: the driver fetches messages from the actors. So the driver needs
+no port, and Ray Client works.
 """
 
 from __future__ import annotations

@@ -42,11 +42,11 @@ _CACHED = type(functools.lru_cache(len))
 
 
 def dumps(value: object, importable_there: Importable = importable_elsewhere) -> bytes:
-    """Pickle a value, with the code that cannot be imported where it is loaded; load it with ``cloudpickle.loads``.
+    """Pickle a value, with the code that cannot be imported where the pickle is loaded (``cloudpickle.loads``).
 
     Args:
         value: the value.
-        importable_there: returns the modules that can be imported there.
+        importable_there: returns the modules that can be imported where the pickle is loaded.
 
     Raises:
         ParamError: code of a compiled module would have to be sent.

@@ -1,4 +1,4 @@
-"""The user's modules, which belong neither to Python nor to an installed package, and their imports."""
+"""The user's modules and their imports. A user's module belongs neither to Python nor to an installed package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from types import CodeType, FunctionType, ModuleType
 
 from sparkhvd.task.user_code import importable
 
-# Executors have these modules, wherever their files are.
+# Executors have modules of these names, wherever the files are.
 _PRESENT = frozenset({"__main__", "__mp_main__", "sparkhvd", "pyspark", "py4j"})
 
 
@@ -54,7 +54,7 @@ def is_installed(path: Path) -> bool:
 
 
 def user_module(name: str) -> UserModule | None:
-    """Return the user's module of this name, imported or on the import path; None if it is not the user's."""
+    """Return the user's module of this name, imported or on the import path; None if the user has no such module."""
     top = name.partition(".")[0]
     if top in _PRESENT or (top in sys.stdlib_module_names and not _is_shadowed(top)):
         return None
@@ -69,7 +69,7 @@ def user_module(name: str) -> UserModule | None:
 
 
 def imported(module: UserModule) -> frozenset[str]:
-    """Return the user's modules that a module imports, anywhere in its code, and its packages."""
+    """Return the user's modules that a module imports anywhere in its code, their packages, and its own package."""
     candidates = set(_imports(module.content, module.name, module.is_package))
     package = module.name.rpartition(".")[0]
     return frozenset(name for name in (*candidates, package) if name and _is_candidate(name) and user_module(name))
@@ -88,14 +88,14 @@ def import_graph(names: Collection[str]) -> dict[str, tuple[UserModule, frozense
 
 
 def sent_by_value(imports: Mapping[str, Collection[str]], importable_there: Collection[str]) -> frozenset[str]:
-    """Return the modules whose code must be sent: executors cannot import them, or a module that they import.
+    """Return the modules to pickle by value: those that executors cannot import, and all modules that import one.
 
-    A module that is pickled by reference therefore never imports one that is pickled by value, so a class is the same
-    class everywhere on an executor.
+    Imports of imports count, too. Therefore, a module that is pickled by reference never imports a module that is
+    pickled by value, and no class exists twice on an executor.
 
     Args:
         imports: the modules that each module imports.
-        importable_there: modules that the executors find.
+        importable_there: the modules that executors can import.
     """
     sent = {name for name in imports if name not in importable_there}
     while more := {name for name, needed in imports.items() if name not in sent and sent.intersection(needed)}:
@@ -104,13 +104,13 @@ def sent_by_value(imports: Mapping[str, Collection[str]], importable_there: Coll
 
 
 def imported_when_called(function: FunctionType) -> frozenset[str]:
-    """Return the names in the import statements of a function, whether modules or not."""
+    """Return the names in the import statements of a function, whether or not they are modules."""
     package = function.__globals__.get("__package__") or ""
     return frozenset(name for code in nested_code(function.__code__) for name in _imported_by(code, package))
 
 
 def nested_code(code: CodeType) -> Iterator[CodeType]:
-    """Yield all code of a function: its own, and that of the functions and classes in it."""
+    """Yield the code object of a function, and those of the functions and classes that are nested in it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):
@@ -137,7 +137,7 @@ def _imported_by(code: CodeType, package: str) -> Iterator[str]:
 
 
 def _is_shadowed(top: str) -> bool:
-    """Whether a user's module shadows one of Python's: the folder of a script comes first in the path."""
+    """Whether a user's module shadows one of the standard library: a script's folder comes first on the path."""
     loaded = sys.modules.get(top)
     file = getattr(importable.locate(top), "origin", None) if loaded is None else getattr(loaded, "__file__", None)
     if not isinstance(file, str) or not Path(file).suffix:
@@ -170,14 +170,14 @@ def _is_package(spec: ModuleSpec | None) -> bool:
 
 @lru_cache(maxsize=4096)
 def _imports(content: bytes, name: str, is_package: bool) -> frozenset[str]:
-    """Return the names in a module's import statements, whether modules or not, with their packages."""
+    """Return the names in a module's import statements, whether or not they are modules, and their packages."""
     try:
         tree = ast.parse(content)
-    except (SyntaxError, ValueError):  # compiled, or for another Python
+    except (SyntaxError, ValueError):  # compiled, or for another version of Python
         return frozenset()
     package = name if is_package else name.rpartition(".")[0]
     names: set[str] = set()
-    for node in _statements(tree):
+    for node in _executed_nodes(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -187,14 +187,14 @@ def _imports(content: bytes, name: str, is_package: bool) -> frozenset[str]:
     return frozenset(part for imported_name in names for part in _with_packages(imported_name))
 
 
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all statements except those under ``if TYPE_CHECKING``, which do not run."""
+def _executed_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all nodes in it, except those under ``if TYPE_CHECKING``, which do not run."""
     yield node
     children = ast.iter_child_nodes(node)
     if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
         children = iter(node.orelse)
     for child in children:
-        yield from _statements(child)
+        yield from _executed_nodes(child)
 
 
 def _base(node: ast.ImportFrom, package: str) -> str:

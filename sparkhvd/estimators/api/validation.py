@@ -129,7 +129,7 @@ def check_single_fit(run_id: str | None) -> None:
 
 
 def _refuse_elastic(plan: FitPlan) -> None:
-    """Refuse elastic training if the rest of an epoch cannot be divided anew among other ranks."""
+    """Refuse elastic training without a Store, or if other ranks could not take over the rest of an epoch."""
     if plan.store is None or not plan.store.save_runs:
         raise ParamError(
             "Elastic training (min_num_proc, max_num_proc) keeps its rows and checkpoints in a Store. Pass a Store "

@@ -1,6 +1,7 @@
 """The commands of a ``RayExecutor``: functions that a rank runs one after the other, in one process.
 
-The actor of the rank passes them on over a Unix socket, whose name and secret both sides derive from the job's secret.
+The rank's actor forwards the commands over a Unix socket. Both sides derive its name and its secret from the job's
+secret.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _POLL_SECONDS = 0.2
 
 
 class PickledResult:
-    """The result of a command, unpickled only where it is used: the actor may lack the modules that it needs."""
+    """The result of a command; only the caller unpickles it, because the actor may lack the necessary modules."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -57,7 +58,7 @@ class CommandChannel:
             start: the time by which the rank must be ready for its first command.
 
         Raises:
-            OSError: the rank has ended, or ended before it was ready.
+            OSError: the rank has ended, was not ready in time, or ``close`` was called.
         """
         link = self._link or self._accept(start)
         link.send(command, Deadline.after(JOB_SECONDS))
@@ -79,7 +80,7 @@ class CommandChannel:
         raise ConnectionError("The rank has not connected to its actor.")
 
     def close(self) -> None:
-        """Interrupt ``execute``, and close the socket."""
+        """Interrupt ``execute`` and close the socket."""
         self._closed.set()
         with self._lock:
             if self._link is not None:

@@ -37,8 +37,8 @@ class DeltaOptimizer(ExchangingOptimizer):
     """A mixin that ``DistributedOptimizer(op=Adasum)`` adds to the class of the optimizer that it wraps.
 
     Adasum (Maleki et al., 2020) adds the orthogonal parts of the ranks' steps and averages their common parts, so that
-    the learning rate of one rank suits any number of ranks. It combines steps rather than gradients, because an
-    optimizer with moments is not a linear function of the gradient.
+    the learning rate of one rank suits any number of ranks. The mixin combines steps rather than gradients, because the
+    step of an optimizer with moments is not a linear function of the gradient.
     """
 
     _names: dict[torch.Tensor, str]
@@ -47,7 +47,7 @@ class DeltaOptimizer(ExchangingOptimizer):
 
     def begin(self, names: Mapping[torch.Tensor, str], settings: DeltaSettings) -> None:
         """Register the parameters under their operation names, which are equal on all ranks."""
-        self._patch_step_function()  # so that hooks run after the steps are combined
+        self._patch_step_function()  # so that post-hooks run after the steps are combined
         self._names, self._settings = dict(names), settings
         self._moving = {parameter for parameter in names if parameter.requires_grad}
 
@@ -56,7 +56,7 @@ class DeltaOptimizer(ExchangingOptimizer):
         if not exchanges_with(self._settings.process_set):
             return self._own_step(closure)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        # A parameter that was frozen later may still move, by this rank's last gradient or by its momentum.
+        # A parameter that is frozen during training may still move, by this rank's last gradient or its momentum.
         self._moving.update(parameter for parameter in parameters if parameter.requires_grad)
         trained = [(parameter, self._names[parameter]) for parameter in parameters if parameter in self._moving]
         starts = [parameter.detach().clone() for parameter, _ in trained]
@@ -72,7 +72,7 @@ class DeltaOptimizer(ExchangingOptimizer):
         return result
 
     def _own_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Take this rank's step, without the hooks of the optimizer."""
+        """Take this rank's step without the step hooks of the optimizer."""
         step = super(ExchangingOptimizer, type(self)).step
         return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self, closure)  # type: ignore[attr-defined]
 

@@ -32,30 +32,31 @@ class _TrackedParameter:
     parameter: torch.Tensor
     accumulation: Node | None = None  # the node of autograd that adds to ``grad``; set with the hooks
     hooks: list[RemovableHandle] = field(default_factory=list)
-    passes: int = 0
+    passes: int = 0  # of the step, counted up from -backward_passes_per_step; 0 after the last
     transfer: Transfer | None = None
     group: list[_TrackedParameter] = field(default_factory=list)  # sent together; includes the parameter itself
 
     @property
     def ready(self) -> bool:
-        """Return whether the parameter has had all passes of the step, or takes no part in them."""
+        """Return whether all passes of the step have reached the parameter, or the parameter is frozen."""
         return self.passes >= 0 or not self.parameter.requires_grad
 
 
 class GradientExchange:
     """Submits each gradient as soon as backward has accumulated it, and waits for all of them in ``synchronize()``.
 
-    In addition to the gradients, the ranks reduce one small presence vector: which parameters have a dense gradient,
-    and which have a sparse one. It is submitted right before the last gradient, with the same dtype, operation and
-    scale, so that it is sent in the same fusion buffer without a separate exchange. It shows a rank that lacks a
-    gradient whether other ranks wait for it. A parameter for which no rank has a gradient is not sent.
+    In addition to the gradients, the ranks reduce one small presence vector. It marks the parameters with a dense
+    gradient and those with a sparse gradient. A rank without a gradient for some parameter learns from the vector
+    whether other ranks have submitted one. No rank sends a parameter for which all ranks lack a gradient.
 
-    The hooks on the parameters hold a weak reference to the exchange: they do nothing once its optimizer is deleted.
+    The presence vector is submitted right before the last gradient. If possible, it has the dtype, the operation and
+    the postscale of the gradients, and is sent in the fusion buffer of the last one, without a separate exchange.
+
+    The hooks on the parameters hold a weak reference to the exchange. Once its optimizer is deleted, they do nothing.
 
     Args:
         settings: how to send gradients.
-        with_frozen: whether to exchange the gradients that parameters had when they were frozen, because an optimizer
-            still applies them.
+        with_frozen: whether to exchange the last gradients of frozen parameters, which an optimizer still applies.
     """
 
     def __init__(self, settings: ExchangeSettings, *, with_frozen: bool = True) -> None:
@@ -81,7 +82,7 @@ class GradientExchange:
         self.reset()
 
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Exchange the gradients of these parameters no longer."""
+        """Stop exchanging the gradients of these parameters."""
         for parameter in parameters:
             for hook in self._tracked.pop(parameter).hooks:
                 hook.remove()
@@ -106,7 +107,7 @@ class GradientExchange:
             tracked.hooks.clear()
 
     def set_passes(self, passes: int) -> None:
-        """Sum ``passes`` backward passes before the next exchanges."""
+        """Accumulate the gradients of ``passes`` backward passes before each exchange."""
         self.require_idle("set_backward_passes_per_step() was called")
         self._settings = dataclasses.replace(self._settings, passes=passes)
         self.reset()
@@ -114,7 +115,7 @@ class GradientExchange:
     def weight(self, share: float) -> None:
         """Multiply the gradients of the next backward pass by ``share``; sum over the ranks instead of averaging."""
         if not math.isfinite(share) or not 0 <= share <= 1:
-            raise ConfigError(f"share must be a part of the global batch between 0 and 1, got {share}.")
+            raise ConfigError(f"share must be a fraction of the global batch, between 0 and 1, got {share}.")
         if self._settings.op is not ReduceOp.AVERAGE:
             raise ConfigError(
                 f"weight_next() and contribute_nothing() need op=Average, but the optimizer was created with "
@@ -134,8 +135,8 @@ class GradientExchange:
     def synchronize(self) -> None:
         """Wait until every parameter's ``grad`` is the combined gradient of all ranks.
 
-        Gradients that were not submitted yet are submitted now. Where only other ranks have a gradient, this rank adds
-        zeros. A parameter for which no rank has a gradient ends without one, as in a single process. A rank outside the
+        Submits the gradients that were not submitted yet. If only other ranks have a gradient for a parameter, this
+        rank submits zeros. If no rank has one, ``grad`` becomes None, as in a single process. A rank outside the
         process set keeps its own gradients.
         """
         if not exchanges_with(self._settings.process_set):
@@ -197,7 +198,7 @@ class GradientExchange:
     def accumulated(self, tracked: _TrackedParameter) -> None:
         """Count a pass; after the last one, submit the gradients of the group once all of them are computed."""
         if tracked.parameter.grad is None:
-            return  # a hook of the user ran before this one, and has taken a step and reset the gradient
+            return  # a user's hook ran before this one, and has taken a step and reset the gradient
         with self._lock:
             tracked.passes += 1
             if not exchanges_with(self._settings.process_set):
@@ -208,7 +209,7 @@ class GradientExchange:
                         self._send(member)
 
     def _attach(self) -> None:
-        """Add hooks to the parameters that need them and have none: requires_grad may change between steps."""
+        """Count the parameters to send, and add missing hooks: ``requires_grad`` may change between steps."""
         exchange = weakref.ref(self)
         self._unsent = 0
         for parameter, tracked in self._tracked.items():
@@ -230,8 +231,8 @@ class GradientExchange:
             return Weight(self._settings.op)
         if self._settings.passes == 1:
             return Weight(ReduceOp.SUM, self._share)
-        # A sum over several passes already contains the shares. A gradient that all ranks have kept from an earlier
-        # step does not: it is equal on all ranks, so it is averaged.
+        # Gradients that were accumulated over several passes already contain the shares. A gradient that the ranks have
+        # kept from an earlier step contains none. It is equal on all ranks, so it is averaged.
         is_kept = tracked is not None and tracked.passes == -self._settings.passes
         ranks = session.current().channel(self._settings.process_set).size
         return Weight(ReduceOp.SUM, 1.0 / ranks if is_kept else 1.0)
@@ -256,7 +257,7 @@ class GradientExchange:
         )
 
     def _submit_presence(self, about_to_send: Sequence[_TrackedParameter]) -> Handle[None]:
-        """Submit the presence vector: which dense and which sparse gradients this rank has."""
+        """Submit the presence vector: flags for the dense and the sparse gradients of this rank."""
         first = next(iter(self._tracked.values()))
         layouts = [self._layout(tracked, about_to_send) for tracked in self._tracked.values()]
         flags = [layout is torch.strided for layout in layouts] + [layout is torch.sparse_coo for layout in layouts]
@@ -283,7 +284,10 @@ class GradientExchange:
         return torch.strided if self._settings.sparse_as_dense else gradient.layout
 
     def _present(self) -> list[tuple[bool, bool]]:
-        """Return, per parameter, whether any rank has a dense or a sparse gradient; valid after the reduction."""
+        """Return for each parameter whether any rank has a dense gradient, and whether any has a sparse one.
+
+        Valid after the reduction.
+        """
         flags = self._flags.ne(0).tolist()
         return list(zip(flags[: len(self._tracked)], flags[len(self._tracked) :], strict=True))
 
@@ -324,7 +328,7 @@ def _is_accumulated(tracked: _TrackedParameter) -> bool:
         return True
     try:
         return bool(torch._C._will_engine_execute_node(tracked.accumulation))  # noqa: SLF001  (no public name)
-    except RuntimeError:  # PyTorch refuses the question in torch.autograd.grad
+    except RuntimeError:  # PyTorch raises it in torch.autograd.grad
         return False
 
 
@@ -341,7 +345,7 @@ def _deliver(tracked: _TrackedParameter, result: torch.Tensor | None) -> None:
 
 
 def _wait_for_all(handles: Sequence[Handle[torch.Tensor] | Handle[None]]) -> list[torch.Tensor | None]:
-    """Wait for all handles, then raise the first failure: pending operations would disturb the next step."""
+    """Wait for all handles, then raise the first failure: operations in flight would disturb the next step."""
     failure: SparkHvdError | None = None
     results: list[torch.Tensor | None] = []
     for handle in handles:

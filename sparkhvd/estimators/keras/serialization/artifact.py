@@ -32,7 +32,7 @@ MODEL, OBJECTS, PORTS = "model.keras", "objects.pkl", "ports.json"
 
 def save(folder: Path, model: keras.Model, objects: Mapping[str, Named], inputs: Ports, outputs: Ports) -> None:
     """Write a model, the objects that it refers to by name, and its mapping of columns into ``folder``."""
-    import keras  # noqa: PLC0415  (readers import Keras only after its backend is known)
+    import keras  # noqa: PLC0415  (loading sets Keras' backend before it imports Keras)
 
     from sparkhvd.estimators.keras.settings import KerasSettings  # noqa: PLC0415
 

@@ -1,9 +1,13 @@
-"""The properties of a model that a ``.keras`` file omits although they change the training or the output.
+"""The properties of a model that a ``.keras`` file omits although they affect the training or the output.
 
-The file omits which layers of a subclassed model, and which single variables, are frozen; the variables that the
-optimizer excludes from weight decay; values of user-written layers that their ``get_config`` does not return; and
-arguments of Keras' own losses and metrics, such as ``Huber.delta``. The file would also omit words of adapted layers,
-see ``vocabularies_in_configs``.
+The file omits:
+
+- which layers of a subclassed model, and which individual variables, are frozen;
+- which variables the optimizer excludes from weight decay;
+- attributes of user-written layers that their ``get_config`` does not return;
+- arguments of Keras' own losses and metrics, such as ``Huber.delta``.
+
+The file would also corrupt some words of adapted layers; ``vocabularies_in_configs`` prevents this.
 """
 
 from __future__ import annotations
@@ -22,14 +26,15 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Omissions:
-    """The omitted properties of a model; layers and variables are in the order in which Keras lists them.
+    """The omitted properties of a model; layers and variables are in the order of Keras.
 
     Attributes:
         trained_layers: whether each layer with weights is trained.
         trained: whether each weight is trained.
         decayed: whether the optimizer decays each weight; empty if the optimizer decays no weights.
-        attributes: the public attributes of each user-written layer that are numbers, strings or None.
-        arguments: ``function_arguments`` of each loss and metric that the model is compiled with.
+        attributes: the public attributes of each user-written layer that are numbers, booleans, strings or None.
+        arguments: ``function_arguments`` of each loss and metric that the model is compiled with; None if an argument
+            is not a plain value.
     """
 
     trained_layers: tuple[bool, ...] = ()
@@ -76,16 +81,19 @@ class Omissions:
                 function._fn_kwargs = dict(arguments)  # noqa: SLF001
 
     def restore_decay(self, optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
-        """Exclude the same weights from the weight decay of an optimizer that was loaded from the file."""
+        """Exclude the same weights from weight decay as the saved optimizer, in one that was loaded from the file."""
         excluded = [weight for weight, decayed in zip(model.weights, self.decayed, strict=False) if not decayed]
         if excluded:
-            # The public method refuses an optimizer that has variables.
+            # The public method raises an error once the optimizer has been built.
             optimizer._exclude_from_weight_decay = {optimizer._var_key(weight) for weight in excluded}  # noqa: SLF001
             optimizer._exclude_from_weight_decay_cache = {}  # noqa: SLF001
 
 
 def lora_weights(model: keras.Model) -> list[list[keras.Variable]]:
-    """Return the weights of every layer with LoRA, which a file merges into one matrix that no longer learns."""
+    """Return the weights of every layer with LoRA.
+
+    A file merges them into one matrix, and Keras loads zeros for both LoRA matrices, which then no longer learn.
+    """
     return [list(layer.weights) for layer in _layers(model) if getattr(layer, "lora_enabled", False)]
 
 
@@ -96,7 +104,7 @@ def function_arguments(value: object) -> dict[str, object] | None:
 
 
 def leaves(value: object) -> list[Any]:
-    """Return the objects in nested lists, tuples and dicts, without None and names."""
+    """Return the objects in nested lists, tuples and dicts, except None and strings."""
     if isinstance(value, Mapping):
         return [leaf for item in value.values() for leaf in leaves(item)]
     if isinstance(value, list | tuple):
@@ -105,18 +113,18 @@ def leaves(value: object) -> list[Any]:
 
 
 def _losses_and_metrics(model: keras.Model) -> list[keras.losses.Loss | keras.metrics.Metric]:
-    """Return the objects that ``compile`` took, in order; Keras has no public way to read them."""
+    """Return the losses and metrics that ``compile`` received, in order; Keras has no public way to read them."""
     loss, metrics = getattr(model, "_compile_loss", None), getattr(model, "_compile_metrics", None)
-    given = (
+    compiled = (
         getattr(loss, "_user_loss", None),
         getattr(metrics, "_user_metrics", None),
         getattr(metrics, "_user_weighted_metrics", None),
     )
-    return leaves(list(given))
+    return leaves(list(compiled))
 
 
 def _plain(arguments: Mapping[str, object] | None) -> Mapping[str, object] | None:
-    """Return the arguments, which a file keeps as JSON, or None if one is not a plain value."""
+    """Return the arguments if all of them are plain values, which JSON can hold; otherwise None."""
     return arguments if arguments is not None and all(type(x) in _PLAIN for x in arguments.values()) else None
 
 
@@ -126,10 +134,10 @@ def _layers(model: keras.Model) -> list[keras.Layer]:
 
 @contextmanager
 def vocabularies_in_configs(model: keras.Model) -> Iterator[None]:
-    """Let a model that is saved in this block keep words that a file with one word per line cannot hold.
+    """Store vocabularies in the configurations of their layers, if necessary, while a model is saved in this block.
 
-    An empty last word and words with line breaks are such words. Keras reads them as other words, or refuses the file
-    because it finds a word twice. The configuration of their layer can hold these words.
+    Keras saves a vocabulary as a text file with one word per line. Such a file cannot hold words with line breaks, or
+    an empty last word: Keras would load other words, or reject the file because of duplicates.
     """
     lookups = [lookup for lookup in map(_lookup, _layers(model)) if lookup is not None and not _fits_into_lines(lookup)]
     for lookup in lookups:
@@ -144,8 +152,8 @@ def vocabularies_in_configs(model: keras.Model) -> Iterator[None]:
 
 
 def _lookup(layer: keras.Layer) -> keras.layers.StringLookup | None:
-    """Return the lookup layer that holds the adapted words of a text layer; None if there is none."""
-    import keras  # noqa: PLC0415  (readers import Keras only after its backend is known)
+    """Return the lookup layer with the words that a text layer was adapted to; None if there is none."""
+    import keras  # noqa: PLC0415  (loading sets Keras' backend before it imports Keras)
 
     if not isinstance(layer, keras.layers.StringLookup | keras.layers.TextVectorization):
         return None
@@ -159,13 +167,13 @@ def _fits_into_lines(lookup: keras.layers.StringLookup) -> bool:
 
 
 def is_written_by_user(value: object) -> bool:
-    """Return whether the class of a Keras object is not part of Keras or sparkhvd."""
+    """Return whether the class of a Keras object belongs neither to Keras nor to sparkhvd."""
     return not type(value).__module__.startswith(("keras.", "keras_hub.", "sparkhvd."))
 
 
 def _attributes(layer: keras.Layer) -> dict[str, PlainValue]:
-    """Return the public attributes that hold plain values, without those that Keras sets on every model and layer."""
-    import keras  # noqa: PLC0415  (readers import Keras only after its backend is known)
+    """Return the public attributes that hold plain values, except those that Keras sets on every model or layer."""
+    import keras  # noqa: PLC0415  (loading sets Keras' backend before it imports Keras)
 
     set_by_keras = vars(keras.Model())
     return {

@@ -1,4 +1,4 @@
-"""Everything that the driver, a rank and an executor do with a ``LinearRegression``."""
+"""The plug-in for ``LinearRegression``: checks on the driver, training on the ranks, prediction on executors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Package:
 
 
 class LinearPlugin:
-    """Trains ``LinearRegression``s."""
+    """Implements ``FrameworkPlugin`` for ``LinearRegression``."""
 
     takes_texts: ClassVar[bool] = False
 
@@ -89,7 +89,7 @@ class LinearPlugin:
 
 
 class LinearTrainer:
-    """Descends along the mean gradient over the rows of all ranks."""
+    """Runs gradient descent with the mean gradient over the rows of all ranks."""
 
     def __init__(self, package: Package, spec: TrainSpec, world: World) -> None:
         self._package = package
@@ -190,8 +190,8 @@ def _model(params: Mapping[str, object]) -> LinearRegression:
 def _try(model: LinearRegression, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
     features = _features(rows, schema)
     if features.shape[1] + 1 != len(model.weights):
-        known = len(model.weights) - 1
-        raise ModelOutputError(f"The model has {known} features, but the rows have {features.shape[1]}.")
+        expected = len(model.weights) - 1
+        raise ModelOutputError(f"The model has {expected} features, but the rows have {features.shape[1]}.")
     return [model(features).shape[1:]]
 
 

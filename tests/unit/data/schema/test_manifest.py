@@ -6,7 +6,7 @@ from sparkhvd.data import load
 from sparkhvd.errors import DataError, StoreError
 
 
-def test_a_manifest_is_read_back_as_it_was_published(store, make_dataset):
+def test_loading_returns_the_published_manifest(store, make_dataset):
     manifest = make_dataset(train=((3, 4), (5,)), validation=((2,),))
     assert load(store, manifest.path) == manifest
     assert manifest.train.rows == 12
@@ -19,7 +19,7 @@ def test_a_manifest_is_read_back_as_it_was_published(store, make_dataset):
     assert manifest.split("validation").rows == 2
 
 
-def test_reading_a_missing_validation_split_is_a_clear_error(store, make_dataset):
+def test_a_missing_validation_split_is_reported(store, make_dataset):
     manifest = make_dataset()
     assert load(store, manifest.path).validation is None
     with pytest.raises(DataError, match="Dataset d was prepared without validation rows"):
@@ -31,7 +31,7 @@ def test_a_missing_manifest_is_reported_with_its_url(store):
         load(store, "datasets/x/manifest.json")
 
 
-def test_every_truncation_is_reported(store, make_dataset):
+def test_a_truncated_manifest_is_reported_at_every_length(store, make_dataset):
     content = make_dataset(train=((2,),)).to_json()
     for length in range(len(content)):
         with store.open("m", "wb") as file:
@@ -41,7 +41,7 @@ def test_every_truncation_is_reported(store, make_dataset):
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"{}", b'"text"', b'{"format": "another"}'])
-def test_another_file_is_reported(store, content):
+def test_json_that_is_not_a_manifest_is_reported(store, content):
     store.publish("m", content)
     with pytest.raises(DataError, match="/m is not the manifest of a prepared dataset"):
         load(store, "m")
@@ -61,14 +61,14 @@ def test_a_newer_format_is_reported_with_both_versions(store, make_dataset, edit
 
 
 @pytest.mark.parametrize("name", ["dataset_id", "schema", "train", "validation", "seed", "validated_by"])
-def test_a_missing_or_wrong_entry_is_reported(store, make_dataset, edit_manifest, name):
+def test_a_missing_entry_is_reported_by_name(store, make_dataset, edit_manifest, name):
     manifest = make_dataset()
     edit_manifest(manifest, lambda content: content.pop(name))
     with pytest.raises(DataError, match=f"is not a complete manifest .*{name}"):
         load(store, manifest.path)
 
 
-def test_a_wrong_column_is_reported(store, make_dataset, edit_manifest):
+def test_an_invalid_column_is_reported(store, make_dataset, edit_manifest):
     manifest = make_dataset()
     edit_manifest(manifest, lambda content: content["schema"][0].update(shape=None))
     with pytest.raises(DataError, match="is not a complete manifest"):
