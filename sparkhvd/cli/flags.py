@@ -125,6 +125,9 @@ FOR_ELASTIC: Mapping[str, str] = {
     "elastic_timeout": "--elastic-timeout",
     "reset_limit": "--reset-limit",
     "cooldown_range": "--blacklist-cooldown-range",
+    "store": "--store",
+    "commit_interval": "--commit-interval",
+    "max_restarts": "--max-restarts",
 }
 STARTS_ELASTIC = ("min_num_proc", "host_discovery_script")
 
@@ -253,6 +256,11 @@ def _add_elastic(command_line: argparse.ArgumentParser) -> None:
         nargs=2,
         metavar=("SHORTEST", "LONGEST"),
         help="seconds without new ranks on a host after failures there; default: 1 60",
+    )
+    group.add_argument("--store", metavar="URL", help="where rank 0 publishes commits, in case all ranks are lost")
+    group.add_argument("--commit-interval", type=float, help="seconds between published commits; default: 60")
+    group.add_argument(
+        "--max-restarts", type=int, help="how often new ranks start after all were lost; default: 3 with --store, or 0"
     )
     group.add_argument(
         "--host-discovery-script", help="prints a line 'host' or 'host:slots' per host; run every second"

@@ -23,13 +23,14 @@ from sparkhvd.config import batch_variables, environment_for_hosts, export, from
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, split_arguments
 from sparkhvd.driver.batch_systems import find_allocation
 from sparkhvd.driver.elastic.discovery import Discovery, DiscoveryScript
-from sparkhvd.driver.elastic.run import ElasticOptions, run_elastic_with
+from sparkhvd.driver.elastic.run import DEFAULT_COMMIT_INTERVAL, ElasticOptions, run_elastic_with
 from sparkhvd.driver.host_process import SrunOptions, SshOptions, is_this_machine
 from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.mpi.command import TRANSPORTS, find_mpirun, interface_parameters, is_root, parameters_of
 from sparkhvd.driver.run import run_with
 from sparkhvd.errors import ConfigError, SparkHvdError
+from sparkhvd.store import Store
 from sparkhvd.task.worker.command import run_command
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -161,6 +162,9 @@ def _elastic(
         elastic_timeout=flags.elastic_timeout,
         reset_limit=flags.reset_limit,
         cooldown_range=None if flags.cooldown_range is None else tuple(flags.cooldown_range),
+        max_restarts=flags.max_restarts,
+        store=None if flags.store is None else Store.create(flags.store),
+        commit_interval=DEFAULT_COMMIT_INTERVAL if flags.commit_interval is None else flags.commit_interval,
         discovery=discovery,
         launcher="ssh" if hosts or discovery is not None else "local",
         hosts=hosts,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.connect import mpi
 from sparkhvd.comm.connect.commit_folder import CommitFolder, CommitPublisher
-from sparkhvd.comm.connect.inherited_world import inherited_context
+from sparkhvd.comm.connect.inherited_world import inherited_world
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.loss_watch import LossWatch
 from sparkhvd.comm.connect.membership import Membership
@@ -149,8 +149,9 @@ def init(
         if _session.communicator is not None:
             _session.communicator.find_process_sets(sets)
             return
-        if _session.context is None and (inherited := inherited_context()) is not None:
-            _session.context, _session.variables = inherited
+        if _session.context is None and (inherited := inherited_world()) is not None:
+            _session.context, _session.variables = inherited.context, inherited.variables
+            _session.publisher = None if inherited.commits is None else CommitPublisher(inherited.commits)
         _session.from_mpi = _is_of_mpi(comm)
         if _session.forked and (_session.from_mpi or _session.context is not None):
             raise ConfigError(

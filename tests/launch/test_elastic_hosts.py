@@ -114,9 +114,7 @@ def test_a_host_that_is_cut_off_loses_its_ranks_and_keeps_no_process(reached, tm
     alone = [one for one in steps(tmp_path) if one[2] == 1]
     assert {one[4] for one in alone} == {pid}
     assert any("was lost with its host" in record.getMessage() for record in caplog.records)
-    assert alone[0][3] - cut_at[0] < 15, (
-        "the host was lost much earlier than in a job that is not elastic"
-    )
+    assert alone[0][3] - cut_at[0] < 15, "the host was lost much earlier than in a job that is not elastic"
     assert total == sum(range(1, step + 1))
 
 

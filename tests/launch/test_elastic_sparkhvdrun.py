@@ -51,6 +51,19 @@ def test_a_program_survives_the_loss_of_a_rank_and_gets_a_new_one(tmp_path):
     assert len(pids(tmp_path)) == 3
 
 
+def test_a_program_that_loses_all_ranks_resumes_from_its_last_published_commit(tmp_path):
+    commits = ("--store", tmp_path / "store", "--commit-interval", 0)
+    command = (sys.executable, TRAIN, tmp_path, 30)
+    with start("-np", 1, "--min-np", 1, "--blacklist-cooldown-range", 0.5, 5, *commits, *command) as running:
+        wait_for((tmp_path / "running").exists)
+        os.kill(*pids(tmp_path), signal.SIGKILL)
+        (tmp_path / "end").touch()
+        stdout, stderr = running.communicate(timeout=90)
+    assert running.returncode == 0, stdout + stderr
+    assert stdout == "[0]<stdout>:sizes (1, 1) environment 0 1\n", "it has the sizes from before the loss"
+    assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()], "deleted after the job"
+
+
 def test_a_program_that_fails_every_time_ends_the_job():
     program = "from sparkhvd.comm import session; session.init(); raise SystemExit(4)"
     limits = ("-np", 2, "--min-np", 1, "--blacklist-cooldown-range", 0.1, 0.1)

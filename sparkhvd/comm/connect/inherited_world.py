@@ -6,18 +6,36 @@ only the same user can open and that vanishes with the worker, so the job's secr
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import os
+import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from sparkhvd.comm.connect.commit_folder import CommitFolder
 from sparkhvd.comm.connect.launch_context import LaunchContext, MembershipAddress
 from sparkhvd.config import Config, inherited_context_path, setting_variables
 from sparkhvd.errors import LaunchError
 from sparkhvd.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class InheritedWorld:
+    """The data that a program inherits from the rank that started it.
+
+    Attributes:
+        context: the launch context of the rank.
+        variables: the variables of settings in the rank's environment.
+        commits: where an elastic job publishes commits; None if it keeps them in memory only.
+    """
+
+    context: LaunchContext
+    variables: dict[str, str]
+    commits: CommitFolder | None = None
 
 
 @contextmanager
@@ -34,16 +52,16 @@ def memory_file(content: bytes) -> Iterator[str]:
         os.close(descriptor)
 
 
-def context_file(context: LaunchContext) -> AbstractContextManager[str]:
-    """Within this block, provide the path under which child processes find ``context``.
+def context_file(context: LaunchContext, commits: CommitFolder | None = None) -> AbstractContextManager[str]:
+    """Within this block, provide the path under which child processes find ``context`` and ``commits``.
 
     They also find the settings in this process's environment, to detect which settings a program changes later.
     """
-    return memory_file(to_json(context))
+    return memory_file(to_json(InheritedWorld(context, setting_variables(), commits)))
 
 
-def inherited_context() -> tuple[LaunchContext, dict[str, str]] | None:
-    """Return the context and the variables of settings of the rank that started this program; None for other programs.
+def inherited_world() -> InheritedWorld | None:
+    """Return what the rank that started this program has left for it; None for other programs.
 
     Raises:
         LaunchError: the rank has ended.
@@ -60,14 +78,16 @@ def inherited_context() -> tuple[LaunchContext, dict[str, str]] | None:
         ) from error
 
 
-def to_json(context: LaunchContext) -> bytes:
+def to_json(world: InheritedWorld) -> bytes:
+    context = world.context
     fields = {**dataclasses.asdict(context), "token": context.token.hex()}
     if context.membership is not None:
         fields["membership"]["token"] = context.membership.token.hex()
-    return json.dumps({"context": fields, "variables": setting_variables()}).encode()
+    commits = None if world.commits is None else base64.b64encode(pickle.dumps(world.commits)).decode()
+    return json.dumps({"context": fields, "variables": world.variables, "commits": commits}).encode()
 
 
-def from_json(content: bytes) -> tuple[LaunchContext, dict[str, str]]:
+def from_json(content: bytes) -> InheritedWorld:
     message = json.loads(content)
     fields: dict[str, Any] = message["context"]
     fields["world"] = World(**fields["world"])
@@ -80,7 +100,8 @@ def from_json(content: bytes) -> tuple[LaunchContext, dict[str, str]]:
         fields["membership"] = MembershipAddress(
             membership["worker"], _addresses(membership["addresses"]), bytes.fromhex(membership["token"])
         )
-    return LaunchContext(**fields), message["variables"]
+    commits = None if message["commits"] is None else pickle.loads(base64.b64decode(message["commits"]))
+    return InheritedWorld(LaunchContext(**fields), message["variables"], commits)
 
 
 def _addresses(pairs: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

@@ -30,7 +30,8 @@ def run_command(command: Sequence[str]) -> int:
     Raises:
         CommandEndedError: the program ended with another exit code, or could not be started.
     """
-    with context_file(session.launch_context()) as path:
+    publisher = session.publisher()
+    with context_file(session.launch_context(), None if publisher is None else publisher.folder) as path:
         try:
             code = subprocess.call(list(command), env=changed_environment({INHERITED_CONTEXT: path}))
         except OSError as error:
