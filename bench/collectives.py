@@ -57,7 +57,7 @@ class Group:
     Attributes:
         rank: the rank of this process.
         size: the number of ranks.
-        meet: returns on all ranks at about the same time.
+        barrier: returns on all ranks at about the same time.
         slowest: returns the elementwise maximum of the ranks' values.
         reduce: returns the operations that sum a tensor in place. With 0 seconds for a choice among settings, there is
             only the default operation.
@@ -67,7 +67,7 @@ class Group:
 
     rank: int
     size: int
-    meet: Callable[[], object]
+    barrier: Callable[[], object]
     slowest: Callable[[np.ndarray], np.ndarray]
     reduce: Callable[[torch.Tensor, float], dict[str, Operation]]
     reduce_many: Callable[[list[torch.Tensor]], dict[str, Operation]]
@@ -197,7 +197,7 @@ def _plain_rank(arguments: argparse.Namespace) -> None:
     rows = _measured(group, arguments.seconds, arguments.largest * MIB)
     if group.rank == 0:
         (folder / "rows").write_text(json.dumps(rows), encoding="utf-8")
-    group.meet()
+    group.barrier()
     if arguments.peer == "gloo":
         dist.destroy_process_group()
 
@@ -319,7 +319,7 @@ def _turn(group: Group, operation: Operation) -> float:
     """Return the mean seconds of several calls; all ranks enter each call at about the same time."""
     total = 0.0
     for _ in range(CALLS):
-        group.meet()
+        group.barrier()
         start = time.perf_counter()
         operation()
         total += time.perf_counter() - start

@@ -1,7 +1,8 @@
 """Measure the data path from files to ranks and compare it with other readers of the same files.
 
 Readers yield torch batches of 1,024 rows, except for the bare scan, which yields large batches. All readers take turns
-on the same files, and a figure is the median of the turns. Every turn checks the number of its rows.
+on the same files, and a figure is the median of the turns after the first. A turn fails if the bare scan or sparkhvd
+reads a wrong number of rows.
 
 petastorm reads in a separate environment (``tools/petastorm-venv build/petastorm``) with this environment's torch.
 
@@ -119,9 +120,9 @@ def measure_readers(table: Table, options: argparse.Namespace) -> None:
 
 
 def measure_memory(table: Table) -> None:
-    """Measure a rank's anonymous memory over many epochs, without pages of files, which belong to the kernel.
+    """Measure a rank's anonymous memory over many epochs, without the kernel's page cache of the files.
 
-    Also print the resident memory, which includes these pages and is measured before the garbage collection.
+    Also print the resident memory, which includes mapped pages of files and is measured before the garbage collection.
     """
     loader = torch_loader(str(table.folder), BATCH, seed=1)
     next(iter(loader))  # the first batch imports modules and starts thread pools
@@ -296,10 +297,10 @@ def _direct(spark: SparkSession, df: DataFrame) -> float:
 
 def _first_batch(selection: object) -> float:
     """Return the time at which this rank has its first batch."""
-    given = TaskRows(given_rows(), selection, 0)  # type: ignore[arg-type]
-    facts = given.facts()
+    task_rows = TaskRows(given_rows(), selection, 0)  # type: ignore[arg-type]
+    facts = task_rows.facts()
     schema = checked(facts, selection, 1)  # type: ignore[arg-type]
-    source = given.source(
+    source = task_rows.source(
         "train", schema, facts, World(), BATCH, seed=1, shuffle=True, steps_per_epoch=None, reading=ReadOptions()
     )
     with closing(source.epoch(0)) as batches:  # type: ignore[type-var]
@@ -310,7 +311,7 @@ def _first_batch(selection: object) -> float:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="factor for the numbers of rows")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the numbers of rows")
     built = str(PETASTORM) if PETASTORM.exists() else None
     parser.add_argument("--petastorm", default=built, help="path of a Python with petastorm")
     parser.add_argument("--parts", nargs="+", default=["readers", "memory", "spark"])

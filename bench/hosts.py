@@ -1,7 +1,7 @@
-"""Measure ranks on eight hosts with lines of 100 Mbit/s, as real processes and sockets in network namespaces.
+"""Measure ranks on eight hosts with links of 100 Mbit/s, as real processes and sockets in network namespaces.
 
 The program measures the start, small and large collectives, and the time until the others notice a killed rank, with 8
-and with 64 ranks. Next to each time, it prints the least time that the line allows. It needs root, ip and tc, and
+and with 64 ranks. Next to each time, it prints the least time that the link allows. It needs root, ip and tc, and
 removes the namespaces afterwards.
 
     python -m bench.hosts
@@ -38,12 +38,12 @@ ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
 HOSTS = 8
 PER_HOST = (1, 8)
-LINE_BITS = 100e6
+LINK_BITS = 100e6
 PORT = 29402
 TOKEN = b"of a benchmark on one machine"
 START_SECONDS = 300.0
 
-# Name, bytes, calls, and the bytes on the busiest line as a multiple of the bytes.
+# Name, bytes, calls, and the bytes on the busiest link as a multiple of the bytes.
 CASES = (
     ("barrier", 0, 30, 0.0),
     ("allreduce", 4096, 30, 2 * (HOSTS - 1) / HOSTS),
@@ -64,7 +64,7 @@ def main() -> None:
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise SystemExit("bench.hosts creates network namespaces. It needs root, ip and tc (Debian: iproute2).")
     print(machine.describe())
-    print(f"{HOSTS} hosts with lines of {LINE_BITS / 1e6:.0f} Mbit/s; milliseconds of the slowest rank")
+    print(f"{HOSTS} hosts with links of {LINK_BITS / 1e6:.0f} Mbit/s; milliseconds of the slowest rank")
     with hosts(HOSTS) as (_, all_hosts):
         for host in all_hosts:
             _limit(host)
@@ -76,7 +76,7 @@ def main() -> None:
 
 def _limit(host: Host) -> None:
     """Limit what a host sends and, at the bridge, what it receives."""
-    bucket = ["root", "tbf", "rate", f"{LINE_BITS:.0f}bit", "burst", "64kb", "latency", "200ms"]
+    bucket = ["root", "tbf", "rate", f"{LINK_BITS:.0f}bit", "burst", "64kb", "latency", "200ms"]
     bridge, _, index = host.namespace.rpartition("-")
     inside = ["ip", "netns", "exec", host.namespace]
     subprocess.run([*inside, "tc", "qdisc", "add", "dev", host.interface, *bucket], check=True)
@@ -136,7 +136,7 @@ def _rank(rank: int, per_host: int, addresses: str, folder: Path) -> None:
     while not (folder / "go").exists():
         time.sleep(0.02)
     start_time = time.perf_counter()
-    config = Config(link_gbits=LINE_BITS / 1e9, link_latency_us=100.0)
+    config = Config(link_gbits=LINK_BITS / 1e9, link_latency_us=100.0)
     context = LaunchContext(layout(names)[rank], ((host_addresses[0], PORT),), TOKEN, names[rank], own, config)
     with Communicator(context) as me:
         start = time.perf_counter() - start_time
@@ -185,7 +185,7 @@ def _seconds(me: Communicator, name: str, size: int, calls: int) -> float:
 
 
 def _print_table(per_host: int, rows: dict[str, float]) -> None:
-    least = {_title(name, size): share * size * 8 / LINE_BITS for name, size, _, share in CASES}
+    least = {_title(name, size): share * size * 8 / LINK_BITS for name, size, _, share in CASES}
     print(f"\n{HOSTS * per_host} ranks, {per_host} per host\n")
     print(f"{'':<20}{'ms':>10}{'least':>10}{'least/ms':>10}")
     for name, seconds in rows.items():

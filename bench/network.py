@@ -1,7 +1,7 @@
 """Compare the allreduce between two hosts over TCP with that of Gloo, in network namespaces with a virtual cable.
 
 The program measures at the full speed of the cable, and with a token bucket of 1 Gbit/s at both ends. With the bucket,
-the relevant figures are the utilization of the line and the bytes sent. The program needs root, ip and tc, and removes
+the relevant figures are the utilization of the link and the bytes sent. The program needs root, ip and tc, and removes
 the namespaces afterwards.
 
     python -m bench.network [--seconds 4]
@@ -36,7 +36,7 @@ from sparkhvd.world import layout
 MIB = 1 << 20
 SIZES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 LIMITED_SIZES = (MIB, 16 * MIB)
-LINE_BITS = 1e9
+LINK_BITS = 1e9
 TOKEN = b"of a benchmark on one machine"
 PORT, GLOO_PORT = 29400, 29401
 ROOT = Path(__file__).parents[1]
@@ -174,7 +174,7 @@ def _print_table(rows: list[dict[str, float]], *, limited: bool) -> None:
     print(f"{'bytes':>10} {'ours':>9} {'Gloo':>9} {'speed-up':>9} {'sent/least':>11} {'Gloo':>6} {'full':>10} {'n':>4}")
     for row in rows:
         # Each of N ranks must send 2 (N - 1) / N times the array: with two ranks, once the array.
-        full = row["size"] * 8 / LINE_BITS / row["ours"]
+        full = row["size"] * 8 / LINK_BITS / row["ours"]
         cells = [f"{row['size']:>10.0f} {row['ours'] * 1e3:>9.2f} {row['gloo'] * 1e3:>9.2f}"]
         cells.append(f"{row['gloo'] / row['ours']:>9.2f} {row['ours wire'] / row['size']:>11.3f}")
         cells.append(f"{row['gloo wire'] / row['size']:>6.3f} {full if limited else float('nan'):>10.0%}")

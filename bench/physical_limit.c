@@ -5,8 +5,8 @@
  * Every process owns a slice of every chunk. A chunk has three stages: show the slices that others
  * own; reduce the own slice with what the others show, and show the result; take the results of
  * the others. A chunk fits into the cache. The stages of consecutive chunks overlap, so there is
- * one meeting per chunk. A process that waits spins without a timeout. Small buffers need one
- * meeting, after which every process reduces everything. */
+ * one barrier per chunk. A process that waits spins without a timeout. Small buffers need one
+ * barrier, after which every process reduces everything. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdatomic.h>
@@ -44,7 +44,7 @@ static char* slot(int owner, size_t index) {
   return slots + ((size_t)owner * kSlots + index % kSlots) * CHUNK_LIMIT;
 }
 
-static void meet(void) {
+static void barrier(void) {
   atomic_store_explicit(&counters[rank].value, ++step, memory_order_release);
   for (int r = 0; r < ranks; ++r) {
     for (long spins = 0; atomic_load_explicit(&counters[r].value, memory_order_acquire) < step;) {
@@ -105,7 +105,7 @@ void limit_allreduce(float* data, size_t count, size_t chunk_bytes) {
   static size_t round;
   if (count * sizeof(float) <= kSmallBytes) {
     memcpy(slot(rank, round), data, count * sizeof(float));
-    meet();
+    barrier();
     for (int r = 0; r < ranks; ++r) {
       if (r != rank) add(data, (const float*)slot(r, round), count);
     }
@@ -125,7 +125,7 @@ void limit_allreduce(float* data, size_t count, size_t chunk_bytes) {
       if (stage == 1) reduce(at, part, round + index);
       if (stage == 2) take(at, part, round + index);
     }
-    if (now < chunks + 1) meet();
+    if (now < chunks + 1) barrier();
   }
   round += chunks + 1;
 }

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 FOLDER = ROOT / "docs" / "performance"
 
-OURS, VARIANT, PEER, BOUND = "ours", "variant", "peer", "bound"  # the meaning of a bar, which sets its colour
+OURS, VARIANT, PEER, BOUND = "ours", "variant", "peer", "bound"  # the meaning of a bar, which sets its color
 WIDTH, LABELS, VALUES, BAR, GAP = 680, 250, 70, 22, 6
 
 STYLE = """<style>

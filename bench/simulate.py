@@ -23,8 +23,8 @@ SIZES = (4096, 64 << 10, MIB, 16 * MIB, 64 * MIB)
 FAN_IN = 16  # as in core/scheduler/negotiation.h
 FUSION_BYTES = 64 * MIB  # as in core/scheduler/tunables.h
 LATENCY, LATENCY_IN_HOST, PER_MESSAGE = 20e-6, 5e-6, 2e-6  # seconds
-PER_BYTE_IN_HOST = 1e-10  # seconds; the ranks of a host reduce and share at 10 GB/s
-GIGABIT = 8e-9  # seconds per byte at 1 Gbit/s
+PER_BYTE_IN_HOST = 1e-10  # seconds; the ranks of a host exchange data at 10 GB/s
+PER_BYTE_AT_1_GBIT = 8e-9  # seconds; divide it by the Gbit/s of a link
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def print_allreduces(simulated: Simulator, gigabits: int) -> None:
         for size in SIZES:
             names = ("ours", "ring", "halving", "doubling")
             times = [simulated.allreduce(hosts, PER_HOST, size, name, gigabits) for name in names]
-            least = 2 * (hosts - 1) / hosts * size * GIGABIT / gigabits  # the time of the bytes that must pass the line
+            least = 2 * (hosts - 1) / hosts * size * PER_BYTE_AT_1_GBIT / gigabits  # 2 (N - 1) / N times the bytes
             print(f"{hosts:>7}{size:>12}" + "".join(f"{time * 1e3:>10.3f}" for time in (*times, least)))
     print()
 
@@ -142,7 +142,7 @@ def print_broadcasts(simulated: Simulator, gigabits: int) -> None:
     for hosts in HOSTS:
         for size in (*SIZES, 1024 * MIB):
             times = [simulated.broadcast(hosts, size, name, gigabits) for name in ("ours", "tree")]
-            least = size * GIGABIT / gigabits
+            least = size * PER_BYTE_AT_1_GBIT / gigabits
             print(f"{hosts:>7}{size:>12}" + "".join(f"{time * 1e3:>10.3f}" for time in (*times, least)))
     print()
 
@@ -159,7 +159,7 @@ def print_efficiency(simulated: Simulator) -> None:
 
 
 def efficiency(simulated: Simulator, model: Model, hosts: int, per_host: int, gigabits: int) -> float:
-    """Return the ratio of a step's computation time to its whole time."""
+    """Return the computation time of a step, divided by its time with communication."""
     computing = model.seconds
     finished = 0.0
     for ready, size in batches_of_gradients(model):
@@ -171,7 +171,7 @@ def batches_of_gradients(model: Model) -> Sequence[tuple[float, float]]:
     """Return the groups of gradients that are exchanged together: when they are ready within the step, and their bytes.
 
     The real engine exchanges ready gradients, up to the fusion threshold, as soon as the previous exchange has ended.
-    The model waits until the threshold is reached or the backward pass has ended, so it has the least overlap.
+    The simulation waits until the threshold is reached or the backward pass has ended, so it overlaps less.
     """
     total = 4 * model.parameters
     begin, duration = (1 - BACKWARD) * model.seconds, BACKWARD * model.seconds
@@ -195,7 +195,7 @@ def transfer(simulated: Simulator, hosts: int, per_host: int, size: float, gigab
 
 
 def _costs(gigabits: int) -> tuple[float, ...]:
-    return LATENCY, LATENCY_IN_HOST, PER_MESSAGE, GIGABIT / gigabits, PER_BYTE_IN_HOST
+    return LATENCY, LATENCY_IN_HOST, PER_MESSAGE, PER_BYTE_AT_1_GBIT / gigabits, PER_BYTE_IN_HOST
 
 
 if __name__ == "__main__":

@@ -302,12 +302,12 @@ def elastic(minutes: float) -> str:
             return path
 
         if reason := why_not() or sshd.why_not():
-            lines.append(f"  on hosts behind ssh: not run, {reason}")
+            lines.append(f"  on hosts over ssh: not run, {reason}")
         else:
             with sshd.hosts_behind_ssh(subfolder("keys"), 4) as hosts, mock.patch.dict(os.environ, PATH=hosts.path):
                 seed = draw.randrange(1000)
                 report = elastic_chaos.job_on_hosts(subfolder("job"), hosts, minutes * 60, seed)
-                lines.append(f"  on four hosts behind ssh, seed {seed}: {report}")
+                lines.append(f"  on four hosts over ssh, seed {seed}: {report}")
         spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
         try:
             for batch in ("global", "rank"):

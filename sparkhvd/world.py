@@ -38,7 +38,7 @@ def layout(host_of_rank: Sequence[str]) -> list[World]:
     """Return the world of every rank, from the host that each rank runs on.
 
     Args:
-        host_of_rank: one host key per rank, in rank order; ranks of one host need not be neighbours.
+        host_of_rank: one host key per rank, in rank order; ranks of one host need not be neighbors.
 
     Returns:
         One ``World`` per rank, in rank order. Hosts may hold different numbers of ranks; ``cross_size`` then counts

@@ -302,7 +302,7 @@ def _parts_and_residues(
 ) -> Iterator[tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     """Yield the start of each part of an array, the part, and the residues modulo 251 of its indices.
 
-    The indices count from ``begin``. The parts bound the memory that is needed beside the array.
+    The indices count from ``begin``. The parts bound the memory that is needed besides the array.
     """
     step = 1 << 24
     for first in range(0, len(array), step):

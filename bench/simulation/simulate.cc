@@ -7,7 +7,7 @@
 //   broadcast HOSTS BYTES ROUTE COSTS              -> the same
 //
 // COSTS are the numbers of NetworkCosts. BYTES is the size of the whole array. Each lane carries
-// its share of the bytes over its share of the line, so the program simulates one lane. ALGORITHM
+// its share of the bytes over its share of the link, so the program simulates one lane. ALGORITHM
 // is ring, halving, doubling or ours, the core's own choice. ROUTE is tree or ours.
 #include <algorithm>
 #include <cmath>

@@ -24,7 +24,7 @@ bool SupportsAdasum(DType dtype);
 // (Maleki and others, "Scaling Distributed Training with Adaptive Summation", MLSys 2021). More
 // vectors are summed in a binary tree. Let p be the largest power of two up to the number n of
 // ranks. First, ranks r and p + r are paired for every r below n - p. Then the p results are summed
-// in pairs of neighbours, these sums again in pairs, and so on.
+// in pairs of neighbors, these sums again in pairs, and so on.
 Status AdasumTree(Transport& transport, DType dtype, Span<const size_t> lengths, std::byte* data,
                   Deadline deadline);
 

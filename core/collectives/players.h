@@ -10,7 +10,7 @@
 
 namespace sparkhvd {
 
-// Of the first 2 * `extra` ranks, the odd ranks do not take part. Their left neighbours take part
+// Of the first 2 * `extra` ranks, the odd ranks do not take part. Their left neighbors take part
 // for them (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
 // MPICH", 2005).
 struct Players {

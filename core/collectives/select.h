@@ -43,7 +43,7 @@ constexpr double kCombiningSecondsPerByte = 0.1e-9;
 
 // Returns the algorithm that takes the least time (Thakur, Rabenseifner and Gropp, "Optimization of
 // collective communication operations in MPICH", 2005). Prefers the ring if the latency of its
-// messages is small compared with the time for its bytes, because in a ring only neighbours
+// messages is small compared with the time for its bytes, because in a ring only neighbors
 // communicate.
 constexpr LinkAlgorithm SelectForLinks(int size, size_t bytes, const LinkCosts& costs = {}) {
   constexpr double kLittle = 0.1;
@@ -68,7 +68,7 @@ constexpr LinkAlgorithm SelectForLinks(int size, size_t bytes, const LinkCosts& 
 }
 
 // Returns whether an allgather with `bytes` bytes of all ranks together uses AllgatherDoubling
-// instead of the ring. Doubling sends all bytes over the line of a host once for every rank of the
+// instead of the ring. Doubling sends all bytes over the link of a host once for every rank of the
 // host, so the time for the bytes must be small compared with the latency of a ring.
 constexpr bool GathersByDoubling(int size, size_t bytes, const LinkCosts& costs = {}) {
   constexpr double kMostRanksOnAHost = 8;

@@ -1,4 +1,4 @@
-// The state of one operation in the memory of a device, beside its buffers.
+// The state of one operation in the memory of a device, besides its buffers.
 #pragma once
 
 #include <memory>

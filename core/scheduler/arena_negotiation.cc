@@ -1,7 +1,7 @@
 // Negotiation of ranks that share memory. Every rank writes its message to its slot. After one
 // step, every rank reads all messages and reaches the same decision, because all Readiness tables
 // receive the same messages in the same order. There is no coordinator, and no answer to wait for.
-// The data of a small operation may be sent beside the message. If all messages are equal, this
+// The data of a small operation may be sent with the message. If all messages are equal, this
 // data has already arrived, and the operation needs no further step.
 #include <algorithm>
 #include <cstring>

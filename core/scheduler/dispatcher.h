@@ -49,7 +49,7 @@ class Dispatcher {
   // operation: all remaining operations fail with the failure that came first on any rank.
   Status Run(const std::vector<ReadyOperation>& ready);
 
-  // Completes operations whose data the ranks sent beside their messages.
+  // Completes operations whose data the ranks sent with their messages.
   void Combine(const std::vector<ReadyOperation>& ready, const ArenaSteps::Round& round);
 
   // Gives the operations their outcome and frees their names. Operations that succeeded must be of

@@ -42,7 +42,7 @@ class Execution {
   // Runs one allreduce over all the operations together. They have the same reduction.
   Status Allreduce(Operations group, Deadline deadline);
 
-  // Returns whether these are allreduces whose contributions fit into `room`, beside a message of
+  // Returns whether these are allreduces whose contributions fit into `room`, next to a message of
   // the negotiation. The result is the same on all ranks.
   bool MayDeposit(Operations group, Bytes room) const;
 

@@ -16,16 +16,17 @@
 
 namespace sparkhvd {
 
-// A rank handles about ten messages in the time that one message takes to travel between hosts.
+// The fan-in of the tree of messages. A rank handles about ten messages in the time that one takes
+// to travel between hosts, so a much larger fan-in delays more than another level of the tree.
 constexpr int kFanIn = 16;
 
 // The result of a cycle: the operations that all ranks have requested, in the same order on all
 // ranks.
 struct Outcome {
   ResponseMessage response;
-  // Set if all ranks requested exactly the same operations, by ids alone. `response` then holds
-  // these operations. The members' slots of this round hold the data that the ranks put beside
-  // their messages.
+  // Set if all ranks requested exactly the same operations, all of them by their ids in the cache.
+  // `response` then holds these operations. The members' slots of this round hold the data that the
+  // ranks sent with their messages.
   std::optional<ArenaSteps::Round> beside;
 };
 
@@ -38,7 +39,7 @@ class Negotiation {
   Negotiation(const Negotiation&) = delete;
   Negotiation& operator=(const Negotiation&) = delete;
 
-  // Separates cached submissions from others.
+  // Returns a message with the ids of cached submissions, and with all other submissions in full.
   RequestMessage Report(const std::vector<const Request*>& submitted) const;
 
   // Writes this rank's message. Returns room for data that is sent with it, possibly empty.
@@ -47,8 +48,8 @@ class Negotiation {
   // Publishes the message.
   virtual Status Enter() = 0;
 
-  // Waits until all ranks have entered. If interruptible(), any thread may call it again after a
-  // kTimeout at a `deadline` before the cycle's own.
+  // Waits until all ranks have entered, and returns the outcome. If interruptible(), a `deadline`
+  // may be earlier than that of the cycle; after its kTimeout, any thread may call Conclude again.
   virtual Result<Outcome> Conclude(Deadline deadline) = 0;
   virtual bool interruptible() const = 0;
 
@@ -67,8 +68,9 @@ class Negotiation {
   Readiness readiness_;  // used on the ranks that decide
 };
 
-// Over links: every rank sends one message towards the coordinator (rank 0) and receives one. A
-// rank receives at most `fan_in` - 1 messages at each level of the tree.
+// Over links, along a tree with the coordinator (rank 0) as its root: every other rank sends one
+// message to its parent and receives one answer. A rank receives at most `fan_in` - 1 messages at
+// each level of the tree.
 std::unique_ptr<Negotiation> MakeCoordinatedNegotiation(Transport& transport, size_t cache_capacity,
                                                         double collective_timeout_s,
                                                         int fan_in = kFanIn);

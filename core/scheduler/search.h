@@ -18,7 +18,7 @@ double Median(std::vector<double> values);
 //
 // Samples of competing values alternate, so that a slowdown of the machine affects all alike. The
 // value in force always reaches the final, in which earlier samples do not count, because they
-// favour lucky values. The other finalist replaces it only if it wins all but kMostLost pairs of
+// favor lucky values. The other finalist replaces it only if it wins all but kMostLost pairs of
 // samples (a sign test: 1 in 16 for two equal values, where one sample may be disturbed) and wins
 // by kMargin in the median.
 class GridSearch {

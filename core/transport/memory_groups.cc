@@ -19,7 +19,7 @@ std::vector<std::vector<int>> MemoryGroups(const std::vector<AddressRecord>& rec
   };
   std::vector<std::vector<int>> groups;
   for (int rank = 0; rank < static_cast<int>(records.size()); ++rank) {
-    // If one rank of a host cannot share memory, its neighbours do not either, so the arena of a
+    // If one rank of a host cannot share memory, its neighbors do not either, so the arena of a
     // host always has all its ranks.
     std::vector<int> neighbours;
     bool all_share = true;

@@ -70,7 +70,7 @@ class Channel:
         return len(self.ranks)
 
     def named(self, kind: str, name: str | None) -> str:
-        """Return ``name``, or a name made by counting if it is None."""
+        """Return ``name``, or an automatically numbered name if it is None."""
         return f"{kind}.noname.{next(self.counts[kind])}" if name is None else name
 
     def renumber(self) -> None:

@@ -35,7 +35,7 @@ class Communicator:
 
     The constructor connects to all peers and is collective; use it as a context manager, or ``close()`` it. All methods
     may be called from any thread. Every collective has a name by which the ranks match their submissions. A missing
-    name is made by counting, so all ranks must submit their unnamed operations of a kind in the same order.
+    name is numbered automatically, so all ranks must submit their unnamed operations of a kind in the same order.
 
     Args:
         context: the rank's position in the job, and how to reach its peers.

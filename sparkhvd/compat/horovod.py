@@ -36,7 +36,7 @@ _EXTRAS = MappingProxyType(
 _OF_RUN = MappingProxyType(
     {"np": "num_proc", "mpi_args": "extra_mpi_args", "network_interface": "nics", "network_interfaces": "nics"}
 )
-# Names in horovod.spark.keras and similar modules beside the collectives.
+# Names in horovod.spark.keras and similar modules, besides the collectives.
 _AT_THE_TOP = frozenset(
     f"{framework}{kind}" for framework in ("Torch", "Keras", "Lightning") for kind in ("Estimator", "Model")
 )

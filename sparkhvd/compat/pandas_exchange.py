@@ -1,9 +1,9 @@
-"""Arrow functions on Spark 3.5 and 4.0, which pass columns to and from Python functions only by way of pandas.
+"""Arrow functions on Spark 3.5 and 4.0, which pass columns to and from Python functions only through pandas.
 
-pandas represents NULL among numbers by NaN, and converts integers beside it to floats. Therefore numbers that may be
-NULL are sent as two columns: the values, with 0 in place of NULL, and which of them are NULL. Structs are sent as their
-fields, which pandas would turn into one dictionary per row. The results are wrapped in pandas objects that hold Arrow
-arrays, which Spark's conversion leaves unchanged.
+pandas represents NULL among numbers by NaN, and converts integers in the same column to floats. Therefore numbers that
+may be NULL are sent as two columns: the values, with 0 in place of NULL, and which of them are NULL. Structs are sent
+as their fields, which pandas would turn into one dictionary per row. The results are wrapped in pandas objects that
+hold Arrow arrays, which Spark's conversion leaves unchanged.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def session_settings(spark: SparkSession) -> dict[str, str]:
 
 
 def rows_of_plan(jvm: Any, jsession: Any, plan: Any) -> Any:
-    """Return the JVM's DataFrame of an analysed plan in a JVM session."""
+    """Return the JVM's DataFrame of an analyzed plan in a JVM session."""
     sql = jvm.org.apache.spark.sql
     datasets = sql.classic.Dataset if _has_release(4, 0) else sql.Dataset
     return datasets.ofRows(jsession, plan)

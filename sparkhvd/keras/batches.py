@@ -12,14 +12,15 @@ from sparkhvd.keras.exchange import scaled
 
 
 class GradientAccumulation:
-    """Sums the gradients of batches until one ends the step.
+    """Sums the gradients of batches until a batch ends the step.
 
     Keras can accumulate, too (``gradient_accumulation_steps``), but only in steps with a constant number of batches, so
-    a step could continue into the next epoch. It also counts batches where its optimizers and schedules expect steps.
+    a step could continue into the next epoch. Its ``iterations`` also count batches, although optimizers and schedules
+    expect steps.
 
     Args:
-        ends_step: returns whether the batch ends the step; called once per batch.
-        variables: the trained variables. The sums do not belong to the optimizer's own variables, which are saved.
+        ends_step: returns whether the current batch ends the step; called once per batch.
+        variables: the trained variables. The sums are not variables of the optimizer, so they are not saved.
     """
 
     def __init__(self, ends_step: Callable[[], bool], variables: Sequence[Any]) -> None:
@@ -38,7 +39,7 @@ class GradientAccumulation:
             self._ends_step = self._ask()
 
     def skipped_steps(self, dtype: str) -> Any:
-        """Return 1 where this batch takes no step, else 0."""
+        """Return 1 if this batch takes no step, else 0."""
         return 1 - keras.ops.cast(self._ends_step, dtype)
 
     def accumulate(self, gradients: Sequence[Any], variables: Sequence[Any], take_step: Callable[..., None]) -> None:
@@ -67,7 +68,8 @@ def weighted(gradients: list[Any], share: Callable[[], float]) -> list[Any]:
     if keras.config.backend() == "tensorflow":
         import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
-        # Called at every run of the graph, after the gradients are computed. Until then, the rows may be unknown.
+        # TensorFlow calls ``factor`` at every run of the graph, after it has computed the loss. Before that, the share
+        # of the batch may be unknown.
         number: Any = tf.stop_gradient(tf.py_function(lambda *_: factor(), _dependency_on(gradients), tf.float32))
         number.set_shape([])
         return [None if g is None else scaled(g, tf.cast(number, g.dtype)) for g in gradients]
@@ -76,7 +78,7 @@ def weighted(gradients: list[Any], share: Callable[[], float]) -> list[Any]:
 
 
 def _dependency_on(gradients: Sequence[Any]) -> list[Any]:
-    """Return an input that makes an operation wait for the gradients or the loss."""
+    """Return an input that makes an operation wait for the first of the gradients, or for the loss."""
     import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
     tensors = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]

@@ -161,7 +161,7 @@ class ExchangingOptimizer:
         Args:
             share: called during a batch, whenever gradients are applied; returns the rows of this rank's batch / the
                 rows of all batches of all ranks in the step, 0 for a rank without rows.
-            ends: returns whether the current batch is the last one of its step. None where every batch is a step.
+            ends: returns whether the current batch is the last one of its step. None if every batch is a step.
                 Otherwise the optimizer must be built.
         """
         self._share = share

@@ -33,7 +33,7 @@ STRATEGY_NAME = "sparkhvd"
 
 
 class RankStrategy:
-    """Mixin with the strategy's behaviour, which precedes ``ParallelStrategy`` in the bases.
+    """Mixin with the strategy's behavior, which precedes ``ParallelStrategy`` in the bases.
 
     Args:
         compression: ``hvd.Compression.none``, ``.fp16``, ``.bf16`` or a ``Compressor`` of your own.

@@ -9,7 +9,7 @@ An array is any value that NumPy can read: its own arrays, numbers, lists, and o
 - ``DeadlineExceededError`` when not all ranks took part in time.
 
 ``with_waiter`` lets an operation begin only when a thread waits for its handle. The operation then runs on that thread,
-which saves a switch to another thread.
+which saves a context switch.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buf
     take_buffers(module, {key: torch.from_numpy(array) for key, array in agreed.items()})
 
 
-def buffers_beside(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def non_persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that ``module.state_dict()`` omits."""
     saved = module.state_dict().keys()
     return {key: buffer for key, buffer in module.named_buffers(remove_duplicate=False) if key not in saved}

@@ -1,6 +1,6 @@
 """Elastic jobs with random losses, joins and network cuts; every row of every epoch must be accounted for.
 
-``job_on_hosts`` runs a job on network namespaces behind ssh, and ``fit`` an estimator on this machine.
+``job_on_hosts`` runs a job on network namespaces over ssh, and ``fit`` an estimator on this machine.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def disturbed(disturber: Disturber, seconds: float) -> Iterator[None]:
 
 
 def job_on_hosts(folder: Path, hosts: SshHosts, seconds: float, seed: int) -> Report:
-    """Run a job of two to six ranks on hosts behind ssh, and disturb it for this time."""
+    """Run a job of two to six ranks on hosts over ssh, and disturb it for this time."""
     report = Report()
     disturber = HostDisturber(folder, seed, report, hosts.hosts)
     with disturbed(disturber, seconds):

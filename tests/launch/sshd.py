@@ -83,7 +83,7 @@ def running_sshd(
 
 @dataclass(frozen=True)
 class SshHosts:
-    """Hosts behind ssh.
+    """Hosts that are reached over ssh.
 
     Attributes:
         hosts: network namespaces, each with an ssh server at port 22.

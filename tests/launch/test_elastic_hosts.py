@@ -1,4 +1,4 @@
-"""Elastic jobs on two hosts behind ssh: network namespaces with their own addresses and ssh servers."""
+"""Elastic jobs on two hosts over ssh: network namespaces with their own addresses and ssh servers."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_the_state_that_new_ranks_resume_from_is_exactly_the_published_one(tmp_p
         store=str(tmp_path / "store"),
         commit_interval=0,
         preload=preload,
-        env={"OPENBLAS_NUM_THREADS": "1"},  # a warm process cannot fork beside threads of BLAS
+        env={"OPENBLAS_NUM_THREADS": "1"},  # a warm process cannot fork while threads of BLAS run
         **FAST,
     )
     with np.load(tmp_path / "rank-0.npz") as saved:

@@ -82,7 +82,7 @@ def test_mpi_and_the_core_agree_on_a_world_of_two_hosts(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     stdout = io.StringIO()
     extra_path = "/a folder/of mine"
-    # The tasks of the two hosts alternate, but the ranks of a host are neighbours.
+    # The tasks of the two hosts alternate, but the ranks of a host are neighbors.
     env = {"MINE": "a b='c'", "HOME": None, "PYTHONPATH": os.pathsep.join([extra_path, str(Path(__file__).parents[2])])}
     extra = ("-x", "BY_MPIRUN=c d")  # a variable that mpirun itself passes to the ranks
     results = run(meet_through_both_worlds, containers=("a", "b", "a", "b"), env=env, stdout=stdout, extra=extra)

@@ -24,7 +24,7 @@ from tests.s3_server import BUCKET, running_s3  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")  # petastorm uses much that is deprecated
 
 DATASET = Path(__file__).parent / "dataset"
-MOTO = Path(__file__).parents[2] / ".venv/bin/python"  # which cannot live beside petastorm
+MOTO = Path(__file__).parents[2] / ".venv/bin/python"  # moto conflicts with petastorm
 NUMBERS = ["id", "matrix", "packed", "image", "depth"]
 
 

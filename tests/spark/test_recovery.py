@@ -270,7 +270,7 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
 
 
 class OwnLoader(AsyncDataLoaderMixin, BaseDataLoader):
-    """Returns one batch per file, and assigns the files to the ranks in turn."""
+    """Returns one batch per file, and assigns the files to the ranks round-robin."""
 
     def __init__(self, context, files):
         super().__init__(async_loader_queue_size=2)

@@ -71,7 +71,7 @@ def accuracy(output, label):
 
 def estimator(store, model=None, **more):
     model = network() if model is None else model
-    user_objects = {
+    params = {
         "num_proc": 2,
         "store": store,
         "model": model,
@@ -83,12 +83,12 @@ def estimator(store, model=None, **more):
         "epochs": 4,
         "random_seed": 3,
     }
-    return TorchEstimator(**{**user_objects, **more})
+    return TorchEstimator(**{**params, **more})
 
 
 @contextmanager
 def jobs_of(spark):
-    """Yield a list that has the ids of the Spark jobs of the block after its end."""
+    """Yield a list; after the block, it contains the ids of the Spark jobs that the block started."""
     group, jobs = uuid.uuid4().hex, []
     spark.sparkContext.setJobGroup(group, "counted by a test")
     try:
@@ -142,8 +142,8 @@ def test_the_history_is_measured_on_the_right_rows(fitted, xor):
     rows = xor.where("held_out").select("a", "b", "y").toPandas()
     with torch.no_grad():
         output = fitted.getModel()(torch.tensor(rows[["a", "b"]].to_numpy(), dtype=torch.float32))
-    wanted = functional.cross_entropy(output, torch.tensor(rows["y"].to_numpy(), dtype=torch.int64)).item()
-    assert fitted.getHistory()[-1]["validation"]["loss"] == pytest.approx(wanted, rel=1e-4)
+    expected = functional.cross_entropy(output, torch.tensor(rows["y"].to_numpy(), dtype=torch.int64)).item()
+    assert fitted.getHistory()[-1]["validation"]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_users_model_and_optimizer_are_not_changed(fitted, user_objects):
@@ -172,10 +172,10 @@ def test_transform_equals_the_models_predictions(fitted, xor):
     rows = predicted.orderBy("id").collect()
     features = np.array([row.v.toArray() for row in rows])
     with torch.no_grad():
-        wanted = fitted.getModel()(torch.tensor(features, dtype=torch.float32)).numpy()
-    found = np.array([row.y__output.toArray() for row in rows])
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-    assert (found.argmax(axis=1) == np.array([row.y for row in rows])).mean() > 0.95
+        expected = fitted.getModel()(torch.tensor(features, dtype=torch.float32)).numpy()
+    predictions = np.array([row.y__output.toArray() for row in rows])
+    np.testing.assert_allclose(predictions, expected, rtol=1e-5, atol=1e-5)
+    assert (predictions.argmax(axis=1) == np.array([row.y for row in rows])).mean() > 0.95
 
 
 def test_transform_starts_no_job_and_keeps_the_partitions(spark, fitted, xor):
@@ -185,7 +185,7 @@ def test_transform_starts_no_job_and_keeps_the_partitions(spark, fitted, xor):
     assert predicted.rdd.getNumPartitions() == 5
     with jobs_of(spark) as jobs:
         predicted.count()
-    assert jobs  # so a job of transform would have been counted
+    assert jobs, "jobs were not counted"
 
 
 def test_executors_fetch_models_into_a_folder_that_spark_removes(spark):
@@ -200,7 +200,7 @@ def test_transform_works_on_an_empty_dataframe(fitted, xor):
     assert predicted.columns[-1] == "y__output"
 
 
-def test_transform_serves_evaluators_sql_and_pipelines(spark, fitted, xor):
+def test_transform_works_with_evaluators_and_sql(spark, fitted, xor):
     scores = fitted.transform(xor.select("v", functions.col("y").cast("double").alias("y")))
     best = functions.udf(lambda vector: float(np.argmax(vector.toArray())), "double")
     evaluator = MulticlassClassificationEvaluator(labelCol="y", predictionCol="best", metricName="accuracy")
@@ -267,13 +267,15 @@ def test_a_run_resumes_with_its_seed(store, xor, capfd):
     half = estimator(store, epochs=2, run_id="continued")
     half.fit(xor)
     whole = estimator(store, epochs=4, run_id="continued", random_seed=None, metrics={"right": accuracy}).fit(xor)
-    undisturbed = estimator(store, epochs=4).fit(xor)
-    assert torch.equal(parameters(whole.getModel()), parameters(undisturbed.getModel()))
+    uninterrupted = estimator(store, epochs=4).fit(xor)
+    assert torch.equal(parameters(whole.getModel()), parameters(uninterrupted.getModel()))
     assert [entry["epoch"] for entry in whole.getHistory()] == [0, 1, 2, 3]
     shown = capfd.readouterr().out
     assert shown.count("<stdout>:run continued starts; a later fit with this run_id resumes it") == 1
     assert "[0]<stdout>:run continued resumes after epoch 2" in shown
-    assert re.search(r"^\[0\]<stdout>:run torch-\S+ starts", shown, re.MULTILINE), "a run with a generated name, too"
+    assert re.search(r"^\[0\]<stdout>:run torch-\S+ starts", shown, re.MULTILINE), (
+        "no start of a run with a generated name"
+    )
     line = (
         r"\[0\]<stdout>:epoch 4/4  loss \S+  right \S+  [\d,]+ rows/s  step \S+ ms = data \d+% \+ compute \d+% \+ comm"
     )
@@ -282,7 +284,7 @@ def test_a_run_resumes_with_its_seed(store, xor, capfd):
 
 
 def test_two_dataframes_in_one_store_never_see_each_others_rows(spark, store, xor):
-    """The second DataFrame has the opposite labels; a pipeline produces the same columns."""
+    """The second DataFrame has the opposite labels, and a pipeline fits it with the same store."""
     opposite = xor.drop("v").withColumn("y", 1 - functions.col("y"))
     first = estimator(store, validation=0.25, epochs=6).fit(xor)
     assembled = Pipeline(
@@ -348,9 +350,9 @@ def test_several_inputs_and_outputs_keep_their_names_and_types(spark, store):
     np.testing.assert_allclose([row["size.of__output"] for row in rows], size.detach(), rtol=1e-5, atol=1e-5)
     sizes = torch.tensor([row["size.of"] for row in rows]).float()
     values = torch.tensor([[row.value] for row in rows])
-    wanted = 0.25 * functional.mse_loss(value, values) + 2 * functional.l1_loss(size, sizes)
+    expected = 0.25 * functional.mse_loss(value, values) + 2 * functional.l1_loss(size, sizes)
     (entry,) = trained.getHistory()
-    assert entry["train"]["loss"] == pytest.approx(wanted.item(), rel=1e-4)
+    assert entry["train"]["loss"] == pytest.approx(expected.item(), rel=1e-4)
     names = [name for metric in entry["train"]["all_metrics"] for name in metric]
     assert names == ["group_0_value", "group_0_size.of", "group_1_value", "group_1_size.of"]
     assert entry["validation"] == {}
@@ -453,8 +455,8 @@ def test_errors_visible_in_the_rows_are_raised_before_training(spark, store, row
 def test_an_epoch_has_the_requested_steps_even_from_a_cache(store, xor):
     model = network()
     adam = torch.optim.Adam(model.parameters())
-    asked = {"train_steps_per_epoch": 3, "validation_steps_per_epoch": 1, "val_batch_size": 5, "local_cache": True}
-    trained = estimator(store, model, optimizer=adam, num_proc=1, validation=0.2, epochs=2, **asked).fit(xor)
+    params = {"train_steps_per_epoch": 3, "validation_steps_per_epoch": 1, "val_batch_size": 5, "local_cache": True}
+    trained = estimator(store, model, optimizer=adam, num_proc=1, validation=0.2, epochs=2, **params).fit(xor)
     after, optimizer = trained.getModelAndOptimizer()
     assert int(optimizer.state[next(after.parameters())]["step"]) == 2 * 3
     assert len(trained.getHistory()) == 2
@@ -466,16 +468,16 @@ def test_an_unknown_keyword_is_refused():
 
 
 def test_the_preparation_follows_the_parameters(xor, tmp_path, monkeypatch):
-    class AskedError(Exception):
+    class AcquireCalledError(Exception):
         pass
 
-    def asked(dataset, selection, store, writing, *, keep_seconds):
-        raise AskedError(writing.compress, writing.partitions_per_process, writing.num_proc, keep_seconds)
+    def acquire(dataset, selection, store, writing, *, keep_seconds):
+        raise AcquireCalledError(writing.compress, writing.partitions_per_process, writing.num_proc, keep_seconds)
 
-    monkeypatch.setattr(estimator_api, "acquire", asked)
-    user_objects = {"compress_sparse_cols": True, "partitions_per_process": 3, "keep_data": 0.5}
-    with pytest.raises(AskedError) as caught:
-        estimator(Store.create(str(tmp_path)), **user_objects).fit(xor)
+    monkeypatch.setattr(estimator_api, "acquire", acquire)
+    params = {"compress_sparse_cols": True, "partitions_per_process": 3, "keep_data": 0.5}
+    with pytest.raises(AcquireCalledError) as caught:
+        estimator(Store.create(str(tmp_path)), **params).fit(xor)
     assert caught.value.args == (True, 3, 2, 1800.0)
 
 
@@ -487,7 +489,7 @@ def test_the_best_model_with_batch_normalization_has_the_recorded_validation_los
     model = torch.nn.Sequential(torch.nn.Linear(2, 16), norm, torch.nn.Tanh(), torch.nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     growing = torch.optim.lr_scheduler.ExponentialLR(optimizer, 20.0)  # until the loss rises
-    made = estimator(
+    keeping_best = estimator(
         store if with_store else None,
         model,
         optimizer=optimizer,
@@ -496,7 +498,7 @@ def test_the_best_model_with_batch_normalization_has_the_recorded_validation_los
         validation="held_out",
         checkpoints=Checkpoints(best="val_loss"),
     )
-    trained = made.fit(xor)
+    trained = keeping_best.fit(xor)
     losses = [record["validation"]["loss"] for record in trained.getHistory()]
     assert min(losses) < losses[-1], "the last epoch is not the best"
     held_out = xor.where("held_out").toPandas()

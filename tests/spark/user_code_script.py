@@ -54,7 +54,7 @@ def value(model: Any, df: DataFrame) -> float:
 
 
 def results(name: str, estimator: Any, df: DataFrame) -> dict[str, object]:
-    """Return what a fit, ``transform`` and a saved model compute for 1/64: 1 if no class has been duplicated."""
+    """Return what a fit, ``transform`` and a saved model compute for 1/64. A duplicated class changes the results."""
     loaded = {"torch": TorchModel, "lightning": LightningModel, "keras": KerasModel}[name]
     function = keras_model.predicted if name == "keras" else torch_model.predicted
     model = estimator.fit(df)
@@ -93,9 +93,9 @@ if __name__ == "__main__":
     ask = importable._ask
     importable._ask = lambda *arguments: jobs.append(1) or ask(*arguments)
     df = spark.range(8).selectExpr("cast(1 / 64 as float) x", "cast(1 as float) y")
-    found: dict[str, Any] = {name: results(name, each, df) for name, each in estimators().items()}
-    found["run"] = sparkhvd.run(recognized, (modes.Mode.TIMES, modes.MISSING, Half), num_proc=2, spark=spark)
-    found["forward is its module's"] = torch_model.Net.forward.__globals__ is vars(torch_model)
-    found["questions"] = len(jobs)
-    print_results(found)
+    answers: dict[str, Any] = {name: results(name, estimator, df) for name, estimator in estimators().items()}
+    answers["run"] = sparkhvd.run(recognized, (modes.Mode.TIMES, modes.MISSING, Half), num_proc=2, spark=spark)
+    answers["forward is its module's"] = torch_model.Net.forward.__globals__ is vars(torch_model)
+    answers["questions"] = len(jobs)
+    print_results(answers)
     spark.stop()

@@ -7,17 +7,17 @@ from typing import NamedTuple, TypedDict, Unpack
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
 
-# Every submitted tensor needs these; a named tuple takes a third of the time of a frozen dataclass.
+# These are created for every submitted tensor; a named tuple takes a third of the time of a frozen dataclass.
 
 
 class SubmitOptions(NamedTuple):
     """The options that match an operation with those of the other ranks, and that decide when it begins.
 
     Attributes:
-        name: the name by which the ranks match their submissions; made by counting if None.
+        name: the name by which the ranks match their submissions; numbered automatically if None.
         process_set: the ranks that take part, all by default.
-        with_waiter: begin when a thread waits for the handle, and run on that thread, which saves a switch to another
-            thread; for callers that wait at once.
+        with_waiter: whether the operation begins only when a thread waits for its handle. It then runs on that thread,
+            which saves a context switch if the caller waits immediately.
     """
 
     name: str | None = None
@@ -25,7 +25,7 @@ class SubmitOptions(NamedTuple):
     with_waiter: bool = False
 
     def waiting(self) -> SubmitOptions:
-        """Return these options for a caller that waits at once."""
+        """Return these options for a caller that waits immediately."""
         return SubmitOptions(self.name, self.process_set, True)
 
 

@@ -1,4 +1,4 @@
-"""The state of a process and its neighbours: the stacks of its threads, and which processes are alive."""
+"""The state of a process and its neighbors: the stacks of its threads, and which processes are alive."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def warning_of_stragglers(
         context: the launch context of this rank.
         prefix: the key of a rank is this text and the index of the rank in ``ranks``.
         ranks: the ranks.
-        what: the name of the meeting point, such as ``init()``.
+        what: the name of the point that the ranks must reach, such as ``init()``.
     """
     if rendezvous is None or len(ranks) == 1 or not context.config.stall_check:
         yield
@@ -112,7 +112,7 @@ def straggler_error(
         context: the launch context of this rank.
         prefix: the key of a rank is this text and the index of the rank in ``ranks``.
         ranks: the ranks.
-        what: the name of the meeting point, such as ``init()``.
+        what: the name of the point that the ranks must reach, such as ``init()``.
     """
     own = context.world.rank
     try:

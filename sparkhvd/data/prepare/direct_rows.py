@@ -3,8 +3,8 @@
 The driver partitions the rows, one partition per rank. Each Spark task writes its partition to a local file
 (``spool``), and its rank trains on that file. A shuffle delivers rows in any order, so every partition is sorted by a
 seeded hash of its rows: the same rows in the same partitions, seed and number of ranks result in the same order. Spark
-orders the rows of each input partition by a hash of their content and assigns them to the ranks in turn, so each rank
-has a fair sample whatever the DataFrame's order.
+orders the rows of each input partition by a hash of their content and assigns them to the ranks round-robin, so each
+rank has a fair sample whatever the DataFrame's order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
 
-# Whether Spark orders the rows of a partition by their hash before it assigns them in turn; the default is true.
+# Whether Spark orders the rows of a partition by their hash before it assigns them round-robin; the default is true.
 _SORTED_FIRST = "spark.sql.execution.sortBeforeRepartition"
 
 
@@ -60,7 +60,7 @@ def partition_for_ranks(df: DataFrame, selection: Selection, *, num_proc: int, s
 
 
 def _ordered_by_hash(rows: DataFrame) -> DataFrame:
-    """Return the same rows in a session where ``repartition`` orders them by a hash before it assigns them in turn.
+    """Return the same rows in a session where ``repartition`` orders them by a hash before assigning them round-robin.
 
     Without that order, rows with alternating classes could leave each rank with a single class.
 
@@ -187,7 +187,7 @@ def _facts_of(arrays: Sequence[pa.Array], column: ColumnSpec) -> ColumnFacts:
 
 
 def _extremes(arrays: Sequence[pa.Array]) -> tuple[Any, Any]:
-    """Return the smallest and the largest number; None where there are none."""
+    """Return the smallest and the largest number; None if there are none."""
     import pyarrow.compute as pc  # noqa: PLC0415  (heavy)
 
     values = [value for array in arrays for value in pc.min_max(array).as_py().values() if value is not None]

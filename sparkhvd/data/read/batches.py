@@ -25,7 +25,7 @@ class Batch:
 
     Attributes:
         columns: one contiguous, writable array per column, shape ``(rows, *column.shape)``; frameworks may alias it.
-        rows: number of rows, 0 where this rank has none in the step.
+        rows: number of rows; 0 if this rank has none in the step.
         global_rows: rows of the step over all ranks, at least 1.
     """
 

@@ -2,7 +2,7 @@
 
 Every rank has a shard of the rows; the sizes of shards of shared blocks differ by at most one row. Without ``shuffle``,
 rank ``r`` has the ``r``-th contiguous part of the dataset. With ``shuffle``, every epoch has new shards, and each is a
-fair sample of the dataset whatever its order: neighbouring parts of the dataset go to different ranks and windows, at
+fair sample of the dataset whatever its order: neighboring parts of the dataset go to different ranks and windows, at
 random. Shuffled shards are chosen in one of three ways:
 
 - Rows that fit into one window are read by every rank, each block once; a rank takes its share by runs of rows.
@@ -156,7 +156,7 @@ class Plan:
         return tuple(joined_pieces(sorted(self._read(rank, Draw(self.seed, 0, 0)), key=Piece.sort_key)))
 
     def pieces(self, rank: int, epoch: int, first_step: int = 0) -> Iterator[Piece]:
-        """Return the pieces of ``windows`` in the same order; neighbours within a block are joined."""
+        """Return the pieces of ``windows`` in the same order; neighbors within a block are joined."""
         windows = self._windows(rank, epoch, first_step, ordered=False)
         return joined_pieces(chain.from_iterable(window.pieces for window in windows))
 

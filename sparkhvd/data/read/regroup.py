@@ -123,7 +123,7 @@ def divide(shards: Sequence[int], size: int, *, avoid_single_rows: bool = False)
     Args:
         shards: the rows of every shard.
         size: the number of ranks.
-        avoid_single_rows: whether to add a part of one row to a neighbouring part.
+        avoid_single_rows: whether to add a part of one row to a neighboring part.
     """
     starts = [0, *accumulate(shards)]
     bounds = []

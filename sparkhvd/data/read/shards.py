@@ -167,7 +167,7 @@ def _windowed(pieces: Sequence[Piece], draw: Draw, rank: int, window_rows: int, 
 
 
 def joined_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the same rows in the same order, neighbours within a block joined."""
+    """Yield the same rows in the same order, neighbors within a block joined."""
     last: Piece | None = None
     for piece in pieces:
         if last is not None and (last.block, last.stop) == (piece.block, piece.start):

@@ -1,7 +1,7 @@
 """Stratified random orders: every part is a fair sample of the whole, whatever the order of the whole.
 
 A plain permutation is fair on average; a stratified one is fair every time, which matters if there are few items.
-Neighbouring items go to different parts at random, so no period in the data can coincide with the number of parts.
+Neighboring items go to different parts at random, so no period in the data can coincide with the number of parts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
 
-# Runs of neighbouring rows that are assigned as a whole. Long runs are copied faster; many runs make finer samples.
+# Runs of neighboring rows that are assigned as a whole. Long runs are copied faster; many runs make finer samples.
 _RUNS = 4096
 _RUNS_PER_PORTION = 256
 
@@ -21,7 +21,7 @@ _RUNS_PER_PORTION = 256
 def spread(count: int, bins: int, random: np.random.Generator) -> Indices:
     """Return an order of ``count`` items, bin after bin.
 
-    Of every ``bins`` neighbouring items, each bin gets one at random. The items left over at the end go to random
+    Of every ``bins`` neighboring items, each bin gets one at random. The items left over at the end go to random
     bins. The order within a bin is random.
     """
     strata = count // bins

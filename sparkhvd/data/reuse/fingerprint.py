@@ -3,7 +3,7 @@
 A DataFrame has a fingerprint only if everything that determines its rows is known; any other DataFrame is prepared
 again. The fingerprint covers:
 
-- the analysed plan of the DataFrame, which may contain only operators and expressions of an allow-list, all
+- the analyzed plan of the DataFrame, which may contain only operators and expressions of an allow-list, all
   deterministic. User-defined functions, the current time and unseeded randomness are not on the list;
 - functions of Spark ML's own transformers (``VectorAssembler``), by the name of their code and their state;
 - the leaves of the plan: ranges, rows that are part of the plan, caches, and files. Files count by path, size and

@@ -88,7 +88,7 @@ def _image_decoder() -> Callable[[bytes], Array]:
 def _by_pillow(pillow: Any, value: bytes) -> Array:
     with pillow.open(io.BytesIO(value)) as image:
         pixels = np.asarray(image)
-        # Some versions of Pillow open 16-bit grey images with 32 bits.
+        # Some versions of Pillow open 16-bit gray images with 32 bits.
         return pixels.astype(np.uint16) if image.mode.startswith("I") and pixels.dtype != np.uint16 else pixels
 
 

@@ -26,7 +26,7 @@ from sparkhvd.estimators.keras.randomness import RandomStates
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.keras.serialization.package import (
     Package,
-    optimizers_beside,
+    additional_optimizers,
     reject_own_optimizers,
 )
 from sparkhvd.estimators.keras.serialization.saving import CheckpointFilesCallback
@@ -114,7 +114,7 @@ class KerasTrainer:
 
     def _further_optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
         """Return the optimizers of the model's own training step, by names that are equal on all ranks."""
-        found = optimizers_beside(self._model).items()
+        found = additional_optimizers(self._model).items()
         return {f"{name}.{index}": optimizer for name, values in found for index, optimizer in enumerate(values)}
 
     def _swapping(self) -> list[keras.callbacks.SwapEMAWeights]:

@@ -54,7 +54,7 @@ from sparkhvd.estimators.torch.serialization import artifact
 from sparkhvd.estimators.training.user_errors import describe_error
 from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import import_lightning
-from sparkhvd.torch.buffers import buffers_beside, take_buffers, take_new_buffers
+from sparkhvd.torch.buffers import non_persistent_buffers, take_buffers, take_new_buffers
 from sparkhvd.world import World
 
 if TYPE_CHECKING:
@@ -366,9 +366,9 @@ class RunCallback:
             "metrics": metrics,
             "best": self._best,
             "batches": self._batches,
-            "buffers": buffers_beside(self._trainer.lightning_module),
+            "buffers": non_persistent_buffers(self._trainer.lightning_module),
             "losses": dict(self._losses.state_dict()),
-            "loss_buffers": buffers_beside(self._losses),
+            "loss_buffers": non_persistent_buffers(self._losses),
             "frozen": frozen_parameters(self._trainer.lightning_module),
             "masks": pruning_masks(self._trainer.lightning_module),
             "gradients": _gradients_by_hand(self._trainer.lightning_module),

@@ -34,7 +34,7 @@ from sparkhvd.estimators.torch.schedule import RATES, RunningSchedule
 from sparkhvd.estimators.torch.serialization import artifact
 from sparkhvd.estimators.torch.serialization.package import Package
 from sparkhvd.estimators.torch.steps import Forward, Stepper
-from sparkhvd.torch.buffers import buffers_beside, synchronize_buffers, take_buffers, take_new_buffers
+from sparkhvd.torch.buffers import non_persistent_buffers, synchronize_buffers, take_buffers, take_new_buffers
 from sparkhvd.torch.optimizer.exchange import own_attributes
 from sparkhvd.torch.states import load_optimizer_state
 from sparkhvd.world import World
@@ -93,7 +93,7 @@ class TorchTrainer:
         buffer = io.BytesIO()
         content = {
             "model": self._model.state_dict(),
-            "buffers": buffers_beside(self._model),
+            "buffers": non_persistent_buffers(self._model),
             "frozen": frozen_parameters(self._model),
             "masks": pruning_masks(self._model),
             "optimizer": plain_numbers(self._plain_optimizer.state_dict()),
@@ -102,7 +102,7 @@ class TorchTrainer:
             "schedule": self._schedule.state(),
             "scaler": self._stepper.scaler.state_dict(),
             "losses": [_loss_state(loss) for loss in self._package.objective.loss_modules()],
-            "loss_buffers": [buffers_beside(loss) for loss in self._package.objective.loss_modules()],
+            "loss_buffers": [non_persistent_buffers(loss) for loss in self._package.objective.loss_modules()],
             "attributes": self._attributes.state(),
         }
         torch.save(content, buffer)

@@ -1,9 +1,11 @@
 """Write TensorBoard's event files without TensorBoard.
 
 A file is a sequence of records, each ``length, masked CRC-32C of the length, content, masked CRC-32C of the content``,
-all little-endian (TFRecord, https://www.tensorflow.org/tutorials/load_data/tfrecord). The content is an ``Event``
-message of protocol buffers: wall time (field 1, double), step (2, varint), file version (3, string) and summary (5, a
-message of values, field 1, each a tag, field 1, and a simple value, field 2, float).
+all little-endian (TFRecord, https://www.tensorflow.org/tutorials/load_data/tfrecord). The content is a protocol buffer:
+
+- ``Event``: wall time (field 1, double), step (2, varint), file version (3, string), summary (5, ``Summary``).
+- ``Summary``: values (field 1, repeated ``Value``).
+- ``Value``: tag (field 1, string), simple value (2, float).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def event_file(wall_time: float, step: int, values: Mapping[str, float]) -> byte
 
     Args:
         wall_time: seconds since 1970.
-        step: the step, such as the number of the epoch.
+        step: the step, for example the number of the epoch.
         values: numbers by tag.
     """
     summary = b"".join(
@@ -43,7 +45,7 @@ def crc32c(content: bytes) -> int:
 
 
 def _float32(value: float) -> bytes:
-    """Return a number in 32 bits, as infinity if it is too large for them."""
+    """Return a number as a 32-bit float; infinity if it is too large."""
     try:
         return struct.pack("<f", value)
     except OverflowError:

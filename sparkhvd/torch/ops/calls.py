@@ -27,7 +27,7 @@ Tensors = tuple[torch.Tensor, ...]
 Rows = tuple[tuple[int, ...], ...]
 
 
-# Makes a result from the outputs of a collective and, per input, the number of rows of every rank (empty where all
+# Makes a result from the outputs of a collective and, per input, the number of rows of every rank (empty if all
 # ranks have the same number).
 Finish = Callable[[Tensors, Rows], T]
 
@@ -45,7 +45,7 @@ class Collective(Protocol):
         Args:
             finish: makes the handle's result.
             in_place: whether to write the outputs into the inputs.
-            waits: whether the caller waits for the handle at once.
+            waits: whether the caller waits for the handle immediately.
         """
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:

@@ -33,7 +33,7 @@ def start_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     *,
     waits: bool = False,
 ) -> Handle[torch.Tensor]:
-    """Start ``collectives.allreduce`` in place; set ``waits`` if the caller waits for the result at once."""
+    """Start ``collectives.allreduce`` in place; set ``waits`` if the caller waits for the result immediately."""
     dtype = plain_dtype(tensor) if average is None and compression is NoneCompressor else None
     if dtype is not None:
         increment_version(tensor)

@@ -56,7 +56,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917  the name and the order of the 
             ``Adasum`` every rank takes a step from its own gradients, and the steps are combined.
         gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
         num_groups: deprecated, use ``groups``.
-        groups: gradients that are sent together once the whole group is computed: a number of groups of neighbouring
+        groups: gradients that are sent together once the whole group is computed: a number of groups of neighboring
             parameters, or lists of parameters. A parameter in no list is sent alone.
         sparse_as_dense: convert sparse gradients to dense tensors before they are sent. Otherwise all ranks receive the
             entries of all ranks and add them up.

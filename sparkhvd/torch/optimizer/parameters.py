@@ -37,7 +37,7 @@ def members_of(
     """Return the parameters of each group.
 
     Args:
-        groups: a number of groups of neighbouring parameters, or the members of each group.
+        groups: a number of groups of neighboring parameters, or the members of each group.
         names: the parameters of the optimizer, in its order.
 
     Raises:

@@ -68,7 +68,7 @@ TEST(Kernels, FastestGivesTheSameBitsAsGenericForEveryPairOfHalves) {
 }
 
 TEST(Kernels, Float16RoundsToNearestEvenOverItsWholeRange) {
-  // A midpoint between neighbours rounds to the even one, everything else to the nearer one.
+  // A midpoint between neighbors rounds to the even one, everything else to the nearer one.
   for (uint32_t bits = 0; bits < 0x7bff; ++bits) {
     const auto half = [](uint32_t b) { return loops::Float16{static_cast<uint16_t>(b)}; };
     const float low = loops::Widen(half(bits));

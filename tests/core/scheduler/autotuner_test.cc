@@ -129,7 +129,7 @@ void Step(int rank, int size, Rank& self, const std::string& set) {
     const auto sum = static_cast<float>(size * (size + 1) / 2 * static_cast<int>(i));
     ASSERT_EQ(data[i], std::vector<float>(data[i].size(), sum)) << i;
   }
-  std::vector<float> lone(20000, static_cast<float>(rank + 1));  // may be sent beside its request
+  std::vector<float> lone(20000, static_cast<float>(rank + 1));  // may be sent with its request
   ASSERT_TRUE(self.engine.Wait(*self.AllreduceWithWaiter(set + "lone", lone), Patience()).ok());
   ASSERT_EQ(lone, std::vector<float>(20000, static_cast<float>(size * (size + 1) / 2)));
 }

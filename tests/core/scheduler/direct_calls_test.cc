@@ -1,4 +1,4 @@
-// Tests calls without negotiation beside the engine's own operations.
+// Tests calls without negotiation, at the same time as the engine's own operations.
 #include <gtest/gtest.h>
 
 #include <atomic>

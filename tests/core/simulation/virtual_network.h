@@ -22,7 +22,7 @@ struct NetworkCosts {
   double latency = 20e-6;           // seconds from the last byte sent to the last byte received
   double latency_in_host = 5e-6;    // the same between ranks of one host
   double per_message = 2e-6;        // seconds of the processor, at each end
-  double per_byte = 0.8e-9;         // of the rank's share of its host's line; 0.8e-9 is 10 Gbit/s
+  double per_byte = 0.8e-9;         // of the rank's share of its host's link; 0.8e-9 is 10 Gbit/s
   double per_byte_in_host = 1e-10;  // the same between ranks of one host
   size_t buffered = size_t{64} << 10;  // the sender of a message up to this size does not wait
 };

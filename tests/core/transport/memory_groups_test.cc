@@ -25,7 +25,7 @@ TEST(MemoryGroups, AreTheRanksOfEachHost) {
   EXPECT_EQ(MemoryGroups(OnHosts({"a"})), (Groups{{0}}));
   EXPECT_EQ(MemoryGroups(OnHosts({"b", "a", "b", "c", "a"})), (Groups{{0, 2}, {1, 4}, {3}}));
   EXPECT_EQ(MemoryGroups(OnHosts({"", "a", "", "a"})), (Groups{{0}, {1, 3}, {2}}))
-      << "a rank without a host key has no neighbours";
+      << "a rank without a host key has no neighbors";
 }
 
 TEST(MemoryGroups, OmitAHostIfOneOfItsRanksCannotShare) {

@@ -30,7 +30,7 @@
 namespace sparkhvd {
 namespace {
 
-// Sets each member separately: gcc 12 warns that the strings of a braced initialiser may be
+// Sets each member separately: gcc 12 warns that the strings of a braced initializer may be
 // destroyed before they are made.
 AddressRecord MakeRecord(const std::string& host, uint16_t port, const std::string& unix_name,
                          const std::string& host_key, uint64_t region_bytes) {

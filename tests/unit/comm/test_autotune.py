@@ -36,7 +36,7 @@ def group():
 
 
 def train(steps, scope, settings):
-    """Reduce tensors beside a process set; return the settings in force after each step."""
+    """Reduce tensors of all ranks and of a process set; return the settings in force after each step."""
     offered = session.launch_context()
     context = replace(offered, config=replace(offered.config, **settings))
     with Communicator(context, scope=scope) as communicator:

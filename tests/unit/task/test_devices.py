@@ -12,23 +12,23 @@ def slots(*tasks: tuple[str, tuple[str, ...]]):
     return assign([TaskOffer(i, host, f"node-{host}", "", devices) for i, (host, devices) in enumerate(tasks)])
 
 
-def seen(assigned) -> list[str | None]:
+def visible_devices(assigned) -> list[str | None]:
     return [dict(device_variables(assigned, slot)).get("CUDA_VISIBLE_DEVICES") for slot in assigned]
 
 
 def test_each_rank_finds_its_own_device_at_its_local_rank():
     assigned = slots(("a", ("3",)), ("b", ("0",)), ("a", ("1",)), ("a", ("0",)))
-    assert seen(assigned) == ["3,1,0", "3,1,0", "3,1,0", "0"]
-    for slot, listed in zip(assigned, seen(assigned), strict=True):
+    assert visible_devices(assigned) == ["3,1,0", "3,1,0", "3,1,0", "0"]
+    for slot, listed in zip(assigned, visible_devices(assigned), strict=True):
         assert listed.split(",")[slot.world.local_rank] == slot.offer.devices[0]
 
 
 def test_further_devices_follow_the_first_devices_of_all_ranks():
-    assert seen(slots(("a", ("0", "1")), ("a", ("2", "3")))) == ["0,2,1,3"] * 2
+    assert visible_devices(slots(("a", ("0", "1")), ("a", ("2", "3")))) == ["0,2,1,3"] * 2
 
 
 def test_ranks_that_share_a_device_each_see_their_own():
-    assert seen(slots(("a", ("0",)), ("a", ("0",)), ("a", ("1",)))) == ["0", "0", "1"]
+    assert visible_devices(slots(("a", ("0",)), ("a", ("0",)), ("a", ("1",)))) == ["0", "0", "1"]
 
 
 def test_containers_with_separate_gpu_indices_count_as_separate_hosts():
@@ -42,7 +42,7 @@ def test_containers_with_separate_gpu_indices_count_as_separate_hosts():
         (2, 0, 2),
         (3, 1, 2),
     ]
-    assert seen(assigned) == ["0,1"] * 4
+    assert visible_devices(assigned) == ["0,1"] * 4
     lines = device_map(assigned).splitlines()
     assert len(lines) == 5
     assert lines[4].startswith("Containers on host node use the same GPU indices: sparkhvd assumes that YARN isolates")
@@ -51,11 +51,11 @@ def test_containers_with_separate_gpu_indices_count_as_separate_hosts():
 def test_containers_with_distinct_gpu_names_share_their_host():
     assigned = assign([TaskOffer(i, "a", "node", "", (str(i),), container=f"of {i}") for i in range(2)])
     assert [slot.world.local_rank for slot in assigned] == [0, 1]
-    assert seen(assigned) == ["0,1"] * 2
+    assert visible_devices(assigned) == ["0,1"] * 2
 
 
 def test_without_devices_the_environment_is_unchanged():
-    assert seen(slots(("a", ()), ("a", ()))) == [None, None]
+    assert visible_devices(slots(("a", ()), ("a", ()))) == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_without_devices_the_environment_is_unchanged():
         (["0"], "GPU-8d2f, GPU-11aa", ("GPU-8d2f",)),
         (["7"], "4,6", ("7",)),
         (["GPU-11aa"], "GPU-8d2f,GPU-11aa", ("GPU-11aa",)),
-        # On Databricks, a task sees only its own GPUs, with numbers from 0 or with those of the driver.
+        # On Databricks, a task sees only its own GPUs, numbered from 0 or as in CUDA_VISIBLE_DEVICES.
         (["0"], "3", ("3",)),
         (["3"], "3", ("3",)),
         (["0", "1"], "1,2", ("1", "2")),
@@ -79,8 +79,8 @@ def test_gpu_addresses_index_the_visible_devices_of_the_executor(addresses, visi
 
 
 def test_cuda_device_order_matches_sparks_discovery_scripts():
-    found = slots(("a", ("0",)))
-    assert dict(device_variables(found, found[0]))["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assigned = slots(("a", ("0",)))
+    assert dict(device_variables(assigned, assigned[0]))["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 def test_the_map_has_a_line_per_rank():
@@ -115,7 +115,7 @@ def test_the_map_names_gpu_models_that_differ_between_hosts():
 
 @pytest.fixture
 def driver(tmp_path):
-    """Write files like those of a driver that reports three GPUs."""
+    """Write files like those in which NVIDIA's driver describes three GPUs."""
     for number, model in enumerate(("NVIDIA H100", "NVIDIA H100", "NVIDIA L4")):
         folder = tmp_path / f"0000:{number}5:00.0"
         folder.mkdir()
@@ -123,13 +123,13 @@ def driver(tmp_path):
     return tmp_path
 
 
-def test_the_device_of_a_rank_is_named_by_its_gpu_driver(driver):
-    every = "GPU (NVIDIA H100, NVIDIA L4)"
-    assert device_kind((), None, driver) == device_kind(("7",), None, driver) == every
+def test_the_device_kind_lists_the_models_that_nvidias_driver_reports(driver):
+    all_models = "GPU (NVIDIA H100, NVIDIA L4)"
+    assert device_kind((), None, driver) == device_kind(("7",), None, driver) == all_models
     assert device_kind((), "", driver) == device_kind((), "-1", driver) == ""
-    nobody = driver / "nobody"
-    assert device_kind((), None, nobody) == ""
-    assert device_kind(("0",), None, nobody) == "GPU"
+    missing = driver / "missing"
+    assert device_kind((), None, missing) == ""
+    assert device_kind(("0",), None, missing) == "GPU"
 
 
 @pytest.mark.parametrize(
@@ -147,10 +147,10 @@ def test_the_device_kind_considers_only_assigned_or_visible_gpus(assigned, visib
 
 
 def test_ranks_with_and_without_gpus_are_refused_unless_the_job_assigns_devices():
-    one, other = TaskOffer(0, "a", "node-a", "", (), "GPU (NVIDIA H100)"), TaskOffer(1, "b", "node-b", "")
+    with_gpu, without = TaskOffer(0, "a", "node-a", "", (), "GPU (NVIDIA H100)"), TaskOffer(1, "b", "node-b", "")
     job = Job(b"", 2)
-    message = mixed_devices([one, other], job)
+    message = mixed_devices([with_gpu, without], job)
     assert "task 0 on host node-a has a GPU (NVIDIA H100), task 1 on host node-b has none" in message
     assert 'env={"CUDA_VISIBLE_DEVICES": ""}' in message
-    assert mixed_devices([one, one], job) == mixed_devices([other, other], job) == ""
-    assert mixed_devices([one, other], Job(b"", 2, env=(("CUDA_VISIBLE_DEVICES", ""),))) == ""
+    assert mixed_devices([with_gpu, with_gpu], job) == mixed_devices([without, without], job) == ""
+    assert mixed_devices([with_gpu, without], Job(b"", 2, env=(("CUDA_VISIBLE_DEVICES", ""),))) == ""

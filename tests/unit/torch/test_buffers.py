@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils import parametrizations
 
 import sparkhvd.torch as hvd
-from sparkhvd.torch.buffers import buffers_beside, buffers_unchanged, synchronize_buffers
+from sparkhvd.torch.buffers import buffers_unchanged, non_persistent_buffers, synchronize_buffers
 from tests.ranks import RankGroup
 
 
@@ -43,7 +43,7 @@ def synchronized_model():
     rows = torch.randn(12, 2) + torch.tensor([[4.0, 0.0]])
     model.norm(rows[:3] if rank == 0 else rows[3:])
     synchronize_buffers(model, 3.0 if rank == 0 else 9.0)
-    return {name: buffer.to_dense() for name, buffer in model.named_buffers()}, list(buffers_beside(model))
+    return {name: buffer.to_dense() for name, buffer in model.named_buffers()}, list(non_persistent_buffers(model))
 
 
 def test_all_ranks_hold_the_same_buffers(group):

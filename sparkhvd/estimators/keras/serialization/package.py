@@ -167,7 +167,7 @@ def reject_own_optimizers(model: keras.Model) -> None:
     """
     if type(model).train_step is keras.Model.train_step:
         return
-    others = optimizers_beside(model)
+    others = additional_optimizers(model)
     local = [name for name, values in others.items() if not all(isinstance(x, ExchangingOptimizer) for x in values)]
     if local:
         raise ParamError(
@@ -177,7 +177,7 @@ def reject_own_optimizers(model: keras.Model) -> None:
         )
 
 
-def optimizers_beside(model: keras.Model) -> dict[str, list[keras.optimizers.Optimizer]]:
+def additional_optimizers(model: keras.Model) -> dict[str, list[keras.optimizers.Optimizer]]:
     """Return the optimizers in a model's attributes, by attribute, without the one that it is compiled with."""
     # TensorFlow stores every attribute a second time, under a name with this prefix.
     attributes = {name: value for name, value in vars(model).items() if not name.startswith("_self_")}

@@ -92,7 +92,7 @@ class EpochMetrics:
                 state.update(outputs[metric.output].detach(), labels[metric.output])
 
     def _validation_loss(self, counted: npt.NDArray[np.float64], communicator: Communicator) -> tuple[float, int]:
-        """Return the loss over the validation rows of all ranks, as one sample of rank 0; collective."""
+        """Return the loss over the validation rows of all ranks; only rank 0 reports it. Collective."""
         totals = communicator.allreduce(counted, ReduceOp.SUM, name="losses of the validation")
         if communicator.world.rank != 0:
             return 0.0, 0
@@ -104,7 +104,7 @@ class EpochMetrics:
         return {name: (self._totals.get(name, 0.0), rows.get(name, self._rows)) for name in self._names}
 
     def state(self) -> bytes:
-        """Return the states of torchmetrics, with those that this rank has taken over; empty without torchmetrics."""
+        """Return the states of torchmetrics and those that this rank has taken over; empty without torchmetrics."""
         if not self._stateful:
             return b""
         return to_bytes({metric.name: self._states(metric.name, state) for metric, state in self._stateful})
@@ -145,11 +145,11 @@ def _value_over_ranks(metric: Any, own: list[States], communicator: Communicator
         name: the name of the metric.
     """
     gathered = objects.allgather_object(communicator, own, name=f"state of metric {name}")
-    states = [of_part for of_rank in gathered for of_part in of_rank]
-    if not any(known is not None for of_part in states for known in of_part):
+    all_states = [states for rank_states in gathered for states in rank_states]
+    if not any(state is not None for states in all_states for state in states):
         return float("nan")
     total = copy.deepcopy(metric)
-    merge_into(total, states)
+    merge_into(total, all_states)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # for example: no positive samples
         return float(total.compute())

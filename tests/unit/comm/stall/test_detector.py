@@ -349,7 +349,7 @@ def test_a_report_costs_a_rank_a_constant_number_of_requests(size, monkeypatch):
             wait_for_condition(lambda: watching.last_report is not None)
             assert list(watching.last_report.silent) == [size // 2]
             # This rank's identity; the question twice; the answer; all answers; the missing answers and the two runs of
-            # the others; the identities of the neighbours; those of all ranks, with the missing ones. The wait for
+            # the others; the identities of the neighbors; those of all ranks, with the missing ones. The wait for
             # the next question may have begun.
             assert 12 <= server.requests <= 13
         finally:

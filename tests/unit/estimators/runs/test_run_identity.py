@@ -11,7 +11,7 @@ from sparkhvd.estimators.runs.run_identity import note_run
 from sparkhvd.store import layout
 
 
-def test_only_these_parameters_do_not_change_the_trained_model():
+def test_only_these_parameters_are_not_always_part_of_the_identity():
     estimators = (TorchEstimator, KerasEstimator, LightningEstimator)
     items = [item for kind in estimators for item in kind.declarations.items()]
     of_kind = {kind: sorted({name for name, item in items if item.identity is kind}) for kind in Identity}
@@ -31,7 +31,7 @@ def test_the_epochs_are_part_of_the_identity_only_if_a_parameter_map_sets_them()
     assert not estimator.is_identity("verbose", ("verbose",))
 
 
-def test_ranks_and_environment_of_a_backend_count():
+def test_ranks_and_environment_of_a_backend_are_part_of_the_identity():
     def counted(backend):
         return run_identity._counted("backend", backend)
 
@@ -39,11 +39,11 @@ def test_ranks_and_environment_of_a_backend_count():
     assert counted(SparkBackend(2, launcher="mpi")) == counted(SparkBackend(2, start_timeout=5.0))
     assert counted(SparkBackend(2)) != counted(SparkBackend(3))
     assert counted(SparkBackend(2)) != counted(SparkBackend(2, env={"A": "b"}))
-    assert counted(SparkBackend(min_num_proc=2)) != counted(SparkBackend(min_num_proc=3)), "another global batch"
+    assert counted(SparkBackend(min_num_proc=2)) != counted(SparkBackend(min_num_proc=3)), "their global batches differ"
     assert counted(SparkBackend(3, min_num_proc=2)) == counted(SparkBackend(3, max_num_proc=4))
 
 
-def test_the_choice_of_the_best_epoch_of_checkpoints_counts():
+def test_the_choice_of_the_best_epoch_by_checkpoints_is_part_of_the_identity():
     def counted(**choice):
         return run_identity._counted("checkpoints", Checkpoints(**choice))
 

@@ -111,7 +111,7 @@ def test_output_goes_to_the_tasks_stderr_when_no_driver_answers(capsys):
     assert lines[1:] == ["[0]<stdout>:one", "[0]<stdout>:two"]
 
 
-def test_output_that_the_driver_does_not_accept_goes_to_the_tasks_stderr(capsys):
+def test_a_stream_that_is_not_sent_to_the_driver_goes_to_the_tasks_stderr(capsys):
     stdout = Stream()
     with Server(SECRET, LogStream(stdout, None, timestamps=False, shown=False)) as server:
         addresses = (("127.0.0.1", server.port),)
@@ -151,7 +151,7 @@ def test_lines_can_be_timestamped():
     assert stamp.count(":") == 2
 
 
-def test_a_progress_bar_keeps_its_prefix_and_is_one_of_the_last_lines():
+def test_a_progress_bar_keeps_its_prefix_and_counts_as_one_line_of_the_tail():
     from sparkhvd.rpc.messages import Output  # noqa: PLC0415
 
     shown = Stream()

@@ -55,12 +55,12 @@ def encoder():
 
 
 def trainer_of(model, optimizer=None):
-    given = parameters(model=model, optimizer=optimizer or keras.optimizers.SGD(0.1))
-    return PLUGIN.trainer(PLUGIN.pack(given), spec(DATA, epochs=2), World(0, 1, 0, 1, 0, 1))
+    params = parameters(model=model, optimizer=optimizer or keras.optimizers.SGD(0.1))
+    return PLUGIN.trainer(PLUGIN.pack(params), spec(DATA, epochs=2), World(0, 1, 0, 1, 0, 1))
 
 
 def trained(model):
-    """Return the indices of the trained weights."""
+    """Return the indices of the trainable weights."""
     return [index for index, weight in enumerate(model.weights) if any(weight is v for v in model.trainable_variables)]
 
 
@@ -97,18 +97,18 @@ def test_an_unfrozen_layer_within_a_frozen_model_is_trained():
 
 
 def test_weights_without_decay_stay_without_it(tmp_path):
-    def made(**excluded):
+    def adamw(**excluded):
         optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
         optimizer.exclude_from_weight_decay(**excluded)
         return optimizer
 
     model = network()
     for excluded in ({"var_names": ["bias"]}, {"var_list": [model.weights[1], model.weights[3]]}):
-        trainer = trainer_of(model, made(**excluded))
+        trainer = trainer_of(model, adamw(**excluded))
         again = loaded(trainer, tmp_path)
         for built in (trainer._model, again):
             assert [built.optimizer._use_weight_decay(weight) for weight in built.weights] == [True, False] * 2
-        assert canonical_form(made(**excluded)) != canonical_form(keras.optimizers.AdamW(0.1, weight_decay=0.5))
+        assert canonical_form(adamw(**excluded)) != canonical_form(keras.optimizers.AdamW(0.1, weight_decay=0.5))
 
 
 def test_values_of_layers_that_get_config_does_not_return_are_kept(tmp_path):
@@ -161,7 +161,7 @@ def test_characters_that_are_line_breaks_are_weighted_by_their_frequency(tmp_pat
 
 
 class Glossary(keras.layers.Layer):
-    """A layer whose method has the name of a method of Keras, but other arguments."""
+    """A layer with a ``get_vocabulary`` whose arguments differ from those of Keras's lookup layers."""
 
     def get_vocabulary(self, language):
         raise AssertionError(language)
@@ -180,7 +180,7 @@ def test_layers_with_their_vocabulary_in_the_configuration_stay_unchanged(tmp_pa
     np.testing.assert_array_equal(again.predict(batch, verbose=0), model.predict(batch, verbose=0))
 
 
-def test_a_layer_with_lora_keeps_matrices_that_learn():
+def test_a_layer_with_lora_keeps_its_trainable_matrices():
     model = network()
     model.layers[0].enable_lora(2)
     built = trainer_of(model)._model
@@ -263,10 +263,10 @@ def test_the_functions_of_losses_and_metrics_keep_their_arguments(module):
 
 
 def test_a_model_is_returned_compiled_with_the_arguments_of_its_losses_and_metrics(tmp_path):
-    given = parameters(
+    params = parameters(
         loss=keras.losses.Huber(delta=0.1), metrics=[keras.metrics.CosineSimilarity(axis=0)], label_shapes=[[1]]
     )
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA), World(0, 1, 0, 1, 0, 1))
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(DATA), World(0, 1, 0, 1, 0, 1))
     again = loaded(trainer, tmp_path)
     inputs, targets = rows(8)["x"].astype(np.float32), np.random.default_rng(6).normal(size=(8, 3)).astype(np.float32)
     outputs = again(inputs)
@@ -279,7 +279,7 @@ def test_a_model_is_returned_compiled_with_the_arguments_of_its_losses_and_metri
 
 
 @pytest.mark.parametrize("weights", [{"end": 0.5}, [0.5], 0.5])
-def test_weights_of_losses_are_a_dict_a_list_or_a_number(weights):
+def test_weights_of_losses_may_be_a_dict_a_list_or_a_number(weights):
     inputs = keras.Input((6,))
     model = keras.Model(inputs, keras.layers.Dense(3, name="end")(inputs))
     loss = {"end": keras.losses.SparseCategoricalCrossentropy()} if isinstance(weights, dict) else "mse"
@@ -294,7 +294,7 @@ def test_weights_of_losses_are_a_dict_a_list_or_a_number(weights):
 
 @pytest.fixture
 def double_precision():
-    """Let Keras compute with 64 bits in a test; return the settings of other tests."""
+    """Make Keras compute in float64 during a test; yield the previous settings."""
     before = KerasSettings.current()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
@@ -309,12 +309,13 @@ def test_nested_layers_have_the_dtype_of_the_drivers_settings(double_precision, 
     assert trainer._model.inner.compute_dtype == keras.config.floatx() == "float64"
     again = loaded(trainer, tmp_path)
     double_precision.apply()
-    assert loaded(trainer, tmp_path).inner.compute_dtype == "float32", "the file was written with other settings"
+    # Saved again, with the settings of this process: nested layers take their dtype from the settings of the save.
+    assert loaded(trainer, tmp_path).inner.compute_dtype == "float32"
     assert again.inner.compute_dtype == "float64"
     assert keras.config.floatx() == "float32"
 
 
-def test_a_list_with_one_output_is_the_output_of_a_loaded_model():
+def test_a_model_may_return_a_list_with_one_output():
     inputs = keras.Input((6,))
     model = keras.Model(inputs, [keras.layers.Dense(3)(inputs)])
     assert plan_outputs(model, DATA.of("label"), None).structure == "list"
