@@ -19,7 +19,7 @@ from sparkhvd.comm.elastic.loop import run
 from sparkhvd.comm.elastic.sampler import ElasticSampler
 from sparkhvd.comm.elastic.state import ObjectState, State
 from sparkhvd.errors import HorovodInternalError
-from tests.waiting import happens
+from tests.waiting import happens, wait_for
 
 _MOST_STEPS = 10_000  # so that a test fails whose ranks do not change as expected
 
@@ -657,6 +657,23 @@ def train_without_its_store(folder: str, store: str):
         take_step(state, folder)
         shutil.rmtree(store)
         return kill()
+
+    return loop(state)
+
+
+def train_beyond_a_published_commit(folder: str, store: str):
+    """Take eight steps; after the fifth, kill the only rank once its first commit is in the Store."""
+    session.init()
+    state = ObjectState(step=0, total=0.0)
+
+    @run
+    def loop(state):
+        while state.step < 8:
+            take_step(state, folder)
+            if state.step == 5 and once(folder, "killed"):
+                wait_for(lambda: any(Path(store).rglob("commit-00000001-0000000001")))
+                kill()
+        return state.step, state.total
 
     return loop(state)
 

@@ -6,10 +6,13 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO, Literal, Protocol
 
+from sparkhvd._util.background import in_background
 from sparkhvd.errors import StoreError
 
 logger = logging.getLogger(__name__)
@@ -107,8 +110,20 @@ def number_of(path: str) -> int:
     return int(path.rpartition("-")[2])
 
 
+@dataclass(frozen=True)
+class _Write:
+    """A commit that is being published; ``done`` gets its path."""
+
+    generation: int
+    number: int
+    done: Future[str]
+
+
 class CommitPublisher:
     """Publishes commits of this rank at intervals; used by one thread.
+
+    The training continues while a commit is written. If the interval is 0, every commit is published, so the training
+    waits.
 
     Args:
         folder: where the commits go, and the interval.
@@ -117,30 +132,57 @@ class CommitPublisher:
     def __init__(self, folder: CommitFolder) -> None:
         self.folder = folder
         self._next = time.monotonic()
+        self._write: _Write | None = None
 
     def publish_if_due(
         self, generation: int, number: int, dump: Callable[[], bytes], report: Callable[[str], None]
     ) -> None:
-        """Publish a commit unless the last one is too recent; a failure is logged, and the next commit tries again.
+        """Begin to publish a commit, unless the last one is too recent or still being written.
+
+        A failure is logged, and a later commit tries again.
 
         Args:
             generation: the current generation.
             number: the number of the commit.
             dump: returns the state.
-            report: called with the path once the commit is published, before older commits are deleted.
+            report: called with the path of each commit that is published while its generation lasts, by this call or
+                by a later one.
         """
+        if self._write is not None and not self._write.done.done():
+            return
+        self._conclude(generation, report)
         if time.monotonic() < self._next:
             return
+        self._next = time.monotonic() + self.folder.interval
+        publish = partial(self._publish, generation, number, dump())
+        self._write = _Write(generation, number, in_background(publish, "sparkhvd-commit"))
+        if self.folder.interval == 0:
+            self._conclude(generation, report)
+
+    def finish(self) -> None:
+        """Wait until no commit is being written."""
+        if self._write is not None:
+            wait([self._write.done])
+
+    def _publish(self, generation: int, number: int, state: bytes) -> str:
+        path = self.folder.publish(generation, number, state)
+        self.folder.delete_before(path)
+        return path
+
+    def _conclude(self, generation: int, report: Callable[[str], None]) -> None:
+        """Report the commit that was written last, or log why that failed, after waiting for its end."""
+        write, self._write = self._write, None
+        if write is None:
+            return
         try:
-            path = self.folder.publish(generation, number, dump())
+            path = write.done.result()
         except StoreError as error:
             logger.warning(
                 "Commit %d could not be published, so a loss of all ranks would cost the steps since the last "
                 "published commit: %s",
-                number,
+                write.number,
                 error,
             )
         else:
-            report(path)
-            self.folder.delete_before(path)
-        self._next = time.monotonic() + self.folder.interval
+            if write.generation == generation:
+                report(path)

@@ -71,6 +71,8 @@ def _run(membership: Membership, state: State, train: Callable[[], Result]) -> R
         except HostsUpdatedInterrupt:
             membership.reason = ""
         else:
+            if (publisher := session.publisher()) is not None:
+                publisher.finish()  # the driver deletes all commits once the job has succeeded
             membership.finished()
             return result
         _leave_generation()

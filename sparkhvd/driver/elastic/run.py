@@ -174,8 +174,8 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
             together count once. None is 3. A ``DataError``, ``ParamError`` or ``MismatchError`` ends the job at once.
         store: a Store or its URL, where rank 0 publishes commits. If all ranks are lost, new ones resume from the last
             published commit. All hosts must reach it; the job deletes its commits when it succeeds.
-        commit_interval: seconds from one published commit to the next; 0 publishes every commit. The ranks wait while
-            rank 0 writes.
+        commit_interval: seconds from one published commit to the next; 0 publishes every commit, and makes the
+            ranks wait while rank 0 writes.
         executable: the Python interpreter of the ranks; None is the one of this process.
         output_filename: a folder in which each rank's output is also saved, in ``rank.<number>/stdout`` and ``stderr``.
         preload: modules that the processes import at their start.

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from sparkhvd.comm.connect.commit_folder import CommitFolder, CommitPublisher, number_of
@@ -37,18 +39,64 @@ def test_two_commits_and_those_of_later_generations_are_kept(folder):
     assert folder.store.list("elastic/job") == paths[2:]
 
 
-def test_a_publisher_writes_once_per_interval_and_names_a_commit_before_it_deletes_older_ones(folder):
-    named: list[list[str]] = []
-
-    def publish(publisher: CommitPublisher, number: int) -> None:
-        publisher.publish_if_due(1, number, b"state".upper, lambda path: named.append(folder.store.list("elastic/job")))
-
+def test_a_publisher_writes_once_per_interval_or_every_commit(folder):
+    reported: list[str] = []
     rare = CommitPublisher(folder)
     for number in (1, 2):
-        publish(rare, number)
-    assert [number_of(path) for path in folder.store.list("elastic/job")] == [1]
+        rare.publish_if_due(1, number, b"state".upper, reported.append)
+        rare.finish()
+    assert (
+        [number_of(path) for path in folder.store.list("elastic/job")] == [number_of(path) for path in reported] == [1]
+    )
     often = CommitPublisher(CommitFolder(folder.store, folder.folder, 0.0))
     for number in (3, 4, 5):
-        publish(often, number)
-    assert [number_of(path) for path in named[-1]] == [3, 4, 5]
+        often.publish_if_due(1, number, b"state".upper, reported.append)
+    assert [number_of(path) for path in reported] == [1, 3, 4, 5]
     assert [number_of(path) for path in folder.store.list("elastic/job")] == [4, 5]
+
+
+class SlowStore:
+    """A Store that writes only when it is allowed to."""
+
+    url = "slow://"
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.may_write = threading.Event()
+        self.error: StoreError | None = None
+
+    def publish(self, path: str, content: bytes) -> None:
+        assert self.may_write.wait(30)
+        if self.error is not None:
+            raise self.error
+        self._store.publish(path, content)
+
+    def list(self, path: str) -> list[str]:
+        return self._store.list(path)
+
+    def delete(self, path: str) -> None:
+        self._store.delete(path)
+
+
+def test_the_training_continues_while_a_commit_is_written(folder, caplog):
+    store = SlowStore(folder.store)
+    publisher = CommitPublisher(CommitFolder(store, folder.folder, 1e-9))
+    reported: list[str] = []
+    for number in (1, 2, 3):
+        publisher.publish_if_due(1, number, b"state".upper, reported.append)
+    assert reported == store.list("elastic/job") == []
+    store.may_write.set()
+    publisher.finish()
+    assert [number_of(path) for path in store.list("elastic/job")] == [1], "later commits did not wait for the first"
+    publisher.publish_if_due(1, 4, b"state".upper, reported.append)
+    assert [number_of(path) for path in reported] == [1]
+    publisher.finish()
+    publisher.publish_if_due(2, 5, b"state".upper, reported.append)
+    assert len(reported) == 1, "a new generation does not report commits of an old one"
+    publisher.finish()
+    store.error = StoreError("No space left.")
+    for number in (6, 7):
+        publisher.publish_if_due(2, number, b"state".upper, reported.append)
+        publisher.finish()
+    assert "Commit 6 could not be published" in caplog.text
+    assert [number_of(path) for path in reported] == [1, 5]
