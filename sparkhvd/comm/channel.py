@@ -71,7 +71,11 @@ class Channel:
 
     def named(self, kind: str, name: str | None) -> str:
         """Return ``name``, or an automatically numbered name if it is None."""
-        return f"{kind}.noname.{next(self.counts[kind])}" if name is None else name
+        if name is None:
+            return f"{kind}.noname.{next(self.counts[kind])}"
+        if not isinstance(name, str):
+            raise ConfigError(f"The name of a collective must be a string, got {name!r}.")
+        return name
 
     def renumber(self) -> None:
         """Number unnamed operations from 0 again."""

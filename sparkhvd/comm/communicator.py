@@ -211,7 +211,10 @@ class Communicator:
             NotInitializedError: the communicator is closed, or the set is not registered.
             ConfigError: this rank is not in the set.
         """
-        number = 0 if process_set is None else process_set.process_set_id
+        try:
+            number = 0 if process_set is None else process_set.process_set_id
+        except AttributeError:
+            raise ConfigError(f"process_set must be an hvd.ProcessSet or None, got {process_set!r}.") from None
         channel = None if self._closed or number is None else self._channels.get(number)
         return self._refused_channel(process_set) if channel is None else channel
 

@@ -9,6 +9,7 @@ import keras
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.collectives.options import require_compressor
 from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError, UnsupportedError
 
@@ -28,6 +29,8 @@ def gradient_exchange(  # noqa: PLR0917
     Raises:
         ConfigError: the settings contradict each other, or Keras runs on a backend other than TensorFlow and PyTorch.
     """
+    if compression is not None:
+        require_compressor(compression)
     backend = keras.config.backend()
     if op not in {ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM}:
         raise UnsupportedError(f"Gradients can be combined with op=Average, op=Sum or op=Adasum, not {op}.")

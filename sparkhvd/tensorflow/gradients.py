@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from sparkhvd._util.keras_layers import variables_of_layers
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.collectives.options import Reduction
+from sparkhvd.comm.collectives.options import Reduction, require_compressor
 from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow.compression import Compression, Compressor
@@ -39,6 +39,7 @@ class GradientExchange:
     process_set: ProcessSet | None = None
 
     def __post_init__(self) -> None:
+        require_compressor(self.compression)
         if self.op not in {ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM}:
             raise ConfigError(f"Gradients can be combined with op=Average, op=Sum or op=Adasum, not {self.op}.")
         if not self.predivide > 0:

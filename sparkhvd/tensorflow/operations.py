@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import Array, ReduceOp
-from sparkhvd.comm.collectives.options import Reduction
+from sparkhvd.comm.collectives.options import Reduction, require_compressor
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError, UnsupportedError
 from sparkhvd.tensorflow import gpu
@@ -120,6 +120,7 @@ def reduce_dense(
     if not tensors:
         return []
     op, prescale, postscale = reduction
+    require_compressor(compression)
     packed, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
 
     def run(*eager: tf.Tensor) -> Sequence[Array | tf.Tensor]:
@@ -274,6 +275,7 @@ def grouped_reducescatter(  # noqa: PLR0917  the order of the arguments is Horov
     """Reduce and scatter several tensors in one operation; see ``reducescatter``."""
     if not tensors:
         return []
+    require_compressor(compression)
     packed, contexts = zip(*(compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors), strict=True)
     full_name = graph_name("reducescatter", name)
 

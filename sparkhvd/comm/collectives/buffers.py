@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,10 @@ class ReduceOp(StrEnum):
     MAX = "max"
     PRODUCT = "product"
     ADASUM = "adasum"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ConfigError(f"op must be Average, Sum, Min, Max, Product or Adasum of hvd, got {value!r}.")
 
 
 class Buffer(NamedTuple):

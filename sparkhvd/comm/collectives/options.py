@@ -6,6 +6,7 @@ from typing import NamedTuple, TypedDict, Unpack
 
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.errors import ConfigError
 
 # These are created for every submitted tensor; a named tuple takes a third of the time of a frozen dataclass.
 
@@ -41,6 +42,15 @@ class Reduction(NamedTuple):
     op: ReduceOp = ReduceOp.AVERAGE
     prescale: float = 1.0
     postscale: float = 1.0
+
+
+def require_compressor(compression: object) -> None:
+    """Raise ``ConfigError`` if an object cannot compress tensors."""
+    if not callable(getattr(compression, "compress", None)) or not callable(getattr(compression, "decompress", None)):
+        raise ConfigError(
+            "compression must be one of hvd.Compression, such as hvd.Compression.fp16, or an object with the methods "
+            f"compress and decompress, got {compression!r}."
+        )
 
 
 class SubmitKeywords(TypedDict, total=False):

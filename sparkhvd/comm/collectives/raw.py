@@ -6,6 +6,7 @@ All functions take a ``SubmitOptions``: the name, the ranks, and when to begin.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -87,6 +88,10 @@ def reduce_in_place(  # noqa: PLR0917  most tensors come through here: records w
         )
     except CoreError as error:
         raise translate(error) from None
+    except TypeError:
+        channel.named("allreduce", name)
+        _require_numbers(prescale, postscale)
+        raise
     return Handle(name, operation, channel.waits, owner)
 
 
@@ -265,6 +270,9 @@ def _submitted(  # noqa: PLR0917  keywords would cost a tenth of the call
         )
     except CoreError as error:
         raise translate(error) from None
+    except TypeError:
+        _require_numbers(prescale, postscale)
+        raise
     return name, operation
 
 
@@ -278,10 +286,21 @@ def _reduced_together(
     name = channel.named(kind, options.name)
     engine = channel.engine
     submit = engine.grouped_allreduce if kind == "grouped_allreduce" else engine.grouped_reducescatter
-    with translated():
-        device = pairs[0][0].device if pairs else None
+    device = pairs[0][0].device if pairs else None
+    try:
         operations = submit(name, _tensors(name, pairs), *reduction, options.with_waiter, device)
+    except CoreError as error:
+        raise translate(error) from None
+    except TypeError:
+        _require_numbers(reduction.prescale, reduction.postscale)
+        raise
     return channel.handle(name, PendingGroup(tuple(operations)))
+
+
+def _require_numbers(prescale: float, postscale: float) -> None:
+    for name, scale in (("prescale", prescale), ("postscale", postscale)):
+        if not isinstance(scale, numbers.Real):
+            raise ConfigError(f"The {name} factor must be a number, got {scale!r}.")
 
 
 def _require_same_form(what: str, source: Buffer, target: Buffer) -> None:

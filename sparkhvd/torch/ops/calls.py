@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from sparkhvd.comm.collectives.options import SubmitOptions
 from sparkhvd.comm.handle import Handle
+from sparkhvd.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,16 +61,24 @@ class Call(NamedTuple, Generic[R]):
 
     def run(self) -> R:
         """Run the collective and return its result, through autograd where an input needs a gradient."""
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.collective.tensors):
-            return self.result(_apply(self.collective, *self.collective.tensors), ())
+        tensors = self.collective.tensors
+        if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
+            return self.result(_apply(self.collective, *tensors), ())
         return self.start(in_place=False, waits=True).wait()
 
     def start(self, *, in_place: bool, waits: bool = False) -> Handle[R]:
         """Submit the collective and return its handle."""
+        _require_tensors(self.collective.tensors)
         if in_place:
             for tensor in self.collective.tensors:
                 increment_version(tensor)  # so that autograd refuses gradients from the values before
         return self.collective.start(self.result, in_place=in_place, waits=waits)
+
+
+def _require_tensors(tensors: Tensors) -> None:
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"A collective of sparkhvd.torch takes tensors, got {tensor!r:.200}.")
 
 
 class _Differentiable(torch.autograd.Function):

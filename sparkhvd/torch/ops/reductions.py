@@ -9,7 +9,7 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import Buffer, ReduceOp, label_of
-from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
+from sparkhvd.comm.collectives.options import Reduction, SubmitOptions, require_compressor
 from sparkhvd.comm.handle import Handle
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import Compressor, NoneCompressor
@@ -91,6 +91,7 @@ class Allreduce(NamedTuple):
         what, compression = label_of("Tensor", self.options.name), self.compression
         if in_place:
             require_contiguous(tensor, what)
+        require_compressor(compression)
         compressed, context = compression.compress(tensor.detach())
         memory = stage(compressed, what, on_device=on_device).memory
         if on_device:

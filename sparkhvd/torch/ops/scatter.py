@@ -8,7 +8,7 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp, label_of
-from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
+from sparkhvd.comm.collectives.options import Reduction, SubmitOptions, require_compressor
 from sparkhvd.comm.collectives.raw import rows_of
 from sparkhvd.comm.handle import Handle
 from sparkhvd.errors import ConfigError
@@ -61,6 +61,7 @@ class Reducescatter(NamedTuple):
             raise ConfigError(
                 f"{what} is a scalar, but a reducescatter splits the first dimension; reshape it to (1,)."
             )
+        require_compressor(compression)
         compressed, context = compression.compress(tensor.detach())
         memory = stage(compressed, what, on_device=on_device).memory
         if on_device:

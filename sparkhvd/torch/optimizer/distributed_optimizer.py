@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 import torch
 
 from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.collectives.options import require_compressor
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError, UnsupportedError
 from sparkhvd.torch.compression import Compression, Compressor
@@ -71,6 +72,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917  the name and the order of the 
         >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     """
     _check_settings(optimizer, op, gradient_predivide_factor)
+    require_compressor(compression)
     groups = select_groups(num_groups, groups)
     names = names_by_position(optimizer.param_groups)
     if named_parameters is not None:

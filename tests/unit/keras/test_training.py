@@ -530,6 +530,10 @@ def test_invalid_settings_are_rejected():
         (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=0), "at least 1"),
         (lambda: hvd.DistributedOptimizer("sgd"), "not a Keras optimizer"),
         (
+            lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), compression="fp16"),
+            "must be one of hvd.Compression.*got 'fp16'",
+        ),
+        (
             lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Adasum, gradient_predivide_factor=2.0),
             "needs op=Average",
         ),

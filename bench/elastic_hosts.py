@@ -1,0 +1,182 @@
+"""Measure how soon an elastic job continues on one host after the link of the other host was cut.
+
+The hosts are network namespaces behind ssh servers. ``torchrun`` does the same work with its agents in the same
+namespaces. As it may wait for Gloo's timeout of 30 minutes, the program waits for it only ``--patience`` seconds. It
+needs root, ip and an ssh server.
+
+    python -m bench.elastic_hosts [--rounds 3] [--patience 120]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import sparkhvd
+from bench import machine
+from tests.launch import hosts, sshd
+from tests.waiting import wait_for
+
+_FIRST_STEPS = 50
+_MORE_STEPS = 30
+_PORT = 29511
+_MOST_SECONDS = 300.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds to wait for torchrun's next step")
+    options = parser.parse_args()
+    if why := hosts.why_not() or sshd.why_not():
+        raise SystemExit(f"This machine cannot simulate two hosts: {why}.")
+    print(machine.describe())
+    print("\na cut link of one of two hosts, with a rank each, to the next step of the other: seconds")
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-elastic-hosts-") as name,
+        sshd.hosts_behind_ssh(Path(name), 2) as both,
+    ):
+        os.environ["PATH"] = both.path
+        found = [_round_of_sparkhvd(Path(name, str(number)), both) for number in range(options.rounds)]
+        print(f"  sparkhvd  {', '.join(f'{seconds:.1f}' for seconds in found)}", flush=True)
+        seconds = _round_of_torchrun(Path(name, "torchrun"), both, options.patience)
+        print(f"  torchrun  {f'{seconds:.1f}' if seconds else f'none within {options.patience:g}'}")
+    print(f"\n{machine.load()}")
+    return 0
+
+
+def _round_of_sparkhvd(folder: Path, both: sshd.SshHosts) -> float:
+    folder.mkdir()
+    with _cut_later(folder, both.hosts[1]):
+        sparkhvd.run_elastic(
+            _train,
+            (str(folder),),
+            num_proc=2,
+            min_num_proc=1,
+            hosts=both.listed,
+            ssh_identity_file=both.key,
+            cooldown_range=(600, 600),
+            verbose=0,
+        )
+    return _seconds_until_alone(folder)
+
+
+def _train(folder: str) -> None:
+    """Take steps until this rank has taken some alone."""
+    import sparkhvd.numpy as hvd  # noqa: PLC0415  (imported by the ranks)
+
+    hvd.init()
+    state = hvd.elastic.ObjectState(step=0, alone=0)
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        while state.alone < _MORE_STEPS:
+            hvd.allreduce(np.ones(1000, np.float32), name="gradient")
+            state.step += 1
+            state.alone += hvd.size() == 1
+            _note(Path(folder), hvd.size())
+            state.commit()
+
+    loop(state)
+
+
+def _round_of_torchrun(folder: Path, both: sshd.SshHosts, patience: float) -> float | None:
+    folder.mkdir()
+    agents = [_agent(host, both.hosts[0].address, folder) for host in both.hosts]
+    try:
+        with _cut_later(folder, both.hosts[1]):
+            wait_for((folder / "cut").exists, _MOST_SECONDS)
+            end = time.monotonic() + patience
+            while time.monotonic() < end and not _alone(folder):
+                time.sleep(0.2)
+    finally:
+        for agent in agents:
+            os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
+    return _seconds_until_alone(folder) if _alone(folder) else None
+
+
+def _agent(host: hosts.Host, endpoint: str, folder: Path) -> subprocess.Popen[bytes]:
+    command = ["ip", "netns", "exec", host.namespace, sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
+    command += ["--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "bench"]
+    command += ["--rdzv-endpoint", f"{endpoint}:{_PORT}", "--local-addr", host.address]
+    # The names of the namespaces do not resolve, so the agents cannot find out which of them is the endpoint.
+    command += ["--rdzv-conf", f"is_host={int(host.address == endpoint)}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": host.interface}
+    with (folder / f"agent-{host.address}").open("wb") as log:
+        return subprocess.Popen(
+            [*command, "-m", "bench.elastic_hosts_torchrun", str(folder)],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def train_with_torchrun(folder: str) -> None:
+    """Take the same steps as one rank of torchrun."""
+    import torch  # noqa: PLC0415  (heavy)
+    import torch.distributed as dist  # noqa: PLC0415
+
+    dist.init_process_group("gloo")
+    alone = 0
+    while alone < _MORE_STEPS:
+        dist.all_reduce(torch.ones(1000))
+        alone += dist.get_world_size() == 1
+        _note(Path(folder), dist.get_world_size())
+
+
+def _note(folder: Path, size: int) -> None:
+    with (folder / f"steps-{os.getpid()}").open("a", encoding="utf-8") as file:
+        file.write(f"{time.monotonic()} {size}\n")
+    time.sleep(0.01)
+
+
+def _steps(folder: Path) -> list[tuple[float, int]]:
+    lines = [line.split() for path in folder.glob("steps-*") for line in path.read_text().splitlines()]
+    return [(float(words[0]), int(words[1])) for words in lines if len(words) == 2]
+
+
+def _alone(folder: Path) -> list[float]:
+    """Return the times of the steps that one rank took alone after the cut."""
+    cut = float((folder / "cut").read_text())
+    return [seconds for seconds, size in _steps(folder) if size == 1 and seconds > cut]
+
+
+def _seconds_until_alone(folder: Path) -> float:
+    return min(_alone(folder)) - float((folder / "cut").read_text())
+
+
+@contextmanager
+def _cut_later(folder: Path, host: hosts.Host) -> Iterator[None]:
+    """Cut the link of a host once both ranks have taken some steps, and connect it again after this block."""
+
+    def cut() -> None:
+        wait_for(lambda: sum(size == 2 for _, size in _steps(folder)) > 2 * _FIRST_STEPS, _MOST_SECONDS)
+        subprocess.run(["ip", "-n", host.namespace, "link", "set", host.interface, "down"], check=True)
+        (folder / "cut~").write_text(str(time.monotonic()))
+        (folder / "cut~").rename(folder / "cut")
+
+    thread = threading.Thread(target=cut, name="bench-cut")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        host.connect()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
