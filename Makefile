@@ -105,6 +105,7 @@ bench: .venv/.core-built ## Measure collectives, training steps, the data path, 
 	@$(RUN) python -m bench.estimators
 	@$(RUN) python -m bench.startup
 	@$(RUN) python -m bench.elastic
+	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.elastic_hosts; fi
 	@$(RUN) python -m bench.search
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.preflight; fi
 
