@@ -98,7 +98,7 @@ def configure(conf: Path, files: Mapping[str, Mapping[str, object]]) -> Path:
 def start_daemon(conf: Path, main: str, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """Start a main class of Hadoop."""
     java = Path(os.environ["JAVA_HOME"], "bin", "java") if "JAVA_HOME" in os.environ else "java"
-    command = [str(java), "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+    command = [str(java), "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", f"-Djava.io.tmpdir={conf}"]
     with log.open("w") as output:
         return subprocess.Popen(
             [*command, "-cp", f"{conf}:{hadoop_jars()}/*", main, *arguments], stdout=output, stderr=subprocess.STDOUT
