@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import sparkhvd.tensorflow as hvd
+from sparkhvd.comm import interface
 from sparkhvd.errors import ConfigError
 
 DTYPES = ["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
@@ -353,3 +356,97 @@ def broadcast_every_dtype():
 
 
 # The expected results.
+
+
+def test_every_dtype_is_reduced_by_every_operator(group):
+    group.run(reduce_every_dtype)
+
+
+def test_eager_mode_and_graphs_agree(group):
+    group.run(reduce_in_every_mode)
+    group.run(gather_and_broadcast)
+
+
+def test_memory_of_tensors_is_reduced_in_eager_mode_and_graphs(group):
+    group.run(reduce_the_memory_of_tensors)
+
+
+def test_rows_move_equally_in_eager_mode_and_graphs(group):
+    group.run(move_rows)
+    group.run(move_in_groups)
+
+
+def test_every_collective_takes_a_process_set_and_ranks_may_join_early(group):
+    group.run(use_process_sets_and_join)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_collectives_have_gradients(group, in_graph):
+    group.run(differentiate, in_graph)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_collectives_have_second_gradients(group, in_graph):
+    group.run(differentiate_twice, in_graph)
+
+
+def test_a_graph_combines_eager_tensors_that_it_captures(group):
+    group.run(combine_captured_tensors)
+
+
+def test_a_graph_combines_tensors_of_layers_if_one_rank_has_created_more_layers(group):
+    group.run(combine_tensors_of_layers)
+
+
+def test_a_rank_without_a_gradient_does_not_shift_the_others(group):
+    group.run(combine_with_a_missing_gradient)
+
+
+def test_slices_are_gathered_and_add_up(group):
+    group.run(reduce_slices)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_the_mean_of_integer_slices_is_not_truncated(group, in_graph):
+    quotients = {"uint8": "float32", "int8": "float32", "int32": "float64", "int64": "float64"}
+    wanted = {dtype: [(real, [0.0, 3.5])] * 4 for dtype, real in quotients.items()}
+    assert group.run(average_integer_slices, in_graph) == [wanted, wanted]
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("sparse_as_dense", [False, True], ids=["sparse", "dense"])
+def test_a_distributed_tape_makes_ranks_one_big_batch(group, in_graph, sparse_as_dense):
+    group.run(train_with_tape, in_graph, sparse_as_dense)
+
+
+def test_variables_and_objects_are_broadcast(group):
+    group.run(spread_state)
+    group.run(broadcast_every_dtype)
+
+
+def test_the_module_exports_the_common_interface_without_duplicates():
+    assert set(interface.__all__) < set(hvd.__all__) <= set(dir(hvd))
+    assert len(set(hvd.__all__)) == len(hvd.__all__)
+    assert all(getattr(hvd, name) is getattr(interface, name) for name in interface.__all__)
+    assert all(getattr(hvd, name) is not None for name in hvd.__all__)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_gradients_of_local_layers_are_not_exchanged_and_are_available_separately(group, in_graph):
+    group.run(keep_gradients_of_local_layers, in_graph)
+
+
+def test_the_error_for_an_optimizer_names_the_keras_module():
+    with pytest.raises(AttributeError, match=r"Use sparkhvd\.keras\.DistributedOptimizer, or DistributedGradientTape"):
+        hvd.DistributedOptimizer  # noqa: B018
+
+
+def test_a_local_layer_of_a_tape_must_be_built():
+    layer = SimpleNamespace(name="later", built=False, trainable_weights=[])
+    with pytest.raises(ConfigError, match="'later' has no variables before it is built"):
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=layer)
+
+
+def test_graphs_and_sessions_of_tensorflow_1_are_rejected_at_once():
+    with tf.Graph().as_default(), pytest.raises(ConfigError, match="move the training step"):
+        hvd.allreduce(tf.constant([1.0]))
