@@ -13,8 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from sparkhvd.comm import session
-from sparkhvd.comm.collectives.buffers import Array, ReduceOp
-from sparkhvd.comm.collectives.options import Reduction, require_compressor
+from sparkhvd.comm.collectives.arrays import array_from
+from sparkhvd.comm.collectives.buffers import Array, ReduceOp, buffer_of
+from sparkhvd.comm.collectives.options import Reduction, SubmitOptions, require_compressor
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError, UnsupportedError
 from sparkhvd.tensorflow import gpu
@@ -210,12 +211,12 @@ def grouped_allgather(
     full_name = graph_name("allgather", name)
 
     def run(*eager: tf.Tensor) -> Sequence[Any]:
-        communicator = session.current()
         arrays = [array_of(value, "The tensor to gather") for value in eager]
-        handle = communicator.grouped_allgather_async(arrays, name=full_name, process_set=process_set)
-        rows = np.array([[len(array) if array.ndim else 0 for array in arrays]])
-        rows_name = full_name and f"{full_name}.rows"
-        return [*handle.wait(), communicator.allgather(rows, name=rows_name, process_set=process_set)]
+        sources = [buffer_of(array, "The tensor to gather") for array in arrays]
+        gathered = session.current().gather_buffers(sources, SubmitOptions(full_name, process_set)).wait()
+        joined = [array_from(*pair) for pair in zip(gathered, arrays, strict=True)]
+        # The rows of every tensor from every rank; 0 from a rank that has joined.
+        return [*joined, np.array([part.first_dims for part in gathered], np.int64).T]
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*own: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
@@ -291,7 +292,8 @@ def grouped_reducescatter(  # noqa: PLR0917  the order of the arguments is Horov
                 raise ConfigError(f"A reducescatter with op={op} has no gradient; use Average or Sum.")
             ranks = size_of(process_set) if op is ReduceOp.SUM else 1
             gathered = grouped_allgather(upstream, full_name and f"{full_name}.gradient", process_set)
-            return _with_own_scales(gathered, ranks * prescale_factor * postscale_factor)
+            whole = [_of_every_rank(*pair) for pair in zip(gathered, values, strict=True)]
+            return _with_own_scales(whole, ranks * prescale_factor * postscale_factor)
 
         return outside_graph(run, values, [(value.dtype, _with_any_rows(value)) for value in values]), gradient
 
@@ -423,6 +425,17 @@ def _scaled(values: tf.Tensor, factor: float, divisor: Any = 1) -> tf.Tensor:
         return values * tf.cast(factor / divisor, values.dtype)
     # Integers are scaled like those of dense tensors: in double, then truncated.
     return tf.cast(tf.cast(values, tf.float64) * factor / divisor, values.dtype)
+
+
+def _of_every_rank(gathered: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """Return the gathered rows of the gradient of a reducescatter, which raise an error if some are missing."""
+    message = (
+        "The gradient of a reducescatter needs the gradients of all ranks, but some ranks have joined. Compute the "
+        "gradient before the first rank joins."
+    )
+    check = tf.debugging.assert_equal(tf.shape(gathered)[0], tf.shape(value)[0], message)
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.ensure_shape(gathered, value.shape)
 
 
 def _with_own_scales(gradients: Sequence[tf.Tensor], scale: Any) -> list[tf.Tensor]:

@@ -133,7 +133,7 @@ def allgather_async(
     """
     array = _contiguous(array)
     handle = raw.gather_buffer(me, buffer_of(array, "The array to gather"), SubmitOptions(**options))
-    return handle.then(lambda gathered: _joined(gathered, array))
+    return handle.then(lambda gathered: array_from(gathered, array))
 
 
 def grouped_allgather_async(
@@ -145,7 +145,7 @@ def grouped_allgather_async(
     kept = [_contiguous(array) for array in arrays]
     sources = [buffer_of(array, f"Array {i} to gather") for i, array in enumerate(kept)]
     handle = raw.gather_buffers(me, sources, SubmitOptions(**options))
-    return handle.then(lambda all_gathered: [_joined(*pair) for pair in zip(all_gathered, kept, strict=True)])
+    return handle.then(lambda all_gathered: [array_from(*pair) for pair in zip(all_gathered, kept, strict=True)])
 
 
 def alltoall_async(
@@ -164,7 +164,7 @@ def alltoall_async(
     array = _contiguous(array)
     source = buffer_of(array, "The array to send")
     handle = raw.alltoall_buffer(me, source, splits, SubmitOptions(**options))
-    return handle.then(lambda gathered: (_joined(gathered, array), gathered.first_dims))
+    return handle.then(lambda gathered: (array_from(gathered, array), gathered.first_dims))
 
 
 def broadcast_async(
@@ -204,7 +204,8 @@ def _own_rows(me: HasChannels, array: Array, process_set: ProcessSet | None) -> 
     return np.empty((rows, *array.shape[1:]), array.dtype)
 
 
-def _joined(gathered: Gathered, like: Array) -> Array:
+def array_from(gathered: Gathered, like: Array) -> Array:
+    """Return the gathered rows of all ranks as an array; ``like`` is this rank's own."""
     joined: Array = np.frombuffer(gathered.content, like.dtype)
     return joined.reshape(sum(gathered.first_dims), *like.shape[1:])
 

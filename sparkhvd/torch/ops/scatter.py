@@ -53,6 +53,11 @@ class Reducescatter(NamedTuple):
         require_gradient(reduction, "A reducescatter")
         ranks = session.current().channel(options.process_set).size if reduction.op is ReduceOp.SUM else 1
         gathered = Call(Allgather(gradients, for_gradient(options), self.grouped), every).run()
+        if any(len(gradient) != len(tensor) for gradient, tensor in zip(gathered, self.tensors, strict=True)):
+            raise ConfigError(
+                "The gradient of a reducescatter needs the gradients of all ranks, but some ranks have joined. Compute "
+                "the gradient before the first rank joins."
+            )
         return with_own_scales(gathered, reduction, ranks)
 
     def _part(self, tensor: torch.Tensor, *, on_device: bool) -> Part:

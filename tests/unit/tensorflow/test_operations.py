@@ -120,6 +120,26 @@ def use_process_sets_and_join():
     assert hvd.join().numpy() in {0, 1}
 
 
+def differentiate_while_a_rank_has_joined():
+    """Compute gradients on rank 1, while rank 0 has joined and contributes no rows."""
+    outcome = None
+    if hvd.rank() == 1:
+        mine = tf.Variable([[1.0], [2.0]])
+
+        def gradient_of_allgather():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(hvd.allgather(mine, name="late") * [[4.0], [6.0]])
+            return tape.gradient(loss, mine)
+
+        outcome = [gradient.numpy().tolist() for gradient in (gradient_of_allgather(), graph(gradient_of_allgather)())]
+        with tf.GradientTape() as tape:
+            scattered = hvd.reducescatter(mine, op=hvd.Sum, name="late")
+        with pytest.raises(tf.errors.InvalidArgumentError, match="some ranks have joined"):
+            tape.gradient(scattered, mine)
+    hvd.join()
+    return outcome
+
+
 def differentiate(in_graph):
     """Differentiate losses of `rank + 1` times a weighted sum of the result, so that gradients differ between ranks."""
     factor = hvd.rank() + 1.0
@@ -383,6 +403,10 @@ def test_every_collective_takes_a_process_set_and_ranks_may_join_early(group):
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 def test_collectives_have_gradients(group, in_graph):
     group.run(differentiate, in_graph)
+
+
+def test_gradients_are_right_while_a_rank_has_joined(group):
+    assert group.run(differentiate_while_a_rank_has_joined) == [None, [[[2.0], [3.0]]] * 2]
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])

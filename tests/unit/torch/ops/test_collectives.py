@@ -222,6 +222,15 @@ def differentiate_with_own_scales():
             assert x.grad.tolist() == [ranks * (hvd.rank() + 1) * 0.5] * 4
 
 
+def differentiate_a_reducescatter_while_a_rank_has_joined():
+    if hvd.rank():
+        x = torch.ones(RANKS, requires_grad=True)
+        scattered = hvd.reducescatter(x, op=hvd.Sum, name="late")
+        with pytest.raises(ValueError, match="some ranks have joined"):
+            scattered.sum().backward()
+    hvd.join()
+
+
 def train_until_data_ends():
     """Train on r + 1 batches on rank r; a joined rank adds zeros."""
     batches = range(hvd.rank() + 1)
@@ -323,6 +332,10 @@ def test_gradients_have_gradients(group):
 
 def test_sparse_tensors_add_up_for_any_entries_of_the_ranks(group):
     group.run(add_sparse)
+
+
+def test_the_gradient_of_a_reducescatter_needs_all_ranks(group):
+    group.run(differentiate_a_reducescatter_while_a_rank_has_joined)
 
 
 def test_ranks_may_run_out_of_data_at_different_times(group):
