@@ -70,7 +70,7 @@ def weighted(gradients: list[Any], share: Callable[[], float]) -> list[Any]:
 
         # TensorFlow calls ``factor`` at every run of the graph, after it has computed the loss. Before that, the share
         # of the batch may be unknown.
-        number: Any = tf.stop_gradient(tf.py_function(lambda *_: factor(), _dependency_on(gradients), tf.float32))
+        number: Any = tf.stop_gradient(tf.py_function(lambda *_: factor(), _dependency_on(gradients), tf.float64))
         number.set_shape([])
         return [None if g is None else scaled(g, tf.cast(number, g.dtype)) for g in gradients]
     number = factor()

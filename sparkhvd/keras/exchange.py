@@ -58,7 +58,9 @@ def scaled(gradient: Any, factor: Any) -> Any:
     if keras.config.backend() == "tensorflow":
         import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
-        return tf.math.scalar_mul(tf.cast(factor, gradient.dtype), gradient)
+        from sparkhvd.tensorflow.tensors import as_dtype  # noqa: PLC0415
+
+        return tf.math.scalar_mul(as_dtype(factor, gradient.dtype), gradient)
     return gradient * factor
 
 

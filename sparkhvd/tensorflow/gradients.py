@@ -15,7 +15,7 @@ from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow.compression import Compression, Compressor
 from sparkhvd.tensorflow.operations import reduce_dense, reduce_slices
-from sparkhvd.tensorflow.tensors import size_of, without_autograph
+from sparkhvd.tensorflow.tensors import as_dtype, size_of, without_autograph
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
         reduced = exchange.reduce([None if local else grad for grad, local in zip(flat, is_local, strict=True)])
         factor = 1.0 / size_of(process_set) if scale_local_gradients else 1.0
         results = [
-            tf.math.scalar_mul(tf.cast(factor, grad.dtype), grad) if local and grad is not None else combined
+            tf.math.scalar_mul(as_dtype(factor, grad.dtype), grad) if local and grad is not None else combined
             for grad, combined, local in zip(flat, reduced, is_local, strict=True)
         ]
         return tf.nest.pack_sequence_as(gradients, results)

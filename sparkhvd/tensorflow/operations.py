@@ -20,7 +20,15 @@ from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError, UnsupportedError
 from sparkhvd.tensorflow import gpu
 from sparkhvd.tensorflow.compression import Compression, Compressor
-from sparkhvd.tensorflow.tensors import array_of, graph_name, outside_graph, rank_in, size_of, without_autograph
+from sparkhvd.tensorflow.tensors import (
+    array_of,
+    as_dtype,
+    graph_name,
+    outside_graph,
+    rank_in,
+    size_of,
+    without_autograph,
+)
 
 
 def reduction(average: bool | None, op: ReduceOp | None) -> ReduceOp:
@@ -403,7 +411,7 @@ def _with_gradient_of_sum(gathered: tf.Tensor, ranks: Any) -> tf.Tensor:
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(values: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return tf.identity(values), lambda upstream: upstream * tf.cast(ranks, upstream.dtype)
+        return tf.identity(values), lambda upstream: upstream * as_dtype(ranks, upstream.dtype)
 
     return differentiable(gathered)
 
@@ -422,7 +430,7 @@ def _scaled(values: tf.Tensor, factor: float, divisor: Any = 1) -> tf.Tensor:
     if not tf.is_tensor(divisor) and factor == divisor == 1:
         return values
     if values.dtype.is_floating:
-        return values * tf.cast(factor / divisor, values.dtype)
+        return values * as_dtype(factor / divisor, values.dtype)
     # Integers are scaled like those of dense tensors: in double, then truncated.
     return tf.cast(tf.cast(values, tf.float64) * factor / divisor, values.dtype)
 
@@ -442,7 +450,7 @@ def _with_own_scales(gradients: Sequence[tf.Tensor], scale: Any) -> list[tf.Tens
     """Scale gradients after their exchange, because the prescale may differ between ranks."""
     if not tf.is_tensor(scale) and scale == 1.0:
         return list(gradients)
-    return [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients]
+    return [gradient * as_dtype(scale, gradient.dtype) for gradient in gradients]
 
 
 def _with_any_rows(tensor: tf.Tensor) -> tf.TensorShape:

@@ -125,6 +125,11 @@ def own_failures() -> Iterator[None]:
         raise cause from error
 
 
+def as_dtype(number: Any, dtype: tf.DType) -> tf.Tensor:
+    """Return a number or a scalar tensor in a dtype; ``tf.cast`` alone would round a number to single precision."""
+    return tf.cast(number if tf.is_tensor(number) else tf.constant(number, tf.float64), dtype)
+
+
 def rank_in(process_set: ProcessSet | None) -> Any:
     """Return this process's rank in the process set: a number, or a tensor as ``_current`` explains."""
     return _current(lambda: session.current().channel(process_set).engine.rank, tf.int64)

@@ -248,6 +248,15 @@ def reduce_slices():
     assert hvd.allreduce(large, op=hvd.Sum).values[:, 0].numpy().tolist() == [2**53 + 1] * 2
 
 
+def scale_in_double_precision():
+    value = tf.Variable(tf.ones([1], tf.float64))
+    with tf.GradientTape() as tape:
+        result = hvd.allreduce(value, op=hvd.Average, prescale_factor=0.1)
+    slices = tf.IndexedSlices(tf.ones([1], tf.float64), tf.constant([0]), tf.constant([1]))
+    scaled = hvd.allreduce(slices, op=hvd.Sum, prescale_factor=0.1)
+    return tape.gradient(result, value).numpy().tolist(), scaled.values.numpy().tolist()
+
+
 def average_integer_slices(in_graph):
     """Average rows that several ranks have; intermediate values must not be truncated."""
     rank = hvd.rank()
@@ -428,6 +437,10 @@ def test_a_rank_without_a_gradient_does_not_shift_the_others(group):
 
 def test_slices_are_gathered_and_add_up(group):
     group.run(reduce_slices)
+
+
+def test_scales_have_the_precision_of_the_values(group):
+    assert group.run(scale_in_double_precision) == [([0.1], [0.1, 0.1])] * 2
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
