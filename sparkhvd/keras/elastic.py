@@ -15,7 +15,7 @@ import numpy as np
 from sparkhvd._util.counts import counted
 from sparkhvd.comm.elastic import loop
 from sparkhvd.comm.elastic.loop import P, Result, S
-from sparkhvd.comm.elastic.state import ObjectState, State
+from sparkhvd.comm.elastic.state import ObjectState, State, require_equal_forms
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from sparkhvd.keras.variables import broadcast_variables, is_built, shared_variables
 
@@ -108,8 +108,16 @@ class KerasState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Overwrite the variables and values of all ranks with those of rank 0, and save them; collective."""
-        broadcast_variables(shared_variables(self.model, self.optimizer))
+        """Overwrite the variables and values of all ranks with those of rank 0, and save them; collective.
+
+        Raises:
+            MismatchError: the ranks have different optimizers or variables.
+        """
+        variables = shared_variables(self.model, self.optimizer)
+        # Names are not compared: Keras numbers them in the order in which a process creates layers.
+        of_variables = [f"a variable of {variable.dtype}{list(variable.shape)}" for variable in variables]
+        require_equal_forms([f"the optimizer {_kind(self.optimizer)}", *of_variables])
+        broadcast_variables(variables)
         super().sync()
 
     def _kept(self) -> dict[str, Any]:
@@ -118,6 +126,11 @@ class KerasState(ObjectState):
     def _keep(self, kept: dict[str, Any]) -> None:
         self._saved_variables = kept["variables"]
         super()._keep(kept)
+
+
+def _kind(optimizer: Any) -> str:
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return type(optimizer).__name__ if inner is None else f"{type(optimizer).__name__} of {_kind(inner)}"
 
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from sparkhvd.comm.elastic import loop
 from sparkhvd.comm.elastic.loop import P, Result, S
-from sparkhvd.comm.elastic.state import ObjectState, State
+from sparkhvd.comm.elastic.state import ObjectState, State, require_equal_forms
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from sparkhvd.tensorflow.states import broadcast_variables
 from sparkhvd.tensorflow.tensors import own_failures
@@ -86,7 +86,12 @@ class TensorFlowState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Overwrite the variables and values of all ranks with those of rank 0, and save them; collective."""
+        """Overwrite the variables and values of all ranks with those of rank 0, and save them; collective.
+
+        Raises:
+            MismatchError: the ranks have different variables.
+        """
+        require_equal_forms([f"a variable of {_dtype_name(one)}{list(one.shape)}" for one in self.variables])
         broadcast_variables(self.variables)
         super().sync()
 
@@ -96,3 +101,8 @@ class TensorFlowState(ObjectState):
     def _keep(self, kept: dict[str, Any]) -> None:
         self._saved_variables = kept["variables"]
         super()._keep(kept)
+
+
+def _dtype_name(variable: Any) -> str:
+    """Return the dtype of a variable of TensorFlow or Keras."""
+    return str(getattr(variable.dtype, "name", variable.dtype))

@@ -11,7 +11,7 @@ from sparkhvd._util.counts import counted
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.elastic.loop import run
 from sparkhvd.comm.elastic.sampler import ElasticSampler
-from sparkhvd.comm.elastic.state import ObjectState, State
+from sparkhvd.comm.elastic.state import ObjectState, State, require_equal_forms
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 from sparkhvd.torch.states import broadcast_optimizer_state, broadcast_parameters, load_optimizer_state
@@ -39,6 +39,8 @@ class _Part(Protocol):
     def sync(self) -> None: ...
 
     def reset(self) -> None: ...
+
+    def form(self, name: str) -> list[str]: ...
 
 
 class TorchState(ObjectState):
@@ -86,7 +88,12 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Overwrite all parts on all ranks with those of rank 0, and save them; collective."""
+        """Overwrite all parts on all ranks with those of rank 0, and save them; collective.
+
+        Raises:
+            MismatchError: the ranks have different parts, or models with different tensors.
+        """
+        require_equal_forms([line for name, part in self._parts.items() for line in part.form(name)])
         for part in self._parts.values():
             part.sync()
         super().sync()
@@ -127,6 +134,13 @@ class _ModelPart:
     def reset(self) -> None:
         return
 
+    def form(self, name: str) -> list[str]:
+        tensors = {key: value for key, value in self._model.state_dict().items() if isinstance(value, torch.Tensor)}
+        return [
+            _kind(self._model, name),
+            *(f"the tensor {key!r} of {name!r} ({_dtype_and_shape(value)})" for key, value in tensors.items()),
+        ]
+
 
 class _OptimizerPart:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -156,6 +170,9 @@ class _OptimizerPart:
         if isinstance(self._optimizer, ExchangingOptimizer):
             self._optimizer.abandon_step()
 
+    def form(self, name: str) -> list[str]:
+        return [_kind(self._optimizer, name)]
+
 
 class _StatefulPart:
     """Any object with ``state_dict`` and ``load_state_dict``."""
@@ -178,6 +195,9 @@ class _StatefulPart:
         if isinstance(self._value, ElasticSampler):
             self._value.reset()
 
+    def form(self, name: str) -> list[str]:
+        return [_kind(self._value, name)]
+
 
 def _part_of(value: Any) -> _Part | None:
     """Return the part for a value; None for a plain value."""
@@ -188,6 +208,15 @@ def _part_of(value: Any) -> _Part | None:
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return _StatefulPart(value)
     return None
+
+
+def _kind(value: object, name: str) -> str:
+    return f"the {type(value).__name__} {name!r}"
+
+
+def _dtype_and_shape(tensor: torch.Tensor) -> str:
+    shape = "" if torch.nn.parameter.is_lazy(tensor) else list(tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{shape}"
 
 
 def _copied(value: Any, earlier: Any, sources: dict[int, int]) -> Any:

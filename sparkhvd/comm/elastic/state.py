@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -11,7 +13,9 @@ import numpy as np
 
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.errors import ConfigError, HostsUpdatedInterrupt
+from sparkhvd.errors import ConfigError, HostsUpdatedInterrupt, MismatchError
+
+_SHOWN = 3  # parts that an error lists
 
 
 class State:
@@ -192,6 +196,44 @@ class ObjectState(State):
 
     def _live(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._values}
+
+
+def require_equal_forms(form: Sequence[str]) -> None:
+    """Raise an error on all ranks if their states have different parts; collective.
+
+    Otherwise a rank would wait forever for the values of parts that another rank does not have.
+
+    Args:
+        form: describes the parts of this rank's state, in the order in which their values are sent.
+
+    Raises:
+        MismatchError: the parts of the ranks differ.
+    """
+    communicator = session.current()
+    digest = hashlib.blake2b("\n".join(form).encode(), digest_size=16).digest()
+    digests = objects.allgather_object(communicator, digest, name="elastic.form")
+    other = next((rank for rank, of_rank in enumerate(digests) if of_rank != digests[0]), None)
+    if other is None:
+        return
+    forms = objects.allgather_object(communicator, list(form), name="elastic.parts")
+    differences = _differences(forms[0], forms[other], other)
+    raise MismatchError(
+        f"The states of the ranks differ, so they cannot be synchronized: {differences}. "
+        "A new rank runs the program from its start. So create the same model and optimizer on all ranks before you "
+        "call the decorated function, and do not replace them while the job runs."
+    )
+
+
+def _differences(first: Sequence[str], second: Sequence[str], rank: int) -> str:
+    """Describe how the parts of ``rank`` differ from those of rank 0."""
+    only = {0: Counter(first) - Counter(second), rank: Counter(second) - Counter(first)}
+    listed = [f"only rank {of} has {_few(list(parts.elements()))}" for of, parts in only.items() if parts]
+    return ", ".join(listed) or f"rank {rank} has the parts of rank 0 in another order"
+
+
+def _few(parts: Sequence[str]) -> str:
+    shown = ", ".join(parts[:_SHOWN])
+    return shown if len(parts) <= _SHOWN else f"{shown} and {len(parts) - _SHOWN} more"
 
 
 def _owner(kind: type, name: str) -> type:

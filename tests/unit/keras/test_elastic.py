@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import sparkhvd.keras as hvd
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, MismatchError
 from tests.unit.keras.test_training import fitted, network, ranks_with, rows
 
 
@@ -56,6 +56,15 @@ def return_to_the_optimizer_of_the_commit():
         np.testing.assert_array_equal(value, weight)
 
 
+def synchronize_different_optimizers():
+    """Rank 0 has replaced the optimizer with which a new rank still starts."""
+    model = network()
+    model.compile(hvd.DistributedOptimizer([keras.optimizers.Adam, keras.optimizers.SGD][hvd.rank()](0.05)), "mse")
+    with pytest.raises(MismatchError) as caught:
+        hvd.elastic.KerasState(model).sync()
+    return str(caught.value)
+
+
 def rows_of(part):
     features, targets = rows()
     return features[part], targets[part]
@@ -63,6 +72,12 @@ def rows_of(part):
 
 def test_a_state_follows_the_optimizer_of_its_model(group):
     group.run(follow_a_new_optimizer)
+
+
+def test_ranks_with_different_optimizers_do_not_wait_for_each_other(group):
+    for message in group.run(synchronize_different_optimizers):
+        assert "only rank 0 has the optimizer Adam, a variable of float32" in message
+        assert "only rank 1 has the optimizer SGD. " in message
 
 
 def test_a_restore_returns_to_the_optimizer_of_the_commit(group):

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import sparkhvd.tensorflow as hvd
 from sparkhvd.comm import interface
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, MismatchError
 
 DTYPES = ["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 
@@ -384,6 +384,13 @@ def broadcast_every_dtype():
         hvd.broadcast_variables([tf.Variable("text")])
 
 
+def synchronize_different_variables():
+    variables = [tf.Variable([1.0]), tf.Variable(2)][: hvd.rank() + 1]
+    with pytest.raises(MismatchError) as caught:
+        hvd.elastic.TensorFlowState(variables).sync()
+    return str(caught.value)
+
+
 # The expected results.
 
 
@@ -459,6 +466,11 @@ def test_a_distributed_tape_makes_ranks_one_big_batch(group, in_graph, sparse_as
 def test_variables_and_objects_are_broadcast(group):
     group.run(spread_state)
     group.run(broadcast_every_dtype)
+
+
+def test_ranks_with_different_variables_do_not_wait_for_each_other(group):
+    for message in group.run(synchronize_different_variables):
+        assert "cannot be synchronized: only rank 1 has a variable of int32[]. " in message
 
 
 def test_the_module_exports_the_common_interface_without_duplicates():

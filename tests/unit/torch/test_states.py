@@ -86,6 +86,13 @@ def train_undisturbed(kind, steps):
     return [value.tolist() for value in model.parameters()]
 
 
+def synchronize_different_models():
+    model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(2 - hvd.rank())))
+    with pytest.raises(hvd.MismatchError) as caught:
+        hvd.elastic.TorchState(model).sync()
+    return str(caught.value)
+
+
 def share_objects():
     return hvd.broadcast_object({"epoch": hvd.rank()}, 1), hvd.allgather_object("ab" * hvd.rank())
 
@@ -116,6 +123,11 @@ def test_ranks_train_equally_after_the_optimizer_state_is_broadcast(group, kind,
 
 def test_broadcasting_does_not_change_the_training_of_the_root(group):
     assert group.run(share_optimizer_state, "Adam", 2, 0, 0) == group.run(train_undisturbed, "Adam", 5)
+
+
+def test_ranks_with_different_models_do_not_wait_for_each_other(group):
+    of_rank_0 = "the tensor '1.weight' of 'model' (float32[1, 1]), the tensor '1.bias' of 'model' (float32[1]). "
+    assert all(f"only rank 0 has {of_rank_0}" in message for message in group.run(synchronize_different_models))
 
 
 def test_objects_are_broadcast_and_gathered(group):
