@@ -13,6 +13,7 @@ from functools import wraps
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import increment_version
 
 from sparkhvd.comm.collectives.options import SubmitOptions
@@ -62,13 +63,17 @@ class Call(NamedTuple, Generic[R]):
     def run(self) -> R:
         """Run the collective and return its result, through autograd where an input needs a gradient."""
         tensors = self.collective.tensors
-        if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
+        _require_tensors(tensors)
+        is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        # PyTorch raises an error if an operation has no forward-mode gradient; without it, a tangent would be lost.
+        if is_recorded or any(_has_tangent(tensor) for tensor in tensors):
             return self.result(_apply(self.collective, *tensors), ())
         return self.start(in_place=False, waits=True).wait()
 
     def start(self, *, in_place: bool, waits: bool = False) -> Handle[R]:
         """Submit the collective and return its handle."""
-        _require_tensors(self.collective.tensors)
+        if in_place or not waits:
+            _require_tensors(self.collective.tensors)
         if in_place:
             for tensor in self.collective.tensors:
                 increment_version(tensor)  # so that autograd refuses gradients from the values before
@@ -92,6 +97,10 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, *ctx.collective.gradients(gradients, ctx.rows)
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _with_rows(tensors: Tensors, rows: Rows) -> tuple[Tensors, Rows]:

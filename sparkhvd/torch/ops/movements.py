@@ -96,7 +96,10 @@ class Broadcast:
         """Return the mean of the ranks' gradients on the root, and zero elsewhere."""
         del rows
         (reduced,) = Call(Allreduce(gradients, Reduction(), for_gradient(self.options)), every).run()
-        return (reduced if session.current().world.rank == self.root else torch.zeros_like(reduced),)
+        if session.current().world.rank == self.root:
+            return (reduced,)
+        # Zeros that depend on the mean: its own gradient is a collective of all ranks.
+        return (torch.where(torch.zeros((), dtype=torch.bool, device=reduced.device), reduced, 0.0),)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import sparkhvd.torch as hvd
 from tests.ranks import RankGroup
@@ -163,6 +164,20 @@ def differentiate_twice():
     (first,) = torch.autograd.grad((hvd.allreduce(x, op=hvd.Sum) ** 3).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     return first.tolist(), second.tolist()
+
+
+def differentiate_a_broadcast_twice():
+    x = torch.tensor([1.0 + hvd.rank()], requires_grad=True)
+    (first,) = torch.autograd.grad((hvd.broadcast(x, 1) ** 3).sum() * RANKS, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    return first.tolist(), second.tolist()
+
+
+def differentiate_forward():
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(NotImplementedError, match="must implement the jvp"):
+            hvd.allreduce(dual)
 
 
 def add_sparse():
@@ -328,6 +343,15 @@ def test_sparse_sums_and_means_of_integers_are_those_of_dense_tensors(group):
 
 def test_gradients_have_gradients(group):
     assert group.run(differentiate_twice) == [([81.0, 324.0], [162.0, 324.0])] * RANKS
+
+
+def test_the_gradient_of_a_broadcast_has_a_gradient_on_every_rank(group):
+    # For the root's x = 2: the mean of the ranks' 3 * 3 x^2; then that of 18 x, which only the root's loss contains.
+    assert group.run(differentiate_a_broadcast_twice) == [([0.0], [0.0]), ([36.0], [12.0]), ([0.0], [0.0])]
+
+
+def test_forward_mode_gradients_are_refused(group):
+    group.run(differentiate_forward)
 
 
 def test_sparse_tensors_add_up_for_any_entries_of_the_ranks(group):
