@@ -24,7 +24,7 @@ from sparkhvd.torch.ops.tensors import buffer_of
 from sparkhvd.torch.ops.transfer import ExchangeSettings, Transfer, Weight, send, send_zeros
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _TrackedParameter:
     """The state of one parameter within a step."""
 
@@ -219,8 +219,10 @@ class GradientExchange:
             if not tracked.hooks:
                 with torch.enable_grad():
                     tracked.accumulation = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-                before = partial(_before_accumulation, exchange, tracked)
-                after = partial(_after_accumulation, exchange, tracked)
+                # A strong reference would keep the parameter forever: the node of autograd holds it where the garbage
+                # collector cannot see it.
+                before = partial(_before_accumulation, exchange, weakref.ref(tracked))
+                after = partial(_after_accumulation, exchange, weakref.ref(tracked))
                 tracked.hooks = [
                     parameter.register_hook(before),  # type: ignore[no-untyped-call]
                     parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
@@ -359,15 +361,15 @@ def _wait_for_all(handles: Sequence[Handle[torch.Tensor] | Handle[None]]) -> lis
 
 
 def _before_accumulation(
-    exchange: weakref.ref[GradientExchange], tracked: _TrackedParameter, gradient: torch.Tensor
+    exchange: weakref.ref[GradientExchange], parameter: weakref.ref[_TrackedParameter], gradient: torch.Tensor
 ) -> torch.Tensor | None:
-    alive = exchange()
-    return None if alive is None else alive.incoming(tracked, gradient)
+    alive, tracked = exchange(), parameter()
+    return None if alive is None or tracked is None else alive.incoming(tracked, gradient)
 
 
 def _after_accumulation(
-    exchange: weakref.ref[GradientExchange], tracked: _TrackedParameter, _parameter: torch.Tensor
+    exchange: weakref.ref[GradientExchange], parameter: weakref.ref[_TrackedParameter], _tensor: torch.Tensor
 ) -> None:
-    alive = exchange()
-    if alive is not None:
+    alive, tracked = exchange(), parameter()
+    if alive is not None and tracked is not None:
         alive.accumulated(tracked)

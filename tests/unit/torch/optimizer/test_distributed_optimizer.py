@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -560,6 +561,17 @@ def test_closing_and_deleting_remove_the_hooks(alone):
     weight.sum().backward()
     weight.sum().backward()
     assert weight.grad.tolist() == [4.0, 4.0]
+
+
+def test_parameters_are_freed_with_their_optimizer(alone):
+    weight = a_parameter()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    weight.sum().backward()
+    optimizer.step()
+    freed = weakref.ref(weight)
+    del weight, optimizer
+    gc.collect()
+    assert freed() is None
 
 
 def test_parameters_can_be_added_later(alone):
