@@ -263,7 +263,9 @@ class GradientExchange:
         first = next(iter(self._tracked.values()))
         layouts = [self._layout(tracked, about_to_send) for tracked in self._tracked.values()]
         flags = [layout is torch.strided for layout in layouts] + [layout is torch.sparse_coo for layout in layouts]
-        self._flags = torch.tensor(flags, dtype=self._settings.wire_dtype(first.parameter.dtype))
+        # No factor makes infinity 0, as small factors do with 1 in float16.
+        values = [math.inf if flag else 0.0 for flag in flags]
+        self._flags = torch.tensor(values, dtype=self._settings.wire_dtype(first.parameter.dtype))
         op = self._weight().op
         own = buffer_of(self._flags, "The presence vector of the gradients")
         self._presence = session.current().reduce_buffer(

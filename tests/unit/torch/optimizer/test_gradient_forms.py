@@ -193,6 +193,17 @@ def half_of_large(factor):
     return -weight.item()
 
 
+def small_factor_with_a_missing_gradient():
+    """Train a float16 weight of which only rank 1 has a gradient, with a factor that float16 rounds to 0."""
+    everywhere, somewhere = (torch.nn.Parameter(torch.zeros(1, dtype=torch.float16)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([everywhere, somewhere], lr=1.0), gradient_predivide_factor=1e-8
+    )
+    (everywhere.sum() + (somewhere.sum() * RANKS * 1e-8 if hvd.rank() == 1 else 0.0)).backward()
+    optimizer.step()
+    return somewhere.item()
+
+
 def refuse_sparse_maximum():
     table = torch.nn.Embedding(10, 2, sparse=True)
     plain = torch.optim.SGD(table.parameters(), lr=0.1)
@@ -348,6 +359,10 @@ def test_gradients_of_a_group_wait_for_each_other(group):
 def test_the_predivide_factor_divides_gradients_before_the_sum(group):
     assert group.run(half_of_large, 1.0) == [float("inf")] * group.size
     assert group.run(half_of_large, 4.0) == [48000.0] * group.size
+
+
+def test_ranks_without_a_gradient_know_of_it_with_any_predivide_factor(group):
+    assert len(set(group.run(small_factor_with_a_missing_gradient))) == 1
 
 
 def test_sparse_gradients_are_averaged_and_stay_sparse(group):
