@@ -97,8 +97,10 @@ class KerasPlugin:
         names = [AUTOMATIC_NUMBER.sub("", variable.path) for variable in model.weights]
         numbered = [f"{index}: {name}" for index, name in enumerate(names)]
         shapes = [tuple(variable.shape) for variable in model.weights]
-        optimizer = _optimizer(params, model)
-        return ModelFacts("Keras", type(optimizer).__name__, dict(zip(numbered, shapes, strict=True)))
+        name_by_id = {id(variable): name for variable, name in zip(model.weights, numbered, strict=True)}
+        trained = tuple(name_by_id.get(id(variable), "") for variable in model.trainable_variables)
+        optimizer = type(_optimizer(params, model)).__name__
+        return ModelFacts("Keras", optimizer, dict(zip(numbered, shapes, strict=True)), (trained,))
 
     def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
         """See ``FrameworkPlugin.monitors``; names ``checkpoint_callback`` if ``checkpoints`` was derived from it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ import numpy.typing as npt
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.data.read.batches import BatchSource
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
 from sparkhvd.estimators.keras.callback_states import CALLBACK, callback_states, restore_callbacks
 from sparkhvd.estimators.keras.dataset import BatchDataset
@@ -40,6 +43,8 @@ from sparkhvd.world import World
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_NUMBER = re.compile(r"_\d+(?=_|$)")  # in the name of an optimizer's variable
 
 
 def _on_own_device(
@@ -88,16 +93,29 @@ class KerasTrainer:
                 arrays |= {f"{name}.{i}": _value(v) for i, v in enumerate(optimizer.variables)}
         swapped = np.array([callback._ema_weights_in_model for callback in self._swapping()])  # noqa: SLF001
         arrays |= callback_states(self._package.callbacks)
-        return arrays_to_bytes({**arrays, "lr_scale": np.array(self._lr_scale), "swapped": swapped})
+        names = np.array(_variable_kinds(self._model.optimizer))
+        return arrays_to_bytes(
+            {
+                **arrays,
+                "lr_scale": np.array(self._lr_scale),
+                "swapped": swapped,
+                "optimizer names": names,
+            }
+        )
 
     @_on_own_device
     def restore(self, state: bytes) -> None:
-        """Resume from ``state``; the saved learning rate is converted to the scale of this run."""
+        """Resume from ``state``; the saved learning rate is converted to the scale of this run.
+
+        Raises:
+            ParamError: the saved optimizer has other variables, because it was created with other settings.
+        """
         arrays = arrays_from_bytes(state)
         self._callback_states = {name: values for name, values in arrays.items() if name.startswith(CALLBACK)}
         optimizer = self._model.optimizer
         if not optimizer.built:
             optimizer.build(self._model.trainable_variables)
+        _check_variables(optimizer, arrays.get("optimizer names", np.array([])).tolist())
         for kind, variables in (("model", self._model.variables), ("optimizer", optimizer.variables)):
             for index, variable in enumerate(variables):
                 variable.assign(arrays[f"{kind}.{index}"])
@@ -483,6 +501,37 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         )
         self.ended = not self._hooks.on_epoch_end(report, self._trainer)
         self.model.stop_training = self.ended
+
+
+def _variable_kinds(optimizer: keras.optimizers.Optimizer) -> list[str]:
+    """Return the names of an optimizer's variables, without numbers: those of automatic names depend on the process."""
+    return [_NUMBER.sub("", variable.name) for variable in optimizer.variables]
+
+
+def _check_variables(optimizer: keras.optimizers.Optimizer, saved: Sequence[str]) -> None:
+    """Refuse the state of an optimizer with other variables, whose values they would take.
+
+    Args:
+        optimizer: the optimizer of this run.
+        saved: ``_variable_kinds`` of the optimizer in the checkpoint; empty in checkpoints of older versions.
+
+    Raises:
+        ParamError: the variables differ; the message names one of them.
+    """
+    current = _variable_kinds(optimizer)
+    if not saved or list(saved) == current:
+        return
+    lost, new = list(Counter(saved) - Counter(current)), list(Counter(current) - Counter(saved))
+    if lost:
+        difference = f"the optimizer in the checkpoint has a variable {lost[0]!r}, which this fit's optimizer lacks"
+    elif new:
+        difference = f"the optimizer in the checkpoint lacks the variable {new[0]!r} of this fit's optimizer"
+    else:
+        difference = "the variables of the optimizer in the checkpoint have another order than those of this fit's"
+    raise ParamError(
+        f"The run cannot resume from its checkpoint: {difference}. Create the optimizer with the arguments that the "
+        "run began with (use_ema, amsgrad, momentum and the like), or choose another run_id to start a new run."
+    )
 
 
 def _learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:

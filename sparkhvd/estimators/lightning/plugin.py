@@ -29,6 +29,7 @@ from sparkhvd.estimators.params.backend import Placement, is_elastic
 from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec, typed_params
 from sparkhvd.estimators.runs.resume_check import ModelFacts
+from sparkhvd.estimators.torch.checkpoint.optimizer_groups import named_groups
 from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.losses.divisors import inexact_losses
 from sparkhvd.estimators.torch.losses.objective import objective_of
@@ -147,9 +148,11 @@ class LightningPlugin:
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """See ``FrameworkPlugin.facts``; a LightningModule creates its optimizers on the ranks."""
         _check_kinds(params)
-        plain = flavour_of(params["model"]) is None
-        optimizer = type(params["optimizer"]).__name__ if plain else ""
-        return ModelFacts("Lightning", optimizer, parameter_shapes(typed_params(LightningParams, params).model))
+        model, optimizer = typed_params(LightningParams, params).model, params["optimizer"]
+        if flavour_of(model) is not None or not isinstance(optimizer, torch.optim.Optimizer):
+            return ModelFacts("Lightning", weights=parameter_shapes(model))
+        groups = tuple(map(tuple, named_groups(optimizer, model)))
+        return ModelFacts("Lightning", type(optimizer).__name__, parameter_shapes(model), groups)
 
     def packages(self) -> tuple[str, ...]:
         """See ``FrameworkPlugin.packages``; a module may subclass the classes of either Lightning."""

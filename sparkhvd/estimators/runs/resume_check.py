@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any
 
+from sparkhvd._util.counts import counted
 from sparkhvd.errors import ParamError
 
+Groups = tuple[tuple[str, ...], ...]
 Shape = tuple[int, ...] | None  # None if only the training determines it
 
 
@@ -19,11 +22,14 @@ class ModelFacts:
         framework: the framework that trains the model.
         optimizer: the optimizer's class; empty if only the ranks know the optimizer.
         weights: the shape of every weight, by name.
+        groups: the names of the weights that the optimizer trains, by parameter group, in its order: its state does not
+            name them. Empty if only the ranks know them.
     """
 
     framework: str
     optimizer: str = ""
     weights: Mapping[str, Shape] = field(default_factory=dict)
+    groups: Groups = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as JSON types."""
@@ -33,7 +39,8 @@ class ModelFacts:
 def facts_from_json(content: dict[str, Any]) -> ModelFacts:
     """Create the facts from the output of ``ModelFacts.to_json``."""
     shapes = {name: None if shape is None else tuple(shape) for name, shape in content["weights"].items()}
-    return ModelFacts(content["framework"], content["optimizer"], shapes)
+    groups = tuple(tuple(group) for group in content.get("groups", ()))
+    return ModelFacts(content["framework"], content["optimizer"], shapes, groups)
 
 
 def check_resumable(run_id: str, url: str, before: ModelFacts, now: ModelFacts) -> None:
@@ -72,4 +79,19 @@ def _difference(before: ModelFacts, now: ModelFacts) -> str:
         return differences[0] + (f" (and {len(differences) - 1} more weights differ)" if len(differences) > 1 else "")
     if before.optimizer != now.optimizer:
         return f"its optimizer is {before.optimizer}, but this fit has {now.optimizer}"
+    return _group_difference(before.groups, now.groups) if before.groups and now.groups else ""
+
+
+def _group_difference(saved: Groups, current: Groups) -> str:
+    if len(saved) != len(current):
+        return f"its optimizer has {counted(len(saved), 'parameter group')}, but this fit's has {len(current)}"
+    for group, (olds, news) in enumerate(zip(saved, current, strict=True)):
+        for index, (old, new) in enumerate(zip_longest(olds, news)):
+            if old != new:
+                where = f"parameter {index} of group {group}"
+                return f"{where} of its optimizer is {_quoted(old)}, but of this fit's {_quoted(new)}"
     return ""
+
+
+def _quoted(name: str | None) -> str:
+    return "none" if name is None else repr(name or "outside the model")

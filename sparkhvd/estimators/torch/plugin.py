@@ -25,6 +25,7 @@ from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec, 
 from sparkhvd.estimators.runs.resume_check import ModelFacts, Shape
 from sparkhvd.estimators.torch.batch_normalization import batch_dependence_of
 from sparkhvd.estimators.torch.callbacks import TorchCallback
+from sparkhvd.estimators.torch.checkpoint.optimizer_groups import named_groups
 from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
 from sparkhvd.estimators.torch.losses.divisors import inexact_losses
@@ -108,9 +109,9 @@ class TorchPlugin:
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """See ``FrameworkPlugin.facts``."""
         _check_kinds(params)
-        return ModelFacts(
-            "PyTorch", type(params["optimizer"]).__name__, parameter_shapes(typed_params(InputParams, params).model)
-        )
+        model, optimizer = typed_params(InputParams, params).model, typed_params(TorchParams, params).optimizer
+        groups = tuple(map(tuple, named_groups(optimizer, model)))
+        return ModelFacts("PyTorch", type(optimizer).__name__, parameter_shapes(model), groups)
 
     def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
         """See ``FrameworkPlugin.monitors``."""

@@ -1,0 +1,70 @@
+"""The check that a run can be resumed with the model and optimizer of a fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.lightning.plugin import PLUGIN as LIGHTNING
+from sparkhvd.estimators.params.policies import Checkpoints
+from sparkhvd.estimators.runs.resume_check import ModelFacts, check_resumable, facts_from_json
+from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
+
+
+def facts(choose, plugin=TORCH):
+    """Return the facts of two equal layers and their optimizer; ``choose`` selects its parameters from theirs."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(choose([*model.parameters()]), 0.1)
+    others = {"loss": torch.nn.functional.mse_loss, "logger": None, "checkpoints": Checkpoints()}
+    return plugin.facts({"model": model, "optimizer": optimizer, **others})
+
+
+def in_order(parameters):
+    return parameters
+
+
+def as_groups(parameters):
+    return [{"params": parameters[:2]}, {"params": parameters[2:]}]
+
+
+def layers_reversed(parameters):
+    return parameters[2:] + parameters[:2]
+
+
+def first_layer(parameters):
+    return parameters[:2]
+
+
+@pytest.mark.parametrize("plugin", [TORCH, LIGHTNING])
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        (in_order, layers_reversed, "parameter 0 of group 0 of its optimizer is '0.weight', but of this fit's '1.wei"),
+        (in_order, first_layer, "parameter 2 of group 0 of its optimizer is '1.weight', but of this fit's none"),
+        (first_layer, in_order, "parameter 2 of group 0 of its optimizer is none, but of this fit's '1.weight'"),
+        (in_order, as_groups, "its optimizer has 1 parameter group, but this fit's has 2"),
+        (as_groups, in_order, "its optimizer has 2 parameter groups, but this fit's has 1"),
+    ],
+)
+def test_a_run_is_not_resumed_with_an_optimizer_that_trains_other_parameters(plugin, before, now, message):
+    with pytest.raises(ParamError, match=message):
+        check_resumable("run", "url", facts(before, plugin), facts(now, plugin))
+
+
+def test_a_run_resumes_with_the_same_parameters_and_from_checkpoints_without_their_names():
+    current = facts(as_groups)
+    saved = json.loads(json.dumps(current.to_json()))
+    assert facts_from_json(saved) == current
+    check_resumable("run", "url", facts_from_json(saved), current)
+    check_resumable("run", "url", facts_from_json({**saved, "groups": []}), current)
+    del saved["groups"]
+    check_resumable("run", "url", facts_from_json(saved), current)
+
+
+def test_facts_name_the_parameters_outside_the_model():
+    before, now = (ModelFacts("PyTorch", "SGD", groups=((name,),)) for name in ("", "weight"))
+    with pytest.raises(ParamError, match="of its optimizer is 'outside the model', but of this fit's 'weight'"):
+        check_resumable("run", "url", before, now)
