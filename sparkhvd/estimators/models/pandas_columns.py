@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,7 +57,8 @@ def _rows(present: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic
         array[:] = np.stack([np.asarray(value, array.dtype) for value in present]) if column.shape else list(present)
         return array
     try:
-        rows = np.stack([_dense(value) for value in present])
+        decimals = "int64" if column.dtype.startswith("int") else "float64"  # as Spark's decimals were in the training
+        rows = np.stack([_dense(value, decimals) for value in present])
     except ValueError as error:
         raise DataError(f"Feature column {column.name!r} has rows of different shapes.") from error
     if present.dtype.kind in "biuf":  # single values do not have the type of the column
@@ -105,5 +107,18 @@ def _entries(value: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]
     return np.flatnonzero(dense), dense[np.flatnonzero(dense)]
 
 
-def _dense(value: Any) -> npt.NDArray[Any]:
-    return np.asarray(value.toArray() if hasattr(value, "toArray") else value)
+def _dense(value: Any, decimals: str = "float64") -> npt.NDArray[Any]:
+    """Return a value as one array.
+
+    Args:
+        value: a number, vector, array or list. ``toPandas`` nests arrays in arrays of objects.
+        decimals: the type for decimals. An integer type is used only if they have no fractions.
+    """
+    array = np.asarray(value.toArray() if hasattr(value, "toArray") else value)
+    if array.dtype.kind != "O" or not array.size:
+        return array
+    if all(isinstance(part, Decimal) for part in array.flat):
+        floats = any(part != part.to_integral_value() for part in array.flat)
+        return array.astype("float64" if floats else decimals)
+    nested = all(isinstance(part, np.ndarray | list | tuple) for part in array.flat)
+    return np.stack([_dense(part, decimals) for part in array.flat]) if nested else array

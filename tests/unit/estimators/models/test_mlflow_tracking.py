@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 
 import keras
@@ -26,6 +27,7 @@ from sparkhvd.estimators.keras.plugin import PLUGIN as KERAS
 from sparkhvd.estimators.models import mlflow_tracking, pyfunc
 from sparkhvd.estimators.models.mlflow_tracking import requirements, track
 from sparkhvd.estimators.models.outputs import OutputColumn, OutputSpec
+from sparkhvd.estimators.models.pandas_columns import feature_array
 from sparkhvd.estimators.models.trained import ModelArtifacts
 from sparkhvd.estimators.params.policies import Checkpoints
 from sparkhvd.estimators.reports import EpochRecord
@@ -306,6 +308,32 @@ def test_predict_refuses_the_columns_that_transform_refuses():
     ):
         with pytest.raises(error, match=message):
             pandas_model(RecordingPredictor(), (("x", spec),)).predict(pd.DataFrame({"x": values}))
+
+
+def nested(parts):
+    """Return an array of objects, as ``toPandas`` does for arrays of arrays."""
+    array = np.empty(len(parts), object)
+    array[:] = [np.asarray(part) for part in parts]
+    return array
+
+
+@pytest.mark.parametrize(
+    ("values", "trained", "shape", "wanted"),
+    [
+        ([Decimal("0.10"), Decimal("2.50")], "float64", (), [0.1, 2.5]),
+        ([Decimal(3), Decimal(4)], "float64", (), [3.0, 4.0]),
+        ([Decimal(2**53 + 1), Decimal(4)], "int64", (), [2**53 + 1, 4]),
+        ([Decimal("0.5"), Decimal(4)], "int64", (), [0.5, 4.0]),
+        ([[Decimal("0.5"), Decimal(1)], [Decimal(2), Decimal(3)]], "float64", (2,), [[0.5, 1.0], [2.0, 3.0]]),
+        ([nested([[1.0, 2.0], [3.0, 4.0]])] * 2, "float64", (2, 2), [[[1.0, 2.0], [3.0, 4.0]]] * 2),
+        ([nested([nested([[1, 2]])])] * 2, "int64", (1, 1, 2), [[[[1, 2]]]] * 2),
+    ],
+)
+def test_decimals_and_nested_arrays_of_to_pandas_are_numbers_as_in_transform(values, trained, shape, wanted):
+    column = ColumnSpec("x", trained, shape, "feature", "array" if shape else "scalar")
+    array = feature_array(pd.Series(values), column)
+    assert array.tolist() == wanted
+    assert array.dtype == np.asarray(wanted).dtype
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
