@@ -72,8 +72,7 @@ class Call(NamedTuple, Generic[R]):
 
     def start(self, *, in_place: bool, waits: bool = False) -> Handle[R]:
         """Submit the collective and return its handle."""
-        if in_place or not waits:
-            _require_tensors(self.collective.tensors)
+        _require_tensors(self.collective.tensors)
         if in_place:
             for tensor in self.collective.tensors:
                 increment_version(tensor)  # so that autograd refuses gradients from the values before
