@@ -22,7 +22,6 @@ from typing import ClassVar
 from sparkhvd._util.addresses import is_loopback
 from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
-from sparkhvd.rpc.server import UNANSWERED_SECONDS
 from sparkhvd.task.failure_report import describe_exit
 from sparkhvd.task.host.messages import MARKER, HostSetup
 from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
@@ -60,17 +59,8 @@ class HostEnded:
     why: str
 
 
-def host_command(
-    host: str,
-    executable: str,
-    options: SshOptions | SrunOptions,
-    module: str = FIXED_JOB,
-    host_timeout: float = UNANSWERED_SECONDS,
-) -> list[str]:
-    """Return the command that starts the host process. It contains no secret and no variable of the user.
-
-    The command ends once the host has not responded for about ``host_timeout`` seconds; with srun, Slurm decides.
-    """
+def host_command(host: str, executable: str, options: SshOptions | SrunOptions, module: str = FIXED_JOB) -> list[str]:
+    """Return the command that starts the host process. It contains no secret and no variable of the user."""
     own = ["env", f"{IMPORT_PATH}={import_path(executable)}", executable or sys.executable, "-m", module]
     if is_this_machine(host):
         return own
@@ -81,9 +71,7 @@ def host_command(
     port = [] if options.port is None else ["-p", str(options.port)]
     identity = [] if options.identity_file is None else ["-i", options.identity_file]
     # No password can be typed (BatchMode), and a host that is cut off must be detected (ServerAlive).
-    interval = max(1, round(host_timeout / 3))
-    count = max(1, round(host_timeout / interval))
-    alive = ["-o", f"ServerAliveInterval={interval}", "-o", f"ServerAliveCountMax={count}"]
+    alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
     return ["ssh", "-T", "-o", "BatchMode=yes", *alive, *port, *identity, host, shlex.join(own)]
 
 
@@ -141,11 +129,11 @@ class HostProcess:
         """Send a message without waiting for the host to read it; if the host has ended, the message is lost."""
         self._outbox.put(pickle.dumps(message))
 
-    def hang_up(self) -> None:
-        """End the host's ranks without waiting for their end."""
+    def hang_up(self, *, is_lost: bool = False) -> None:
+        """End the host's ranks without waiting for their end; not even ``close`` waits for a host that is lost."""
         self._outbox.put(None)
-        # A host that has not answered runs no ranks.
-        self._end_deadline = self._end_deadline or Deadline.after(self._end_seconds if self._answered else 0.0)
+        waits = self._answered and not is_lost  # a host that has not answered runs no ranks
+        self._end_deadline = self._end_deadline or Deadline.after(self._end_seconds if waits else 0.0)
 
     def close(self) -> None:
         """Hang up, and wait for the end of the process."""

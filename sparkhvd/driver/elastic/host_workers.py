@@ -2,12 +2,14 @@
 
 For the first worker on a host, the driver starts a host process there, as the launcher ``ssh`` does. The host process
 starts the host's workers. It stays as long as the host offers slots or runs workers. If it ends, all its workers are
-lost, and the next worker that the policy starts there gets a new host process.
+lost, and the next worker that the policy starts there gets a new host process. It also keeps a connection to the
+driver, whose kernel notices within seconds that the host does not respond; ssh and srun need longer.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import queue
 import threading
@@ -30,8 +32,8 @@ from sparkhvd.driver.host_process import (
 )
 from sparkhvd.driver.launcher import warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.rpc.messages import Output, SetRank, StartWorker, StopWorker
-from sparkhvd.rpc.server import UNANSWERED_SECONDS
+from sparkhvd.rpc.messages import Message, NextCommand, Output, SetRank, StartWorker, StopWorker, TaskStatus
+from sparkhvd.rpc.server import UNANSWERED_SECONDS, Server
 from sparkhvd.task.elastic.host import END_SECONDS
 from sparkhvd.task.elastic.worker import Lost, WorkerLocation, WorkerResult
 from sparkhvd.task.failure_report import FailureReport
@@ -50,14 +52,23 @@ class _Host:
 
     Attributes:
         name: the user's name for it.
+        number: unique within the job, because a lost host may get a new process.
         workers: the workers that the host runs or will start.
         location: where its workers run; None until its process is ready.
     """
 
     name: str
+    number: int
     workers: set[int] = field(default_factory=set)
     location: WorkerLocation | None = None
     process: HostProcess | None = None
+
+
+class _Listener:
+    """Keeps the hosts' connections open: it never answers the request for which they wait."""
+
+    def handle(self, message: Message) -> Future[Message] | None:
+        return Future() if isinstance(message, NextCommand) else None
 
 
 class HostWorkers:
@@ -67,29 +78,42 @@ class HostWorkers:
         job: the job of the workers.
         access: how to reach the hosts.
         membership: the address of the membership server, without a worker's number.
+        bind_host: the local address at which the hosts reach this driver.
         stream: receives the workers' output.
         inbox: receives their locations and their ends.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917
         self,
         job: Job,
         access: SshOptions | SrunOptions,
         membership: MembershipAddress,
+        bind_host: str,
         stream: LogStream,
         inbox: queue.SimpleQueue[Event],
     ) -> None:
-        self._job = job
         self._access = access
         self._membership = membership
         self._stream = stream
         self._inbox = inbox
         self._setup = host_setup()
+        self._numbers = itertools.count()
         self._lock = threading.Lock()  # guards all below
         self._hosts: dict[str, _Host] = {}
         self._offered: dict[str, int] = {}
         self._ranks: dict[int, int] = {}  # by worker, for messages
         self._ending: list[Future[None]] = []
+        self._server = Server(
+            job.secret,
+            _Listener(),
+            bind_host,
+            name="sparkhvd-hosts",
+            encrypt=job.config.encrypt,
+            host_timeout=job.config.host_timeout or UNANSWERED_SECONDS,
+            on_lost=self._lose_silent_host,
+        )
+        names = [name for name, _ in membership.addresses]
+        self._job = job.with_driver_addresses(tuple((name, self._server.port) for name in names))
 
     def note_offer(self, capacity: Mapping[str, int]) -> dict[str, str]:
         """End the processes of hosts that neither offer slots nor run workers; return no host."""
@@ -135,16 +159,16 @@ class HostWorkers:
                 self._end(host)
             ending = list(self._ending)
         wait(ending)
+        self._server.close()
 
     def _open(self, name: str) -> _Host:
         """Start the process of a host."""
-        host = _Host(name)
-        timeout = self._job.config.host_timeout or UNANSWERED_SECONDS
-        command = host_command(name, self._job.executable, self._access, ELASTIC_JOB, timeout)
+        host = _Host(name, next(self._numbers))
+        command = host_command(name, self._job.executable, self._access, ELASTIC_JOB)
         host.process = HostProcess(command, functools.partial(self._receive, host), END_SECONDS + _MARGIN_SECONDS)
         by_ssh = isinstance(self._access, SshOptions) and not is_this_machine(name)
         slots = self._offered.get(name, 1)
-        host.process.send(ElasticHostJob(self._setup, self._job, name, slots, self._membership, by_ssh))
+        host.process.send(ElasticHostJob(self._setup, self._job, name, host.number, slots, self._membership, by_ssh))
         self._hosts[name] = host
         return host
 
@@ -172,8 +196,17 @@ class HostWorkers:
             for worker in sorted(host.workers):
                 self._inbox.put(WorkerStarting(worker, host.location))
 
+    def _lose_silent_host(self, task: TaskStatus, error: OSError) -> None:
+        """Report the workers of a host that does not respond; the server calls this from one of its threads."""
+        with self._lock:
+            host = self._hosts.get(task.host)
+        if host is not None and host.number == task.attempt:
+            if host.process is not None:
+                host.process.hang_up(is_lost=True)
+            self._lose(host, f"it does not respond ({error.strerror or error})")
+
     def _lose(self, host: _Host, why: str) -> None:
-        """Report the workers of a host whose process has ended."""
+        """Report the workers of a host whose process has ended or cannot be reached."""
         with self._lock:
             what = "did not start" if host.location is None else "was lost with its host"
             for worker in sorted(host.workers):

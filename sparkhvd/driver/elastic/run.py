@@ -295,7 +295,7 @@ def run_elastic_with(  # noqa: PLR0917
         if spark is not None:
             workers = SparkWorkers(spark, job, most, limits.min_size, membership.address, stream, inbox)
         elif elastic.launcher == "ssh":
-            workers = HostWorkers(job, elastic.access, membership.address, stream, inbox)
+            workers = HostWorkers(job, elastic.access, membership.address, bind_host, stream, inbox)
         else:
             workers = LocalWorkers(job, membership.address, stream, inbox)
         stack.callback(workers.close)

@@ -15,12 +15,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from sparkhvd._util.addresses import address_to_bind, is_loopback, outgoing_address, with_port
-from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.config import ssh_client_address
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, SparkHvdError
+from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.interfaces import candidates
-from sparkhvd.rpc.messages import EndLease, Message
+from sparkhvd.rpc.messages import EndLease, Message, NextCommand, TaskStatus
 from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.elastic.commands import DriverLost, carry_out_commands
@@ -37,8 +37,6 @@ _REACH_SECONDS = 3.0
 # How long workers may take to end: after the job, while their exit handlers run, and after the loss of the driver.
 END_SECONDS = 20.0
 _LOST_SECONDS = 5.0
-# A key that is never set, so a request for it lasts as long as the connection.
-_LINE = "line"
 
 
 def main() -> int:
@@ -68,6 +66,7 @@ def _take_part(job: ElasticHostJob, launcher: LauncherConnection, client_address
     with ExitStack() as stack:
         line, driver = _connect(job, client_address)
         stack.callback(line.close)
+        line.send(TaskStatus(0, -1, job.host, job.number), Deadline.after(_REACH_SECONDS))
         location = WorkerLocation(host_hash(job.host), job.host, _own_address(job, driver))
         port = job.membership.addresses[0][1]
         workers = RunningWorkers(
@@ -89,22 +88,21 @@ def _take_part(job: ElasticHostJob, launcher: LauncherConnection, client_address
         return lost
 
 
-def _connect(job: ElasticHostJob, client_address: str) -> tuple[RendezvousClient, str]:
-    """Return a connection to the membership server, and the address of the driver that answered first.
+def _connect(job: ElasticHostJob, client_address: str) -> tuple[Client, str]:
+    """Return a connection to the driver, and its address that answered first.
 
     Raises:
-        LaunchError: the server does not answer at any address.
+        LaunchError: the driver does not answer at any address.
     """
-    membership = job.membership
-    port = membership.addresses[0][1]
-    named = [host for host, _ in membership.addresses]
+    port = job.job.driver_addresses[0][1]
+    named = [host for host, _ in job.job.driver_addresses]
     problems = []
     for host in dict.fromkeys([client_address, *named] if client_address else named):
         try:
             # The core keeps trying an address at which nothing listens yet. Here, another address may be the right one.
             socket.create_connection((host, port), _REACH_SECONDS).close()
             deadline = Deadline.after(_REACH_SECONDS)
-            line = RendezvousClient([(host, port)], membership.token, deadline, encrypt=job.job.config.encrypt)
+            line = connect([(host, port)], job.job.secret, deadline, encrypt=job.job.config.encrypt)
         except (SparkHvdError, OSError) as error:
             problems.append(f"{with_port(host, port)}: {error}")
         else:
@@ -138,10 +136,10 @@ def _receive(launcher: LauncherConnection, commands: queue.SimpleQueue[Message |
         commands.put(EndLease())
 
 
-def _watch(line: RendezvousClient, commands: queue.SimpleQueue[Message | DriverLost]) -> None:
+def _watch(line: Client, commands: queue.SimpleQueue[Message | DriverLost]) -> None:
     try:
-        line.get(_LINE, Deadline.after(JOB_SECONDS))
-    except SparkHvdError as error:
+        line.ask(NextCommand(0, 0), Deadline.after(JOB_SECONDS))  # never answered
+    except OSError as error:
         commands.put(DriverLost(str(error)))
 
 

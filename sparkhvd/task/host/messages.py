@@ -65,6 +65,7 @@ class ElasticHostJob:
         setup: applied first.
         job: the job.
         host: the user's name for this host.
+        number: the number of this process of the host.
         slots: the number of its slots, which share its cores.
         membership: the membership server of the driver, under all its addresses.
         by_ssh: whether ssh has started the process, so that it knows one more address of the driver.
@@ -73,6 +74,7 @@ class ElasticHostJob:
     setup: HostSetup
     job: Job = field(repr=False)
     host: str
+    number: int
     slots: int
     membership: MembershipAddress
     by_ssh: bool
