@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -118,7 +118,8 @@ class ObjectState(State):
         **kwargs: the initial values; cloudpickle must be able to pickle them.
 
     Raises:
-        ConfigError: a value has the name of a method, or of an attribute that the state uses itself.
+        ConfigError: a value has the name of a method, or of an attribute that the state uses itself; or it cannot be
+            copied.
     """
 
     _values: tuple[str, ...] = ()
@@ -147,7 +148,12 @@ class ObjectState(State):
 
     def save(self) -> None:
         """Keep a copy of the values in memory."""
-        self._saved = copy.deepcopy(self._live())
+        values = self._live()
+        try:
+            self._saved = copy.deepcopy(values)
+        except Exception:
+            _require_copyable(values)
+            raise
 
     def restore(self) -> None:
         """Return to the values of the last commit or ``sync``."""
@@ -196,6 +202,18 @@ class ObjectState(State):
 
     def _live(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._values}
+
+
+def _require_copyable(values: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` for the first value that cannot be copied."""
+    for name, value in values.items():
+        try:
+            copy.deepcopy(value)
+        except Exception as error:  # a user's __deepcopy__ may raise anything
+            raise ConfigError(
+                f"The value {name!r} of the state cannot be copied, as every commit does: {type(error).__name__}: "
+                f"{error}. It is a {type(value).__name__}; keep it outside of the state."
+            ) from error
 
 
 def require_equal_forms(form: Sequence[str]) -> None:

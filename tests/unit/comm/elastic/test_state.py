@@ -56,6 +56,11 @@ def test_a_value_cannot_replace_what_the_state_uses_itself(name):
     assert ObjectState(_epoch=2)._epoch == 2
 
 
+def test_a_value_that_cannot_be_copied_is_named():
+    with pytest.raises(ConfigError, match=r"The value 'rows' .* cannot pickle 'generator' object\. It is a generator;"):
+        ObjectState(epoch=0, rows=(row for row in ()))
+
+
 def test_a_value_cannot_have_the_name_of_a_property():
     class Own(ObjectState):
         progress = property(lambda state: state.epoch / 10)
