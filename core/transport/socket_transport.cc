@@ -38,8 +38,6 @@ constexpr int kCallsPerTurn = 8;
 // Limits Linger, for peers that are slow to read. The data has nearly always arrived long before.
 constexpr std::chrono::milliseconds kLingerTime(1000);
 constexpr int kLingerSliceMillis = 5;
-// After so many unanswered retransmissions of the same data, Linger does not wait for the host.
-constexpr int kRetransmissions = 2;
 constexpr char kClosed[] = "it closed its links";
 
 struct Operation {
@@ -185,7 +183,7 @@ class Link {
     socklen_t size = sizeof(info);
     const int fd = socket_.stream.get();
     if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 0;
-    if (info.tcpi_retransmits >= kRetransmissions) return 0;
+    if (info.tcpi_retransmits > 0) return 0;  // for at least 0.2 s
     return ::ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
   }
 
