@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 import sparkhvd
 from bench import machine
@@ -103,8 +103,7 @@ def _round_of_torchrun(folder: Path, both: sshd.SshHosts, patience: float) -> fl
                 time.sleep(0.2)
     finally:
         for agent in agents:
-            os.killpg(agent.pid, signal.SIGKILL)
-            agent.wait()
+            _kill(agent)
     return _seconds_until_alone(folder) if _alone(folder) else None
 
 
@@ -121,8 +120,14 @@ def _agent(host: hosts.Host, endpoint: str, folder: Path) -> subprocess.Popen[by
             env=environment,
             stdout=log,
             stderr=log,
-            start_new_session=True,
         )
+
+
+def _kill(agent: subprocess.Popen[bytes]) -> None:
+    """Kill an agent and its ranks, which are in sessions of their own."""
+    for process in [*psutil.Process(agent.pid).children(recursive=True), agent]:
+        process.kill()
+    agent.wait()
 
 
 def train_with_torchrun(folder: str) -> None:
