@@ -71,7 +71,7 @@ from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.named_inputs import columns_of
 from sparkhvd.estimators.params.params import EstimatorParams
 from sparkhvd.estimators.plugin import TrainSpec
-from sparkhvd.estimators.runs.resume_check import ModelFacts, check_resumable
+from sparkhvd.estimators.runs.resume_check import ModelFacts, check_resumable, measures_digest
 from sparkhvd.estimators.runs.run_identity import note_run, run_id_by_content
 from sparkhvd.estimators.runs.run_lease import hold_run
 from sparkhvd.estimators.runs.run_plan import RunPlan
@@ -326,7 +326,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             store = with_spark_credentials(store, spark)
             if spark is not None:
                 self._check_store(spark, store, plan)
-            facts = find_plugin(self.plugin).facts(plan.params)
+            facts = replace(find_plugin(self.plugin).facts(plan.params), measures=measures_digest(plan.params))
         with hold_run(store, run_id) if store is not None and store.save_runs else nullcontext() as lease:
             last = None if store is None or facts is None else _last_checkpoint(store, run_id, facts)
             if store is not None and plan.resume == "auto":
@@ -596,14 +596,15 @@ def _last_checkpoint(store: Store, run_id: str, facts: ModelFacts) -> Checkpoint
     """Load the last checkpoint of the run; None if it has none.
 
     Raises:
-        ParamError: the checkpoint belongs to another model.
+        ParamError: the checkpoint belongs to another model, or was taken within an epoch with other metrics.
     """
     path = checkpoint.latest(store, run_id)
     if path is None:
         return None
     loaded = checkpoint.load(store, path)
     if loaded.model is not None:
-        check_resumable(run_id, f"{store.url}/{path}", loaded.model, facts)
+        interrupted_epoch = None if loaded.within is None else loaded.epoch
+        check_resumable(run_id, f"{store.url}/{path}", loaded.model, facts, interrupted_epoch)
     return loaded
 
 

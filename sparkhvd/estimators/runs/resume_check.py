@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -9,9 +11,13 @@ from typing import Any
 
 from sparkhvd._util.counts import counted
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.runs.canonical import canonical_form
 
 Groups = tuple[tuple[str, ...], ...]
 Shape = tuple[int, ...] | None  # None if only the training determines it
+
+# The parameters that determine the values in a history.
+_MEASURES = ("loss", "loss_constructors", "loss_weights", "metrics")
 
 
 @dataclass(frozen=True)
@@ -24,12 +30,15 @@ class ModelFacts:
         weights: the shape of every weight, by name.
         groups: the names of the weights that the optimizer trains, by parameter group, in its order: its state does not
             name them. Empty if only the ranks know them.
+        measures: the digest of the loss and the metrics; empty if it is unknown. Only an interrupted epoch must be
+            resumed with the same.
     """
 
     framework: str
     optimizer: str = ""
     weights: Mapping[str, Shape] = field(default_factory=dict)
     groups: Groups = ()
+    measures: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as JSON types."""
@@ -40,17 +49,30 @@ def facts_from_json(content: dict[str, Any]) -> ModelFacts:
     """Create the facts from the output of ``ModelFacts.to_json``."""
     shapes = {name: None if shape is None else tuple(shape) for name, shape in content["weights"].items()}
     groups = tuple(tuple(group) for group in content.get("groups", ()))
-    return ModelFacts(content["framework"], content["optimizer"], shapes, groups)
+    return ModelFacts(content["framework"], content["optimizer"], shapes, groups, content.get("measures", ""))
 
 
-def check_resumable(run_id: str, url: str, before: ModelFacts, now: ModelFacts) -> None:
-    """Refuse to resume from a checkpoint of another model.
+def measures_digest(params: Mapping[str, object]) -> str:
+    """Return the digest of the loss and the metrics among the parameters; empty if their content is unknown."""
+    chosen = {name: params[name] for name in _MEASURES if params.get(name) is not None}
+    try:
+        form = [(name, canonical_form(value, name)) for name, value in chosen.items()]
+    except ParamError:
+        return ""
+    return hashlib.sha256(json.dumps(form).encode()).hexdigest()[:32]
+
+
+def check_resumable(
+    run_id: str, url: str, before: ModelFacts, now: ModelFacts, interrupted_epoch: int | None = None
+) -> None:
+    """Refuse to resume from a checkpoint of another model, or from within an epoch with another loss or other metrics.
 
     Args:
         run_id: the run.
         url: the checkpoint's URL.
         before: the facts of the checkpoint.
         now: the facts of this fit's model.
+        interrupted_epoch: the epoch, from 0, within which the checkpoint was taken; None if it was taken at an end.
 
     Raises:
         ParamError: the facts differ.
@@ -59,6 +81,12 @@ def check_resumable(run_id: str, url: str, before: ModelFacts, now: ModelFacts) 
         raise ParamError(
             f"Run {run_id!r} cannot resume from its checkpoint {url}, which belongs to another model: {difference}. "
             "Pass the model and the optimizer that the run began with, or choose another run_id to start a new run."
+        )
+    if interrupted_epoch is not None and before.measures and now.measures and before.measures != now.measures:
+        raise ParamError(
+            f"Run {run_id!r} was interrupted within epoch {interrupted_epoch + 1}, where its loss or its metrics "
+            "differed from those of this fit, so their values cannot be combined over the epoch. Pass the loss and the "
+            "metrics that the run began the epoch with, or choose another run_id to start a new run."
         )
 
 

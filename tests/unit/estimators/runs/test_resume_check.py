@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.lightning.plugin import PLUGIN as LIGHTNING
 from sparkhvd.estimators.params.policies import Checkpoints
-from sparkhvd.estimators.runs.resume_check import ModelFacts, check_resumable, facts_from_json
+from sparkhvd.estimators.runs.resume_check import ModelFacts, check_resumable, facts_from_json, measures_digest
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
 
 
@@ -68,3 +69,27 @@ def test_facts_name_the_parameters_outside_the_model():
     before, now = (ModelFacts("PyTorch", "SGD", groups=((name,),)) for name in ("", "weight"))
     with pytest.raises(ParamError, match="of its optimizer is 'outside the model', but of this fit's 'weight'"):
         check_resumable("run", "url", before, now)
+
+
+def absolute_error(output, label):
+    return torch.nn.functional.l1_loss(output, label)
+
+
+@pytest.mark.parametrize(
+    "now", [{"loss": torch.nn.functional.l1_loss}, {"metrics": {"mae": absolute_error}}, {"loss_weights": [2.0]}]
+)
+def test_an_interrupted_epoch_is_not_resumed_with_another_loss_or_other_metrics(now):
+    began = {"loss": torch.nn.functional.mse_loss, "metrics": None, "loss_weights": None}
+    before = ModelFacts("torch", measures=measures_digest(began))
+    after = ModelFacts("torch", measures=measures_digest({**began, **now}))
+    saved = facts_from_json(json.loads(json.dumps(before.to_json())))
+    check_resumable("run", "url", saved, before, interrupted_epoch=1)
+    check_resumable("run", "url", saved, after, interrupted_epoch=None)
+    with pytest.raises(ParamError, match="'run' was interrupted within epoch 2, where its loss or its metrics"):
+        check_resumable("run", "url", saved, after, interrupted_epoch=1)
+
+
+def test_a_metric_of_unknown_content_does_not_prevent_a_resumption():
+    unknown = ModelFacts("torch", measures=measures_digest({"metrics": [threading.Lock()]}))
+    assert not unknown.measures
+    check_resumable("run", "url", ModelFacts("torch", measures="of another loss"), unknown, interrupted_epoch=1)
