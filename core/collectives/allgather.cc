@@ -45,8 +45,8 @@ Status AllgatherRing(Transport& transport, ConstBytes source, const std::vector<
 }
 
 // The algorithm of Bruck, Ho, Kipnis, Upfal and Weathersby ("Efficient algorithms for all-to-all
-// communications in multiport message-passing systems", 1997). After the round of a distance, a
-// rank holds the contributions of twice as many ranks, beginning with its own and ascending.
+// communications in multiport message-passing systems", 1997). After the round with distance d, a
+// rank holds its own contribution and those of the next 2d - 1 ranks, or all contributions.
 Status AllgatherDoubling(Transport& transport, ConstBytes source,
                          const std::vector<size_t>& lengths, Bytes target, Deadline deadline) {
   const int size = transport.size();
@@ -56,7 +56,8 @@ Status AllgatherDoubling(Transport& transport, ConstBytes source,
   const auto offset_of = [&](int owner) {
     return owner < size ? offsets[static_cast<size_t>(owner)] : target.size();
   };
-  // Returns the memory of the contributions of `count` ranks, which may wrap around to rank 0.
+  // Returns the memory for the contributions of `count` ranks from rank `begin` on. The ranks may
+  // wrap around to rank 0.
   const auto pieces = [&](int begin, int count) {
     Fragments found;
     const auto add = [&](int first, int end) {

@@ -15,8 +15,8 @@ struct Neighbours {
   std::vector<int> children;
 };
 
-// In a binomial tree over the ranks relative to the root, the parent of a rank is the rank without
-// its lowest set bit. Its children are the ranks with one more, lower bit set.
+// A binomial tree over the ranks relative to the root. The parent of a rank lacks the lowest set
+// bit of the rank. The children have one additional bit, which is below the rank's lowest set bit.
 Neighbours InTree(int relative, int size) {
   Neighbours own;
   int lowest = 1;

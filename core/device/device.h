@@ -117,7 +117,7 @@ class Device : public std::enable_shared_from_this<Device> {
   CudaPool pool_ = nullptr;
   mutable LaunchOrder order_;
 
-  mutable std::mutex mutex_;  // guards the fields below; a leaf
+  mutable std::mutex mutex_;  // guards the fields below; innermost in the lock order
   // An event may be recorded again while streams still wait for its previous point. These streams
   // continue to wait for the previous point.
   mutable std::vector<CudaEvent> free_events_;

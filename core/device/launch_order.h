@@ -54,7 +54,7 @@ class LaunchOrder {
   std::unique_ptr<Turn> Propose(const std::string& communicator);
 
  private:
-  std::mutex mutex_;  // guards the fields below; a leaf
+  std::mutex mutex_;  // guards the fields below; innermost in the lock order
   std::condition_variable changed_;
   uint64_t latest_ = 0;  // the latest proposed or agreed ticket
   std::set<Turn::Position> turns_;

@@ -117,7 +117,7 @@ class Cycle {
   std::chrono::microseconds pause_{0};
   Time pause_end_{};
 
-  mutable std::mutex mutex_;  // guards tuning_; a leaf
+  mutable std::mutex mutex_;  // guards tuning_; innermost in the lock order
   Retuning tuning_;
 };
 

@@ -93,7 +93,7 @@ class DeviceExecution {
   const int size_;
   const std::string communicator_name_;
 
-  mutable std::mutex mutex_;  // guards device_, which never changes once set; a leaf
+  mutable std::mutex mutex_;  // guards device_, which is set once; innermost in the lock order
   std::shared_ptr<const Device> device_;
 
   // Only the thread that drives the cycle uses the fields below.

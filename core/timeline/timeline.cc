@@ -64,7 +64,7 @@ Status Timeline::Start(const TimelineOptions& options) {
   written_ = file_->Append(",\n" + rank + "name\",\"args\":{\"name\":\"rank " + pid + "\"}},\n" +
                            rank + "sort_index\",\"args\":{\"sort_index\":" + pid + "}}");
   if (!written_.ok()) {
-    file_.reset();  // leaves the file, which other ranks may write
+    file_.reset();  // other ranks may still write the file
     return written_;
   }
   {

@@ -36,9 +36,9 @@ struct TimelineOptions {
   bool mark_cycles = false;
 };
 
-// Ranks are the trace's processes, and tensors their threads. Callers first check on(). A separate
-// thread writes the events. When the process is killed, at most the events of the last kLag are
-// lost. Thread-safe.
+// Ranks are the trace's processes, and tensors their threads. Check on() before recording an event.
+// A separate thread writes the events. When the process is killed, at most the events of the last
+// kLag are lost, unless the disk is slow. Thread-safe.
 class Timeline {
  public:
   static constexpr std::chrono::milliseconds kLag{200};
@@ -50,8 +50,8 @@ class Timeline {
 
   // Fails with kInvalidArgument during a recording, and with kIo if the file cannot be written.
   Status Start(const TimelineOptions& options);
-  // Writes the remaining events and leaves the file. Returns a write failure. Does nothing if the
-  // recording is off.
+  // Writes the remaining events and stops writing to the file, which other ranks may still write.
+  // Returns a write failure. Does nothing outside a recording.
   Status Stop();
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
@@ -97,7 +97,7 @@ class Timeline {
 
   std::atomic<bool> on_{false};
   std::atomic<bool> marks_cycles_{false};
-  std::mutex mutex_;  // guards the fields below; a leaf
+  std::mutex mutex_;  // guards the fields below; innermost in the lock order
   std::condition_variable changed_;
   std::vector<Event> events_;
   std::unordered_map<std::string, Track> tracks_;

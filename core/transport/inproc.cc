@@ -154,7 +154,7 @@ class Hub {
     }
   }
 
-  std::mutex mutex_;  // guards all fields below; a leaf
+  std::mutex mutex_;  // guards all fields below; innermost in the lock order
   std::deque<Member> members_;
   std::vector<Channel> channels_;
 };

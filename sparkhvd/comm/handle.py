@@ -50,7 +50,7 @@ class PendingGroup:
         return all(operation.done() for operation in self.operations)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for all operations, even after a failure; raise the error of the first that failed."""
+        """Wait for all operations, even after a failure; then raise the first failed operation's error."""
         deadline = Deadline.after(timeout_s)
         failure: CoreError | None = None
         for operation in self.operations:
@@ -86,7 +86,7 @@ class Waits:
 
 @dataclass(slots=True, eq=False)
 class Handle(Generic[T]):
-    """A submitted collective; ``wait()`` returns its result and may be called again. Do not modify it.
+    """A submitted collective; ``wait()`` returns its result and may be called again. Do not modify a handle.
 
     Thousands may be pending at a time, so a handle consists of as few objects as possible: a result in the caller's
     memory is known before the operation is done and needs no function.
@@ -134,12 +134,15 @@ class Handle(Generic[T]):
         return self.wait()
 
     def then(self, step: Callable[[T], U]) -> Handle[U]:
-        """Return a handle whose ``wait()`` applies ``step`` to the result."""
+        """Return a handle whose ``wait()`` applies ``step`` to the result, each time that it is called."""
         result = self._result
         return Handle(self.name, self.operation, self.waits, finish=lambda: step(result()))
 
     def behind(self, stream: Callable[[], int]) -> Handle[T]:
-        """Return a handle for a CUDA device: ``wait()`` makes ``stream()`` wait for it, and makes the result once."""
+        """Return a handle for a CUDA device, whose first ``wait()`` makes ``stream()`` wait for the operation.
+
+        Later calls of ``wait()`` return the same result.
+        """
 
         def finish() -> T:
             with translated():
@@ -149,7 +152,7 @@ class Handle(Generic[T]):
         return Handle(self.name, self.operation, self.waits, finish=cache(finish))
 
     def carried_out(self) -> Handle[T]:
-        """Return a handle for a CUDA device whose ``wait()`` also waits for the device."""
+        """Return a handle for a CUDA device, whose first ``wait()`` also waits until the device is done."""
 
         def finish() -> T:
             deadline = Deadline.after(self.waits.timeout)
@@ -175,7 +178,7 @@ class Handle(Generic[T]):
 
 
 def poll(handle: Handle[T]) -> bool:
-    """Return whether ``synchronize(handle)`` would return at once."""
+    """Return whether the operation has ended, so that ``synchronize(handle)`` would return or raise at once."""
     return _checked(handle).done()
 
 
@@ -183,9 +186,11 @@ def synchronize(handle: Handle[T]) -> T:
     """Wait for an asynchronous collective and return its result.
 
     Raises:
-        MismatchError: the ranks disagree on shape, dtype, operation or root.
-        PeerLostError: a participating rank is lost.
-        DeadlineExceededError: some ranks did not take part in time.
+        MismatchError: the ranks disagree on shape, dtype, operation, root or group.
+        PeerLostError: a participating rank has ended, or aborted the job.
+        DeadlineExceededError: not all ranks took part in time.
+        CollectiveError: the operation failed otherwise, or the communicator was closed before it was done.
+        ConfigError: ``handle`` is not a handle.
     """
     return _checked(handle).wait()
 

@@ -32,7 +32,7 @@ class LogStream:
     """Writes the workers' lines, prefixed with their ranks; a handler for ``sparkhvd.rpc.server.Server``.
 
     Args:
-        stdout: destination of stdout lines; None is ``sys.stdout`` at the time a line arrives. Files of a Store get
+        stdout: destination of stdout lines; None means ``sys.stdout`` at the time a line arrives. Files of a Store get
             the lines without prefixes.
         stderr: the same for stderr.
         timestamps: whether a line starts with the time of its arrival.

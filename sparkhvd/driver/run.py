@@ -101,14 +101,14 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         extra_mpi_args: additional arguments of ``mpirun``, as one string or a list.
         env: variables to add to the executors' own environment; the value None removes a variable. The ``SPARKHVD_*``
             settings of the driver apply to all ranks.
-        stdout: destination of the ranks' stdout, each line as ``[rank]<stdout>:line``; None is ``sys.stdout``.
+        stdout: destination of the ranks' stdout, each line as ``[rank]<stdout>:line``; None means ``sys.stdout``.
             ``sparkhvd.LogFiles`` writes it to files of a Store, even if executors cannot reach the driver.
         stderr: the same for stderr.
         verbose: 0 leaves output in the executors' logs unless ``stdout``, ``stderr`` or ``output_filename`` is set, 1
             shows it, 2 adds sparkhvd's own debug lines.
         nics: network interfaces whose addresses the ranks use; None uses those that all hosts can reach.
         prefix_output_with_timestamp: whether every line starts with the time of its arrival.
-        executable: the Python of the ranks; None is the Python of the Spark tasks.
+        executable: the Python of the ranks; None means the Python of the Spark tasks.
         spark: the session to use; None takes the active one.
         launcher: ``barrier`` starts the ranks in a Spark barrier stage, and ``mpi`` lets Open MPI start them in the
             tasks of such a stage. Without Spark, ``local`` starts them on this machine, ``ssh`` on other machines, and
@@ -119,7 +119,7 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         ssh_port: port of the hosts' ssh servers; None uses ssh's configuration.
         ssh_identity_file: the private key for the ssh servers.
         gpus_per_task: GPUs of each rank, for this job only; None uses the session's ``spark.task.resource.gpu.amount``.
-            Works on standalone, YARN, Kubernetes and local-cluster. With ``launcher="ray"``, None is no GPU.
+            Works on standalone, YARN, Kubernetes and local-cluster. With ``launcher="ray"``, None means no GPU.
         cpus_per_task: cores of each rank, for this job only; None uses the session's ``spark.task.cpus``, or one core
             with ``launcher="ray"``.
         output_filename: a folder in which each rank's output is also saved, in ``rank.<number>/stdout`` and ``stderr``.

@@ -53,10 +53,10 @@ class RayExecutor:
         settings: the result of ``create_settings``, or an object with the same attributes; None takes the defaults.
         num_workers: the number of ranks; Ray packs them on few nodes.
         num_hosts: the number of nodes, instead of ``num_workers``.
-        num_workers_per_host: the number of ranks on each of these nodes; None is 1.
+        num_workers_per_host: the number of ranks on each of these nodes; None means 1.
         cpus_per_worker: the number of cores of each rank.
         use_gpu: whether the ranks have GPUs.
-        gpus_per_worker: the number of GPUs of each rank; None is 1.
+        gpus_per_worker: the number of GPUs of each rank; None means 1.
         use_current_placement_group: whether the ranks run in the placement group of the calling Ray task, if it has
             one. With ``num_hosts``, they always get a placement group of their own.
         placement_group_timeout_s: overrides the value in ``settings``.

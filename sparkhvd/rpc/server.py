@@ -1,4 +1,4 @@
-"""A server of authenticated connections: one thread of the core serves all of them, and a few call the handler."""
+"""A server of authenticated connections: one core thread serves them all, and a few Python threads call the handler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparkhvd.rpc.messages import Message, TaskStatus, decode, encode
 
 logger = logging.getLogger(__name__)
 
-# Threads that call the handler start when all others are busy.
+# The largest number of threads that call the handler. A thread starts when all others are busy.
 _MAX_THREADS = 16
 _WAIT_SECONDS = 60.0
 _LAST_ANSWER_SECONDS = 2.0
@@ -50,10 +50,10 @@ class Server(Closable):
         port: 0 takes a free one.
         name: prefix of the threads' names.
         encrypt: whether connections are encrypted; clients follow. See ``require_encryption``.
-        on_lost: called with the last ``TaskStatus`` of a connection and its error, if the peer's host became
-            unreachable, or its task sent nothing for ``SILENT_SECONDS`` while it awaited no response.
+        on_lost: called with the last ``TaskStatus`` of a connection and the connection's error, if the peer's host
+            became unreachable, or if the task sent nothing for ``SILENT_SECONDS`` while it awaited no response.
         host_timeout: seconds after which a connection ends if its peer's host does not respond.
-        on_ended: the same for every connection that sent a ``TaskStatus``, for whatever reason it ended.
+        on_ended: called with the same arguments whenever a connection that sent a ``TaskStatus`` ends, for any reason.
 
     Raises:
         OSError: the address cannot be bound.
@@ -173,7 +173,7 @@ class Server(Closable):
         return last[1]
 
     def _end(self, connection: int, error: OSError | ValueError) -> None:
-        # The end of a peer is not an error here, but an answer that is too large is one.
+        # A peer may end at any time, which is no error here. A reply that is too large is one.
         logger.log(logging.WARNING if isinstance(error, ValueError) else logging.DEBUG, "A connection ended: %s", error)
         self._late.pop(connection, None)
         attending = self._attending.pop(connection, None)

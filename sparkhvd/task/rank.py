@@ -102,7 +102,7 @@ def supervise_rank(
         slot: the slot of the rank.
         worker: the worker, which has received its spec; it has ended on return.
         deadline: the time by which it must be ready for ``fn``.
-        parent: the process that this one must not outlive; None is its parent, 0 is none.
+        parent: the process that this one must not outlive; None means its parent, 0 means no process.
         report_phase: called with every new phase of the rank; must not block.
 
     Returns:

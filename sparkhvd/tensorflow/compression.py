@@ -36,7 +36,7 @@ class _CastingCompressor:
 
     @classmethod
     def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
-        """Cast a floating-point tensor to the smaller dtype; leave others unchanged."""
+        """Cast a floating-point tensor to ``dtype``; leave other tensors unchanged."""
         return (tf.cast(tensor, cls.dtype) if tensor.dtype.is_floating else tensor), tensor.dtype
 
     @staticmethod

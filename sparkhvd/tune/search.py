@@ -102,8 +102,8 @@ def minimize(
         parallelism: number of trials at the same time. They wait for each other if there are not enough slots.
         storage: where Optuna keeps the study, such as ``sqlite:///search.db``; None keeps it in memory.
         study_name: name of the study, which also names the runs; needed with ``storage``.
-        sampler: Optuna's sampler; None is its default.
-        pruner: Optuna's pruner; None is its default.
+        sampler: Optuna's sampler; None means its default.
+        pruner: Optuna's pruner; None means its default.
         halving: train all trials for a few epochs and only the best of them further; None trains all to the end.
         timeout: seconds, counted after the rows are prepared, after which no further trial starts; None sets no limit.
         keep_runs: whether the Store keeps the runs of all trials; False keeps those of the best ones.

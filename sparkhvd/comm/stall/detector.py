@@ -1,8 +1,8 @@
 """The stall detector: finds out why a collective does not end.
 
-Every rank has a thread that answers a question posted in the rendezvous: its pending collectives, the stacks of its
-threads, and which processes of its host are alive. It also answers while the rank's main thread is busy in Python.
-A rank whose collective takes too long posts the question; all waiting ranks then log the report.
+If a collective takes too long, a waiting rank posts a question in the rendezvous. Every rank has a thread that answers,
+even while the rank's main thread is busy in Python. The answer contains the rank's pending collectives, the stacks of
+its threads, and the problems of processes on its host, such as one that has ended. All waiting ranks then log a report.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 
 _log = logging.getLogger(__name__)
 
-# How often the thread polls, and the longest that it delays the exit of a process that did not call shutdown().
+# The interval at which the thread polls. A process that did not call shutdown() exits up to this much later, or later
+# still while the thread collects answers.
 _GLANCE_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
 _STORE_SECONDS = 10.0
@@ -53,7 +54,7 @@ class _Watched:
 
 
 class WatchedChannel(Protocol):
-    """A ``Channel``, as far as the detector uses it."""
+    """The part of a ``Channel`` that the detector uses."""
 
     @property
     def engine(self) -> _core.Engine:
@@ -99,7 +100,7 @@ class StallDetector:
 
     @property
     def last_report(self) -> StallReport | None:
-        """Return the latest report on this rank; None while no collective has taken too long."""
+        """Return the latest report that this rank has collected; None while no collective has taken too long."""
         return self._watched.report
 
     def note_progress(self, text: str) -> None:
@@ -107,7 +108,7 @@ class StallDetector:
         self._watched.progress = text
 
     def close(self) -> None:
-        """End the thread; call it after closing the rendezvous, which ends its wait. Closing twice is fine."""
+        """End the thread. Close the rendezvous first, to interrupt the thread's wait. Closing twice is fine."""
         self._stopping.set()
         self._thread.join()
 

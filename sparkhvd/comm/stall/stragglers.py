@@ -65,7 +65,7 @@ def warning_of_stragglers(
     Args:
         rendezvous: where each rank sets its key when it arrives; None if no other rank takes part.
         context: the launch context of this rank.
-        prefix: the key of a rank is this text and the index of the rank in ``ranks``.
+        prefix: the beginning of every rank's key; the rank's index in ``ranks`` follows.
         ranks: the ranks.
         what: the name of the point that the ranks must reach, such as ``init()``.
     """
@@ -110,7 +110,7 @@ def straggler_error(
     Args:
         rendezvous: where each rank sets its key when it arrives.
         context: the launch context of this rank.
-        prefix: the key of a rank is this text and the index of the rank in ``ranks``.
+        prefix: the beginning of every rank's key; the rank's index in ``ranks`` follows.
         ranks: the ranks.
         what: the name of the point that the ranks must reach, such as ``init()``.
     """

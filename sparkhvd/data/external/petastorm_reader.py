@@ -82,12 +82,12 @@ class PetastormSource:
         return self._schema
 
     def steps(self) -> int:
-        """Return the steps per epoch, the same on every rank and in every epoch."""
+        """Return the number of steps per epoch, the same on every rank and in every epoch."""
         most = max(rows_of_rank(self._blocks, rank, self._size) for rank in range(self._size))
         return -(-most // self._batch)
 
     def rows(self) -> int:
-        """Return the rows of the split over all ranks."""
+        """Return the number of rows of the split over all ranks."""
         return sum(self._blocks)
 
     def has_rows(self, step: int) -> bool:

@@ -114,7 +114,7 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
             - ``storage_options``: options for the Store of a URL.
             - ``rank`` and ``size``: the rank whose rows to read; those of ``hvd.init()`` by default, else 0 of 1.
             - ``shuffle`` (True) and ``seed`` (0): whether each epoch has its own order.
-            - ``steps_per_epoch``: None is one pass over the rows.
+            - ``steps_per_epoch``: None means one pass over the rows.
             - ``fill``: by column, the value to read in place of NULL; without it NULL is an error.
             - ``transformation_fn``: converts a dict of numpy arrays to another one with as many rows.
             - ``cache``: ``"memory"`` or ``"disk"`` caches this rank's rows after the first epoch.

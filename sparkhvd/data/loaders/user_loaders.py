@@ -176,7 +176,7 @@ class LoaderSource:
         return self._schema
 
     def steps(self) -> int:
-        """Return the steps per epoch: those of the rank with the most batches."""
+        """Return the number of steps per epoch: the largest number of batches of a rank."""
         return self._steps
 
     def rows(self) -> int:

@@ -34,7 +34,7 @@ class ArrowWrite:
         names: the names of the columns, in order. Spark sees other names, because ``mapInArrow`` takes a dot in a name
             for the separator of a field.
         row_group_bytes: bytes of a row group in memory.
-        split: the column whose values select a folder ``<column>=<value>``; it is not written. None is one folder.
+        split: the column whose values select a folder ``<column>=<value>``; it is not written. None means one folder.
     """
 
     store: Store
@@ -55,7 +55,7 @@ def write(
         store: where the files go.
         folder: a folder of the Store without other writers.
         row_group_bytes: bytes of a row group in memory.
-        split: a string column; rows go to the folder ``<split>=<value>``, without that column. None is one folder.
+        split: a string column; rows go to the folder ``<split>=<value>``, without that column. None means one folder.
 
     Returns:
         The rows of every file, by its path.

@@ -61,7 +61,7 @@ class FileFacts:
 
 
 def rows_of(files: Sequence[FileFacts], split: SplitValue) -> int:
-    """Return the rows of one split."""
+    """Return the number of rows of one split."""
     return sum(sum(file.row_groups) for file in files if file.split == split)
 
 

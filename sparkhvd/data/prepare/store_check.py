@@ -47,7 +47,7 @@ def check_store(
         spark: the session whose executors are checked.
         store: the Store.
         slots: counts the slots; None uses as many tasks as Spark chooses for a query, one per core by default.
-        seconds: how long to wait for the answers; None is the start_timeout of the environment.
+        seconds: how long to wait for the answers; None means the start_timeout of the environment.
 
     Raises:
         StartTimeoutError: the tasks did not run and answer in time.

@@ -45,10 +45,10 @@ class BatchSource(Protocol):
     @property
     def schema(self) -> DataSchema: ...
     def steps(self) -> int:
-        """Return the steps per epoch, the same on every rank and in every epoch."""
+        """Return the number of steps per epoch, the same on every rank and in every epoch."""
 
     def rows(self) -> int:
-        """Return the rows of the split over all ranks."""
+        """Return the number of rows of the split over all ranks."""
 
     def has_rows(self, step: int) -> bool:
         """Return whether this rank is certain to have rows in a step (from 0) of every epoch."""

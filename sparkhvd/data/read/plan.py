@@ -115,7 +115,7 @@ class Plan:
 
     @cached_property
     def total_rows(self) -> int:
-        """Rows of the split over all ranks."""
+        """Number of rows of the split over all ranks."""
         return sum(self.shards.rows)
 
     @property
@@ -131,11 +131,11 @@ class Plan:
         return (_RULES, isinstance(self.shards, SharedBlocks) and self.shards.keep, self.window_rows, *paired)
 
     def steps(self) -> int:
-        """Return the steps per epoch, the same on every rank and in every epoch."""
+        """Return the number of steps per epoch, the same on every rank and in every epoch."""
         return self.steps_per_epoch or self._steps_per_pass
 
     def rows_in(self, rank: int, step: int) -> int:
-        """Return the rows that a rank has in a step, in every epoch."""
+        """Return the number of rows that a rank has in a step; it is the same in every epoch."""
         return self._rows(self.shards.rows[rank], step % self._steps_per_pass)
 
     def has_single_row(self) -> bool:

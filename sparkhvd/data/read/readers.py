@@ -1,7 +1,7 @@
 """Reads the batches of one rank, which threads decode and prefetch.
 
-Threads decode the pieces of the plan. One more thread assembles windows, has others shuffle them and cuts them into
-batches. A batch is a view of its window's memory where possible, so most rows are copied once or not at all.
+Threads decode the pieces of the plan. Another thread assembles windows, lets further threads shuffle them, and cuts
+them into batches. A batch is a view of its window's memory where possible, so most rows are copied once or not at all.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ class ReadOptions:
     """Options for reading rows from any source.
 
     Attributes:
-        prefetch_bytes: decoded bytes that a rank holds, including those that the trainer uses. A quarter is the window
-            within which rows are shuffled; of the other quarters, one waits, one is being assembled and one is in use.
-        window_bytes: the size of the window, the same on every rank; None is a quarter of ``prefetch_bytes``, at most
-            1,048,576 rows.
-        threads: how many threads decode, and shuffle columns.
+        prefetch_bytes: the limit of decoded bytes that a rank holds, including those that the trainer uses. A quarter
+            is for decoded rows, and a quarter for each of three windows: one is being assembled, one waits, and one is
+            in use. Rows are shuffled within a window.
+        window_bytes: the size of a window, the same on every rank; None means a quarter of ``prefetch_bytes``, but at
+            most 1,048,576 rows.
+        threads: the number of threads that decode rows; as many more shuffle columns.
         timeout: seconds to wait for one batch.
         transformation: converts the columns of a batch to other columns with as many rows; called by a reader thread.
-        made: the columns that the transformation returns, if they are known. Batches without rows have them, because
-            the transformation is not called for those.
+        made: the columns that the transformation returns, if they are known. Batches without rows get these columns,
+            because the transformation is not called for such batches.
         cache: ``memory`` or ``disk`` caches this rank's rows after the first read; the rank then has the same rows in
             every epoch, unless all rows fit into one window.
         cache_folder: the folder for files of the cache; empty means the first of Spark's local folders that can be
@@ -86,7 +87,7 @@ class ReadOptions:
             raise ConfigError(f"Unknown cache={self.cache!r}; expected one of 'memory', 'disk' and None.")
 
     def window_rows(self, schema: DataSchema) -> int:
-        """Return the rows of a window."""
+        """Return the number of rows in a window."""
         row = columns.row_bytes(schema)
         if self.window_bytes is not None:
             return max(1, self.window_bytes // row)
@@ -141,7 +142,7 @@ class RowSource:
         return columns.no_rows(self.schema)
 
     def steps(self) -> int:
-        """Return the steps per epoch, the same on every rank and in every epoch."""
+        """Return the number of steps per epoch, the same on every rank and in every epoch."""
         return self._plan.steps()
 
     def division_of(self, epoch: int) -> Plan:  # noqa: ARG002 - the same in every epoch
@@ -149,7 +150,7 @@ class RowSource:
         return self._plan
 
     def rows(self) -> int:
-        """Return the rows of the split over all ranks."""
+        """Return the number of rows of the split over all ranks."""
         return self._plan.total_rows
 
     def has_rows(self, step: int) -> bool:
@@ -164,7 +165,7 @@ class RowSource:
             first_step: the step to begin at; the batches are the same as in the whole epoch.
 
         Raises:
-            DataError: the rows are not those of the manifest, or a transformation changed their number.
+            DataError: the rows differ from the manifest, or a transformation changed their number.
             StoreError: a file cannot be read.
             DeadlineExceededError: no batch arrived within the timeout.
         """
@@ -218,7 +219,7 @@ class ParquetSource(RowSource):
         pair_last_row: see ``Plan``.
 
     Raises:
-        ConfigError: a number is below 1.
+        ConfigError: ``batch_size`` or ``steps_per_epoch`` is below 1, or the split has no rows.
         DataError: the dataset has no such split.
     """
 
@@ -242,7 +243,8 @@ class ParquetSource(RowSource):
         plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch, pair_last_row)
         kept: dict[Piece, Sequence[pa.RecordBatch]] = {}
         digests: dict[str, bytes] = {}
-        # Rows that every rank reads fit into a window; decoding them once costs less than a shard in every epoch.
+        # Rows that every rank reads fit into one window, so they are cached in memory: decoding all of them once costs
+        # less than decoding a shard in every epoch.
         where = reading.cache or ("memory" if plan.read_by_all else None)
 
         def blocks() -> Blocks:
@@ -334,7 +336,7 @@ def _groups(
 
 
 def _batches_of(window: Window, rows: RowStream, schema: DataSchema, threads: Executor) -> Iterator[Batch]:
-    """Yield the batches of a window from the rows that it reads."""
+    """Yield the batches of a window, which takes its rows from ``rows``."""
     if window.order is None:
         for count, global_rows in zip(window.rows, window.global_rows, strict=True):
             yield Batch(_writable(list(rows.parts(count)), schema), count, global_rows)

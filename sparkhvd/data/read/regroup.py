@@ -59,11 +59,11 @@ class RegroupedSource:
         return self.first_shard.schema
 
     def steps(self) -> int:
-        """Return the steps per epoch, the same for any number of ranks."""
+        """Return the number of steps per epoch, the same for any number of ranks."""
         return self.first_shard.steps()
 
     def rows(self) -> int:
-        """Return the rows of the split over all ranks."""
+        """Return the number of rows of the split over all ranks."""
         return self.first_shard.rows()
 
     def division_of(self, epoch: int) -> Division:
@@ -93,7 +93,7 @@ class RegroupedSource:
                 yield Batch(self._joined(parts), sum(piece.stop - piece.start for _, piece in pieces), sum(rows))
 
     def _rows_in(self, division: Division, step: int) -> list[int]:
-        """Return the rows of every shard in a step."""
+        """Return the number of rows of every shard in a step."""
         return [division.rows_in(shard, step) for shard in range(self.shards)]
 
     def _pieces(self, rows: Sequence[int]) -> list[tuple[int, slice]]:

@@ -29,10 +29,10 @@ class Division(Protocol):
         """The number of ranks."""
 
     def steps(self) -> int:
-        """Return the steps of the epoch."""
+        """Return the number of steps in the epoch."""
 
     def rows_in(self, rank: int, step: int) -> int:
-        """Return the rows of a rank in a step."""
+        """Return the number of rows of a rank in a step."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RemainderDivision:
     size: int
 
     def steps(self) -> int:
-        """Return the steps that remain in the epoch."""
+        """Return the number of steps that remain in the epoch."""
         return -(-len(self.rows) // self.size)
 
     def part(self, rank: int) -> slice:
@@ -56,7 +56,7 @@ class RemainderDivision:
         return slice(rank * len(self.rows) // self.size, (rank + 1) * len(self.rows) // self.size)
 
     def rows_in(self, rank: int, step: int) -> int:
-        """Return the rows of a rank in a step."""
+        """Return the number of rows of a rank in a step."""
         part = self.rows[self.part(rank)]
         return int(part[step]) if step < len(part) else 0
 
@@ -91,7 +91,7 @@ class EpochRemainder:
         return self.whole.schema
 
     def steps(self) -> int:
-        """Return the steps per whole epoch."""
+        """Return the number of steps in a whole epoch."""
         return self.whole.steps()
 
     @cached_property
@@ -104,7 +104,7 @@ class EpochRemainder:
         return self.division if epoch == self.epoch_begun else self.whole.division_of(epoch)
 
     def rows(self) -> int:
-        """Return the rows of the split over all ranks."""
+        """Return the number of rows of the split over all ranks."""
         return self.whole.rows()
 
     def has_rows(self, step: int) -> bool:

@@ -57,7 +57,7 @@ class Shards(Protocol):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The rows of every rank."""
+        """The number of rows of every rank."""
 
     @property
     def whole(self) -> tuple[Piece, ...]:

@@ -7,8 +7,8 @@ the rows are the first dimension, so slices, ``np.take`` and assignment work for
 column                      array of ``n`` rows
 ==========================  ==============================================================
 numbers, booleans           their numpy type, shape ``(n, *column.shape)``
-decimals                    int64 without decimals and up to 18 digits, float64 up to 15 digits,
-                            else ``object`` (``decimal.Decimal``)
+decimals                    int64 if the scale is 0 (up to 18 digits), else float64 (up to 15 digits), else ``object``
+                            (``decimal.Decimal``)
 dates, timestamps           ``datetime64[D]``, ``datetime64[us]`` (UTC; ``[ns]`` where a file has it)
 strings, binary             ``object`` (``str``, ``bytes``)
 vectors                     float64, shape ``(n, size)``
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.generic]
 T = TypeVar("T")
 
-# Every decimal of at most this many digits survives conversion to a double: rounding to as many digits restores it.
+# A decimal of at most this many digits survives the conversion to a double: rounding to its digits restores it.
 FLOAT_DIGITS = 15
 INTEGER_DIGITS = 18
 _LARGEST_PRECISION = 38  # of Spark's decimals
@@ -54,7 +54,7 @@ def stored_names(schema: DataSchema) -> list[str]:
 
 
 def open_parquet(file: pa.NativeFile) -> parquet.ParquetFile:
-    """Open a Parquet file with Spark's 96-bit timestamps as microseconds, as all readers need it."""
+    """Open a Parquet file for any reader of this package: Spark's 96-bit timestamps become microseconds."""
     from pyarrow import parquet  # noqa: PLC0415  (heavy)
 
     return parquet.ParquetFile(file, coerce_int96_timestamp_unit="us")
@@ -87,7 +87,7 @@ def plain_type(arrow: pa.DataType) -> pa.DataType:
 
 
 def _is(kind: str, arrow: pa.DataType) -> bool:
-    """Return whether a type is of this kind, which older versions of pyarrow may lack."""
+    """Return whether a type is of this kind; False if this version of pyarrow does not know the kind."""
     import pyarrow as pa  # noqa: PLC0415
 
     check = getattr(pa.types, f"is_{kind}", None)
@@ -117,7 +117,7 @@ def row_shape(column: ColumnSpec) -> tuple[int, ...]:
 
 
 def row_bytes(schema: DataSchema) -> int:
-    """Return the bytes of one row in memory, at least 1; the size of Python objects is an estimate."""
+    """Return the size of one row in memory in bytes, at least 1; the size of Python objects is an estimate."""
     return max(1, sum(column_bytes(column) for column in schema.columns))
 
 
@@ -218,7 +218,7 @@ def _known(column: ColumnSpec, value: T | None) -> T:
 
 
 def column_bytes(column: ColumnSpec) -> int:
-    """Return the bytes of one row of a column in memory; the size of Python objects is an estimate."""
+    """Return the size of one row of a column in memory in bytes; the size of Python objects is an estimate."""
     size = _OBJECT_BYTES if column.dtype in OBJECTS else array_type(column).itemsize
     return size * math.prod(row_shape(column))
 
@@ -245,7 +245,7 @@ def _contradicts(array: pa.Array, column: ColumnSpec, where: str) -> DataError:
 
 
 def _nested(array: pa.Array, shape: tuple[int, ...], column: ColumnSpec, where: str) -> Array:
-    """Convert nested arrays level by level; without NULL, the values are not copied."""
+    """Convert nested arrays level by level; without NULL, values are copied only where Arrow requires it."""
     if _is_list(array.type) != bool(shape):
         raise _contradicts(array, column, where)
     _refuse_null(array, column, where)
@@ -329,7 +329,7 @@ def _is_object(arrow: pa.DataType, dtype: str) -> bool:
 
 
 def decimal_dtype(precision: int, scale: int) -> str:
-    """Return the number type that holds every decimal of this precision and scale exactly, or ``decimal``."""
+    """Return the number type that preserves every decimal of this precision and scale, or ``decimal``."""
     if scale == 0 and precision <= INTEGER_DIGITS:
         return "int64"
     return "float64" if precision <= FLOAT_DIGITS and scale >= 0 else "decimal"

@@ -137,17 +137,17 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         fn: runs once per rank, in a process of its own.
         args: positional arguments of ``fn``.
         kwargs: keyword arguments of ``fn``.
-        num_proc: number of ranks that the job waits for at its start; None is ``min_num_proc``, or else
+        num_proc: number of ranks that the job waits for at its start; None means ``min_num_proc``, or else
             ``max_num_proc``.
-        min_num_proc: smallest number of ranks to train with; None is ``num_proc``.
-        max_num_proc: largest number of ranks; None is all slots of ``discovery`` or ``hosts``, or else ``num_proc``.
+        min_num_proc: smallest number of ranks to train with; None means ``num_proc``.
+        max_num_proc: largest number of ranks; None means all slots of ``discovery`` or ``hosts``, or else ``num_proc``.
             On Spark, the job requests this many tasks of ``spark.task.cpus`` cores each, as long as it runs.
         start_timeout: seconds within which the first ranks must have started, and each later rank. The time that the
             job waits for other jobs of this driver does not count. None takes ``SPARKHVD_START_TIMEOUT`` (600).
-        elastic_timeout: seconds within which enough ranks must be ready again after a loss; None is 600.
+        elastic_timeout: seconds within which enough ranks must be ready again after a loss; None means 600.
         reset_limit: largest number of changes of the ranks; None sets no limit.
         env: variables to add to the ranks' environment; the value None removes a variable.
-        stdout: destination of the ranks' stdout, each line as ``[rank]<stdout>:line``; None is ``sys.stdout``.
+        stdout: destination of the ranks' stdout, each line as ``[rank]<stdout>:line``; None means ``sys.stdout``.
         stderr: the same for stderr.
         verbose: 0 shows no output unless ``stdout``, ``stderr`` or ``output_filename`` is set, 1 shows it, 2 adds
             sparkhvd's own debug lines.
@@ -165,18 +165,19 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         ssh_port: port of the hosts' ssh servers; None uses ssh's configuration.
         ssh_identity_file: the private key for the ssh servers.
         cooldown_range: shortest and longest time in seconds without new ranks on a host after failures there; the time
-            doubles with each failure. None is (1, 60).
+            doubles with each failure. None means (1, 60).
         max_restarts: how often the job starts again with new ranks after all ranks that held its state were lost. None
-            is 3 with ``store``, and 0 otherwise: without a Store, ``fn`` must restore its state by itself, for example
-            from a checkpoint.
+            means 3 with ``store``, and 0 otherwise: without a Store, ``fn`` must restore its state by itself, for
+            example from a checkpoint.
         max_same_errors: how often ``fn`` raises the same error until the job fails with it. Errors are the same if
             their types and their first lines are equal. A new commit resets the count, and ranks that raise the error
-            together count once. None is 3. A ``DataError``, ``ParamError`` or ``MismatchError`` ends the job at once.
+            together count once. None means 3. A ``DataError``, ``ParamError`` or ``MismatchError`` ends the job at
+            once.
         store: a Store or its URL, where rank 0 publishes commits. If all ranks are lost, new ones resume from the last
             published commit. All hosts must reach it; the job deletes its commits when it succeeds.
         commit_interval: seconds from one published commit to the next; 0 publishes every commit, and makes the
             ranks wait while rank 0 writes.
-        executable: the Python interpreter of the ranks; None is the one of this process.
+        executable: the Python interpreter of the ranks; None means the one of this process.
         output_filename: a folder in which each rank's output is also saved, in ``rank.<number>/stdout`` and ``stderr``.
         preload: modules that the processes import at their start.
         priority: as in ``sparkhvd.run``, for jobs on Spark.

@@ -122,7 +122,7 @@ def preflight(
         nics: see ``run``; None takes the estimator's.
         timeout: how many seconds to wait for executors that are still starting, for slots that other jobs keep busy,
             and for the rows of ``df``.
-        stdout: where the report is printed; None is ``sys.stdout``.
+        stdout: where the report is printed; None means ``sys.stdout``.
 
     Raises:
         ConfigError: an argument has a value that cannot work.

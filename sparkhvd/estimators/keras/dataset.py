@@ -72,7 +72,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self.first_step, self._batches_left = first_step, batches
 
     def rows_until(self, batch: int) -> int:
-        """Return the rows of this rank up to and including a batch of the epoch."""
+        """Return the number of this rank's rows up to and including a batch of the epoch."""
         with self._lock:
             return self._counts[batch]
 

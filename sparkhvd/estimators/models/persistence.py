@@ -55,7 +55,7 @@ _OBJECTS, _TRAINED, _MODEL = "objects.pkl", "trained.json", "model"
 
 
 class Persistable(Protocol):
-    """The members that saving and loading use of every object; pyspark's ``Params`` has them."""
+    """The members of an object that saving and loading use; pyspark's ``Params`` has them."""
 
     uid: str
     _paramMap: ParamMap  # noqa: N815  (pyspark's name)
@@ -86,8 +86,7 @@ class FolderWriter(MLWriter):
     """Writes an object into a new folder.
 
     Args:
-        write: takes the Store of the folder's parent, the folder's name and Spark's version, writes the files and
-            returns the metadata.
+        write: takes a Store, the folder's path in it and Spark's version, writes the files and returns the metadata.
     """
 
     def __init__(self, write: Callable[[Store, str, str], Metadata]) -> None:
@@ -124,7 +123,7 @@ class FolderReader(MLReader[R]):
     """Reads an object that ``FolderWriter`` wrote.
 
     Args:
-        read: takes the Store of the folder's parent and the folder's name, and returns the object.
+        read: takes a Store and the folder's path in it, and returns the object.
     """
 
     def __init__(self, read: Callable[[Store, str], R]) -> None:
@@ -148,7 +147,7 @@ class FolderReader(MLReader[R]):
 
 
 def write_estimator(estimator: PersistableEstimator, store: Store, folder: str, spark_version: str) -> Metadata:
-    """Write an estimator with all its parameters except secrets (see above) and return the metadata."""
+    """Write an estimator with all its parameters except secrets (see the top of this file) and return the metadata."""
     params = {param.name: value for param, value in estimator._paramMap.items()}  # noqa: SLF001  (pyspark's own way)
     own_store = params.pop("store", None)
     env_names = set(params.pop("backend_env", ()))
@@ -188,14 +187,14 @@ def read_estimator(kind: type[E], store: Store, folder: str) -> E:
 
 
 def _settings_of(store: Store) -> dict[str, object]:
-    """Return the arguments of ``Store.create`` besides the URL that hold no secret."""
+    """Return the arguments of ``Store.create`` that hold no secret, without the URL."""
     paths = {name: getattr(store, name, None) for name in ("train_path", "val_path", "test_path", "runs_path")}
     kept: dict[str, object] = {name: path for name, path in paths.items() if path is not None}
     return kept if store.save_runs else {**kept, "save_runs": False}
 
 
 def write_model(model: PersistableModel, store: Store, folder: str, spark_version: str) -> Metadata:
-    """Write a model and return the metadata; its files are copied in chunks, so they may exceed the memory."""
+    """Write a model and return the metadata. Model files may be larger than the memory: they are copied in chunks."""
     trained = model.trained
     digests = {}
     for source in trained.files:
@@ -216,7 +215,11 @@ def write_model(model: PersistableModel, store: Store, folder: str, spark_versio
 
 
 def read_model(kind: type[M], store: Store, folder: str) -> M:
-    """Return the model that ``write_model`` wrote; its files stay in place and are read when the model is used."""
+    """Return the model that ``write_model`` wrote.
+
+    The model's files stay in place and are read when the model is used. Only files that a later write may remove, such
+    as those of a Pipeline's stage, are retained at once (see ``RetainedFiles``).
+    """
     return saved_folder.read(store, folder, kind.__name__, partial(_read_model, kind, store))
 
 

@@ -246,12 +246,12 @@ class EstimatorParams(Declarations):
         default=None,
     )
     max_num_proc: Declared[int | None] = declared(
-        "Largest number of ranks of an elastic training; None is num_proc, or else min_num_proc.",
+        "Largest number of ranks of an elastic training; None means num_proc, or else min_num_proc.",
         positive_integer,
         default=None,
     )
     elastic_timeout: Declared[float | None] = declared(
-        "Seconds within which an elastic training must have enough ranks again after a loss; None is 600.",
+        "Seconds within which an elastic training must have enough ranks again after a loss; None means 600.",
         positive_number,
         default=None,
         identity=Identity.NEVER,

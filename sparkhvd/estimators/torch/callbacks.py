@@ -18,7 +18,7 @@ class TorchRun:
             change on every rank.
         rank: this rank.
         size: the number of ranks.
-        epochs: the number of the last epoch, counted from 1.
+        epochs: the total number of epochs, including those before a resume.
         stop: set this to True to end the training after this epoch; one rank suffices to end it on all ranks.
     """
 
@@ -49,9 +49,10 @@ class TorchCallback:
         """Run before the first step of this process, in a resumed run too."""
 
     def on_epoch_begin(self, run: TorchRun, epoch: int) -> None:
-        """Run before an epoch, counted from 0, and before the rest of an epoch within which a run resumes.
+        """Run before every epoch, counted from 0, and again when a run resumes within an epoch.
 
-        Before such a rest, changes to existing ``param_groups`` are undone: the checkpoint already contains them.
+        When a run resumes within an epoch, the changes that this call makes to existing ``param_groups`` are undone,
+        because the checkpoint already contains them.
         """
 
     def on_step_end(self, run: TorchRun, epoch: int, step: int, loss: float | None) -> None:
@@ -61,7 +62,7 @@ class TorchCallback:
             run: the training.
             epoch: the epoch, counted from 0.
             step: number of batches of the epoch that are done.
-            loss: mean over this rank's rows; None if this rank had no rows.
+            loss: mean over this rank's rows in the step; None if it had no rows.
         """
 
     def on_epoch_end(self, run: TorchRun, epoch: int, logs: Mapping[str, float]) -> None:

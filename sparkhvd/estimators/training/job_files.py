@@ -211,7 +211,7 @@ def local_copies(store: FileSource, files: tuple[StoredFile, ...], within: str |
     Args:
         store: the Store or other source of the files.
         files: the files; their names in the folder are the last parts of their paths.
-        within: the parent of the new folder; None is the system's folder for temporary files.
+        within: the parent of the new folder; None means the system's folder for temporary files.
     """
     with tempfile.TemporaryDirectory(prefix="sparkhvd-model-", dir=within) as folder:
         for file in files:

@@ -84,7 +84,7 @@ class ProgressOutput(io.TextIOBase):
     """The ranks' stdout on the driver: lines go to ``target``, and progress reports move a bar below them.
 
     Args:
-        target: receives the lines; None is the current ``sys.stdout``.
+        target: receives the lines; None means the current ``sys.stdout``.
         description: the text before the bar.
     """
 

@@ -56,13 +56,13 @@ _DRIVER_SECONDS = 5.0
 _ORTED_SECONDS = 3.0
 # The interval at which a host that waits for other hosts' ranks checks whether the job has ended.
 _POLL_SECONDS = 1.0
-# Each host publishes the ranks that ``mpirun`` started on it under this text and its index.
+# Each host publishes the ranks that ``mpirun`` started on it under a key of this prefix and the host's index.
 _RANKS = "mpi/ranks/"
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The data of one task about its job, once the driver has assigned the ranks."""
+    """A task's data about its job, complete once the driver has assigned the ranks."""
 
     job: MpiJob
     plan: JobPlan
@@ -81,7 +81,7 @@ class _Part:
 
 
 def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
-    """Take part in a job: register, wait for the plan, and start this host's ranks if this is its first task.
+    """Take part in a job: register, wait for the plan, and start the host's ranks if this is the host's first task.
 
     Args:
         job: the job.
@@ -91,7 +91,8 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
         By rank, for the ranks that this task supervised: the pickled result, or the outcome of a job that failed.
 
     Raises:
-        LaunchError: the driver no longer takes part, or infrastructure was lost.
+        LaunchError: this task cannot register with the driver, or infrastructure was lost.
+        OSError: the driver ended before it assigned the ranks.
     """
     encrypt = job.job.config.encrypt
     if encrypt:
@@ -101,7 +102,7 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
     with ExitStack() as stack:
         service = TaskService(secret, encrypt=encrypt)
         path, problem = changed_environment(dict(job.job.env)).get("PATH"), ""
-        # Another attempt by Spark would not help, so the driver ends the job.
+        # Report problems to the driver, which ends the job. An error here would make Spark retry the stage in vain.
         if job.job.executable and shutil.which(job.job.executable, path=path) is None:
             problem = f"The ranks on host {task.host} {not_started(job.job.executable, 'no such program')}."
         try:
@@ -126,7 +127,7 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
         own_address = next(slot for slot in plan.slots if slot.offer.task_index == task.index).offer.bind_host
         for one, server in servers.items():
             if one.address != own_address:
-                server.close()  # some hosts cannot reach this address
+                server.close()  # the driver chose own_address, which other hosts can reach
         own = [slot for slot in plan.slots if slot.offer.host_hash == offer.host_hash]
         if min(slot.offer.task_index for slot in own) == task.index:
             return _run_host_ranks(_Part(job, plan, task, service, deadline, driver), own)
@@ -197,7 +198,7 @@ def _run_host_ranks(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
 
 
 def _elsewhere(started: RankConnected, plan: JobPlan, own: Sequence[Slot]) -> str:
-    """Return the error if ``mpirun`` starts another number of ranks on a host than it has tasks; otherwise empty."""
+    """Return an error if ``mpirun`` started more or fewer ranks on this host than it has tasks; otherwise empty."""
     if (started.size, started.local_size) == (len(plan.slots), len(own)):
         return ""
     return (
@@ -208,7 +209,9 @@ def _elsewhere(started: RankConnected, plan: JobPlan, own: Sequence[Slot]) -> st
 
 
 def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], has_ended: Callable[[], bool]) -> JobPlan:
-    """Return the plan with the ranks that ``mpirun`` started on each host, which the user's arguments may have changed.
+    """Return the plan with the ranks that ``mpirun`` started on each host.
+
+    The user's arguments of ``mpirun`` may have changed the order of the ranks.
 
     Raises:
         LaunchError: the job ended before all hosts had published their ranks.
@@ -287,7 +290,7 @@ def _follow(plan: JobPlan, task: TaskInfo, deadline: Deadline) -> None:
 
 def run_mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Take part in a job; yield rows of ``RESULT_SCHEMA`` for the ranks that this task supervised."""
-    for _ in batches:  # Spark requires its input to be read
+    for _ in batches:  # Spark requires that the task reads its input
         continue
     contents = serve(job, current_task_info())
     for rank, content in sorted(contents.items()):

@@ -18,7 +18,7 @@ from sparkhvd.errors import ConfigError
 def select_groups(
     num_groups: int, groups: int | Sequence[Sequence[torch.Tensor]] | None
 ) -> int | Sequence[Sequence[torch.Tensor]]:
-    """Return the groups that the two arguments select; 0 is none.
+    """Return the groups that the two arguments select; 0 means no groups.
 
     Raises:
         ConfigError: both arguments are set.
