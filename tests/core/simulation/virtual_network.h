@@ -82,7 +82,7 @@ class VirtualNetwork {
     std::map<Ticket, double> sends;      // when the sender may continue
     std::map<Ticket, Receive> receives;  // ascending, so each peer's in their order
 
-    std::mutex mutex;  // guards the fields below; a leaf
+    std::mutex mutex;  // guards the fields below; innermost in the lock order
     std::condition_variable changed;
     std::map<int, std::deque<Message>> inbox;  // by sender
   };
