@@ -26,7 +26,7 @@ OPS = {"Average": hvd.Average, "Adasum": hvd.Adasum}
 
 @dataclass(frozen=True)
 class Problem:
-    """The settings of one training."""
+    """The settings of one training run."""
 
     rate: float
     momentum: float

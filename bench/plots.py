@@ -48,7 +48,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Group:
-    """Bars under one heading, which may be empty."""
+    """Bars under one heading; the heading may be empty."""
 
     heading: str
     bars: Sequence[Bar]
@@ -123,7 +123,7 @@ def writing() -> list[Group]:
 def allreduce() -> list[Group]:
     table = _part(_result("collectives"), r"allreduce, sum, in place, 2 processes")
     head, *rows = (line.split() for line in table.splitlines()[2:])
-    engine, limit = (head.index(name) - 1 for name in ("engine", "limit"))  # "bytes each" are two words
+    engine, limit = (head.index(name) - 1 for name in ("engine", "limit"))  # "bytes each" is split in two
     groups = []
     for row in rows:
         size = int(row[0])
@@ -190,7 +190,7 @@ def _result(name: str) -> str:
 
 
 def _part(text: str, heading: str) -> str:
-    """Return the table below a heading, with the line of the heading."""
+    """Return the table below a heading, including the line of the heading."""
     match = re.search(rf"^.*{heading}.*\n\n(?:.+\n)+", text, re.MULTILINE)
     if match is None:
         raise ValueError(f"The results have no table {heading!r}.")

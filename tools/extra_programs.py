@@ -1,7 +1,7 @@
 """Run a small program for one set of extras, for `tools/test-wheels`: `python extra_programs.py torch`.
 
-The environment has only a wheel of sparkhvd with these extras. The job carries this file's functions to the ranks, so
-every function imports what it needs.
+The environment has only a wheel of sparkhvd with these extras. Each function therefore imports the packages of its
+extras itself: the other environments lack them.
 """
 
 # ruff: noqa: PLC0415
@@ -161,7 +161,7 @@ def _mpi() -> None:
 
 
 def _unreachable(url: str, **options: object) -> None:
-    """Require that a Store without a server fails to connect, not for lack of a package."""
+    """Require that connecting to a Store without a server fails, and not because a package is missing."""
     try:
         sparkhvd.Store.create(url, **options).exists("file")
     except StoreError as error:

@@ -67,7 +67,7 @@ class PyEngine {
     if (forked()) throw CoreFailure(Status(StatusCode::kShutDown, kForked));
     return *engine_;
   }
-  // Call it in the child after a fork.
+  // Call this in the child after a fork.
   void CloseCopies() const {
     if (forked()) engine_->CloseCopies();
   }

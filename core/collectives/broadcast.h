@@ -16,7 +16,7 @@ namespace sparkhvd {
 using TakePiece = std::function<Status(Bytes piece)>;
 
 // Only the root reads `source`. Every rank receives into `target`, which may be the source on the
-// root. `take` is called for every piece in order, also on the root.
+// root. `take` is called for every piece in order, on the root, too.
 Status BroadcastLinks(Transport& transport, const BroadcastRoute& route, int root,
                       const std::byte* source, Bytes target, Deadline deadline,
                       const TakePiece& take = {});

@@ -260,7 +260,7 @@ def _add_elastic(command_line: argparse.ArgumentParser) -> None:
     group.add_argument("--store", metavar="URL", help="where rank 0 publishes commits, in case all ranks are lost")
     group.add_argument("--commit-interval", type=float, help="seconds between published commits; default: 60")
     group.add_argument(
-        "--max-restarts", type=int, help="how often new ranks start after all were lost; default: 3 with --store, or 0"
+        "--max-restarts", type=int, help="number of new starts after all ranks were lost; default: 3 with --store, or 0"
     )
     group.add_argument(
         "--host-discovery-script", help="prints a line 'host' or 'host:slots' per host; run every second"

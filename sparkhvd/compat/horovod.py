@@ -9,7 +9,7 @@ from sparkhvd._util.suggestions import did_you_mean
 
 ELASTIC = (
     "Elastic training is not available under this name. sparkhvd.run_elastic() and sparkhvdrun start elastic jobs: see "
-    "docs/how-to/elastic.md. An interrupted fit resumes from its checkpoints, also with another number of ranks: see "
+    "docs/how-to/elastic.md. An interrupted fit resumes from its checkpoints, even with another number of ranks: see "
     "docs/how-to/resume.md."
 )
 _ELASTIC_RUN = "sparkhvd.run_elastic() takes it; see docs/how-to/elastic.md."

@@ -28,7 +28,7 @@ T = TypeVar("T", bound="DataclassInstance")
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """The settings of a training that every framework's trainer receives, identical on every rank.
+    """The training settings that every framework's trainer receives, identical on every rank.
 
     Attributes:
         shards: the number of batches of ``batch_size`` rows that make up a global batch, which the ranks divide among

@@ -138,7 +138,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._done, self._epoch_batches = 0, None  # type: int, int | None
 
     def begin_within(self, done: int, of: int | None) -> None:
-        """Treat the next batches as the rest of an epoch, for a training that resumes within it.
+        """Treat the next batches as the rest of an epoch, for a run that resumes within it.
 
         Args:
             done: batches of the epoch that are already trained.

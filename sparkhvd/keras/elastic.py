@@ -52,7 +52,7 @@ class KerasState(ObjectState):
 
     Args:
         model: the model, which must be built.
-        optimizer: its optimizer; None uses that of the compiled model, also after ``compile`` has replaced it.
+        optimizer: its optimizer; None uses that of the compiled model, even after ``compile`` has replaced it.
         backend: ignored; accepted so that calls written for Horovod work.
         **kwargs: plain values, such as the epoch, which become attributes.
 
@@ -93,7 +93,7 @@ class KerasState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Return to the last commit or ``sync``, also to the optimizer that the model had then."""
+        """Return to the state of the last commit or ``sync``, including the optimizer that the model had then."""
         if self._own_optimizer is None and self.optimizer is not self._saved_optimizer:
             self.model.optimizer = self._saved_optimizer
             self.model.train_function = None  # uses the other optimizer

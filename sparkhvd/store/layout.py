@@ -164,7 +164,7 @@ def is_ended_path(path: str) -> bool:
 
 
 def final_path(run_id: str, epoch: int, token: int = 0) -> str:
-    """Return the path of the state that callbacks left behind after a training with this last epoch."""
+    """Return the path of the state that callbacks left behind when training ended with this epoch."""
     return f"{checkpoints_folder(run_id)}/final-{epoch:05d}{_by(token)}"
 
 

@@ -68,7 +68,7 @@ class Store(Protocol):
         """Return the sorted paths, relative to the Store, of all files below ``path``; a file is below itself."""
 
     def publish(self, path: str, content: bytes) -> None:
-        """Write one small object atomically; raise ``StoreError`` if ``path`` exists, also in a race."""
+        """Write one small object atomically; raise ``StoreError`` if ``path`` exists, even in a race."""
 
     def delete(self, path: str) -> None:
         """Remove a file or a folder with its content; a missing path is not an error."""

@@ -25,8 +25,8 @@ def device_kind(assigned: Sequence[str], visible: str | None, driver: Path = _DR
     """Return the kind of device of a rank, like ``GPU (NVIDIA H100)``; empty without a GPU.
 
     Args:
-        assigned: the CUDA names of the devices that Spark assigned to its task.
-        visible: CUDA_VISIBLE_DEVICES of its task; None if unset.
+        assigned: the CUDA names of the devices that Spark or Ray assigned to the rank.
+        visible: CUDA_VISIBLE_DEVICES of the rank's task; None if unset.
         driver: the folder in which NVIDIA's driver describes its devices.
     """
     gpus = [facts for path in sorted(driver.glob("*/information")) if (facts := _facts(path)).get("Model")]
@@ -40,7 +40,7 @@ def device_kind(assigned: Sequence[str], visible: str | None, driver: Path = _DR
 
 
 def _named(name: str, gpus: Sequence[dict[str, str]]) -> dict[str, str] | None:
-    """Return the device of the CUDA name ``name``: a number in bus order, or the beginning of its UUID."""
+    """Return the facts about a device. ``name`` is its number in bus order, or the beginning of its UUID."""
     if name.isdecimal():
         return gpus[int(name)] if int(name) < len(gpus) else None
     return next((facts for facts in gpus if facts.get("GPU UUID", "").startswith(name)), None)
@@ -102,11 +102,12 @@ def _listed(visible: str | None) -> list[str]:
 
 
 def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str], ...]:
-    """Return the environment variables that select the GPUs of a slot; none when Spark assigned none to its host.
+    """Return the environment variables that select the GPUs of a slot; none if its local group has no assigned GPU.
 
     CUDA_VISIBLE_DEVICES lists the devices of the slot's local group in the order of local ranks: the first device of
     each rank, then the remaining ones. So device ``hvd.local_rank()`` belongs to the rank, and other ranks' devices
-    stay visible for peer-to-peer copies. Ranks that share a device each see only their own devices, from device 0.
+    stay visible for peer-to-peer copies. If ranks of the group share a device, or a rank has none, each rank sees only
+    its own devices, from device 0.
     """
     group = [one for one in slots if one.local_group == slot.local_group]
     neighbours = sorted(group, key=lambda one: one.world.local_rank)
@@ -138,7 +139,7 @@ def unless_set(
 
 
 def shared_gpus_notice(slots: Sequence[Slot]) -> str:
-    """Return a notice when Spark assigned one GPU to several ranks, which then see it as device 0; otherwise empty."""
+    """Return a notice when Spark assigned one GPU to several ranks, which see only their own GPUs; otherwise empty."""
     users: dict[tuple[str, str], list[Slot]] = {}
     for slot in slots:
         for name in slot.offer.devices:

@@ -98,7 +98,7 @@ def _received(
     problem: StoreError | None = None
     spool = Spool(local_folders(), by=SPLIT, otherwise="train")
     stack.callback(spool.close)
-    for batch in batches:  # Spark requires its input to be read, also after an error
+    for batch in batches:  # Spark requires its input to be read, even after an error
         if job.gives_rows and problem is None:
             try:
                 spool.write(batch)

@@ -50,7 +50,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Overwrite the state and the options of an optimizer with those of ``root_rank``.
 
-    Works for every optimizer with a ``state_dict``, also where only the root has taken steps.
+    Works for every optimizer with a ``state_dict``, even if only the root has taken steps.
 
     Args:
         optimizer: has the same parameters, in the same groups, on all ranks.
@@ -72,13 +72,13 @@ def broadcast_optimizer_state(
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> None:
-    """Load a ``state_dict()`` with its dtypes, which ``load_state_dict`` converts to those of the parameters."""
+    """Load a ``state_dict()`` and keep its dtypes; ``load_state_dict`` converts them to those of the parameters."""
     optimizer.load_state_dict(content)
     return_dtypes(optimizer, content)
 
 
 def return_dtypes(optimizer: torch.optim.Optimizer, content: Mapping[str, Any]) -> None:
-    """Return the state of an optimizer, which has just loaded ``content``, to the dtypes that it has there."""
+    """Restore the dtypes of ``content`` in the state of an optimizer that has just loaded it."""
     numbers = [number for group in content["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
@@ -89,7 +89,7 @@ def return_dtypes(optimizer: torch.optim.Optimizer, content: Mapping[str, Any]) 
 
 
 def _with_dtypes(loaded: Any, value: Any) -> Any:
-    """Return ``loaded``, in which tensors that have lost the dtype of ``value`` are replaced by those of ``value``."""
+    """Return ``loaded`` with each tensor that has lost its dtype replaced by its counterpart in ``value``."""
     if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return loaded if loaded.dtype is value.dtype else value.to(loaded.device)
     if isinstance(value, dict) and isinstance(loaded, dict):

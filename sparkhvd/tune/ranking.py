@@ -19,7 +19,7 @@ def best_trials(trials: Iterable[optuna.trial.FrozenTrial], signs: Sequence[int]
 
     Args:
         trials: all trials of the study, by number.
-        signs: by metric, 1 if less is better, else -1.
+        signs: by metric, 1 if lower is better, else -1.
     """
     scored: dict[tuple[float, ...], optuna.trial.FrozenTrial] = {}
     for trial in trials:

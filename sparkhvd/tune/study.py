@@ -128,7 +128,7 @@ def run_prefix(study: optuna.Study) -> str:
 
 
 def seed_of(study: optuna.Study, own: int | None) -> int:
-    """Return the seed of all trials, so that they differ in their parameters only, also after a restart."""
+    """Return the seed of all trials, so that they differ in their parameters only, even after a restart."""
     if own is not None:
         return own
     stored: int | None = study.user_attrs.get(f"{_MARK}random_seed")  # kept by check_comparable

@@ -184,7 +184,7 @@ def fail_at_a_step(folder: str, ranks: tuple[int, ...], error: Exception):
 
 
 def swallow(folder: str):
-    """Catch every error of a training."""
+    """Catch every error during training."""
     session.init()
     state = ObjectState(step=0)
 

@@ -147,7 +147,7 @@ class BadResult:
 
 
 def train(how: str, phase: str, folder_name: str) -> object:
-    """Run a training whose faulty rank goes wrong in a phase."""
+    """Run a job whose faulty rank goes wrong in a phase."""
     from sparkhvd.comm import session  # noqa: PLC0415
 
     folder, faulty = Path(folder_name), os.environ["SPARKHVD_RANK"] == os.environ["FAULT_RANK"]

@@ -62,7 +62,7 @@ def runs(store):
 
 
 def test_a_search_returns_the_model_of_its_best_trial_and_leaves_only_its_run(df, store):
-    searched = estimator(store, epoch_callback=lambda _, values: values["val_loss"])  # which does not end a training
+    searched = estimator(store, epoch_callback=lambda _, values: values["val_loss"])  # which does not end training
     result = tune.minimize(searched, df, space, 4, parallelism=2, sampler=optuna.samplers.RandomSampler(seed=0))
     ended = result.study.trials
     assert [trial.state.name for trial in ended] == ["COMPLETE"] * 4

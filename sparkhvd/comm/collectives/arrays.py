@@ -180,7 +180,7 @@ def broadcast_async(
     Args:
         me: the communicator.
         array: the values to send on the root; on other ranks only its shape and dtype matter.
-        root: a rank of the job, also with a process set.
+        root: a rank of the job, even with a process set.
         out: receives the result, a new array by default; ``array`` itself works in place.
     """
     array = _contiguous(array)

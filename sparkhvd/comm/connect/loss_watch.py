@@ -34,7 +34,7 @@ class LossWatch(Closable):
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, also while it calls ``abort``, and disconnect. Closing twice is fine."""
+        """End the thread, even while it calls ``abort``, and disconnect. Closing twice is fine."""
         self._closing.set()
         self._client.close()
         self._thread.join()

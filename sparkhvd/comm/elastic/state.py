@@ -1,4 +1,4 @@
-"""States: the values that an elastic training keeps when its ranks change."""
+"""States: the values that an elastic job keeps when its ranks change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 3  # parts that an error lists
 
 
 class State:
-    """The state of an elastic training; derive from it to keep state of your own.
+    """The state of an elastic job; derive from it to keep state of your own.
 
     A subclass defines ``save``, ``restore`` and ``sync``, and ``reset`` if it depends on the number of ranks.
 

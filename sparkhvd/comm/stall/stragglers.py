@@ -1,4 +1,4 @@
-"""Stragglers: warnings and errors about ranks that keep others waiting, and their report to the job's supervisors."""
+"""Stragglers: ranks that keep others waiting. Log them, raise errors about them, and report one to the supervisors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 INIT = "init()"
 _KEY = "absent"
 _STORE_SECONDS = 10.0
-# The wait for a key in the rendezvous, which answers only once the key is set.
+# The rendezvous answers a lookup only once the key is set, so this limits the wait for a key that no rank sets.
 _LOOKUP_SECONDS = 1.0
 _LEAST_PAUSE_SECONDS = 1.0
 _MAX_NAMED = 4
@@ -32,7 +32,7 @@ class Straggler:
 
     Attributes:
         rank: its number in the launcher's job.
-        why: the event that the others waited for, and for how long.
+        why: what the others waited for, and how long they waited.
         joined: whether it had reached ``init()``.
         stack: what its main thread is executing; empty if unknown.
     """
@@ -60,13 +60,13 @@ def published_straggler(rendezvous: RendezvousClient) -> Straggler | None:
 def warning_of_stragglers(
     rendezvous: RendezvousClient | None, context: LaunchContext, prefix: str, ranks: Sequence[int], what: str
 ) -> Iterator[None]:
-    """Within this block, log missing ranks after ``stall_check_seconds``, then after twice the time, and so on.
+    """Within this block, log missing ranks after ``stall_check_seconds`` and again after pauses that double.
 
     Args:
         rendezvous: where each rank sets its key when it arrives; None if no other rank takes part.
         context: the launch context of this rank.
         prefix: the beginning of every rank's key; the rank's index in ``ranks`` follows.
-        ranks: the ranks.
+        ranks: the ranks that must arrive.
         what: the name of the point that the ranks must reach, such as ``init()``.
     """
     if rendezvous is None or len(ranks) == 1 or not context.config.stall_check:
@@ -97,7 +97,11 @@ def warning_of_stragglers(
 
 
 def should_warn(index: int, missing: Sequence[int]) -> bool:
-    """Return whether the rank at ``index`` is the one to warn: the first that is not among ``missing``."""
+    """Return whether the rank at ``index``, which has arrived, should warn of the ``missing`` ones.
+
+    The first rank that has arrived warns. If the first ``_MAX_NAMED`` ranks are missing, all ranks that have arrived
+    warn.
+    """
     before = list(range(min(index, _MAX_NAMED)))
     return list(missing[: len(before)]) == before
 
@@ -111,7 +115,7 @@ def straggler_error(
         rendezvous: where each rank sets its key when it arrives.
         context: the launch context of this rank.
         prefix: the beginning of every rank's key; the rank's index in ``ranks`` follows.
-        ranks: the ranks.
+        ranks: the ranks that must arrive.
         what: the name of the point that the ranks must reach, such as ``init()``.
     """
     own = context.world.rank
@@ -123,7 +127,7 @@ def straggler_error(
         publish_straggler(
             rendezvous, Straggler(context.rank_in_job(ranks[missing[0]]), f"rank {own} {waited}", joined=what != INIT)
         )
-    except SparkHvdError:  # the rendezvous has ended; the first error has more details
+    except SparkHvdError:  # the rendezvous has ended; the caller's own error has more details
         return None
     return DeadlineExceededError(
         f"Rank {own} {waited}. Check what that rank is doing, or raise SPARKHVD_START_TIMEOUT."

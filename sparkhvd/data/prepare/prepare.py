@@ -1,8 +1,8 @@
 """Prepares a dataset from a DataFrame in one evaluation of its lineage.
 
 Spark writes the Parquet files of both splits at once, without a shuffle. The footers of these files contain everything
-else that is needed: row counts, NULL counts and the lengths of arrays. For the lengths, every array column has a second
-column with its sizes. The footers record the minimum and maximum size, and readers never read that column.
+else that is needed: row counts, NULL counts and the lengths of arrays. For the lengths, every array or vector column
+has further columns with its sizes. The footers record the minimum and maximum of each, and readers never read them.
 
 Two splits in one write require dynamic partitioning. For that, Spark sorts the rows of each task by split, unless
 spark.sql.maxConcurrentOutputFileWriters lets a task keep one file open per split. That setting belongs to a session,
@@ -139,7 +139,7 @@ def prepare(
     try:
         written = _write(df, selection, store, layout.dataset_rows_folder(dataset_id), writing)
         files = _read_facts(store, dataset_id, written.paths, selection.schema)
-        _check_all_came(written.rows, files, store)
+        _check_all_rows_arrived(written.rows, files, store)
         check_rows(files, selection, writing.num_proc)
         manifest = Manifest(
             dataset_id=dataset_id,
@@ -163,12 +163,12 @@ def prepare(
     return manifest
 
 
-def _check_all_came(written: int, files: Sequence[FileFacts], store: Store) -> None:
+def _check_all_rows_arrived(written: int, files: Sequence[FileFacts], store: Store) -> None:
     """Detect a folder that the machines do not share: Spark's commit moves only the files that the driver sees."""
-    came = sum(sum(file.row_groups) for file in files)
-    if came != written:
+    count = sum(sum(file.row_groups) for file in files)
+    if count != written:
         raise StoreError(
-            f"The DataFrame has {counted(written, 'row')}, but {came} of them arrived in {store.url}. Check that the "
+            f"The DataFrame has {counted(written, 'row')}, but {count} of them arrived in {store.url}. Check that the "
             "driver and all executors share this folder."
         )
 
@@ -274,7 +274,7 @@ def _changes_times(df: DataFrame, schema: DataSchema) -> bool:
     dtypes = {column.dtype for column in schema.columns}
     if "datetime64[us]" in dtypes and conf.get("spark.sql.parquet.outputTimestampType", _MICROSECONDS) != _MICROSECONDS:
         return True
-    # LEGACY moves dates before 1582 and timestamps before 1900 to the Julian calendar, which only Spark moves back.
+    # LEGACY moves dates before 1582 and timestamps before 1900 to the Julian calendar. Only Spark moves them back.
     calendar = str(conf.get("spark.sql.parquet.datetimeRebaseModeInWrite", "CORRECTED"))
     return calendar.upper() == "LEGACY" and not dtypes.isdisjoint({"datetime64[D]", "datetime64[us]"})
 

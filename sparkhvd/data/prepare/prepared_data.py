@@ -113,7 +113,7 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
     keep_seconds: float = KEEP_SECONDS,
     name: str | None = None,
 ) -> PreparedData:
-    """Write the columns of a DataFrame to a Store, once, for any number of trainings.
+    """Write the columns of a DataFrame to a Store, once, for any number of fits.
 
     One Spark job evaluates the DataFrame once, whatever ``validation`` is, without a shuffle. The result is a context
     manager; without ``with``, call its ``close()``.

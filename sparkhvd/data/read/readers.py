@@ -54,11 +54,11 @@ class ReadOptions:
     """Options for reading rows from any source.
 
     Attributes:
-        prefetch_bytes: the limit of decoded bytes that a rank holds, including those that the trainer uses. A quarter
-            is for decoded rows, and a quarter for each of three windows: one is being assembled, one waits, and one is
-            in use. Rows are shuffled within a window.
-        window_bytes: the size of a window, the same on every rank; None means a quarter of ``prefetch_bytes``, but at
-            most 1,048,576 rows.
+        prefetch_bytes: decoded bytes that a rank holds, including those that the trainer uses. A quarter holds
+            prefetched rows. The rest holds three windows, within which rows are shuffled: one is being assembled, one
+            waits and one is in use.
+        window_bytes: the size of a window, the same on every rank; None means a quarter of ``prefetch_bytes``, at most
+            1,048,576 rows.
         threads: the number of threads that decode rows; as many more shuffle columns.
         timeout: seconds to wait for one batch.
         transformation: converts the columns of a batch to other columns with as many rows; called by a reader thread.

@@ -73,7 +73,7 @@ class Limits:
         start_timeout: seconds for the first generation to form, and for each worker to reach ``hvd.init()``.
         elastic_timeout: seconds for the next generation to form, and for a survivor to leave a broken one.
         reset_limit: the largest number of generations after the first; None sets no limit.
-        max_restarts: how often the job may start again after all ranks with its state were lost.
+        max_restarts: how many times the job may start again after all ranks with its state were lost.
         max_same_errors: the number of generations that the same error has ended, without a new commit in between, when
             the job fails.
     """
@@ -102,7 +102,7 @@ class View:
             their way, or while the generation is intact.
         notified: whether the members of the current generation were asked to leave it.
         stateful: whether any generation has had the state of the job.
-        restarts: how often a generation has formed without the state of the job, because the state was lost.
+        restarts: how many times a generation has formed without the state of the job, because the state was lost.
         fruitless: see ``MAX_FRUITLESS``.
         failed_starts: workers that failed before ``hvd.init()`` since the last one that reached it; 0 as long as an
             offered host has had no such failure.

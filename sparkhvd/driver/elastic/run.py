@@ -154,8 +154,8 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         nics: network interfaces that the ranks use, the same on every host; ``local`` ignores it with a warning.
         prefix_output_with_timestamp: whether every line starts with the time of its arrival.
         spark: the session; None uses the active one.
-        launcher: ``spark`` starts the ranks in ordinary Spark tasks, which may come and go with the executors, also
-            under dynamic allocation. Without Spark, ``local`` starts them on this machine, and ``ssh`` on other
+        launcher: ``spark`` starts the ranks in ordinary Spark tasks, which may come and go with the executors, for
+            example under dynamic allocation. Without Spark, ``local`` starts them on this machine, and ``ssh`` on other
             machines. ``auto`` is ``ssh`` if ``hosts`` is set, and ``spark`` otherwise.
         discovery: for ``local`` and ``ssh``: a function that returns the number of slots by host, such as
             ``{"localhost": 2}``, or a script that prints lines of ``host`` or ``host:slots``. It is called once per
@@ -166,10 +166,10 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         ssh_identity_file: the private key for the ssh servers.
         cooldown_range: shortest and longest time in seconds without new ranks on a host after failures there; the time
             doubles with each failure. None means (1, 60).
-        max_restarts: how often the job starts again with new ranks after all ranks that held its state were lost. None
-            means 3 with ``store``, and 0 otherwise: without a Store, ``fn`` must restore its state by itself, for
+        max_restarts: how many times the job starts again with new ranks after all ranks that held its state were lost.
+            None means 3 with ``store``, and 0 otherwise: without a Store, ``fn`` must restore its state by itself, for
             example from a checkpoint.
-        max_same_errors: how often ``fn`` raises the same error until the job fails with it. Errors are the same if
+        max_same_errors: the job fails when ``fn`` has raised the same error this many times. Errors are the same if
             their types and their first lines are equal. A new commit resets the count, and ranks that raise the error
             together count once. None means 3. A ``DataError``, ``ParamError`` or ``MismatchError`` ends the job at
             once.

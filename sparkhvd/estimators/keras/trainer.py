@@ -199,7 +199,7 @@ class KerasTrainer:
                     verbose=0,
                 )
 
-        # Keras would finalize the variables after every fit(), even within a training; export finalizes them instead.
+        # Keras would finalize the variables after every fit(), even if more fits follow; export finalizes them instead.
         object.__setattr__(optimizer, "finalize_variable_values", lambda _variables: None)
         for callback in self._swapping():  # it would replace the weights with their averages after the last epoch
             callback._finalize_ema_values = lambda: None  # noqa: SLF001

@@ -68,7 +68,7 @@ def match_features(
 
 
 def pandas_column_names(feature_cols: Sequence[str], trained: Sequence[ColumnSpec]) -> list[str]:
-    """Return the name of each feature in a pandas table: its column, or ``column.field``.
+    """Return the name of each feature in a pandas DataFrame: its column, or ``column.field``.
 
     Args:
         feature_cols: the columns to use.

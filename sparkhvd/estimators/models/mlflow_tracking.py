@@ -1,4 +1,4 @@
-"""Log a training to the active MLflow run: parameters, metrics by epoch, and the model."""
+"""Log a fit to the active MLflow run: parameters, metrics by epoch, and the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _TEXT_LIMIT = 500  # MLflow rejects longer parameters
 _METRIC_PREFIXES = (("", "train"), ("val_", "validation"))
-_TAG = "sparkhvd.run_id"  # marks an MLflow run that holds a training
+_TAG = "sparkhvd.run_id"  # marks an MLflow run that holds a fit
 _PARENT_TAG = "mlflow.parentRunId"  # defined by MLflow
 
 
@@ -65,16 +65,16 @@ def cross_validation_part() -> str | None:
 def track(
     model: TrainedModel, params: Mapping[str, object], parent: str | None = None, name: str | None = None
 ) -> None:
-    """Log a training to the active MLflow run, if there is one.
+    """Log a fit to the active MLflow run, if there is one.
 
-    Every later training in the same run, such as a fit of a CrossValidator, gets its own nested run. If the server
+    Every later fit in the same run, such as one of a CrossValidator, gets its own nested run. If the server
     cannot be reached, a warning is logged and the model is kept.
 
     Args:
         model: the trained model.
         params: the parameters of its training.
-        parent: the run of another thread that this training belongs to; used if this thread has no run.
-        name: name of a nested run for this training; None leaves it to MLflow.
+        parent: the run of another thread that this fit belongs to; used if this thread has no run.
+        name: name of a nested run for this fit; None leaves it to MLflow.
     """
     mlflow = sys.modules.get("mlflow")
     if mlflow is None or (parent is None and active_run() is None):
@@ -101,7 +101,7 @@ def track(
 def _active_or_nested_run(
     mlflow: ModuleType, texts: Mapping[str, str], name: str | None
 ) -> AbstractContextManager[object]:
-    """Return the active run, or a nested run if the active one holds a training or other values of the parameters."""
+    """Return the active run, or a nested run if the active one holds a fit or other values of the parameters."""
     logged = mlflow.get_run(mlflow.active_run().info.run_id).data
     differs = any(logged.params.get(name, value) != value for name, value in texts.items())
     if _TAG in logged.tags or differs:

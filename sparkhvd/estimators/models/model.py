@@ -61,7 +61,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
 
     @classmethod
     def of_artifacts(cls, trained: ModelArtifacts, **params: Any) -> Self:
-        """Return the model of a training; a subclass with a constructor of its own may override it."""
+        """Return the trained model; a subclass with a constructor of its own may override it."""
         return cls(trained, **params)
 
     @property

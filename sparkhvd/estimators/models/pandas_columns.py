@@ -1,4 +1,4 @@
-"""Convert columns of pandas tables to a model's input arrays, with the types that ``transform`` would use."""
+"""Convert columns of pandas DataFrames to a model's input arrays, with the types that ``transform`` would use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained model without Spark: a folder with a model that predicts pandas tables.
+"""A trained model without Spark: a folder with a model that takes and returns pandas DataFrames.
 
 ``write_folder`` writes the folder of a Transformer, and MLflow loads it with ``_load_pyfunc``.
 """
@@ -34,7 +34,7 @@ _COLUMNS, _TYPES, _FUNCTION, _MODEL = "columns.json", "outputs.arrow", "predicti
 
 
 def write_folder(model: TrainedModel, folder: Path) -> None:
-    """Write the files that ``load`` reads into an empty folder."""
+    """Write the files for ``load`` to an empty folder."""
     from sparkhvd.estimators.models.model import pickle_function  # noqa: PLC0415  (that module needs pyspark)
 
     (folder / _MODEL).mkdir()
@@ -56,7 +56,7 @@ def write_folder(model: TrainedModel, folder: Path) -> None:
 
 
 def load(folder: Path) -> PandasModel:
-    """Return the model that ``write_folder`` wrote; this runs the code saved with it, so open only trusted folders."""
+    """Return the model that ``write_folder`` wrote. Loading runs code from the folder, so load only trusted folders."""
     content = json.loads((folder / _COLUMNS).read_text())
     function = (folder / _FUNCTION).read_bytes()
     inference = Inference(function=cloudpickle.loads(function) if function else None)
@@ -77,12 +77,12 @@ def _load_pyfunc(path: str) -> PandasModel:
 
 @dataclass(frozen=True)
 class PandasModel:
-    """A trained model that predicts a pandas table from a pandas table.
+    """A trained model that takes and returns pandas DataFrames.
 
     Attributes:
         predictor: the framework's model.
-        features: each column's name in the table (``column.field`` may also be in a column of dicts or Rows), and its
-            spec in the training.
+        features: each feature's column name in the DataFrame, and its spec from the training. A name such as
+            ``column.field`` may also refer to a field of a column of dicts or Rows.
         outputs: the columns to return.
         types: the Arrow types of the outputs.
         batch_size: rows per prediction.
@@ -97,7 +97,7 @@ class PandasModel:
     def predict(self, model_input: pd.DataFrame, params: Mapping[str, object] | None = None) -> pd.DataFrame:  # noqa: ARG002
         """Return the outputs of ``transform``: a column per output or struct field; vectors are numpy arrays.
 
-        Named values of a prediction function become columns, even if ``output_types`` do not name them.
+        Named values of a prediction function become columns, even if ``output_types`` does not name them.
 
         Raises:
             SchemaError: a column is missing.

@@ -49,7 +49,7 @@ class Backend(Protocol):
         kwargs: Mapping[str, object] | None = None,
         env: Mapping[str, str | None] | None = None,
     ) -> list[Any]:
-        """Run ``fn(*args, **kwargs)`` on every rank, where ``hvd.init()`` works, with ``env`` in the environment.
+        """Run ``fn(*args, **kwargs)`` on every rank, with ``env`` in the environment. ``fn`` may call ``hvd.init()``.
 
         Returns:
             The return values in rank order.
@@ -66,7 +66,7 @@ ELASTIC_ARGUMENTS = (
     "max_restarts",
     "max_same_errors",
 )
-# How often a fit starts again from the last checkpoint in its Store after all ranks were lost.
+# How many times a fit starts again from the last checkpoint in its Store after all ranks were lost.
 _MAX_RESTARTS = 3
 
 
@@ -76,9 +76,10 @@ class SparkBackend:
     Args:
         num_proc: number of ranks; None uses all slots.
         env: variables to add to the ranks' environment.
-        **options: more arguments of ``sparkhvd.run``: ``launcher``, ``gpus_per_task``, ``nics`` and the others. The
-            estimator chooses those that are left out. ``min_num_proc`` or ``max_num_proc`` makes the ranks elastic;
-            then the arguments are those of ``sparkhvd.run_elastic``.
+        **options: more arguments of ``sparkhvd.run``, such as ``launcher``, ``gpus_per_task`` and ``nics``. The
+            estimator sets ``spark``, ``preload``, ``verbose``, ``rows`` and ``stdout`` unless they are passed here.
+            ``min_num_proc`` or ``max_num_proc`` makes the ranks elastic; then the arguments are those of
+            ``sparkhvd.run_elastic``.
 
     Raises:
         TypeError: ``sparkhvd.run`` or ``sparkhvd.run_elastic`` has no such argument.
@@ -136,7 +137,7 @@ class SparkBackend:
 
     @property
     def start_size(self) -> int:
-        """The number of ranks that an elastic training starts with if enough slots are available."""
+        """The number of ranks that an elastic fit starts with if enough slots are available."""
         elastic = self._elastic
         return int(self.requested_ranks or elastic.get("min_num_proc") or elastic["max_num_proc"])
 
@@ -165,7 +166,7 @@ class SparkBackend:
 
         Raises:
             SlotsError: the cluster has too few slots for the requested ranks.
-            LaunchError: the launcher cannot run the ranks there.
+            LaunchError: the launcher cannot run ranks on this cluster.
         """
         if self.is_elastic:
             return self.start_size  # the job itself waits for slots, which may come with new executors
@@ -232,7 +233,7 @@ class Placement:
 
 
 def spark_backend(placement: Placement) -> SparkBackend | None:
-    """Return the backend that starts the ranks with ``sparkhvd.run``; None for the user's own backend."""
+    """Return the ``SparkBackend`` that starts the ranks; None for a backend of the user's own class."""
     backend = _backend(placement)
     return backend if isinstance(backend, SparkBackend) else None
 
@@ -300,7 +301,7 @@ def session_of(placement: Placement) -> SparkSession | None:
     """Return the session for a fit on existing files; None if there is no session and the ranks need no Spark.
 
     Raises:
-        LaunchError: there is no session, but the ranks run in Spark tasks.
+        LaunchError: there is no session, but the ranks run in Spark tasks or on a backend of the user's own class.
     """
     own = spark_backend(placement)
     launcher = own.launch()[0] if own is not None else None
@@ -319,7 +320,7 @@ def reserve_ranks(placement: Placement, spark: SparkSession | None) -> int:
 
 def backend_or_launcher(name: str, value: object) -> Backend | str:
     """Accept the name of a launcher, or an object with ``run`` and ``num_processes``."""
-    launchers = ["auto", "barrier", "mpi", "local", "ray"]  # this package's, without required arguments
+    launchers = ["auto", "barrier", "mpi", "local", "ray"]  # of this package, but not ssh, which requires hosts
     if isinstance(value, str) and value not in launchers:
         launchers += LAUNCHERS.added()
     if isinstance(value, str) and value in launchers:

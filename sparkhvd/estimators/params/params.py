@@ -246,18 +246,18 @@ class EstimatorParams(Declarations):
         default=None,
     )
     max_num_proc: Declared[int | None] = declared(
-        "Largest number of ranks of an elastic training; None means num_proc, or else min_num_proc.",
+        "Largest number of ranks of an elastic fit; None means num_proc, or else min_num_proc.",
         positive_integer,
         default=None,
     )
     elastic_timeout: Declared[float | None] = declared(
-        "Seconds within which an elastic training must have enough ranks again after a loss; None means 600.",
+        "Seconds within which an elastic fit must have enough ranks again after a loss; None means 600.",
         positive_number,
         default=None,
         identity=Identity.NEVER,
     )
     reset_limit: Declared[int | None] = declared(
-        "Largest number of changes of an elastic training's ranks; None sets no limit.",
+        "Largest number of changes of an elastic fit's ranks; None sets no limit.",
         integer,
         default=None,
         identity=Identity.NEVER,
@@ -374,7 +374,7 @@ class EstimatorParams(Declarations):
         "Rows per rank and step; the global batch is this times the number of ranks.", positive_integer, default=32
     )
     elastic_batch: Declared[Literal["global", "rank"]] = declared(
-        "Which batch keeps its size when the ranks of an elastic training change: 'global' divides batch_size times "
+        "Which batch keeps its size when the ranks of an elastic fit change: 'global' divides batch_size times "
         "num_proc rows among them, so that a change affects the speed only; 'rank' keeps batch_size rows per rank.",
         one_of("global", "rank"),
         default="global",

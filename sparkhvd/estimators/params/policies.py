@@ -22,13 +22,13 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Ends a training that no longer improves.
+    """Ends training when it no longer improves.
 
     Attributes:
         monitor: the monitored metric: ``loss``, the name of a metric, or either with the prefix ``val_``.
         patience: epochs without an improvement after which the training ends; epochs without validation do not count.
-        min_delta: the smallest change that counts as an improvement.
-        mode: ``min`` if less is better, else ``max``.
+        min_delta: a value counts as an improvement only if it is better by more than this.
+        mode: ``min`` if lower is better, else ``max``.
     """
 
     monitor: str = "val_loss"
@@ -59,10 +59,10 @@ class Checkpoints:
 
     Attributes:
         every_steps: training steps between checkpoints within an epoch; None checkpoints at the end of epochs only.
-        keep: number of checkpoints of the last epochs that stay in the Store.
+        keep: number of last epochs whose checkpoints stay in the Store.
         best: the metric (named as in ``EarlyStopping``) that selects the best epoch, whose model is kept and returned;
             None returns the last epoch's.
-        mode: ``min`` if less of ``best`` is better, else ``max``.
+        mode: ``min`` if lower values of ``best`` are better, else ``max``.
     """
 
     every_steps: int | None = None
@@ -80,16 +80,17 @@ class Checkpoints:
             )
 
     def best_epoch(self, history: Sequence[EpochRecord], gone: Collection[int] = ()) -> int | None:
-        """Return the epoch whose model is returned, ignoring the epochs in ``gone``; None means the last epoch."""
+        """Return the epoch whose model ``fit`` returns, ignoring the epochs in ``gone``; None means the last epoch."""
         return None if self.best is None else best_epoch(history, self.best, self.mode, gone=gone)
 
 
 def best_epoch(
     history: Sequence[EpochRecord], monitor: str, mode: Mode, min_delta: float = 0.0, gone: Collection[int] = ()
 ) -> int | None:
-    """Return the first epoch that no later one improved on by more than ``min_delta``; None if all values are NaN.
+    """Return the last epoch that improved on the best one before it by more than ``min_delta``.
 
-    Epochs in ``gone`` do not count, nor do those that Lightning ends without the validation that ``monitor`` needs.
+    The first value that is not NaN counts as an improvement. The result is None if all values are NaN. Epochs in
+    ``gone`` do not count, nor do those that Lightning ends without the validation that ``monitor`` needs.
     """
     best, value = None, math.inf
     for index, record in enumerate(history):
@@ -124,7 +125,7 @@ def metric_values(record: EpochRecord) -> dict[str, float]:
 
 
 def monitored_metrics(params: Mapping[str, object]) -> dict[str, str]:
-    """Return the metrics that the parameters common to all estimators monitor, by parameter."""
+    """Return the monitored metrics by parameter, for the parameters that all estimators share."""
     stopping, checkpoints = params.get("early_stopping"), params.get("checkpoints")
     monitors = {
         "early_stopping": stopping.monitor if isinstance(stopping, EarlyStopping) else None,

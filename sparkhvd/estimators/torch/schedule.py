@@ -69,7 +69,7 @@ def lr_schedule(name: str, value: object) -> LRSchedule:
 
 
 class RunningSchedule:
-    """The schedule of a training on one rank.
+    """The schedule of a fit on one rank.
 
     Args:
         schedule: the user's schedule; None never changes the rate.

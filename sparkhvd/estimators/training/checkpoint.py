@@ -34,7 +34,7 @@ class EpochPart:
     Attributes:
         step: the steps of this part that are done.
         num_proc: the number of shards that the rows were divided into; each rank has one, unless the ranks of an
-            elastic training share a fixed number.
+            elastic fit share a fixed number.
         batch_size: rows of a full batch of a shard.
     """
 
@@ -161,7 +161,7 @@ def publish(fence: Fence, checkpoint: Checkpoint) -> str:
 
 
 def save_final(fence: Fence, checkpoint: Checkpoint) -> None:
-    """Publish the state that callbacks left behind at the end of a training; no fit resumes training from it."""
+    """Publish the state that callbacks left behind at the end of the training; no fit resumes from it."""
     fence.check()
     run_id, token = fence.run_id, fence.token
     ended = layout.ended_path(run_id, token)

@@ -1,4 +1,4 @@
-"""The progress bar of a training in a terminal or a notebook.
+"""The progress bar of a fit in a terminal or a notebook.
 
 Rank 0 writes lines that start with a control character. On the driver, ``ProgressOutput`` removes these lines from the
 ranks' output and moves the bar. Without tqdm there is one line per epoch and no bar.

@@ -1,4 +1,4 @@
-"""The position at which a run resumes, and the training that remains."""
+"""The checkpoint from which a run resumes, and the parts of its first epoch that are already trained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ResumeState:
 
     @property
     def history(self) -> tuple[EpochRecord, ...]:
-        """The epochs that were completed before."""
+        """The epochs that were completed before the interruption."""
         return () if self.checkpoint is None else self.checkpoint.history
 
     @property
@@ -60,12 +60,12 @@ class ResumeState:
 
     @property
     def first_step(self) -> int:
-        """The completed batches of the first epoch; 0 if the rest of the epoch was repartitioned."""
+        """The number of completed batches of the first epoch; 0 if the rest of the epoch was repartitioned."""
         return 0 if self.within is None or self.repartitioned_batches is not None else self.within.step
 
     @property
     def steps_done(self) -> int:
-        """The completed steps of the first epoch, in all of its parts."""
+        """The number of completed steps of the first epoch, over all of its parts."""
         return 0 if self.within is None else self.within.steps_done
 
     def rank_state(self, world: World) -> bytes | None:
@@ -106,7 +106,8 @@ def load_resume_state(
 ) -> ResumeState:
     """Return where all ranks resume the run; collective.
 
-    That is ``committed``, which all ranks have, or else the last checkpoint that rank 0 finds in the Store.
+    They resume from ``committed``, which all ranks have, or else from the last checkpoint that rank 0 finds in the
+    Store.
     """
     if store is None:
         return ResumeState(committed)
@@ -119,7 +120,7 @@ def load_resume_state(
 
 
 def with_final_state(state: ResumeState, store: Store, run_id: str, communicator: Communicator) -> ResumeState:
-    """Return the state of a run without epochs to train, with the changes of callbacks at its end; collective."""
+    """Return the state of a run that has no epochs left to train, as callbacks left it at its end; collective."""
     path = None
     if communicator.world.rank == 0 and state.checkpoint is not None:
         path = checkpoint.final(store, run_id, state.checkpoint.epoch)
@@ -128,7 +129,7 @@ def with_final_state(state: ResumeState, store: Store, run_id: str, communicator
 
 
 def log_resumption(run_id: str, state: ResumeState, epochs: int) -> None:
-    """Log where a run that trains for ``epochs`` epochs resumes; log nothing if it starts."""
+    """Log where a run that trains for ``epochs`` epochs resumes; log nothing if it starts from the beginning."""
     resumed = state.checkpoint
     if resumed is None:
         return

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def require_spark_dataframe(method: str, table: object) -> None:
-    """Raise ``ParamError`` for anything but a Spark DataFrame, such as a pandas table."""
+    """Raise ``ParamError`` for anything but a Spark DataFrame, such as a pandas DataFrame."""
     if not hasattr(table, "sparkSession"):
         kind = f"{type(table).__module__.partition('.')[0]}.{type(table).__qualname__}"
         raise ParamError(

@@ -102,7 +102,7 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a training, returned by rank 0.
+    """The result of the training, returned by rank 0.
 
     Attributes:
         history: one record per epoch.

@@ -35,12 +35,12 @@ from sparkhvd.task.worker.threads import thread_defaults
 CONCURRENCY_GROUPS = {"messages": 1, "commands": 1}
 # How long a call of ``messages`` waits for the first message.
 _FETCH_SECONDS = 60.0
-# How long the supervision of a rank may take to end after the rank, or after ``end``.
+# How long to wait for the supervision to end once the rank has ended or ``end`` was called.
 _END_SECONDS = 15.0
 
 
 class RankTask:
-    """One rank; the driver calls ``node``, ``prepare``, ``start`` and ``end``, and ``messages`` again and again."""
+    """One rank. The driver calls ``node``, ``prepare``, ``start`` and ``end``, and polls ``messages``."""
 
     def __init__(self) -> None:
         self._outbox = Outbox()
@@ -83,7 +83,7 @@ class RankTask:
         self._stack.callback(Cleanup(self._worker.pid, spawned.scratch).close)
         self._stack.callback(self._worker.close)  # again, so that the worker ends before the cleanup is cancelled
         context = ray.get_runtime_context()
-        # Ray maps its GPU ids to the names of CUDA_VISIBLE_DEVICES as it was when the node started.
+        # Ray maps its GPU ids to the names that CUDA_VISIBLE_DEVICES had at the start of the node.
         devices = tuple(context.get_accelerator_ids().get("GPU", ()))
         offer = TaskOffer(
             part.index,

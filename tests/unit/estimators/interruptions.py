@@ -1,4 +1,4 @@
-"""Trainings that are interrupted within epochs, on a rank of a group."""
+"""Training runs that are interrupted within epochs, on a rank of a group."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def keep_the_process_set():
 
 
 def warnings_of_training(wrap):
-    """Return the warnings of a training whose model is a copy of a compiled one."""
+    """Return the warnings of a fit whose model is a copy of a compiled one."""
     records = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())
@@ -305,7 +305,7 @@ def resume_from_h5(folder, steps):
 
 
 def train_with_more_objects_on_one_rank():
-    """Create more objects on rank 0, which Keras counts in its names; return the weights after a training."""
+    """Create more objects on rank 0, which Keras counts in its names; return the weights after training."""
     for _ in range(2 * (hvd.rank() == 0)):
         keras.optimizers.SGD(), network()
     model = network()

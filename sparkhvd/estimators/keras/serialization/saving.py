@@ -53,11 +53,11 @@ class UnscaledRateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # k
 
 
 class CheckpointFilesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Runs after a ``ModelCheckpoint`` and passes the files that it has written to the hooks.
+    """Runs after a ``ModelCheckpoint`` and gives its new files to the hooks.
 
     Args:
-        callback: the ``ModelCheckpoint``, which writes into a temporary folder of this process. If a run resumes, its
-            best value so far is set.
+        callback: the ``ModelCheckpoint``, which will write into a temporary folder of this process. If a run resumes,
+            the callback receives the best value so far.
         hooks: keep the files.
         policy: selects the best epoch.
         lr_scale: the factor by which the user's learning rate was multiplied.

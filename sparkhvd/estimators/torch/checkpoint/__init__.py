@@ -1,1 +1,1 @@
-"""State of a training that ``state_dict`` omits: frozen and pruned parameters, attributes, and random generators."""
+"""Training state that ``state_dict`` omits: frozen and pruned parameters, attributes, and random generators."""

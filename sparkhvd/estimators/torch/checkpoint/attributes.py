@@ -1,4 +1,4 @@
-"""Attributes as state of a training: those that it changes in modules and optimizers besides their ``state_dict``."""
+"""Attributes as training state: those that training changes in modules and optimizers besides their ``state_dict``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_VALUES, _MOST_BYTES = 10_000, 2**20
 
 
 class ChangedAttributes:
-    """The attributes that a training changes, such as counters.
+    """The attributes that training changes, such as counters.
 
     Numbers, tensors, and lists and dicts of them become part of a checkpoint, if all ranks have the same value. Classes
     with their own ``get_extra_state`` or ``state_dict`` decide themselves what is saved.

@@ -1,4 +1,4 @@
-"""Parameters without gradients as state of a training: callbacks and hooks may unfreeze them between epochs."""
+"""Parameters without gradients as training state: callbacks and hooks may unfreeze them between epochs."""
 
 from __future__ import annotations
 

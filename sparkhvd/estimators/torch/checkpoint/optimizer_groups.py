@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer as state of a training: callbacks may add groups, for layers that they unfreeze."""
+"""Parameter groups of an optimizer as training state: callbacks may add groups, for layers that they unfreeze."""
 
 from __future__ import annotations
 

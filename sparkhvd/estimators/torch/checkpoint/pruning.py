@@ -1,4 +1,4 @@
-"""Masks of pruned weights (``torch.nn.utils.prune``) as state of a training: callbacks may prune between epochs."""
+"""Masks of pruned weights (``torch.nn.utils.prune``) as training state: callbacks may prune between epochs."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ def loss_divisors(objective: Objective, schema: DataSchema, ranges: LabelRanges 
     for loss, label in zip(objective.losses, objective.label_cols, strict=True):
         # Several floats per row may be class probabilities; their loss ignores the divisor (``Objective.combined``).
         known = is_unmodified_torch_loss(loss) and label not in sparse
-        otherwise = _has_own_divisor(objective, loss) or _may_contain_ignored(objective, loss, label, ranges)
-        divisors.append(_divisor(loss, label) if known and otherwise else None)
+        differs = _has_own_divisor(objective, loss) or _may_contain_ignored(objective, loss, label, ranges)
+        divisors.append(_divisor(loss, label) if known and differs else None)
     return tuple(divisors)
 
 

@@ -190,7 +190,7 @@ def noisy():
 
 
 def drawn(make):
-    """Return the weights after a training with a random layer, and the layer's output for ones."""
+    """Return the weights after training with a random layer, and the layer's output for ones."""
     world, model = session.current().world, make()
     trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model)), spec(DATA), world)
     trainer.fit(source(PARTIAL_END, world.rank), None, Hooks())

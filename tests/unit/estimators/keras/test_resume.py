@@ -185,7 +185,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(group, kind):
 
 
 def extend(kind):
-    """Train three epochs, and extend a training of one epoch to three: the results are equal."""
+    """Train three epochs, and extend a run of one epoch to three: the results are equal."""
     world = session.current().world
 
     def trained(epochs, hooks, state=None):

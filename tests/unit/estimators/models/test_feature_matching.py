@@ -18,7 +18,7 @@ def struct(*fields: str, **nested: t.DataType) -> t.StructType:
 
 
 def trained_on(schema, names):
-    """Return the feature columns of a training on prepared rows."""
+    """Return the feature columns of a fit on prepared rows."""
     return with_sources(written_schema(schema_of(schema, names, ())), names).of("feature")
 
 

@@ -1,4 +1,4 @@
-"""The driver refuses trainings that would fail on the ranks."""
+"""The driver refuses fits that would fail on the ranks."""
 
 from __future__ import annotations
 

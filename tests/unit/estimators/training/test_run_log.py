@@ -1,4 +1,4 @@
-"""The reports of a training: history, event files, progress."""
+"""The reports of a fit: history, event files, progress."""
 
 from __future__ import annotations
 
