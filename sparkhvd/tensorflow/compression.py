@@ -36,8 +36,9 @@ class _CastingCompressor:
 
     @classmethod
     def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
-        """Cast a floating-point tensor to ``dtype``; leave other tensors unchanged."""
-        return (tf.cast(tensor, cls.dtype) if tensor.dtype.is_floating else tensor), tensor.dtype
+        """Cast a tensor of a larger floating-point dtype; leave others unchanged."""
+        casts = tensor.dtype.is_floating and tensor.dtype.size > cls.dtype.size
+        return (tf.cast(tensor, cls.dtype) if casts else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: tf.Tensor, context: tf.DType) -> tf.Tensor:

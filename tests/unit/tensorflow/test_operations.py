@@ -46,6 +46,9 @@ def reduce_in_every_mode():
     assert agree(hvd.allreduce, mine) == [0.5] * 3
     assert agree(lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=2.0, postscale_factor=5.0), mine) == [10.0] * 3
     assert agree(lambda t: hvd.allreduce(t, compression=hvd.Compression.fp16), mine) == [0.5] * 3
+    beyond_float16 = tf.constant([1e30], tf.bfloat16)
+    kept = hvd.allreduce(beyond_float16, compression=hvd.Compression.fp16)
+    assert (kept.dtype, float(kept[0])) == (tf.bfloat16, float(beyond_float16[0]))
     both = graph(lambda t: hvd.grouped_allreduce([t, 2 * t], op=hvd.Sum))(mine)
     assert [value.numpy().tolist() for value in both] == [[1.0] * 3, [2.0] * 3]
     twice = graph(lambda t: hvd.grouped_allreduce([t, t], op=hvd.Sum))(mine)
