@@ -27,6 +27,7 @@ from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.metrics import Logs, MetricSums, summed_results
 from sparkhvd.estimators.keras.randomness import RandomStates
 from sparkhvd.estimators.keras.serialization import artifact
+from sparkhvd.estimators.keras.serialization.omissions import Omissions
 from sparkhvd.estimators.keras.serialization.package import (
     Package,
     additional_optimizers,
@@ -94,9 +95,12 @@ class KerasTrainer:
         swapped = np.array([callback._ema_weights_in_model for callback in self._swapping()])  # noqa: SLF001
         arrays |= callback_states(self._package.callbacks)
         names = np.array(_variable_kinds(self._model.optimizer))
+        flags = Omissions.of(self._model)
         return arrays_to_bytes(
             {
                 **arrays,
+                "trained layers": np.array(flags.trained_layers),
+                "trained weights": np.array(flags.trained),
                 "lr_scale": np.array(self._lr_scale),
                 "swapped": swapped,
                 "optimizer names": names,
@@ -126,9 +130,19 @@ class KerasTrainer:
                 other.build([self._model.variables[index] for index in arrays[f"trained by {name}"]])
             for index, variable in enumerate(other.variables):
                 variable.assign(arrays[f"{name}.{index}"])
+        if self._reads_flags_in_every_step():
+            layers, weights = arrays.get("trained layers", ()), arrays.get("trained weights", ())
+            Omissions(tuple(map(bool, layers)), tuple(map(bool, weights))).restore(self._model)
         for callback, swapped in zip(self._swapping(), arrays.get("swapped", ()), strict=False):
             callback._ema_weights_in_model = bool(swapped)  # noqa: SLF001
         self._scale_lr(self._lr_scale / float(arrays["lr_scale"]))
+
+    def _reads_flags_in_every_step(self) -> bool:
+        """Return whether a callback that sets ``layer.trainable`` changes the following steps.
+
+        A graph of TensorFlow trains the layers that were trainable when the training began.
+        """
+        return keras.config.backend() == "torch" or bool(self._model.run_eagerly)
 
     def _further_optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
         """Return the optimizers of the model's own training step, by names that are equal on all ranks."""

@@ -127,11 +127,19 @@ class Rising(keras.callbacks.Callback):
         logs["seen"] = logs["loss"] + 10 * (epoch > 0)
 
 
+class Freeze(keras.callbacks.Callback):
+    """Stops the training of the first layer after the first epoch; a graph of TensorFlow does not notice."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.layers[0].trainable = False
+
+
 # Callbacks that monitor the raised loss act after the second of three epochs, or at the end of the training, because of
 # the loss of the first epoch.
 WATCHED = {"monitor": "seen", "mode": "min"}
 CALLBACKS = {
     "random": [RandomRate],
+    "frozen": [Freeze],
     "scheduled": [partial(keras.callbacks.LearningRateScheduler, halved)],
     "plateau": [Rising, partial(keras.callbacks.ReduceLROnPlateau, **WATCHED, patience=1, factor=0.1)],
     "best weights": [
