@@ -82,7 +82,7 @@ def _compare_losses(folder: Path, ranks: int, rounds: int) -> None:
             subfolder.mkdir()
             turn(subfolder)
             killed = float((subfolder / "killed").read_text())
-            after = [step for step in _steps(subfolder) if step.seconds > killed]
+            after = [step for step in steps_in(subfolder) if step.seconds > killed]
             changed = [step.seconds for step in after if step.size < ranks or step.restarts > 0]
             next_step[name].append(min(changed) - killed)
             complete[name].append(
@@ -94,7 +94,7 @@ def _compare_losses(folder: Path, ranks: int, rounds: int) -> None:
     _ratio("torchrun", complete)
 
 
-def _steps(folder: Path) -> Iterator[Step]:
+def steps_in(folder: Path) -> Iterator[Step]:
     for path in folder.glob("steps-*"):
         for line in path.read_text().splitlines():
             seconds, size, restarts = line.split()
@@ -130,7 +130,7 @@ def _train_until_lost(path: str, ranks: int) -> None:
             optimizer.step()
             state.step += 1
             state.left -= state.left > 0
-            _note_step(folder, hvd.size(), 0)
+            note_step(folder, hvd.size(), 0)
             if state.step % _SAVE_EVERY == 0:
                 state.commit()
             _kill_once(folder, state.step, hvd.rank())
@@ -140,7 +140,8 @@ def _train_until_lost(path: str, ranks: int) -> None:
 
 def _lose_with_torchrun(folder: Path, ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", "1", "--standalone", "--local-addr", "127.0.0.1", "-m", "bench.elastic_torchrun"]
+    command += ["--max-restarts", "1", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["-m", "bench.elastic_torchrun", "elastic"]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",  # like the ranks of sparkhvd here, which have fewer than two cores each
         "GLOO_SOCKET_IFNAME": "lo",
@@ -178,7 +179,7 @@ def train_with_torchrun(path: str) -> None:
         torch.nn.functional.mse_loss(wrapped(features), labels).backward()
         optimizer.step()
         step += 1
-        _note_step(folder, dist.get_world_size(), restarts)
+        note_step(folder, dist.get_world_size(), restarts)
         if step % _SAVE_EVERY == 0 and dist.get_rank() == 0:
             torch.save(
                 {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, f"{checkpoint}~"
@@ -197,7 +198,7 @@ def _problem() -> tuple[Any, Any, Any]:
     return torch.nn.Sequential(*layers), torch.randn(32, _WIDTH), torch.randn(32, _WIDTH)
 
 
-def _note_step(folder: Path, size: int, restarts: int) -> None:
+def note_step(folder: Path, size: int, restarts: int) -> None:
     with (folder / f"steps-{os.getpid()}").open("a", encoding="utf-8") as file:
         file.write(f"{time.monotonic()} {size} {restarts}\n")
 

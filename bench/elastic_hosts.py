@@ -26,6 +26,7 @@ import psutil
 
 import sparkhvd
 from bench import machine
+from bench.elastic import note_step, steps_in
 from tests.launch import hosts, sshd
 from tests.waiting import wait_for
 
@@ -116,7 +117,7 @@ def _agent(host: hosts.Host, endpoint: str, folder: Path) -> subprocess.Popen[by
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": host.interface}
     with (folder / f"agent-{host.address}").open("wb") as log:
         return subprocess.Popen(
-            [*command, "-m", "bench.elastic_hosts_torchrun", str(folder)],
+            [*command, "-m", "bench.elastic_torchrun", "elastic_hosts", str(folder)],
             env=environment,
             stdout=log,
             stderr=log,
@@ -144,20 +145,14 @@ def train_with_torchrun(folder: str) -> None:
 
 
 def _note(folder: Path, size: int) -> None:
-    with (folder / f"steps-{os.getpid()}").open("a", encoding="utf-8") as file:
-        file.write(f"{time.monotonic()} {size}\n")
+    note_step(folder, size, 0)
     time.sleep(0.01)
-
-
-def _steps(folder: Path) -> list[tuple[float, int]]:
-    lines = [line.split() for path in folder.glob("steps-*") for line in path.read_text().splitlines()]
-    return [(float(words[0]), int(words[1])) for words in lines if len(words) == 2]
 
 
 def _alone(folder: Path) -> list[float]:
     """Return the times of the steps that one rank took alone after the cut."""
     cut = float((folder / "cut").read_text())
-    return [seconds for seconds, size in _steps(folder) if size == 1 and seconds > cut]
+    return [step.seconds for step in steps_in(folder) if step.size == 1 and step.seconds > cut]
 
 
 def _seconds_until_alone(folder: Path) -> float:
@@ -169,7 +164,7 @@ def _cut_later(folder: Path, host: hosts.Host) -> Iterator[None]:
     """Cut the link of a host once both ranks have taken some steps, and connect it again after this block."""
 
     def cut() -> None:
-        wait_for(lambda: sum(size == 2 for _, size in _steps(folder)) > 2 * _FIRST_STEPS, _MOST_SECONDS)
+        wait_for(lambda: sum(step.size == 2 for step in steps_in(folder)) > 2 * _FIRST_STEPS, _MOST_SECONDS)
         subprocess.run(["ip", "-n", host.namespace, "link", "set", host.interface, "down"], check=True)
         (folder / "cut~").write_text(str(time.monotonic()))
         (folder / "cut~").rename(folder / "cut")

@@ -9,12 +9,13 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from typing import TextIO
 
 from sparkhvd._util.counts import is_count, is_integer
+from sparkhvd.config import Config, from_environment
 from sparkhvd.errors import ConfigError
 from sparkhvd.task.log_files import LogFiles
 
@@ -39,6 +40,11 @@ class RunOptions:
     output_filename: str | None = None
     preload: Sequence[str] = ()
     priority: int = 0
+
+    def config(self, environment: Mapping[str, str]) -> Config:
+        """Return the settings of an environment, with ``start_timeout`` of these options: ``init()`` waits as long."""
+        config = from_environment(environment)
+        return config if self.start_timeout is None else replace(config, start_timeout=float(self.start_timeout))
 
 
 def check_options(options: RunOptions, launcher: str) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Never, TextIO, TypeVar
 from sparkhvd._util.counts import plain_count
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.compat.horovod import unknown_argument
-from sparkhvd.config import Config, changed_environment, from_environment, warn_ignored_variables
+from sparkhvd.config import Config, changed_environment, warn_ignored_variables
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, checked_environment, split_arguments
 from sparkhvd.driver.host_process import SshOptions
@@ -255,9 +255,7 @@ def launched(  # noqa: PLR0917
     kind = launcher_class(launcher)
     instance = (make or kind)(request)
     environment = changed_environment(changes)
-    config = from_environment(environment)
-    if options.start_timeout is not None:
-        config = replace(config, start_timeout=float(options.start_timeout))  # the ranks' init() waits as long
+    config = options.config(environment)
     warn_ignored_variables(environment)
     if config.encrypt and launcher != "local":
         check_encryption(request.session() if kind.on_spark else None)

@@ -52,7 +52,8 @@ class Server(Closable):
         encrypt: whether connections are encrypted; clients follow. See ``require_encryption``.
         on_lost: called with the last ``TaskStatus`` of a connection and the connection's error, if the peer's host
             became unreachable, or if the task sent nothing for ``SILENT_SECONDS`` while it awaited no response.
-        host_timeout: seconds after which a connection ends if its peer's host does not respond.
+        host_timeout: seconds after which a connection ends if its peer's host does not respond; None means
+            ``UNANSWERED_SECONDS``.
         on_ended: called with the same arguments whenever a connection that sent a ``TaskStatus`` ends, for any reason.
 
     Raises:
@@ -70,7 +71,7 @@ class Server(Closable):
         on_lost: Callable[[TaskStatus, OSError], None] | None = None,
         *,
         encrypt: bool = False,
-        host_timeout: float = UNANSWERED_SECONDS,
+        host_timeout: float | None = None,
         on_ended: Callable[[TaskStatus, Exception], None] | None = None,
     ) -> None:
         self._on_lost = on_lost
@@ -84,7 +85,7 @@ class Server(Closable):
         self._threads: list[threading.Thread] = []
         self._idle = 0
         with translated():
-            self._core = _core.MessageServer(secret, host, port, encrypt, name, host_timeout)
+            self._core = _core.MessageServer(secret, host, port, encrypt, name, host_timeout or UNANSWERED_SECONDS)
         self.port: int = self._core.port
         with self._lock:
             self._add_thread()

@@ -16,6 +16,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.arrays import array_from
 from sparkhvd.comm.collectives.buffers import Array, ReduceOp, buffer_of
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions, require_compressor
+from sparkhvd.comm.collectives.raw import MISSING_GRADIENTS
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError, UnsupportedError
 from sparkhvd.tensorflow import gpu
@@ -437,11 +438,7 @@ def _scaled(values: tf.Tensor, factor: float, divisor: Any = 1) -> tf.Tensor:
 
 def _of_every_rank(gathered: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     """Return the gathered rows of the gradient of a reducescatter, which raise an error if some are missing."""
-    message = (
-        "The gradient of a reducescatter needs the gradients of all ranks, but some ranks have joined. Compute the "
-        "gradient before the first rank joins."
-    )
-    check = tf.debugging.assert_equal(tf.shape(gathered)[0], tf.shape(value)[0], message)
+    check = tf.debugging.assert_equal(tf.shape(gathered)[0], tf.shape(value)[0], MISSING_GRADIENTS)
     with tf.control_dependencies([] if check is None else [check]):
         return tf.ensure_shape(gathered, value.shape)
 

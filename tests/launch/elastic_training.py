@@ -663,32 +663,25 @@ def train_without_its_store(folder: str, store: str):
 
 def train_beyond_a_published_commit(folder: str, store: str):
     """Take eight steps; after the fifth, kill the only rank once its first commit is in the Store."""
-    session.init()
-    state = ObjectState(step=0, total=0.0)
-
-    @run
-    def loop(state):
-        while state.step < 8:
-            take_step(state, folder)
-            if state.step == 5 and once(folder, "killed"):
-                wait_for(lambda: any(Path(store).rglob("commit-00000001-0000000001")))
-                kill()
-        return state.step, state.total
-
-    return loop(state)
+    return kill_once_after(5, 8, folder, lambda: wait_for(lambda: any(Path(store).rglob("commit-00000001-0000000001"))))
 
 
 def train_with_a_blocked_store(folder: str, obstacle: str):
     """Take four steps; after the second, end the blockade of the Store and kill the only rank."""
+    return kill_once_after(2, 4, folder, Path(obstacle).unlink)
+
+
+def kill_once_after(step: int, steps: int, folder: str, before: Callable[[], None]):
+    """Take steps; after one of them, once, call ``before`` and kill the only rank."""
     session.init()
     state = ObjectState(step=0, total=0.0)
 
     @run
     def loop(state):
-        while state.step < 4:
+        while state.step < steps:
             take_step(state, folder)
-            if state.step == 2 and once(folder, "killed"):
-                Path(obstacle).unlink()
+            if state.step == step and once(folder, "killed"):
+                before()
                 kill()
         return state.step, state.total
 

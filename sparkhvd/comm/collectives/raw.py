@@ -48,6 +48,13 @@ class Gathered:
             self.operation.move_output(address, stream)
 
 
+# The error of the gradient of a reducescatter, whose rows would be incomplete.
+MISSING_GRADIENTS = (
+    "The gradient of a reducescatter needs the gradients of all ranks, but some ranks have joined. Compute the "
+    "gradient before the first rank joins."
+)
+
+
 def rows_of(total: int, size: int) -> list[int]:
     """Return how a reducescatter divides ``total`` rows among ``size`` ranks: the first ranks get one more."""
     return [total // size + (rank < total % size) for rank in range(size)]

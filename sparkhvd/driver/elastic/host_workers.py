@@ -33,7 +33,7 @@ from sparkhvd.driver.host_process import (
 from sparkhvd.driver.launcher import warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.rpc.messages import Message, NextCommand, Output, SetRank, StartWorker, StopWorker, TaskStatus
-from sparkhvd.rpc.server import UNANSWERED_SECONDS, Server
+from sparkhvd.rpc.server import Server
 from sparkhvd.task.elastic.host import END_SECONDS
 from sparkhvd.task.elastic.worker import Lost, WorkerLocation, WorkerResult
 from sparkhvd.task.failure_report import FailureReport
@@ -109,7 +109,7 @@ class HostWorkers:
             bind_host,
             name="sparkhvd-hosts",
             encrypt=job.config.encrypt,
-            host_timeout=job.config.host_timeout or UNANSWERED_SECONDS,
+            host_timeout=job.config.host_timeout,
             on_lost=self._lose_silent_host,
         )
         names = [name for name, _ in membership.addresses]

@@ -15,7 +15,7 @@ from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd._util.counts import is_count, plain_count
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.comm.connect.commit_folder import CommitFolder
-from sparkhvd.config import Config, changed_environment, from_environment, warn_ignored_variables
+from sparkhvd.config import changed_environment, warn_ignored_variables
 from sparkhvd.data.spark.settings import with_spark_credentials
 from sparkhvd.driver.arguments import RunOptions, check_options, check_seconds, checked_environment
 from sparkhvd.driver.elastic.controller import Controller
@@ -275,7 +275,9 @@ def run_elastic_with(  # noqa: PLR0917
     check_options(options, elastic.launcher)
     changes = checked_environment(options.env)
     environment = changed_environment(changes)
-    config = _config(environment, options)
+    config = options.config(environment)
+    if config.host_timeout is None:
+        config = replace(config, host_timeout=_HOST_SECONDS)
     limits, cooldown = check_limits(elastic, config.start_timeout)
     warn_ignored_variables(environment)
     if config.encrypt and elastic.launcher != "local":
@@ -310,13 +312,6 @@ def run_elastic_with(  # noqa: PLR0917
     if job.commits is not None:
         _delete(job.commits)
     return unpickled(contents)
-
-
-def _config(environment: Mapping[str, str], options: RunOptions) -> Config:
-    config = from_environment(environment)
-    start_timeout = config.start_timeout if options.start_timeout is None else float(options.start_timeout)
-    host_timeout = _HOST_SECONDS if config.host_timeout is None else config.host_timeout
-    return replace(config, start_timeout=start_timeout, host_timeout=host_timeout)
 
 
 def _elastic_job(job: Job, elastic: ElasticOptions, spark: SparkSession | None) -> Job:

@@ -49,7 +49,7 @@ from sparkhvd.rpc.messages import (
     WorkerReturned,
 )
 from sparkhvd.rpc.registration import Introduction, TaskOffer
-from sparkhvd.rpc.server import UNANSWERED_SECONDS, Server
+from sparkhvd.rpc.server import Server
 from sparkhvd.task.elastic.lease import run_lease
 from sparkhvd.task.elastic.worker import Lost, WorkerLocation, WorkerResult
 from sparkhvd.task.entry import TaskFunction, entry_of
@@ -313,7 +313,7 @@ class SparkWorkers:
                     bind_host,
                     name="sparkhvd-elastic",
                     encrypt=job.config.encrypt,
-                    host_timeout=job.config.host_timeout or UNANSWERED_SECONDS,
+                    host_timeout=job.config.host_timeout,
                     on_ended=self._book.on_ended,
                 )
             )

@@ -95,7 +95,7 @@ class KerasTrainer:
         swapped = np.array([callback._ema_weights_in_model for callback in self._swapping()])  # noqa: SLF001
         arrays |= callback_states(self._package.callbacks)
         names = np.array(_variable_kinds(self._model.optimizer))
-        flags = Omissions.of(self._model)
+        flags = Omissions.of_training(self._model)
         return arrays_to_bytes(
             {
                 **arrays,

@@ -68,7 +68,7 @@ class Call(NamedTuple, Generic[R]):
         # PyTorch raises an error if an operation has no forward-mode gradient; without it, a tangent would be lost.
         if is_recorded or any(_has_tangent(tensor) for tensor in tensors):
             return self.result(_apply(self.collective, *tensors), ())
-        return self.start(in_place=False, waits=True).wait()
+        return self.collective.start(self.result, in_place=False, waits=True).wait()
 
     def start(self, *, in_place: bool, waits: bool = False) -> Handle[R]:
         """Submit the collective and return its handle."""

@@ -9,7 +9,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp, label_of
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions, require_compressor
-from sparkhvd.comm.collectives.raw import rows_of
+from sparkhvd.comm.collectives.raw import MISSING_GRADIENTS, rows_of
 from sparkhvd.comm.handle import Handle
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import Compressor, NoneCompressor
@@ -54,10 +54,7 @@ class Reducescatter(NamedTuple):
         ranks = session.current().channel(options.process_set).size if reduction.op is ReduceOp.SUM else 1
         gathered = Call(Allgather(gradients, for_gradient(options), self.grouped), every).run()
         if any(len(gradient) != len(tensor) for gradient, tensor in zip(gathered, self.tensors, strict=True)):
-            raise ConfigError(
-                "The gradient of a reducescatter needs the gradients of all ranks, but some ranks have joined. Compute "
-                "the gradient before the first rank joins."
-            )
+            raise ConfigError(MISSING_GRADIENTS)
         return with_own_scales(gathered, reduction, ranks)
 
     def _part(self, tensor: torch.Tensor, *, on_device: bool) -> Part:

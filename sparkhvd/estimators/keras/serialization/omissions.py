@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -47,12 +47,19 @@ class Omissions:
     def of(cls, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None) -> Self:
         """Return the properties that a file of ``model`` and ``optimizer`` omits."""
         decaying = None if getattr(optimizer, "weight_decay", None) is None else optimizer
+        return replace(
+            cls.of_training(model),
+            decayed=() if decaying is None else tuple(bool(decaying._use_weight_decay(w)) for w in model.weights),  # noqa: SLF001
+            attributes=tuple(_attributes(layer) for layer in _layers(model) if is_written_by_user(layer)),
+            arguments=tuple(_plain(function_arguments(function)) for function in _losses_and_metrics(model)),
+        )
+
+    @classmethod
+    def of_training(cls, model: keras.Model) -> Self:
+        """Return only which layers and weights of ``model`` are trained."""
         return cls(
             tuple(bool(layer.trainable) for layer in _layers(model) if layer.weights),
             tuple(bool(weight.trainable) for weight in model.weights),
-            () if decaying is None else tuple(bool(decaying._use_weight_decay(w)) for w in model.weights),  # noqa: SLF001
-            tuple(_attributes(layer) for layer in _layers(model) if is_written_by_user(layer)),
-            tuple(_plain(function_arguments(function)) for function in _losses_and_metrics(model)),
         )
 
     @classmethod
