@@ -21,17 +21,17 @@ class Slope(LightningModule):
         self.layer = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(self.layer.weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x.float().reshape(-1, 1))
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs["length"].float().reshape(-1, 1))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.0005)
 
     def training_step(self, batch: Any, _number: int) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(self(batch["word"]), batch["y"].reshape(-1, 1).float())
+        return torch.nn.functional.mse_loss(self(**batch), batch["target"].reshape(-1, 1).float())
 
     def validation_step(self, batch: Any, number: int) -> dict[str, torch.Tensor] | None:
-        return {"rows": torch.tensor(float(len(batch["y"])))} if number == 0 else None
+        return {"rows": torch.tensor(float(len(batch["target"])))} if number == 0 else None
 
     def training_epoch_end(self, outputs: list[Any]) -> None:
         self.log("steps", float(len(outputs)))
@@ -43,8 +43,8 @@ class Slope(LightningModule):
 
 
 def length(row: Any) -> dict[str, Any]:
-    """Return the length of a word as the feature."""
-    return {"word": float(len(row["word"])), "y": row["y"]}
+    """Return other columns than those of the row: the length of the word, and the label."""
+    return {"length": float(len(row["word"])), "target": torch.tensor(row["y"])}
 
 
 class LengthModel(TorchModel):
@@ -74,7 +74,7 @@ class LengthModel(TorchModel):
 
         def predict(model: Any, row: Any) -> torch.Tensor:
             with torch.no_grad():
-                return model(torch.tensor([[float(len(row["word"]))]])) * factor
+                return model(length=torch.tensor([[float(len(row["word"]))]])) * factor
 
         return predict
 
@@ -92,6 +92,8 @@ class LengthEstimator(TorchEstimator):
         self._setDefault(feature_cols=["word"], label_cols=["y"])
         self._set(**values)
         self.setTransformationFn(length)
+        self.setTransformationEditFields([("length", float, None, False), ("target", float, None, False)])
+        self.setTransformationRemovedFields(["word", "y"])
         self._set(model=Slope())
 
     def _get_or_create_backend(self) -> Any:

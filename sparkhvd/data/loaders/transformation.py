@@ -13,13 +13,16 @@ from sparkhvd.data.schema.data_schema import NUMBERS, ColumnSpec, DataSchema
 from sparkhvd.errors import DataError
 
 
-def transformed(schema: DataSchema, function: Callable[[Arrays], Arrays], rows: Arrays) -> tuple[DataSchema, Arrays]:
+def transformed(
+    schema: DataSchema, function: Callable[[Arrays], Arrays], rows: Arrays, *, any_columns: bool = False
+) -> tuple[DataSchema, Arrays]:
     """Return the transformed schema and the transformed rows.
 
     Args:
         schema: the columns as they are read.
         function: maps columns by name to columns by name, with as many rows.
         rows: a few rows.
+        any_columns: whether the function may omit columns, and return additional ones, which become features.
 
     Raises:
         DataError: the function fails, or what it returns cannot be trained on; the message names the column.
@@ -32,16 +35,24 @@ def transformed(schema: DataSchema, function: Callable[[Arrays], Arrays], rows: 
         raise DataError(
             f"transformation_fn raised {type(error).__name__}: {str(error).rstrip('.')}. It was called with {before}."
         ) from error
-    return DataSchema(tuple(_column(column, arrays, rows) for column in schema.columns)), arrays
+    columns = schema.columns
+    if any_columns:
+        if not arrays:
+            raise DataError("transformation_fn returned no columns; return those that the training needs.")
+        added = [ColumnSpec(name, "", None, "feature", "array") for name in arrays if name not in schema.names()]
+        kept = [column for column in columns if column.name in arrays]
+        columns = (*(c for c in kept if c.role == "feature"), *added, *(c for c in kept if c.role != "feature"))
+    count = len(next(iter(rows.values())))
+    return DataSchema(tuple(_column(column, arrays, rows, count) for column in columns)), arrays
 
 
-def _column(column: ColumnSpec, arrays: Arrays, rows: Arrays) -> ColumnSpec:
+def _column(column: ColumnSpec, arrays: Arrays, rows: Arrays, count: int) -> ColumnSpec:
     if column.name not in arrays:
         raise DataError(
             f"transformation_fn returned the columns {list(arrays)} without {column.name!r}, which is a {column.role} "
             "column; return every feature, label and weight under its own name."
         )
-    array, count = arrays[column.name], len(rows[column.name])
+    array = arrays[column.name]
     if array.ndim == 0 or len(array) != count:
         raise DataError(
             f"transformation_fn returned shape {list(array.shape)} for {counted(count, 'row')} of column "

@@ -5,37 +5,27 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sparkhvd._util.counts import counted
-from sparkhvd.data.loaders.transformation import transformed
-from sparkhvd.data.schema.data_schema import ColumnSpec
-from sparkhvd.data.schema.selection import Selection
+from sparkhvd.data.read.batches import Arrays
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.plugin import Predicted
-from sparkhvd.estimators.training.sample_rows import read_sample
 from sparkhvd.estimators.training.worker import find_plugin
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-
-_ROWS = 5
 _SHOWN_VALUES = 4
 
 
-def description(estimator_name: str, plugin_name: str, plan: FitPlan, df: DataFrame, selection: Selection) -> str:
-    """Return text: the mapping of columns to inputs and outputs, and a table of a few rows and the model's outputs.
+def description(estimator_name: str, plugin_name: str, plan: FitPlan, schema: DataSchema, sample: Arrays) -> str:
+    """Return text: the mapping of columns to inputs and outputs, and a table of the sample and the model's outputs.
 
     Raises:
         SparkHvdError: the rows cannot be trained on.
     """
     plugin = find_plugin(plugin_name)
-    schema, sample = read_sample(df, selection, _ROWS)
     rows = {name: array.copy() for name, array in sample.items()}  # Arrow's memory is read-only
-    if plan.transformation_fn is not None:
-        schema, rows = transformed(schema, plan.transformation_fn, rows)
     plugin.check(plan.params, schema, rows)
     with tempfile.TemporaryDirectory(prefix="sparkhvd-describe-") as folder:
         plugin.export(plan.params, schema, Path(folder))

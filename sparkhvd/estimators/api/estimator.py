@@ -102,6 +102,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SLOTS_SECONDS = 60.0
+_DESCRIBED_ROWS = 5
 _NEXT_STEP = {
     "model": "pass the model to train",
     "optimizer": "pass the optimizer of the model",
@@ -230,9 +231,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         self._check_monitored(plan, held_out=bool(plan.validation))
         selection = self._selection(dataset, plan)
         self._check_schema(plan, selection.schema)
-        schema, arrays = read_sample(dataset, selection, rows)
-        if plan.transformation_fn is not None:
-            schema, arrays = transformed(schema, plan.transformation_fn, arrays)
+        schema, arrays = self._transformed(plan, *read_sample(dataset, selection, rows))
         outputs = plugin.check(plan.params, schema, arrays)
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         made = ", ".join(str([len(next(iter(arrays.values()))), *shape]) for shape in outputs)
@@ -250,7 +249,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             SparkHvdError: the rows cannot be trained on; ``fit`` raises the same error.
         """
         plan = self._checked_plan_for(df)
-        sys.stdout.write(description(type(self).__name__, self.plugin, plan, df, self._selection(df, plan)))
+        schema, sample = self._transformed(plan, *read_sample(df, self._selection(df, plan), _DESCRIBED_ROWS))
+        sys.stdout.write(description(type(self).__name__, self.plugin, plan, schema, sample))
 
     def write(self) -> FolderWriter:
         """Return a writer in Spark ML's format: ``estimator.write().overwrite().save(path)``."""
@@ -358,10 +358,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """Train on rows in a Store, which may differ from the Store of the run."""
         plugin = find_plugin(self.plugin)
         schema, sample = manifest.schema, head(rows, manifest, SAMPLE_ROWS)
-        if run.transformation_fn is not None:
-            schema, sample = transformed(schema, run.transformation_fn, sample)
-        else:
+        if run.transformation_fn is None:
             sample = with_extreme_labels(sample, manifest.labels)
+        schema, sample = self._transformed(run, schema, sample)
         shapes = plugin.check(run.params, schema, sample)
         _check_types(run, schema, shapes)
         logger.info("run %s: %s", run.run_id, plugin.mapping(run.params, schema))
@@ -410,6 +409,16 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _check_monitored(self, plan: FitPlan, *, held_out: bool) -> None:
         check_monitored_metrics(find_plugin(self.plugin).monitors(plan.params), held_out=held_out)
+
+    def _transformed(self, plan: FitPlan, schema: DataSchema, rows: Arrays) -> tuple[DataSchema, Arrays]:
+        """Return the columns and rows that the model is trained on."""
+        if plan.transformation_fn is None:
+            return schema, rows
+        return transformed(schema, plan.transformation_fn, rows, any_columns=self._takes_any_columns(plan))
+
+    def _takes_any_columns(self, plan: FitPlan) -> bool:  # noqa: ARG002
+        """Return whether the training takes all columns that ``transformation_fn`` returns, not the selected ones."""
+        return False
 
     def _check_schema(self, plan: FitPlan, schema: DataSchema) -> None:
         """Check the model against the columns, unless a transformation makes columns that are not known yet."""
@@ -480,6 +489,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             spec=replace(_train_spec(run, schema), batch_dependence=dependence, sample=sample and first_row(sample)),
             start_method=run.mp_start_method,
             transformation=_pickled(run.transformation_fn, "transformation_fn"),
+            any_columns=self._takes_any_columns(run),
             data_module=_pickled(_row_loader(run), "data_module"),
             progress=run.verbose > 0 and shows_output(run) and is_interactive(),
             holder=None if run.lease is None else run.lease.holder,
@@ -534,13 +544,17 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     def _model(self, plan: FitPlan, result: TrainResult) -> TrainedModel:
         outputs = output_specs(result.shapes, result.schema.of("label"))
         schema = with_sources(result.schema, plan.feature_cols)
+        features, labels = plan.feature_cols, plan.label_cols
+        if plan.transformation_fn is not None and self._takes_any_columns(plan):
+            features = list(dict.fromkeys(column.path[0] for column in schema.of("feature")))
+            labels = [column.name for column in schema.of("label")] or None
         source = result.kept or plan.store
         if source is None:
             raise AssertionError("without a Store, the result must hold the files")
         model = self.model_class(
             ModelArtifacts(source, result.files, schema, outputs, result.history),
-            feature_columns=plan.feature_cols,
-            label_columns=plan.label_cols,
+            feature_columns=features,
+            label_columns=labels,
             output_cols=plan.output_cols,
             output_types=plan.output_types,
             run_id=plan.run_id,

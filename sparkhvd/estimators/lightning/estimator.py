@@ -15,6 +15,7 @@ from sparkhvd.estimators.lightning import CHECKPOINT, LOGS
 from sparkhvd.estimators.lightning.retired import RETIRED_OF_LIGHTNING
 from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.params.declarations import Declared, Identity, declared
+from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.params import RETIRED, numbers, objects, objects_or_named, shapes
 from sparkhvd.estimators.torch.serialization import artifact
 from sparkhvd.estimators.torch.serialization.package import dumps_params
@@ -97,6 +98,7 @@ class LightningEstimator(DistributedEstimator):
     """Trains a LightningModule on a Spark DataFrame, with one process per rank and Lightning's own Trainer in each.
 
     ``training_step`` receives a dict of tensors by column, or ``(features, labels)`` with ``batch_format="tuple"``.
+    The dict has the columns that a ``transformation_fn`` returns, which may be others than the DataFrame's.
     Floating point columns have the dtype of the module's parameters, integers are int64. The gradient of a step is the
     mean over the rows of all ranks, and so are values that are logged for an epoch. The module is copied, not changed.
 
@@ -176,6 +178,11 @@ class LightningEstimator(DistributedEstimator):
     metrics: Declared[Sequence[object] | Mapping[str, Measure] | None] = declared(
         "For a plain module: functions of (output, label) that are means over the rows.", objects_or_named, default=None
     )
+
+    def _takes_any_columns(self, plan: FitPlan) -> bool:
+        from sparkhvd.lightning.flavour import flavour_of  # noqa: PLC0415  (imports Lightning)
+
+        return plan.params["batch_format"] == "dict" and flavour_of(plan.params["model"]) is not None
 
     def _pickled(self, objects: dict[str, object]) -> bytes:
         return dumps_params(objects)

@@ -13,7 +13,7 @@ from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.estimators.lightning.batches import Columns
 from sparkhvd.estimators.lightning.steps import strategy_of
 from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
+from sparkhvd.estimators.torch.inputs import ModelInput, called_in_order, plan_inputs
 from sparkhvd.estimators.torch.losses.divisors import batch_divisors
 from sparkhvd.estimators.torch.losses.epoch_metrics import weighted_mean_loss
 from sparkhvd.estimators.torch.losses.objective import Objective
@@ -134,7 +134,8 @@ class PlainSteps:
         if objective is None:
             raise AssertionError("a plain module must have an objective")
         rows = len(next(iter(columns.values())))
-        outputs = outputs_of(self.model(*(part.tensor(columns, rows).to(self.device) for part in self.inputs)))
+        call = called_in_order(self.model, self.inputs)
+        outputs = outputs_of(call(*(part.tensor(columns, rows).to(self.device) for part in self.inputs)))
         # Labels are created from arrays on the CPU in the outputs' dtype; 16 bits cannot hold every label.
         outputs = [output.cpu().float() if output.dtype in _HALF_TYPES else output.cpu() for output in outputs]
         labels = objective.labels(outputs, columns)

@@ -31,6 +31,7 @@ from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec, typed_param
 from sparkhvd.estimators.runs.resume_check import ModelFacts
 from sparkhvd.estimators.torch.checkpoint.optimizer_groups import named_groups
 from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe_model
+from sparkhvd.estimators.torch.inputs import called_in_order
 from sparkhvd.estimators.torch.losses.divisors import inexact_losses
 from sparkhvd.estimators.torch.losses.objective import objective_of
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
@@ -320,7 +321,7 @@ def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, synthetic: boo
     if outputs is None:
         return []
     labels = [column.name for column in schema.of("label")]
-    if len(outputs) != len(labels):
+    if labels and len(outputs) != len(labels):  # a transformation_fn may have replaced the labels
         raise ModelOutputError(
             f"The model's forward returns {counted(len(outputs), 'output')} with the shapes "
             f"{[list(o.shape) for o in outputs]}, but label_cols has {len(labels)}: {labels}. transform() adds one "
@@ -362,12 +363,12 @@ def _forward(
     rows = len(next(iter(sample.values())))
     inputs = package.inputs(schema)
     tensors = [part.tensor(sample, rows) for part in inputs]
-    model = package.model.eval()
+    call = called_in_order(package.model.eval(), inputs)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            outputs = outputs_of(model(*tensors))
+            outputs = outputs_of(call(*tensors))
         except Exception as error:
-            if synthetic and not isinstance(error, DataError) and not fails_by_shape(model, tensors, error):
+            if synthetic and not isinstance(error, DataError) and not fails_by_shape(call, tensors, error):
                 return None
             shown = "; ".join(f"{list(t.shape)} from {part}" for t, part in zip(tensors, inputs, strict=True))
             raise ModelOutputError(

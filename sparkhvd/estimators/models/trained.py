@@ -63,9 +63,10 @@ def output_spec(shape: tuple[int, ...], label: ColumnSpec | None) -> OutputSpec:
     return OutputSpec(shape, "float32" if is_float and not vector else "float64", vector)
 
 
-def output_specs(shapes: Sequence[tuple[int, ...]], labels: Sequence[ColumnSpec | None]) -> tuple[OutputSpec, ...]:
-    """Return the spec of every output and its label."""
-    return tuple(output_spec(shape, label) for shape, label in zip(shapes, labels, strict=True))
+def output_specs(shapes: Sequence[tuple[int, ...]], labels: Sequence[ColumnSpec]) -> tuple[OutputSpec, ...]:
+    """Return the spec of every output; ``labels`` has the label of each, or nothing if they are unknown."""
+    by_output = labels or (None,) * len(shapes)
+    return tuple(output_spec(shape, label) for shape, label in zip(shapes, by_output, strict=True))
 
 
 def wrap_model(  # noqa: PLR0917
@@ -113,8 +114,7 @@ def wrap_model(  # noqa: PLR0917
             raise ParamError(
                 f"The model has {counted(len(shapes), 'output')}, but label_cols has {len(labels)}: {label_cols}."
             )
-        by_output = labels or (None,) * len(shapes)
-        specs = output_specs(shapes, by_output)
+        specs = output_specs(shapes, labels)
         source, files = _save_files(Path(folder), store)
     return ModelArtifacts(source, files, with_sources(schema, feature_cols), specs, ())
 

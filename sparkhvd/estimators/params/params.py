@@ -32,8 +32,7 @@ RETIRED = {
     "reader_pool_type": "rows are always decoded by threads, which need no second process; train_reader_num_workers "
     "sets their number.",
     "transformation_edit_fields": "columns have the types and shapes that transformation_fn returns.",
-    "transformation_removed_fields": "transformation_fn may return fewer columns, as long as the features, labels and "
-    "weights are among them.",
+    "transformation_removed_fields": "columns that transformation_fn does not return are removed.",
     "continuous_cols": "it was for NVTabular's loaders; list the columns in feature_cols.",
     "categorical_cols": "it was for NVTabular's loaders; list the columns in feature_cols; integers stay integers.",
     "tensorflow_dataset_prefetch_buffer_size": "every rank prefetches up to 256 MB of decoded rows.",

@@ -4,9 +4,10 @@ The first rule that applies decides:
 
 0. ``inputs`` is set: its columns, by the names of ``forward``'s arguments (``params.named_inputs``).
 1. ``input_shapes`` is set: one input per feature column, reshaped to its shape; a leading -1 stands for the rows.
-2. ``forward`` takes as many arguments as there are feature columns (and more than one): one input per column, in order,
+2. ``forward`` takes only keyword arguments: one input per column, by the column's name, with the column's own shape.
+3. ``forward`` takes as many arguments as there are feature columns (and more than one): one input per column, in order,
    each with the column's own shape; a scalar column is ``(rows,)``.
-3. ``forward`` takes one argument: a single array or vector column unchanged, or else all columns concatenated to
+4. ``forward`` takes one argument: a single array or vector column unchanged, or else all columns concatenated to
    ``(rows, k)``; a scalar column adds 1 to k.
 
 A column in ``sparse_cols`` becomes a sparse tensor of shape ``(rows, size)`` and needs its own input.
@@ -18,7 +19,7 @@ model has an embedding layer: then they stay int64.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,8 @@ def plan_inputs(
         )
     if input_shapes is not None:
         return _reshaped(columns, input_shapes, dtypes)
+    if _takes_only_keywords(model):
+        return tuple(_own_input(column, dtypes[column.name]) for column in columns)
     least, most = _argument_counts(model)
     if len(columns) > 1 and least <= len(columns) <= most:
         return tuple(_own_input(column, dtypes[column.name]) for column in columns)
@@ -116,6 +119,14 @@ def plan_inputs(
     widths = [1 if column.kind == "scalar" else int(np.prod(column.shape or (-1,))) for column in columns]
     width = sum(widths) if min(widths) > 0 else -1
     return (ModelInput(tuple(dtypes), (width,), next(iter(dtypes.values()))),)
+
+
+def called_in_order(model: torch.nn.Module, inputs: Sequence[ModelInput]) -> Callable[..., Any]:
+    """Return a function that calls the model with the tensors of ``inputs``, in this order."""
+    if not _takes_only_keywords(model):
+        return model
+    names = [part.columns[0] for part in inputs]
+    return lambda *tensors: model(**dict(zip(names, tensors, strict=True)))
 
 
 def _by_name(
@@ -188,6 +199,11 @@ def _argument_counts(model: torch.nn.Module) -> tuple[int, float]:
     least = sum(p.default is p.empty for p in positional)
     variadic = any(p.kind is p.VAR_POSITIONAL for p in _parameters(model))
     return least, float("inf") if variadic else len(positional)
+
+
+def _takes_only_keywords(model: torch.nn.Module) -> bool:
+    kinds = {parameter.kind for parameter in _parameters(model)}
+    return bool(kinds) and kinds <= {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
 
 
 def _positional(model: torch.nn.Module) -> list[inspect.Parameter]:

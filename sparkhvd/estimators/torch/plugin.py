@@ -27,7 +27,7 @@ from sparkhvd.estimators.torch.batch_normalization import batch_dependence_of
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.checkpoint.optimizer_groups import named_groups
 from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe_model
-from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
+from sparkhvd.estimators.torch.inputs import ModelInput, called_in_order, plan_inputs
 from sparkhvd.estimators.torch.losses.divisors import inexact_losses
 from sparkhvd.estimators.torch.losses.objective import objective_of
 from sparkhvd.estimators.torch.params import InputParams, TorchParams
@@ -178,7 +178,7 @@ class TorchPredictor:
         rows = len(next(iter(columns.values())))
         inputs = [part.tensor(columns, rows).to(self.device) for part in self.inputs]
         if self.function is None:
-            return [_array(output) for output in outputs_of(self.model(*inputs))]
+            return [_array(output) for output in outputs_of(called_in_order(self.model, self.inputs)(*inputs))]
         result = self.function(self.model, *inputs)
         outputs = list(result) if isinstance(result, tuple | list) else [result]
         return [
@@ -404,12 +404,12 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, synthetic:
     rows = len(next(iter(sample.values())))
     model = package.model.eval()
     planned = plan_inputs(package.model, schema.of("feature"), package.input_shapes, package.named_inputs)
-    inputs = [part.tensor(sample, rows) for part in planned]
+    call, inputs = called_in_order(model, planned), [part.tensor(sample, rows) for part in planned]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            result = model(*inputs)
+            result = call(*inputs)
         except Exception as error:
-            if synthetic and not fails_by_shape(model, inputs, error):
+            if synthetic and not fails_by_shape(call, inputs, error):
                 logger.debug("The model does not take synthetic rows: %s", error)
                 return []
             raise ModelOutputError(_describe_input_failure(planned, schema, inputs, error)) from error
@@ -424,17 +424,17 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, synthetic:
                     "dimension must be the rows."
                 )
         package.objective.try_out(outputs, sample, synthetic=synthetic)
-        _try_training_mode(package, inputs)
+        _try_training_mode(package, call, inputs)
     return [tuple(output.shape[1:]) for output in outputs]
 
 
-def _try_training_mode(package: Package, inputs: Sequence[torch.Tensor]) -> None:
+def _try_training_mode(package: Package, call: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
     """Check the outputs in training mode, too, if the model can run in that mode on the driver."""
     if package.stepping.minibatch_fn is not None or synchronized_layers(package.model):
         return  # a synchronized layer would wait for other ranks, and there are none
-    model = package.model.train()
+    package.model.train()
     try:
-        outputs = outputs_of(model(*inputs))
+        outputs = outputs_of(call(*inputs))
     except Exception as error:  # noqa: BLE001  (collectives fail on the driver, and some models need more rows)
         logger.debug("The model was not checked in training mode: %s", error)
     else:

@@ -15,7 +15,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.data.read.batches import Arrays, Batch
 from sparkhvd.errors import DataError
-from sparkhvd.estimators.torch.inputs import ModelInput
+from sparkhvd.estimators.torch.inputs import ModelInput, called_in_order
 from sparkhvd.estimators.torch.losses.divisors import Divisor, LossFactors, loss_factors
 from sparkhvd.estimators.torch.losses.epoch_metrics import EpochMetrics
 from sparkhvd.estimators.torch.losses.objective import Objective
@@ -67,9 +67,8 @@ class Forward:
         self._inputs = inputs
         self._dtype = _DTYPES.get(stepping.mixed_precision or "")
         # The model to call; torch compiles it on the first call.
-        self.call_model: Callable[..., Any] = (
-            model if stepping.compile is None else torch.compile(model, **stepping.compile)
-        )
+        called = model if stepping.compile is None else torch.compile(model, **stepping.compile)
+        self.call_model = called_in_order(called, inputs)
 
     def __call__(self, batch: Batch, factors: LossFactors = None) -> Result:
         with self.precision():

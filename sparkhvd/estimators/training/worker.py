@@ -78,6 +78,7 @@ class TrainJob:
         spec: how to train.
         start_method: the start method of multiprocessing in the ranks.
         transformation: a pickled function that transforms the columns that are read; empty for none.
+        any_columns: whether the transformation may omit columns and return additional ones.
         data_module: a pickled ``DataModule`` class that provides the batches; empty for none.
         progress: whether the driver shows a progress bar.
         holder: the fit that holds the run; None if the Store keeps no runs.
@@ -93,6 +94,7 @@ class TrainJob:
     spec: TrainSpec
     start_method: str | None = None
     transformation: bytes = b""
+    any_columns: bool = False
     data_module: bytes = b""
     progress: bool = False
     holder: Holder | None = None
@@ -492,7 +494,7 @@ def _try_model(
     rows, function = local_rows.head(schema, SAMPLE_ROWS), job.spec.reading.transformation
     try:
         if function is not None:
-            schema, rows = transformed(schema, function, rows)
+            schema, rows = transformed(schema, function, rows, any_columns=job.any_columns)
         else:
             rows = with_extreme_labels(rows, ranges)
         return schema, find_plugin(job.plugin).try_out(payload, schema, rows), first_row(rows)

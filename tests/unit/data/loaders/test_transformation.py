@@ -32,6 +32,24 @@ def test_the_columns_are_those_that_the_function_returns():
     assert not ROWS["v"].any(), "the function received a copy"
 
 
+def test_columns_may_be_replaced_where_the_training_takes_any_columns():
+    def ids(columns):
+        return {"target": columns["y"], "y": columns["y"], "ids": np.array([[1, 0], [2, 3]])}
+
+    schema, rows = transformed(SCHEMA, ids, ROWS, any_columns=True)
+    shown = [(column.name, column.dtype, column.shape, column.role, column.kind) for column in schema.columns]
+    assert shown == [
+        ("target", "int64", (), "feature", "scalar"),
+        ("ids", "int64", (2,), "feature", "array"),
+        ("y", "int64", (), "label", "scalar"),
+    ]
+    assert list(rows) == ["target", "y", "ids"]
+    with pytest.raises(DataError, match=r"returned shape \[1\] for 2 rows of column 'ids'"):
+        transformed(SCHEMA, lambda columns: {"ids": columns["y"][:1]}, ROWS, any_columns=True)
+    with pytest.raises(DataError, match="returned no columns"):
+        transformed(SCHEMA, lambda columns: {}, ROWS, any_columns=True)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

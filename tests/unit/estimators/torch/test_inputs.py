@@ -8,7 +8,7 @@ import torch
 
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import ParamError, SchemaError
-from sparkhvd.estimators.torch.inputs import plan_inputs
+from sparkhvd.estimators.torch.inputs import called_in_order, plan_inputs
 
 
 class Two(torch.nn.Module):
@@ -53,6 +53,17 @@ def test_one_scalar_column_of_a_one_input_model_has_one_number_per_row():
 def test_a_single_array_column_is_passed_unchanged():
     (found,) = tensors(torch.nn.Linear(2, 1), [vector("a", 2)], {"a": np.arange(6.0).reshape(3, 2)})
     assert found.shape == (3, 2)
+
+
+def test_a_forward_that_takes_only_keyword_arguments_gets_each_column_by_its_name():
+    class ByName(torch.nn.Module):
+        def forward(self, **inputs):
+            return inputs
+
+    model, arrays = ByName(), {"b": np.arange(6.0).reshape(3, 2), "a": np.arange(3.0)}
+    inputs = plan_inputs(model, [scalar("a"), vector("b", 2)], None)
+    found = called_in_order(model, inputs)(*(part.tensor(arrays, 3) for part in inputs))
+    assert {name: list(tensor.shape) for name, tensor in found.items()} == {"a": [3], "b": [3, 2]}
 
 
 def test_as_many_arguments_as_columns_get_one_column_each():
