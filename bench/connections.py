@@ -1,8 +1,8 @@
-"""Measure whether several TCP connections between two hosts carry more data than one, with plain sockets.
+"""Measure with plain sockets whether several TCP connections between two hosts carry more data than one.
 
-Two network namespaces with a virtual cable send 64 MiB to each other at the same time. They take turns with 1, 2, 4 and
-8 connections, each with two threads. The transport of sparkhvd has one connection per pair of ranks; the figures show
-what more connections would gain on this machine. Needs root and ip.
+Two linked network namespaces stand for the hosts and send 64 MiB to each other at the same time. The runs alternate
+between 1, 2, 4 and 8 connections, with two threads per connection. sparkhvd's transport has one connection per pair of
+ranks; the figures show what more connections would gain on this machine. The program needs root and ip.
 
     python -m bench.connections [--rounds 15]
 """
@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 from bench import machine
-from bench.network import ROOT, namespaces_with_a_cable
+from bench.network import ROOT, linked_namespaces
 
 COUNTS = (1, 2, 4, 8)
 BYTES = 64 << 20
@@ -38,7 +38,7 @@ def main() -> None:
         _side(arguments.side, arguments.rounds)
         return
     print(machine.describe(), flush=True)
-    with namespaces_with_a_cable(limited=False) as namespaces:
+    with linked_namespaces(limited=False) as namespaces:
         program = [sys.executable, "-m", "bench.connections", "--rounds", str(arguments.rounds), "--side"]
         sides = [
             subprocess.Popen(["ip", "netns", "exec", name, *program, str(side)], cwd=ROOT)
@@ -90,10 +90,10 @@ def _synchronize(connection: socket.socket) -> None:
 
 def _exchange(connections: Sequence[socket.socket]) -> None:
     share = BYTES // len(connections)
-    work = [threading.Thread(target=move, args=(one, share)) for one in connections for move in (_send, _receive)]
-    for thread in work:
+    threads = [threading.Thread(target=move, args=(one, share)) for one in connections for move in (_send, _receive)]
+    for thread in threads:
         thread.start()
-    for thread in work:
+    for thread in threads:
         thread.join()
 
 
@@ -110,13 +110,13 @@ def _receive(connection: socket.socket, size: int) -> None:
 
 
 def _print_table(seconds: dict[int, list[float]]) -> None:
-    print(f"\n{BYTES >> 20} MiB each way at once, plain TCP: GiB/s each way, median (least to most)\n")
+    print(f"\n{BYTES >> 20} MiB in both directions at once, plain TCP: GiB/s per direction, median (min to max)\n")
     one = statistics.median(seconds[1])
     for count, times in seconds.items():
         rates = [BYTES / duration / (1 << 30) for duration in (statistics.median(times), max(times), min(times))]
         print(
             f"{count} connection{'s' * (count > 1):<2} {rates[0]:>6.2f} ({rates[1]:.2f} to {rates[2]:.2f})"
-            f"   of one: {one / statistics.median(times):.2f}"
+            f"   speed-up: {one / statistics.median(times):.2f}"
         )
 
 

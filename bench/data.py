@@ -1,10 +1,11 @@
 """Measure the data path from files to ranks and compare it with other readers of the same files.
 
 Readers yield torch batches of 1,024 rows, except for the bare scan, which yields large batches. All readers take turns
-on the same files, and a figure is the median of the turns after the first. A turn fails if the bare scan or sparkhvd
-reads a wrong number of rows.
+on the same files, and each figure is the median of all turns except the first. The program stops with an error if the
+bare scan or sparkhvd returns the wrong number of rows.
 
-petastorm reads in a separate environment (``tools/petastorm-venv build/petastorm``) with this environment's torch.
+petastorm runs in a separate environment (created by ``tools/petastorm-venv build/petastorm``) that links to this
+environment's torch.
 
     python -m bench.data [--turns 5] [--scale 1.0] [--petastorm PYTHON] [--parts readers memory spark]
 """
@@ -67,10 +68,10 @@ with make_batch_reader(url, num_epochs=None, shuffle_row_groups=False, reader_po
 
 @dataclass(frozen=True)
 class Table:
-    """Files to read.
+    """A table in Parquet files.
 
     Attributes:
-        name: a description of their content.
+        name: the number and type of the columns, as printed.
         folder: the folder of the files.
         rows: the number of rows.
     """
@@ -98,7 +99,7 @@ def main() -> None:
 
 
 def measure_readers(table: Table, options: argparse.Namespace) -> None:
-    """Measure the rows per second of every reader of a table."""
+    """Measure how many rows per second each reader reads from a table."""
     contenders: dict[str, Callable[[], float]] = {
         "bare scan": lambda: _timed(table, _bare_scan),
         "ours": lambda: _timed(table, lambda table: _ours(table, shuffle=False)),
@@ -116,13 +117,13 @@ def measure_readers(table: Table, options: argparse.Namespace) -> None:
         target = 1.2 if "columns" in table.name else 1.5
         print(f"  ours : petastorm          {medians['ours'] / medians['petastorm']:.2f}   (target: at least {target})")
     else:
-        print("  ours : petastorm          skipped: --petastorm names no Python with petastorm")
+        print("  ours : petastorm          skipped: pass --petastorm with a Python that has petastorm")
 
 
 def measure_memory(table: Table) -> None:
-    """Measure a rank's anonymous memory over many epochs, without the kernel's page cache of the files.
+    """Measure a rank's anonymous memory over many epochs, which excludes the kernel's page cache.
 
-    Also print the resident memory, which includes mapped pages of files and is measured before the garbage collection.
+    Also print the resident memory, measured before the garbage collection. It includes mapped pages of files.
     """
     loader = torch_loader(str(table.folder), BATCH, seed=1)
     next(iter(loader))  # the first batch imports modules and starts thread pools
@@ -173,7 +174,7 @@ def measure_spark(folder: Path, rows: int, turns: int) -> None:
 
 
 def _in_turns(contenders: dict[str, Callable[[], float]], turns: int) -> dict[str, float]:
-    """Return the median of every contender; the first turn warms up and does not count."""
+    """Run the contenders in turn and return the median of each; the first turn is a warm-up and does not count."""
     values: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(turns + 1):
         for name, contender in contenders.items():
@@ -280,12 +281,12 @@ def _prepare(df: DataFrame, folder: Path) -> float:
     with prepare_data(2, store, df, df.columns[:1], df.columns[1:]) as data:
         seconds = time.perf_counter() - started
         if data.reused:
-            raise RuntimeError("prepare_data reused rows and wrote nothing.")
+            raise RuntimeError("prepare_data reused earlier rows instead of writing them.")
     return seconds
 
 
 def _direct(spark: SparkSession, df: DataFrame) -> float:
-    """Return the seconds from the DataFrame to the first batch on every rank, without the cost of an empty job."""
+    """Return the seconds until every rank has its first batch, including the start of the job."""
     selection = select(df.schema, feature_cols=df.columns[1:], label_cols=df.columns[:1])
     started = time.time()
     rows = partition_for_ranks(df, selection, num_proc=2, seed=1)
@@ -296,7 +297,7 @@ def _direct(spark: SparkSession, df: DataFrame) -> float:
 
 
 def _first_batch(selection: object) -> float:
-    """Return the time at which this rank has its first batch."""
+    """Read this rank's first batch and return the time after it."""
     task_rows = TaskRows(given_rows(), selection, 0)  # type: ignore[arg-type]
     facts = task_rows.facts()
     schema = checked(facts, selection, 1)  # type: ignore[arg-type]
@@ -311,7 +312,7 @@ def _first_batch(selection: object) -> float:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the numbers of rows")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for the number of rows")
     built = str(PETASTORM) if PETASTORM.exists() else None
     parser.add_argument("--petastorm", default=built, help="path of a Python with petastorm")
     parser.add_argument("--parts", nargs="+", default=["readers", "memory", "spark"])

@@ -1,8 +1,8 @@
-"""Compare the allreduce between two hosts over TCP with that of Gloo, in network namespaces with a virtual cable.
+"""Compare the allreduce over TCP with Gloo's between two network namespaces, which stand for two hosts.
 
-The program measures at the full speed of the cable, and with a token bucket of 1 Gbit/s at both ends. With the bucket,
-the relevant figures are the utilization of the link and the bytes sent. The program needs root, ip and tc, and removes
-the namespaces afterwards.
+A virtual Ethernet link (veth) connects the namespaces. The program measures at the full speed of the link, and with a
+limit of 1 Gbit/s at both ends. With the limit, the relevant figures are the utilization of the link and the bytes sent.
+The program needs root, ip and tc, and removes the namespaces afterwards.
 
     python -m bench.network [--seconds 4]
 """
@@ -51,14 +51,14 @@ def main() -> None:
         raise SystemExit("bench.network creates network namespaces. It needs root, ip and tc (Debian: iproute2).")
     print(f"{machine.describe()}; torch {torch.__version__}")
     for limited in (False, True):
-        with namespaces_with_a_cable(limited=limited) as namespaces:
+        with linked_namespaces(limited=limited) as namespaces:
             _print_table(_run(namespaces, arguments.seconds, limited=limited), limited=limited)
     print(f"\nafterwards: {machine.load()}")
 
 
 @contextmanager
-def namespaces_with_a_cable(*, limited: bool) -> Iterator[list[str]]:
-    """Create namespaces with the addresses 10.231.0.1 and 10.231.0.2, and a cable called ``line`` between them."""
+def linked_namespaces(*, limited: bool) -> Iterator[list[str]]:
+    """Create namespaces with the addresses 10.231.0.1 and 10.231.0.2, whose interfaces ``line`` are linked."""
     names = [f"shvd-bench-{os.getpid()}-{index}" for index in range(2)]
     try:
         for name in names:
@@ -116,34 +116,36 @@ def _rank(rank: int, folder: Path, seconds: float, *, limited: bool) -> None:
         time.sleep(0.02)
     world = layout(["one", "other"])[rank]
     context = LaunchContext(world, (("10.231.0.1", PORT),), TOKEN, f"host {rank}", f"10.231.0.{rank + 1}")
-    with Communicator(context) as me:
+    with Communicator(context) as communicator:
         dist.init_process_group("gloo", f"tcp://10.231.0.1:{GLOO_PORT}", rank=rank, world_size=2)
-        rows = [_one_size(me, size, seconds) for size in (LIMITED_SIZES if limited else SIZES)]
+        rows = [_measure_size(communicator, size, seconds) for size in (LIMITED_SIZES if limited else SIZES)]
         if rank == 0:
             (folder / "rows").write_text(json.dumps(rows), encoding="utf-8")
-        me.barrier()
+        communicator.barrier()
         dist.destroy_process_group()
     if server is not None:
         server.close()
 
 
-def _one_size(me: Communicator, size: int, seconds: float) -> dict[str, float]:
+def _measure_size(communicator: Communicator, size: int, seconds: float) -> dict[str, float]:
     array = np.zeros(size // 4, np.float32)
     tensor = torch.from_numpy(array)
     operations: dict[str, Callable[[], object]] = {
-        "ours": lambda: me.allreduce(array, ReduceOp.SUM, name=f"bench.{size}", out=array),
+        "ours": lambda: communicator.allreduce(array, ReduceOp.SUM, name=f"bench.{size}", out=array),
         "gloo": lambda: dist.all_reduce(tensor),
     }
     for name, operation in operations.items():
-        array[:] = np.arange(len(array)) % 1009 * (me.world.rank + 1)
+        array[:] = np.arange(len(array)) % 1009 * (communicator.world.rank + 1)
         operation()
         if not (array == np.arange(len(array)) % 1009 * 3).all():
-            raise SystemExit(f"{name} has a wrong result.")
+            raise SystemExit(f"{name}: the allreduce returned a wrong result.")
     array[:] = 0
-    once = sum(_timed(me, operation)[0] for operation in operations.values())
-    repetitions = int(me.broadcast(np.array(float(max(5, min(300, seconds / once)))), 0))
-    measured = np.array([[_timed(me, operation) for operation in operations.values()] for _ in range(repetitions)])
-    slowest = me.allreduce(measured, ReduceOp.MAX)
+    once = sum(_timed(communicator, operation)[0] for operation in operations.values())
+    repetitions = int(communicator.broadcast(np.array(float(max(5, min(300, seconds / once)))), 0))
+    measured = np.array(
+        [[_timed(communicator, operation) for operation in operations.values()] for _ in range(repetitions)]
+    )
+    slowest = communicator.allreduce(measured, ReduceOp.MAX)
     row = {"size": float(size), "repetitions": float(repetitions)}
     for column, name in enumerate(operations):
         row[name] = statistics.median(slowest[:, column, 0])
@@ -151,17 +153,17 @@ def _one_size(me: Communicator, size: int, seconds: float) -> dict[str, float]:
     return row
 
 
-def _timed(me: Communicator, operation: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds of a call and the bytes that this host sends for it."""
-    me.barrier()
-    sent, start = _sent(), time.perf_counter()
+def _timed(communicator: Communicator, operation: Callable[[], object]) -> tuple[float, float]:
+    """Return the duration of a call in seconds, and the bytes that this host sends for it."""
+    communicator.barrier()
+    before, start = _bytes_sent(), time.perf_counter()
     operation()
     seconds = time.perf_counter() - start
-    me.barrier()
-    return seconds, float(_sent() - sent)
+    communicator.barrier()
+    return seconds, float(_bytes_sent() - before)
 
 
-def _sent() -> int:
+def _bytes_sent() -> int:
     for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "line":
@@ -171,13 +173,15 @@ def _sent() -> int:
 
 def _print_table(rows: list[dict[str, float]], *, limited: bool) -> None:
     print(f"\nfloat32 allreduce over TCP, 2 hosts, {'1 Gbit/s' if limited else 'unlimited'}: ms\n")
-    print(f"{'bytes':>10} {'ours':>9} {'Gloo':>9} {'speed-up':>9} {'sent/least':>11} {'Gloo':>6} {'full':>10} {'n':>4}")
+    print(
+        f"{'bytes':>10} {'ours':>9} {'Gloo':>9} {'speed-up':>9} {'sent/min':>11} {'Gloo':>6} {'link use':>10} {'n':>4}"
+    )
     for row in rows:
-        # Each of N ranks must send 2 (N - 1) / N times the array: with two ranks, once the array.
-        full = row["size"] * 8 / LINK_BITS / row["ours"]
+        # Each of N ranks must send at least 2 (N - 1) / N times the size of the array: its size, with two ranks.
+        utilization = row["size"] * 8 / LINK_BITS / row["ours"]
         cells = [f"{row['size']:>10.0f} {row['ours'] * 1e3:>9.2f} {row['gloo'] * 1e3:>9.2f}"]
         cells.append(f"{row['gloo'] / row['ours']:>9.2f} {row['ours wire'] / row['size']:>11.3f}")
-        cells.append(f"{row['gloo wire'] / row['size']:>6.3f} {full if limited else float('nan'):>10.0%}")
+        cells.append(f"{row['gloo wire'] / row['size']:>6.3f} {utilization if limited else float('nan'):>10.0%}")
         print(*cells, f"{row['repetitions']:>4.0f}")
 
 

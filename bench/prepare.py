@@ -1,4 +1,4 @@
-"""Compare ``prepare_data`` with Spark's own ``df.write.parquet`` of the same rows, in turns.
+"""Compare ``prepare_data`` with Spark's own ``df.write.parquet`` of the same rows, in alternating runs.
 
 python bench/prepare.py --rows 1000000 --columns 30 --rounds 5
 """
@@ -65,9 +65,9 @@ def measure(spark: SparkSession, folder: Path, options: argparse.Namespace) -> N
             shutil.rmtree(folder / "store", ignore_errors=True)
             store = Store.create(str(folder / "store"))
     base = seconds["df.write.parquet"]
-    print(f"{options.rows} rows x {options.columns} float columns, {options.rounds} rounds in turn, local[2]")
+    print(f"{options.rows} rows x {options.columns} float columns, {options.rounds} rounds, local[2]")
     for name, times in seconds.items():
-        ratio = statistics.median(time / one for time, one in zip(times, base, strict=True))
+        ratio = statistics.median(duration / write for duration, write in zip(times, base, strict=True))
         print(f"{name:34} median {statistics.median(times):6.2f} s   ratio {ratio:5.2f}")
 
 

@@ -173,7 +173,8 @@ class Config:
         None,
         positive_number,
         "Seconds after which the other ranks consider a rank lost if its host does not respond, for example without "
-        "power or network. An idle connection takes at least 3 seconds. The default is 30, and 2 in elastic jobs.",
+        "power or network. Detection on an idle connection takes at least 3 seconds. The default is 30, and 2 in "
+        "elastic jobs.",
     )
     start_timeout: float = setting(
         600.0,
@@ -191,13 +192,14 @@ class Config:
         0.0,
         non_negative_number,
         "Seconds for which an idle process that has imported the frameworks stays with each executor, so that ranks of "
-        "the next job start from it at once; 0 keeps none. It ends with the executor or the driver.",
+        "the next job can start from it at once; 0 keeps none. The process ends with the executor or the driver.",
     )
     fusion_threshold: int | None = setting(
         None,
         non_negative_integer,
         "Bytes up to which ready allreduces are fused into one; 0 disables fusion. The default is 1048576 if all ranks "
-        "share memory, and 67108864 otherwise. Must be equal on all ranks. Autotuning keeps a value that is set.",
+        "share memory, and 67108864 otherwise. Must be equal on all ranks. Autotuning does not change a value that is "
+        "set.",
         "HOROVOD_FUSION_THRESHOLD",
     )
     cache_capacity: int = setting(
@@ -212,7 +214,8 @@ class Config:
         None,
         switch,
         "Whether an allreduce across hosts first reduces in the shared memory of each host, so that each host sends "
-        "as few bytes as possible. Must be equal on all ranks. The default is 1. Autotuning keeps a value that is set.",
+        "as few bytes as possible. Must be equal on all ranks. The default is 1. Autotuning does not change a value "
+        "that is set.",
         "HOROVOD_HIERARCHICAL_ALLREDUCE",
     )
     hierarchical_allgather: bool = setting(
@@ -225,13 +228,13 @@ class Config:
     link_gbits: float = setting(
         25.0,
         positive_number,
-        "Bandwidth between hosts in Gbit/s. This setting and `SPARKHVD_LINK_LATENCY_US` choose the algorithms between "
-        "hosts; they limit nothing. Must be equal on all ranks.",
+        "Bandwidth between hosts in Gbit/s. This setting and `SPARKHVD_LINK_LATENCY_US` only influence the choice of "
+        "algorithms between hosts. Must be equal on all ranks.",
     )
     link_latency_us: float = setting(
         30.0,
         positive_number,
-        "Time of a small message between hosts, in microseconds. Must be equal on all ranks.",
+        "Time that a small message takes between hosts, in microseconds. Must be equal on all ranks.",
     )
     autotune: bool = setting(
         False,
@@ -242,7 +245,7 @@ class Config:
     autotune_log: str = setting(
         "",
         path,
-        "CSV file on the host of rank 0 for the samples of autotuning and the final choice.",
+        "CSV file on the host of rank 0, to which autotuning writes its samples and the final choice.",
         "HOROVOD_AUTOTUNE_LOG",
     )
     autotune_warmup_samples: int = setting(
@@ -294,26 +297,27 @@ class Config:
     stall_check: bool = setting(
         True,
         switch,
-        "Whether a rank that waits too long in a collective finds the stragglers and logs a report on them.",
+        "Whether a rank that waits too long in a collective identifies the stragglers and logs a report on them.",
         differing={"HOROVOD_STALL_CHECK_DISABLE": inverted_switch},
     )
     stall_check_seconds: float = setting(
         60.0,
         non_negative_number,
-        "Seconds that a rank waits in a collective before its first stall report. Each further report comes when the "
+        "Seconds that a rank waits in a collective before its first stall report. Each further report follows when the "
         "wait has doubled.",
         "HOROVOD_STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_seconds: float = setting(
         0.0,
         non_negative_number,
-        "Seconds in a collective after which the job ends with an error on all ranks; 0 disables this limit.",
+        "Seconds that a rank waits in a collective before the job ends with an error on all ranks; 0 disables this "
+        "limit.",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     )
     timeline: str = setting(
         "",
         timeline_file,
-        "File for a recording, as a Chrome trace, that begins in `init()`.",
+        "File for a timeline in the Chrome trace format; the recording begins in `init()`.",
         "HOROVOD_TIMELINE",
     )
     timeline_mark_cycles: bool = setting(

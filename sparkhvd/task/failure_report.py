@@ -1,4 +1,4 @@
-"""The report of the first failing rank, which is sent to the other tasks and to the driver."""
+"""The report on the first rank that fails; the other tasks and the driver receive it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ class FailureReport:
     Attributes:
         rank: the failing rank.
         host: the host that it ran on.
-        kind: ``RAISED`` for anything that ended the rank, ``NOT_STARTED`` when it was not ready in time, ``TOO_LARGE``
-            for results above the limit, ``LAUNCH`` when no rank caused the failure, and ``NOT_EXCHANGED`` when tasks
-            missed the exchange of introductions. For the last two, ``cause`` is the whole message.
-        cause: completes "Rank 1 on host X ...".
-        traceback: its Python traceback; empty if the process ended without one.
-        stderr_tail: the last lines that it wrote to stderr.
-        phase: the phase in which it failed; empty when ``cause`` contains it.
-        secondary: whether it failed because it lost another rank. The other rank's failure is then the one to report.
-        error: the error that ``fn`` itself raised: its type and the first line of its message, which are equal whenever
+        kind: ``RAISED`` if an exception or the end of the process caused the failure, ``NOT_STARTED`` if the rank was
+            not ready in time, ``TOO_LARGE`` if its result exceeds the limit, ``LAUNCH`` if no rank caused the failure,
+            and ``NOT_EXCHANGED`` if tasks did not send their introductions in time. For the last two, ``cause`` is the
+            whole message.
+        cause: a predicate that completes the sentence "Rank 1 on host X ...".
+        traceback: the rank's Python traceback; empty if the process ended without one.
+        stderr_tail: the last lines that the rank wrote to stderr.
+        phase: the phase in which the rank failed; empty if ``cause`` mentions it.
+        secondary: whether another failure caused this one. The other failure is then the one to report.
+        error: the exception that ``fn`` itself raised: its type and the first line of its message, which are equal if
             ``fn`` raises it again. Empty if something else ended the rank.
-        is_final: whether every attempt would raise this error, because its cause is the program or its input.
+        is_final: whether a retry would fail in the same way, because the cause is the program or its input.
     """
 
     rank: int
@@ -79,7 +80,7 @@ def shortened(text: str) -> str:
 
 
 def describe_exit(returncode: int) -> str:
-    """Return how a process ended before it delivered a result, to complete "Rank 1 on host X ..."."""
+    """Describe how a process ended without a result, as a predicate for "Rank 1 on host X ..."."""
     if returncode >= 0:
         return f"ended with exit code {returncode}"
     number = -returncode

@@ -1,4 +1,4 @@
-"""Output of ranks as files in a Store, written by the rank's supervisor without the driver."""
+"""Files in a Store for the output of ranks; a rank's supervisor writes them, without the driver."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from sparkhvd.errors import StoreError
 from sparkhvd.store import Store, store_at
 
-# The size at which a rank's buffered output becomes a file; memory never holds more.
+# The size at which the buffered output of a stream is written to a file.
 _PART_BYTES = 4 * 1024 * 1024
-# The longest time that a line waits in memory for the next file.
+# The longest time that a line stays in the buffer.
 _PART_SECONDS = 10.0
 
 
@@ -19,12 +19,12 @@ _PART_SECONDS = 10.0
 class LogFiles:
     """A folder of a Store for the output of ranks, passed to ``run`` as ``stdout`` or ``stderr``.
 
-    Each rank has a folder ``rank.<number>`` with files ``stdout.000000``, ``stdout.000001`` and so on. They contain its
-    output, without prefixes, split between lines. A new file starts every ten seconds and after 4 MiB. In a folder with
-    existing files the numbers continue, so nothing is replaced when Spark retries a stage.
+    Each rank has a folder ``rank.<number>`` with files ``stdout.000000``, ``stdout.000001`` and so on. They contain the
+    rank's output, without prefixes, split between lines. A new file starts every ten seconds and after 4 MiB. If the
+    folder has files already, the numbers continue after them, so a retried stage of Spark replaces nothing.
 
     Attributes:
-        store: a Store that the executors reach, or its URL.
+        store: a Store that the executors can reach, or its URL.
         folder: the folder's path in the Store.
     """
 
@@ -36,7 +36,7 @@ class LogFiles:
 
 
 class LogFileWriter:
-    """Writes one stream of one rank into files; safe for use from several threads.
+    """Writes one stream of one rank to files; thread-safe.
 
     Args:
         files: the destination.
@@ -58,10 +58,10 @@ class LogFileWriter:
         self._thread.start()
 
     def write(self, content: bytes) -> None:
-        """Add whole lines; ``content`` lacks the last newline.
+        """Add whole lines; ``content`` has no newline at the end.
 
         Raises:
-            StoreError: an earlier file could not be written. ``unwritten`` has its lines; the new lines are not added.
+            StoreError: an earlier file could not be written. ``unwritten`` returns its lines; new ones are not added.
         """
         with self._changed:
             if self._error is not None:
@@ -69,13 +69,13 @@ class LogFileWriter:
             self._lines.append(content + b"\n")
             self._size += len(content) + 1
             if self._size >= _PART_BYTES:
-                self._write_part()  # blocks the rank, so that nothing piles up
+                self._write_part()  # blocks the rank, which bounds the buffer
 
     def close(self) -> None:
         """Write the remaining lines.
 
         Raises:
-            StoreError: they could not be written; ``unwritten`` has them.
+            StoreError: they could not be written; ``unwritten`` returns them.
         """
         with self._changed:
             self._closed = True
@@ -85,7 +85,7 @@ class LogFileWriter:
             raise self._error
 
     def unwritten(self) -> bytes:
-        """Return the lines that were added and are in no file."""
+        """Return the lines that were added but not written to a file."""
         with self._changed:
             return b"".join(self._lines)
 
@@ -97,7 +97,7 @@ class LogFileWriter:
             self._write_part()
 
     def _next_number(self) -> int:
-        """Return the number after the largest one in the folder, from which files may have been deleted."""
+        """Return the number for the next file, after the largest in the folder; files may have been deleted from it."""
         start = f"{self._folder}/{self._stream}."
         numbers = [path.removeprefix(start) for path in self._store.list(self._folder) if path.startswith(start)]
         return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
@@ -119,20 +119,20 @@ class LogFileWriter:
 
 
 class StoreOutput:
-    """Output of ranks in files until the Store fails; not thread-safe.
+    """Writes the output of ranks to files, or shows it once the Store has failed; not thread-safe.
 
     Args:
-        say: called once for each stream that the Store cannot store.
-        show: called with the rank, the stream and the whole lines that are in no file.
+        warn: called with a message, once for each stream that cannot be written to the Store.
+        show: called with the rank, the stream and the whole lines that were not written to a file.
     """
 
-    def __init__(self, say: Callable[[str], None], show: Callable[[int, str, bytes], None]) -> None:
-        self._say = say
+    def __init__(self, warn: Callable[[str], None], show: Callable[[int, str, bytes], None]) -> None:
+        self._warn = warn
         self._show = show
         self._writers: dict[tuple[int, str], LogFileWriter | None] = {}  # None after a failure
 
     def write(self, files: LogFiles, rank: int, stream: str, content: bytes) -> None:
-        """Add whole lines; ``content`` lacks the last newline."""
+        """Add whole lines; ``content`` has no newline at the end."""
         key = rank, stream
         if key not in self._writers:
             self._writers[key] = LogFileWriter(files, rank, stream)
@@ -158,6 +158,6 @@ class StoreOutput:
             writer.close()
         except StoreError as error:
             rank, stream = key
-            self._say(f"the Store cannot store the {stream} of rank {rank}, so it is written here: {error}")
+            self._warn(f"the {stream} of rank {rank} cannot be written to the Store, so it is shown here: {error}")
             if rest := writer.unwritten():
                 self._show(rank, stream, rest.removesuffix(b"\n"))

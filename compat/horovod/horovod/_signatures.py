@@ -1,4 +1,4 @@
-"""Horovod's order of arguments, for functions whose arguments have another order in sparkhvd."""
+"""Horovod's argument order, for functions whose arguments sparkhvd orders differently."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-# sparkhvd takes a tensor where it is, fuses the gradients of a step itself, and has no graphs of TensorFlow 1.
-_WITHOUT_EFFECT = frozenset(
+# sparkhvd uses the device that holds the tensor, chooses which gradients to fuse, and does not support TensorFlow 1.
+_IGNORED = frozenset(
     {"device_dense", "device_sparse", "groups", "ignore_name_scope", "num_groups", "session", "use_locking"}
 )
 
 
 def with_parameters(names: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with these parameters; parameters that have no effect here are ignored.
+    """Return ``function`` with Horovod's parameters; those that have no effect in sparkhvd are ignored.
 
     Args:
-        names: the parameters that Horovod takes, in its order and separated by spaces.
-        function: the function, which takes the other parameters by keyword.
+        names: Horovod's parameters, in Horovod's order, separated by spaces.
+        function: the function, which receives the other parameters by keyword.
     """
     order = tuple(names.split())
 
@@ -28,7 +28,7 @@ def with_parameters(names: str, function: Callable[..., Any]) -> Callable[..., A
         by_name = dict(zip(order, args, strict=False))
         for name in by_name.keys() & kwargs.keys():
             raise TypeError(f"{function.__name__}() got multiple values for argument {name!r}.")
-        given = by_name | kwargs
-        return function(**{name: value for name, value in given.items() if name not in _WITHOUT_EFFECT})
+        arguments = by_name | kwargs
+        return function(**{name: value for name, value in arguments.items() if name not in _IGNORED})
 
     return call

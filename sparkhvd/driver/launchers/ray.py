@@ -20,7 +20,7 @@ from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launcher import LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.ray.cluster import CONNECTION, RankResources, described_nodes, node_resources
+from sparkhvd.driver.ray.cluster import CONNECTION, RankResources, describe_nodes, node_resources
 from sparkhvd.driver.ray.gang import Gang, Placement, ended_actor
 from sparkhvd.driver.results import results_in_order
 from sparkhvd.errors import LaunchError, SlotsError, StartTimeoutError
@@ -72,7 +72,7 @@ class RayLauncher:
         count = sum(resources.ranks_in(node) for node in nodes)
         if count == 0:
             raise SlotsError(
-                f"The Ray cluster has no room for a rank with {resources}: it has {described_nodes(nodes)}. Request "
+                f"The Ray cluster has no room for a rank with {resources}: it has {describe_nodes(nodes)}. Request "
                 "fewer resources, or add nodes."
             )
         return count

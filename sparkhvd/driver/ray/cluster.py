@@ -80,7 +80,7 @@ def described(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "no CPU"
 
 
-def described_nodes(nodes: Sequence[Mapping[str, float]]) -> str:
+def describe_nodes(nodes: Sequence[Mapping[str, float]]) -> str:
     """Return the nodes of a cluster as text, small ones first and equal ones together."""
     texts = [described(node) for node in sorted(nodes, key=lambda node: sorted(node.items()))]
     counted = [(texts.count(text), text) for text in dict.fromkeys(texts)]

@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.ray.cluster import RankResources, described_nodes, node_resources
+from sparkhvd.driver.ray.cluster import RankResources, describe_nodes, node_resources
 from sparkhvd.errors import LaunchError, SlotsError, StartTimeoutError
 from sparkhvd.task.ray.rank_task import CONCURRENCY_GROUPS, RankTask
 
@@ -142,7 +142,7 @@ class Gang:
         where = "" if per_node is None else f", {per_node} on each of {self._num_proc // per_node} nodes"
         return (
             f"{self._num_proc} ranks with {self._placement.resources} each{where} were requested, but the Ray cluster "
-            f"has {described_nodes(node_resources())}."
+            f"has {describe_nodes(node_resources())}."
         )
 
     def _limit(self, seconds: float) -> str:
@@ -153,7 +153,7 @@ class Gang:
             return SlotsError(f"{self._lack()} Request fewer ranks or resources, or add nodes.")
         return StartTimeoutError(
             f"Ray did not reserve the resources of {self._num_proc} ranks with {self._placement.resources} each within "
-            f"{self._limit(seconds)}. The cluster has {described_nodes(node_resources())}, but other jobs use them: "
+            f"{self._limit(seconds)}. The cluster has {describe_nodes(node_resources())}, but other jobs use them: "
             f"only {_free()} are free. Wait until other jobs have ended, or raise {self._placement.limit_name}."
         )
 

@@ -23,7 +23,7 @@ _PLUGIN = "sparkhvd.estimators.keras.plugin:PLUGIN"
 
 def _mapping(name: str, value: object) -> dict[str, object]:
     if not isinstance(value, Mapping):
-        raise ParamError(f"{name} must be a dict of objects by name, got {value!r}.")
+        raise ParamError(f"{name} must be a dict from names to objects, got {value!r}.")
     return dict(value)
 
 
@@ -42,7 +42,7 @@ class KerasModel(TrainedModel):
 class KerasEstimator(DistributedEstimator):
     """Trains a ``keras.Model`` on a Spark DataFrame, with one process per rank.
 
-    Works with Keras 3 on the TensorFlow and the PyTorch backend: the ranks use the backend of the driver. Every
+    Works with Keras 3 on the TensorFlow and PyTorch backends; the ranks use the driver's backend. Every
     parameter has a setter and a getter (``setBatchSize``, ``getBatchSize``). ``sparkhvd.estimators.keras.inputs``
     documents the mapping of columns to inputs and targets. The model and the optimizer that you pass are not changed.
 
@@ -83,12 +83,12 @@ class KerasEstimator(DistributedEstimator):
         "The metrics, as for model.compile: a list, or a dict by output.", objects_or_named, default=None
     )
     callbacks: Declared[Sequence[keras.callbacks.Callback] | None] = declared(
-        "Keras callbacks, run on every rank; the logs that they see are averaged over the ranks.",
+        "Keras callbacks, which run on every rank; the logs that they receive are averaged over the ranks.",
         objects,
         default=None,
     )
     custom_objects: Declared[Mapping[str, object] | None] = declared(
-        "Classes and functions that the model uses, by name; those of its own layers are found automatically.",
+        "Custom classes and functions that the model uses, by name; those of its layers are detected automatically.",
         _mapping,
         default=None,
     )
@@ -102,12 +102,12 @@ class KerasEstimator(DistributedEstimator):
     )
 
     checkpoint_callback: Declared[keras.callbacks.ModelCheckpoint | None] = declared(
-        "A keras.callbacks.ModelCheckpoint, run on rank 0, whose files are kept in the run's folder of the Store; with "
-        "save_best_only the trained model is that of the best epoch.",
+        "A keras.callbacks.ModelCheckpoint, which runs on rank 0. Its files are kept in the run's folder of the Store. "
+        "With save_best_only, the trained model is that of the best epoch.",
         default=None,
     )
     backward_passes_per_step: Declared[int] = declared(
-        "Batches per rank whose gradients make one step; their mean is over all their rows.",
+        "Batches per rank whose gradients are averaged, over all their rows, for one step.",
         positive_integer,
         default=1,
     )

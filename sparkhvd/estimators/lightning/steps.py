@@ -1,4 +1,4 @@
-"""Extensions of the strategy and the user's module that let N ranks train like one big batch."""
+"""Extensions of the strategy and the user's module that make N ranks train as one rank would on the global batch."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-# Neutral elements by Lightning's names of reductions other than the mean.
+# The neutral element of each reduction except the mean, by Lightning's name of the reduction.
 _NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
-_OF_HYPERPARAMETERS = re.compile("hparams|hyper_parameters")
+_HYPERPARAMETER_KEYS = re.compile("hparams|hyper_parameters")
 
 
 @dataclass
 class Feed:
-    """Rows and results of a rank in an epoch.
+    """A rank's rows and results in an epoch.
 
     Attributes:
         train: the training rows.
         validation: the validation rows.
         values: the values that torchmetrics and ``log`` accumulate in the epoch.
-        sums: per stage, the sum over rows of the losses that steps returned, and the number of these rows.
-        logged: per stage, the names that were logged for whole epochs.
+        sums: per stage, the sum of the losses over all rows, and the number of rows.
+        logged: per stage, the names of values that were logged for whole epochs.
         communicated: seconds spent waiting for the other ranks' gradients.
         validated: whether there was a validation since the last report.
-        loss: loss of the current step; None if the rank has no rows in it. With manual optimization, where a step may
-            return nothing, a NaN or infinite loss is recorded in ``backward``.
-        rank_zero_logged: per stage, the names that only rank 0 logs for whole epochs.
-        within_epoch: whether the run resumes within an epoch.
-        rows_of_buffers: rows that changed this rank's buffers since their last synchronization.
+        loss: loss of the current step; None if the rank has no rows in this step. With manual optimization, where a
+            step may return nothing, ``backward`` records a NaN or infinite loss.
+        rank_zero_logged: per stage, the names of values that only rank 0 logs for whole epochs.
+        within_epoch: whether the run resumes within an epoch and has not started its first batch yet.
+        rows_of_buffers: number of rows that have changed this rank's buffers since their last synchronization.
     """
 
     train: RankLoader
@@ -77,7 +77,7 @@ class Feed:
     rows_of_buffers: int = 0
 
     def share(self, stage: str) -> BatchShare:
-        """Return the share of the current batch; a plain share if the user's own loader provides the rows."""
+        """Return this rank's share of the current batch; weight 1 if the rows come from the user's own loader."""
         loader = self.train if stage == "train" else self.validation
         return loader.share if loader is not None and loader.used else BatchShare(1)
 
@@ -87,7 +87,7 @@ class Feed:
 
 
 class EstimatorSteps:
-    """Mixin that precedes the strategy's class in the bases."""
+    """Mixin for a Lightning strategy; precedes the strategy's class in the bases."""
 
     feed: Feed
     losses: torch.nn.ModuleList
@@ -103,18 +103,18 @@ class EstimatorSteps:
     ended = False
     resumable = False
     attributes: ChangedAttributes
-    frozen: Sequence[str] | None = None  # the parameters without gradients where the run resumes
+    frozen: Sequence[str] | None = None  # the parameters to freeze when the run resumes
     _validates_every: float | None = None
     _renormalization: Renormalization | None = None
 
     def setup(self, trainer: Trainer) -> None:
-        """Watch embeddings with ``max_norm``; the module's own setup has already run."""
+        """Start to track embeddings with ``max_norm``; the module's own setup has already run."""
         super().setup(trainer)  # type: ignore[misc]
         self._renormalization = Renormalization(self.lightning_module)
         self._renormalization.attach()
 
     def teardown(self) -> None:
-        """Leave no hooks in the module."""
+        """Remove the hooks from the module."""
         if self._renormalization is not None:
             self._renormalization.detach()
             self._renormalization = None
@@ -129,7 +129,7 @@ class EstimatorSteps:
         return self.feed.rows_of_buffers
 
     def synchronize_buffers(self) -> None:
-        """Do nothing while only this rank saves a checkpoint, or after the last epoch: rank 0's model is returned."""
+        """Synchronize, except while only this rank saves a checkpoint or after the end: rank 0's model is returned."""
         if not self.saves_alone and not self.ended:
             super().synchronize_buffers()  # type: ignore[misc]
             self.feed.rows_of_buffers = 0
@@ -153,12 +153,12 @@ class EstimatorSteps:
         self.attributes.begin()
 
     def synchronize_state(self) -> None:
-        """Synchronize the state of the ranks that a checkpoint holds; collective."""
+        """Synchronize the ranks' state that goes into a checkpoint; collective."""
         self.synchronize_buffers()
         self.attributes.agree()
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """See ``on_train_start``."""
+        """Complete what ``on_train_start`` prepared if the run resumes within an epoch."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
         if self.feed.within_epoch:
             self.feed.within_epoch = False
@@ -182,35 +182,35 @@ class EstimatorSteps:
             scale_lr(self.optimizers, schedulers, self.lr_scale)
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], *rest: object, **named: object) -> None:
-        """Load the weights in the Trainer's precision, which Lightning sets only later, and prune as before."""
+        """Load the weights in the Trainer's precision, which Lightning sets only later, and restore the pruning."""
         self.precision_plugin.convert_module(self.lightning_module)
         prepare_module(self.lightning_module, checkpoint)
         super().load_model_state_dict(checkpoint, *rest, **named)  # type: ignore[misc]
         prune_as_saved(self.lightning_module, checkpoint)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """See ``finish_epoch``; Lightning has already restored its loops."""
+        """Call ``finish_epoch`` if needed: Lightning has already restored its loops."""
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
         trainer = self.lightning_module.trainer
         if not self.feed.within_epoch and trainer.max_steps != -1:
             finish_epoch(trainer)
 
     def barrier(self, name: str | None = None) -> None:
-        """Do nothing while only this rank saves a checkpoint."""
+        """Wait for all ranks, unless only this rank saves a checkpoint."""
         if not self.saves_alone:
             super().barrier(name)  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: Mapping[str, object], *rest: object, **named: object) -> None:
-        """Omit hyperparameters from a checkpoint to resume from: they may be any objects, and the module has them."""
+        """Save without hyperparameters if runs resume from it: they may be of any type, and the module has them."""
         if self.resumable:
-            kept = {name: part for name, part in checkpoint.items() if not _OF_HYPERPARAMETERS.search(name)}
+            kept = {name: part for name, part in checkpoint.items() if not _HYPERPARAMETER_KEYS.search(name)}
             checkpoint = {name: plain_numbers(part) for name, part in kept.items()}
         super().save_checkpoint(checkpoint, *rest, **named)  # type: ignore[misc]
 
     def backward(self, closure_loss: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
-        """See ``Feed.loss``."""
-        by_hand = not self.lightning_module.automatic_optimization and not self.feed.share("train").is_substitute
-        if by_hand and closure_loss.numel() == 1 and not math.isfinite(value := float(closure_loss.detach())):
+        """Record a NaN or infinite loss of manual optimization; see ``Feed.loss``."""
+        is_manual = not self.lightning_module.automatic_optimization and not self.feed.share("train").is_substitute
+        if is_manual and closure_loss.numel() == 1 and not math.isfinite(value := float(closure_loss.detach())):
             self.feed.loss = value
         result: torch.Tensor = super().backward(closure_loss, *rest, **named)  # type: ignore[misc]
         return result
@@ -258,9 +258,9 @@ class EstimatorSteps:
 
 @contextmanager
 def preserved_state(module: torch.nn.Module, stage: str) -> Iterator[None]:
-    """Restore all that a step changes besides gradients: buffers, attributes, torchmetrics and random generators.
+    """Restore what a step changes except gradients: buffers, attributes, torchmetrics and random generators.
 
-    Only synchronized statistics change, as on the other ranks; the rows of this rank do not count in them.
+    Statistics of synchronized layers still change, as on the other ranks, but this rank's rows do not count in them.
     """
     synchronized = synchronized_layers(module)
     for layer in synchronized:
@@ -288,7 +288,7 @@ def strategy_of(trainer: Trainer) -> EstimatorSteps:
 
 
 class DistributedLog:
-    """Replaces ``LightningModule.log``, so that values for a whole epoch are over the rows of all ranks."""
+    """Replaces ``LightningModule.log``, so that values for a whole epoch cover the rows of all ranks."""
 
     def __init__(self, module: LightningModule, feed: Feed) -> None:
         self._module = module
@@ -302,20 +302,20 @@ class DistributedLog:
             options = {**dict(zip(names, rest, strict=False)), **options}
         trainer = self._module.trainer
         stage = "validation" if trainer.validating or trainer.sanity_checking else "train"
-        of_step = within_step(self._module._current_fx_name or "")  # noqa: SLF001  (Lightning decides by it too)
-        of_epoch = options.get("on_epoch")
-        of_epoch = not (of_step and stage == "train") if of_epoch is None else of_epoch
-        if of_epoch and options.get("rank_zero_only"):
+        in_step = within_step(self._module._current_fx_name or "")  # noqa: SLF001  (Lightning uses it for this decision, too)
+        on_epoch = options.get("on_epoch")
+        on_epoch = not (in_step and stage == "train") if on_epoch is None else on_epoch
+        if on_epoch and options.get("rank_zero_only"):
             self._feed.rank_zero_logged[stage].add(name)
-        elif of_epoch:
+        elif on_epoch:
             self._feed.logged[stage].add(name)
             options["sync_dist"] = True
         share = self._feed.share(stage)
-        if of_step and (share.is_substitute or options.get("batch_size") is None):
+        if in_step and (share.is_substitute or options.get("batch_size") is None):
             options["batch_size"] = share.rows
-        if of_step and share.is_substitute:
+        if in_step and share.is_substitute:
             value = _neutral(value, options.get("reduce_fx", "mean"))
-        elif of_step and options.get("batch_size") == 0:
+        elif in_step and options.get("batch_size") == 0:
             value = _finite(value)  # a mean over no rows is NaN, and so is 0 times NaN
         self._log(name, value, **options)
         if stage == "train":
@@ -335,7 +335,7 @@ class BatchEndHook:
 
     Args:
         module: the module.
-        after_hook: called with the batch number after the hook, so that a checkpoint has the changes of all hooks.
+        after_hook: called with the batch number after the hook, so that a checkpoint contains the changes of all hooks.
     """
 
     def __init__(self, module: LightningModule, after_hook: Callable[[int], None]) -> None:
@@ -358,7 +358,7 @@ class BatchEndHook:
 
 
 def _finite(value: Any) -> Any:
-    """Return a number or tensor with 0 for values that are not finite."""
+    """Return a number or tensor with NaN and infinite values replaced by 0."""
     if isinstance(value, torch.Tensor):
         return torch.nan_to_num(value, 0.0, 0.0, 0.0)
     return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
@@ -368,7 +368,7 @@ def _neutral(value: Any, reduction: object) -> Any:
     """Return the neutral element of a reduction over batches and ranks, in the type of ``value``."""
     name = str(getattr(reduction, "__name__", reduction)).lower()
     if name not in _NEUTRAL or not isinstance(value, torch.Tensor | int | float):
-        return _finite(value)  # its batch size is 0
+        return _finite(value)  # it has no effect, because its batch size is 0
     if not isinstance(value, torch.Tensor):
         return _NEUTRAL[name]
     dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
@@ -376,7 +376,7 @@ def _neutral(value: Any, reduction: object) -> Any:
 
 
 def scale_lr(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], factor: float) -> None:
-    """Multiply the learning rates of optimizers and the base rates of schedulers."""
+    """Multiply the learning rates of optimizers and the base rates of schedulers by ``factor``."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name in RATES:

@@ -1,4 +1,4 @@
-"""Training of a LightningModule on one rank, by Lightning's Trainer."""
+"""Training of a LightningModule on one rank, with Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class LightningTrainer:
         self._lightning = import_lightning(package.flavour)
         self._formats: dict[torch.dtype, BatchFormat] = {}
         self._trainer: Any = None  # Lightning's
-        self._ends: Any = None  # the last callback
+        self._run_callback: Any = None  # see RunCallback
         self._resumed: bytes | None = None
         self._logs: bytes | None = None
 
@@ -86,13 +86,15 @@ class LightningTrainer:
         """Return a Lightning checkpoint; called on rank 0 only."""
         with tempfile.TemporaryDirectory(prefix="sparkhvd-state-", dir=scratch_folder()) as folder:
             path = Path(folder) / CHECKPOINT
-            with self._ends.including_best_model(best_model.pack_best_model(self._trainer.checkpoint_callbacks)):
+            with self._run_callback.including_best_model(
+                best_model.pack_best_model(self._trainer.checkpoint_callbacks)
+            ):
                 self._save(path, resumable=True)
             refuse_unsafe(path, "A checkpoint (on_save_checkpoint, or state_dict of callbacks)")
             return path.read_bytes()
 
     def restore(self, state: bytes) -> None:
-        """Resume from ``state`` when ``fit`` begins; after ``fit``, load its weights and optimizers."""
+        """Make ``fit`` resume from ``state``. After ``fit``, load the weights and optimizers of ``state`` instead."""
         self._resumed = state
         if self._trainer is not None:
             self._load_weights(state)
@@ -117,7 +119,8 @@ class LightningTrainer:
             feed.train.repeats_first_epoch = bool(self._package.trainer_args.get("overfit_batches"))
             if validation is not None:
                 validation.epoch = feed.train.epoch
-            log, ending = DistributedLog(self._module, feed), BatchEndHook(self._module, self._ends.on_batch_end)
+            log = DistributedLog(self._module, feed)
+            ending = BatchEndHook(self._module, self._run_callback.on_batch_end)
             try:
                 self._run(trainer, feed, hooks, Path(folder))
             finally:
@@ -133,7 +136,7 @@ class LightningTrainer:
         """Write the model, a Lightning checkpoint, and the files of loggers."""
         self._module.cpu().eval()
         self._save(folder / CHECKPOINT)
-        # A further training would scale the learning rate again.
+        # Another fit of the exported model would scale the learning rate again.
         optimizers, scale = self._trainer.optimizers, self._trainer.strategy.lr_scale
         scale_lr(optimizers, [], 1 / scale)
         try:
@@ -148,7 +151,7 @@ class LightningTrainer:
         try:
             artifact.save(folder, model, optimizers[0] if len(optimizers) == 1 else optimizers or None, inputs)
         except Exception as error:
-            if self._package.plain:  # its optimizer was pickled before
+            if self._package.plain:  # its optimizer has been pickled before
                 raise
             logger.warning(
                 "The model is saved without its optimizers, because they cannot be pickled: %s", describe_error(error)
@@ -156,7 +159,7 @@ class LightningTrainer:
             artifact.save(folder, model, None, inputs)
 
     def _batch_of(self, columns: Columns) -> LightningBatch:
-        """Return the batch of some rows in the module's dtype, which the Trainer's precision may have changed."""
+        """Convert rows to a batch in the module's dtype, which the Trainer's precision may have changed."""
         package, dtype = self._package, model_dtype(self._package.model)
         if dtype not in self._formats:
             self._formats[dtype] = build_batch_format(
@@ -174,11 +177,11 @@ class LightningTrainer:
         strategy.call = self._lightning.trainer.call
         strategy.earlier = () if self._package.plain else self._package.optimizers
         strategy.lr_scale = self._spec.lr_scale(self._world.size)
-        callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
+        callback_type = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
         first = type("SharedValues", (SharedValues, self._lightning.callbacks.Callback), {})
         resume_setting = "every_steps of checkpoints" if self._spec.checkpoints.every_steps is not None else ""
         resume_setting = "min_num_proc and max_num_proc" if self._spec.elastic else resume_setting
-        ends = self._ends = callback(
+        run_callback = self._run_callback = callback_type(
             self,
             strategy.losses,
             feed,
@@ -187,13 +190,13 @@ class LightningTrainer:
             finder=self._lightning.callbacks.LearningRateFinder,
             resume_setting=resume_setting,
         )
-        is_finished = hooks.first_epoch >= self._spec.epochs  # perhaps early: Lightning counts epochs itself
-        ends.is_over = is_finished and len(hooks.history) != self._spec.epochs
+        is_finished = hooks.first_epoch >= self._spec.epochs  # perhaps early, with fewer epochs in Lightning's count
+        run_callback.is_over = is_finished and len(hooks.history) != self._spec.epochs
         own = {
             "strategy": strategy,
             "devices": 1,
             "max_epochs": len(hooks.history) if is_finished else self._spec.epochs,
-            "callbacks": [first(), *self._package.callbacks, ends],
+            "callbacks": [first(), *self._package.callbacks, run_callback],
             "use_distributed_sampler": self._package.data_module is not None,
         }
         arguments = {
@@ -218,22 +221,22 @@ class LightningTrainer:
         if self._resumed is not None:
             path = folder / "resumed.ckpt"
             path.write_bytes(self._resumed)
-            self._ends.batches_done = self._batches_done(feed, hooks)
+            self._run_callback.batches_done = self._batches_done(feed, hooks)
             source["ckpt_path"] = str(path)
             if "weights_only" in inspect.signature(trainer.fit).parameters:
                 source["weights_only"] = True  # write access to the Store must not allow running code on a rank
         trainer.fit(self._module, **source)
 
     def _batches_done(self, feed: Feed, hooks: TrainHooks) -> int | None:
-        """Return the completed batches if the run resumes within an epoch, and move the loader there; else None."""
+        """If the run resumes within an epoch, skip the completed batches and return their number; None otherwise."""
         left, done = hooks.first_epoch_batches, hooks.first_step
         if left is None and not done:
             return None
         if left is not None:
-            # Another number of ranks resumes the epoch: Lightning's count must reach the epoch's length at its end.
-            done = self._ends.batches_before = max(len(feed.train) - left, 0)
-            # Fewer ranks may leave more steps than ``train_steps_per_epoch`` allows a whole epoch.
-            self._ends.batches_left = left if left > len(feed.train) else None
+            # The number of ranks has changed, but Lightning's count must still reach the epoch's length at the end.
+            done = self._run_callback.batches_before = max(len(feed.train) - left, 0)
+            # With fewer ranks, more steps may remain than ``train_steps_per_epoch`` allows for a whole epoch.
+            self._run_callback.batches_left = left if left > len(feed.train) else None
         feed.train.begin_within(hooks.first_epoch, hooks.first_step, done)
         feed.within_epoch = True
         return done
@@ -261,18 +264,18 @@ class LightningTrainer:
         scale_lr(optimizers, [], self._trainer.strategy.lr_scale / run["lr_scale"])
 
     def _load_module(self, content: State) -> None:
-        """Load the weights of a checkpoint like Lightning: the module may change the checkpoint or save only a part."""
+        """Load the weights of a checkpoint as Lightning does: the module may change it or save only some weights."""
         self._module.on_load_checkpoint(content)
         prepare_module(self._module, content)
         self._module.load_state_dict(content["state_dict"], strict=getattr(self._module, "strict_loading", True))
 
     def _keep_results(self, trainer: Trainer, folder: Path) -> None:
-        """Keep, on rank 0, the best model by the user's ModelCheckpoint and the files of loggers."""
+        """On rank 0, load the best model of the user's ModelCheckpoint, and keep the files of loggers."""
         if self._world.rank != 0:
             return
         best = best_model.best_file(trainer.checkpoint_callbacks)
         if best is not None:
-            # This process wrote the file, so it may hold any objects.
+            # This process wrote the file, so unpickling any objects in it is safe.
             self._load_module(torch.load(best, weights_only=False, map_location="cpu"))
         written = [
             file for run_logger in trainer.loggers if run_logger.log_dir for file in Path(run_logger.log_dir).rglob("*")
@@ -290,7 +293,7 @@ class LightningTrainer:
 
 @contextlib.contextmanager
 def _saving_alone(strategy: EstimatorSteps, resumable: bool) -> Iterator[None]:
-    """Mark that only this rank saves a checkpoint within the block; ``resumable`` if runs may resume from it."""
+    """Declare that only this rank saves a checkpoint in this block; ``resumable`` if runs may resume from it."""
     strategy.saves_alone, strategy.resumable = True, resumable
     try:
         yield
@@ -299,10 +302,10 @@ def _saving_alone(strategy: EstimatorSteps, resumable: bool) -> Iterator[None]:
 
 
 class SharedValues:
-    """The first callback, which computes the values of an epoch on all ranks; precedes ``Callback`` in the bases.
+    """The first callback, which computes an epoch's metrics on all ranks; precedes ``Callback`` in the bases.
 
-    Lightning computes a value when it is first read, and here all ranks compute it together. A later callback may read
-    it on one rank alone, as progress bars do.
+    Lightning computes a metric when a program first reads it, and needs all ranks to do so. After this callback has
+    read the metrics on all ranks, later callbacks such as progress bars may read them on one rank alone.
     """
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
@@ -313,7 +316,7 @@ class SharedValues:
 
 
 class RunCallback:
-    """The last callback, so that its checkpoint has the changes of all others; precedes ``Checkpoint`` in the bases."""
+    """The last callback, so its checkpoint contains the changes of all others; precedes ``Checkpoint`` in the bases."""
 
     def __init__(
         self,
@@ -334,17 +337,17 @@ class RunCallback:
         self._lr_scale = lr_scale
         self._finder = finder
         self.batches_done: int | None = None  # completed batches of the epoch in which the run resumes
-        self.batches_before = 0  # the part of batches_done before other ranks took over
-        self.batches_left: int | None = None  # batches of that epoch, if more than a whole epoch has
-        self.is_over = False  # whether the run ended early, or after an epoch that a callback has added
+        self.batches_before = 0  # the part of batches_done before the number of ranks changed
+        self.batches_left: int | None = None  # remaining batches of that epoch, if they exceed a whole epoch
+        self.is_over = False  # whether the run has ended, early or after an epoch that a callback added
         self._loaded: State = {}
         self._best: BestModel | None = None
         self._metrics: dict[str, float] = {}  # metrics at the end of the last epoch
         self._validation_metrics: dict[str, float] = {}  # metrics at the end of the last validation
-        self._resume_setting = resume_setting  # the setting by which the run resumes within epochs, if any
-        self._batches = 0  # batches done of the current epoch; 0 at its end
+        self._resume_setting = resume_setting  # the setting that makes runs resume within epochs, if any
+        self._batches = 0  # completed batches of the current epoch; 0 at its end
         self._optimizer_steps = 0  # optimizer steps at the end of the last batch
-        self._ended = 0.0
+        self._last_batch_ended = 0.0
 
     @property
     def state_key(self) -> str:
@@ -352,7 +355,7 @@ class RunCallback:
 
     @contextlib.contextmanager
     def including_best_model(self, best: BestModel | None) -> Iterator[None]:
-        """Include the best model in checkpoints within this block."""
+        """Include the best model in checkpoints that are made in this block."""
         self._best = best
         try:
             yield
@@ -371,13 +374,13 @@ class RunCallback:
             "loss_buffers": non_persistent_buffers(self._losses),
             "frozen": frozen_parameters(self._trainer.lightning_module),
             "masks": pruning_masks(self._trainer.lightning_module),
-            "gradients": _gradients_by_hand(self._trainer.lightning_module),
+            "gradients": _manual_gradients(self._trainer.lightning_module),
             "will_stop": self._trainer.should_stop and not _is_stopped(self._trainer),
             "attributes": strategy_of(self._trainer).attributes.state(),
         }
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: State) -> None:  # noqa: ARG002
-        # The learning rate was found when the run began, and another trial would lose the resumed state.
+        # The learning rate finder ran when the run began. Running it again would lose the resumed state.
         for callback in vars(trainer)["callbacks"]:  # Lightning does not declare the attribute
             if isinstance(callback, self._finder):
                 vars(callback)["on_fit_start"] = lambda *_: None
@@ -391,14 +394,14 @@ class RunCallback:
         self._loaded = state
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
-        """Train no further epoch of a run that is over; StochasticWeightAveraging adds one for batch normalization."""
+        """Train no epoch if the run is over: StochasticWeightAveraging adds one to update batch normalization."""
         if self.is_over:
             trainer.fit_loop.max_epochs = len(self._hooks.history)
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Complete a resumed epoch: schedulers that read a metric step only after the checkpoint is made."""
+        """Restore the loaded state, and step the schedulers that read a metric: they step only after a checkpoint."""
         self._optimizer_steps = int(trainer.global_step)
-        if self.batches_left is not None:  # only now, because learning rate schedules are made for whole epochs
+        if self.batches_left is not None:  # not earlier: learning rate schedules are made for whole epochs
             self._feed.train.batches_left, self.batches_left = self.batches_left, None
             reload_batches(trainer)
         if not self._loaded:
@@ -414,9 +417,9 @@ class RunCallback:
         if trainer.is_global_zero and not self.is_over:
             attributes.warn_of_missing()
         _take_gradients(module, self._loaded.get("gradients", {}))
-        # Lightning forgets that a callback has stopped the training, if training continues to min_epochs or min_steps.
+        # If min_epochs or min_steps delays a stop by a callback, Lightning does not save that the training will stop.
         trainer.should_stop = trainer.should_stop or self._loaded.get("will_stop", False)
-        # Schedulers and callbacks may read metrics of an earlier epoch.
+        # Schedulers and callbacks may read the metrics of an earlier epoch.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._loaded["metrics"].items()})
         batches = self._loaded.get("batches", 0)
         interval, done = ("step", batches) if batches else ("epoch", int(trainer.current_epoch))
@@ -434,7 +437,7 @@ class RunCallback:
         self._trainer = trainer
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
-        """Forget the steps of a trial, such as LearningRateFinder's: Lightning has restored the model since."""
+        """Discard the sums of trial steps, such as LearningRateFinder's: Lightning has restored the model since."""
         self._feed.sums.pop("train", None)
         self._feed.rows_of_buffers, self._feed.communicated = 0, 0.0
 
@@ -442,12 +445,12 @@ class RunCallback:
         """Report progress after all hooks of a batch; may raise for a NaN or infinite loss."""
         feed, trainer = self._feed, self._trainer
         if self not in vars(trainer)["callbacks"]:
-            return  # Lightning replaces all callbacks during a trial
-        self._ended = time.monotonic()
+            return  # a trial: Lightning has replaced all callbacks for it
+        self._last_batch_ended = time.monotonic()
         if self._resume_setting and not feed.train.used:
             raise ParamError(
-                "data_module trains on a loader of its own, whose position within an epoch cannot be saved. Use the "
-                f"loader that data_module is called with, or leave {self._resume_setting} out."
+                "data_module trains with its own loader, whose position within an epoch cannot be saved. Use the "
+                f"loader that is passed to data_module, or leave {self._resume_setting} out."
             )
         self._batches = batch + 1
         # A checkpoint does not contain accumulated gradients, so it must follow an optimizer step.
@@ -466,11 +469,11 @@ class RunCallback:
         self._hooks.on_step_end(report, self._owner)
 
     def _ends_here(self) -> bool:
-        """Whether the training ends at this batch: a run that resumes here would train the rest of the epoch."""
+        """Whether the training ends at this batch. A run that resumed here would train the rest of the epoch."""
         return ends_by_steps(self._trainer) or _is_stopped(self._trainer)
 
     def on_validation_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
-        """Synchronize buffers: earlier callbacks may have set other weights, such as averages over time."""
+        """Synchronize buffers: earlier callbacks may have set other weights, such as moving averages."""
         strategy_of(trainer).synchronize_buffers()
         self._feed.sums.pop("validation", None)  # from an earlier validation in the epoch, with other weights
 
@@ -492,7 +495,7 @@ class RunCallback:
         train = {"loss": feed.sums.get("train", (0.0, 0)), **self._logged("train", rows)}
         validation = {}
         if feed.validated:
-            # Every rank needs the same names in the same order, even without rows to validate with.
+            # Every rank needs the same names in the same order, even if it has no validation rows.
             validation = {"loss": feed.sums.get("validation", (0.0, 0)), **self._logged("validation", rows)}
         epoch = int(trainer.current_epoch)
         wants_end = _is_stopped(trainer)
@@ -508,7 +511,7 @@ class RunCallback:
         strategy_of(trainer).ended = True
 
     def _logged(self, stage: str, rows: int) -> dict[str, tuple[float, int]]:
-        """Return the values logged for the epoch; they are over all ranks, so every rank reports the same mean."""
+        """Return the values logged for the epoch; they cover all ranks, so every rank reports the same mean."""
         shared = self._feed.logged[stage]
         known = self._metrics if stage == "train" else self._validation_metrics
         own = {name: known[name] for name in self._feed.rank_zero_logged[stage] - shared if name in known}
@@ -519,19 +522,19 @@ class RunCallback:
         return {short[name]: (values[name] * rows, rows) for name in short}
 
     def _times(self) -> StepTimes:
-        whole = max(self._ended - self._feed.train.started, 0.0)
+        seconds = max(self._last_batch_ended - self._feed.train.started, 0.0)
         waited, communicated = self._feed.train.waited, self._feed.communicated
-        return StepTimes(waited, max(whole - waited - communicated, 0.0), communicated)
+        return StepTimes(waited, max(seconds - waited - communicated, 0.0), communicated)
 
 
 def _short_name(name: str, names: Mapping[str, float]) -> str:
-    """Return a validation metric's name without its prefix, unless another one has that name."""
+    """Return a validation metric's name without ``val_``, unless another metric than the loss has the short name."""
     short = name.removeprefix("val_")
     return name if short in names and short != "loss" else short
 
 
-def _gradients_by_hand(module: LightningModule) -> dict[str, torch.Tensor]:
-    """Return the gradients of a module with manual optimization, which may add to them before the next step.
+def _manual_gradients(module: LightningModule) -> dict[str, torch.Tensor]:
+    """Return the gradients of a module with manual optimization, which may accumulate them over batches.
 
     They are equal on all ranks, which exchange them in every ``manual_backward``.
     """
@@ -547,7 +550,7 @@ def _take_gradients(module: LightningModule, gradients: Mapping[str, torch.Tenso
 
 
 def _is_stopped(trainer: Trainer) -> bool:
-    """Whether a callback has stopped the training, after an epoch that Lightning does not count yet."""
+    """Whether a callback has stopped the training; Lightning has not counted the current epoch yet."""
     epochs, steps = trainer.min_epochs or 0, trainer.min_steps or 0
     return bool(trainer.should_stop and trainer.current_epoch + 1 >= epochs and trainer.global_step >= steps)
 

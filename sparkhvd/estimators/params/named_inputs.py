@@ -1,4 +1,4 @@
-"""The parameter ``inputs``: the columns of every input of a model, by the model's own names.
+"""The parameter ``inputs``: the columns for each input of a model, by the name of the input.
 
 ::
 
@@ -27,12 +27,12 @@ _KEYS = ("columns", "shape", "dtype")
 
 @dataclass(frozen=True)
 class NamedInput:
-    """The columns of one input.
+    """The columns for one input of a model.
 
     Attributes:
         columns: one column, or several to concatenate.
-        shape: shape of one row; None leaves it to the model and the columns.
-        dtype: numpy name of the type; None leaves it to the model.
+        shape: the shape of one row; None derives it from the model and the columns.
+        dtype: NumPy's name of the type; None derives it from the model.
     """
 
     columns: tuple[str, ...]
@@ -44,24 +44,24 @@ def named_inputs(name: str, value: object) -> dict[str, NamedInput]:
     """Convert a value of the parameter ``inputs``."""
     if not isinstance(value, Mapping) or not value:
         raise ParamError(
-            f"{name}={value!r} must be a dict from the model's inputs to columns, such as {{'image': 'pixels'}}."
+            f"{name}={value!r} must be a dict from the model's input names to columns, such as {{'image': 'pixels'}}."
         )
     return {str(key): _parsed_input(f"{name}[{key!r}]", item) for key, item in value.items()}
 
 
 def columns_of(inputs: Mapping[str, NamedInput]) -> tuple[str, ...]:
-    """Return all columns of the inputs, each once."""
+    """Return all columns of the inputs, without duplicates."""
     return tuple(dict.fromkeys(column for named in inputs.values() for column in named.columns))
 
 
 def ordered_inputs(
     inputs: Mapping[str, NamedInput], names: Sequence[str], needed: int, columns: Sequence[ColumnSpec]
 ) -> list[tuple[str, NamedInput, list[ColumnSpec]]]:
-    """Return the inputs in the model's order with their columns; a struct column stands for all of its fields.
+    """Return the inputs in the model's order, with their columns; a struct column stands for all of its fields.
 
     Args:
         inputs: the parameter.
-        names: the model's inputs, in their order.
+        names: the names of the model's inputs, in the model's order.
         needed: the number of leading inputs that the model requires.
         columns: the feature columns.
 
@@ -71,7 +71,7 @@ def ordered_inputs(
     unknown = [name for name in inputs if name not in names]
     if unknown:
         hint = f" {did_you_mean(unknown[0], names)}".rstrip()
-        raise ParamError(f"inputs names {unknown[0]!r}, which is not an input of the model: {list(names)}.{hint}")
+        raise ParamError(f"inputs has the key {unknown[0]!r}, but the model's inputs are {list(names)}.{hint}")
     used = [name for name in names if name in inputs]
     missing = [name for index, name in enumerate(names) if name not in inputs and index < max(needed, len(used))]
     if missing:
@@ -85,19 +85,19 @@ def ordered_inputs(
 
 
 def _specs(names: Sequence[str], columns: Sequence[ColumnSpec]) -> list[ColumnSpec]:
-    """Return the feature columns of these names; for a struct, all of its fields."""
+    """Return the feature columns with these names; for the name of a struct, all of its fields."""
     by_name = {column.name: column for column in columns}
     specs: list[ColumnSpec] = []
     for name in names:
         fields = [column for column in columns if column.name.startswith(f"{name}.")] if name not in by_name else []
         if name not in by_name and not fields:
-            raise ParamError(f"inputs names the column {name!r}, which is not a feature column: {list(by_name)}.")
+            raise ParamError(f"inputs uses the column {name!r}, but the feature columns are {list(by_name)}.")
         specs += fields or [by_name[name]]
     return specs
 
 
 def refuse_input_shapes(input_shapes: Sequence[Sequence[int]] | None) -> None:
-    """Refuse ``input_shapes`` in addition to ``inputs``.
+    """Refuse ``input_shapes``, which cannot be combined with ``inputs``.
 
     Raises:
         ParamError: ``input_shapes`` is set.
@@ -130,5 +130,5 @@ def _parsed_input(key: str, value: Any) -> NamedInput:
 
 
 def _dtype_name(dtype: npt.DTypeLike) -> str:
-    """Return the name that frameworks use, which is ``"string"`` for strings."""
+    """Return the name that frameworks use for a type; it is ``"string"`` for strings."""
     return "string" if dtype in {"string", "str", str} else str(np.dtype(dtype).name)

@@ -25,7 +25,7 @@ from sparkhvd.store.access.retry import is_transient
 from sparkhvd.store.backends.filesystem import FilesystemStore
 from sparkhvd.store.folders import LEFTOVER_SECONDS, UNFINISHED
 
-# The client's default is to try a silent name node for minutes; the Store sets a deadline of its own around it.
+# By default, the client retries an unresponsive name node for minutes. The Store has a deadline of its own.
 _CLIENT_DEFAULTS = {
     "dfs.client.failover.max.attempts": "3",
     "dfs.client.failover.sleep.base.millis": "100",
@@ -36,8 +36,8 @@ _TRANSIENT = re.compile(
 )
 _SERVER_ERROR = re.compile(r'RPCError\("[\w.$]*", "(.*)"\)', re.DOTALL)
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*):(//(?P<authority>[^/]*))?(?P<folder>.*)", re.DOTALL)
-# The part of a Hadoop configuration that the client reads: the name nodes and the protocol.
-_OF_CLIENT = re.compile(
+# The Hadoop settings that the client reads: they select the name nodes and the protocol.
+_CLIENT_SETTING = re.compile(
     r"fs\.defaultFS$|dfs\.(ha\.namenodes|namenode\.rpc-address|client\.failover\.proxy\.provider)\.|"
     r"dfs\.data\.transfer\.protection$|dfs\.client\.use\.datanode\.hostname$|hadoop\.security\.authentication$|"
     r"fs\.viewfs\.mounttable\."
@@ -51,23 +51,24 @@ _DEFAULT = "fs.defaultFS"
 class HDFSStore(FilesystemStore):
     """A Store on HDFS.
 
-    It understands ``hdfs://namenode:8020/folder``, ``hdfs://nameservice/folder``, ``hdfs:///folder`` and ``/folder``;
-    the last two are on the default file system of the Hadoop configuration (``HADOOP_CONF_DIR``). Files are written
-    under a hidden name and then renamed; the name node lets only one writer rename to a name.
+    Paths can be ``hdfs://namenode:8020/folder``, ``hdfs://nameservice/folder``, ``hdfs:///folder`` or ``/folder``. The
+    last two are on the default file system of the Hadoop configuration (``HADOOP_CONF_DIR``). Files are written under a
+    hidden name and then renamed. If several writers publish the same file, the name node accepts only one rename.
 
-    With Kerberos (``hadoop.security.authentication``) the client uses the name node's delegation token from
-    Hadoop's token file (``HADOOP_TOKEN_FILE_LOCATION``), which YARN gives every container, or else a ticket.
+    With Kerberos (``hadoop.security.authentication``), the client uses the name node's delegation token from Hadoop's
+    token file (``HADOOP_TOKEN_FILE_LOCATION``), which YARN provides in every container. Without a token, it uses a
+    ticket.
 
     Args:
-        prefix_path: the folder; None if the paths below are enough.
-        host: the name node or name service, instead of the one in the URL; ``"default"`` changes nothing.
-        port: its port; None or 0 for a name service.
-        user: the user of a cluster without Kerberos. All connections of a process have the same user, taken from
-            the variable ``HADOOP_USER_NAME``; this argument only checks that variable.
+        prefix_path: the folder; None if the paths in ``paths`` are enough.
+        host: the name node or name service, which replaces the one in the URL; ``"default"`` keeps the URL's.
+        port: the name node's port; None or 0 for a name service.
+        user: the user on a cluster without Kerberos. The client takes the user of all connections from the environment
+            variable ``HADOOP_USER_NAME``; this argument only checks that the variable has this value.
         kerb_ticket: the Kerberos ticket cache to use.
-        driver: must be None. Horovod chooses a client by it; here there is only one client.
-        extra_conf: Hadoop settings of the client, such as ``dfs.ha.namenodes.<name service>``.
-        storage_options: more Hadoop settings of the client.
+        driver: must be None. In Horovod, it chooses the client; sparkhvd has only one.
+        extra_conf: Hadoop settings for the client, such as ``dfs.ha.namenodes.<name service>``.
+        storage_options: more Hadoop settings for the client; ``extra_conf`` takes precedence.
         paths: ``train_path``, ``val_path``, ``test_path``, ``runs_path``, ``save_runs`` and ``retry_seconds`` as in
             ``FilesystemStore``; the paths may omit the scheme.
 
@@ -89,9 +90,7 @@ class HDFSStore(FilesystemStore):
         **paths: Any,
     ) -> None:
         if driver is not None:
-            raise StoreError(
-                f"HDFSStore does not support driver={driver!r}: its one client needs no libhdfs. Leave out driver."
-            )
+            raise StoreError(f"HDFSStore does not support driver={driver!r}: it has only one client. Leave driver out.")
         authority = "" if host in {None, "default"} else f"{host}:{port}" if port else str(host)
         for name in ("train_path", "val_path", "test_path", "runs_path"):
             if name in paths:
@@ -104,9 +103,9 @@ class HDFSStore(FilesystemStore):
         return {name: str(value) for name, value in self._client_options().items()}
 
     def with_spark_settings(self, settings: Mapping[str, str]) -> HDFSStore:
-        client_settings = {name: value for name, value in settings.items() if _OF_CLIENT.match(name)}
+        client_settings = {name: value for name, value in settings.items() if _CLIENT_SETTING.match(name)}
         if not client_settings.get(_DEFAULT, "").startswith(("hdfs:", "viewfs:")):
-            client_settings.pop(_DEFAULT, None)  # the built-in default must not hide that of Hadoop's files
+            client_settings.pop(_DEFAULT, None)  # Spark's built-in default must not hide the one in Hadoop's files
         return replace(self, storage_options={**client_settings, **(self.storage_options or {})})
 
     def _normalized(self, url: str) -> str:
@@ -142,7 +141,9 @@ class HDFSStore(FilesystemStore):
         return filesystem
 
     def _is_transient(self, error: Exception) -> bool:
-        if isinstance(error, RuntimeError):  # the client raises it for all errors without a Python type
+        if isinstance(
+            error, RuntimeError
+        ):  # the client raises RuntimeError for errors without a Python type of their own
             return bool(_TRANSIENT.search(str(error)))
         return is_transient(error)
 
@@ -172,7 +173,7 @@ class HDFSStore(FilesystemStore):
         with _own_view(content, size) as own, _removed_after_failure(filesystem.client, hidden):
             _write(filesystem.client, hidden, own)
             if self._filesystem() is not filesystem:
-                raise TimeoutError  # this attempt was abandoned: it must not replace what was written since
+                raise TimeoutError  # this attempt was abandoned and must not replace a newer file
             filesystem.client.rename(hidden, location, overwrite=True)
 
     def _remove(self, filesystem: Any, location: str) -> None:
@@ -207,8 +208,8 @@ def _hdfs_url(path: str | None, authority: str) -> str | None:
     if path is None:
         return None
     scheme, folder, own = "hdfs", path, ""
-    if found := _URL.fullmatch(path):
-        scheme, own, folder = found["scheme"].lower(), found["authority"] or "", found["folder"]
+    if url := _URL.fullmatch(path):
+        scheme, own, folder = url["scheme"].lower(), url["authority"] or "", url["folder"]
     if scheme not in {"hdfs", "viewfs"} or not (folder.startswith("/") or (own and not folder)):
         raise StoreError(
             f"{path!r} is not a folder on HDFS; use hdfs://namenode:port/folder, hdfs:///folder, or an absolute path."
@@ -217,7 +218,7 @@ def _hdfs_url(path: str | None, authority: str) -> str | None:
 
 
 def _hidden(location: str) -> str:
-    """Return a new hidden name, because an earlier attempt whose response was lost may have created its file."""
+    """Return a new hidden name: an earlier attempt may have created its file although its response was lost."""
     return f"{location.rpartition('/')[0]}/.{uuid.uuid4().hex}{UNFINISHED}"
 
 
@@ -245,7 +246,7 @@ def _removed_after_failure(client: Client, location: str) -> Iterator[None]:
 
 
 def _remove_leftovers(client: Client, folder: str) -> None:
-    """Remove hidden files that a killed writer left long ago."""
+    """Remove old hidden files that killed writers left behind."""
     before = (time.time() - LEFTOVER_SECONDS) * 1000
     with suppress(OSError, RuntimeError):  # other writers may remove the same files
         for entry in client.list_status(folder or "/", False):

@@ -27,8 +27,8 @@ def make_scalers_wait() -> None:
             return unscale(scaler, optimizer, *args, **kwargs)
         optimizer.before_unscaling()
         infinite = unscale(scaler, optimizer, *args, **kwargs)
-        for found in infinite.values():
-            optimizer.agree_on_skipping(found)
+        for found_inf in infinite.values():
+            optimizer.agree_on_skipping(found_inf)
         return infinite
 
     torch.amp.GradScaler._unscale_grads_ = unscale_all_ranks  # type: ignore[method-assign, assignment]

@@ -317,7 +317,7 @@ TEST_F(Messages, AreAcceptedOnlyFromMembersOfTheSamePurpose) {
   Start();
   const Dialer dial = [this] { return ConnectTcp(server_->address(), Late()); };
   SendGarbage(dial);
-  SendWithoutEnd(dial);
+  SendEndlessly(dial);
   UseWrongToken(dial, kMessagePurpose);
   Replay(dial, "secret", kMessagePurpose);
   auto fd = dial();

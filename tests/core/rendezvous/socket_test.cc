@@ -12,12 +12,12 @@
 
 namespace {
 
-// The number of calls of connect that a signal interrupts after they have begun.
+// How many calls of connect() fail with EINTR after the kernel has begun to connect.
 std::atomic<int> interruptions{0};
 
 }  // namespace
 
-// Replaces libc's function.
+// Overrides libc's function.
 extern "C" __attribute__((visibility("default"))) int connect(int fd, const sockaddr* address,
                                                               socklen_t length) {
   const auto result = ::syscall(SYS_connect, fd, address, length);

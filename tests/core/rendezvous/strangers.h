@@ -1,4 +1,4 @@
-// Connections that a listening socket must survive.
+// Faulty and hostile connections that a listening socket must survive.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@ namespace sparkhvd {
 
 using Dialer = std::function<Result<UniqueFd>()>;
 
-// Returns true once the peer has ended the connection, whatever it sent before.
+// Returns true once the peer has closed the connection; ignores the data that it sends before.
 inline bool IsDropped(const UniqueFd& fd, Deadline deadline) {
   std::array<std::byte, 256> buffer;
   while (!deadline.Expired()) {
@@ -38,12 +38,13 @@ inline void SendGarbage(const Dialer& dial) {
   EXPECT_TRUE(IsDropped(fd.value(), Deadline::AfterSeconds(20)));
 }
 
-inline void SendWithoutEnd(const Dialer& dial) {
+inline void SendEndlessly(const Dialer& dial) {
   auto fd = dial();
   ASSERT_TRUE(fd.ok()) << fd.status().message();
   const std::string block(1 << 16, '\0');
   Status status;
-  // This is far more than the socket buffers hold, so it ends because the peer refuses to continue.
+  // This is far more than the socket buffers hold, so it ends because the peer closes the
+  // connection.
   for (int i = 0; i < 1000 && status.ok(); ++i) {
     status = WriteExactly(fd.value().get(), AsBytes(block), Deadline::AfterSeconds(20));
   }
@@ -58,11 +59,11 @@ inline void UseWrongToken(const Dialer& dial, const std::string& purpose) {
   EXPECT_EQ(status.code(), StatusCode::kAuthentication) << status.message();
 }
 
-// Records what a member sends to an acceptor, and sends the same again.
+// Records what a member sends to an acceptor, and replays it on a second connection.
 inline void Replay(const Dialer& dial, const std::string& token, const std::string& purpose) {
   auto member = dial();
   ASSERT_TRUE(member.ok()) << member.status().message();
-  // Forwards between the member and the acceptor, and records both of the member's messages.
+  // Forwards messages between the member and the acceptor, and records the two of the member.
   std::array<int, 2> pair;
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair.data()), 0);
   const UniqueFd inner(pair[0]);

@@ -95,7 +95,7 @@ TEST_F(RendezvousServer, SurvivesGarbage) {
 
 TEST_F(RendezvousServer, SurvivesAnEndlessStream) {
   Start();
-  SendWithoutEnd(dial());
+  SendEndlessly(dial());
   ExpectServes();
 }
 

@@ -7,7 +7,7 @@
 namespace sparkhvd {
 namespace {
 
-constexpr int kNowhere = CPU_SETSIZE - 1;
+constexpr int kMissingCore = CPU_SETSIZE - 1;
 
 cpu_set_t OwnCores() {
   cpu_set_t cores;
@@ -30,7 +30,7 @@ TEST(Affinity, PinsOnlyOneThread) {
 }
 
 TEST(Affinity, NamesAMissingCore) {
-  for (const int core : {-1, kNowhere, CPU_SETSIZE, 1 << 30}) {
+  for (const int core : {-1, kMissingCore, CPU_SETSIZE, 1 << 30}) {
     const Status status = CheckProcessorCore(core);
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
     EXPECT_NE(status.message().find("to core " + std::to_string(core)), std::string::npos)
@@ -40,11 +40,11 @@ TEST(Affinity, NamesAMissingCore) {
 
 TEST(Affinity, AnEngineThatCannotBePinnedFailsItsOperationsAndItsPeers) {
   EngineConfig config = Quick();
-  config.processor_core = kNowhere;
+  config.processor_core = kMissingCore;
   OnEveryRank(InProcessMeshes(OneHost(2)), config, [](int, Rank& self) {
     std::vector<float> data(4);
     ExpectFailure(FailureOf(self.TryAllreduce("x", data)), StatusCode::kInvalidArgument,
-                  {"cannot be pinned to core " + std::to_string(kNowhere)});
+                  {"cannot be pinned to core " + std::to_string(kMissingCore)});
   });
 }
 

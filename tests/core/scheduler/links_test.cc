@@ -1,4 +1,4 @@
-// Tests the engine over the links of real jobs: memory that hosts share, and sockets.
+// Tests the engine over the links of real jobs: shared memory within a host, and sockets.
 #include <gtest/gtest.h>
 
 #include "scheduler/rank.h"
@@ -11,12 +11,12 @@ constexpr int kSize = 3;
 
 void OnOneHost(MeshOptions*) {}
 void OnOneHostWithoutSharedMemory(MeshOptions* options) { options->shared_memory = false; }
-void OnAHostEach(MeshOptions* options) { options->host_key = std::to_string(options->rank); }
+void OnSeparateHosts(MeshOptions* options) { options->host_key = std::to_string(options->rank); }
 void OnTwoHosts(MeshOptions* options) { options->host_key = std::to_string(options->rank % 2); }
 
 struct LinkLayout {
   const char* name;
-  void (*place)(MeshOptions*);
+  void (*set_host)(MeshOptions*);
   std::vector<int> neighbours_of_rank_0;
 };
 
@@ -25,7 +25,7 @@ void PrintTo(const LinkLayout& layout, std::ostream* out) { *out << layout.name;
 class EngineLinks : public ::testing::TestWithParam<LinkLayout> {
  protected:
   void OnEveryRank(const std::function<void(int, Rank&)>& body, double timeout_s = 30) {
-    sparkhvd::OnEveryRank(Connect(kSize, GetParam().place), Quick(timeout_s), body);
+    sparkhvd::OnEveryRank(Connect(kSize, GetParam().set_host), Quick(timeout_s), body);
   }
 };
 
@@ -71,9 +71,9 @@ TEST_P(EngineLinks, CarriesEveryKindOfOperation) {
       broadcast.shape = {static_cast<int64_t>(count)};
       data.assign(count, static_cast<float>(rank));
       auto* bytes = reinterpret_cast<std::byte*>(data.data());
-      Result<Pointer> spread = self.engine.Submit(broadcast, bytes, bytes);
-      ASSERT_TRUE(spread.ok());
-      EXPECT_TRUE(spread.value()->Wait(Late()).ok());
+      Result<Pointer> broadcasted = self.engine.Submit(broadcast, bytes, bytes);
+      ASSERT_TRUE(broadcasted.ok());
+      EXPECT_TRUE(broadcasted.value()->Wait(Late()).ok());
       EXPECT_EQ(data, std::vector<float>(count, 1.0f));
     }
     EXPECT_TRUE(self.BarrierAndWait("end").ok());
@@ -99,11 +99,11 @@ TEST_P(EngineLinks, EveryRankScalesItsOwnContributionEvenInFusedOperations) {
     }
     EXPECT_GT(self.engine.counters().fused_buffers.load(), 0u);
     EXPECT_EQ(self.engine.counters().cache_hits.load(), kTensors * (kRounds - 1))
-        << "another prescale needs no new negotiation";
+        << "a different prescale factor needs no new negotiation";
   });
 }
 
-TEST_P(EngineLinks, AFailureReachesAllRanksWithItsReason) {
+TEST_P(EngineLinks, TheReasonOfAnAbortReachesAllRanks) {
   OnEveryRank([](int rank, Rank& self) {
     std::vector<float> data(4);
     if (rank == 1) return self.engine.Abort("the user aborted");
@@ -112,11 +112,12 @@ TEST_P(EngineLinks, AFailureReachesAllRanksWithItsReason) {
   });
 }
 
-TEST_P(EngineLinks, ARankThatLeavesIsNamedToTheRanksThatNeedIt) {
+TEST_P(EngineLinks, TheErrorNamesARankThatLeft) {
   Gate gate(3);
   OnEveryRank([&gate](int rank, Rank& self) {
     EXPECT_TRUE(self.BarrierAndWait("start").ok());
-    gate.Meet();  // a rank that needs the leaver fails all ranks, which must not fail the barrier
+    gate.Meet();  // the failure of the allreduce ends all engines, so all ranks must pass the
+                  // barrier first
     if (rank == 2) {
       EXPECT_TRUE(self.engine.Shutdown(Late()).ok());
       return;
@@ -127,7 +128,7 @@ TEST_P(EngineLinks, ARankThatLeavesIsNamedToTheRanksThatNeedIt) {
   });
 }
 
-TEST_P(EngineLinks, AMissingRankIsNamed) {
+TEST_P(EngineLinks, TheTimeoutNamesAMissingRank) {
   OnEveryRank(
       [](int rank, Rank& self) {
         if (rank == 2) return;
@@ -142,7 +143,7 @@ INSTANTIATE_TEST_SUITE_P(
     Layouts, EngineLinks,
     ::testing::Values(LinkLayout{"OneHost", OnOneHost, {0, 1, 2}},
                       LinkLayout{"OneHostWithoutSharedMemory", OnOneHostWithoutSharedMemory, {0}},
-                      LinkLayout{"AHostEach", OnAHostEach, {0}},
+                      LinkLayout{"SeparateHosts", OnSeparateHosts, {0}},
                       LinkLayout{"TwoHosts", OnTwoHosts, {0, 2}}),
     [](const auto& chosen) { return std::string(chosen.param.name); });
 

@@ -1,4 +1,4 @@
-// The parts of an engine of one rank, with a negotiation whose outcomes a test decides.
+// The parts of a one-rank engine, with a negotiation whose outcomes the test chooses.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace sparkhvd {
 
-// Concludes cycles by `conclude`, and counts the entered cycles.
+// Ends each cycle with the result of `conclude`, and counts the cycles that were entered.
 class ScriptedNegotiation final : public Negotiation {
  public:
   ScriptedNegotiation() : Negotiation(1, 16) {}
@@ -35,7 +35,7 @@ class ScriptedNegotiation final : public Negotiation {
   std::function<Result<Outcome>(Deadline)> conclude;
 };
 
-// The response that all ranks have requested everything that this rank announced.
+// Returns the outcome if all ranks have requested everything that this rank announced.
 inline Result<Outcome> AgreeOn(const RequestMessage& message) {
   Outcome outcome;
   outcome.response.cached = message.cached;

@@ -50,16 +50,16 @@ std::vector<CUctx_st*>& Stack() {
   return stack;
 }
 
-// Like `Called`, for functions that need a current context.
-int CalledInContext(const char* function) {
-  const int result = Called(function);
+// Like `CountCall`, for functions that need a current context.
+int CountCallInContext(const char* function) {
+  const int result = CountCall(function);
   if (result != 0) return result;
   return CurrentDevice() < 0 ? kInvalidContext : 0;
 }
 
 }  // namespace
 
-int Called(const char* function) {
+int CountCall(const char* function) {
   Script& script = TheScript();
   const std::lock_guard<std::mutex> lock(script.mutex);
   ++script.calls[function];
@@ -119,7 +119,7 @@ std::vector<std::string> TakeMisuses() {
   return std::exchange(TheScript().misuses, {});
 }
 
-void Misused(const std::string& what) {
+void RecordMisuse(const std::string& what) {
   const std::lock_guard<std::mutex> lock(TheScript().mutex);
   TheScript().misuses.push_back(what);
 }
@@ -131,13 +131,13 @@ void Handles::Add(const void* handle) {
 
 void Handles::Remove(const void* handle) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (alive_.erase(handle) == 0) Misused(std::string(kind_) + " was ended twice");
+  if (alive_.erase(handle) == 0) RecordMisuse(std::string(kind_) + " was ended twice");
 }
 
 bool Handles::Alive(const void* handle, const char* call) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (alive_.count(handle) > 0) return true;
-  Misused(std::string(call) + ": " + kind_ + " was used after its end");
+  RecordMisuse(std::string(call) + ": " + kind_ + " was used after its end");
   return false;
 }
 
@@ -148,8 +148,8 @@ size_t Handles::count() {
 
 }  // namespace simulated
 
-using simulated::Called;
-using simulated::CalledInContext;
+using simulated::CountCall;
+using simulated::CountCallInContext;
 using simulated::TheShared;
 
 int CurrentDevice() {
@@ -217,9 +217,9 @@ namespace {
 constexpr int kHighestPriority = -5;
 constexpr int kInvalidHandle = 400;
 
-// Like `CalledInContext`, for functions that use an event, a stream or both.
+// Like `CountCallInContext`, for functions that use an event, a stream or both.
 int CalledWith(const char* function, const CUevent_st* event, const CUstream_st* stream) {
-  const int result = CalledInContext(function);
+  const int result = CountCallInContext(function);
   if (result != 0) return result;
   const bool alive = (event == nullptr || simulated::TheEvents().Alive(event, function)) &&
                      (stream == nullptr || simulated::TheStreams().Alive(stream, function));
@@ -234,7 +234,7 @@ struct CUmemPoolHandle_st {
 
 extern "C" {
 
-SIMULATED_EXPORT int cuInit(unsigned) { return Called("cuInit"); }
+SIMULATED_EXPORT int cuInit(unsigned) { return CountCall("cuInit"); }
 
 SIMULATED_EXPORT int cuGetErrorString(int, const char** text) {
   *text = "simulated failure";
@@ -244,52 +244,54 @@ SIMULATED_EXPORT int cuGetErrorString(int, const char** text) {
 SIMULATED_EXPORT int cuDeviceGet(int* device, int ordinal) {
   if (ordinal < 0 || ordinal >= simulated::kDevices) return simulated::kInvalidDevice;
   *device = ordinal;
-  return Called("cuDeviceGet");
+  return CountCall("cuDeviceGet");
 }
 
 SIMULATED_EXPORT int cuDevicePrimaryCtxRetain(CUctx_st** context, int device) {
   *context = &simulated::contexts[static_cast<size_t>(device)];
   (*context)->ordinal = device;
-  return Called("cuDevicePrimaryCtxRetain");
+  return CountCall("cuDevicePrimaryCtxRetain");
 }
 
 SIMULATED_EXPORT int cuDevicePrimaryCtxRelease_v2(int) {
-  return Called("cuDevicePrimaryCtxRelease");
+  return CountCall("cuDevicePrimaryCtxRelease");
 }
 
 SIMULATED_EXPORT int cuCtxPushCurrent_v2(CUctx_st* context) {
   simulated::Stack().push_back(context);
-  return Called("cuCtxPushCurrent");
+  return CountCall("cuCtxPushCurrent");
 }
 
 SIMULATED_EXPORT int cuCtxPopCurrent_v2(CUctx_st** context) {
   if (simulated::Stack().empty()) return simulated::kInvalidContext;
   *context = simulated::Stack().back();
   simulated::Stack().pop_back();
-  return Called("cuCtxPopCurrent");
+  return CountCall("cuCtxPopCurrent");
 }
 
 SIMULATED_EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0;
   *greatest = kHighestPriority;
-  return CalledInContext("cuCtxGetStreamPriorityRange");
+  return CountCallInContext("cuCtxGetStreamPriorityRange");
 }
 
 SIMULATED_EXPORT int cuStreamCreateWithPriority(CUstream_st** stream, unsigned, int priority) {
-  const int result = CalledInContext("cuStreamCreateWithPriority");
+  const int result = CountCallInContext("cuStreamCreateWithPriority");
   if (result != 0) return result;
-  if (priority != kHighestPriority) simulated::Misused("a stream without the highest priority");
+  if (priority != kHighestPriority) {
+    simulated::RecordMisuse("a stream without the highest priority");
+  }
   *stream = simulated::NewStream(CurrentDevice());
   return 0;
 }
 
 SIMULATED_EXPORT int cuStreamDestroy_v2(CUstream_st* stream) {
   simulated::DeleteStream(stream);
-  return CalledInContext("cuStreamDestroy");
+  return CountCallInContext("cuStreamDestroy");
 }
 
 SIMULATED_EXPORT int cuEventCreate(CUevent_st** event, unsigned) {
-  const int result = CalledInContext("cuEventCreate");
+  const int result = CountCallInContext("cuEventCreate");
   if (result != 0) return result;
   *event = new CUevent_st();
   simulated::TheEvents().Add(*event);
@@ -299,7 +301,7 @@ SIMULATED_EXPORT int cuEventCreate(CUevent_st** event, unsigned) {
 SIMULATED_EXPORT int cuEventDestroy_v2(CUevent_st* event) {
   simulated::TheEvents().Remove(event);
   delete event;
-  return CalledInContext("cuEventDestroy");
+  return CountCallInContext("cuEventDestroy");
 }
 
 SIMULATED_EXPORT int cuEventRecord(CUevent_st* event, CUstream_st* stream) {
@@ -349,7 +351,7 @@ struct PoolProperties {
 };
 
 SIMULATED_EXPORT int cuMemPoolCreate(CUmemPoolHandle_st** pool, const PoolProperties* properties) {
-  const int result = CalledInContext("cuMemPoolCreate");
+  const int result = CountCallInContext("cuMemPoolCreate");
   if (result != 0) return result;
   if (properties->allocation_type != 1 || properties->location_type != 1) {
     return simulated::kInvalidValue;
@@ -362,12 +364,12 @@ SIMULATED_EXPORT int cuMemPoolCreate(CUmemPoolHandle_st** pool, const PoolProper
 SIMULATED_EXPORT int cuMemPoolDestroy(CUmemPoolHandle_st* pool) {
   simulated::ThePools().Remove(pool);
   delete pool;
-  return CalledInContext("cuMemPoolDestroy");
+  return CountCallInContext("cuMemPoolDestroy");
 }
 
 SIMULATED_EXPORT int cuMemPoolSetAttribute(CUmemPoolHandle_st* pool, int, void*) {
   simulated::ThePools().Alive(pool, "cuMemPoolSetAttribute");
-  return CalledInContext("cuMemPoolSetAttribute");
+  return CountCallInContext("cuMemPoolSetAttribute");
 }
 
 SIMULATED_EXPORT int cuMemAllocFromPoolAsync(unsigned long long* address, size_t bytes,
@@ -394,7 +396,7 @@ SIMULATED_EXPORT int cuMemFreeAsync(unsigned long long address, CUstream_st* str
 
 SIMULATED_EXPORT int cuMemcpyDtoDAsync_v2(unsigned long long target, unsigned long long source,
                                           size_t bytes, CUstream_st* stream) {
-  const int result = CalledInContext("cuMemcpyDtoDAsync");
+  const int result = CountCallInContext("cuMemcpyDtoDAsync");
   if (result != 0) return result;
   stream->Put([=] {
     std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes);
@@ -404,7 +406,7 @@ SIMULATED_EXPORT int cuMemcpyDtoDAsync_v2(unsigned long long target, unsigned lo
 
 SIMULATED_EXPORT int cuMemcpyHtoDAsync_v2(unsigned long long target, const void* source,
                                           size_t bytes, CUstream_st* stream) {
-  const int result = CalledInContext("cuMemcpyHtoDAsync");
+  const int result = CountCallInContext("cuMemcpyHtoDAsync");
   if (result != 0) return result;
   // The driver reads unpinned memory before the call returns.
   const auto* begin = static_cast<const char*>(source);

@@ -1,4 +1,4 @@
-// The devices and streams inside the simulation.
+// The simulated devices and streams.
 #pragma once
 
 #include <array>
@@ -18,19 +18,19 @@
 namespace simulated {
 
 // Counts a call. Returns the result that FailNext has set, 0 by default.
-int Called(const char* function);
+int CountCall(const char* function);
 
-// The shared state of the simulation. Its mutex guards whether devices are held, and everything
-// else.
+// The shared state of the simulation. The mutex also guards all state whose comment names the
+// shared mutex.
 struct Shared {
   std::mutex mutex;
   std::condition_variable changed;
-  std::array<bool, kDevices> held{};
+  std::array<bool, kDevices> held{};  // see Hold
 };
 Shared& TheShared();
 
-// Records a misuse. Any thread may call it.
-void Misused(const std::string& what);
+// Records a misuse for TakeMisuses. Thread-safe.
+void RecordMisuse(const std::string& what);
 
 // The live handles of one kind.
 class Handles {
@@ -53,7 +53,7 @@ struct CUctx_st {
   std::atomic<int> ordinal{0};
 };
 
-// Runs its tasks one after the other.
+// Runs its tasks one after the other, on a thread of its own.
 struct CUstream_st {
  public:
   explicit CUstream_st(int device) : ordinal(device), thread_([this] { Main(); }) {}
@@ -66,7 +66,7 @@ struct CUstream_st {
  private:
   void Main();
 
-  std::deque<std::function<void()>> tasks_;  // guarded by the shared mutex, like the next one
+  std::deque<std::function<void()>> tasks_;  // guarded by the shared mutex, like busy_ and closed_
   bool busy_ = false;
   bool closed_ = false;
   std::thread thread_;

@@ -10,7 +10,7 @@
 
 namespace {
 
-using simulated::Called;
+using simulated::CountCall;
 using simulated::TheShared;
 
 enum Result { kSuccess = 0, kInvalidArgument = 4, kInvalidUsage = 5, kRemoteError, kInProgress };
@@ -56,9 +56,9 @@ size_t SizeOf(int type) {
   }
 }
 
-struct Brain16 {
+struct Bfloat16 {
   uint16_t bits;
-  explicit Brain16(double value) : bits(0) {
+  explicit Bfloat16(double value) : bits(0) {
     const auto single = static_cast<float>(value);
     uint32_t word = 0;
     std::memcpy(&word, &single, sizeof(word));
@@ -72,16 +72,16 @@ struct Brain16 {
   }
 };
 
-double Combine(int op, double one, double other) {
+double Combine(int op, double left, double right) {
   switch (op) {
     case kProduct:
-      return one * other;
+      return left * right;
     case kMax:
-      return one > other ? one : other;
+      return left > right ? left : right;
     case kMin:
-      return one < other ? one : other;
+      return left < right ? left : right;
     default:
-      return one + other;
+      return left + right;
   }
 }
 
@@ -104,14 +104,14 @@ void Reduce(const std::vector<const char*>& sources, char* target, size_t count,
   if (count > 0) std::memcpy(target, results.data(), count * sizeof(T));
 }
 
-// Returns the combination of `count` elements of every rank, as bytes.
+// Returns the bytes of the reduction of `count` elements from every rank.
 std::vector<char> Reduced(const std::vector<const char*>& sources, const Part& part, size_t count) {
   std::vector<char> result(count * SizeOf(part.type));
   using Reducer = void (*)(const std::vector<const char*>&, char*, size_t, int);
   const std::map<int, Reducer> reducers = {
-      {kInt8, Reduce<int8_t>},    {kUint8, Reduce<uint8_t>},    {kInt32, Reduce<int32_t>},
-      {kInt64, Reduce<int64_t>},  {kFloat16, Reduce<_Float16>}, {kFloat32, Reduce<float>},
-      {kFloat64, Reduce<double>}, {kBfloat16, Reduce<Brain16>},
+      {kInt8, Reduce<int8_t>},    {kUint8, Reduce<uint8_t>},     {kInt32, Reduce<int32_t>},
+      {kInt64, Reduce<int64_t>},  {kFloat16, Reduce<_Float16>},  {kFloat32, Reduce<float>},
+      {kFloat64, Reduce<double>}, {kBfloat16, Reduce<Bfloat16>},
   };
   reducers.at(part.type)(sources, result.data(), count, part.op);
   return result;
@@ -121,23 +121,24 @@ void Copy(char* target, const char* source, size_t bytes) {
   if (bytes > 0) std::memmove(target, source, bytes);
 }
 
-// Runs one group of calls of each rank of a communicator. Returns false if the ranks disagree.
-class Meeting {
+// Executes one group of calls from each rank of a communicator. Run returns false if the ranks
+// disagree.
+class GroupExecution {
  public:
-  explicit Meeting(std::vector<Parts> by_rank) : by_rank_(std::move(by_rank)) {}
+  explicit GroupExecution(std::vector<Parts> by_rank) : by_rank_(std::move(by_rank)) {}
 
   bool Run() {
     std::vector<size_t> position(by_rank_.size(), 0);
     while (true) {
-      std::vector<Part*> together;
+      std::vector<Part*> calls;
       for (size_t rank = 0; rank < by_rank_.size(); ++rank) {
         Parts& parts = by_rank_[rank];
         size_t& next = position[rank];
         while (next < parts.size() && IsTransfer(parts[next])) ++next;
-        if (next < parts.size()) together.push_back(&parts[next++]);
+        if (next < parts.size()) calls.push_back(&parts[next++]);
       }
-      if (together.empty()) return Transfer();
-      if (together.size() != by_rank_.size() || !Collective(together)) return false;
+      if (calls.empty()) return Transfer();
+      if (calls.size() != by_rank_.size() || !Collective(calls)) return false;
     }
   }
 
@@ -195,14 +196,14 @@ class Meeting {
     for (size_t rank = 0; rank < by_rank_.size(); ++rank) {
       for (const Part& part : by_rank_[rank]) {
         if (part.kind != Kind::kReceive) continue;
-        std::vector<const Part*>& waiting = sent[{static_cast<size_t>(part.peer), rank}];
-        if (waiting.empty() || waiting[0]->count != part.count) return false;
-        Copy(part.target, waiting[0]->source, part.count * SizeOf(part.type));
-        waiting.erase(waiting.begin());
+        std::vector<const Part*>& sends = sent[{static_cast<size_t>(part.peer), rank}];
+        if (sends.empty() || sends[0]->count != part.count) return false;
+        Copy(part.target, sends[0]->source, part.count * SizeOf(part.type));
+        sends.erase(sends.begin());
       }
     }
-    for (const auto& [way, left] : sent) {
-      if (!left.empty()) return false;
+    for (const auto& [route, unmatched] : sent) {
+      if (!unmatched.empty()) return false;
     }
     return true;
   }
@@ -221,7 +222,7 @@ struct World {
   int size = 0;
   std::set<int> devices;
   std::set<int> ranks;
-  bool gone = false;  // set when a rank has left; all ranks have connected before
+  bool a_rank_left = false;  // implies that all ranks have connected
   std::map<uint64_t, Round> rounds;
   int failure = 0;
 };
@@ -231,12 +232,12 @@ struct State {
   int rank = 0;
   int ordinal = 0;
   uint64_t groups = 0;
-  int in_background = 0;  // polls until the background work is done
+  int in_background = 0;  // number of polls until the background work is done
   int failure = 0;
   bool aborted = false;
   bool finalized = false;
   int running = 0;
-  std::set<uint64_t> left_early;  // rounds that ended here before they ended on all ranks
+  std::set<uint64_t> left_early;  // rounds that this rank completed before all others joined
 };
 
 std::map<std::string, std::shared_ptr<World>>& Worlds() {
@@ -256,8 +257,8 @@ simulated::Handles& TheHandles() {
   return *handles;
 }
 
-// Records what devices launch, in order. Ranks must agree on the order of any two groups that they
-// share. Guarded by the shared mutex.
+// Records the launches of each device, in order. Ranks must launch any two groups that they share
+// in the same order. Guarded by the shared mutex.
 class Launches {
  public:
   using Group = std::pair<int, uint64_t>;  // world and round
@@ -269,8 +270,9 @@ class Launches {
       if (same == launched.end()) continue;
       for (const Group& before : by_device_[device]) {
         if (std::find(same, launched.end(), before) == launched.end()) continue;
-        simulated::Misused("devices " + std::to_string(device) + " and " + std::to_string(other) +
-                           " launch the collectives of two communicators in different orders");
+        simulated::RecordMisuse("devices " + std::to_string(device) + " and " +
+                                std::to_string(other) +
+                                " launch the collectives of two communicators in different orders");
         return;
       }
     }
@@ -295,20 +297,21 @@ Launches& TheLaunches() {
 
 std::atomic<int> version{22907};
 
-// Returns whether this rank only sends data in the round. NCCL then takes the data over.
-bool OnlyGives(const Parts& parts, int rank) {
+// Returns whether this rank only sends data in the round. If so, NCCL copies the data and does not
+// wait for the receivers.
+bool OnlySends(const Parts& parts, int rank) {
   return std::all_of(parts.begin(), parts.end(), [rank](const Part& part) {
     return part.kind == Kind::kBroadcast && part.peer == rank;
   });
 }
 
-// Runs on a stream. Waits for the other ranks' groups of the same number.
+// Runs on a stream. Waits for the groups of the other ranks with the same number.
 void Run(const std::shared_ptr<State>& state, uint64_t number, Parts parts) {
   std::unique_lock<std::mutex> lock(TheShared().mutex);
   World& world = *state->world;
   World::Round& round = world.rounds[number];
-  const bool gives = world.size > 1 && OnlyGives(parts, state->rank);
-  if (gives) {  // the program may write to its source from here on
+  const bool only_sends = world.size > 1 && OnlySends(parts, state->rank);
+  if (only_sends) {  // the program may write to its source from here on
     for (Part& part : parts) {
       const size_t bytes = part.count * SizeOf(part.type);
       if (part.target != part.source) Copy(part.target, part.source, bytes);
@@ -320,12 +323,12 @@ void Run(const std::shared_ptr<State>& state, uint64_t number, Parts parts) {
   if (!state->aborted) round.parts[state->rank] = std::move(parts);
   if (!round.done && static_cast<int>(round.parts.size()) == world.size && world.failure == 0) {
     std::vector<Parts> by_rank;
-    for (auto& [rank, of_rank] : round.parts) by_rank.push_back(of_rank);
-    if (!Meeting(std::move(by_rank)).Run()) world.failure = kInvalidUsage;
+    for (auto& [rank, calls] : round.parts) by_rank.push_back(calls);
+    if (!GroupExecution(std::move(by_rank)).Run()) world.failure = kInvalidUsage;
     round.done = true;
     TheShared().changed.notify_all();
   }
-  if (gives && !round.done && !state->aborted) {
+  if (only_sends && !round.done && !state->aborted) {
     state->left_early.insert(number);
   } else {
     TheShared().changed.wait(lock, [&] { return round.done || state->aborted; });
@@ -357,7 +360,7 @@ Group& TheGroup() {
 }
 
 int Add(const char* function, ncclComm* communicator, CUstream_st* stream, const Part& part) {
-  const int result = Called(function);
+  const int result = CountCall(function);
   if (result != 0) return result;
   if (!TheHandles().Alive(communicator, function)) return kInvalidArgument;
   Group& group = TheGroup();
@@ -399,12 +402,12 @@ SIMULATED_EXPORT int ncclGetUniqueId(Id* id) {
   std::memset(id, 0, sizeof(*id));
   const std::string text = "world " + std::to_string(++next);
   std::memcpy(id->bytes, text.data(), text.size());
-  return Called("ncclGetUniqueId");
+  return CountCall("ncclGetUniqueId");
 }
 
 SIMULATED_EXPORT int ncclCommInitRankConfig(ncclComm** communicator, int size, Id id, int rank,
                                             Config* config) {
-  const int result = Called("ncclCommInitRankConfig");
+  const int result = CountCall("ncclCommInitRankConfig");
   if (result != 0) return result;
   const int device = CurrentDevice();
   if (config->magic != 0xcafebeef || config->size != 24 || config->version != 21400 ||
@@ -434,7 +437,7 @@ SIMULATED_EXPORT int ncclCommInitRankConfig(ncclComm** communicator, int size, I
 }
 
 SIMULATED_EXPORT int ncclCommFinalize(ncclComm* communicator) {
-  const int result = Called("ncclCommFinalize");
+  const int result = CountCall("ncclCommFinalize");
   if (result != 0) return result;
   if (!TheHandles().Alive(communicator, "ncclCommFinalize")) return kInvalidArgument;
   const std::lock_guard<std::mutex> lock(TheShared().mutex);
@@ -448,11 +451,11 @@ SIMULATED_EXPORT int ncclCommDestroy(ncclComm* communicator) {
   {
     const std::lock_guard<std::mutex> lock(TheShared().mutex);
     if (!communicator->state->finalized || communicator->state->in_background > 0) {
-      simulated::Misused("ncclCommDestroy waits for ncclCommFinalize");
+      simulated::RecordMisuse("ncclCommDestroy was called before ncclCommFinalize had completed");
     }
   }
   const int aborted = ncclCommAbort(communicator);
-  return aborted == 0 ? Called("ncclCommDestroy") : aborted;
+  return aborted == 0 ? CountCall("ncclCommDestroy") : aborted;
 }
 
 SIMULATED_EXPORT int ncclCommAbort(ncclComm* communicator) {
@@ -467,21 +470,21 @@ SIMULATED_EXPORT int ncclCommAbort(ncclComm* communicator) {
       if (round.done) continue;
       round.parts.erase(state.rank);
       if (state.world->failure == 0) state.world->failure = kRemoteError;
-      simulated::Misused("rank " + std::to_string(state.rank) +
-                         " ended its communicator while others still received from it");
+      simulated::RecordMisuse("rank " + std::to_string(state.rank) +
+                              " ended its communicator while others still received from it");
     }
     state.world->ranks.erase(state.rank);
-    state.world->gone = true;
+    state.world->a_rank_left = true;
     if (state.world->ranks.empty()) TheLaunches().Forget(state.world->number);
     Communicators().erase(communicator->state);
     TheShared().changed.notify_all();
-    // Work that a held stream has not begun ends when the stream does.
+    // Do not wait for the work that a held stream has not begun: it does nothing after the release.
     TheShared().changed.wait(lock, [&] {
       return state.running == 0 || TheShared().held[static_cast<size_t>(state.ordinal)];
     });
   }
   delete communicator;
-  return Called("ncclCommAbort");
+  return CountCall("ncclCommAbort");
 }
 
 SIMULATED_EXPORT int ncclCommGetAsyncError(ncclComm* communicator, int* result) {
@@ -491,26 +494,26 @@ SIMULATED_EXPORT int ncclCommGetAsyncError(ncclComm* communicator, int* result) 
   const World& world = *state.world;
   if (state.failure != 0 || world.failure != 0) {
     *result = state.failure != 0 ? state.failure : world.failure;
-  } else if ((static_cast<int>(world.ranks.size()) < world.size && !world.gone) ||
+  } else if ((static_cast<int>(world.ranks.size()) < world.size && !world.a_rank_left) ||
              state.in_background > 0) {
     if (state.in_background > 0) --state.in_background;
     *result = kInProgress;
   } else {
     *result = kSuccess;
   }
-  return Called("ncclCommGetAsyncError");
+  return CountCall("ncclCommGetAsyncError");
 }
 
 SIMULATED_EXPORT int ncclGroupStart() {
   ++TheGroup().depth;
-  return Called("ncclGroupStart");
+  return CountCall("ncclGroupStart");
 }
 
 SIMULATED_EXPORT int ncclGroupEnd() {
   Group& group = TheGroup();
   if (--group.depth > 0) return kSuccess;
   const Group ended = std::exchange(group, Group{});
-  const int result = Called("ncclGroupEnd");
+  const int result = CountCall("ncclGroupEnd");
   if (result != 0 || ended.communicator == nullptr) return result;
   const std::shared_ptr<State> state = ended.communicator->state;
   uint64_t number = 0;

@@ -349,7 +349,7 @@ TEST(ConnectMesh, ConnectsDespiteForeignConnections) {
     };
     const auto half_open = dial();
     SendGarbage(dial);
-    SendWithoutEnd(dial);
+    SendEndlessly(dial);
     UseWrongToken(dial, "mesh/test/0");
     Replay(dial, "secret", "mesh/test/0");
     auto fd = dial();

@@ -80,7 +80,7 @@ def test_a_task_writes_its_log_files_and_reports_a_failing_store(files, capsys, 
     log.write("stdout", b"lost")
     log.close()
     message = capsys.readouterr().err
-    assert "the Store cannot store the stdout of rank 0" in message
+    assert "the stdout of rank 0 cannot be written to the Store, so it is shown here: " in message
     assert message.endswith("[0]<stdout>:lost\n")
 
 
@@ -100,7 +100,7 @@ def test_the_driver_shows_output_that_the_store_rejects_with_one_warning(files, 
     stream.close()
     assert capsys.readouterr().out == "".join(f"[1]<stdout>:{number}\n" for number in range(300))
     (message,) = caplog.messages
-    assert message.startswith("The Store cannot store the stdout of rank 1, so it is written here: ")
+    assert message.startswith("The stdout of rank 1 cannot be written to the Store, so it is shown here: ")
 
 
 def test_a_failing_store_is_an_error_of_the_next_write(tmp_path, monkeypatch):

@@ -7,12 +7,12 @@ from sparkhvd.tune.ranking import RUN_ID, best_trials
 
 
 def trials(*values, state=optuna.trial.TrialState.COMPLETE, **attributes):
-    made = []
-    for number, numbers in enumerate(values):
-        trial = optuna.trial.create_trial(state=state, values=numbers, user_attrs={RUN_ID: "run", **attributes})
+    created = []
+    for number, objectives in enumerate(values):
+        trial = optuna.trial.create_trial(state=state, values=objectives, user_attrs={RUN_ID: "run", **attributes})
         trial.number = number
-        made.append(trial)
-    return made
+        created.append(trial)
+    return created
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def trials(*values, state=optuna.trial.TrialState.COMPLETE, **attributes):
         ([], [1], []),
     ],
 )
-def test_the_best_trials_are_those_that_no_trial_surpasses(values, signs, best):
+def test_the_best_trials_are_those_that_no_other_trial_dominates(values, signs, best):
     assert [trial.number for trial in best_trials(trials(*values), signs)] == best
 
 

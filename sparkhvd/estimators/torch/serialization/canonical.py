@@ -20,14 +20,15 @@ from sparkhvd.estimators.runs.function_globals import module_is_installed
 if TYPE_CHECKING:
     import torch
 
-# The attributes of every optimizer of PyTorch that are described separately; a scheduler replaces ``step``.
-_OF_OPTIMIZERS = frozenset({"defaults", "param_groups", "state", "step"})
+# Attributes of every PyTorch optimizer. The groups, with the defaults, and the state are described separately, and a
+# scheduler replaces ``step``.
+_STANDARD_ATTRIBUTES = frozenset({"defaults", "param_groups", "state", "step"})
 
 
 def describe(value: Any, form: CanonicalForm) -> list[object] | None:
     """Return the form of a module or an optimizer; None for any other object.
 
-    A Keras object is a module, too, if PyTorch is the backend of Keras.
+    Keras objects are modules, too, if PyTorch is the backend of Keras; they are not described here.
     """
     if callable(getattr(value, "named_parameters", None)) and framework_of(value) != "keras":
         return _of_module(form, value)
@@ -50,7 +51,7 @@ def contents(value: object) -> TensorContent | None:
 
 
 def _of_state(form: CanonicalForm, value: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[object]:
-    """Return an optimizer's state of each parameter; empty before its first step."""
+    """Return an optimizer's state for each parameter, in a list; empty before the first step."""
     state = getattr(value, "state", None) or {}
     return [[form.of(state.get(weight)) for group in groups for weight in group["params"]]] if state else []
 
@@ -61,14 +62,14 @@ def _of_optimizer_attributes(form: CanonicalForm, value: object) -> list[object]
     attributes = {
         name: form.if_describable(item)
         for name, item in sorted(vars(value).items())
-        if name not in _OF_OPTIMIZERS and not name.endswith("_hooks") and not (installed and name.startswith("_"))
+        if name not in _STANDARD_ATTRIBUTES and not name.endswith("_hooks") and not (installed and name.startswith("_"))
     }
     hooks = _of_hooks(form, value, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return [sorted({**attributes, **hooks}.items())] if attributes or hooks else []
 
 
 def _of_hooks(form: CanonicalForm, value: object, *names: str) -> dict[str, object]:
-    """Return the form of the registered hooks by the names of the attributes that hold them."""
+    """Return the forms of registered hooks, by the name of the attribute that contains them."""
     registered = {name: list((getattr(value, name, None) or {}).values()) for name in names}
     return {name: [form.if_describable(hook) for hook in hooks] for name, hooks in registered.items() if hooks}
 
@@ -83,7 +84,7 @@ def _of_module(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
         )
         for name, weight in value.named_parameters()
     ]
-    # A module without weights is a loss, whose buffers matter. A model's buffers may differ whenever a script starts.
+    # A module without weights is a loss, which its buffers identify. A model's buffers may differ from start to start.
     exact = form.weights or not weights
     buffers = [(name, form.of_tensor(buffer, exact=exact)) for name, buffer in value.named_buffers()]
     modules = [(name, _of_one_module(form, module, exact=exact)) for name, module in value.named_modules()]

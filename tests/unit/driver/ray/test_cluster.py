@@ -4,10 +4,10 @@ import pytest
 
 pytest.importorskip("ray")
 
-from sparkhvd.driver.ray.cluster import RankResources, described_nodes
+from sparkhvd.driver.ray.cluster import RankResources, describe_nodes
 
 
-def test_ranks_fit_into_a_node_by_their_scarcest_resource():
+def test_the_scarcest_resource_limits_the_ranks_of_a_node():
     assert RankResources(2).ranks_in({"CPU": 5.0}) == 2
     assert RankResources(1, 1.0).ranks_in({"CPU": 8.0, "GPU": 3.0}) == 3
     assert RankResources(1, 0.5).ranks_in({"CPU": 8.0, "GPU": 3.0}) == 6
@@ -19,7 +19,7 @@ def test_a_bundle_has_the_resources_of_its_ranks():
     assert RankResources(2, 0.5).bundle(4) == {"CPU": 8.0, "GPU": 2.0}
 
 
-def test_equal_nodes_are_described_together():
+def test_the_description_groups_equal_nodes():
     nodes = [{"CPU": 8.0, "GPU": 1.0}, {"CPU": 2.0}, {"CPU": 8.0, "GPU": 1.0}]
-    assert described_nodes(nodes) == "1 node with 2 CPU; 2 nodes with 8 CPU and 1 GPU"
-    assert described_nodes([]) == "no node"
+    assert describe_nodes(nodes) == "1 node with 2 CPU; 2 nodes with 8 CPU and 1 GPU"
+    assert describe_nodes([]) == "no node"

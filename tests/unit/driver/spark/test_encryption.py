@@ -23,7 +23,7 @@ CLUSTER = {"spark.master": "spark://one:7077"}
         ({**CLUSTER, "spark.ssl.enabled": "true"}, True),
     ],
 )
-def test_a_warning_says_when_spark_sends_the_secret_unencrypted(settings, readable):
+def test_a_warning_appears_if_spark_sends_the_secret_unencrypted(settings, readable):
     message = unencrypted_spark(SimpleNamespace(conf=settings))
     assert bool(message) is readable
     assert not readable or "Set spark.authenticate and spark.network.crypto.enabled" in message

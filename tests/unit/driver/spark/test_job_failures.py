@@ -14,7 +14,7 @@ LAST = "This was the last of 4 attempts.\n\nSpark's own error: org.apache"
 
 
 @pytest.mark.parametrize("module", ["sparkhvd", "sparkhvd.task.entry", "cloudpickle", "fsspec.core"])
-def test_an_executor_that_cannot_import_sparkhvd_has_a_separate_message(module):
+def test_an_executor_that_cannot_import_sparkhvd_has_a_message_of_its_own(module):
     failure = spark_failure(RuntimeError(f"x\nModuleNotFoundError: No module named '{module}'\n\tat org.y"))
     assert failure.startswith(f"The executors cannot import {module}: they lack sparkhvd or a package that it needs, ")
     assert "Install this version on every node" in failure
@@ -60,7 +60,7 @@ def test_the_cause_precedes_the_error_of_spark(message, cause):
     assert "\tat org.y" not in failure
 
 
-def test_a_task_is_named_with_its_host():
+def test_the_message_names_the_host_of_a_task():
     error = RuntimeError(f"{ABORTED}org.apache.spark.SparkException: Python worker exited unexpectedly (crashed).")
     failure = spark_failure(error, task_hosts={0: "node-a", 1: "node-b"})
     assert failure.startswith("Spark aborted the job: the Python worker of task 1 on host node-b was killed or crashed")
@@ -69,7 +69,7 @@ def test_a_task_is_named_with_its_host():
     assert failure.startswith("Spark aborted the job: task 1 on host node-b failed with ValueError: no luck.")
 
 
-def test_a_task_is_named_with_its_rank_and_phase_if_it_has_reported_them():
+def test_the_message_names_the_rank_and_phase_of_a_task_that_has_reported_them():
     error = RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone")
     failure = spark_failure(error, tasks={1: TaskStatus(1, 3, "node-b", 9, "in fn")})
     assert failure.startswith("Spark aborted the job: executor 2, which ran task 1 (rank 3, in fn), was lost (gone).")
@@ -100,7 +100,7 @@ def test_too_few_slots_are_reported_with_a_remedy():
         ("x: [OPERATION_CANCELED] Operation has been canceled. SQLSTATE: HY008", "Operation has been canceled"),
     ],
 )
-def test_the_error_of_a_cancelled_job_names_how_it_was_cancelled(message, cause):
+def test_the_error_of_a_cancelled_job_says_how_it_was_cancelled(message, cause):
     failure = spark_failure(RuntimeError(f"An error occurred.\n{message}\n\tat org.y"))
     assert failure.startswith(f"Spark aborted the job: it was cancelled ({cause}")
     assert failure.splitlines()[0].endswith(").")
@@ -117,7 +117,7 @@ def test_a_stopped_session_is_the_cause_even_if_pyspark_fails_afterwards():
         assert is_cancelled(error)
 
 
-def test_an_executor_whose_host_is_unknown_is_named_without_it():
+def test_the_message_omits_the_unknown_host_of_an_executor():
     failure = spark_failure(RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone"))
     assert failure.startswith("Spark aborted the job: executor 2, which ran task 1, was lost (gone).")
 
@@ -128,7 +128,7 @@ def test_an_unknown_error_of_spark_is_passed_on():
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError(111, "Connection refused"), EOFError()])
-def test_the_end_of_spark_is_not_an_error_of_a_socket(error):
+def test_a_lost_jvm_is_reported_as_the_end_of_spark_instead_of_a_socket_error(error):
     failure = spark_failure(error)
     assert failure.startswith("Spark has ended: the JVM of this driver no longer responds (")
     assert "create a new one" in failure

@@ -908,5 +908,5 @@ def refusal_of_a_user_defined_loader(how):
 )
 def test_a_loader_without_a_saved_position_is_refused_if_runs_resume_within_epochs(group, how, remedy):
     for message in group.run(refusal_of_a_user_defined_loader, how):
-        assert message.startswith("data_module trains on a loader of its own, whose position within an epoch cannot")
+        assert message.startswith("data_module trains with its own loader, whose position within an epoch cannot")
         assert message.endswith(remedy)

@@ -58,16 +58,16 @@ def test_a_struct_stands_for_all_its_fields():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"image": "p"}, r"inputs names 'image', which is not an input of the model: \['kind', 'picture', 'rest'\]"),
+        ({"image": "p"}, r"inputs has the key 'image', but the model's inputs are \['kind', 'picture', 'rest'\]"),
         ({"kind": "k"}, "inputs has no column for the model's input 'picture'"),
-        ({"kind": "k", "picture": "q"}, "inputs names the column 'q', which is not a feature column"),
+        ({"kind": "k", "picture": "q"}, "inputs uses the column 'q', but the feature columns are"),
         ({"kind": {"column": "k"}}, r"inputs\['kind'\]=.* must be a column, a list of columns, or a dict with columns"),
         ({"kind": {"columns": "k", "dtype": "integer!"}}, "dtype a name such as 'int64'"),
         (
             {"kind": {"columns": "k", "dtype": "string"}, "picture": "p"},
             r"inputs\['kind'\] has dtype 'string', which PyTorch does not have",
         ),
-        ([], "must be a dict from the model's inputs to columns"),
+        ([], "must be a dict from the model's input names to columns"),
     ],
 )
 def test_inputs_that_do_not_fit_the_model_are_refused(given, message):

@@ -1,1 +1,1 @@
-"""Helpers of Horovod's launcher that programs use."""
+"""Helpers of Horovod's launcher that programs import."""

@@ -1,4 +1,4 @@
-"""Threads."""
+"""A function that runs another function in a thread."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def in_thread(
         target: the function.
         args: its arguments.
         name: the thread's name.
-        daemon: whether the process may end before the thread.
-        silent: whether errors of the function are ignored.
+        daemon: whether the process may exit while the thread is running.
+        silent: whether to ignore exceptions that the function raises.
 
     Raises:
         ValueError: ``args`` is not a tuple.

@@ -1,4 +1,4 @@
-"""Horovod's behavior where it differs from sparkhvd's, added to sparkhvd's estimators."""
+"""Horovod's behavior for sparkhvd's estimators, where the two differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HorovodModel = TrainedModel
 
 
 class RowByRow:
-    """Turns a function of a row into a function of a batch, as sparkhvd's ``transformation_fn`` must be."""
+    """Converts Horovod's ``transformation_fn``, a function of a row, to sparkhvd's, a function of a batch."""
 
     def __init__(self, function: Callable[[Row], Row]) -> None:
         self.function = function
@@ -37,8 +37,8 @@ class RowByRow:
         return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
 
 
-class HorovodsMeaning(EstimatorParams):
-    """Parameters with Horovod's defaults and meaning; list it before sparkhvd's class among the bases."""
+class HorovodParams(EstimatorParams):
+    """Gives parameters Horovod's defaults and meaning; precedes sparkhvd's estimator class in the bases."""
 
     model_class: ClassVar[type[TrainedModel]]
 
@@ -46,18 +46,20 @@ class HorovodsMeaning(EstimatorParams):
         super().__init__(*unnamed)
         self._setDefault(scale_lr=True, backend_env=environment_for_hosts())
         logger.warning(
-            "As with Horovod, %s multiplies the learning rate by the number of ranks (scale_lr=False does not), and "
-            "the ranks get the driver's environment variables.",
+            "As in Horovod, %s multiplies the learning rate by the number of ranks, and the ranks get the driver's "
+            "environment variables. Pass scale_lr=False to keep the learning rate.",
             type(self).__name__,
         )
         self.setParams(**values)
 
     def setParams(self, **values: Any) -> Any:  # noqa: N802  (pyspark's name)
-        """Set several parameters by keyword; those without a meaning in sparkhvd are ignored with a warning."""
+        """Set several parameters by keyword; ignore those that sparkhvd does not have, with a warning."""
         retired = type(self).retired.keys() - type(self).declarations.keys()
         ignored = sorted(name for name in values.keys() & retired if values[name] is not None)
         if ignored:
-            logger.warning("%s ignores %s, which has no effect here.", type(self).__name__, ", ".join(ignored))
+            logger.warning(
+                "%s ignores parameters that sparkhvd does not have: %s.", type(self).__name__, ", ".join(ignored)
+            )
         return super().setParams(**{name: value for name, value in values.items() if name not in retired})
 
     def _set(self, **values: Any) -> Any:
@@ -67,17 +69,17 @@ class HorovodsMeaning(EstimatorParams):
         return super()._set(**values)
 
     def get_model_class(self) -> type[TrainedModel]:
-        """Return the class of the fitted model; a subclass may name its own, see ``_get_model_kwargs``."""
+        """Return the class of the fitted model; a subclass may return its own (see ``_get_model_kwargs``)."""
         return self.model_class
 
     def _get_model_kwargs(
         self, model: object, history: object, optimizer: object, run_id: str, metadata: object
     ) -> dict[str, Any]:
-        """Return the arguments of the class that a subclass has named, with ``metadata`` as ``_metadata``."""
+        """Return the constructor arguments for a subclass's own model class; ``metadata`` becomes ``_metadata``."""
         return {"model": model, "history": history, "optimizer": optimizer, "run_id": run_id, "_metadata": metadata}
 
     def _model(self, plan: FitPlan, result: TrainResult) -> TrainedModel:
-        fitted: TrainedModel = super()._model(plan, result)  # type: ignore[misc]  # of the class after this one
+        fitted: TrainedModel = super()._model(plan, result)  # type: ignore[misc]  # the next class defines it
         kind = self.get_model_class()
         if kind is self.model_class:
             return fitted

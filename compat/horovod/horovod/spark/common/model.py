@@ -19,15 +19,15 @@ from sparkhvd.estimators.params.declarations import Declared, declared
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
 
-# Parameters of Horovod's models that the artifacts of the training hold here.
-_HELD_BY_ARTIFACTS = ("_metadata", "model", "optimizer", "history", "loss", "loss_constructors", "custom_objects")
+# Parameters of Horovod's models that are part of the training artifacts here.
+_IN_ARTIFACTS = ("_metadata", "model", "optimizer", "history", "loss", "loss_constructors", "custom_objects")
 
 
-class DerivableModel(TrainedModel):
-    """A model that subclasses create from parameters alone; list it before sparkhvd's class among the bases.
+class SubclassableModel(TrainedModel):
+    """A model whose subclasses need only parameters to create it; precedes sparkhvd's model class in the bases.
 
-    If a subclass defines ``get_prediction_fn``, the model predicts row by row with the function that this method
-    returns. The function takes the model and a row.
+    If a subclass defines ``get_prediction_fn``, the model predicts row by row: the method returns a function that takes
+    the model and a row.
     """
 
     get_prediction_fn: Callable[[], Callable[[Any, Row], Any]] | None = None
@@ -40,7 +40,7 @@ class DerivableModel(TrainedModel):
 
     @classmethod
     def of_artifacts(cls, trained: ModelArtifacts, **params: Any) -> Self:
-        """See ``TrainedModel.of_artifacts``; the constructor of a subclass may take other arguments."""
+        """Return the trained model without passing arguments to the constructor, which a subclass may have changed."""
         model = cls()
         model._set(_metadata=trained, **params)
         return model
@@ -74,7 +74,7 @@ class DerivableModel(TrainedModel):
 
 
 class RowPredictor:
-    """The outputs of a model for one row, on an executor; ``content`` has the model and the prediction function."""
+    """Predicts single rows on an executor; ``content`` is the pickled model and prediction function."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -87,13 +87,13 @@ class RowPredictor:
         return tuple([float(value) for value in np.asarray(part).reshape(-1)] for part in parts)
 
 
-@lru_cache(maxsize=2)  # a Python worker of Spark outlives the models that it predicts with
+@lru_cache(maxsize=2)  # a Python worker of Spark may predict with several models, one after the other
 def _unpickled(content: bytes) -> tuple[Any, Callable[[Any, Row], Any]]:
     model, predict = cloudpickle.loads(content)
     return model, predict
 
 
 def _of_params(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the parameters that sparkhvd's models have, by their names."""
+    """Return the values of parameters that sparkhvd's models have, by sparkhvd's names."""
     names = {"outputCols": "output_cols"}
-    return {names.get(name, name): value for name, value in values.items() if name not in _HELD_BY_ARTIFACTS}
+    return {names.get(name, name): value for name, value in values.items() if name not in _IN_ARTIFACTS}

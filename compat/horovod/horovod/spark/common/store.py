@@ -1,4 +1,4 @@
-"""Stores."""
+"""The Store classes, under Horovod's module name."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from horovod.spark.common.estimator import HorovodsMeaning
+from horovod.spark.common.estimator import HorovodParams
 from sparkhvd.estimators import keras as _ours
 from sparkhvd.estimators.models.model import TrainedModel
 
@@ -22,7 +22,7 @@ class KerasModel(_ours.KerasModel):
         return {str(name): table[name].tolist() for name in table if name not in of_steps}
 
 
-class KerasEstimator(HorovodsMeaning, _ours.KerasEstimator):
+class KerasEstimator(HorovodParams, _ours.KerasEstimator):
     """See ``sparkhvd.KerasEstimator``."""
 
     model_class: ClassVar[type[TrainedModel]] = KerasModel

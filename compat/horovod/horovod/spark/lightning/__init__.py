@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from horovod.spark.common.estimator import HorovodsMeaning
-from horovod.spark.common.model import DerivableModel
+from horovod.spark.common.estimator import HorovodParams
+from horovod.spark.common.model import SubclassableModel
 from horovod.spark.lightning.lightning_1 import restore_names
 from sparkhvd.estimators import lightning as _ours
 
@@ -14,11 +14,11 @@ MIN_PL_VERSION = "2.4"
 restore_names()  # programs import them after this module
 
 
-class TorchModel(DerivableModel, _ours.LightningModel):
+class TorchModel(SubclassableModel, _ours.LightningModel):
     """See ``sparkhvd.LightningModel``."""
 
 
-class TorchEstimator(HorovodsMeaning, _ours.LightningEstimator):
+class TorchEstimator(HorovodParams, _ours.LightningEstimator):
     """See ``sparkhvd.LightningEstimator``; takes modules with the hooks of Lightning 1, too."""
 
     model_class = TorchModel

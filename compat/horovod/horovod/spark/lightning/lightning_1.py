@@ -1,4 +1,4 @@
-"""Names and hooks of Lightning 1 that programs use and Lightning 2 lacks; Horovod 0.28 supported Lightning 1 only."""
+"""Names and hooks that Lightning 2 removed; programs use them because Horovod 0.28 supported only Lightning 1."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.lightning.flavour import flavour_of, import_lightning
 
-_EPOCH_ENDS = ("training_epoch_end", "validation_epoch_end")
+_EPOCH_END_METHODS = ("training_epoch_end", "validation_epoch_end")
 
 
 def restore_names() -> None:
-    """Add the names that Lightning 2 has removed, if it is installed as ``pytorch_lightning``."""
+    """Restore names that Lightning 2 has removed, if Lightning is installed as ``pytorch_lightning``."""
     if find_spec("pytorch_lightning") is None:
         return
     from lightning_utilities.core.imports import module_available  # noqa: PLC0415 - with Lightning only
@@ -23,23 +23,24 @@ def restore_names() -> None:
     vars(utilities).setdefault("_module_available", module_available)
 
 
-def with_epoch_ends(package: LightningPackage) -> LightningPackage:
-    """Let a callback call ``training_epoch_end`` and ``validation_epoch_end``, which Lightning 2 refuses in a module.
+def with_epoch_end_methods(package: LightningPackage) -> LightningPackage:
+    """Return the package with a callback that calls ``training_epoch_end`` and ``validation_epoch_end``.
 
-    They get the outputs of the epoch's steps on this rank, without those that are None, as in Lightning 1.
+    Lightning 2 refuses modules with these methods, so they are hidden from it. As in Lightning 1, they receive the
+    outputs of this rank's steps in the epoch, without those that are None.
     """
     model, flavour = package.model, flavour_of(package.model)
-    functions = {name: getattr(model, name) for name in _EPOCH_ENDS if callable(getattr(model, name, None))}
+    functions = {name: getattr(model, name) for name in _EPOCH_END_METHODS if callable(getattr(model, name, None))}
     if flavour is None or not functions:
         return package
     for name in functions:
         setattr(model, name, None)  # hides the method of the class from Lightning
-    kind = type("EpochEnds", (_EpochEnds, import_lightning(flavour).Callback), {})
+    kind = type("EpochEndCallback", (_EpochEndCallback, import_lightning(flavour).Callback), {})
     return replace(package, callbacks=(*package.callbacks, kind(functions)))
 
 
-class _EpochEnds:
-    """A Lightning callback that collects the outputs of steps."""
+class _EpochEndCallback:
+    """Passes the outputs of an epoch's steps to functions; precedes Lightning's ``Callback`` in the bases."""
 
     def __init__(self, functions: dict[str, Callable[[list[Any]], None]]) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class _EpochEnds:
         self._end("validation_epoch_end")
 
     def on_fit_end(self, _trainer: Any, module: Any) -> None:
-        """Stop hiding the methods of the module."""
+        """Make the methods of the module visible again."""
         for name in self._functions:
             delattr(module, name)
 

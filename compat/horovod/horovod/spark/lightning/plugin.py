@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from horovod.spark.lightning.lightning_1 import with_epoch_ends
+from horovod.spark.lightning.lightning_1 import with_epoch_end_methods
 from sparkhvd.estimators.lightning.plugin import LightningPlugin, unpack
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
 from sparkhvd.estimators.plugin import TrainSpec
@@ -14,7 +14,7 @@ class HorovodPlugin(LightningPlugin):
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> LightningTrainer:
         """Return the trainer of one rank."""
-        return LightningTrainer(with_epoch_ends(unpack(payload)), spec, world)
+        return LightningTrainer(with_epoch_end_methods(unpack(payload)), spec, world)
 
 
 PLUGIN = HorovodPlugin()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from horovod.spark.common.estimator import HorovodsMeaning
-from horovod.spark.common.model import DerivableModel
+from horovod.spark.common.estimator import HorovodParams
+from horovod.spark.common.model import SubclassableModel
 from sparkhvd.estimators import torch as _ours
 
 __all__ = ["TorchEstimator", "TorchModel"]
 
 
-class TorchModel(DerivableModel, _ours.TorchModel):
+class TorchModel(SubclassableModel, _ours.TorchModel):
     """See ``sparkhvd.TorchModel``."""
 
 
-class TorchEstimator(HorovodsMeaning, _ours.TorchEstimator):
+class TorchEstimator(HorovodParams, _ours.TorchEstimator):
     """See ``sparkhvd.TorchEstimator``."""
 
     model_class = TorchModel
