@@ -30,7 +30,7 @@ from tests.comparison import compare, compare_large
 from tests.endurance import come_and_go, cycles, kill_one_of, strangers
 from tests.launch import elastic_chaos, elastic_faults, sshd
 from tests.launch.elastic_faults import ELASTIC_FAULTS, LIMIT_SECONDS, NUM_PROC
-from tests.launch.faults import CUT_OFF_FAULTS, FAULTS, PORT_FAULTS, complaints, ports_taken, produced
+from tests.launch.faults import CUT_OFF_FAULTS, FAULTS, PORT_FAULTS, complaints, inject, ports_taken
 from tests.launch.hosts import why_not
 from tests.launch.losses import DRIVER_FAULTS, EXECUTOR_FAULTS, lost_driver, lost_executors
 from tests.mpi import faults as mpi
@@ -223,7 +223,7 @@ def faults() -> str:
             for number, fault in enumerate(FAULTS):
                 subfolder = Path(folder, str(number))
                 subfolder.mkdir()
-                ended = produced(fault, subfolder, spark)
+                ended = inject(fault, subfolder, spark)
                 wrong = complaints(fault, ended)
                 lines.append(_line(fault.name, ended.seconds, type(ended.error).__name__, wrong))
             lines += _elastic_faults(Path(folder, "elastic"), spark)
@@ -232,7 +232,7 @@ def faults() -> str:
         for number, fault in enumerate(mpi.MPI_FAULTS):
             subfolder = Path(folder, f"mpi-{number}")
             subfolder.mkdir()
-            ended = mpi.produced(fault, subfolder)
+            ended = mpi.inject(fault, subfolder)
             wrong = mpi.complaints(fault, ended)
             lines.append(_line(fault.name, ended.seconds, type(ended.error).__name__, wrong))
         lines += _ports_taken(Path(folder, "ports"))
@@ -257,7 +257,7 @@ def _elastic_faults(folder: Path, spark: SparkSession) -> list[str]:
         for number, fault in enumerate(fault for fault in ELASTIC_FAULTS if fault.launcher in options):
             subfolder = folder / str(number)
             subfolder.mkdir()
-            seconds, error, wrong = elastic_faults.produced(fault, subfolder, **options[fault.launcher])
+            seconds, error, wrong = elastic_faults.inject(fault, subfolder, **options[fault.launcher])
             lines.append(_line(fault.name, seconds, error or "NoneType", wrong))
     return lines
 

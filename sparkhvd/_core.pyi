@@ -170,8 +170,8 @@ class Operation:
         Fail if the engine has failed, because the operation may then have failed on the device.
         """
 
-    def carried_out(self) -> bool:
-        """After ``wait``, return whether the device has completed the work. Return True for host memory.
+    def completed_on_device(self) -> bool:
+        """After ``wait``, return whether the device has also completed the operation; True for host memory.
 
         Fail like ``let_wait``.
         """

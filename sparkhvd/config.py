@@ -172,9 +172,9 @@ class Config:
     host_timeout: float | None = setting(
         None,
         positive_number,
-        "Seconds after which the other ranks consider a rank lost if its host does not respond, for example without "
-        "power or network. Detection on an idle connection takes at least 3 seconds. The default is 30, and 2 in "
-        "elastic jobs.",
+        "Seconds without a response from a host, for example after a loss of power or network, after which the other "
+        "ranks consider its ranks lost. On an idle connection, detection takes at least 3 seconds. The default is 30, "
+        "and 2 in elastic jobs.",
     )
     start_timeout: float = setting(
         600.0,
@@ -191,15 +191,15 @@ class Config:
     warm_seconds: float = setting(
         0.0,
         non_negative_number,
-        "Seconds for which an idle process that has imported the frameworks stays with each executor, so that ranks of "
-        "the next job can start from it at once; 0 keeps none. The process ends with the executor or the driver.",
+        "Seconds for which each executor keeps an idle process that has imported the frameworks, so that ranks of the "
+        "next job start at once; 0 keeps none. The process also ends with the executor or the driver.",
     )
     fusion_threshold: int | None = setting(
         None,
         non_negative_integer,
-        "Bytes up to which ready allreduces are fused into one; 0 disables fusion. The default is 1048576 if all ranks "
-        "share memory, and 67108864 otherwise. Must be equal on all ranks. Autotuning does not change a value that is "
-        "set.",
+        "Largest size in bytes to which ready allreduces are fused; 0 disables fusion. The default is 1048576 if all "
+        "ranks share memory, and 67108864 otherwise. Must be equal on all ranks. Autotuning does not change a value "
+        "that you set.",
         "HOROVOD_FUSION_THRESHOLD",
     )
     cache_capacity: int = setting(
@@ -215,7 +215,7 @@ class Config:
         switch,
         "Whether an allreduce across hosts first reduces in the shared memory of each host, so that each host sends "
         "as few bytes as possible. Must be equal on all ranks. The default is 1. Autotuning does not change a value "
-        "that is set.",
+        "that you set.",
         "HOROVOD_HIERARCHICAL_ALLREDUCE",
     )
     hierarchical_allgather: bool = setting(
@@ -228,13 +228,13 @@ class Config:
     link_gbits: float = setting(
         25.0,
         positive_number,
-        "Bandwidth between hosts in Gbit/s. This setting and `SPARKHVD_LINK_LATENCY_US` only influence the choice of "
-        "algorithms between hosts. Must be equal on all ranks.",
+        "Expected bandwidth between hosts in Gbit/s. This estimate and `SPARKHVD_LINK_LATENCY_US` determine the "
+        "choice of algorithms between hosts; they limit nothing. Must be equal on all ranks.",
     )
     link_latency_us: float = setting(
         30.0,
         positive_number,
-        "Time that a small message takes between hosts, in microseconds. Must be equal on all ranks.",
+        "Expected latency of a small message between hosts, in microseconds. Must be equal on all ranks.",
     )
     autotune: bool = setting(
         False,
@@ -245,7 +245,7 @@ class Config:
     autotune_log: str = setting(
         "",
         path,
-        "CSV file on the host of rank 0, to which autotuning writes its samples and the final choice.",
+        "CSV file on the host of rank 0 to which autotuning writes its samples and the final choice.",
         "HOROVOD_AUTOTUNE_LOG",
     )
     autotune_warmup_samples: int = setting(
@@ -257,13 +257,13 @@ class Config:
     autotune_steps_per_sample: int = setting(
         10,
         positive_integer,
-        "Steps per sample of autotuning; the median of their speeds is the sample.",
+        "Number of steps per sample of autotuning; the sample is the median of their speeds.",
         "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
     )
     autotune_max_samples: int = setting(
         70,
         non_negative_integer,
-        "Samples after which autotuning ends with the best settings.",
+        "Number of samples after which autotuning ends and keeps the best settings.",
         "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
     )
     encrypt: bool = setting(
@@ -291,20 +291,20 @@ class Config:
         (),
         core_list,
         "Comma-separated processor cores, one per local rank. The engine's thread of local rank 0 is pinned to the "
-        "first, that of local rank 1 to the second, and so on. If empty, no thread is pinned.",
+        "first core, that of local rank 1 to the second, and so on. If empty, no thread is pinned.",
         "HOROVOD_THREAD_AFFINITY",
     )
     stall_check: bool = setting(
         True,
         switch,
-        "Whether a rank that waits too long in a collective identifies the stragglers and logs a report on them.",
+        "Whether a rank that waits too long in a collective identifies the stragglers and logs a stall report.",
         differing={"HOROVOD_STALL_CHECK_DISABLE": inverted_switch},
     )
     stall_check_seconds: float = setting(
         60.0,
         non_negative_number,
-        "Seconds that a rank waits in a collective before its first stall report. Each further report follows when the "
-        "wait has doubled.",
+        "Seconds that a rank waits in a collective before its first stall report. Another report follows each time "
+        "that the wait has doubled.",
         "HOROVOD_STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_seconds: float = setting(
@@ -317,13 +317,13 @@ class Config:
     timeline: str = setting(
         "",
         timeline_file,
-        "File for a timeline in the Chrome trace format; the recording begins in `init()`.",
+        "File for a timeline, in Chrome's trace format, that starts in `init()`.",
         "HOROVOD_TIMELINE",
     )
     timeline_mark_cycles: bool = setting(
         False,
         switch,
-        "Whether the recording of `SPARKHVD_TIMELINE` shows every cycle of the negotiation.",
+        "Whether the timeline of `SPARKHVD_TIMELINE` shows every negotiation cycle.",
         "HOROVOD_TIMELINE_MARK_CYCLES",
     )
     log_level: int | None = setting(
@@ -342,7 +342,7 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 # Horovod's variables without a counterpart here: accepted, with one notice that gives the reason.
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "HOROVOD_CYCLE_TIME": "a collective starts when all ranks have submitted it, without a cycle to wait for",
+    "HOROVOD_CYCLE_TIME": "a collective starts as soon as all ranks have submitted it, without waiting for a cycle",
     "HOROVOD_TORUS_ALLREDUCE": "there is no torus allreduce",
     "HOROVOD_MPI_THREADS_DISABLE": "the collectives do not run over MPI",
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "the collectives do not run over MPI",

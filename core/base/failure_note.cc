@@ -3,7 +3,7 @@
 namespace sparkhvd {
 namespace {
 
-constexpr char kFirst = 'A';  // never encoded, because it stands for kOk
+constexpr char kFirst = 'A';  // stands for kOk, which is not a failure
 constexpr char kLast = static_cast<char>(kFirst + static_cast<int>(StatusCode::kInternal));
 
 }  // namespace

@@ -6,7 +6,7 @@
 
 namespace sparkhvd {
 
-// Fills `out` from the kernel's generator.
+// Fills `out` from the kernel's random number generator.
 Status FillRandom(Bytes out);
 
 }  // namespace sparkhvd

@@ -68,7 +68,7 @@ void Sha256::Compress(const std::byte* block) {
     const uint32_t s1 = RotateRight(w[t - 2], 17) ^ RotateRight(w[t - 2], 19) ^ (w[t - 2] >> 10);
     w[t] = w[t - 16] + s0 + w[t - 7] + s1;
   }
-  // The standard uses the names a to h.
+  // FIPS 180-4 calls the working variables a to h.
   auto [a, b, c, d, e, f, g, h] = state_;
   for (size_t t = 0; t < 64; ++t) {
     const uint32_t sum1 = RotateRight(e, 6) ^ RotateRight(e, 11) ^ RotateRight(e, 25);
@@ -119,7 +119,7 @@ bool EqualInConstantTime(ConstBytes left, ConstBytes right) {
   if (left.size() != right.size()) return false;
   std::byte difference{0};
   for (size_t i = 0; i < left.size(); ++i) difference |= left[i] ^ right[i];
-  // The volatile keeps the compiler from leaving the loop at the first difference.
+  // `volatile` prevents the compiler from ending the loop at the first difference.
   volatile std::byte result = difference;
   return result == std::byte{0};
 }

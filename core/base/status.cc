@@ -5,7 +5,7 @@
 namespace sparkhvd {
 namespace {
 
-// Short enough for std::string's small buffer, so it needs no allocation.
+// Fits into std::string's small buffer, so a string with this message needs no allocation.
 constexpr char kOutOfMemory[] = "out of memory";
 static_assert(sizeof(kOutOfMemory) <= 16);
 

@@ -197,7 +197,7 @@ void RegisterOperation(py::module_& module) {
            })
       .def("rows", [](const Handle& self) { return self.Finished().rows(); })
       .def("let_wait", &Handle::LetWait, py::arg("stream"))
-      .def("carried_out", &Handle::CarriedOut)
+      .def("completed_on_device", &Handle::CompletedOnDevice)
       .def("move_output", &Handle::MoveOutput, py::arg("target"), py::arg("stream"));
 }
 

@@ -1,8 +1,8 @@
 // Releases and acquires the GIL in threads that may outlive the interpreter.
 //
-// Up to Python 3.13, a thread that asks for the GIL while the interpreter ends is itself ended by
-// pthread_exit. Unwinding must not pass a destructor, so the process would abort. These classes
-// block such a thread instead, as Python 3.14 does, until the process ends.
+// Up to Python 3.13, Python calls pthread_exit in a thread that requests the GIL while the
+// interpreter shuts down. pthread_exit unwinds the stack, and unwinding out of a destructor aborts
+// the process. These classes block such a thread until the process ends, as Python 3.14 does.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,21 +10,21 @@
 
 namespace sparkhvd::bindings {
 
-template <typename TakeLock>
-auto TakeLockOrStay(const TakeLock& take_lock) noexcept {
+template <typename Acquire>
+auto AcquireOrBlockForever(const Acquire& acquire) noexcept {
   try {
-    return take_lock();
+    return acquire();
   } catch (...) {
     while (true) pause();
   }
 }
 
-// Lets other threads run Python while it lives.
+// Releases the GIL for the lifetime of this object, so that other threads can run Python.
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}
   ~GilRelease() {
-    TakeLockOrStay([this] { PyEval_RestoreThread(state_); });
+    AcquireOrBlockForever([this] { PyEval_RestoreThread(state_); });
   }
   GilRelease(const GilRelease&) = delete;
   GilRelease& operator=(const GilRelease&) = delete;
@@ -33,10 +33,10 @@ class GilRelease {
   PyThreadState* state_;
 };
 
-// Lets this thread call Python while it lives.
+// Holds the GIL for the lifetime of this object, so that this thread can call Python.
 class GilAcquire {
  public:
-  GilAcquire() : state_(TakeLockOrStay([] { return PyGILState_Ensure(); })) {}
+  GilAcquire() : state_(AcquireOrBlockForever([] { return PyGILState_Ensure(); })) {}
   ~GilAcquire() { PyGILState_Release(state_); }
   GilAcquire(const GilAcquire&) = delete;
   GilAcquire& operator=(const GilAcquire&) = delete;

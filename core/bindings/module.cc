@@ -19,7 +19,7 @@ void RegisterErrors(py::module_& module) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const CoreFailure& failure) {
-      // Looked up on every use, because a module-level reference would outlive the interpreter.
+      // Look up the class on every use: a global reference to it would outlive the interpreter.
       const py::object error = py::module_::import("sparkhvd._core").attr("CoreError");
       const Status& status = failure.status();
       const py::object raised = error(StatusCodeName(status.code()), status.message());

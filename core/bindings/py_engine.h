@@ -125,8 +125,8 @@ class Handle {
     Check(WithoutGil([&] { return operation_->device()->LetWait(ToStream(stream)); }));
   }
 
-  // Returns whether the device has completed the operation, too. True for host memory.
-  bool CarriedOut() const {
+  // Returns whether the device has also completed the operation. True for host memory.
+  bool CompletedOnDevice() const {
     RequireGoodDevice();
     return operation_->device() == nullptr ||
            WithoutGil([&] { return operation_->device()->Finished(); });

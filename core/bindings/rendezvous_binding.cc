@@ -29,8 +29,8 @@ HostPort ToHostPort(const Address& address) {
   return target;
 }
 
-// Local access needs no network, so setting a value does not wait.
-constexpr double kLocalSeconds = 10.0;
+// The timeout of setting a value in this process's own server, which needs no network.
+constexpr double kLocalSetSeconds = 10.0;
 
 std::unique_ptr<TcpStoreServer> StartServer(const std::string& token, const std::string& host,
                                             uint16_t port, bool encrypt) {
@@ -114,7 +114,7 @@ void RegisterRendezvous(py::module_& module) {
       .def(
           "set",
           [](TcpStoreServer& server, const std::string& key, const py::bytes& value) {
-            Set(server, key, value, kLocalSeconds);
+            Set(server, key, value, kLocalSetSeconds);
           },
           arg("key"), arg("value"))
       .def(

@@ -21,9 +21,9 @@ using Shape = std::vector<int64_t>;
 using EnginePointer = std::shared_ptr<PyEngine>;
 using HandlePointer = std::unique_ptr<Handle>;
 
-// The number of the device that holds the buffers, and the address of the stream that makes them
-// ready. Empty for host memory.
-using OnDevice = std::optional<std::pair<int, uintptr_t>>;
+// The CUDA device that holds the buffers, by its number, and the address of the stream that writes
+// the input. Empty for host memory.
+using DeviceAndStream = std::optional<std::pair<int, uintptr_t>>;
 
 // One tensor of a group: name, source, target (ignored by an allgather), shape, dtype, keep_alive.
 using Tensor = std::tuple<std::string, uintptr_t, uintptr_t, Shape, std::string, py::object>;
@@ -50,19 +50,18 @@ std::byte* ToPointer(uintptr_t address) {
   return reinterpret_cast<std::byte*>(address);  // NOLINT: the caller's contract
 }
 
-std::optional<DeviceStream> ToDevice(const OnDevice& device) {
+std::optional<DeviceStream> ToDeviceStream(const DeviceAndStream& device) {
   if (!device) return std::nullopt;
   return DeviceStream{device->first, reinterpret_cast<CudaStream>(device->second)};  // NOLINT
 }
 
-// Releases the GIL for device memory: a call to the CUDA driver may block, and the first one
-// creates a context. For host memory, releasing the GIL would cost more than the whole submission.
-std::unique_ptr<GilRelease> ReleaseFor(const OnDevice& device) {
+// Releases the GIL for device memory, because a call to the CUDA driver may block and the first
+// call creates a context. For host memory, releasing the GIL would take longer than the submission.
+std::unique_ptr<GilRelease> ReleaseGilFor(const DeviceAndStream& device) {
   return device ? std::make_unique<GilRelease>() : nullptr;
 }
 
-// Faster than pybind11's generic conversion of sequences, which matters because every tensor has a
-// shape.
+// Faster than pybind11's generic conversion of sequences. Every submission converts a shape.
 Shape ToShape(const py::tuple& lengths) {
   Shape shape(lengths.size());
   for (size_t i = 0; i < shape.size(); ++i) {
@@ -94,7 +93,7 @@ void SetReduction(Request& request, std::string_view op, Scales scales) {
   request.postscale = scales.postscale;
 }
 
-Start StartOf(bool with_waiter) { return with_waiter ? Start::kWithWaiter : Start::kNow; }
+Start ToStart(bool with_waiter) { return with_waiter ? Start::kWithWaiter : Start::kNow; }
 
 HandlePointer MakeHandle(const EnginePointer& engine, std::shared_ptr<Operation> operation,
                          py::object keep_alive) {
@@ -102,28 +101,28 @@ HandlePointer MakeHandle(const EnginePointer& engine, std::shared_ptr<Operation>
     engine->pending().Add(operation);
     return std::make_unique<Handle>(engine, std::move(operation), keep_alive);
   } catch (...) {
-    keep_alive.release();  // leaked on purpose: the engine uses the buffers, and no handle is left
+    keep_alive.release();  // leak it: the engine uses the buffers, and no handle keeps them alive
     throw;
   }
 }
 
 HandlePointer Submit(const EnginePointer& engine, Request request, uintptr_t source,
                      uintptr_t target, py::object keep_alive, bool with_waiter,
-                     const OnDevice& device) {
+                     const DeviceAndStream& device) {
   engine->orphans().ReleaseDone();
   Result<std::shared_ptr<Operation>> operation = [&] {
-    const auto release = ReleaseFor(device);
+    const auto release = ReleaseGilFor(device);
     return engine->engine().Submit(std::move(request), ToPointer(source), ToPointer(target),
-                                   StartOf(with_waiter), ToDevice(device));
+                                   ToStart(with_waiter), ToDeviceStream(device));
   }();
   return MakeHandle(engine, Take(std::move(operation)), std::move(keep_alive));
 }
 
-// `complete` sets the fields that the requests of the group share.
+// `complete` sets the fields that are equal in all requests of the group.
 template <typename Complete>
 std::vector<HandlePointer> SubmitGroup(const EnginePointer& engine, OperationKind kind,
                                        const std::string& group, std::vector<Tensor> tensors,
-                                       bool with_waiter, const OnDevice& device,
+                                       bool with_waiter, const DeviceAndStream& device,
                                        const Complete& complete) {
   engine->orphans().ReleaseDone();
   std::vector<Engine::Submission> submissions;
@@ -133,11 +132,11 @@ std::vector<HandlePointer> SubmitGroup(const EnginePointer& engine, OperationKin
     request.group_size = static_cast<uint32_t>(tensors.size());
     complete(request);
     submissions.push_back(
-        {std::move(request), ToPointer(source), ToPointer(target), ToDevice(device)});
+        {std::move(request), ToPointer(source), ToPointer(target), ToDeviceStream(device)});
   }
   Result<std::vector<std::shared_ptr<Operation>>> submitted = [&] {
-    const auto release = ReleaseFor(device);
-    return engine->engine().SubmitAll(std::move(submissions), StartOf(with_waiter));
+    const auto release = ReleaseGilFor(device);
+    return engine->engine().SubmitAll(std::move(submissions), ToStart(with_waiter));
   }();
   std::vector<std::shared_ptr<Operation>> operations = Take(std::move(submitted));
   std::vector<HandlePointer> handles;
@@ -148,7 +147,7 @@ std::vector<HandlePointer> SubmitGroup(const EnginePointer& engine, OperationKin
       handles.push_back(MakeHandle(engine, std::move(operations[made]),
                                    std::move(std::get<py::object>(tensors[made]))));
     }
-  } catch (...) {  // as in MakeHandle
+  } catch (...) {  // leak the rest, as in MakeHandle
     for (++made; made < operations.size(); ++made) std::get<py::object>(tensors[made]).release();
     throw;
   }
@@ -159,7 +158,7 @@ template <OperationKind kKind>
 HandlePointer Reduce(const EnginePointer& engine, std::string name, uintptr_t source,
                      uintptr_t target, const py::tuple& shape, std::string_view dtype,
                      std::string_view op, double prescale, double postscale, py::object keep_alive,
-                     bool with_waiter, const OnDevice& device) {
+                     bool with_waiter, const DeviceAndStream& device) {
   Request request = MakeRequest(kKind, std::move(name), ToShape(shape), dtype);
   SetReduction(request, op, Scales{prescale, postscale});
   return Submit(engine, std::move(request), source, target, std::move(keep_alive), with_waiter,
@@ -170,7 +169,7 @@ template <OperationKind kKind>
 std::vector<HandlePointer> ReduceGroup(const EnginePointer& engine, const std::string& group,
                                        std::vector<Tensor> tensors, std::string_view op,
                                        double prescale, double postscale, bool with_waiter,
-                                       const OnDevice& device) {
+                                       const DeviceAndStream& device) {
   return SubmitGroup(
       engine, kKind, group, std::move(tensors), with_waiter, device,
       [&](Request& request) { SetReduction(request, op, Scales{prescale, postscale}); });
@@ -178,7 +177,7 @@ std::vector<HandlePointer> ReduceGroup(const EnginePointer& engine, const std::s
 
 HandlePointer Allgather(const EnginePointer& engine, std::string name, uintptr_t source,
                         Shape shape, std::string_view dtype, py::object keep_alive,
-                        bool with_waiter, const OnDevice& device) {
+                        bool with_waiter, const DeviceAndStream& device) {
   return Submit(engine,
                 MakeRequest(OperationKind::kAllgather, std::move(name), std::move(shape), dtype),
                 source, 0, std::move(keep_alive), with_waiter, device);
@@ -186,14 +185,14 @@ HandlePointer Allgather(const EnginePointer& engine, std::string name, uintptr_t
 
 std::vector<HandlePointer> AllgatherGroup(const EnginePointer& engine, const std::string& group,
                                           std::vector<Tensor> tensors, bool with_waiter,
-                                          const OnDevice& device) {
+                                          const DeviceAndStream& device) {
   return SubmitGroup(engine, OperationKind::kAllgather, group, std::move(tensors), with_waiter,
                      device, [](Request&) {});
 }
 
 HandlePointer Alltoall(const EnginePointer& engine, std::string name, uintptr_t source, Shape shape,
                        Shape splits, std::string_view dtype, py::object keep_alive,
-                       bool with_waiter, const OnDevice& device) {
+                       bool with_waiter, const DeviceAndStream& device) {
   Request request = MakeRequest(OperationKind::kAlltoall, std::move(name), std::move(shape), dtype);
   request.splits = std::move(splits);
   return Submit(engine, std::move(request), source, 0, std::move(keep_alive), with_waiter, device);
@@ -201,7 +200,7 @@ HandlePointer Alltoall(const EnginePointer& engine, std::string name, uintptr_t 
 
 HandlePointer Broadcast(const EnginePointer& engine, std::string name, uintptr_t source,
                         uintptr_t target, Shape shape, std::string_view dtype, int root,
-                        py::object keep_alive, bool with_waiter, const OnDevice& device) {
+                        py::object keep_alive, bool with_waiter, const DeviceAndStream& device) {
   Request request =
       MakeRequest(OperationKind::kBroadcast, std::move(name), std::move(shape), dtype);
   request.root = root;
@@ -209,8 +208,8 @@ HandlePointer Broadcast(const EnginePointer& engine, std::string name, uintptr_t
                 device);
 }
 
-HandlePointer WithoutData(const EnginePointer& engine, OperationKind kind, std::string name,
-                          bool with_waiter, const OnDevice& device = {}) {
+HandlePointer SubmitWithoutData(const EnginePointer& engine, OperationKind kind, std::string name,
+                                bool with_waiter, const DeviceAndStream& device = {}) {
   return Submit(engine, MakeRequest(kind, std::move(name), {0}, Name(DType::kUInt8)), 0, 0,
                 py::none(), with_waiter, device);
 }
@@ -247,13 +246,13 @@ void RegisterSubmissions(EngineClass& engine) {
       .def(
           "barrier",
           [](const EnginePointer& self, std::string name, bool with_waiter) {
-            return WithoutData(self, OperationKind::kBarrier, std::move(name), with_waiter);
+            return SubmitWithoutData(self, OperationKind::kBarrier, std::move(name), with_waiter);
           },
           arg("name"), arg("with_waiter") = false)
       .def(
           "join",
-          [](const EnginePointer& self, bool with_waiter, const OnDevice& device) {
-            return WithoutData(self, OperationKind::kJoin, kJoinName, with_waiter, device);
+          [](const EnginePointer& self, bool with_waiter, const DeviceAndStream& device) {
+            return SubmitWithoutData(self, OperationKind::kJoin, kJoinName, with_waiter, device);
           },
           arg("with_waiter") = false, arg("device") = py::none());
 }

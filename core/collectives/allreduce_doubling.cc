@@ -2,7 +2,7 @@
 
 #include "collectives/allreduce_links.h"
 #include "collectives/exchange.h"
-#include "collectives/players.h"
+#include "collectives/participants.h"
 
 namespace sparkhvd {
 
@@ -15,11 +15,11 @@ Status AllreduceDoublingInPlace(Transport& transport, const Reduction& reduction
   const Bytes own(data, count * SizeOf(reduction.dtype));
   if (scratch.size() < own.size()) scratch.resize(own.size());
   std::byte* const received = scratch.data();
-  const auto rounds = [&](const Players& players) -> Status {
-    const int number = players.NumberOf(transport.rank());
-    for (int distance = 1; distance < players.count; distance *= 2) {
+  const auto rounds = [&](const Participants& participants) -> Status {
+    const int number = participants.NumberOf(transport.rank());
+    for (int distance = 1; distance < participants.count; distance *= 2) {
       const int partner = number ^ distance;
-      const int peer = players.RankOf(partner);
+      const int peer = participants.RankOf(partner);
       SHVD_TRY(Exchange(transport, peer, own, peer, Bytes(received, own.size()), deadline)
                    .Annotate("allreduce distance " + std::to_string(distance)));
       const bool first = number < partner;
@@ -29,7 +29,7 @@ Status AllreduceDoublingInPlace(Transport& transport, const Reduction& reduction
     Finish(reduction, ranks, data, count);
     return Status();
   };
-  return AmongPlayers(transport, reduction, own, received, deadline, rounds);
+  return RunAmongParticipants(transport, reduction, own, received, deadline, rounds);
 }
 
 }  // namespace sparkhvd

@@ -49,14 +49,14 @@ constexpr LinkAlgorithm SelectForLinks(int size, size_t bytes, const LinkCosts& 
   constexpr double kLittle = 0.1;
   int rounds = 0;
   while (size >> (rounds + 1) > 0) ++rounds;
-  const int players = 1 << rounds;
-  const int more = size > players ? 1 : 0;  // before the rounds, and again after them
+  const int participants = 1 << rounds;
+  const int more = size > participants ? 1 : 0;  // before the rounds, and again after them
   const auto length = static_cast<double>(bytes);
   const auto seconds = [&](double messages, double moved, double combined) {
     return messages * costs.per_message +
            length * (moved * costs.per_byte + combined * kCombiningSecondsPerByte);
   };
-  const double part = 1.0 - 1.0 / players;
+  const double part = 1.0 - 1.0 / participants;
   const double ring_part = 1.0 - 1.0 / size;
   const double ring = seconds(2.0 * (size - 1), 2 * ring_part, ring_part);
   const double doubling = seconds(rounds + 2 * more, rounds + 2 * more, rounds + more);

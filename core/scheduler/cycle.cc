@@ -86,15 +86,15 @@ Status Cycle::Conclude(Deadline patience) {
   parts_.counters.negotiation_us += Microseconds(Clock::now() - entered_.start);
   if (parts_.timeline.on()) parts_.timeline.MarkCycle();
 
-  const auto& [response, beside] = outcome.value();
+  const auto& [response, deposits] = outcome.value();
   const Result<std::vector<ReadyOperation>> ready = Resolve(response);
   SHVD_TRY(ready.status());
   state_ = pending_.empty() ? State::kIdle : State::kPending;
   if (response.retuning) Retune(*response.retuning);
   if (autotuner_) ObserveForTuning(ready.value());
   Pause(entered_.submitted == 0 && response.cached.empty() && response.agreements.empty());
-  if (!entered_.deposited || !beside) return parts_.dispatcher.Run(ready.value());
-  parts_.dispatcher.Combine(ready.value(), *beside);
+  if (!entered_.deposited || !deposits) return parts_.dispatcher.Run(ready.value());
+  parts_.dispatcher.Combine(ready.value(), *deposits);
   return Status();
 }
 

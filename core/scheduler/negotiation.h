@@ -25,9 +25,9 @@ constexpr int kFanIn = 16;
 struct Outcome {
   ResponseMessage response;
   // Set if all ranks requested exactly the same operations, all of them by their ids in the cache.
-  // `response` then holds these operations. The members' slots of this round hold the data that the
-  // ranks sent with their messages.
-  std::optional<ArenaSteps::Round> beside;
+  // `response` then holds these operations, and the members' slots of this round hold the data that
+  // the ranks deposited next to their messages.
+  std::optional<ArenaSteps::Round> deposits;
 };
 
 // One rank's side of the cycles. A cycle consists of Announce, Enter and Conclude, and lasts until

@@ -34,7 +34,7 @@ class PendingOperation(Protocol):
         """After ``wait()``: make a CUDA stream wait for the result; raise ``CoreError`` on failure."""
         ...
 
-    def carried_out(self) -> bool:
+    def completed_on_device(self) -> bool:
         """After ``wait()``: return whether a CUDA device has also completed it; raise ``CoreError`` on failure."""
         ...
 
@@ -66,9 +66,9 @@ class PendingGroup:
         for operation in self.operations:
             operation.let_wait(stream)
 
-    def carried_out(self) -> bool:
+    def completed_on_device(self) -> bool:
         """Return whether a CUDA device has also completed all operations."""
-        return all(operation.carried_out() for operation in self.operations)
+        return all(operation.completed_on_device() for operation in self.operations)
 
 
 @dataclass(slots=True)
@@ -151,12 +151,12 @@ class Handle(Generic[T]):
 
         return Handle(self.name, self.operation, self.waits, finish=cache(finish))
 
-    def carried_out(self) -> Handle[T]:
+    def with_device_wait(self) -> Handle[T]:
         """Return a handle for a CUDA device, whose first ``wait()`` also waits until the device is done."""
 
         def finish() -> T:
             deadline = Deadline.after(self.waits.timeout)
-            while not self._is_carried_out():
+            while not self._is_completed_on_device():
                 if deadline.expired():
                     message = f"The GPU did not complete {self.name!r} within {self.waits.timeout:g} s."
                     raise DeadlineExceededError(message)
@@ -165,9 +165,9 @@ class Handle(Generic[T]):
 
         return Handle(self.name, self.operation, self.waits, finish=cache(finish))
 
-    def _is_carried_out(self) -> bool:
+    def _is_completed_on_device(self) -> bool:
         with translated():
-            return self.operation.carried_out()
+            return self.operation.completed_on_device()
 
     def with_result(self, result: U) -> Handle[U]:
         """Return a handle of the same operation with a known result."""

@@ -1,4 +1,4 @@
-"""The launcher's handle on the process that it starts on a host, through ssh, Slurm or directly on this machine."""
+"""The process that a launcher starts on a host: through ssh, through Slurm, or directly if the host is this machine."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _END_SECONDS = 8.0
 
 @dataclass(frozen=True)
 class SshOptions:
-    """How to reach the hosts; None uses ssh's own configuration."""
+    """How ``ssh`` reaches the hosts; None leaves an option to ssh's own configuration."""
 
-    check: ClassVar[str] = "ssh HOST true"  # shows whether a host can be reached
+    check: ClassVar[str] = "ssh HOST true"  # the command with which a user can test the access to a host
 
     port: int | None = None
     identity_file: str | None = None
@@ -45,7 +45,7 @@ class SshOptions:
 
 @dataclass(frozen=True)
 class SrunOptions:
-    """How to reach the hosts of a Slurm job: ``srun`` needs no ssh, and Slurm counts the ranks as part of the job."""
+    """How ``srun`` reaches the hosts of a Slurm job: without ssh, and with ranks that Slurm accounts to the job."""
 
     check: ClassVar[str] = "srun --nodelist=HOST true"
 
@@ -54,44 +54,44 @@ class SrunOptions:
 
 @dataclass(frozen=True)
 class HostEnded:
-    """The process of a host has ended; ``why`` describes the end, with the last output."""
+    """The process of a host has ended; ``why`` contains its exit status and its last output."""
 
     why: str
 
 
 def host_command(host: str, executable: str, options: SshOptions | SrunOptions, module: str = FIXED_JOB) -> list[str]:
-    """Return the command that starts the host process. It contains no secret and no variable of the user."""
+    """Return the command that starts the host process. It contains no secrets and none of the user's variables."""
     own = ["env", f"{IMPORT_PATH}={import_path(executable)}", executable or sys.executable, "-m", module]
     if is_this_machine(host):
         return own
     if isinstance(options, SrunOptions):
-        # One task that has all processors and the memory of the job on the host; the ranks share them.
+        # One task gets all processors and all memory that the job has on the host; the ranks share them.
         step = ["--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--mem=0", "--quiet", "--unbuffered"]
         return ["srun", f"--jobid={options.job_id}", f"--nodelist={host}", *step, *own]
     port = [] if options.port is None else ["-p", str(options.port)]
     identity = [] if options.identity_file is None else ["-i", options.identity_file]
-    # No password can be typed (BatchMode), and a host that is cut off must be detected (ServerAlive).
+    # BatchMode: nobody can type a password. ServerAlive: ssh must notice that a host is unreachable.
     alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
     return ["ssh", "-T", "-o", "BatchMode=yes", *alive, *port, *identity, host, shlex.join(own)]
 
 
 def is_this_machine(host: str) -> bool:
-    """Return whether a name or address is loopback or the host name of this machine."""
+    """Return whether a name or address is a loopback address or the host name of this machine."""
     return is_loopback(host) or host == socket.gethostname()
 
 
 def host_setup() -> HostSetup:
-    """Return the environment and the working directory that a host process takes over from this process."""
+    """Return the environment and the working directory of this process, for a host process to adopt."""
     return HostSetup(environment_for_hosts(), str(Path.cwd()))
 
 
 class HostProcess:
-    """The connection to one host.
+    """The process on one host, with a connection for messages in both directions.
 
     Args:
-        command: starts the process.
-        receive: called from a thread of this object with each message; the last is ``HostEnded``.
-        end_seconds: how long the process may take to end after ``hang_up``.
+        command: the command that starts the process.
+        receive: a thread of this object calls it with every message from the host; the last is ``HostEnded``.
+        end_seconds: seconds that the process may take to end after ``hang_up``.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class HostProcess:
         )
         self._output = Connection(os.dup(self._fileno(self._process.stdin)), readable=False)
         if self._process.stdin is not None:
-            self._process.stdin.close()  # the host sees the end of its input when the duplicate is closed
+            self._process.stdin.close()  # closing the duplicate then ends the host's input
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -122,21 +122,21 @@ class HostProcess:
                 (self._write, "sparkhvd-host-stdin"),
             )
         ]
-        for thread in reversed(self._threads):  # the first thread joins the second
+        for thread in reversed(self._threads):  # the second first, because the first thread joins it
             thread.start()
 
     def send(self, message: object) -> None:
-        """Send a message without waiting for the host to read it; if the host has ended, the message is lost."""
+        """Queue a message for the host, and return at once. If the host has ended, the message is lost."""
         self._outbox.put(pickle.dumps(message))
 
     def hang_up(self, *, is_lost: bool = False) -> None:
-        """End the host's ranks without waiting for their end; not even ``close`` waits for a host that is lost."""
+        """Tell the host to end its ranks, and return at once. If the host is lost, ``close`` does not wait for it."""
         self._outbox.put(None)
         waits = self._answered and not is_lost  # a host that has not answered runs no ranks
         self._end_deadline = self._end_deadline or Deadline.after(self._end_seconds if waits else 0.0)
 
     def close(self) -> None:
-        """Hang up, and wait for the end of the process."""
+        """Hang up, wait at most ``end_seconds`` for the process to end, and kill what is left of its process group."""
         self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.0 if self._end_deadline is None else self._end_deadline.remaining())
@@ -169,7 +169,7 @@ class HostProcess:
         self._receive(HostEnded(why))
 
     def _write(self) -> None:
-        # If the host does not read, the write blocks until its process is killed, and then fails.
+        # If the host process stops reading, a write blocks until close() kills that process, and then fails.
         with contextlib.suppress(OSError), contextlib.closing(self._output):
             while (content := self._outbox.get()) is not None:
                 self._output.send_bytes(content)
@@ -189,7 +189,7 @@ class HostProcess:
 
 
 def _skip_noise(descriptor: int) -> bool:
-    """Skip all bytes up to the end of the marker; return False if the marker does not come."""
+    """Skip output up to and including the marker; return False if the marker does not arrive."""
     content = b""
     while not content.endswith(MARKER):
         byte = os.read(descriptor, 1)

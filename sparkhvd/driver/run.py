@@ -265,7 +265,7 @@ def launched(  # noqa: PLR0917
             stack.enter_context(turn_of(request.session(), request.resources, num_proc, options.priority))
         deadline = Deadline.after(config.start_timeout)
         payload = pickle_call(fn, args, kwargs or {}, _importable(launcher, kind, request, options))
-        job = replace(new_job(payload, num_proc, changes, config, options), gives_rows=request.rows is not None)
+        job = replace(new_job(payload, num_proc, changes, config, options), has_rows=request.rows is not None)
         stream = stack.enter_context(closing(open_stream(options, job.num_proc)))
         handle = stack.enter_context(closing(_launch(instance, job, stream)))
         handle.wait_started(deadline)

@@ -1,5 +1,5 @@
-"""Authenticated frames over TCP, the messages in them, and a small server and client.
+"""The messages between the driver and the tasks of a job, with their server and client.
 
-The driver and the tasks of a job use it. Both sides prove that they know a shared secret before either parses a
-message. Messages are JSON and raw bytes, never pickles.
+Messages travel in authenticated frames over TCP. Both sides prove that they know a shared secret before either parses
+a message. A message consists of JSON and raw bytes, never of pickles.
 """

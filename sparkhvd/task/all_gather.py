@@ -20,7 +20,7 @@ def all_gather(message: str, job: Job, task: TaskInfo) -> list[str]:
 
     context = BarrierTaskContext.get()
     gathered = in_background(lambda: context.allGather(message), "sparkhvd-all-gather")
-    if not is_done_within(gathered, math.inf if job.gives_rows and job.driver_connection else job.start_timeout):
+    if not is_done_within(gathered, math.inf if job.has_rows and job.driver_connection else job.start_timeout):
         raise LaunchError(
             f"Task {task.index} on host {task.host} waited start_timeout={job.start_timeout:g} s for the other tasks "
             "of this job. One of them is stopped or hangs; see the executors' logs."

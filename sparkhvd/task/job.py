@@ -1,4 +1,4 @@
-"""The job that the driver sends to every task, and the schema of the rows that every task returns."""
+"""The job that the driver sends to every task, and the schema of the rows that tasks return."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sparkhvd.comm.connect.commit_folder import CommitFolder
 from sparkhvd.config import Config
 from sparkhvd.task.log_files import LogFiles
 
-# The limit for the results of all ranks together, which pass through the driver's memory.
+# The limit for the combined size of all ranks' results, which pass through the driver's memory.
 RESULT_CAP_BYTES = 256 * 1024 * 1024
-# Results are split into chunks of this size, so that no row is large.
+# A result is split into chunks of this size, one per row, so that no row is large.
 CHUNK_BYTES = 8 * 1024 * 1024
 
 RESULT_SCHEMA = "rank int, kind string, chunk int, content binary"
@@ -27,21 +27,21 @@ class Job:
         payload: ``(fn, args, kwargs)``, pickled.
         num_proc: the number of ranks.
         env: changes to the workers' environment; None removes a variable.
-        preload: modules that workers import while they wait for each other.
-        config: settings of the core, the same on every rank.
+        preload: modules that a worker imports while it waits for the other workers.
+        config: settings of the core and the launchers, the same on every rank.
         driver_addresses: the driver's addresses; if empty, output stays in the executors' logs.
         driver_connection: whether every task keeps a connection to the driver, over which tasks exchange introductions
             and each side notices the loss of the other.
         secret: authenticates connections to the driver; the secret of the ranks is derived from it. It is part of the
             closure, which is as private as Spark's own channels.
-        streamed: the streams (``stdout``, ``stderr``) that go to the driver; others stay in the executors' logs.
-        log_files: destinations in a Store, by ``stdout`` and ``stderr``, instead of the driver.
+        streamed: the streams (``stdout``, ``stderr``) that go to the driver; the others stay in the executors' logs.
+        log_files: the files in a Store that ``stdout`` or ``stderr`` goes to instead of the driver, by stream.
         log_level: the level of the ``sparkhvd`` logger in the workers.
-        executable: the Python of the workers; if empty, the Python of the process that starts them.
-        nics: network interfaces to use; if empty, suitable ones are found.
-        gives_rows: whether the rows of a task's partition go to its rank.
-        versions: the driver's framework versions, to compare with those of the tasks.
-        commits: where an elastic job publishes commits; None keeps them in memory only.
+        executable: the workers' Python interpreter; if empty, that of the process that starts them.
+        nics: network interfaces to use; if empty, each task chooses suitable ones.
+        has_rows: whether each rank receives the rows of its task's partition.
+        versions: the driver's framework versions, for a comparison with those of the tasks.
+        commits: the folder in which an elastic job publishes commits; None keeps them in memory only.
     """
 
     payload: bytes = field(repr=False)
@@ -57,13 +57,13 @@ class Job:
     log_level: int = logging.INFO
     executable: str = ""
     nics: tuple[str, ...] = ()
-    gives_rows: bool = False
+    has_rows: bool = False
     versions: tuple[str, ...] = ()
     commits: CommitFolder | None = None
 
     @property
     def start_timeout(self) -> float:
-        """Return the limit in seconds for workers to be ready for ``fn``, and for ``init()`` to connect them."""
+        """Return the seconds within which workers must be ready for ``fn``, and ``init()`` must connect them."""
         return self.config.start_timeout
 
     def with_driver_addresses(self, addresses: tuple[tuple[str, int], ...]) -> Job:

@@ -59,7 +59,7 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         stack.callback(worker.close)
         # An executor's JVM may exit when a stage is cancelled while a task waits in Spark's all-gather. Therefore no
         # task waits there for another task's rows: introductions are exchanged first.
-        first = job.gives_rows and (line is None or not line.is_open())
+        first = job.has_rows and (line is None or not line.is_open())
         rows = None if first else _received(job, batches, stack)
         plan, unknown, by_spark = _gather(job, task, line, stack)
         slot = next(one for one in plan.slots if one.offer.task_index == task.index)
@@ -67,7 +67,7 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         if slot.world.rank == 0:
             log.started()
         paths, problem = _received(job, batches, stack) if rows is None else rows
-        if job.gives_rows and by_spark:
+        if job.has_rows and by_spark:
             await_rows(plan, slot)
         deadline = Deadline.after(job.start_timeout)  # reading rows may have taken any time
         if line is not None:
@@ -99,7 +99,7 @@ def _received(
     spool = Spool(local_folders(), by=SPLIT, otherwise="train")
     stack.callback(spool.close)
     for batch in batches:  # Spark requires its input to be read, even after an error
-        if job.gives_rows and problem is None:
+        if job.has_rows and problem is None:
             try:
                 spool.write(batch)
             except StoreError as error:

@@ -44,7 +44,7 @@ _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
-def by_nccl(tensors: Sequence[tf.Tensor], op: ReduceOp, process_set: ProcessSet | None) -> bool:
+def uses_nccl(tensors: Sequence[tf.Tensor], op: ReduceOp, process_set: ProcessSet | None) -> bool:
     """Return whether NCCL reduces these eager tensors.
 
     Ranks whose tensors are on the same kinds of devices reach the same decision.
@@ -66,7 +66,7 @@ def allreduce(  # noqa: PLR0917
     names: Sequence[str | None],
     process_set: ProcessSet | None,
 ) -> list[tf.Tensor]:
-    """Return the reduced tensors as new tensors on the same GPU; call this only if ``by_nccl`` returns True."""
+    """Return the reduced tensors as new tensors on the same GPU; call this only if ``uses_nccl`` returns True."""
     communicator = session.current()
     # Multiply even if prescale is 1: the product is in new memory, which NCCL may overwrite. The original tensors must
     # not change.
@@ -76,7 +76,7 @@ def allreduce(  # noqa: PLR0917
     for tensor, name in zip(reduced, names, strict=True):
         memory = memory_of(tensor)
         handle = communicator.reduce_buffer(memory, memory, Reduction(op), SubmitOptions(name, process_set))
-        handles.append(handle.carried_out())
+        handles.append(handle.with_device_wait())
     for handle in handles:
         handle.wait()
     return reduced if postscale == 1.0 else [tensor * postscale for tensor in reduced]

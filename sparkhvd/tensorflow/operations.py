@@ -134,7 +134,7 @@ def reduce_dense(
     packed, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
 
     def run(*eager: tf.Tensor) -> Sequence[Array | tf.Tensor]:
-        if gpu.by_nccl(eager, op, process_set):
+        if gpu.uses_nccl(eager, op, process_set):
             return gpu.allreduce(eager, op, prescale, postscale, names, process_set)
         communicator = session.current()
         handles = [

@@ -1,7 +1,7 @@
 """The elastic rows of the fault matrix: a rank fails in some phase, and the job continues without a lost step.
 
-``produced`` runs a row and judges it; ``bench.soak`` runs all rows. The driver's faults and lost hosts are rows of
-``test_elastic_hosts.py`` and ``test_elastic_sparkhvdrun.py``.
+``inject`` runs a row and checks its outcome; ``bench.soak`` runs all rows. The driver's faults and lost hosts are rows
+of ``test_elastic_hosts.py`` and ``test_elastic_sparkhvdrun.py``.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def train(how: str, phase: str, folder: str) -> tuple[int, float]:
     return result
 
 
-def produced(fault: ElasticFault, folder: Path, **options: object) -> tuple[float, str, list[str]]:
+def inject(fault: ElasticFault, folder: Path, **options: object) -> tuple[float, str, list[str]]:
     """Run a job in which the fault happens.
 
     Args:

@@ -1,6 +1,6 @@
 """The fault matrix: fault, launcher and phase, with the error that the driver must report.
 
-``produced`` runs a row, and ``complaints`` judges it. ``test_faults.py`` runs the rows that are ``always`` run;
+``inject`` runs a row, and ``complaints`` checks its outcome. ``test_faults.py`` runs the rows that are ``always`` run;
 ``bench.soak`` runs all rows and reports the time to each error.
 """
 
@@ -61,7 +61,7 @@ class Fault:
         launcher: the launcher of the ranks; with ``mpi``, Open MPI sees each rank on a separate host.
         error: the exception that the driver raises; None if the job must continue.
         words: its message, as a regular expression.
-        always: whether every run of the tests produces the row.
+        always: whether every run of the tests injects the fault.
         seconds: limit from the fault to the end of the job, on an idle machine.
         rank: the faulty rank.
         rows: whether the tasks receive rows.
@@ -271,7 +271,7 @@ CUT_OFF_FAULTS = [
 ]
 
 
-def produced(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: int = NUM_PROC) -> Ended:
+def inject(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: int = NUM_PROC) -> Ended:
     """Run a job in which the fault happens."""
     environment = {"FAULT": fault.how, "FAULT_PHASE": fault.phase, "FAULT_FOLDER": str(folder)}
     environment["FAULT_RANK"] = str(fault.rank)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from tests.launch.faults import Fault, complaints, produced
+from tests.launch.faults import Fault, complaints, inject
 from tests.launch.losses import DRIVER_FAULTS, EXECUTOR_FAULTS, session_on
 from tests.scripts import print_results
 
@@ -18,7 +18,7 @@ _CLUSTER = "local-cluster[2,1,700]"
 
 
 def found(fault: Fault, folder: Path, spark: SparkSession | None) -> tuple[float, str, list[str]]:
-    ended = produced(fault, folder, spark)
+    ended = inject(fault, folder, spark)
     return ended.seconds, type(ended.error).__name__, complaints(fault, ended)
 
 

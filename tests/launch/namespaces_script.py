@@ -24,7 +24,7 @@ from sparkhvd.errors import LaunchError
 from tests import lines
 from tests.hdfs_server import running_hdfs
 from tests.launch import hosts, wire
-from tests.launch.faults import CUT_OFF_FAULTS, Fault, complaints, produced
+from tests.launch.faults import CUT_OFF_FAULTS, Fault, complaints, inject
 from tests.s3_server import BUCKET, running_s3
 from tests.scripts import print_results
 
@@ -51,7 +51,7 @@ def cut_off(fault: Fault, folder: Path, session: SparkSession, cluster: hosts.Cl
     while reserve_tasks(session, None, TaskResources(), Deadline.after(120.0)) < HOSTS:
         continue
     try:
-        ended = produced(fault, folder, session, HOSTS)
+        ended = inject(fault, folder, session, HOSTS)
     finally:
         for host in cluster.hosts:
             host.connect()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from tests.launch.faults import PHASES, PORT_FAULTS, complaints, produced
+from tests.launch.faults import PHASES, PORT_FAULTS, complaints, inject
 from tests.scripts import print_results
 
 
@@ -27,7 +27,7 @@ def main(folder: Path, thoroughly: bool) -> None:
     for number, fault in enumerate(sorted(faults, key=lambda one: one.phase == PHASES[0])):
         place = folder / str(number)
         place.mkdir(parents=True)
-        ended = produced(fault, place, spark)
+        ended = inject(fault, place, spark)
         results[fault.name] = [ended.seconds, type(ended.error).__name__, complaints(fault, ended)]
     print_results(results)
     if spark is not None:

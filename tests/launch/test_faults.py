@@ -14,7 +14,7 @@ from sparkhvd.errors import LaunchError
 from sparkhvd.task.all_gather import all_gather
 from sparkhvd.task.job import Job
 from sparkhvd.task.task_info import current_task_info
-from tests.launch.faults import FAULTS, complaints, ports_taken, produced
+from tests.launch.faults import FAULTS, complaints, inject, ports_taken
 from tests.launch.hosts import why_not
 from tests.launch.losses import DRIVER_FAULTS, lost_driver
 from tests.waiting import happens
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.spark
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.always], ids=lambda fault: fault.name)
 def test_the_driver_reports_the_failure_soon_and_leaves_nothing_behind(fault, spark, tmp_path):
-    assert complaints(fault, produced(fault, tmp_path, spark)) == []
+    assert complaints(fault, inject(fault, tmp_path, spark)) == []
 
 
 def gather_alone(waited: Path, _batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -1,6 +1,6 @@
 """Faults of the mpi launcher that the fault matrix lacks: faults in Open MPI's programs, agents and tasks.
 
-``test_mpi_launcher.py`` produces each row; ``bench.soak`` reports the times.
+``test_mpi_launcher.py`` injects every fault; ``bench.soak`` reports the times.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ _PHASES = {"while the ranks run": CONNECTED, "at the end": ENDED}
 _LOST = r"Task 1 on host 127\.0\.0\.1, the task of rank {}, was lost \({}\): its Python worker"
 MPI_FAULTS = [
     MpiFault("mpirun missing", r"mpirun was not found on the driver's PATH.*launcher='barrier'", _without_mpirun),
-    MpiFault("mpirun of another MPI", r"\S+/mpirun is not Open MPI's; its version is 'HYDRA build det", _other_mpirun),
+    MpiFault("mpirun of another MPI", r"\S+/mpirun is not Open MPI's: --version prints 'HYDRA", _other_mpirun),
     MpiFault(
         "mpirun of Open MPI 5",
         r"\S+/mpirun belongs to Open MPI 5\.0\.6, which starts hosts with prted\..*launcher='barrier'",
@@ -200,7 +200,7 @@ MPI_FAULTS = [
 ]
 
 
-def produced(fault: MpiFault, folder: Path) -> MpiEnded:
+def inject(fault: MpiFault, folder: Path) -> MpiEnded:
     """Run a job in which the fault happens, with processes instead of Spark tasks."""
     options = fault.options(folder)
     path = str(options.pop("path", os.environ["PATH"]))

@@ -21,7 +21,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, RankFailedError
 from sparkhvd.rpc.frames import is_host_unreachable
 from tests.launch.faults import left_of
-from tests.mpi.faults import MPI_FAULTS, complaints, produced, stay
+from tests.mpi.faults import MPI_FAULTS, complaints, inject, stay
 from tests.mpi.tasks import SECONDS, Launched
 from tests.waiting import wait_for
 
@@ -180,7 +180,7 @@ def test_the_first_rank_that_ends_early_is_named_although_mpirun_kills_the_other
 
 @pytest.mark.parametrize("fault", MPI_FAULTS, ids=lambda fault: fault.name)
 def test_every_failure_of_open_mpi_is_one_error_without_leftovers(fault, tmp_path):
-    assert complaints(fault, produced(fault, tmp_path)) == []
+    assert complaints(fault, inject(fault, tmp_path)) == []
 
 
 def test_a_lost_task_is_named_even_if_mpirun_ends_before_its_loss_is_detected(monkeypatch, tmp_path):

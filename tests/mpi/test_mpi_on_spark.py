@@ -36,7 +36,7 @@ def test_a_driver_without_open_mpi_is_refused_before_any_task_starts(spark, monk
     other = tmp_path / "mpirun"
     other.write_text("#!/bin/sh\necho HYDRA build details\n")
     other.chmod(0o755)
-    with pytest.raises(LaunchError, match=r"mpirun is not Open MPI's; its version is 'HYDRA build details'"):
+    with pytest.raises(LaunchError, match=r"mpirun is not Open MPI's: --version prints 'HYDRA build details'"):
         sparkhvd.run(place, num_proc=1, launcher="mpi")
 
 

@@ -17,7 +17,7 @@ from sparkhvd import Store
 from sparkhvd.driver.spark.task_exchange import TaskExchange
 from sparkhvd.errors import SlotsError
 from sparkhvd.rpc.messages import Message
-from tests.launch.faults import FAULTS, complaints, produced
+from tests.launch.faults import FAULTS, complaints, inject
 from tests.launch.losses import EXECUTOR_FAULTS
 from tests.scripts import print_results
 from tests.spark import trainings
@@ -75,7 +75,7 @@ def mpi_without_an_executor(session: SparkSession, folder: Path) -> list[str]:
     """Return the problems of a job whose MPI ranks lose their executor."""
     folder.mkdir()
     fault = next(one for one in EXECUTOR_FAULTS if one.name == "executor killed, in mid-training, mpi")
-    return complaints(fault, produced(fault, folder, session))
+    return complaints(fault, inject(fault, folder, session))
 
 
 def mpi_interrupted(session: SparkSession, folder: Path) -> list[str]:
@@ -83,7 +83,7 @@ def mpi_interrupted(session: SparkSession, folder: Path) -> list[str]:
     folder.mkdir()
     fault = next(one for one in FAULTS if one.name == "driver interrupted, before registration, mpi")
     before = executors(session)
-    wrong = complaints(fault, produced(fault, folder, session))
+    wrong = complaints(fault, inject(fault, folder, session))
     # A task that is interrupted in Spark's own ``allGather`` would end its JVM.
     lost = happens(lambda: executors(session) != before, 5.0)
     return [*wrong, *([f"executors {before} have become {executors(session)}"] if lost else [])]

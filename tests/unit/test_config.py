@@ -140,7 +140,7 @@ def test_names_without_effect_are_accepted_with_one_notice(caplog: pytest.LogCap
     assert from_environment(environment) == Config()
     warn_ignored_variables(environment)
     assert len(caplog.messages) == 1
-    assert "HOROVOD_CYCLE_TIME (a collective starts when all ranks have submitted it" in caplog.text
+    assert "HOROVOD_CYCLE_TIME (a collective starts as soon as all ranks have submitted it" in caplog.text
     assert "HOROVOD_CONTROLLER" in caplog.text
     assert "HOROVOD_CPU_OPERATIONS" not in caplog.text
     warn_ignored_variables({})

@@ -73,7 +73,7 @@ class BarrierHandle:
         job = replace(job, driver_connection=on_lost is not None)
         with ExitStack() as stack:
             self._exchange = exchange = TaskExchange(
-                job.num_proc, stream, job.start_timeout, self._on_tasks_missing, job.gives_rows
+                job.num_proc, stream, job.start_timeout, self._on_tasks_missing, job.has_rows
             )
             encrypt = job.config.encrypt
             server = stack.enter_context(
@@ -100,7 +100,7 @@ class BarrierHandle:
             raise failure_of(self._lost)
         if (error := self._stage.error) is not None:
             raise LaunchError(self._spark_failure(error)) from error
-        if self._job.gives_rows and not self._stage.rows:
+        if self._job.has_rows and not self._stage.rows:
             raise no_rows()  # Spark starts no tasks if it learns early enough that there are no rows
         self._warn_if_unheard()
         return results_of(self._stage.rows, self._job.num_proc)
@@ -137,5 +137,5 @@ class BarrierHandle:
     def _on_tasks_missing(self, tasks: Mapping[int, str]) -> None:
         """End the job, because the other tasks wait for some that are missing."""
         hosts = {**self._stage.task_hosts(), **{index: host for index, host in tasks.items() if host}}
-        self._lost = self._lost or tasks_not_ready(list(tasks), hosts, self._job.start_timeout, self._job.gives_rows)
+        self._lost = self._lost or tasks_not_ready(list(tasks), hosts, self._job.start_timeout, self._job.has_rows)
         self._ended()

@@ -15,23 +15,23 @@ from sparkhvd.errors import LaunchError
 from sparkhvd.task.mpi.job import RANK_COMMAND
 
 _VERSION_SECONDS = 20.0
-# Open MPI 4 calls itself OpenRTE if its program is not named mpirun.
+# Open MPI 4 reports its name as OpenRTE if its program is not called mpirun.
 _OPEN_MPI = re.compile(r"\((?:Open MPI|OpenRTE)\) v?((\d+)\S*)")
 _AGENT = "sparkhvd.driver.mpi.remote_shell"
 _LAST_VERSION_WITH_ORTED = 4
-# The prefix of environment variables that set a parameter.
+# The prefix of the environment variables that set Open MPI's parameters.
 _VARIABLE = "OMPI_MCA_"
-# TCP and shared memory. openib and ofi look for faster networks, and ofi ends a rank whose network disappears.
+# Use TCP and shared memory. openib and ofi search for faster networks, and ofi ends a rank whose network disappears.
 TRANSPORTS = {"pml": "ob1", "btl": "^openib,ofi"}
 
 
 def find_mpirun(*, with_orted: bool = True) -> str:
     """Return the path of Open MPI's ``mpirun`` on this machine.
 
-    If ``mpirun`` belongs to another MPI, return the path of ``mpirun.openmpi``, which Debian installs beside MPICH.
+    If ``mpirun`` belongs to another MPI, return the path of ``mpirun.openmpi``: Debian's name for it next to MPICH.
 
     Args:
-        with_orted: whether it must start hosts with ``orted``, like Open MPI up to version 4.
+        with_orted: whether this ``mpirun`` must start hosts with ``orted``, as Open MPI does up to version 4.
 
     Raises:
         LaunchError: ``mpirun`` is missing, belongs to another MPI, or has a version without ``orted``.
@@ -47,9 +47,9 @@ def find_mpirun(*, with_orted: bool = True) -> str:
         path, version = other, _version_of(other)
     number = _OPEN_MPI.search(version)
     if number is None:
-        first = next(iter(version.splitlines()), "nothing")
+        first = next(iter(version.splitlines()), "")
         raise LaunchError(
-            f"{path} is not Open MPI's; its version is {first!r}. Put Open MPI's mpirun first on the PATH, or "
+            f"{path} is not Open MPI's: --version prints {first!r}. Put Open MPI's mpirun first on the PATH, or "
             f"{_without_mpi(with_orted)}."
         )
     if with_orted and int(number[2]) > _LAST_VERSION_WITH_ORTED:
@@ -76,18 +76,18 @@ def _without_mpi(on_spark: bool) -> str:
 
 
 def parameters_of(arguments: Sequence[str], environment: Mapping[str, str]) -> set[str]:
-    """Return the names of Open MPI's parameters that arguments of ``mpirun`` or variables set."""
+    """Return the names of Open MPI's parameters that are set in the arguments of ``mpirun`` or in the environment."""
     by_variables = {name.removeprefix(_VARIABLE) for name in environment if name.startswith(_VARIABLE)}
     return by_variables | {name for word, name in pairwise(arguments) if word.lstrip("-") in {"mca", "gmca"}}
 
 
 def interface_parameters(interfaces: str, preset: Container[str]) -> dict[str, str]:
-    """Return the parameters that limit Open MPI's own connections to some interfaces or networks.
+    """Return the parameters that restrict Open MPI's own connections to the given interfaces or networks.
 
     Args:
         interfaces: interfaces or networks, separated by commas.
-        preset: names of parameters that are already set. Open MPI rejects an include list next to an exclude list, so
-            a preset list of either kind takes precedence.
+        preset: names of parameters that are already set. Open MPI rejects an include list together with an exclude
+            list, so an existing list of either kind takes precedence.
     """
     return {
         f"{component}_tcp_if_include": interfaces
@@ -97,25 +97,25 @@ def interface_parameters(interfaces: str, preset: Container[str]) -> dict[str, s
 
 
 def network_parameter(interface: str, network: str) -> str:
-    """Return a network for Open MPI's parameters; for IPv6 the interface, because they accept no IPv6 networks."""
+    """Return ``network`` for Open MPI's parameters, which accept no IPv6 networks: for those, return ``interface``."""
     return interface if ":" in network else network
 
 
 def mpirun_settings(hosts: Sequence[MpiHost], networks: Sequence[str], preset: Container[str]) -> dict[str, str]:
-    """Return parameters of Open MPI for ``mpirun``'s environment, so that the user's arguments can override them.
+    """Return parameters of Open MPI as variables for ``mpirun``, which the user's arguments can override.
 
     Args:
         hosts: the hosts of the job.
-        networks: networks or interfaces over which tasks and driver reach each other, for Open MPI's connections.
+        networks: networks or interfaces that connect the tasks and the driver; Open MPI uses the same ones.
         preset: names of the parameters that the user has set.
     """
     settings = {
         "plm": "rsh",
         "plm_rsh_agent": f"{sys.executable} -m {_AGENT}",
-        # Without the tree, every orted is started from here. It stays attached, so its agent lives as long as it does.
+        # Without the tree, mpirun itself starts every orted. An attached orted keeps its agent alive until it ends.
         "plm_rsh_no_tree_spawn": "true",
         "orte_leave_session_attached": "true",
-        # An attached agent counts as starting until it ends, and all agents must run at the same time.
+        # An attached agent counts as starting until it ends, so this limit must allow all agents at once.
         "plm_rsh_num_concurrent": str(max(128, len(hosts))),
         **interface_parameters(",".join(dict.fromkeys(networks)), preset),
     }
@@ -123,7 +123,7 @@ def mpirun_settings(hosts: Sequence[MpiHost], networks: Sequence[str], preset: C
 
 
 def mpirun_defaults() -> dict[str, str]:
-    """Return the defaults of Open MPI's parameters that the user's environment does not set."""
+    """Return our defaults for Open MPI's parameters, as variables that the user's environment overrides."""
     return {f"{_VARIABLE}{name}": value for name, value in TRANSPORTS.items()}
 
 
@@ -132,7 +132,7 @@ def mpirun_arguments(hosts: Sequence[MpiHost], extra: Sequence[str], root: bool)
 
     Args:
         hosts: the hosts in the order of their ranks.
-        extra: the user's arguments.
+        extra: further arguments from the user.
         root: whether this process runs as root.
     """
     return [

@@ -1,4 +1,4 @@
-"""The requests of the driver and the agents that a task of the mpi launcher handles."""
+"""The service with which a task of the mpi launcher answers the driver, the agents and other tasks."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ from sparkhvd.rpc.registration import TaskOffer, TaskServer
 from sparkhvd.task.mpi.orted import Orted
 
 _PROBE_SECONDS = 3.0
-# How long a request to execute orted waits until this task has prepared for it.
+# How long a request to execute orted waits for ``allow_start``.
 _PREPARE_SECONDS = 30.0
 _NOT_FOUND = 127
-# The interval of heartbeats for the driver.
+# How often a task answers AwaitTaskEnd while it runs, as a heartbeat for the driver.
 _BEAT_SECONDS = 3.0
 
 
 class TaskService:
-    """A handler for ``sparkhvd.rpc.server.Server``; one per task.
+    """The handler of a task's ``sparkhvd.rpc.server.Server``.
 
     Args:
-        secret: the job's secret, to authenticate to other tasks' servers.
+        secret: the job's secret, which other tasks' servers require.
+        encrypt: whether connections to other tasks must be encrypted.
     """
 
     def __init__(self, secret: bytes, *, encrypt: bool = False) -> None:
         self._secret = secret
-        self._encrypt = encrypt  # whether other tasks must encrypt
+        self._encrypt = encrypt
         self._assigned = threading.Event()
-        self._over = threading.Event()
+        self._task_ended = threading.Event()
         self._can_execute = threading.Event()
         self._orted_ended = threading.Event()
         self._lock = threading.Lock()
@@ -54,53 +55,54 @@ class TaskService:
         self._ended: tuple[int, str] | None = None  # guarded by _lock
 
     def handle(self, message: Message) -> Message | None:
-        answers: dict[type[Message], Callable[..., Message]] = {
+        handlers: dict[type[Message], Callable[..., Message]] = {
             ProbeServers: self._probe,
             Assign: self._assign,
-            AwaitTaskEnd: self._attend,
+            AwaitTaskEnd: self._await_task_end,
             ExecuteOrted: self._execute,
         }
-        answer = answers.get(type(message))
+        handler = handlers.get(type(message))
         return (
             Rejected(f"A task does not handle {type(message).__name__} messages.")
-            if answer is None
-            else answer(message)
+            if handler is None
+            else handler(message)
         )
 
     def plan_within(self, seconds: float) -> tuple[TaskOffer, ...] | None:
-        """Wait at most ``seconds`` for the assignment of the driver and return it; None if it has not arrived."""
+        """Wait at most ``seconds`` for the driver's assignment, and return it; None if it does not arrive in time."""
         return self._plan if self._assigned.wait(seconds) else None
 
     def allow_start(self, environment: Mapping[str, str]) -> None:
-        """Allow the start of ``orted``, with this environment."""
+        """Allow requests to start ``orted``, in this environment."""
         self._environment = environment
         self._can_execute.set()
 
     def orted_ended(self) -> tuple[int, str] | None:
-        """Return the exit code of ``orted`` and its last output; None before its end."""
+        """Return the exit code and the last output of ``orted``; None while it has not ended."""
         with self._lock:
             return self._ended
 
     def await_orted_end(self, seconds: float) -> None:
+        """Wait at most ``seconds`` for ``orted`` to end."""
         self._orted_ended.wait(seconds)
 
     def close(self) -> None:
-        """End ``orted`` and report to the driver that this task has ended."""
+        """End ``orted``, and report the end of this task to the driver."""
         with self._lock:
             orted = self._orted
         if orted is not None:
             orted.close()
-        self._over.set()
+        self._task_ended.set()
         self._can_execute.set()
 
     def _probe(self, message: ProbeServers) -> Message:
         if not message.servers:
             return Reachable(())
         with ThreadPoolExecutor(len(message.servers), thread_name_prefix="sparkhvd-probe") as pool:
-            answers = zip(message.servers, pool.map(self._reaches, message.servers), strict=True)
-            return Reachable(tuple(server.address for server, reached in answers if reached))
+            tried = zip(message.servers, pool.map(self._can_reach, message.servers), strict=True)
+            return Reachable(tuple(server.address for server, is_reachable in tried if is_reachable))
 
-    def _reaches(self, server: TaskServer) -> bool:
+    def _can_reach(self, server: TaskServer) -> bool:
         try:
             deadline = Deadline.after(_PROBE_SECONDS)
             connection = connect([(server.address, server.port)], self._secret, deadline, encrypt=self._encrypt)
@@ -114,12 +116,12 @@ class TaskService:
         self._assigned.set()
         return Acknowledged()
 
-    def _attend(self, message: AwaitTaskEnd) -> Message:  # noqa: ARG002 - it has no fields
-        return Acknowledged() if self._over.wait(_BEAT_SECONDS) else TaskRunning()
+    def _await_task_end(self, message: AwaitTaskEnd) -> Message:  # noqa: ARG002 - it has no fields
+        return Acknowledged() if self._task_ended.wait(_BEAT_SECONDS) else TaskRunning()
 
     def _execute(self, message: ExecuteOrted) -> Message:
-        if not self._can_execute.wait(_PREPARE_SECONDS) or self._over.is_set():
-            return Rejected("Another task starts orted on this host, or the job is over.")
+        if not self._can_execute.wait(_PREPARE_SECONDS) or self._task_ended.is_set():
+            return Rejected("This task does not start orted: another task of its host does, or the job has ended.")
         with self._lock:
             if self._orted is not None:
                 return Rejected("orted was already started on this host.")

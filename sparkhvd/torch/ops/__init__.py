@@ -1,1 +1,1 @@
-"""Collectives on torch tensors, and the access of the core to the tensors' memory."""
+"""Collectives on torch tensors, and the core's access to the memory of the tensors."""

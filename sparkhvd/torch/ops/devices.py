@@ -22,7 +22,7 @@ _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _TRANSFERABLE = _FLOATS | _INTEGERS | {torch.bool, torch.int16, torch.uint16}
 
 
-def by_nccl(tensors: Sequence[torch.Tensor], process_set: ProcessSet | None, op: ReduceOp | None = None) -> bool:
+def uses_nccl(tensors: Sequence[torch.Tensor], process_set: ProcessSet | None, op: ReduceOp | None = None) -> bool:
     """Return whether NCCL transfers a group of tensors, and reduces it with ``op`` if that is set.
 
     All other tensors are staged through the CPU. Ranks whose tensors are on the same kinds of devices reach the same
@@ -41,7 +41,7 @@ def by_nccl(tensors: Sequence[torch.Tensor], process_set: ProcessSet | None, op:
     )
 
 
-def reduced_by_nccl(
+def reduces_with_nccl(
     tensors: Sequence[torch.Tensor], reduction: Reduction, options: SubmitOptions, compression: Compressor
 ) -> bool:
     """Return whether NCCL reduces the tensors; with a user's own compressor they are staged through the CPU.
@@ -49,7 +49,7 @@ def reduced_by_nccl(
     The built-in compressors convert floats to floats, so the dtypes that NCCL supports stay the same.
     """
     built_in = compression is NoneCompressor or isinstance(compression, CastCompressor)
-    return built_in and by_nccl(tensors, options.process_set, reduction.op)
+    return built_in and uses_nccl(tensors, options.process_set, reduction.op)
 
 
 def nccl_supports(dtype: torch.dtype, op: ReduceOp | None) -> bool:

@@ -14,7 +14,7 @@ from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.collectives.raw import Gathered
 from sparkhvd.comm.handle import Handle
 from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, for_gradient
-from sparkhvd.torch.ops.devices import by_nccl, in_stream_order
+from sparkhvd.torch.ops.devices import in_stream_order, uses_nccl
 from sparkhvd.torch.ops.reductions import Allreduce
 from sparkhvd.torch.ops.tensors import buffer_of, bytes_of, has_dtype, require_contiguous, stage, tensor_of
 
@@ -33,7 +33,7 @@ class Allgather:
         """Submit the collective and return its handle."""
         del in_place
         what = label_of("Tensor", self.options.name)
-        on_device = by_nccl(self.tensors, self.options.process_set)
+        on_device = uses_nccl(self.tensors, self.options.process_set)
         sources = [buffer_of(stage(tensor, what, on_device=on_device).memory, what) for tensor in self.tensors]
         communicator, options = session.current(), self.options.waiting() if waits else self.options
         if self.grouped:
@@ -79,7 +79,7 @@ class Broadcast:
         what = label_of("Tensor", self.options.name)
         if in_place and not self.any_memory:
             require_contiguous(self.tensor, what)
-        on_device = not self.any_memory and by_nccl(self.tensors, self.options.process_set)
+        on_device = not self.any_memory and uses_nccl(self.tensors, self.options.process_set)
         staged = stage(self.tensor, what, on_device=on_device)
         as_bytes = self.any_memory and not has_dtype(staged.memory)
         source = bytes_of(staged.memory) if as_bytes else buffer_of(staged.memory, what)
@@ -119,7 +119,7 @@ class Alltoall:
         """Submit the collective and return its handle."""
         del in_place
         what = label_of("Tensor", self.options.name)
-        on_device = by_nccl(self.tensors, self.options.process_set)
+        on_device = uses_nccl(self.tensors, self.options.process_set)
         source = buffer_of(stage(self.tensor, what, on_device=on_device).memory, what)
         handle = session.current().alltoall_buffer(
             source, self.splits, self.options.waiting() if waits else self.options

@@ -14,7 +14,7 @@ from sparkhvd.comm.handle import Handle
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import Compressor, NoneCompressor
 from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, for_gradient
-from sparkhvd.torch.ops.devices import in_stream_order, reduced_by_nccl, scale, scaled
+from sparkhvd.torch.ops.devices import in_stream_order, reduces_with_nccl, scale, scaled
 from sparkhvd.torch.ops.tensors import buffer_of, plain_buffer, require_contiguous, stage
 
 T = TypeVar("T")
@@ -67,7 +67,9 @@ class Allreduce(NamedTuple):
                     .reduce_buffers(pairs, self.reduction, options)
                     .with_result(finish(self.tensors, ()))
                 )
-        on_device = self.tensors[0].is_cuda and reduced_by_nccl(self.tensors, self.reduction, options, self.compression)
+        on_device = self.tensors[0].is_cuda and reduces_with_nccl(
+            self.tensors, self.reduction, options, self.compression
+        )
         parts = [self._part(tensor, in_place=in_place, on_device=on_device) for tensor in self.tensors]
         if self.grouped:
             pairs = [(part.source, part.target) for part in parts]

@@ -14,7 +14,7 @@ from sparkhvd.comm.handle import Handle
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import Compressor, NoneCompressor
 from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, for_gradient
-from sparkhvd.torch.ops.devices import in_stream_order, reduced_by_nccl, scale, scaled
+from sparkhvd.torch.ops.devices import in_stream_order, reduces_with_nccl, scale, scaled
 from sparkhvd.torch.ops.movements import Allgather
 from sparkhvd.torch.ops.reductions import Part, require_gradient, with_own_scales
 from sparkhvd.torch.ops.tensors import buffer_of, stage
@@ -35,7 +35,9 @@ class Reducescatter(NamedTuple):
         """Submit the collective and return its handle."""
         del in_place
         options = self.options.waiting() if waits else self.options
-        on_device = self.tensors[0].is_cuda and reduced_by_nccl(self.tensors, self.reduction, options, self.compression)
+        on_device = self.tensors[0].is_cuda and reduces_with_nccl(
+            self.tensors, self.reduction, options, self.compression
+        )
         parts = [self._part(tensor, on_device=on_device) for tensor in self.tensors]
         communicator = session.current()
         if self.grouped:

@@ -15,7 +15,7 @@ from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import UnsupportedError
 from sparkhvd.torch.compression import CastCompressor, Compressor, NoneCompressor
 from sparkhvd.torch.ops import sparse
-from sparkhvd.torch.ops.devices import in_stream_order, reduced_by_nccl, scale
+from sparkhvd.torch.ops.devices import in_stream_order, reduces_with_nccl, scale
 from sparkhvd.torch.ops.tensors import buffer_of, plain_dtype, stage
 
 
@@ -128,7 +128,7 @@ def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: Exc
         return Transfer(gradient, handle, version=version)
     what = f"The gradient {name!r}"
     compressed, context = settings.compression.compress(gradient if original is None else gradient.clone())
-    on_device = gradient.is_cuda and reduced_by_nccl((gradient,), reduction, options, settings.compression)
+    on_device = gradient.is_cuda and reduces_with_nccl((gradient,), reduction, options, settings.compression)
     staged = stage(compressed, what, on_device=on_device)
     if on_device:
         scale(staged.memory, reduction.prescale)

@@ -1,4 +1,4 @@
-"""Adasum: every rank takes its own step, and the ranks combine their steps."""
+"""The optimizer for Adasum: every rank takes its own step, then the ranks combine their steps."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from sparkhvd.torch.optimizer.parameters import checked_passes, names_by_positio
 
 @dataclass(frozen=True)
 class DeltaSettings:
-    """Settings for the combination of the ranks' steps.
+    """How the ranks combine their steps.
 
     Attributes:
         compression: compresses a step for transfer.
-        process_set: the ranks that take part, all by default.
+        process_set: the ranks that take part; all ranks by default.
     """
 
     compression: Compressor = NoneCompressor
@@ -46,17 +46,17 @@ class DeltaOptimizer(ExchangingOptimizer):
     _moving: set[torch.Tensor]
 
     def begin(self, names: Mapping[torch.Tensor, str], settings: DeltaSettings) -> None:
-        """Register the parameters under their operation names, which are equal on all ranks."""
+        """Register the parameters with the names of their operations, which are equal on all ranks."""
         self._patch_step_function()  # so that post-hooks run after the steps are combined
         self._names, self._settings = dict(names), settings
         self._moving = {parameter for parameter in names if parameter.requires_grad}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take this rank's step from its own gradients, and replace it with the Adasum of all ranks' steps."""
+        """Take a step with this rank's own gradients, then replace it with the Adasum of all ranks' steps."""
         if not exchanges_with(self._settings.process_set):
             return self._own_step(closure)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        # A parameter that is frozen during training may still move, by this rank's last gradient or its momentum.
+        # A parameter that was frozen during training may still move, because of its last gradient or its momentum.
         self._moving.update(parameter for parameter in parameters if parameter.requires_grad)
         trained = [(parameter, self._names[parameter]) for parameter in parameters if parameter in self._moving]
         starts = [parameter.detach().clone() for parameter, _ in trained]
@@ -81,7 +81,7 @@ class DeltaOptimizer(ExchangingOptimizer):
         return Call(Allreduce((delta,), Reduction(ReduceOp.ADASUM), options, self._settings.compression), first)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, and name them by their positions."""
+        """Add a group of parameters, and name the parameters by their positions."""
         super(ExchangingOptimizer, self).add_param_group(param_group)
         self._names.update(names_by_position(self.param_groups, only=len(self.param_groups) - 1))
 
@@ -102,21 +102,21 @@ class DeltaOptimizer(ExchangingOptimizer):
         raise ConfigError(f"weight_next({share}) needs op=Average, but the optimizer was created with op=Adasum.")
 
     def contribute_nothing(self) -> None:
-        """Raise ``ConfigError``, see ``weight_next``."""
+        """Raise ``ConfigError``: Adasum does not weight ranks by their rows."""
         raise ConfigError("contribute_nothing() needs op=Average, but the optimizer was created with op=Adasum.")
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Only check ``passes``: with Adasum, gradients accumulate on the rank until ``step()`` anyway."""
+        """Check ``passes`` and change nothing: with Adasum, gradients always accumulate locally until ``step()``."""
         checked_passes(passes)
 
     def synchronize(self) -> None:
-        """Do nothing: gradients stay local to the rank and can be clipped before ``step()``."""
+        """Do nothing: gradients stay on the rank, so they can be clipped before ``step()``."""
 
     def before_unscaling(self) -> None:
-        """Do nothing: gradients stay local to the rank."""
+        """Do nothing: gradients stay on the rank."""
 
     def agree_on_skipping(self, infinite: torch.Tensor) -> None:
-        """Set ``infinite`` to its maximum over the ranks, so that all of them skip the same steps; collective."""
+        """Set ``infinite`` to its maximum over all ranks, so that they skip the same steps. This is a collective."""
         if exchanges_with(self._settings.process_set):
             options = SubmitOptions(f"{next(iter(self._names.values()))}.infinite", self._settings.process_set)
             call = Call(Allreduce((infinite,), Reduction(ReduceOp.MAX), options, NoneCompressor), first)
@@ -130,9 +130,9 @@ class DeltaOptimizer(ExchangingOptimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raise ``AssertionError``: a step without the other ranks would make the ranks diverge."""
+        """Raise ``AssertionError``: ``step()`` itself combines the steps, and ranks that skip this would diverge."""
         raise AssertionError(
-            "skip_synchronize() cannot be used with op=Adasum, which combines the steps in step() itself. Call step() "
-            "without it."
+            "skip_synchronize() cannot be used with op=Adasum, because step() itself combines the steps. Call step() "
+            "without skip_synchronize()."
         )
         yield

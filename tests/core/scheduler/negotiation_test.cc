@@ -74,25 +74,25 @@ TEST(ArenaNegotiation, AllRanksDecideAlikeWithoutACoordinator) {
     EXPECT_EQ(self.Names(self.Meet({Named("b")})), std::vector<std::string>{"b"});
     const Outcome late = self.Meet({Named("only/0"), Named("only/1"), Named("only/2")});
     EXPECT_EQ(late.response.agreements.size(), 3u);
-    EXPECT_FALSE(late.beside);
+    EXPECT_FALSE(late.deposits);
   });
 }
 
-TEST(ArenaNegotiation, DataBesideEqualMessagesIsExchangedWithThem) {
+TEST(ArenaNegotiation, DataDepositedWithEqualMessagesReachesAllMembers) {
   OnEveryMember(4, [](Member& self) {
-    EXPECT_FALSE(self.Meet({Named("a")}).beside) << "requested in full";
+    EXPECT_FALSE(self.Meet({Named("a")}).deposits) << "requested in full";
     self.negotiation.Remember(Named("a"), {});
     for (int round = 0; round < 10; ++round) {
       const Outcome outcome = self.Meet({Named("a")});
       EXPECT_EQ(self.Names(outcome), std::vector<std::string>{"a"});
-      ASSERT_TRUE(outcome.beside);
+      ASSERT_TRUE(outcome.deposits);
       for (int member = 0; member < 4; ++member) {
-        EXPECT_EQ(outcome.beside->Slot(member)[0], static_cast<std::byte>(member + 1));
+        EXPECT_EQ(outcome.deposits->Slot(member)[0], static_cast<std::byte>(member + 1));
       }
     }
     const Outcome crossed =
         self.Meet(self.rank == 0 ? std::vector<Request>{} : std::vector<Request>{Named("a")});
-    EXPECT_FALSE(crossed.beside);
+    EXPECT_FALSE(crossed.deposits);
     EXPECT_TRUE(self.Names(crossed).empty());
     const Outcome caught_up =
         self.Meet(self.rank == 0 ? std::vector<Request>{Named("a")} : std::vector<Request>{});

@@ -122,6 +122,6 @@ def test_handles_of_device_operations_create_their_result_once():
         handle = barrier.then(lambda _: object()).behind(stream)
         assert handle.wait() is handle.wait()
         assert calls == ["stream"]
-        assert session.current().barrier_async(name="second").carried_out().wait() is None  # no device is involved
+        assert session.current().barrier_async(name="second").with_device_wait().wait() is None  # no device is involved
     finally:
         session.shutdown()

@@ -63,8 +63,8 @@ def reduce_the_memory_of_tensors():
     memory = gpu.memory_of(mine)
     assert memory[1:3] == ((2, 2), "float32")
     assert (memory.address, memory.device) == (np.asarray(mine).ctypes.data, None)
-    assert not gpu.by_nccl([mine], hvd.Sum, None)
-    decides, gpu.by_nccl = gpu.by_nccl, lambda tensors, op, process_set: True
+    assert not gpu.uses_nccl([mine], hvd.Sum, None)
+    decides, gpu.uses_nccl = gpu.uses_nccl, lambda tensors, op, process_set: True
     before = mine.numpy()
     sums = agree(lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=2.0, postscale_factor=5.0), mine)
     assert np.array_equal(sums, [[30.0, -60.0], [np.nan, np.inf]], equal_nan=True)
@@ -75,7 +75,7 @@ def reduce_the_memory_of_tensors():
     with tf.GradientTape() as tape:
         loss = variable * variable
     assert hvd.DistributedGradientTape(tape).gradient(loss, [variable])[0].numpy().tolist() == [1.0]
-    gpu.by_nccl = decides
+    gpu.uses_nccl = decides
 
 
 def gather_and_broadcast():

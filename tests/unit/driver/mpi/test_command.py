@@ -31,7 +31,7 @@ def test_mpirun_of_another_mpi_is_refused_with_an_alternative(version, with_orte
     program(tmp_path, "mpirun", version)
     with pytest.raises(LaunchError) as caught:
         find_mpirun(with_orted=with_orted)
-    assert caught.match(rf"mpirun is not Open MPI's; .* Put Open MPI's mpirun first on the PATH, or {instead}$")
+    assert caught.match(rf"mpirun is not Open MPI's: .* Put Open MPI's mpirun first on the PATH, or {instead}$")
     assert version in str(caught.value)
 
 

@@ -8,7 +8,7 @@ import torch
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.errors import ConfigError
-from sparkhvd.torch.ops.devices import by_nccl, nccl_supports, scale, scaled
+from sparkhvd.torch.ops.devices import nccl_supports, scale, scaled, uses_nccl
 from tests.ranks import RankGroup
 
 _needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -30,7 +30,7 @@ def test_nccl_support_depends_only_on_dtype_and_operator():
 
 
 def test_cpu_tensors_do_not_use_nccl(alone):
-    assert not by_nccl([torch.ones(2)], None)
+    assert not uses_nccl([torch.ones(2)], None)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, -2.5])

@@ -13,11 +13,11 @@ namespace sparkhvd {
 // Of the first 2 * `extra` ranks, the odd ranks do not take part. Their left neighbors take part
 // for them (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
 // MPICH", 2005).
-struct Players {
-  explicit constexpr Players(int size) : count(PowerOfTwoUpTo(size)), extra(size - count) {}
+struct Participants {
+  explicit constexpr Participants(int size) : count(PowerOfTwoUpTo(size)), extra(size - count) {}
 
   constexpr bool HasPartner(int rank) const { return rank < 2 * extra; }
-  constexpr bool Plays(int rank) const { return !HasPartner(rank) || rank % 2 == 0; }
+  constexpr bool Participates(int rank) const { return !HasPartner(rank) || rank % 2 == 0; }
   constexpr int NumberOf(int rank) const { return HasPartner(rank) ? rank / 2 : rank - extra; }
   constexpr int RankOf(int number) const { return number < extra ? 2 * number : number + extra; }
 
@@ -36,25 +36,25 @@ struct Players {
 // which holds the result afterwards. The other ranks receive the result. `scratch` has room for as
 // many bytes as `data`.
 template <typename Rounds>
-Status AmongPlayers(Transport& transport, const Reduction& reduction, Bytes data,
-                    std::byte* scratch, Deadline deadline, const Rounds& rounds) {
-  const Players players(transport.size());
+Status RunAmongParticipants(Transport& transport, const Reduction& reduction, Bytes data,
+                            std::byte* scratch, Deadline deadline, const Rounds& rounds) {
+  const Participants participants(transport.size());
   const int rank = transport.rank();
   const auto wait = [&](const Result<Ticket>& posted) {
     SHVD_TRY(posted.status());
     return transport.Wait(Span<const Ticket>(&posted.value(), 1), deadline);
   };
   const ConstBytes own(data.data(), data.size());
-  if (!players.Plays(rank)) {
+  if (!participants.Participates(rank)) {
     SHVD_TRY(wait(transport.PostSend(rank - 1, own)).Annotate("allreduce, before the rounds"));
     return wait(transport.PostReceive(rank - 1, data)).Annotate("allreduce, after the rounds");
   }
-  if (!players.HasPartner(rank)) return rounds(players);
+  if (!participants.HasPartner(rank)) return rounds(participants);
   SHVD_TRY(wait(transport.PostReceive(rank + 1, Bytes(scratch, data.size())))
                .Annotate("allreduce, before the rounds"));
   Combine(reduction.dtype, reduction.op, data.data(), data.data(), scratch,
           data.size() / SizeOf(reduction.dtype));
-  SHVD_TRY(rounds(players));
+  SHVD_TRY(rounds(participants));
   return wait(transport.PostSend(rank + 1, own)).Annotate("allreduce, after the rounds");
 }
 
