@@ -209,7 +209,7 @@ def test_a_process_without_a_launcher_reads_its_own_environment():
         check=True,
     )
     assert result.stdout.split() == ["7.0", "40"]
-    assert "HOROVOD_CYCLE_TIME (a collective starts when all ranks have submitted it" in result.stderr
+    assert "HOROVOD_CYCLE_TIME (a collective starts as soon as all ranks have submitted it" in result.stderr
 
 
 def retry_after_a_timeout():

@@ -103,7 +103,7 @@ def refused(more):
         ),
         (
             {"model": "plain", "inputs": {"z": NamedInput(("x",))}},
-            "'z', which is not an input of the model: ['input']",
+            "inputs has the key 'z', but the model's inputs are ['input']",
         ),
         ({"input_shapes": [(2, 3)]}, "called with [2, 2, 3] from x"),
         ({"label_cols": ("y",)}, [(3,)]),
