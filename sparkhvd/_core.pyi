@@ -207,7 +207,8 @@ class Engine:
     job can connect its ranks more than once. ``label`` prefixes the messages of failed operations. Ranks with the same
     ``host_key`` try to share memory. ``bind_hosts`` are the local addresses that this rank's sockets bind and publish,
     the preferred address first. Ranks that differ in a value of ``common_settings`` do not connect. A peer whose host
-    does not respond for ``host_timeout`` seconds is lost.
+    does not respond for ``host_timeout`` seconds is lost. If ``answer_timeout`` is set, the constructor fails once it
+    has dialed a peer for so many seconds that does not answer at all; see ``answer_limit`` in core/transport/mesh.h.
 
     The following parameters must be equal on all ranks. ``encrypt`` encrypts the TCP links and needs OpenSSL on all
     hosts. ``link_gbits`` and ``link_latency_us`` are the costs by which algorithms between hosts are chosen.
@@ -237,6 +238,7 @@ class Engine:
         encrypt: bool = False,
         common_settings: Mapping[str, str] = ...,
         host_timeout: float = 30.0,
+        answer_timeout: float | None = None,
         link_gbits: float = 25.0,
         link_latency_us: float = 30.0,
         fusion_threshold: int | None = None,

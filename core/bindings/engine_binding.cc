@@ -69,10 +69,10 @@ std::shared_ptr<PyEngine> MakeEngine(
     const std::string& scope, const std::string& label, const std::string& host_key,
     std::vector<std::string> bind_hosts, bool shared_memory, bool encrypt,
     std::map<std::string, std::string> common_settings, std::chrono::milliseconds host_timeout,
-    double link_gbits, double link_latency_us, std::optional<size_t> fusion_threshold,
-    size_t cache_capacity, double collective_timeout_s, double timeout_s,
-    std::optional<bool> hierarchical_allreduce, bool hierarchical_allgather,
-    std::optional<int> processor_core, const Autotune* autotune,
+    std::optional<std::chrono::milliseconds> answer_timeout, double link_gbits,
+    double link_latency_us, std::optional<size_t> fusion_threshold, size_t cache_capacity,
+    double collective_timeout_s, double timeout_s, std::optional<bool> hierarchical_allreduce,
+    bool hierarchical_allgather, std::optional<int> processor_core, const Autotune* autotune,
     const DeviceLibraries* device_libraries, bool shares_device, PyEngine* recorded_with,
     const std::string& timeline_label) {
   if (processor_core) Check(CheckProcessorCore(*processor_core));
@@ -97,6 +97,7 @@ std::shared_ptr<PyEngine> MakeEngine(
   arguments.mesh.encrypt = encrypt;
   arguments.mesh.common_settings = std::move(common_settings);
   arguments.mesh.host_timeout = host_timeout;
+  arguments.mesh.answer_limit = answer_timeout;
   arguments.mesh.link_costs = LinkCosts{link_latency_us * 1e-6, 8e-9 / link_gbits};
   arguments.engine.label = label;
   arguments.engine.cache_capacity = cache_capacity;
@@ -220,7 +221,8 @@ void RegisterEngine(py::module_& module) {
            arg("label") = "", arg("host_key") = "",
            arg("bind_hosts") = std::vector<std::string>{"127.0.0.1"}, arg("shared_memory") = true,
            arg("encrypt") = false, arg("common_settings") = std::map<std::string, std::string>(),
-           arg("host_timeout") = std::chrono::milliseconds(kSilentLink), arg("link_gbits") = 25.0,
+           arg("host_timeout") = std::chrono::milliseconds(kSilentLink),
+           arg("answer_timeout") = py::none(), arg("link_gbits") = 25.0,
            arg("link_latency_us") = 30.0, arg("fusion_threshold") = py::none(),
            arg("cache_capacity") = 1024, arg("collective_timeout_s") = 1800.0,
            arg("timeout_s") = 60.0, arg("hierarchical_allreduce") = py::none(),

@@ -63,6 +63,7 @@ class Attempt {
 
   bool underway() const { return state_ != State::kWaiting && state_ != State::kFailed; }
   bool connected() const { return underway() && state_ != State::kConnecting; }
+  bool answered() const { return handshake_.has_value(); }
   int times_turned_away() const { return times_turned_away_; }
 
   // Begins the first try at once, because all earlier attempts have failed. Returns false if it has
@@ -79,7 +80,12 @@ class Attempt {
 
   void Advance(short ready) {
     if (state_ == State::kWaiting && start_.Expired()) Begin();
-    if (ready == 0) return;
+    if (ready == 0 && (state_ != State::kConnecting || !connect_by_.Expired())) return;
+    if (ready == 0) {
+      // This thread may have been stopped since the caller's poll.
+      pollfd now = PollFd();
+      if (::poll(&now, 1, 0) <= 0) return Fail(Status(StatusCode::kTimeout, Unanswered()));
+    }
     if (state_ == State::kConnecting) FinishConnecting();
     if (state_ == State::kAwaitingWelcome) ReadWelcome();
     if (state_ == State::kProving) ReadAnswer();
@@ -112,7 +118,15 @@ class Attempt {
     if (begun.status().code() == StatusCode::kTimeout) return TryAgain();
     if (!begun.ok()) return Fail(begun.status());
     fd_ = std::move(begun).value();
+    if (options_.answer_limit) connect_by_ = Deadline::After(*options_.answer_limit);
     state_ = State::kConnecting;
+  }
+
+  std::string Unanswered() const {
+    const auto millis = options_.answer_limit->count();
+    const std::string limit =
+        millis % 1000 == 0 ? std::to_string(millis / 1000) + " s" : std::to_string(millis) + " ms";
+    return "no answer within " + limit;
   }
 
   void TryAgain() {
@@ -177,6 +191,7 @@ class Attempt {
   HostPort address_;
   const DialOptions& options_;
   Deadline start_;
+  Deadline connect_by_ = Deadline::Never();
   State state_ = State::kWaiting;
   UniqueFd fd_;
   std::optional<DialerHandshake> handshake_;
@@ -237,6 +252,11 @@ class Dialing::Attempts {
     if (!AnyAlive()) return Failure();
     if (deadline_.Expired()) return GiveUp();
     return std::nullopt;
+  }
+
+  bool answered() const {
+    return std::any_of(attempts_.begin(), attempts_.end(),
+                       [](const Attempt& attempt) { return attempt.answered(); });
   }
 
   size_t size() const { return attempts_.size(); }
@@ -310,6 +330,8 @@ int Dialing::TimeoutMillis(int cap) { return attempts_->TimeoutMillis(cap); }
 std::optional<Result<Dialing::Connection>> Dialing::Advance(const std::vector<pollfd>& fds) {
   return attempts_->Advance(Span<const pollfd>(fds.data() + first_, attempts_->size()));
 }
+
+bool Dialing::answered() const { return attempts_->answered(); }
 
 Result<UniqueFd> Dial(const DialOptions& options, Deadline deadline, SessionKeys* keys) {
   Dialing dialing(options, deadline);

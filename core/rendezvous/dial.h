@@ -3,6 +3,7 @@
 
 #include <poll.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -29,6 +30,9 @@ struct DialOptions {
   // Polled several times a second. A failure ends the dialing. May be empty.
   std::function<Status()> check;
   bool require_encryption = false;  // refuse an acceptor that does not encrypt
+  // An address fails that leaves an attempt to connect unanswered for this long. If empty, only the
+  // deadline and the kernel limit the wait.
+  std::optional<std::chrono::milliseconds> answer_limit = std::nullopt;
 };
 
 // Tries all addresses with staggered starts. Keeps the first connection whose acceptor proves that
@@ -55,6 +59,8 @@ class Dialing {
   // Call it after poll. `fds` contains the entries of the last AppendPollFds at the same indices.
   // Returns nothing while the dialing continues.
   std::optional<Result<Connection>> Advance(const std::vector<pollfd>& fds);
+  // Returns whether any address has accepted a connection.
+  bool answered() const;
 
  private:
   class Attempts;

@@ -59,6 +59,10 @@ Status Meeting::Check() {
       .value_or(Status(StatusCode::kInternal, "another rank failed and gave no reason"));
 }
 
+void Meeting::Report(const std::string& key, const std::string& value) {
+  (void)store_.Set(scope_ + "/" + key, value, Deadline::AfterSeconds(kBoardSeconds));
+}
+
 Status Meeting::Fail(const Status& own) {
   Leave();
   const Deadline deadline = Deadline::AfterSeconds(kBoardSeconds);

@@ -34,6 +34,8 @@ class Meeting {
   // Returns the failure of another rank, or the interruption, without waiting. The answer of the
   // store may arrive too late for this call. The next call then returns it.
   Status Check();
+  // Sets the key of a rank that is about to fail. The rank fails anyway, so errors do not matter.
+  void Report(const std::string& key, const std::string& value);
   // Publishes `own` and returns the first failure.
   Status Fail(const Status& own);
   void Leave();

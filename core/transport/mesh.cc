@@ -34,9 +34,11 @@ namespace {
 // A dialer claims its rank and the kind of the connection. It dials the watch before the link.
 enum class Kind : uint64_t { kLink = 1, kWatch = 2 };
 constexpr int kKindShift = 32;
-// The keys that each rank publishes: its addresses, and whether it has mapped the shared memory.
+// The keys that each rank publishes: its addresses, whether it has mapped the shared memory, and
+// the peers that it could not reach.
 constexpr char kAddress[] = "address";
 constexpr char kArena[] = "arena";
+constexpr char kUnreachable[] = "unreachable";
 constexpr char kYes[] = "yes";
 constexpr int kSliceMillis = 100;  // interval of the checks of other ranks
 // Enough dials to hide the round trips of a handshake, and few enough for the acceptors.
@@ -123,7 +125,10 @@ class MeshBuilder {
       mesh = std::move(made).value();
       return Status();
     });
-    if (!connected.ok()) return meeting_.Fail(connected);
+    if (!connected.ok()) {
+      ReportUnreachable();
+      return meeting_.Fail(connected);
+    }
     meeting_.Leave();
     return mesh;
   }
@@ -265,17 +270,21 @@ class MeshBuilder {
     Kind kind;
     UniqueFd watch;
     Dialing dialing;
+    Deadline report_at;  // when the peer counts as unreachable
   };
 
   // Starts with the nearest rank, so that the dials of all ranks spread over all acceptors.
   Status ConnectLinks() {
     int next = options_.rank - 1;
-    std::list<PeerDial> dials;
     std::vector<pollfd> fds;
     while (true) {
-      while (next >= 0 && dials.size() < kDialsAtOnce) dials.push_back(BeginDial(next--));
+      while (next >= 0 && dials_.size() < kDialsAtOnce) dials_.push_back(BeginDial(next--));
       for (Admitted& admitted : reception_->Serve()) Admit(std::move(admitted));
-      if (dials.empty()) {
+      if (!unreachable_.empty()) {
+        // A dial may fail at once. The other ranks need the time to find out whom they cannot
+        // reach.
+        if (report_at_.Expired()) return unreachable_failure_;
+      } else if (dials_.empty()) {
         const std::vector<int> missing = MissingLinks();
         if (missing.empty()) return Status();
         if (deadline_.Expired()) {
@@ -286,7 +295,7 @@ class MeshBuilder {
       }
       fds.clear();
       int timeout = reception_->TimeoutMillis(deadline_.RemainingMillis(kSliceMillis));
-      for (PeerDial& dial : dials) {
+      for (PeerDial& dial : dials_) {
         dial.dialing.AppendPollFds(fds);
         timeout = dial.dialing.TimeoutMillis(timeout);
       }
@@ -294,10 +303,10 @@ class MeshBuilder {
       const int ready = ::poll(fds.data(), fds.size(), timeout);
       if (ready < 0 && errno != EINTR) return IoStatus("poll", errno);
       if (ready <= 0) SHVD_TRY(meeting_.Check());
-      for (auto dial = dials.begin(); dial != dials.end();) {
+      for (auto dial = dials_.begin(); dial != dials_.end();) {
         auto done = AdvanceDial(*dial, fds);
         SHVD_TRY(done.status());
-        dial = done.value() ? dials.erase(dial) : std::next(dial);
+        dial = done.value() ? dials_.erase(dial) : std::next(dial);
       }
     }
   }
@@ -305,7 +314,8 @@ class MeshBuilder {
   PeerDial BeginDial(int peer) {
     const bool local = SameHost(peer);
     const Kind kind = local ? Kind::kWatch : Kind::kLink;
-    return {peer, local, kind, UniqueFd(), MakeDialing(peer, kind, local)};
+    const auto limit = options_.answer_limit.value_or(std::chrono::milliseconds(0));
+    return {peer, local, kind, UniqueFd(), MakeDialing(peer, kind, local), Deadline::After(limit)};
   }
 
   Dialing MakeDialing(int peer, Kind kind, bool local) {
@@ -314,6 +324,7 @@ class MeshBuilder {
     dial.purpose = Purpose(peer);
     dial.claim = Claim(kind, options_.rank);
     dial.buffer_bytes = options_.socket_buffer_bytes;
+    dial.answer_limit = options_.answer_limit;
     if (local) {
       dial.unix_name = At(records_, peer).unix_name;
     } else {
@@ -322,7 +333,7 @@ class MeshBuilder {
     return Dialing(std::move(dial), deadline_);
   }
 
-  // Returns whether all connections to the rank are made.
+  // Returns whether all connections to the rank are made, or the rank is noted as unreachable.
   Result<bool> AdvanceDial(PeerDial& dial, const std::vector<pollfd>& fds) {
     auto dialed = dial.dialing.Advance(fds);
     if (!dialed) return false;
@@ -335,8 +346,16 @@ class MeshBuilder {
       return false;
     }
     if (!dialed->ok()) {
-      return dialed->status().Annotate(RankName(options_.rank) + " at " + OwnAddresses() +
-                                       " could not reach " + RankName(dial.peer));
+      const Status failure =
+          dialed->status().Annotate(RankName(options_.rank) + " at " + OwnAddresses() +
+                                    " could not reach " + RankName(dial.peer));
+      if (!options_.answer_limit || dial.dialing.answered()) return failure;
+      if (unreachable_.empty()) {
+        unreachable_failure_ = failure;
+        report_at_ = Deadline::Earlier(dial.report_at, deadline_);
+      }
+      unreachable_.push_back({dial.peer, dial.report_at});
+      return true;
     }
     auto& [connection, keys] = dialed->value();
     if (dial.kind == Kind::kWatch) {
@@ -349,6 +368,22 @@ class MeshBuilder {
     Keep(Kind::kLink, dial.peer, std::move(connection));
     At(keys_, dial.peer) = {keys.from_dialer, keys.from_acceptor};
     return true;
+  }
+
+  // Another rank may have failed first, so this rank also reports dials that are nearly as old as
+  // the limit. Younger dials prove nothing: they may still succeed, and a peer that has just failed
+  // for another reason refuses connections.
+  void ReportUnreachable() {
+    if (!options_.answer_limit) return;
+    for (const PeerDial& dial : dials_) {
+      if (!dial.dialing.answered()) unreachable_.push_back({dial.peer, dial.report_at});
+    }
+    std::string peers;
+    for (const auto& [peer, report_at] : unreachable_) {
+      if (report_at.Remaining() > *options_.answer_limit / 2) continue;
+      peers += (peers.empty() ? "" : ",") + std::to_string(peer);
+    }
+    if (!peers.empty()) meeting_.Report(Key(kUnreachable, options_.rank), peers);
   }
 
   std::string OwnAddresses() {
@@ -504,6 +539,11 @@ class MeshBuilder {
   std::vector<PeerSocket> links_;
   std::vector<LinkKeys> keys_;  // keys of the links
   std::vector<MemberWatch> watches_;
+  std::list<PeerDial> dials_;  // underway
+  // Lower ranks whose dials have failed, and when they count as unreachable.
+  std::vector<std::pair<int, Deadline>> unreachable_;
+  Status unreachable_failure_;  // that of the first
+  Deadline report_at_ = Deadline::Never();
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,6 +37,11 @@ struct MeshOptions {
   LinkCosts link_costs;  // equal on all ranks
   std::chrono::milliseconds host_timeout =
       kSilentLink;  // a peer whose host is silent longer is lost
+  // If set, a rank fails once it has dialed a peer for this long and no address of the peer has
+  // accepted a connection. It publishes all such peers under the key "unreachable/<rank>",
+  // separated by commas. If empty, it dials until the deadline and publishes nothing. All ranks
+  // listen before any rank dials, so a rank that is slow to start is not unreachable.
+  std::optional<std::chrono::milliseconds> answer_limit;
   size_t arena_region_bytes = size_t{4} << 20;
   // Polled several times a second while the ranks connect. If it fails, so does ConnectMesh. May be
   // empty.

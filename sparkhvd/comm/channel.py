@@ -192,6 +192,7 @@ def open_channel(
                 encrypt=config.encrypt,
                 common_settings={variable_of(name): _shown(getattr(config, name)) for name in _COMMON_SETTINGS},
                 host_timeout=config.host_timeout or HOST_SECONDS,
+                answer_timeout=context.answer_timeout,
                 link_gbits=config.link_gbits,
                 link_latency_us=config.link_latency_us,
                 fusion_threshold=config.fusion_threshold,

@@ -20,7 +20,7 @@ from sparkhvd.comm.connect.commit_folder import CommitFolder, CommitPublisher
 from sparkhvd.comm.connect.inherited_world import inherited_world
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.loss_watch import LossWatch
-from sparkhvd.comm.connect.membership import Membership
+from sparkhvd.comm.connect.membership import Membership, scope_of
 from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, require_addable
 from sparkhvd.comm.stall.report import StallReport
@@ -196,7 +196,7 @@ def _join_generation(
         current = replace(membership.next_generation(), config=context.config)
         # Only for messages: ``init()`` does not use this world to connect.
         _session.context = replace(_session.context or context, world=current.world)
-        scope = f"generation-{membership.generation}"
+        scope = scope_of(membership.generation)
         try:
             if current.config.log_level is not None:
                 logging.getLogger("sparkhvd").setLevel(current.config.log_level)

@@ -45,6 +45,16 @@ class Host:
         """Undo ``hide``."""
         _ip("-n", self.namespace, "route", "del", "unreachable", other.address)
 
+    def lose(self, other: Host) -> None:
+        """Lose all packets to another host on the way, so that no program on this host gets an error."""
+        nobody = "02:00:00:00:00:01"
+        words = ["neigh", "replace", other.address, "lladdr", nobody, "nud", "permanent", "dev", self.interface]
+        _ip("-n", self.namespace, *words)
+
+    def find(self, other: Host) -> None:
+        """Undo ``lose``."""
+        _ip("-n", self.namespace, "neigh", "del", other.address, "dev", self.interface)
+
 
 @dataclass(frozen=True)
 class Cluster:

@@ -118,6 +118,52 @@ def test_a_host_that_is_cut_off_loses_its_ranks_and_keeps_no_process(reached, tm
     assert total == sum(range(1, step + 1))
 
 
+def test_a_job_leaves_a_host_out_while_it_cannot_reach_the_other_although_both_reach_the_driver(
+    reached, tmp_path, caplog
+):
+    one, other = reached.hosts
+    cut_at: list[float] = []
+
+    def separate_for_a_while() -> None:
+        wait_for(lambda: len(steps(tmp_path)) > 10)
+        one.lose(other)
+        other.lose(one)
+        cut_at.append(time.monotonic())
+        try:
+            wait_for(lambda: any(step[2] == 1 for step in steps(tmp_path)))
+        finally:
+            one.find(other)
+            other.find(one)
+
+    thread = threading.Thread(target=separate_for_a_while, name="cutter")
+    thread.start()
+    results = sparkhvd.run_elastic(
+        training.train_on_hosts,
+        (str(tmp_path), (2, 1, 2)),
+        num_proc=2,
+        min_num_proc=1,
+        hosts=reached.listed,
+        ssh_identity_file=reached.key,
+        **FAST,
+    )
+    thread.join()
+    for step, total, sizes, _, _ in results:
+        assert (sizes, total) == ((2, 1, 2), sum(range(1, step + 1))), "no step was lost or ran twice"
+    alone = [step for step in steps(tmp_path) if step[2] == 1]
+    (survivor,) = {step[4] for step in alone}
+    first, second, again = training.places(tmp_path)
+    left_out = second if first[0] == survivor else first
+    assert again[1:] == left_out[1:], "a new rank in the process of its host, which the driver has always reached"
+    pair = " and ".join(sorted([one.address, other.address]))
+    (line,) = [text for record in caplog.records if "not each other" in (text := record.getMessage())]
+    assert line == (
+        f"Hosts reach the driver but not each other: {pair}. The job continues without {left_out[2]} (1 rank) and "
+        "tries again after a pause."
+    )
+    print(f"from the cut to the next step: {alone[0][3] - cut_at[0]:.1f} s")
+    assert alone[0][3] - cut_at[0] < 30, "much earlier than start_timeout"
+
+
 def test_a_job_follows_the_hosts_of_a_script_that_fails_at_times_and_names_silent_hosts(reached, tmp_path, caplog):
     one, other = reached.hosts
     slots, script = tmp_path / "slots", tmp_path / "discover.sh"

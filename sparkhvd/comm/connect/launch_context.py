@@ -37,6 +37,8 @@ class LaunchContext:
         config: settings of the core.
         members: the ranks of the launcher's job that are renumbered here, in this order; empty for all of them.
         membership: where a worker of an elastic job learns its rank; None in other jobs.
+        answer_timeout: seconds after which ``init()`` fails if a peer's host does not answer this rank at all; None
+            means ``start_timeout``.
     """
 
     world: World = field(default_factory=World)
@@ -47,6 +49,7 @@ class LaunchContext:
     config: Config = field(default_factory=Config)
     members: tuple[int, ...] = ()
     membership: MembershipAddress | None = None
+    answer_timeout: float | None = None
 
     def rank_in_job(self, rank: int) -> int:
         """Return the number of a rank in the launcher's job."""

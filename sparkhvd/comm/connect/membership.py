@@ -78,6 +78,7 @@ class Assignment:
         host_key: equal for ranks that may share memory.
         bind_host: the address at which the other ranks reach this one best.
         published: the path of the newest commit in the job's Store that the driver knows; empty without one.
+        answer_timeout: see ``LaunchContext``.
     """
 
     generation: int
@@ -86,6 +87,7 @@ class Assignment:
     host_key: str
     bind_host: str
     published: str = ""
+    answer_timeout: float | None = None
 
     def to_json(self) -> bytes:
         return json.dumps({**asdict(self), "world": astuple(self.world)}).encode()
@@ -128,6 +130,16 @@ def token_of(secret: bytes, generation: int) -> bytes:
     return hmac.new(secret, f"sparkhvd generation {generation}".encode(), hashlib.sha256).digest()
 
 
+def scope_of(generation: int) -> str:
+    """Return the scope of a generation's ranks in their rendezvous."""
+    return f"generation-{generation}"
+
+
+def unreachable_key(generation: int, rank: int) -> str:
+    """Return the key in a generation's rendezvous where a rank lists the ranks that it could not reach."""
+    return f"{scope_of(generation)}/unreachable/{rank}"  # ConnectMesh in the core sets it
+
+
 class Membership:
     """One worker's membership; used by one thread at a time.
 
@@ -167,6 +179,7 @@ class Membership:
             token=token_of(self._address.token, assignment.generation),
             host_key=assignment.host_key,
             bind_host=assignment.bind_host,
+            answer_timeout=assignment.answer_timeout,
         )
 
     def synced(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from sparkhvd._util.texts import first_line
 from sparkhvd.comm.connect.membership import FINISHED, PUBLISHED, SYNCED, WAITING, Assignment, Report
@@ -15,6 +15,7 @@ from sparkhvd.driver.elastic.policy import (
     Done,
     Fail,
     Form,
+    LeaveOut,
     Limits,
     Notify,
     Phase,
@@ -121,15 +122,24 @@ class Controller:
             logger.warning("%s.", reason)
             self._workers.stop(decision.worker)
             self._lose(decision.worker, reason, failed=decision.failed)
+        elif isinstance(decision, LeaveOut):
+            logger.warning("%s.", decision.why)
+            for worker in decision.workers:
+                self._workers.stop(worker)
+                self._lose(worker, decision.why, failed=True)
         elif isinstance(decision, Notify):
             self._roster.notified()
             self._membership.notify(self._roster.generation)
         elif isinstance(decision, Form):
-            self._form(decision.workers)
+            self._form(decision)
         elif isinstance(decision, Fail):
             raise self._error(decision)
 
-    def _form(self, workers: Sequence[int]) -> None:
+    def _form(self, decision: Form) -> None:
+        workers, answer_timeout = decision.workers, None if decision.separated else self._limits.answer_timeout
+        if decision.separated:
+            logger.warning("%s.", decision.separated)
+            self._roster.note(decision.separated)
         left = {worker: member.generation for worker in workers if (member := self._roster.member(worker))}
         generation = self._roster.formed(workers, time.monotonic())
         self._failures.clear()
@@ -144,7 +154,7 @@ class Controller:
             worker = workers[slot.offer.task_index]
             self._workers.assign(worker, slot.world.rank)
             host_key, bind_host = slot.offer.host_hash, slot.offer.bind_host
-            assignment = Assignment(generation, slot.world, port, host_key, bind_host, self._published)
+            assignment = Assignment(generation, slot.world, port, host_key, bind_host, self._published, answer_timeout)
             self._membership.assign(worker, left[worker], assignment)
         logger.info("Generation %d has %d ranks.", generation, len(workers))
 
@@ -175,6 +185,8 @@ class Controller:
             if counts and member is not None and member.phase is Phase.RUNNING and report.reason:
                 why = f"Rank {member.rank} on host {member.host} left the generation: {report.reason}"
                 self._membership.report_loss(member.generation, why)
+                if member.generation == self._roster.generation:
+                    self._roster.unreachable(worker, self._membership.unreachable(member.generation, member.rank))
         elif report.kind == SYNCED:
             self._roster.synced(worker, report.generation, report.commit)
         elif report.kind == FINISHED:

@@ -18,12 +18,13 @@ from sparkhvd.comm.connect.membership import (
     notice_key,
     report_key,
     token_of,
+    unreachable_key,
     worker_keys,
 )
 from sparkhvd.comm.connect.rendezvous import RendezvousServer
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.elastic.workers import Event, Reported
-from sparkhvd.errors import SparkHvdError
+from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 from sparkhvd.task.supervision import JOB_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,16 @@ class MembershipServer:
         rendezvous, self._rendezvous = self._rendezvous, None
         if rendezvous is not None:
             rendezvous.close()
+
+    def unreachable(self, generation: int, rank: int) -> list[int]:
+        """Return the ranks of the current generation that a rank has reported as unreachable."""
+        if self._rendezvous is None:
+            return []
+        try:
+            content = self._rendezvous.get(unreachable_key(generation, rank), Deadline.after(0.0))
+        except DeadlineExceededError:
+            return []
+        return [int(peer) for peer in content.split(b",")]
 
     def assign(self, worker: int, left: int, assignment: Assignment) -> None:
         """Send an assignment to a worker that waits for the generation after ``left``; its reports have all arrived."""

@@ -7,9 +7,12 @@ in a later generation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+
+from sparkhvd._util.counts import counted
 
 # How long a ready worker waits for workers that are still starting: if they join together, the ranks reset only once.
 JOIN_SECONDS = 5.0
@@ -27,6 +30,12 @@ SHORTAGE_SECONDS = 10.0
 MAX_SAME_ERRORS = 3
 # A job fails after this many times num_proc workers have failed in a row, before any worker has reached hvd.init().
 MAX_FAILED_STARTS = 3
+# The default of answer_timeout. In this time, a rank sends at least three segments to open a connection.
+ANSWER_SECONDS = 5.0
+# Up to this number of hosts that cannot reach others, the search for the hosts to leave out is exact. It would take
+# exponential time for more.
+_EXACT_HOSTS = 24
+_SHOWN_PAIRS = 5
 
 
 class Phase(Enum):
@@ -76,6 +85,7 @@ class Limits:
         max_restarts: how many times the job may start again after all ranks with its state were lost.
         max_same_errors: the number of generations that the same error has ended, without a new commit in between, when
             the job fails.
+        answer_timeout: seconds for which a rank dials a peer whose host does not answer; see ``Form.separated``.
     """
 
     num_proc: int
@@ -86,6 +96,7 @@ class Limits:
     reset_limit: int | None = None
     max_restarts: int = 0
     max_same_errors: int = MAX_SAME_ERRORS
+    answer_timeout: float = ANSWER_SECONDS
 
 
 @dataclass(frozen=True)
@@ -110,6 +121,7 @@ class View:
         final_error: an error that the user's function would raise in every attempt; empty if there was none.
         same_error: the error of the user's function that has ended the most generations since the last new commit.
         same_errors: how many generations it has ended.
+        unreachable: pairs of workers that could not connect since the last generation that has connected.
         reasons: the latest failures, oldest first.
     """
 
@@ -128,6 +140,7 @@ class View:
     final_error: str = ""
     same_error: str = ""
     same_errors: int = 0
+    unreachable: frozenset[tuple[int, int]] = frozenset()
     reasons: tuple[str, ...] = field(default=())
 
 
@@ -153,10 +166,25 @@ class Notify:
 
 
 @dataclass(frozen=True)
-class Form:
-    """Form the next generation of these workers, in rank order."""
+class LeaveOut:
+    """End these workers, because their hosts cannot reach others; it counts as a failure of their hosts."""
 
     workers: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form the next generation of these workers, in rank order.
+
+    Attributes:
+        workers: the workers.
+        separated: hosts that cannot reach each other although the job needs them all; empty if none are known. If set,
+            the ranks dial each other for the whole ``start_timeout``.
+    """
+
+    workers: tuple[int, ...]
+    separated: str = ""
 
 
 @dataclass(frozen=True)
@@ -181,7 +209,7 @@ class Fail:
     error: str = ""
 
 
-Decision = Start | Stop | Notify | Form | Done | Fail
+Decision = Start | Stop | Notify | LeaveOut | Form | Done | Fail
 
 
 def decide(view: View, limits: Limits, now: float) -> list[Decision]:
@@ -199,9 +227,9 @@ def decide(view: View, limits: Limits, now: float) -> list[Decision]:
     leaving = _beyond_capacity(view)
     decisions: list[Decision] = []
     if view.idle:
-        formed = _next_generation(view, limits, leaving, now)
-        if isinstance(formed, Fail | Form):
-            return [formed]
+        next_step = _left_out(view, limits, leaving) or _next_generation(view, limits, leaving, now)
+        if next_step is not None:
+            return [next_step]
     elif not view.notified and _should_regroup(view, limits, leaving, now):
         decisions.append(Notify())
     decisions += _to_stop(view, limits, leaving, now)
@@ -263,10 +291,7 @@ def _next_generation(view: View, limits: Limits, leaving: frozenset[int], now: f
     """Return the next generation, or the failure of the job; None while it must wait."""
     if any(member.phase is Phase.RUNNING for member in view.members):
         return None  # survivors are on their way
-    waiting = sorted(
-        (member for member in view.members if member.phase is Phase.WAITING),
-        key=lambda member: (-member.commit, member.rank if member.generation else 0, member.worker),
-    )
+    waiting = _arrived(view)
     holders = [member for member in waiting if member.commit >= 0]
     returns = view.same_errors >= limits.max_same_errors
     if hopeless := _same_error(view) if returns else _hopeless(view, limits, holders):
@@ -282,10 +307,95 @@ def _next_generation(view: View, limits: Limits, leaving: frozenset[int], now: f
     if len(chosen) >= limits.min_size:
         if is_first and not is_late and not _first_is_complete(chosen, starting, limits, now):
             return None
-        return Form(tuple(member.worker for member in chosen))
+        return Form(tuple(member.worker for member in chosen), _need_of_separated_hosts(view, limits))
     if not is_late:
         return None
     return Fail(_with_reasons(_too_few(view, limits, len(chosen), starting), view), not is_first)
+
+
+def _arrived(view: View) -> list[Member]:
+    """Return the workers that wait for a generation, in the order of their ranks there."""
+    return sorted(
+        (member for member in view.members if member.phase is Phase.WAITING),
+        key=lambda member: (-member.commit, member.rank if member.generation else 0, member.worker),
+    )
+
+
+def _separated(view: View) -> list[tuple[str, str]]:
+    """Return the hosts of waiting workers that could not connect, in pairs. A worker that has ended proves nothing."""
+    hosts = {member.worker: member.host for member in view.members if member.phase is Phase.WAITING}
+    pairs = (sorted((hosts[one], hosts[other])) for one, other in view.unreachable if {one, other} <= hosts.keys())
+    return sorted({(one, other) for one, other in pairs})
+
+
+def _left_out(view: View, limits: Limits, leaving: frozenset[int]) -> LeaveOut | None:
+    """Return the workers without which all others reach each other; None if all do, or if too few would be left.
+
+    Among the possible hosts, the fewest ranks are lost, then the fewest that hold the newest commit, and the host of
+    the next rank 0 stays. At least one rank with the newest commit always stays. So a host that keeps failing is the
+    one that is left out again, because its new workers have no commit.
+    """
+    pairs = [(one, other) for one, other in _separated(view) if one != other]
+    if not pairs or any(member.phase is Phase.RUNNING for member in view.members):
+        return None
+    arrived = _arrived(view)
+    first = arrived[0]
+    holders = [member.host for member in arrived if member.commit == first.commit]
+    ranks = Counter(member.host for member in arrived if member.worker not in leaving)
+
+    def cost(hosts: frozenset[str]) -> tuple[int, int, bool]:
+        return sum(ranks[host] for host in hosts), sum(host in hosts for host in holders), first.host in hosts
+
+    hosts = _smallest_cover(pairs, cost)
+    if first.commit >= 0 and hosts.issuperset(holders):
+        others = _neighbours(first.host, pairs)
+        hosts = others | _smallest_cover([pair for pair in pairs if not others.intersection(pair)], cost)
+    if ranks.total() - cost(hosts)[0] < limits.min_size:
+        return None
+    names = ", ".join(f"{host} ({counted(ranks[host], 'rank')})" for host in sorted(hosts))
+    why = f"{_names_of(pairs)}. The job continues without {names} and tries again after a pause"
+    return LeaveOut(tuple(member.worker for member in arrived if member.host in hosts), why)
+
+
+def _need_of_separated_hosts(view: View, limits: Limits) -> str:
+    """Return the text of ``Form.separated``."""
+    if not (pairs := _separated(view)):
+        return ""
+    if all(one == other for one, other in pairs):
+        names = ", ".join(host for host, _ in pairs[:_SHOWN_PAIRS])
+        return f"Ranks on the same host cannot reach each other, so they try again: {names}"
+    return (
+        f"{_names_of(pairs)}. The job needs at least {limits.min_size} ranks, so it cannot leave any of these hosts "
+        "out and tries again"
+    )
+
+
+def _names_of(pairs: Sequence[tuple[str, str]]) -> str:
+    listed = ", ".join(f"{one} and {other}" for one, other in pairs[:_SHOWN_PAIRS])
+    more = f" and {len(pairs) - _SHOWN_PAIRS} more pairs" if len(pairs) > _SHOWN_PAIRS else ""
+    return f"Hosts reach the driver but not each other: {listed}{more}"
+
+
+def _neighbours(host: str, pairs: Sequence[tuple[str, str]]) -> frozenset[str]:
+    return frozenset(other for pair in pairs if host in pair for other in pair if other != host)
+
+
+def _smallest_cover(
+    pairs: Sequence[tuple[str, str]], cost: Callable[[frozenset[str]], tuple[int, int, bool]]
+) -> frozenset[str]:
+    """Return the cheapest hosts that include one of each pair."""
+    counts = Counter(host for pair in pairs for host in pair)
+    if not counts:
+        return frozenset()
+    worst = max(sorted(counts), key=counts.__getitem__)
+    if counts[worst] == 1:
+        return frozenset(min(pair, key=lambda host: cost(frozenset([host]))) for pair in pairs)
+    without_worst = frozenset([worst]) | _smallest_cover([pair for pair in pairs if worst not in pair], cost)
+    if len(counts) > _EXACT_HOSTS:
+        return without_worst
+    others = _neighbours(worst, pairs)
+    with_worst = others | _smallest_cover([pair for pair in pairs if not others.intersection(pair)], cost)
+    return min(without_worst, with_worst, key=cost)
 
 
 def _too_few(view: View, limits: Limits, ready: int, starting: Sequence[Member]) -> str:

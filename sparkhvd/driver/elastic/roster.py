@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -61,6 +61,7 @@ class Roster:
         self._raised: set[str] = set()  # the errors of the user's function in the current generation
         self._same_errors: dict[str, int] = {}  # generations that an error has ended, since the last new commit
         self._final_error = ""
+        self._unreachable: set[tuple[int, int]] = set()  # see ``View``
         self._reasons: deque[str] = deque(maxlen=_MAX_REASONS)
 
     @property
@@ -90,6 +91,7 @@ class Roster:
             final_error=self._final_error,
             same_error=same_error,
             same_errors=same_errors,
+            unreachable=frozenset(self._unreachable),
             reasons=tuple(self._reasons),
         )
 
@@ -125,6 +127,11 @@ class Roster:
         self._gather(now)
         return True
 
+    def unreachable(self, worker: int, ranks: Iterable[int]) -> None:
+        """Note that a worker could not connect to these ranks of its generation."""
+        workers = {m.rank: m.worker for m in self._members.values() if m.generation == self._generation}
+        self._unreachable.update((worker, workers[rank]) for rank in ranks if rank in workers)
+
     def synced(self, worker: int, generation: int, commit: int) -> bool:
         """Note that a member has the state of the job."""
         member = self._members.get(worker)
@@ -132,6 +139,7 @@ class Roster:
             return False
         self._members[worker] = replace(member, commit=max(commit, 0))
         self._stateful = True
+        self._unreachable.clear()
         self._newest = max(self._newest, commit)  # a Store may have had a newer commit than the members
         self._furthest = max(self._furthest, commit)
         return True

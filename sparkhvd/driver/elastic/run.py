@@ -24,7 +24,7 @@ from sparkhvd.driver.elastic.driver_addresses import driver_addresses
 from sparkhvd.driver.elastic.host_workers import HostWorkers
 from sparkhvd.driver.elastic.local_workers import LocalWorkers, own_host
 from sparkhvd.driver.elastic.membership_server import MembershipServer
-from sparkhvd.driver.elastic.policy import MAX_SAME_ERRORS, Limits
+from sparkhvd.driver.elastic.policy import ANSWER_SECONDS, MAX_SAME_ERRORS, Limits
 from sparkhvd.driver.elastic.roster import Cooldown
 from sparkhvd.driver.elastic.spark_workers import SparkWorkers
 from sparkhvd.driver.elastic.workers import Event, Offered, Workers
@@ -292,6 +292,7 @@ def run_elastic_with(  # noqa: PLR0917
         stream = open_stream(options, most)
         stack.callback(stream.close)
         bind_host, names = _driver_addresses(elastic, spark)
+        limits = replace(limits, answer_timeout=max(ANSWER_SECONDS, config.host_timeout or 0.0))
         membership = MembershipServer(job.secret, inbox, encrypt=config.encrypt, host=bind_host, names=names)
         stack.callback(membership.close)
         workers: Workers

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -17,12 +18,14 @@
 #include <string>
 #include <vector>
 
+#include "base/failure_note.h"
 #include "base/leak_check.h"
 #include "rendezvous/strangers.h"
 #include "rendezvous/tcp_store_client.h"
 #include "rendezvous/tcp_store_server.h"
 #include "transport/address_record.h"
 #include "transport/arena_file.h"
+#include "transport/failures.h"
 #include "transport/meshes.h"
 #include "transport/message_header.h"
 #include "transport/transport_subset.h"
@@ -287,6 +290,62 @@ TEST(ConnectMesh, StopsWaitingForASilentRank) {
   const Status status = ConnectMesh(OptionsOf(1, 2), store, Soon()).status();
   EXPECT_EQ(status.code(), StatusCode::kTimeout);
   EXPECT_NE(status.message().find(" could not reach rank 0: "), std::string::npos);
+}
+
+TEST(ConnectMesh, ReportsTheRanksThatCannotBeReachedOnceAllRanksKnowTheirs) {
+  InProcessStore store;
+  // Rank 0 answers no attempt to connect, because its queue is full; rank 1 refuses them at once;
+  // rank 2 accepts them, but its process is silent.
+  auto full = ListenTcp({"127.0.0.1", 0});
+  ASSERT_EQ(::listen(full.value().get(), 0), 0);
+  auto silent = ListenTcp({"127.0.0.1", 0});
+  std::vector<AddressRecord> records(3);
+  records[0].tcp = {LocalAddress(full.value().get()).value()};
+  records[1].tcp = {LocalAddress(ListenTcp({"127.0.0.1", 0}).value().get()).value()};
+  records[2].tcp = {LocalAddress(silent.value().get()).value()};
+  const auto queued = BeginConnectTcp(records[0].tcp[0]);
+  ASSERT_TRUE(queued.ok());
+  for (size_t rank = 0; rank < records.size(); ++rank) {
+    const std::string key = "test/address/" + std::to_string(rank);
+    ASSERT_TRUE(store.Set(key, EncodeAddressRecord(records[rank]), Late()).ok());
+  }
+  MeshOptions options = OptionsOf(3, 4);
+  options.answer_limit = std::chrono::milliseconds(300);
+  const auto begin = Deadline::Clock::now();
+  const Status status = ConnectMesh(options, store, Late()).status();
+  EXPECT_GE(Deadline::Clock::now() - begin, *options.answer_limit);
+  EXPECT_EQ(status.message(), "rank 3 at " + ToText(RecordOf(store, 3).tcp[0]) +
+                                  " could not reach rank 1: " + ToText(records[1].tcp[0]) +
+                                  ": connect: Connection refused");
+  EXPECT_EQ(store.Get("test/unreachable/3", Late()).value(), "1,0");
+}
+
+TEST(ConnectMesh, DoesNotReportARankThatRefusesBecauseTheRanksHaveJustFailed) {
+  InProcessStore store;
+  AddressRecord ended;
+  ended.tcp = {LocalAddress(ListenTcp({"127.0.0.1", 0}).value().get()).value()};
+  ASSERT_TRUE(store.Set("test/address/0", EncodeAddressRecord(ended), Late()).ok());
+  const Status lost = PeerLost(2, "its process ended");
+  ASSERT_TRUE(store.Set("test/connect-failure", EncodeFailure(lost), Late()).ok());
+  ASSERT_TRUE(store.Set("test/address/2", EncodeAddressRecord({}), Late()).ok());
+  MeshOptions options = OptionsOf(1, 3);
+  options.answer_limit = std::chrono::seconds(60);
+  EXPECT_EQ(ConnectMesh(options, store, Late()).status().message(), lost.message());
+  EXPECT_FALSE(store.Get("test/unreachable/1", Deadline::AfterSeconds(0)).ok());
+}
+
+TEST(ConnectMesh, DoesNotReportARankThatAcceptsButIsSilent) {
+  InProcessStore store;
+  auto listener = ListenTcp({"127.0.0.1", 0});
+  AddressRecord silent;
+  silent.tcp = {LocalAddress(listener.value().get()).value()};
+  ASSERT_TRUE(store.Set("test/address/0", EncodeAddressRecord(silent), Late()).ok());
+  MeshOptions options = OptionsOf(1, 2);
+  options.answer_limit = std::chrono::milliseconds(1);
+  const Status status = ConnectMesh(options, store, Soon()).status();
+  EXPECT_NE(status.message().find(": connected, but no answer"), std::string::npos)
+      << status.message();
+  EXPECT_FALSE(store.Get("test/unreachable/1", Deadline::AfterSeconds(0)).ok());
 }
 
 TEST(ConnectMesh, DialsSeveralRanksAtOnceAndAcceptsMeanwhile) {

@@ -74,6 +74,17 @@ def test_ranks_whose_training_has_ended_are_not_asked_to_leave():
     server.close()
 
 
+def test_the_server_knows_the_ranks_that_a_rank_of_the_current_generation_could_not_reach():
+    server = MembershipServer(b"secret", queue.SimpleQueue())
+    assert server.unreachable(1, 2) == [], "no generation has formed"
+    address = ("127.0.0.1", server.open_rendezvous(3))
+    with RendezvousClient([address], token_of(b"secret", 3), Deadline.after(10)) as client:
+        client.set("generation-3/unreachable/2", b"1,0", Deadline.after(10))
+    assert server.unreachable(3, 2) == [1, 0]
+    assert server.unreachable(3, 1) == []
+    server.close()
+
+
 def own_assignment(generation: int, size: int, port: int) -> Assignment:
     return Assignment(generation, World(0, size, 0, size), port, "", "127.0.0.1")
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,6 +16,7 @@ from sparkhvd.driver.elastic.policy import (
     Done,
     Fail,
     Form,
+    LeaveOut,
     Limits,
     Member,
     Notify,
@@ -121,6 +124,79 @@ def test_survivors_form_a_generation_at_once_and_the_one_with_the_newest_commit_
 def test_survivors_keep_their_order_among_equal_commits():
     arrived = (waiting(4, 7, generation=1, rank=2), waiting(5, 7, generation=1, rank=1))
     assert decide(broken(*arrived), LIMITS, 0.0) == [Form((5, 4))]
+
+
+def apart(hosts: str, *pairs: tuple[int, int], commits: Sequence[int] = (), **fields) -> View:
+    """Return a job whose workers, one per letter, wait on these hosts; ``pairs`` of them could not connect."""
+    members = (
+        waiting(worker, commits[worker] if commits else 5, host=host, generation=1, rank=worker)
+        for worker, host in enumerate(hosts)
+    )
+    return broken(*members, capacity=Counter(hosts), unreachable=frozenset(pairs), **fields)
+
+
+def left_out(view: View, limits: Limits = LIMITS) -> tuple[int, ...]:
+    """Return the workers that the policy leaves out first."""
+    decisions = decide(view, limits, 0.0)
+    return decisions[0].workers if isinstance(decisions[0], LeaveOut) else ()
+
+
+def test_the_job_continues_without_one_of_two_hosts_that_cannot_reach_each_other():
+    why = (
+        "Hosts reach the driver but not each other: a and b. The job continues without b (1 rank) and tries again "
+        "after a pause"
+    )
+    assert decide(apart("ab", (1, 0)), LIMITS, 0.0) == [LeaveOut((1,), why)]
+    after = broken(waiting(0, 5, generation=1, rank=0), capacity={"a": 1, "b": 1}, unreachable=frozenset({(1, 0)}))
+    assert decide(after, LIMITS, 0.0) == [Form((0,))], "a worker that has ended proves nothing"
+
+
+def test_the_fewest_ranks_are_left_out():
+    assert left_out(apart("abb", (1, 0))) == (0,)
+    assert left_out(apart("abc", (1, 0), (2, 0))) == (0,), "one host that reaches no other, although it has rank 0"
+    assert left_out(apart("abbcc", (1, 0), (3, 0))) == (0,)
+    assert left_out(apart("abcd", (1, 0), (3, 2))) == (1, 2), "two separate pairs, in the order of the names"
+    chain = apart("abcde", (1, 0), (2, 1), (3, 2), (4, 3))
+    assert left_out(chain) == (1, 3)
+    star = apart("aaaabcddd", (4, 0), (5, 0), (6, 0))
+    assert left_out(star) == (0, 1, 2, 3), "four ranks instead of five"
+
+
+def test_two_groups_of_hosts_that_are_cut_off_from_each_other_lose_the_smaller_group_quickly():
+    hosts = "".join(map(chr, range(ord("A"), ord("A") + 50)))
+    pairs = [(one, other) for one in range(30) for other in range(30, 50)]
+    assert left_out(apart(hosts, *pairs)) == tuple(range(30, 50))
+
+
+def test_a_host_with_the_newest_commit_stays_so_that_a_failing_host_is_not_blamed_in_turn():
+    assert left_out(apart("ab", (1, 0), commits=[4, 5])) == (0,)
+    assert left_out(apart("abb", (1, 0), commits=[5, -1, -1])) == (1, 2), "although it has fewer ranks"
+    returned = apart("cab", (2, 1), commits=[5, 5, -1])
+    assert left_out(returned) == (2,), "the new worker of a host that was left out before"
+    assert left_out(apart("cba", (2, 1), commits=[5, -1, 5])) == (1,)
+
+
+def test_hosts_are_not_left_out_if_too_few_ranks_would_be_left():
+    limits = dataclasses.replace(LIMITS, min_size=2)
+    (formed,) = decide(apart("ab", (1, 0)), limits, 0.0)
+    assert formed == Form(
+        (0, 1),
+        "Hosts reach the driver but not each other: a and b. The job needs at least 2 ranks, so it cannot leave any of "
+        "these hosts out and tries again",
+    )
+    assert left_out(apart("abc", (1, 0)), limits) == (1,)
+
+
+def test_ranks_of_one_host_that_cannot_connect_do_not_blame_a_host():
+    separated = "Ranks on the same host cannot reach each other, so they try again: a"
+    assert decide(apart("aa", (1, 0)), LIMITS, 0.0) == [Form((0, 1), separated)]
+    assert left_out(apart("aab", (1, 0), (2, 0))) == (2,)
+
+
+def test_no_host_is_left_out_before_all_survivors_have_arrived():
+    view = apart("ab", (1, 0))
+    late = dataclasses.replace(view, members=(*view.members, running(2, 2)), capacity={"a": 2, "b": 1})
+    assert decide(late, LIMITS, 0.0) == []
 
 
 def test_no_generation_forms_while_a_survivor_is_still_arriving():

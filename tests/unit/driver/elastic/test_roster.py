@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkhvd.driver.elastic.policy import Done, Fail, Form, Limits, Notify, Phase, Start, Stop, decide
+from sparkhvd.driver.elastic.policy import Done, Fail, Form, LeaveOut, Limits, Notify, Phase, Start, Stop, decide
 from sparkhvd.driver.elastic.roster import Cooldown, Roster
 
 
@@ -284,6 +284,21 @@ def test_a_commit_that_a_generation_has_read_from_a_store_is_no_progress():
     assert roster.view(9.0).fruitless == 2
 
 
+def test_workers_count_as_unreachable_until_a_generation_has_connected():
+    roster = roster_of(3)
+    roster.unreachable(2, [0, 1])
+    roster.lost(1, "was killed", 1.0)
+    assert roster.view(1.0).unreachable == {(2, 0), (2, 1)}
+    for worker in (0, 2):
+        roster.waiting(worker, 1, 0, "could not connect", 1.0)
+    roster.formed((2, 0), 1.0)
+    assert roster.view(1.0).unreachable == {(2, 0), (2, 1)}
+    roster.synced(2, 2, 0)
+    assert not roster.view(1.0).unreachable
+    roster.unreachable(2, [1, 7])
+    assert roster.view(1.0).unreachable == {(2, 0)}, "rank 1 of generation 2"
+
+
 def test_an_error_that_every_attempt_would_raise_is_final_unless_a_new_host_may_cause_it():
     roster = roster_of(1)
     roster.started(5, "b", 1.0)
@@ -335,12 +350,25 @@ class Simulation:
         elif isinstance(decision, Notify):
             self.roster.notified()
         elif isinstance(decision, Form):
-            self.form(decision.workers)
+            self.form(decision)
+        elif isinstance(decision, LeaveOut):
+            self.leave_out(decision.workers)
         else:
             self.end = decision
 
-    def form(self, workers: tuple[int, ...]) -> None:
-        view = self.roster.view(self.now)
+    def leave_out(self, workers: tuple[int, ...]) -> None:
+        waiting = self.members(Phase.WAITING)
+        assert not self.members(Phase.RUNNING)
+        others = set(waiting) - set(workers)
+        assert len(others) == len(waiting) - len(workers) >= self.limits.min_size
+        newest = max(self.commits[worker] for worker in waiting)
+        assert max(self.commits[worker] for worker in others) == newest, "the newest commit is lost"
+        for worker in workers:
+            self.roster.lost(worker, "its host cannot reach another", self.now)
+
+    def form(self, decision: Form) -> None:
+        workers, view = decision.workers, self.roster.view(self.now)
+        assert bool(decision.separated) == any(set(self.members(Phase.WAITING)) >= {*pair} for pair in view.unreachable)
         waiting = [member.worker for member in view.members if member.phase is Phase.WAITING]
         assert len(set(workers)) == len(workers)
         assert set(workers) <= set(waiting)
@@ -407,11 +435,16 @@ class Simulation:
             self.report("waiting", worker, member.generation, self.commits[worker])
         elif act == "sync" and member.phase is Phase.RUNNING:
             self.sync(worker)
+        elif act == "separate" and member.phase is Phase.RUNNING:
+            self.roster.unreachable(worker, range(member.rank))
         elif act == "commit" and self.commits[worker] >= 0 and member.phase is Phase.RUNNING:
             self.commits[worker] += 1
 
 
-ACTS = ("capacity", "again", "lose", "raise", "raise", "arrive", "all arrive", "sync", "all sync", "commit", "commit")
+ACTS = (
+    *("capacity", "again", "lose", "raise", "raise", "arrive", "all arrive", "sync", "all sync", "commit", "commit"),
+    *("separate", "all separate"),
+)
 HISTORIES = st.lists(
     st.tuples(st.sampled_from(ACTS), st.integers(0, 40), st.sampled_from([0.0, 0.1, 1.0, 7.0])), max_size=60
 )
