@@ -188,7 +188,7 @@ class Disturber:
 
 
 class HostDisturber(Disturber):
-    """Also kills the processes of hosts, cuts hosts off, and changes their slots."""
+    """Also kills the processes of hosts, cuts hosts off from all others or from one, and changes their slots."""
 
     def __init__(self, folder: Path, seed: int, report: Report, hosts: tuple[Host, ...]) -> None:
         super().__init__(folder, seed, report)
@@ -197,6 +197,7 @@ class HostDisturber(Disturber):
         self.events |= {
             "host process killed": self._kill_host,
             "host cut off": self._cut_off,
+            "hosts separated": self._separate,
             "slots changed": self._change_slots,
         }
 
@@ -226,6 +227,21 @@ class HostDisturber(Disturber):
             time.sleep(self.draw.uniform(1.0, 12.0))
         finally:
             host.connect()
+        return True
+
+    def _separate(self) -> bool:
+        """Cut the network between two hosts, which both reach the driver."""
+        busy = sorted(self._busy())
+        if len(busy) < 2:
+            return False
+        one, other = (next(host for host in self.hosts if host.address == at) for at in self.draw.sample(busy, 2))
+        one.lose(other)
+        other.lose(one)
+        try:
+            time.sleep(self.draw.uniform(1.0, 12.0))
+        finally:
+            one.find(other)
+            other.find(one)
         return True
 
     def _change_slots(self) -> bool:
