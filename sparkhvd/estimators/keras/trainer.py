@@ -24,6 +24,7 @@ from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
 from sparkhvd.estimators.keras.callback_states import CALLBACK, callback_states, restore_callbacks
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
+from sparkhvd.estimators.keras.graph_flags import GraphFlags
 from sparkhvd.estimators.keras.metrics import Logs, MetricSums, summed_results
 from sparkhvd.estimators.keras.randomness import RandomStates
 from sparkhvd.estimators.keras.serialization import artifact
@@ -81,6 +82,7 @@ class KerasTrainer:
         self._lr_scale = spec.lr_scale(world.size)
         self._scale_lr(self._lr_scale)
         self._callback_states: Mapping[str, npt.NDArray[np.generic]] = {}  # from the checkpoint of a resumed run
+        self._graph_flags = GraphFlags(self._model)
 
     def state(self) -> bytes:
         """Return the values of all variables of the model and its optimizers, and the states of callbacks."""
@@ -95,12 +97,12 @@ class KerasTrainer:
         swapped = np.array([callback._ema_weights_in_model for callback in self._swapping()])  # noqa: SLF001
         arrays |= callback_states(self._package.callbacks)
         names = np.array(_variable_kinds(self._model.optimizer))
-        flags = Omissions.of_training(self._model)
+        arrays |= _flag_arrays("trained", Omissions.of_training(self._model))
+        if self._graph_flags.traced is not None:
+            arrays |= _flag_arrays("traced", self._graph_flags.traced)
         return arrays_to_bytes(
             {
                 **arrays,
-                "trained layers": np.array(flags.trained_layers),
-                "trained weights": np.array(flags.trained),
                 "lr_scale": np.array(self._lr_scale),
                 "swapped": swapped,
                 "optimizer names": names,
@@ -130,19 +132,12 @@ class KerasTrainer:
                 other.build([self._model.variables[index] for index in arrays[f"trained by {name}"]])
             for index, variable in enumerate(other.variables):
                 variable.assign(arrays[f"{name}.{index}"])
-        if self._reads_flags_in_every_step():
-            layers, weights = arrays.get("trained layers", ()), arrays.get("trained weights", ())
-            Omissions(tuple(map(bool, layers)), tuple(map(bool, weights))).restore(self._model)
+        if (flags := _flags(arrays, "trained")) is not None:
+            flags.restore(self._model)
+        self._graph_flags.resumed = _flags(arrays, "traced")
         for callback, swapped in zip(self._swapping(), arrays.get("swapped", ()), strict=False):
             callback._ema_weights_in_model = bool(swapped)  # noqa: SLF001
         self._scale_lr(self._lr_scale / float(arrays["lr_scale"]))
-
-    def _reads_flags_in_every_step(self) -> bool:
-        """Return whether a callback that sets ``layer.trainable`` changes the following steps.
-
-        A graph of TensorFlow trains the layers that were trainable when the training began.
-        """
-        return keras.config.backend() == "torch" or bool(self._model.run_eagerly)
 
     def _further_optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
         """Return the optimizers of the model's own training step, by names that are equal on all ranks."""
@@ -191,10 +186,11 @@ class KerasTrainer:
             seeds,
             statistics,
             current,
+            self._graph_flags,
             saves_within,
             hooks.metrics[session.current().world.rank :: session.current().world.size],
         )
-        end = _EpochEnd(begin, data, hooks, self, seeds)
+        end = _EpochEnd(begin, data, hooks, self, seeds, self._graph_flags)
         saving = self._saving(hooks)
         own = () if saving is None else saving.callbacks
         restore = partial(restore_callbacks, self._package.callbacks, self._callback_states)
@@ -337,6 +333,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         seeds: RandomStates,
         statistics: LayerStatistics,
         current: CurrentBatch,
+        graph_flags: GraphFlags,
         saves_within: bool,
         earlier_metrics: Sequence[bytes],
     ) -> None:
@@ -344,6 +341,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._earlier_metrics = earlier_metrics  # those that this rank takes over when it resumes an epoch
         self._statistics = statistics
         self._current = current
+        self._graph_flags = graph_flags
         self._equal_rows = 0  # this rank's rows in the epoch at the last synchronization of the statistics
         self._saves_within = saves_within  # whether the model may be saved after any batch
         self._seeds = seeds
@@ -364,6 +362,9 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         super().set_model(model)
         self.sums = MetricSums(model)
 
+    def on_train_begin(self, logs: Logs = None) -> None:  # noqa: ARG002
+        self._graph_flags.begin()
+
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
         self._data.epoch = epoch
         self.rate = _learning_rate(self.model.optimizer) if self._data.begins_within() else None
@@ -380,6 +381,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._current.begin(self._data, batch)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
+        self._graph_flags.end_batch()
         self._current.end()
         self._restore_variables(batch, self._data)
         self._data_wait += self._data.waited(batch, self.step_ended)
@@ -455,11 +457,18 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
 class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
     """Runs after the user's callbacks, so that the checkpoint contains their changes."""
 
-    def __init__(
-        self, begin: _EpochBegin, data: BatchDataset, hooks: TrainHooks, trainer: Trainer, seeds: RandomStates
+    def __init__(  # noqa: PLR0917
+        self,
+        begin: _EpochBegin,
+        data: BatchDataset,
+        hooks: TrainHooks,
+        trainer: Trainer,
+        seeds: RandomStates,
+        graph_flags: GraphFlags,
     ) -> None:
         super().__init__()
         self._seeds = seeds
+        self._graph_flags = graph_flags
         self._logs: dict[str, float] = {}  # those of this rank's last step with rows in the epoch
         self._wants_end = False
         self.ended = False
@@ -472,6 +481,9 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         """Keep the learning rate of a run that resumes here: callbacks already changed it when the epoch began."""
         if self._begin.rate is not None:
             self.model.optimizer.learning_rate = self._begin.rate
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
+        self._graph_flags.begin_batch()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Report the end of a step to the hooks; the logs are means over this rank's rows in the epoch so far."""
@@ -515,6 +527,21 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         )
         self.ended = not self._hooks.on_epoch_end(report, self._trainer)
         self.model.stop_training = self.ended
+
+
+def _flag_arrays(kind: str, flags: Omissions) -> dict[str, npt.NDArray[np.bool_]]:
+    """Return the arrays of a checkpoint that hold which layers and weights are trained."""
+    return {
+        f"{kind} layers": np.array(flags.trained_layers, np.bool_),
+        f"{kind} weights": np.array(flags.trained, np.bool_),
+    }
+
+
+def _flags(arrays: Mapping[str, npt.NDArray[np.generic]], kind: str) -> Omissions | None:
+    """Return the flags in the arrays of a checkpoint; None if it has none."""
+    if f"{kind} layers" not in arrays:
+        return None
+    return Omissions(tuple(map(bool, arrays[f"{kind} layers"])), tuple(map(bool, arrays[f"{kind} weights"])))
 
 
 def _variable_kinds(optimizer: keras.optimizers.Optimizer) -> list[str]:
