@@ -97,10 +97,12 @@ class KerasPlugin:
         names = [AUTOMATIC_NUMBER.sub("", variable.path) for variable in model.weights]
         numbered = [f"{index}: {name}" for index, name in enumerate(names)]
         shapes = [tuple(variable.shape) for variable in model.weights]
+        dtypes = [str(variable.dtype) for variable in model.weights]
         name_by_id = {id(variable): name for variable, name in zip(model.weights, numbered, strict=True)}
         trained = tuple(name_by_id.get(id(variable), "") for variable in model.trainable_variables)
         optimizer = type(_optimizer(params, model)).__name__
-        return ModelFacts("Keras", optimizer, dict(zip(numbered, shapes, strict=True)), (trained,))
+        by_name = dict(zip(numbered, shapes, strict=True)), (trained,)
+        return ModelFacts("Keras", optimizer, *by_name, dtypes=dict(zip(numbered, dtypes, strict=True)))
 
     def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
         """See ``FrameworkPlugin.monitors``; names ``checkpoint_callback`` if ``checkpoints`` was derived from it."""

@@ -29,7 +29,6 @@ from sparkhvd.estimators.params.backend import Placement, is_elastic
 from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec, typed_params
 from sparkhvd.estimators.runs.resume_check import ModelFacts
-from sparkhvd.estimators.torch.checkpoint.optimizer_groups import named_groups
 from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.inputs import called_in_order
 from sparkhvd.estimators.torch.losses.divisors import inexact_losses
@@ -39,7 +38,7 @@ from sparkhvd.estimators.torch.plugin import (
     TorchPredictor,
     check_optimizer,
     compressor,
-    parameter_shapes,
+    module_facts,
     refuse_closure,
     refuse_exported,
     refuse_unsupported_parameters,
@@ -151,9 +150,8 @@ class LightningPlugin:
         _check_kinds(params)
         model, optimizer = typed_params(LightningParams, params).model, params["optimizer"]
         if flavour_of(model) is not None or not isinstance(optimizer, torch.optim.Optimizer):
-            return ModelFacts("Lightning", weights=parameter_shapes(model))
-        groups = tuple(map(tuple, named_groups(optimizer, model)))
-        return ModelFacts("Lightning", type(optimizer).__name__, parameter_shapes(model), groups)
+            return module_facts("Lightning", model, None)
+        return module_facts("Lightning", model, optimizer)
 
     def packages(self) -> tuple[str, ...]:
         """See ``FrameworkPlugin.packages``; a module may subclass the classes of either Lightning."""

@@ -32,6 +32,7 @@ class ModelFacts:
             name them. Empty if only the ranks know them.
         measures: the digest of the loss and the metrics; empty if it is unknown. Only an interrupted epoch must be
             resumed with the same.
+        dtypes: the element type of every weight, by name; empty if they are unknown.
     """
 
     framework: str
@@ -39,6 +40,7 @@ class ModelFacts:
     weights: Mapping[str, Shape] = field(default_factory=dict)
     groups: Groups = ()
     measures: str = ""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as JSON types."""
@@ -49,7 +51,8 @@ def facts_from_json(content: dict[str, Any]) -> ModelFacts:
     """Create the facts from the output of ``ModelFacts.to_json``."""
     shapes = {name: None if shape is None else tuple(shape) for name, shape in content["weights"].items()}
     groups = tuple(tuple(group) for group in content.get("groups", ()))
-    return ModelFacts(content["framework"], content["optimizer"], shapes, groups, content.get("measures", ""))
+    measures, dtypes = content.get("measures", ""), content.get("dtypes", {})
+    return ModelFacts(content["framework"], content["optimizer"], shapes, groups, measures, dtypes)
 
 
 def measures_digest(params: Mapping[str, object]) -> str:
@@ -101,6 +104,11 @@ def _difference(before: ModelFacts, now: ModelFacts) -> str:
             f"its weight {name!r} has the shape {list(old)}, but this fit's model has {list(new)}"
             for name, old in saved.items()
             if old is not None and (new := current.get(name)) is not None and old != new
+        ),
+        *(
+            f"its weight {name!r} has elements of type {kind}, but this fit's model has {now.dtypes[name]}"
+            for name, kind in before.dtypes.items()
+            if now.dtypes.get(name, kind) != kind
         ),
     ]
     if differences:

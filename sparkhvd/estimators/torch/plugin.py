@@ -22,7 +22,7 @@ from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdErr
 from sparkhvd.estimators.batch_dependence import BatchDependence
 from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec, typed_params
-from sparkhvd.estimators.runs.resume_check import ModelFacts, Shape
+from sparkhvd.estimators.runs.resume_check import ModelFacts
 from sparkhvd.estimators.torch.batch_normalization import batch_dependence_of
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.checkpoint.optimizer_groups import named_groups
@@ -110,8 +110,7 @@ class TorchPlugin:
         """See ``FrameworkPlugin.facts``."""
         _check_kinds(params)
         model, optimizer = typed_params(InputParams, params).model, typed_params(TorchParams, params).optimizer
-        groups = tuple(map(tuple, named_groups(optimizer, model)))
-        return ModelFacts("PyTorch", type(optimizer).__name__, parameter_shapes(model), groups)
+        return module_facts("PyTorch", model, optimizer)
 
     def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
         """See ``FrameworkPlugin.monitors``."""
@@ -202,10 +201,16 @@ def _inputs(params: Mapping[str, object], schema: DataSchema) -> tuple[ModelInpu
     return plan_inputs(own.model, schema.of("feature"), own.input_shapes, own.inputs)
 
 
-def parameter_shapes(model: torch.nn.Module) -> dict[str, Shape]:
-    """Return the shapes of a module's parameters by name; None for lazy parameters."""
-    lazy = torch.nn.parameter.is_lazy
-    return {name: None if lazy(parameter) else tuple(parameter.shape) for name, parameter in model.named_parameters()}
+def module_facts(framework: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> ModelFacts:
+    """Return the facts of a module and its optimizer, if the driver has one; lazy parameters have no shapes yet."""
+    lazy, parameters = torch.nn.parameter.is_lazy, dict(model.named_parameters())
+    return ModelFacts(
+        framework,
+        "" if optimizer is None else type(optimizer).__name__,
+        {name: None if lazy(parameter) else tuple(parameter.shape) for name, parameter in parameters.items()},
+        () if optimizer is None else tuple(map(tuple, named_groups(optimizer, model))),
+        dtypes={name: str(parameter.dtype).removeprefix("torch.") for name, parameter in parameters.items()},
+    )
 
 
 def _check_kinds(params: Mapping[str, object]) -> None:

@@ -527,6 +527,19 @@ def test_a_run_is_not_resumed_with_an_optimizer_that_has_other_variables(before,
         trainer(**now).restore(trainer(**before).state())
 
 
+def of_type(dtype):
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, dtype=dtype)])
+
+
+def test_a_run_is_not_resumed_with_weights_of_another_type():
+    before, now = (PLUGIN.facts(parameters(model=of_type(dtype))) for dtype in ("float32", "float64"))
+    check_resumable("run", "url", before, before)
+    with pytest.raises(
+        ParamError, match=r"its weight '0: .*kernel' has elements of type float32, but this .* has float64"
+    ):
+        check_resumable("run", "url", before, now)
+
+
 def test_a_run_is_not_resumed_with_other_layers_frozen():
     whole, frozen = network(), network()
     frozen.layers[0].trainable = False

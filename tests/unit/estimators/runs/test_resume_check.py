@@ -15,9 +15,9 @@ from sparkhvd.estimators.runs.resume_check import ModelFacts, check_resumable, f
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
 
 
-def facts(choose, plugin=TORCH):
+def facts(choose, plugin=TORCH, dtype=torch.float32):
     """Return the facts of two equal layers and their optimizer; ``choose`` selects its parameters from theirs."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(dtype)
     optimizer = torch.optim.SGD(choose([*model.parameters()]), 0.1)
     others = {"loss": torch.nn.functional.mse_loss, "logger": None, "checkpoints": Checkpoints()}
     return plugin.facts({"model": model, "optimizer": optimizer, **others})
@@ -53,6 +53,19 @@ def first_layer(parameters):
 def test_a_run_is_not_resumed_with_an_optimizer_that_trains_other_parameters(plugin, before, now, message):
     with pytest.raises(ParamError, match=message):
         check_resumable("run", "url", facts(before, plugin), facts(now, plugin))
+
+
+@pytest.mark.parametrize("plugin", [TORCH, LIGHTNING])
+def test_a_run_is_not_resumed_with_parameters_of_another_type(plugin):
+    before, now = facts(in_order, plugin), facts(in_order, plugin, torch.float64)
+    with pytest.raises(
+        ParamError,
+        match=r"its weight '0.weight' has elements of type float32, but this fit's model has float64 \(and 3",
+    ):
+        check_resumable("run", "url", before, now)
+    saved = before.to_json()
+    del saved["dtypes"]
+    check_resumable("run", "url", facts_from_json(saved), now)
 
 
 def test_a_run_resumes_with_the_same_parameters_and_from_checkpoints_without_their_names():
