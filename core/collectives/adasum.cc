@@ -1,6 +1,8 @@
 #include "collectives/adasum.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -13,12 +15,18 @@
 namespace sparkhvd {
 namespace {
 
-// The dot products of two vectors of one tensor.
+// The dot products of two vectors a * 2^-exponent_a and b * 2^-exponent_b of one tensor. Without
+// the exponents, squares of float64 could overflow or underflow.
 struct Products {
   double ab = 0;
   double aa = 0;
   double bb = 0;
+  int exponent_a = 0;
+  int exponent_b = 0;
 };
+
+// Less than any exponent of a number; the exponent of a vector of zeros.
+constexpr int kZeroExponent = -10000;
 
 template <typename T>
 Bytes BytesOf(T* data, size_t count) {
@@ -27,34 +35,113 @@ Bytes BytesOf(T* data, size_t count) {
 
 // Uses several partial sums, because the additions to a single sum would wait for each other.
 template <typename T>
-Products Multiply(const T* a, const T* b, size_t count) {
+Products MultiplyScaled(const T* a, const T* b, size_t count, double scale_a, double scale_b) {
   constexpr size_t kLanes = 8;
-  Products lanes[kLanes];
+  double ab[kLanes] = {};
+  double aa[kLanes] = {};
+  double bb[kLanes] = {};
+  const auto add = [&](size_t lane, size_t i) {
+    const double left = a[i] * scale_a;
+    const double right = b[i] * scale_b;
+    ab[lane] += left * right;
+    aa[lane] += left * left;
+    bb[lane] += right * right;
+  };
   const size_t whole = count / kLanes * kLanes;
   for (size_t i = 0; i < whole; i += kLanes) {
-    for (size_t lane = 0; lane < kLanes; ++lane) {
-      const double left = a[i + lane];
-      const double right = b[i + lane];
-      lanes[lane].ab += left * right;
-      lanes[lane].aa += left * left;
-      lanes[lane].bb += right * right;
-    }
+    for (size_t lane = 0; lane < kLanes; ++lane) add(lane, i + lane);
   }
-  for (size_t i = whole; i < count; ++i) {
-    const double left = a[i];
-    const double right = b[i];
-    lanes[i - whole].ab += left * right;
-    lanes[i - whole].aa += left * left;
-    lanes[i - whole].bb += right * right;
-  }
+  for (size_t i = whole; i < count; ++i) add(i - whole, i);
   Products total;
-  for (const Products& lane : lanes) {
-    total.ab += lane.ab;
-    total.aa += lane.aa;
-    total.bb += lane.bb;
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    total.ab += ab[lane];
+    total.aa += aa[lane];
+    total.bb += bb[lane];
   }
   return total;
 }
+
+// Returns whether no square overflowed, and underflows do not matter, even in sums over all ranks.
+inline bool IsSafe(double squares) { return squares > 1e-250 && squares < 1e300; }
+
+// Returns an exponent that scales the largest element to about 1; 0 if an element is infinite or
+// NaN.
+inline int ExponentOf(const double* values, size_t count) {
+  double largest = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (!std::isfinite(values[i])) return 0;
+    largest = std::max(largest, std::fabs(values[i]));
+  }
+  return largest > 0 ? std::max(std::ilogb(largest), -1023) : kZeroExponent;  // 2^1023 is finite
+}
+
+inline double ScaleOf(int exponent) {
+  return exponent == kZeroExponent ? 1 : std::ldexp(1.0, -exponent);
+}
+
+inline Products Multiply(const float* a, const float* b, size_t count) {
+  return MultiplyScaled(a, b, count, 1, 1);  // squares of float32 are in the range of float64
+}
+
+inline Products Multiply(const double* a, const double* b, size_t count) {
+  const Products plain = MultiplyScaled(a, b, count, 1, 1);
+  if (IsSafe(plain.aa) && IsSafe(plain.bb)) return plain;
+  const int exponent_a = ExponentOf(a, count);
+  const int exponent_b = ExponentOf(b, count);
+  Products scaled = MultiplyScaled(a, b, count, ScaleOf(exponent_a), ScaleOf(exponent_b));
+  scaled.exponent_a = exponent_a;
+  scaled.exponent_b = exponent_b;
+  return scaled;
+}
+
+inline Products Rescale(const Products& from, int exponent_a, int exponent_b) {
+  const int up_a = from.exponent_a - exponent_a;
+  const int up_b = from.exponent_b - exponent_b;
+  return Products{std::ldexp(from.ab, up_a + up_b), std::ldexp(from.aa, 2 * up_a),
+                  std::ldexp(from.bb, 2 * up_b), exponent_a, exponent_b};
+}
+
+inline Products Add(const Products& one, const Products& other) {
+  const int exponent_a = std::max(one.exponent_a, other.exponent_a);
+  const int exponent_b = std::max(one.exponent_b, other.exponent_b);
+  Products sum = Rescale(one, exponent_a, exponent_b);
+  const Products more = Rescale(other, exponent_a, exponent_b);
+  sum.ab += more.ab;
+  sum.aa += more.aa;
+  sum.bb += more.bb;
+  return sum;
+}
+
+// The weight 1 - fraction * 2^exponent of a vector.
+class Weight {
+ public:
+  // `exponent` is that of the other vector, minus that of this one.
+  Weight(double product, double square, int exponent) {
+    if (!(square > 0) || product == 0) return;
+    int more = 0;
+    fraction_ = std::frexp(product / (2 * square), &more);
+    exponent_ = exponent + more;
+  }
+
+  // Returns false if the other vector is longer by a factor that T cannot hold.
+  template <typename T>
+  bool IsInRangeOf() const {
+    return exponent_ < std::numeric_limits<T>::max_exponent || !std::isfinite(fraction_);
+  }
+
+  template <typename T>
+  T In() const {
+    return static_cast<T>(1 - std::ldexp(fraction_, exponent_));
+  }
+
+  double Times(double element) const {
+    return element - std::ldexp(element, exponent_) * fraction_;
+  }
+
+ private:
+  double fraction_ = 0;
+  int exponent_ = 0;
+};
 
 // The work of one rank on all tensors at once. Computes in type T.
 template <typename T>
@@ -138,11 +225,7 @@ class Tree {
       const int peer = transport_.rank() ^ step;
       SHVD_TRY(Exchange(transport_, peer, BytesOf(products.data(), products.size()), peer,
                         BytesOf(others.data(), others.size()), deadline_));
-      for (size_t i = 0; i < products.size(); ++i) {
-        products[i].ab += others[i].ab;
-        products[i].aa += others[i].aa;
-        products[i].bb += others[i].bb;
-      }
+      for (size_t i = 0; i < products.size(); ++i) products[i] = Add(products[i], others[i]);
     }
     return Status();
   }
@@ -172,10 +255,19 @@ class Tree {
   // Writes the adaptive sum to this rank's data. `a` and `b` begin at the start of the piece.
   void Combine(Slice piece, const T* a, const T* b, const std::vector<Products>& products) {
     ForEachTensor(piece, [&](size_t tensor, size_t offset, size_t count) {
-      const auto [ab, aa, bb] = products[tensor];
-      const T weight_a = static_cast<T>(aa > 0 ? 1 - ab / (2 * aa) : 1);
-      const T weight_b = static_cast<T>(bb > 0 ? 1 - ab / (2 * bb) : 1);
+      const Products& sums = products[tensor];
+      const int longer_b = sums.exponent_b - sums.exponent_a;
+      const Weight of_a(sums.ab, sums.aa, longer_b);
+      const Weight of_b(sums.ab, sums.bb, -longer_b);
       T* target = data_ + piece.begin + offset;
+      if (!of_a.template IsInRangeOf<T>() || !of_b.template IsInRangeOf<T>()) {
+        for (size_t i = 0; i < count; ++i) {
+          target[i] = static_cast<T>(of_a.Times(a[offset + i]) + of_b.Times(b[offset + i]));
+        }
+        return;
+      }
+      const T weight_a = of_a.template In<T>();
+      const T weight_b = of_b.template In<T>();
       for (size_t i = 0; i < count; ++i) {
         target[i] = weight_a * a[offset + i] + weight_b * b[offset + i];
       }

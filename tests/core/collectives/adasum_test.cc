@@ -114,5 +114,60 @@ TEST(Adasum, IsTheSumOfOrthogonalVectorsAndTheMeanOfEqualOnes) {
   }));
 }
 
+// Returns the elements of the adaptive sum of several ranks' tensors.
+template <typename T>
+std::vector<T> AdasumOf(DType dtype, const std::vector<std::vector<T>>& parts) {
+  std::vector<Mesh> meshes = InProcessMeshes(std::vector<int>(parts.size(), 0));
+  std::vector<std::vector<T>> results = parts;
+  ExpectAllOk(OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+    std::vector<T>& data = results[static_cast<size_t>(rank)];
+    const size_t length = data.size();
+    return AdasumTree(*mesh.transport, dtype, Span<const size_t>(&length, 1),
+                      reinterpret_cast<std::byte*>(data.data()), Soon());
+  }));
+  return results[0];
+}
+
+TEST(Adasum, DependsOnTheDirectionsOnlyHoweverLargeOrSmallFloat64Is) {
+  const std::vector<Vector> parts{
+      {1, 2, 0, 4, -3}, {2, 1, 0, 1, 5}, {0, 0, 0, 0, 0}, {1, 1, 0, 2, 0}};
+  const Vector expected = Oracle(parts);
+  for (const double scale : {1e-308, 1e-200, 1e-155, 1e155, 1e200, 1e307}) {
+    std::vector<Vector> scaled = parts;
+    for (Vector& part : scaled) {
+      for (double& value : part) value *= scale;
+    }
+    const Vector sum = AdasumOf(DType::kFloat64, scaled);
+    for (size_t i = 0; i < sum.size(); ++i) {
+      EXPECT_NEAR(sum[i] / scale, expected[i], 1e-9) << "scale " << scale << ", element " << i;
+    }
+  }
+}
+
+TEST(Adasum, ScalesThePiecesOfAVectorThatDifferInMagnitude) {
+  const std::vector<Vector> parts{{1e-200, 0, 0, 1e200}, {0, 0, 1e-200, 1e200}};
+  EXPECT_EQ(AdasumOf(DType::kFloat64, parts), (Vector{0.5e-200, 0, 0.5e-200, 1e200}));
+}
+
+// Of the long vector, half the part in the direction of the short one is subtracted.
+TEST(Adasum, AddsVectorsWhoseLengthsDifferByMoreThanTheRangeOfTheirType) {
+  const Vector sum = AdasumOf<double>(DType::kFloat64, {{1e-200, 0}, {1e200, 1e200}});
+  EXPECT_DOUBLE_EQ(sum[0], 0.5e200);
+  EXPECT_DOUBLE_EQ(sum[1], 1e200);
+  const auto floats = AdasumOf<float>(DType::kFloat32, {{1e20f, 1e20f}, {0, 1e-25f}});
+  EXPECT_FLOAT_EQ(floats[0], 1e20f);
+  EXPECT_FLOAT_EQ(floats[1], 0.5e20f);
+}
+
+TEST(Adasum, OfZerosIsZeroAndOfNoNumberIsNone) {
+  EXPECT_EQ(AdasumOf<double>(DType::kFloat64, {{0, 0}, {0, 0}}), (Vector{0, 0}));
+  EXPECT_EQ(AdasumOf<double>(DType::kFloat64, {{0, 0}, {0, 1e-320}}), (Vector{0, 1e-320}));
+  for (const double bad : {std::nan(""), HUGE_VAL}) {
+    for (const double value : AdasumOf<double>(DType::kFloat64, {{bad, 1}, {2, 1}})) {
+      EXPECT_TRUE(std::isnan(value)) << value;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace sparkhvd
