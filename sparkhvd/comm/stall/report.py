@@ -10,6 +10,7 @@ from sparkhvd.comm.stall.snapshot import Condition, PendingCollective, ProcessId
 
 _MOST_TENSORS = 10
 _MOST_RANKS = 16
+_JOIN = "join 'join()'"  # the title of every join, whose name the core reserves
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class StalledTensor:
         waiting: the ranks that have submitted it.
         missing: the ranks that have answered and not submitted it.
         silent: the ranks that did not answer.
+        joined: those of the missing ranks that wait in a ``join()`` of another process set.
     """
 
     title: str
@@ -29,6 +31,7 @@ class StalledTensor:
     waiting: tuple[int, ...]
     missing: tuple[int, ...]
     silent: tuple[int, ...]
+    joined: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,12 +140,14 @@ def _stalled(
 ) -> StalledTensor:
     first = next(iter(waiting.values()))
     members = set(sets[first.process_set])
+    missing = tuple(sorted((members & conditions.keys()) - waiting.keys()))
     return StalledTensor(
         title,
         max(collective.age for collective in waiting.values()),
         tuple(sorted(waiting)),
-        tuple(sorted((members & conditions.keys()) - waiting.keys())),
+        missing,
         tuple(sorted(members - conditions.keys())),
+        tuple(rank for rank in missing if any(one.title == _JOIN for one in conditions[rank].pending)),
     )
 
 
@@ -166,7 +171,11 @@ def _missing_ranks_text(tensor: StalledTensor) -> str:
         parts.append(f"no answer from {_ranks(tensor.silent)}")
     if not parts:
         return "all ranks have submitted it, but its data does not arrive"
-    return f"{' and '.join(parts)}, while {_ranks(tensor.waiting)} waited"
+    text = f"{' and '.join(parts)}, while {_ranks(tensor.waiting)} waited"
+    if tensor.joined:
+        verb = "has" if len(tensor.joined) == 1 else "have"
+        text += f"; {_ranks(tensor.joined)} {verb} joined other ranks, which does not count in this set of ranks"
+    return text
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -153,12 +153,21 @@ def one_rank_of_a_set_is_busy(folder):
     if communicator.world.rank == 0:
         wait_for(folder / "go on")
         communicator.allreduce(np.ones(3), name="gradient", process_set=outer)
+        joined = communicator.join_async()
+        wait_for(folder / "join")
+        communicator.allreduce(np.ones(3), name="gradient", process_set=outer)
+        joined.wait()
     if communicator.world.rank == 2:
-        handle = communicator.allreduce_async(np.ones(3), name="gradient", process_set=outer)
-        stall = next_report(communicator)
-        (folder / "go on").touch()
-        handle.wait()
-        return stall
+        stalls = []
+        for then in ("go on", "join"):
+            handle = communicator.allreduce_async(np.ones(3), name="gradient", process_set=outer)
+            stalls.append(next_report(communicator, *stalls))
+            (folder / then).touch()
+            handle.wait()
+        communicator.join()
+        return stalls
+    if communicator.world.rank == 1:
+        communicator.join()
     return None
 
 
@@ -209,12 +218,15 @@ def test_a_direct_call_that_waits_is_reported_too(group, tmp_path):
 
 
 def test_a_stall_in_a_process_set_is_reported_only_for_its_ranks(group, tmp_path):
-    _, _, stall = group.run(one_rank_of_a_set_is_busy, tmp_path)
-    (tensor,) = stall.tensors
+    _, _, (stall, while_joined) = group.run(one_rank_of_a_set_is_busy, tmp_path)
+    (tensor,) = (one for one in stall.tensors if "gradient" in one.title)
     assert tensor.title == "allreduce 'gradient' of process set 1"
     assert (tensor.waiting, tensor.missing, tensor.silent) == ((2,), (0,), ())
     assert "not submitted by rank 0, while rank 2 waited" in str(stall)
+    assert "joined" not in str(stall)
     assert "in wait_for" in stall.conditions[0].stacks["MainThread"]
+    why = "rank 0, while rank 2 waited; rank 0 has joined other ranks, which does not count in this set of ranks"
+    assert why in str(while_joined)
 
 
 def test_the_report_says_when_the_process_of_a_rank_is_stopped(group):
