@@ -134,9 +134,9 @@ class Handle(Generic[T]):
         return self.wait()
 
     def then(self, step: Callable[[T], U]) -> Handle[U]:
-        """Return a handle whose ``wait()`` applies ``step`` to the result, each time that it is called."""
+        """Return a handle whose first ``wait()`` applies ``step`` to the result; later calls return the same object."""
         result = self._result
-        return Handle(self.name, self.operation, self.waits, finish=lambda: step(result()))
+        return Handle(self.name, self.operation, self.waits, finish=cache(lambda: step(result())))
 
     def behind(self, stream: Callable[[], int]) -> Handle[T]:
         """Return a handle for a CUDA device, whose first ``wait()`` makes ``stream()`` wait for the operation.

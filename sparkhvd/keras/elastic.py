@@ -15,7 +15,7 @@ import numpy as np
 from sparkhvd._util.counts import counted
 from sparkhvd.comm.elastic import loop
 from sparkhvd.comm.elastic.loop import P, Result, S
-from sparkhvd.comm.elastic.state import ObjectState, State, require_equal_forms
+from sparkhvd.comm.elastic.state import ObjectState, State
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from sparkhvd.keras.variables import broadcast_variables, is_built, shared_variables
 
@@ -107,18 +107,15 @@ class KerasState(ObjectState):
             variable.assign(value)
         super().restore()
 
-    def sync(self) -> None:
-        """Overwrite the variables and values of all ranks with those of rank 0, and save them; collective.
-
-        Raises:
-            MismatchError: the ranks have different optimizers or variables.
-        """
+    def _form(self) -> list[str]:
         variables = shared_variables(self.model, self.optimizer)
         # Names are not compared: Keras numbers them in the order in which a process creates layers.
-        of_variables = [f"a variable of {variable.dtype}{list(variable.shape)}" for variable in variables]
-        require_equal_forms([f"the optimizer {_kind(self.optimizer)}", *of_variables])
-        broadcast_variables(variables)
-        super().sync()
+        of_variables = (f"a variable of {variable.dtype}{list(variable.shape)}" for variable in variables)
+        return [f"the optimizer {_kind(self.optimizer)}", *of_variables, *super()._form()]
+
+    def _send(self) -> None:
+        broadcast_variables(shared_variables(self.model, self.optimizer))
+        super()._send()
 
     def _kept(self) -> dict[str, Any]:
         return {"variables": self._saved_variables, **super()._kept()}

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from sparkhvd.comm.elastic import loop
 from sparkhvd.comm.elastic.loop import P, Result, S
-from sparkhvd.comm.elastic.state import ObjectState, State, require_equal_forms
+from sparkhvd.comm.elastic.state import ObjectState, State
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from sparkhvd.tensorflow.states import broadcast_variables
 from sparkhvd.tensorflow.tensors import own_failures
@@ -85,15 +85,13 @@ class TensorFlowState(ObjectState):
             variable.assign(value)
         super().restore()
 
-    def sync(self) -> None:
-        """Overwrite the variables and values of all ranks with those of rank 0, and save them; collective.
+    def _form(self) -> list[str]:
+        of_variables = (f"a variable of {_dtype_name(one)}{list(one.shape)}" for one in self.variables)
+        return [*of_variables, *super()._form()]
 
-        Raises:
-            MismatchError: the ranks have different variables.
-        """
-        require_equal_forms([f"a variable of {_dtype_name(one)}{list(one.shape)}" for one in self.variables])
+    def _send(self) -> None:
         broadcast_variables(self.variables)
-        super().sync()
+        super()._send()
 
     def _kept(self) -> dict[str, Any]:
         return {"variables": self._saved_variables, **super()._kept()}

@@ -11,7 +11,7 @@ from sparkhvd._util.counts import counted
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.elastic.loop import run
 from sparkhvd.comm.elastic.sampler import ElasticSampler
-from sparkhvd.comm.elastic.state import ObjectState, State, require_equal_forms
+from sparkhvd.comm.elastic.state import ObjectState, State
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 from sparkhvd.torch.states import broadcast_optimizer_state, broadcast_parameters, load_optimizer_state
@@ -87,16 +87,13 @@ class TorchState(ObjectState):
             part.restore()
         super().restore()
 
-    def sync(self) -> None:
-        """Overwrite all parts on all ranks with those of rank 0, and save them; collective.
+    def _form(self) -> list[str]:
+        return [*(line for name, part in self._parts.items() for line in part.form(name)), *super()._form()]
 
-        Raises:
-            MismatchError: the ranks have different parts, or models with different tensors.
-        """
-        require_equal_forms([line for name, part in self._parts.items() for line in part.form(name)])
+    def _send(self) -> None:
         for part in self._parts.values():
             part.sync()
-        super().sync()
+        super()._send()
 
     def _kept(self) -> dict[str, Any]:
         return {"parts": {name: part.saved for name, part in self._parts.items()}, **super()._kept()}

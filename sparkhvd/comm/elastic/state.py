@@ -161,11 +161,24 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Overwrite the values of all ranks with those of rank 0, and save them; collective."""
+        """Overwrite the state of all ranks with that of rank 0, and save it; collective.
+
+        Raises:
+            MismatchError: the ranks have different values by name, or different models, optimizers or variables.
+        """
+        _require_equal_forms(self._form())
+        self._send()
+        self.save()
+
+    def _form(self) -> list[str]:
+        """Describe the parts of this rank's state, in the order in which their values are sent."""
+        return [f"the value {name!r}" for name in sorted(self._values)]
+
+    def _send(self) -> None:
+        """Overwrite the parts of all ranks with those of rank 0; collective."""
         values = objects.broadcast_object(session.current(), self._live(), name="elastic.values")
         for name, value in values.items():
             setattr(self, name, value)
-        self.save()
 
     def dump_commit(self) -> bytes:
         """Return the state of the last commit or ``sync``.
@@ -216,13 +229,13 @@ def _require_copyable(values: Mapping[str, Any]) -> None:
             ) from error
 
 
-def require_equal_forms(form: Sequence[str]) -> None:
+def _require_equal_forms(form: Sequence[str]) -> None:
     """Raise an error on all ranks if their states have different parts; collective.
 
     Otherwise a rank would wait forever for the values of parts that another rank does not have.
 
     Args:
-        form: describes the parts of this rank's state, in the order in which their values are sent.
+        form: the parts of this rank's state.
 
     Raises:
         MismatchError: the parts of the ranks differ.
@@ -237,8 +250,8 @@ def require_equal_forms(form: Sequence[str]) -> None:
     differences = _differences(forms[0], forms[other], other)
     raise MismatchError(
         f"The states of the ranks differ, so they cannot be synchronized: {differences}. "
-        "A new rank runs the program from its start. So create the same model and optimizer on all ranks before you "
-        "call the decorated function, and do not replace them while the job runs."
+        "A new rank runs the program from its start. So create the same model, optimizer and values on all ranks "
+        "before you call the decorated function, and do not replace them while the job runs."
     )
 
 

@@ -269,10 +269,24 @@ def keep_a_state():
     return train(state, 3)
 
 
+def keep_different_values():
+    state = hvd.elastic.ObjectState(weights=0.0, **{("epoch", "batch")[hvd.rank() > 0]: 0})
+    with pytest.raises(
+        MismatchError,
+        match=r"synchronized: only rank 0 has the value 'epoch', only rank 1 has the value 'batch'\. A new",
+    ):
+        state.sync()
+
+
+def wait_twice():
+    handle = hvd.allgather_async([hvd.rank()])
+    assert handle.wait() is handle.wait(), "the result is made once"
+
+
 CASES = [
     reduce_every_dtype, reduce_in_every_form, scatter_in_every_form, move_every_dtype, move_in_every_form,
     reduce_foreign_arrays, change_other_buffers, refuse_unsendable_arrays, refuse_unwritable_arrays,
-    refuse_other_arguments, disagree, send_to_some_ranks,
+    refuse_other_arguments, disagree, send_to_some_ranks, keep_different_values, wait_twice,
 ]  # fmt: skip
 
 
