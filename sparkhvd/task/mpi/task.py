@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from sparkhvd._util.counts import counted
 from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.config import changed_environment, yarn_container
 from sparkhvd.deadline import Deadline
@@ -92,7 +93,6 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
 
     Raises:
         LaunchError: this task cannot register with the driver, or infrastructure was lost.
-        OSError: the driver ended before it assigned the ranks.
     """
     encrypt = job.job.config.encrypt
     if encrypt:
@@ -122,7 +122,7 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
         )
         orted = shutil.which("orted", path=path) or ""
         driver = _registered(job.job, TaskRegistration(task.attempt, offer, listening, orted, problem), deadline, stack)
-        offers = _await_plan(driver, service)
+        offers = _await_plan(driver, service, task)
         plan = JobPlan(tuple(assign(offers)), job.rendezvous, job.token, encrypt)
         own_address = next(slot for slot in plan.slots if slot.offer.task_index == task.index).offer.bind_host
         for one, server in servers.items():
@@ -149,10 +149,20 @@ def _registered(job: Job, registration: TaskRegistration, deadline: Deadline, st
     return driver
 
 
-def _await_plan(driver: Client, service: TaskService) -> tuple[TaskOffer, ...]:
-    """Return the driver's assignment; the driver enforces the time limit and reports missing tasks."""
+def _await_plan(driver: Client, service: TaskService, task: TaskInfo) -> tuple[TaskOffer, ...]:
+    """Return the driver's assignment; the driver enforces the time limit and reports missing tasks.
+
+    Raises:
+        LaunchError: the driver ended before it assigned the ranks.
+    """
     while (plan := service.plan_within(_DRIVER_CHECK_SECONDS)) is None:
-        driver.ask(Flush(), Deadline.after(NOTE_SECONDS))  # raises if the driver has ended
+        try:
+            driver.ask(Flush(), Deadline.after(NOTE_SECONDS))
+        except OSError as error:
+            raise LaunchError(
+                f"Task {task.index} on host {task.host} lost the driver before it assigned the ranks: "
+                f"{str(error).removesuffix('.')}. See the driver's log for the reason."
+            ) from error
     return plan
 
 
@@ -186,7 +196,7 @@ def _run_host_ranks(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
                     return {own[0].world.rank: _end(part.plan, FailureReport(-1, "", why, kind=LAUNCH))}
             part = replace(part, plan=_as_started(part, own, list(workers), has_ended))
         except LaunchError:
-            return {own[0].world.rank: _not_started(part.plan, own[0], service)}
+            return {own[0].world.rank: _not_started(part.plan, own, list(workers), service)}
         if 0 in logs_of:
             write_device_map(part.plan.slots, logs_of[0])
         for rank, worker in workers.items():
@@ -256,14 +266,31 @@ def _environment(job: Job, task: TaskInfo, listener: RankListener) -> dict[str, 
     return changed_environment(changes, thread_defaults(task.cpus))
 
 
-def _not_started(plan: JobPlan, slot: Slot, service: TaskService) -> Outcome:
-    """Return the outcome of a job whose ranks did not start here; the driver's reason takes precedence."""
-    ended, patience = service.orted_ended(), 0.0
-    if ended is None:
-        report = FailureReport(slot.world.rank, slot.offer.host, "did not start in time: mpirun started no ranks")
+def _not_started(plan: JobPlan, own: Sequence[Slot], started: Sequence[int], service: TaskService) -> Outcome:
+    """Return the outcome of a job whose ranks did not all start; a reason of the driver or another host comes first."""
+    ended = service.orted_ended()
+    if ended is not None:
+        report = FailureReport(own[0].world.rank, own[0].offer.host, orted_failure(*ended))
     else:
-        report, patience = FailureReport(slot.world.rank, slot.offer.host, orted_failure(*ended)), _DRIVER_SECONDS
+        report = missing_ranks(own, started)
+    patience = 0.0 if ended is None and len(started) < len(own) else _DRIVER_SECONDS
     return _end(plan, report, patience)
+
+
+def missing_ranks(own: Sequence[Slot], started: Sequence[int]) -> FailureReport:
+    """Return the report of a host whose ranks, or those of other hosts, did not start in time.
+
+    Args:
+        own: the slots of this host.
+        started: the ranks that ``mpirun`` started here.
+    """
+    host = own[0].offer.host
+    if len(started) == len(own):
+        cause = f"Not all hosts started their ranks in time: mpirun started those on host {host}, but not all others."
+        return FailureReport(-1, "", cause, kind=LAUNCH)
+    first = next(slot.world.rank for slot in own if slot.world.rank not in started)
+    number = f"{len(started)} of the {counted(len(own), 'rank')} of this host" if started else "no ranks on this host"
+    return FailureReport(first, host, f"did not start in time: mpirun started {number}")
 
 
 def _end(plan: JobPlan, report: FailureReport, patience: float = 0.0) -> Outcome:
