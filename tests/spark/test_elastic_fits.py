@@ -301,7 +301,7 @@ def test_a_loss_that_fails_every_time_ends_the_fit_with_its_error(spark, tmp_pat
     """With one bad row, the other rank survives the first failure and then reaches that row itself."""
     model = torch_network()
     estimator = TorchEstimator(
-        backend=SparkBackend(2, min_num_proc=1, **CHANGES),
+        backend=SparkBackend(2, min_num_proc=1, launcher="spark", **CHANGES),
         store=Store.create(str(tmp_path / "store")),
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),

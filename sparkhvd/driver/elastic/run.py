@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 DEFAULT_ELASTIC_TIMEOUT = 600.0
 DEFAULT_COMMIT_INTERVAL = 60.0
 _RESTARTS_WITH_STORE = 3
-_LAUNCHERS = ("auto", "spark", "local", "ssh")
+ELASTIC_LAUNCHERS = ("auto", "spark", "local", "ssh")
 # The host_timeout of elastic jobs, which continue without a lost host.
 _HOST_SECONDS = 2.0
 
@@ -245,8 +245,8 @@ def choose_elastic_launcher(launcher: str, spark: object, discovery: object, hos
     Raises:
         ConfigError: the launcher is unknown, or the arguments contradict each other.
     """
-    if launcher not in _LAUNCHERS:
-        raise ConfigError(f"launcher={launcher!r} starts no elastic jobs; expected one of {list(_LAUNCHERS)}.")
+    if launcher not in ELASTIC_LAUNCHERS:
+        raise ConfigError(f"launcher={launcher!r} starts no elastic jobs; expected one of {list(ELASTIC_LAUNCHERS)}.")
     name = launcher if launcher != "auto" else "spark" if hosts is None else "ssh"
     if name == "spark" and discovery is not None:
         raise ConfigError(

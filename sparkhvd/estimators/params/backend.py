@@ -15,7 +15,7 @@ from sparkhvd.config import changed_environment, from_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_seconds
 from sparkhvd.driver.elastic.driver_addresses import driver_addresses
-from sparkhvd.driver.elastic.run import ElasticOptions, check_limits, run_elastic
+from sparkhvd.driver.elastic.run import ELASTIC_LAUNCHERS, ElasticOptions, check_limits, run_elastic
 from sparkhvd.driver.launcher import LAUNCHERS, LaunchRequest, launcher_class
 from sparkhvd.driver.preflight.preflight import RequestedTasks
 from sparkhvd.driver.run import launch_request, run
@@ -117,10 +117,10 @@ class SparkBackend:
         launcher = self._options.get("launcher", "auto")
         if self.is_elastic:
             check_limits(ElasticOptions(self.requested_ranks, **self._elastic), self.start_seconds)
-            if launcher not in {"auto", "local", "ssh"}:
+            if launcher not in ELASTIC_LAUNCHERS:
                 raise ConfigError(
-                    f"The launcher {launcher!r} cannot start elastic ranks. Leave it out or use 'local' or 'ssh', or "
-                    "leave min_num_proc and max_num_proc out."
+                    f"The launcher {launcher!r} cannot start elastic ranks. Leave it out or use 'spark', 'local' or "
+                    "'ssh', or leave min_num_proc and max_num_proc out."
                 )
         elif self._elastic:
             raise ConfigError(
@@ -159,7 +159,10 @@ class SparkBackend:
         Raises:
             ConfigError: the options contradict each other.
         """
-        return launch_request(**{**self._options, "spark": self._options.get("spark") or spark})
+        options = {**self._options, "spark": self._options.get("spark") or spark}
+        if self.is_elastic and options.get("launcher") == "spark":
+            options["launcher"] = "barrier"  # the name of the launcher for a fixed number of ranks in Spark tasks
+        return launch_request(**options)
 
     def reserve(self, spark: SparkSession | None = None) -> int:
         """Return the number of ranks to start.

@@ -23,6 +23,13 @@ def test_a_backend_is_elastic_if_its_number_of_ranks_has_a_limit():
     assert SparkBackend(2, max_num_proc=4).largest == 4
 
 
+def test_an_elastic_backend_accepts_the_launchers_of_run_elastic():
+    for launcher, name in {"auto": "barrier", "spark": "barrier", "local": "local"}.items():
+        backend = SparkBackend(2, min_num_proc=1, launcher=launcher)
+        backend.check_elastic()
+        assert backend.launch()[0] == name
+
+
 def test_the_ranks_of_an_elastic_backend_are_not_limited_by_the_current_slots():
     assert SparkBackend(50, min_num_proc=40).reserve() == 50
     assert SparkBackend(min_num_proc=40, max_num_proc=60).num_processes() == 40
