@@ -130,7 +130,8 @@ def straggler_error(
     except SparkHvdError:  # the rendezvous has ended; the caller's own error has more details
         return None
     return DeadlineExceededError(
-        f"Rank {own} {waited}. Check what that rank is doing, or raise SPARKHVD_START_TIMEOUT."
+        f"Rank {own} {waited}. Check what {'that rank is' if len(missing) == 1 else 'these ranks are'} doing, or raise "
+        "SPARKHVD_START_TIMEOUT."
     )
 
 

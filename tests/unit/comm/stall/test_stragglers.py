@@ -41,8 +41,8 @@ def test_a_rank_finds_the_stragglers_among_many_with_one_request(server, client)
         server.set(f"init/{rank}", b"")
     error = straggler_error(client, context(3), "init/", range(SIZE), INIT)
     assert str(error) == (
-        "Rank 3 waited start_timeout=7 s for ranks 4, 100, 101, 102 to reach init(). Check what that rank is doing, or "
-        "raise SPARKHVD_START_TIMEOUT."
+        "Rank 3 waited start_timeout=7 s for ranks 4, 100, 101, 102 to reach init(). Check what these ranks are doing, "
+        "or raise SPARKHVD_START_TIMEOUT."
     )
     assert server.requests == 2, "the missing ranks, and the report"
     assert published_straggler(client) == Straggler(
