@@ -96,7 +96,7 @@ def test_a_rank_that_does_not_call_init_is_named_to_the_other_ranks_and_supervis
 @pytest.mark.parametrize(
     ("missing", "speakers"), [([1, 2], [0]), ([0, 2], [1]), ([0, 1, 2, 3], [4, 5]), ([0, 1, 3, 5], [2])]
 )
-def test_one_rank_warns_of_the_missing_ranks(missing, speakers):
+def test_the_first_rank_to_arrive_warns_or_all_if_the_first_four_are_missing(missing, speakers):
     assert [index for index in range(6) if index not in missing and should_warn(index, missing)] == speakers
 
 
