@@ -40,6 +40,8 @@ class RowOrder:
         """
 
 MAX_MESSAGE_BYTES: int
+SILENT_RENDEZVOUS_SECONDS: float
+"""The longest silence of a host on a link of the rendezvous or of messages."""
 
 def check_encryption() -> None:
     """Fail with ``invalid_argument`` if this host has no OpenSSL."""
@@ -192,6 +194,8 @@ def nccl_version(path: str) -> int:
 
 SHARE_DEVICE_NAME: str
 """The name of a barrier: after it, other engines use the devices of this engine's ranks, too."""
+SILENT_LINK_SECONDS: float
+"""The longest silence of a host on a link between ranks, unless the job sets another limit."""
 
 class Autotune:
     """How an engine searches for its fastest settings. Rank 0 writes every sample to ``log`` if ``log`` is set."""

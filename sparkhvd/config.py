@@ -335,7 +335,6 @@ class Config:
 
 
 _DEFAULTS = Config()
-HOST_SECONDS = 30.0  # the host_timeout of jobs that end if they lose a rank
 
 # Each mpirun sets one of these to the number of processes: Open MPI, MPICH and Intel MPI, MVAPICH.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")

@@ -212,6 +212,7 @@ void RegisterEngine(py::module_& module) {
            arg("max_samples"));
   RegisterDevices(module);
   module.attr("SHARE_DEVICE_NAME") = kShareDeviceName;
+  module.attr("SILENT_LINK_SECONDS") = static_cast<double>(kSilentLink.count());
   EngineClass engine(module, "Engine");
   RegisterSubmissions(engine);
   RegisterDirectCalls(engine);

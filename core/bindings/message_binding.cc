@@ -215,6 +215,7 @@ std::optional<Event> Next(Server& server, double timeout_s) {
 void RegisterMessages(py::module_& module) {
   using py::arg;
   module.attr("MAX_MESSAGE_BYTES") = kMessageLimits.max_bytes;
+  module.attr("SILENT_RENDEZVOUS_SECONDS") = static_cast<double>(kSilentRendezvous.count());
   module.def("check_encryption", &CheckEncryption);
   py::class_<Connection>(module, "FrameConnection")
       .def_static("connect", &ConnectTcp, arg("addresses"), arg("token"), arg("timeout_s"),

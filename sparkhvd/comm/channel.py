@@ -19,7 +19,7 @@ from sparkhvd.comm.failures import translated
 from sparkhvd.comm.handle import Handle, PendingOperation, Waits
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.comm.stall.stragglers import INIT, straggler_error, warning_of_stragglers
-from sparkhvd.config import HOST_SECONDS, Config, variable_of
+from sparkhvd.config import Config, variable_of
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DeadlineExceededError
 
@@ -191,7 +191,7 @@ def open_channel(
                 shared_memory=config.shared_memory,
                 encrypt=config.encrypt,
                 common_settings={variable_of(name): _shown(getattr(config, name)) for name in _COMMON_SETTINGS},
-                host_timeout=config.host_timeout or HOST_SECONDS,
+                host_timeout=config.host_timeout or _core.SILENT_LINK_SECONDS,
                 answer_timeout=context.answer_timeout,
                 link_gbits=config.link_gbits,
                 link_latency_us=config.link_latency_us,

@@ -26,8 +26,8 @@ _WAIT_SECONDS = 60.0
 _LAST_ANSWER_SECONDS = 2.0
 # The longest silence of a task. An overloaded host, or one that is being migrated, may be late.
 SILENT_SECONDS = 60.0
-# The time for the kernel of a task's host to acknowledge data sent to the task; the core's ``kSilentRendezvous``.
-UNANSWERED_SECONDS = 9.0
+# The time for the kernel of a task's host to acknowledge data sent to the task.
+UNANSWERED_SECONDS = _core.SILENT_RENDEZVOUS_SECONDS
 
 
 class Handler(Protocol):
