@@ -232,6 +232,12 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def twins():
+    """Return two layers of the same shape, of which an optimizer may train one."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+
+
 def test_a_fit_finds_its_own_run_by_content(store, spark):
     df = spark.range(60).selectExpr("id / 60.0D AS a", "id % 7 / 7.0D AS b", "a - b AS y")
     params = {"num_proc": 1, "resume": "auto"}
@@ -255,6 +261,7 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
         *(estimator(store, **{**params, **other}) for other in OTHER_RUNS),
         estimator(store, **params, model=(model := network().apply(halved)), optimizer=sgd(model)),
         estimator(store, **params, model=(model := network()), optimizer=sgd(model)),
+        *(estimator(store, **params, model=(model := twins()), optimizer=sgd(model[trained])) for trained in (0, 1)),
     ]
     ids = {other._run_id_by_content(df) for other in others}
     assert len(ids) == len(others)

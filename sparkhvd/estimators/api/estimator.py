@@ -405,7 +405,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         plan = self._checked_plan_for(dataset)
         selection = self._selection(dataset, plan)
         counting = {name: value for name, value in plan.params.items() if self.is_identity(name, self._mapped)}
-        return run_id_by_content(type(self).__name__, dataset, selection, counting)
+        # Neither the model nor the optimizer alone tells which of several weights of one shape are trained.
+        trained = find_plugin(self.plugin).facts(plan.params).groups
+        return run_id_by_content(type(self).__name__, dataset, selection, {**counting, "trained": trained})
 
     def _check_monitored(self, plan: FitPlan, *, held_out: bool) -> None:
         check_monitored_metrics(find_plugin(self.plugin).monitors(plan.params), held_out=held_out)

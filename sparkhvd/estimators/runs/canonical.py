@@ -97,7 +97,7 @@ class CanonicalForm:
         return self._of_object(value)
 
     def _of_mapping(self, value: Mapping[object, object]) -> object:
-        pairs = [(key if isinstance(key, str) else json.dumps(self.of(key)), item) for key, item in value.items()]
+        pairs = [(json.dumps(self.of(key)), item) for key, item in value.items()]
         content = [(key, self.of(item)) for key, item in sorted(pairs, key=lambda pair: pair[0])]
         factory = getattr(value, "default_factory", None)
         return ["mapping", content, *([] if factory is None else [self.of(factory)]), *self._of_own_kind(value)]
@@ -168,11 +168,12 @@ class CanonicalForm:
         return [self.of(type(value)), self.of(items)]
 
     def _of_function(self, value: FunctionType) -> object:
-        """Return the name of an installed function; for a user's function also its code and all that the code uses."""
+        """Return the name of an installed function; for a user's function also its code and all that it uses."""
         code: list[object] = []
         if not module_is_installed(value.__module__):
             taken = {name: self._of_global(item, value.__code__) for name, item in globals_of(value).items()}
-            code = [code_form(value.__code__), sorted(taken.items()), imports_of(value)]
+            attributes = {name: self.if_describable(item) for name, item in sorted(vars(value).items())}
+            code = [code_form(value.__code__), sorted(taken.items()), imports_of(value), attributes]
         return [
             value.__module__,
             value.__qualname__,
@@ -260,7 +261,8 @@ def _attributes(value: object) -> dict[str, object]:
 def code_form(code: CodeType) -> list[object]:
     """Return the form of compiled code."""
     constants = [code_form(item) if isinstance(item, CodeType) else _constant(item) for item in code.co_consts]
-    return [code.co_code.hex(), constants, code.co_names, code.co_argcount, code.co_kwonlyargcount]
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]  # some are passed by name
+    return [code.co_code.hex(), constants, code.co_names, arguments, code.co_argcount, code.co_kwonlyargcount]
 
 
 def _constant(value: object) -> object:

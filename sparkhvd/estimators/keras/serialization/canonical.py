@@ -53,6 +53,7 @@ def _described(form: CanonicalForm, value: keras.Layer) -> list[object]:
             (form.of_tensor(weight, exact=form.weights), bool(weight.trainable))
             for weight in getattr(value, "weights", ())
         ],
+        [_of_vocabulary(form, layer) for layer in (value, *layers)],
         *_of_state(form, value),
     ]
 
@@ -68,6 +69,12 @@ def _of_user_code(form: CanonicalForm, value: keras.Layer) -> list[object]:
             if not name.startswith("_") and name not in inner and is_plain(item)
         }
     return [(name, form.if_describable(item)) for name, item in sorted(attributes.items())]
+
+
+def _of_vocabulary(form: CanonicalForm, value: keras.Layer) -> list[object]:
+    """Return the words that a layer was adapted to, and their weights; the configuration does not contain them."""
+    words = getattr(value, "get_vocabulary", None)
+    return [form.of(words()), form.of(getattr(value, "idf_weights_const", None))] if callable(words) else []
 
 
 def _of_state(form: CanonicalForm, value: keras.Layer) -> list[object]:

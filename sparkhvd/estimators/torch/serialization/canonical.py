@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from types import CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd._util.frameworks import framework_of
@@ -91,11 +92,17 @@ def _of_module(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
     return [modules, weights, buffers]
 
 
+def _is_argument(value: object) -> bool:
+    """Return whether a value may be an argument of an installed class: a number, an activation, a distance."""
+    is_function = isinstance(value, FunctionType | BuiltinFunctionType | functools.partial)
+    return is_plain(value) or is_function or not module_is_installed(type(value).__module__)
+
+
 def _of_one_module(form: CanonicalForm, module: torch.nn.Module, *, exact: bool) -> list[object]:
     forms: dict[str, object] = {}
     inner = names_of_installed_bases(type(module))
     for name, item in sorted(vars(module).items()):
-        if name == "training" or (name in inner and name != "_hparams" and not is_plain(item)):
+        if name == "training" or (name in inner and name != "_hparams" and not _is_argument(item)):
             continue
         if is_tensor(item):
             forms[name] = form.of_tensor(item, exact=exact)

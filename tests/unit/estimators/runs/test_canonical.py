@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
+from torchmetrics import MeanAbsoluteError, MeanSquaredError
 
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.policies import Checkpoints
@@ -107,6 +108,11 @@ class Plain:
         self.number = number
 
 
+class Distance(Plain):
+    def __call__(self, one, other):
+        return (one - other) * self.number
+
+
 def cells(number):
     class Net(torch.nn.Linear):
         def forward(self, rows):
@@ -123,6 +129,7 @@ PAIRS = {
     "arrays of closures": (lambda: closure(np.ones(3)), lambda: closure(np.arange(3.0))),
     "called functions": (lambda: HELPERS["one"]["loss"], lambda: HELPERS["two"]["loss"]),
     "code": (lambda: lambda a: a + 1, lambda: lambda a: a + 2),
+    "names of arguments": (lambda: lambda a, b: (a, b), lambda: lambda b, a: (b, a)),
     "arguments of partial": (
         lambda: functools.partial(functional.huber_loss, delta=1.0),
         lambda: functools.partial(functional.huber_loss, delta=2.0),
@@ -160,6 +167,29 @@ PAIRS = {
     "states of Keras optimizers": (lambda: keras_optimizer(0), lambda: keras_optimizer(1)),
     "contents of Keras states": (lambda: keras_optimizer(1), lambda: keras_optimizer(2)),
     "optimizers of Keras": (lambda: keras.optimizers.Adam(0.1), lambda: keras.optimizers.Adam(0.2)),
+    "activations of Transformers": (
+        lambda: torch.nn.TransformerDecoderLayer(4, 2, 8, activation="relu"),
+        lambda: torch.nn.TransformerDecoderLayer(4, 2, 8, activation="gelu"),
+    ),
+    "functions of installed losses": (
+        lambda: torch.nn.TripletMarginWithDistanceLoss(distance_function=closure(1)),
+        lambda: torch.nn.TripletMarginWithDistanceLoss(distance_function=closure(2)),
+    ),
+    "objects in installed losses": (
+        lambda: torch.nn.TripletMarginWithDistanceLoss(distance_function=Distance(1)),
+        lambda: torch.nn.TripletMarginWithDistanceLoss(distance_function=Distance(2)),
+    ),
+    "operators of torchmetrics": (
+        lambda: MeanSquaredError() + MeanAbsoluteError(),
+        lambda: MeanSquaredError() * MeanAbsoluteError(),
+    ),
+    "adapted words": (lambda: adapted(["a", "b"]), lambda: adapted(["a", "c"])),
+    "adapted integers": (lambda: adapted([5, 6]), lambda: adapted([5, 7])),
+    "adapted weights of words": (
+        lambda: adapted(["a", "b", "b"], output_mode="tf_idf"),
+        lambda: adapted(["a", "b"], output_mode="tf_idf"),
+    ),
+    "types of keys": (lambda: {1: "a"}, lambda: {"1": "a"}),
 }
 
 
@@ -183,6 +213,7 @@ WRITTEN = {
         "2",
     ),
     "methods of lists": ("class C(list):\n  def f(self):\n    return @\nmade = C()", "1", "2"),
+    "attributes of functions": ("def made():\n  return made.factor\nmade.factor = @", "1", "2"),
     "attributes of lists": ("class C(list):\n  pass\nmade = C()\nmade.x = @", "1", "2"),
     "methods of named tuples": ("class C(typing.NamedTuple):\n  x: int\n  y = @\nmade = C(1)", "1", "2"),
     "metaclasses": ("class M(type):\n  x = @\nclass C(metaclass=M):\n  pass\nmade = C()", "1", "2"),
@@ -355,6 +386,13 @@ def test_the_weights_of_a_model_count_on_request():
         assert canonical_form(made(kind, 1), weights=True) == canonical_form(made(kind, 1), weights=True)
         assert canonical_form(made(kind, 1), weights=True) != canonical_form(made(kind, 2), weights=True)
         assert canonical_form(made(kind, 1)) == canonical_form(made(kind, 2))
+
+
+def adapted(values, **arguments):
+    kind = keras.layers.StringLookup if isinstance(values[0], str) else keras.layers.IntegerLookup
+    lookup = kind(**arguments)
+    lookup.adapt(np.array(values)[:, None])
+    return lookup
 
 
 def test_an_object_that_holds_itself_is_described():
