@@ -97,8 +97,7 @@ class CanonicalForm:
         return self._of_object(value)
 
     def _of_mapping(self, value: Mapping[object, object]) -> object:
-        pairs = [(json.dumps(self.of(key)), item) for key, item in value.items()]
-        content = [(key, self.of(item)) for key, item in sorted(pairs, key=lambda pair: pair[0])]
+        content = [(self.of(key), self.of(item)) for key, item in value.items()]
         factory = getattr(value, "default_factory", None)
         return ["mapping", content, *([] if factory is None else [self.of(factory)]), *self._of_own_kind(value)]
 

@@ -189,6 +189,7 @@ PAIRS = {
         lambda: adapted(["a", "b", "b"], output_mode="tf_idf"),
         lambda: adapted(["a", "b"], output_mode="tf_idf"),
     ),
+    "order of keys": (lambda: {"a": 1, "b": 2}, lambda: {"b": 2, "a": 1}),  # code may iterate over the dictionary
     "types of keys": (lambda: {1: "a"}, lambda: {"1": "a"}),
 }
 
