@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -321,6 +322,18 @@ def test_a_user_defined_loader_provides_the_batches(store, df):
     assert len(history) == 2
     held_out = history[-1]["validation"]["loss"]
     assert 0 < held_out < history[0]["validation"]["loss"]
+
+
+class Exits(TorchCallback):
+    def on_step_end(self, run, epoch, step, loss):
+        sys.exit()
+
+
+def test_a_callback_that_calls_exit_fails_the_fit(store, df):
+    with pytest.raises(
+        RankFailedError, match=r"Rank 0 .* raised ParamError: User code called sys\.exit\(\) during the"
+    ):
+        estimator(store, num_proc=1, backend="local", callbacks=[Exits()], epochs=1).fit(df)
 
 
 @pytest.mark.soak

@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import uuid
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -184,6 +184,21 @@ def _start(job: TrainJob) -> None:
     session.init()
 
 
+@contextmanager
+def _exits_refused() -> Iterator[None]:
+    """Turn ``sys.exit()`` in user code into an error; for a job, it means that this rank has ended well."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code is not None and error.code != 0:  # it names its cause
+            raise
+        raise ParamError(
+            "User code called sys.exit() during the training, which leaves no model. To end the training early, set "
+            "run.stop (PyTorch), model.stop_training (Keras) or trainer.should_stop (Lightning) in a callback."
+        ) from error
+
+
+@_exits_refused()
 def _train(job: TrainJob, commits: Commits | None = None) -> TrainResult | RejectedRows | None:
     communicator = session.current()
     payload = job.payload.read(job.store)
