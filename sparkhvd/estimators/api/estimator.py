@@ -546,7 +546,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     def _model(self, plan: FitPlan, result: TrainResult) -> TrainedModel:
         outputs = output_specs(result.shapes, result.schema.of("label"))
         schema = with_sources(result.schema, plan.feature_cols)
-        features, labels = plan.feature_cols, plan.label_cols
+        features: Sequence[str] = plan.feature_cols
+        labels: Sequence[str] | None = plan.label_cols
         if plan.transformation_fn is not None and self._takes_any_columns(plan):
             features = list(dict.fromkeys(column.path[0] for column in schema.of("feature")))
             labels = [column.name for column in schema.of("label")] or None

@@ -67,7 +67,7 @@ class Forward:
         self._inputs = inputs
         self._dtype = _DTYPES.get(stepping.mixed_precision or "")
         # The model to call; torch compiles it on the first call.
-        called = model if stepping.compile is None else torch.compile(model, **stepping.compile)
+        called: Any = model if stepping.compile is None else torch.compile(model, **stepping.compile)
         self.call_model = called_in_order(called, inputs)
 
     def __call__(self, batch: Batch, factors: LossFactors = None) -> Result:
