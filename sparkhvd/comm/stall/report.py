@@ -21,7 +21,7 @@ class StalledTensor:
         title: such as ``allreduce 'grad/7'``, with the process set unless it has all ranks.
         age: the longest that a rank has waited for it, in seconds.
         waiting: the ranks that have submitted it.
-        missing: the ranks that have answered and not submitted it.
+        missing: the ranks that have answered and not submitted it, without those that have joined its process set.
         silent: the ranks that did not answer.
         joined: those of the missing ranks that wait in a ``join()`` of another process set.
     """
@@ -140,15 +140,20 @@ def _stalled(
 ) -> StalledTensor:
     first = next(iter(waiting.values()))
     members = set(sets[first.process_set])
-    missing = tuple(sorted((members & conditions.keys()) - waiting.keys()))
+    others = sorted((members & conditions.keys()) - waiting.keys())
+    missing = tuple(rank for rank in others if first.process_set not in _joined_sets(conditions[rank]))
     return StalledTensor(
         title,
         max(collective.age for collective in waiting.values()),
         tuple(sorted(waiting)),
         missing,
         tuple(sorted(members - conditions.keys())),
-        tuple(rank for rank in missing if any(one.title == _JOIN for one in conditions[rank].pending)),
+        tuple(rank for rank in missing if _joined_sets(conditions[rank])),
     )
+
+
+def _joined_sets(condition: Condition) -> set[int]:
+    return {collective.process_set for collective in condition.pending if collective.title == _JOIN}
 
 
 def _silence_reason(rank: int, conditions: Mapping[int, Condition], identities: Mapping[int, ProcessIdentity]) -> str:

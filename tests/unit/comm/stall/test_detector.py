@@ -386,6 +386,20 @@ def test_silent_ranks_are_judged_by_the_observations_of_others():
     assert stall.headline() == "barrier 'b' not done after 70 s: no answer from ranks 1, 2, 3, 4, while rank 0 waited"
 
 
+def test_a_rank_that_has_joined_the_stalled_set_of_ranks_is_not_missing():
+    conditions = {
+        0: Condition((PendingCollective("allreduce 'a'", 70.0),)),
+        1: Condition((PendingCollective("join 'join()'", 5.0),)),
+        2: Condition(),
+        3: Condition((PendingCollective("join 'join()'", 5.0, process_set=1),)),
+    }
+    stall = report(conditions, {}, {0: (0, 1, 2, 3), 1: (1, 3)}, since=30.0)
+    assert stall.headline() == (
+        "allreduce 'a' not done after 70 s: not submitted by ranks 2, 3, while rank 0 waited; rank 3 has joined other "
+        "ranks, which does not count in this set of ranks"
+    )
+
+
 def test_stragglers_are_awaited_ranks_that_wait_for_no_other():
     sets = {0: (0, 1, 2)}
     waiting = {
