@@ -7,6 +7,7 @@ import inspect
 import io
 import logging
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -225,7 +226,13 @@ class LightningTrainer:
             source["ckpt_path"] = str(path)
             if "weights_only" in inspect.signature(trainer.fit).parameters:
                 source["weights_only"] = True  # write access to the Store must not allow running code on a rank
-        trainer.fit(self._module, **source)
+        try:
+            trainer.fit(self._module, **source)
+        except SystemExit as error:
+            if not trainer.received_sigterm:
+                raise
+            # Lightning's own error has no exit code, as if user code had called sys.exit().
+            raise SystemExit(128 + signal.SIGTERM) from error
 
     def _batches_done(self, feed: Feed, hooks: TrainHooks) -> int | None:
         """If the run resumes within an epoch, skip the completed batches and return their number; None otherwise."""

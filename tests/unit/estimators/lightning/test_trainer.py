@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import zipfile
 from pathlib import Path
 
@@ -89,6 +91,23 @@ def test_synchronized_batch_normalization_equals_the_big_batch_even_without_rows
     for parameters, record in found:
         assert np.allclose(parameters, wanted, rtol=1e-9, atol=1e-10)
         assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def terminated():
+    """Return the exit code of a rank that gets a SIGTERM during the training."""
+
+    class Terminated(type(module())):
+        def on_train_batch_end(self, *arguments):
+            super().on_train_batch_end(*arguments)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as raised:
+        trainer_of(Terminated()).fit(source(EVEN, session.current().world.rank), None, Hooks())
+    return raised.value.code
+
+
+def test_a_sigterm_ends_a_rank_with_the_exit_code_of_this_signal(group):
+    assert group.run(terminated) == [143, 143]
 
 
 def train_in_double_precision(sizes, plain, folder):
