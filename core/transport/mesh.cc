@@ -278,7 +278,7 @@ class MeshBuilder {
     int next = options_.rank - 1;
     std::vector<pollfd> fds;
     while (true) {
-      while (next >= 0 && dials_.size() < kDialsAtOnce) dials_.push_back(BeginDial(next--));
+      while (next >= 0 && BusyDials() < kDialsAtOnce) dials_.push_back(BeginDial(next--));
       for (Admitted& admitted : reception_->Serve()) Admit(std::move(admitted));
       if (!unreachable_.empty()) {
         // A dial may fail at once. The other ranks need the time to find out whom they cannot
@@ -309,6 +309,17 @@ class MeshBuilder {
         dial = done.value() ? dials_.erase(dial) : std::next(dial);
       }
     }
+  }
+
+  // If unreachable peers are to be reported, those that have not answered within a slice do not
+  // hold up the dials of others. Otherwise only the nearest of them would be reported.
+  size_t BusyDials() const {
+    if (!options_.answer_limit) return dials_.size();
+    const auto fresh = *options_.answer_limit - std::chrono::milliseconds(kSliceMillis);
+    const auto busy = std::count_if(dials_.begin(), dials_.end(), [fresh](const PeerDial& dial) {
+      return dial.dialing.answered() || dial.report_at.Remaining() > fresh;
+    });
+    return static_cast<size_t>(busy);
   }
 
   PeerDial BeginDial(int peer) {

@@ -320,6 +320,26 @@ TEST(ConnectMesh, ReportsTheRanksThatCannotBeReachedOnceAllRanksKnowTheirs) {
   EXPECT_EQ(store.Get("test/unreachable/3", Late()).value(), "1,0");
 }
 
+TEST(ConnectMesh, ReportsMoreRanksThatCannotBeReachedThanItDialsAtOnce) {
+  InProcessStore store;
+  auto full = ListenTcp({"127.0.0.1", 0});
+  ASSERT_EQ(::listen(full.value().get(), 0), 0);
+  AddressRecord record;
+  record.tcp = {LocalAddress(full.value().get()).value()};
+  const auto queued = BeginConnectTcp(record.tcp[0]);
+  ASSERT_TRUE(queued.ok());
+  std::string all;
+  for (int rank = 19; rank >= 0; --rank) {
+    const std::string key = "test/address/" + std::to_string(rank);
+    ASSERT_TRUE(store.Set(key, EncodeAddressRecord(record), Late()).ok());
+    all += (all.empty() ? "" : ",") + std::to_string(rank);
+  }
+  MeshOptions options = OptionsOf(20, 21);
+  options.answer_limit = std::chrono::seconds(1);
+  EXPECT_FALSE(ConnectMesh(options, store, Late()).ok());
+  EXPECT_EQ(store.Get("test/unreachable/20", Late()).value(), all);
+}
+
 TEST(ConnectMesh, DoesNotReportARankThatRefusesBecauseTheRanksHaveJustFailed) {
   InProcessStore store;
   AddressRecord ended;
