@@ -121,7 +121,7 @@ class View:
         final_error: an error that the user's function would raise in every attempt; empty if there was none.
         same_error: the error of the user's function that has ended the most generations since the last new commit.
         same_errors: how many generations it has ended.
-        unreachable: pairs of workers that could not connect since the last generation that has connected.
+        unreachable: pairs of workers that could not connect since the last generation that has synchronized.
         reasons: the latest failures, oldest first.
     """
 
@@ -359,10 +359,11 @@ def _left_out(view: View, limits: Limits, leaving: frozenset[int]) -> LeaveOut |
 
 def _need_of_separated_hosts(view: View, limits: Limits) -> str:
     """Return the text of ``Form.separated``."""
-    if not (pairs := _separated(view)):
+    if not (all_pairs := _separated(view)):
         return ""
-    if all(one == other for one, other in pairs):
-        names = ", ".join(host for host, _ in pairs[:_SHOWN_PAIRS])
+    pairs = [(one, other) for one, other in all_pairs if one != other]
+    if not pairs:
+        names = ", ".join(host for host, _ in all_pairs[:_SHOWN_PAIRS])
         return f"Ranks on the same host cannot reach each other, so they try again: {names}"
     return (
         f"{_names_of(pairs)}. The job needs at least {limits.min_size} ranks, so it cannot leave any of these hosts "
@@ -383,18 +384,27 @@ def _neighbours(host: str, pairs: Sequence[tuple[str, str]]) -> frozenset[str]:
 def _smallest_cover(
     pairs: Sequence[tuple[str, str]], cost: Callable[[frozenset[str]], tuple[int, int, bool]]
 ) -> frozenset[str]:
-    """Return the cheapest hosts that include one of each pair."""
+    """Return the cheapest hosts that include one of each pair; with many hosts, only approximately the cheapest."""
+    chosen = frozenset[str]()
+    while len(counts := Counter(host for pair in pairs for host in pair)) > _EXACT_HOSTS:
+        best = max(sorted(counts), key=lambda host: counts[host] / max(1, cost(frozenset([host]))[0]))
+        chosen |= {best}
+        pairs = [pair for pair in pairs if best not in pair]
+    return chosen | _exact_cover(pairs, cost)
+
+
+def _exact_cover(
+    pairs: Sequence[tuple[str, str]], cost: Callable[[frozenset[str]], tuple[int, int, bool]]
+) -> frozenset[str]:
     counts = Counter(host for pair in pairs for host in pair)
     if not counts:
         return frozenset()
     worst = max(sorted(counts), key=counts.__getitem__)
     if counts[worst] == 1:
         return frozenset(min(pair, key=lambda host: cost(frozenset([host]))) for pair in pairs)
-    without_worst = frozenset([worst]) | _smallest_cover([pair for pair in pairs if worst not in pair], cost)
-    if len(counts) > _EXACT_HOSTS:
-        return without_worst
+    without_worst = frozenset([worst]) | _exact_cover([pair for pair in pairs if worst not in pair], cost)
     others = _neighbours(worst, pairs)
-    with_worst = others | _smallest_cover([pair for pair in pairs if not others.intersection(pair)], cost)
+    with_worst = others | _exact_cover([pair for pair in pairs if not others.intersection(pair)], cost)
     return min(without_worst, with_worst, key=cost)
 
 

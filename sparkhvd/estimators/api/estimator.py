@@ -587,8 +587,9 @@ def _output_names(plan: FitPlan) -> Sequence[str]:
 
 def _check_types(plan: FitPlan, schema: DataSchema | None, shapes: Sequence[tuple[int, ...]]) -> None:
     """Refuse ``output_types`` that ``transform`` cannot produce, as far as labels and outputs are known."""
-    if plan.output_types is not None:
-        labels = () if schema is None else schema.of("label")
+    labels = () if schema is None else schema.of("label")
+    # A transformation_fn may have replaced the labels; transform then checks the types.
+    if plan.output_types is not None and (labels or schema is None):
         known = output_specs(shapes, labels) if shapes else ()
         check_types(_output_names(plan), plan.output_types, known, labels)
 

@@ -72,9 +72,15 @@ def _of_user_code(form: CanonicalForm, value: keras.Layer) -> list[object]:
 
 
 def _of_vocabulary(form: CanonicalForm, value: keras.Layer) -> list[object]:
-    """Return the words that a layer was adapted to, and their weights; the configuration does not contain them."""
-    words = getattr(value, "get_vocabulary", None)
-    return [form.of(words()), form.of(getattr(value, "idf_weights_const", None))] if callable(words) else []
+    """Return the words that a lookup layer was adapted to, and their weights; the configuration may not contain them.
+
+    A text layer has a lookup layer, which is one of the model's layers, too.
+    """
+    import keras  # noqa: PLC0415  (an object of Keras's has imported it)
+
+    if not isinstance(value, keras.layers.StringLookup | keras.layers.IntegerLookup):
+        return []
+    return [form.of(value.get_vocabulary()), form.of(getattr(value, "idf_weights_const", None))]
 
 
 def _of_state(form: CanonicalForm, value: keras.Layer) -> list[object]:

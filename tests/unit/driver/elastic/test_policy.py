@@ -166,6 +166,8 @@ def test_two_groups_of_hosts_that_are_cut_off_from_each_other_lose_the_smaller_g
     hosts = "".join(map(chr, range(ord("A"), ord("A") + 50)))
     pairs = [(one, other) for one in range(30) for other in range(30, 50)]
     assert left_out(apart(hosts, *pairs)) == tuple(range(30, 50))
+    large = "a" * 40 + hosts[:30]
+    assert left_out(apart(large, *((0, 40 + index) for index in range(30)))) == tuple(range(40, 70))
 
 
 def test_a_host_with_the_newest_commit_stays_so_that_a_failing_host_is_not_blamed_in_turn():

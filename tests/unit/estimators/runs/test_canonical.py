@@ -396,6 +396,14 @@ def adapted(values, **arguments):
     return lookup
 
 
+def test_a_layer_with_a_vocabulary_of_its_own_is_described():
+    class Dictionary(keras.layers.Layer):
+        def get_vocabulary(self, language):
+            return [language]
+
+    assert canonical_form(Dictionary(name="one")) == canonical_form(Dictionary(name="one"))
+
+
 def test_an_object_that_holds_itself_is_described():
     module = torch.nn.Linear(2, 3)
     module.compute = functools.partial(closure(1), module)
