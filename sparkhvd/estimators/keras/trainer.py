@@ -190,7 +190,7 @@ class KerasTrainer:
             saves_within,
             hooks.metrics[session.current().world.rank :: session.current().world.size],
         )
-        end = _EpochEnd(begin, data, hooks, self, seeds, self._graph_flags)
+        end = _EpochEnd(begin, data, hooks, self, seeds)
         saving = self._saving(hooks)
         own = () if saving is None else saving.callbacks
         restore = partial(restore_callbacks, self._package.callbacks, self._callback_states)
@@ -341,7 +341,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._earlier_metrics = earlier_metrics  # those that this rank takes over when it resumes an epoch
         self._statistics = statistics
         self._current = current
-        self._graph_flags = graph_flags
+        self.graph_flags = graph_flags
         self._equal_rows = 0  # this rank's rows in the epoch at the last synchronization of the statistics
         self._saves_within = saves_within  # whether the model may be saved after any batch
         self._seeds = seeds
@@ -363,7 +363,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self.sums = MetricSums(model)
 
     def on_train_begin(self, logs: Logs = None) -> None:  # noqa: ARG002
-        self._graph_flags.begin()
+        self.graph_flags.begin()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
         self._data.epoch = epoch
@@ -381,7 +381,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._current.begin(self._data, batch)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        self._graph_flags.end_batch()
+        self.graph_flags.end_batch()
         self._current.end()
         self._restore_variables(batch, self._data)
         self._data_wait += self._data.waited(batch, self.step_ended)
@@ -457,18 +457,11 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
 class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
     """Runs after the user's callbacks, so that the checkpoint contains their changes."""
 
-    def __init__(  # noqa: PLR0917
-        self,
-        begin: _EpochBegin,
-        data: BatchDataset,
-        hooks: TrainHooks,
-        trainer: Trainer,
-        seeds: RandomStates,
-        graph_flags: GraphFlags,
+    def __init__(
+        self, begin: _EpochBegin, data: BatchDataset, hooks: TrainHooks, trainer: Trainer, seeds: RandomStates
     ) -> None:
         super().__init__()
         self._seeds = seeds
-        self._graph_flags = graph_flags
         self._logs: dict[str, float] = {}  # those of this rank's last step with rows in the epoch
         self._wants_end = False
         self.ended = False
@@ -483,7 +476,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
             self.model.optimizer.learning_rate = self._begin.rate
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        self._graph_flags.begin_batch()
+        self._begin.graph_flags.begin_batch()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Report the end of a step to the hooks; the logs are means over this rank's rows in the epoch so far."""

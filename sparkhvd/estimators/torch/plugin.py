@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +172,17 @@ class TorchPredictor:
     device: torch.device
     function: Callable[..., object] | None = None
 
+    @cached_property
+    def _call(self) -> Callable[..., Any]:
+        return called_in_order(self.model, self.inputs)
+
     @torch.no_grad()
     def predict(self, columns: Arrays) -> list[Predicted]:
         """Return one array per output, or one per field of an output; the first dimension is the rows."""
         rows = len(next(iter(columns.values())))
         inputs = [part.tensor(columns, rows).to(self.device) for part in self.inputs]
         if self.function is None:
-            return [_array(output) for output in outputs_of(called_in_order(self.model, self.inputs)(*inputs))]
+            return [_array(output) for output in outputs_of(self._call(*inputs))]
         result = self.function(self.model, *inputs)
         outputs = list(result) if isinstance(result, tuple | list) else [result]
         return [

@@ -46,6 +46,17 @@ AddressRecord MakeRecord(const std::string& host, uint16_t port, const std::stri
   return record;
 }
 
+// Publishes the address of a rank that listens there and never accepts. Returns its listener;
+// without it, the address refuses connections.
+UniqueFd ListenAs(KeyValueStore& store, int rank) {
+  UniqueFd listener = ListenTcp({"127.0.0.1", 0}).value();
+  AddressRecord record;
+  record.tcp = {LocalAddress(listener.get()).value()};
+  const std::string key = "test/address/" + std::to_string(rank);
+  EXPECT_TRUE(store.Set(key, EncodeAddressRecord(record), Late()).ok());
+  return listener;
+}
+
 AddressRecord RecordOf(KeyValueStore& store, int rank) {
   auto bytes = store.Get("test/address/" + std::to_string(rank), Late());
   EXPECT_TRUE(bytes.ok()) << bytes.status().message();
@@ -269,24 +280,16 @@ TEST(ConnectMesh, NamesTheRankThatNeverDials) {
 
 TEST(ConnectMesh, NamesTheRankThatCannotBeReachedAndItsAddress) {
   InProcessStore store;
-  AddressRecord dead;
-  {
-    auto listener = ListenTcp({"127.0.0.1", 0});
-    dead.tcp = {LocalAddress(listener.value().get()).value()};
-  }
-  ASSERT_TRUE(store.Set("test/address/0", EncodeAddressRecord(dead), Late()).ok());
+  ListenAs(store, 0).Reset();
   const Status status = ConnectMesh(OptionsOf(1, 2), store, Late()).status();
   EXPECT_EQ(status.message(), "rank 1 at " + ToText(RecordOf(store, 1).tcp[0]) +
-                                  " could not reach rank 0: " + ToText(dead.tcp[0]) +
+                                  " could not reach rank 0: " + ToText(RecordOf(store, 0).tcp[0]) +
                                   ": connect: Connection refused");
 }
 
 TEST(ConnectMesh, StopsWaitingForASilentRank) {
   InProcessStore store;
-  auto listener = ListenTcp({"127.0.0.1", 0});
-  AddressRecord silent;
-  silent.tcp = {LocalAddress(listener.value().get()).value()};
-  ASSERT_TRUE(store.Set("test/address/0", EncodeAddressRecord(silent), Late()).ok());
+  const UniqueFd silent = ListenAs(store, 0);
   const Status status = ConnectMesh(OptionsOf(1, 2), store, Soon()).status();
   EXPECT_EQ(status.code(), StatusCode::kTimeout);
   EXPECT_NE(status.message().find(" could not reach rank 0: "), std::string::npos);
@@ -296,36 +299,28 @@ TEST(ConnectMesh, ReportsTheRanksThatCannotBeReachedOnceAllRanksKnowTheirs) {
   InProcessStore store;
   // Rank 0 answers no attempt to connect, because its queue is full; rank 1 refuses them at once;
   // rank 2 accepts them, but its process is silent.
-  auto full = ListenTcp({"127.0.0.1", 0});
-  ASSERT_EQ(::listen(full.value().get(), 0), 0);
-  auto silent = ListenTcp({"127.0.0.1", 0});
-  std::vector<AddressRecord> records(3);
-  records[0].tcp = {LocalAddress(full.value().get()).value()};
-  records[1].tcp = {LocalAddress(ListenTcp({"127.0.0.1", 0}).value().get()).value()};
-  records[2].tcp = {LocalAddress(silent.value().get()).value()};
-  const auto queued = BeginConnectTcp(records[0].tcp[0]);
+  const UniqueFd full = ListenAs(store, 0);
+  ASSERT_EQ(::listen(full.get(), 0), 0);
+  ListenAs(store, 1).Reset();
+  const UniqueFd silent = ListenAs(store, 2);
+  const auto queued = BeginConnectTcp(RecordOf(store, 0).tcp[0]);
   ASSERT_TRUE(queued.ok());
-  for (size_t rank = 0; rank < records.size(); ++rank) {
-    const std::string key = "test/address/" + std::to_string(rank);
-    ASSERT_TRUE(store.Set(key, EncodeAddressRecord(records[rank]), Late()).ok());
-  }
   MeshOptions options = OptionsOf(3, 4);
   options.answer_limit = std::chrono::milliseconds(300);
   const auto begin = Deadline::Clock::now();
   const Status status = ConnectMesh(options, store, Late()).status();
   EXPECT_GE(Deadline::Clock::now() - begin, *options.answer_limit);
   EXPECT_EQ(status.message(), "rank 3 at " + ToText(RecordOf(store, 3).tcp[0]) +
-                                  " could not reach rank 1: " + ToText(records[1].tcp[0]) +
+                                  " could not reach rank 1: " + ToText(RecordOf(store, 1).tcp[0]) +
                                   ": connect: Connection refused");
   EXPECT_EQ(store.Get("test/unreachable/3", Late()).value(), "1,0");
 }
 
 TEST(ConnectMesh, ReportsMoreRanksThatCannotBeReachedThanItDialsAtOnce) {
   InProcessStore store;
-  auto full = ListenTcp({"127.0.0.1", 0});
-  ASSERT_EQ(::listen(full.value().get(), 0), 0);
-  AddressRecord record;
-  record.tcp = {LocalAddress(full.value().get()).value()};
+  const UniqueFd full = ListenAs(store, 0);
+  ASSERT_EQ(::listen(full.get(), 0), 0);
+  const AddressRecord record = RecordOf(store, 0);
   const auto queued = BeginConnectTcp(record.tcp[0]);
   ASSERT_TRUE(queued.ok());
   std::string all;
@@ -342,9 +337,7 @@ TEST(ConnectMesh, ReportsMoreRanksThatCannotBeReachedThanItDialsAtOnce) {
 
 TEST(ConnectMesh, DoesNotReportARankThatRefusesBecauseTheRanksHaveJustFailed) {
   InProcessStore store;
-  AddressRecord ended;
-  ended.tcp = {LocalAddress(ListenTcp({"127.0.0.1", 0}).value().get()).value()};
-  ASSERT_TRUE(store.Set("test/address/0", EncodeAddressRecord(ended), Late()).ok());
+  ListenAs(store, 0).Reset();
   const Status lost = PeerLost(2, "its process ended");
   ASSERT_TRUE(store.Set("test/connect-failure", EncodeFailure(lost), Late()).ok());
   ASSERT_TRUE(store.Set("test/address/2", EncodeAddressRecord({}), Late()).ok());
@@ -356,10 +349,7 @@ TEST(ConnectMesh, DoesNotReportARankThatRefusesBecauseTheRanksHaveJustFailed) {
 
 TEST(ConnectMesh, DoesNotReportARankThatAcceptsButIsSilent) {
   InProcessStore store;
-  auto listener = ListenTcp({"127.0.0.1", 0});
-  AddressRecord silent;
-  silent.tcp = {LocalAddress(listener.value().get()).value()};
-  ASSERT_TRUE(store.Set("test/address/0", EncodeAddressRecord(silent), Late()).ok());
+  const UniqueFd silent = ListenAs(store, 0);
   MeshOptions options = OptionsOf(1, 2);
   options.answer_limit = std::chrono::milliseconds(1);
   const Status status = ConnectMesh(options, store, Soon()).status();
@@ -372,12 +362,7 @@ TEST(ConnectMesh, DialsSeveralRanksAtOnceAndAcceptsMeanwhile) {
   InProcessStore store;
   std::vector<UniqueFd> silent;  // the listeners of ranks 0 and 1, which never accept
   for (int rank = 0; rank < 2; ++rank) {
-    silent.push_back(ListenTcp({"127.0.0.1", 0}).value());
-    AddressRecord record;
-    record.tcp = {LocalAddress(silent.back().get()).value()};
-    ASSERT_TRUE(
-        store.Set("test/address/" + std::to_string(rank), EncodeAddressRecord(record), Late())
-            .ok());
+    silent.push_back(ListenAs(store, rank));
   }
   ASSERT_TRUE(store.Set("test/address/3", EncodeAddressRecord({}), Late()).ok());
   std::atomic<bool> enough{false};
