@@ -74,6 +74,8 @@ _LASTING_VARIABLES = (
     "TPU_ML_PLATFORM",
     "RAY_CLIENT_MODE",
 )
+# Running processes without the mark; the snapshots need not read about them again.
+_foreign_processes: set[str] = set()
 # The HDFS client keeps connections with data nodes for reuse, as long as the process lives.
 _ports_of_data_nodes: set[int] = set()
 _OF_THE_HDFS_CLIENT = frozenset({"anon_inode:[eventfd]", "anon_inode:[eventpoll]"})
@@ -364,9 +366,15 @@ def _native_threads() -> dict[int, str]:
 def _processes() -> dict[tuple[int, str], str]:
     """Return the descendants, including orphans, by pid and start time, except those that serve the whole session."""
     processes = {}
-    for pid in _other_processes():
+    running = _other_processes()
+    _foreign_processes.intersection_update(running)
+    for pid in running:
+        if pid in _foreign_processes:
+            continue
         stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        if stat and (stat[1] == str(os.getpid()) or _has_our_mark(pid)):
+        if stat and stat[1] != str(os.getpid()) and not _has_our_mark(pid):
+            _foreign_processes.add(pid)
+        elif stat:
             command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
             template = _read(f"/proc/{pid}/comm").strip() == TEMPLATE_NAME  # lasts as long as Spark's Python worker
             if not (template or _LASTING_PROCESS.search(command)):

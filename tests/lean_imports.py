@@ -3,7 +3,8 @@
 TensorFlow, Keras and Lightning import JAX, Matplotlib, scikit-learn, SciPy, pandas and IPython if they are installed,
 and Spark ML imports SciPy. The tests install them, and their imports take longer than those of the frameworks' own
 modules. This module hides the packages from the frameworks; all other code can import them. PyTorch imports its
-compiler, torch._dynamo, in the first step of an optimizer. Here it does so only when something is compiled.
+compiler, torch._dynamo, in the first step of an optimizer, and Lightning imports it for the class of compiled modules.
+Here it is imported only when something is compiled.
 
 `make` copies this file into the environment, where every process that the tests start runs it before anything else (see
 ``.venv/.lean-imports`` in the Makefile).
@@ -14,17 +15,25 @@ from __future__ import annotations
 import functools
 import sys
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import ModuleType
 
 _FRAMEWORKS = frozenset(
     {"keras", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "tensorflow", "torchmetrics"}
 )
 _HIDDEN = frozenset({"IPython", "jax", "matplotlib", "pandas", "scipy", "sklearn"})
 _COMPILER = "torch._dynamo"
+_USERS_OF_COMPILED_MODULES = frozenset(
+    f"{package}.{module}"
+    for packages, module in (
+        (("lightning_fabric", "lightning.fabric"), "wrappers"),
+        (("pytorch_lightning", "lightning.pytorch"), "utilities.compile"),
+    )
+    for package in packages
+)
 
 
 class _LeanFinder:
@@ -38,6 +47,11 @@ class _LeanFinder:
             raise ModuleNotFoundError(f"The tests hide {package!r} from frameworks.", name=name)
         if name == _COMPILER and _importer().startswith("sparkhvd."):  # ranks import it because they train soon
             raise ModuleNotFoundError("The tests import no compiler before something is compiled.", name=name)
+        if name in _USERS_OF_COMPILED_MODULES and _COMPILER not in sys.modules:
+            spec = PathFinder.find_spec(name, path)
+            if spec is not None and spec.origin is not None:
+                spec.loader = _LoaderWithoutCompiler(name, spec.origin)
+            return spec
         change = _CHANGES.get(name)
         spec = PathFinder.find_spec(name, path) if change is not None else None
         if spec is not None and spec.origin is not None:
@@ -55,6 +69,29 @@ class _ChangingLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         self._change(module)
+
+
+class _LoaderWithoutCompiler(SourceFileLoader):
+    """Gives a module a stand-in for ``OptimizedModule``, which it would import from the compiler."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        stand_in = ModuleType(_COMPILER)
+        stand_in.OptimizedModule = _OptimizedModule  # type: ignore[attr-defined]
+        sys.modules[_COMPILER] = stand_in
+        try:
+            super().exec_module(module)
+        finally:
+            del sys.modules[_COMPILER]
+
+
+class _OptimizedModuleType(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        compiler = sys.modules.get(_COMPILER)
+        return compiler is not None and isinstance(instance, compiler.OptimizedModule)
+
+
+class _OptimizedModule(metaclass=_OptimizedModuleType):
+    """Stands for ``torch._dynamo.OptimizedModule`` in tests of an object's type."""
 
 
 def _importer() -> str:
@@ -97,6 +134,23 @@ def _exempt_from_compilation(module: Any) -> None:
     module._disable_dynamo = exempt_lazily
 
 
+def _disable_without_compiler(module: Any) -> None:
+    """Let Lightning's functions that must not be compiled be plain functions without a compiler."""
+    disable = module.disable
+
+    def disable_lazily(function: Any = None, *args: Any, **options: Any) -> Any:
+        if not isinstance(function, FunctionType):
+            return disable(function, *args, **options)
+
+        @functools.wraps(function)
+        def disabled(*args_of_call: Any, **kwargs: Any) -> Any:
+            return disable(function, *args, **options)(*args_of_call, **kwargs)
+
+        return _with_compiler(disabled, without=function)
+
+    module.disable = disable_lazily
+
+
 def _step_without_compiler(module: Any) -> None:
     """Let the steps of optimizers set the mode of gradients without breaks for a compiler."""
     wrap = module._use_grad_for_differentiable
@@ -124,6 +178,7 @@ def _with_compiler(function: Any, without: Any) -> Any:
 _CHANGES: dict[str, Callable[[Any], None]] = {
     "lightning_utilities.core.imports": _hide_versions,
     "torch._compile": _exempt_from_compilation,
+    "torch.compiler": _disable_without_compiler,
     "torch.optim.optimizer": _step_without_compiler,
 }
 

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from sparkhvd._util.counts import counted
 from sparkhvd.data.schema import codecs
+from sparkhvd.data.schema.arrow_values import to_values
 from sparkhvd.data.schema.data_schema import OBJECTS, ColumnSpec, DataSchema
 from sparkhvd.errors import DataError
 
@@ -203,7 +204,7 @@ def lengths(array: pa.Array) -> npt.NDArray[np.int64] | None:
         sizes_of_rows = np.where(_filled(kinds, _DENSE) == _DENSE, _counts(values), _filled(sizes, 0))
         return sizes_of_rows.astype(np.int64)
     if _is_list(array.type):
-        return np.asarray(pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False), np.int64)
+        return np.asarray(to_values(pc.fill_null(pc.list_value_length(array), 0)), np.int64)
     return None
 
 
@@ -251,7 +252,7 @@ def _nested(array: pa.Array, shape: tuple[int, ...], column: ColumnSpec, where: 
     _refuse_null(array, column, where)
     if not shape:
         return _scalars(array, column, where)
-    valid = ~array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
+    valid = ~_is_null(array) if array.null_count else None
     sizes = lengths(array)
     assert sizes is not None  # noqa: S101  (the type is a list)
     sizes = sizes if valid is None else sizes[valid]
@@ -292,7 +293,7 @@ def _scalars(array: pa.Array, column: ColumnSpec, where: str) -> Array:
     if pa.types.is_decimal128(array.type) and column.dtype != "decimal":
         values = _decimals(array, column, where)
     else:
-        values = array.to_numpy(zero_copy_only=False)
+        values = to_values(array)
         if column.dtype.startswith("datetime64") and values.dtype == np.int64:
             values = values.view(column.dtype)
         elif column.dtype in OBJECTS and _is_object(array.type, column.dtype):
@@ -371,7 +372,11 @@ def _filled(array: pa.Array, value: int) -> npt.NDArray[np.int64]:
     import pyarrow.compute as pc  # noqa: PLC0415
 
     filled = pc.fill_null(array, value) if array.null_count else array
-    return np.asarray(filled.to_numpy(zero_copy_only=False)).astype(np.int64, copy=False)
+    return to_values(filled).astype(np.int64, copy=False)
+
+
+def _is_null(array: pa.Array) -> npt.NDArray[np.bool_]:
+    return to_values(array.is_null()).astype(np.bool_, copy=False)
 
 
 def _vectors(array: pa.StructArray, column: ColumnSpec, where: str) -> Array:
@@ -380,21 +385,21 @@ def _vectors(array: pa.StructArray, column: ColumnSpec, where: str) -> Array:
     (size,) = _known(column, column.shape)
     sizes = lengths(array)
     assert sizes is not None  # noqa: S101  (the type is a struct)
-    null = array.is_null().to_numpy(zero_copy_only=False)
+    null = _is_null(array)
     if (sizes[~null] != size).any():
         raise DataError(
             f"{_called(column, where)} has vectors of length {sizes[~null].min()} to {sizes[~null].max()}, "
             f"but the manifest says {size}. Prepare the data again."
         )
     kinds, _, indices, values = array.flatten()
-    stored_values = np.asarray(values.flatten().to_numpy(zero_copy_only=False), np.float64)
+    stored_values = np.asarray(to_values(values.flatten()), np.float64)
     is_dense = (_filled(kinds, _DENSE) == _DENSE) & ~null
     if is_dense.all() and not column.sparse:
         return stored_values.reshape(len(array), size)
     counts = _counts(values)
     rows = np.repeat(np.arange(len(array)), counts)
     positions = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    stored_positions = np.asarray(indices.flatten().to_numpy(zero_copy_only=False), np.int64)
+    stored_positions = np.asarray(to_values(indices.flatten()), np.int64)
     if len(stored_positions) and not 0 <= stored_positions.min() <= stored_positions.max() < size:
         raise DataError(f"{_called(column, where)} has vector indices outside 0 to {size - 1}; the data are damaged.")
     positions[~is_dense[rows]] = stored_positions

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd.data.schema.arrow_values import to_values
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.data.schema.selection import expressions
 
@@ -97,5 +98,5 @@ def _elements(lists: pa.Array, count: int) -> Sequence[pa.Array | npt.NDArray[np
     values = lists.flatten()
     if values.null_count:
         return [values.take(np.arange(index, len(values), count)) for index in range(count)]
-    rows: npt.NDArray[np.generic] = values.to_numpy(zero_copy_only=False).reshape(len(lists), count)
+    rows = to_values(values).reshape(len(lists), count)
     return list(rows.T.copy())

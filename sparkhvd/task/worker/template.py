@@ -362,7 +362,7 @@ def _serve(offer: Offer, idle_seconds: float, name: str) -> int:
         if offer.listener.fileno() not in news or offer.owner in news:
             os._exit(0)
         request, descriptors = _receive_request(offer.listener)
-        if request == _END or _sources() != sources:
+        if request == _END or _have_changed(sources):
             os._exit(0)
         # A separate process waits for the worker, so that the template may end first.
         if len(descriptors) == _DESCRIPTORS and os.fork() == 0:
@@ -399,6 +399,16 @@ def _sources() -> dict[str, tuple[int, int]]:
                 state = os.stat(path)  # noqa: PTH116 - a path object for each of thousands takes as long as this
                 found[path] = state.st_mtime_ns, state.st_size
     return found
+
+
+def _have_changed(sources: dict[str, tuple[int, int]]) -> bool:
+    try:
+        return any(
+            (found := os.stat(path)).st_mtime_ns != time or found.st_size != size  # noqa: PTH116 - as above
+            for path, (time, size) in sources.items()
+        )
+    except OSError:  # a file has been removed
+        return True
 
 
 def _receive_request(listener: socket.socket) -> tuple[bytes, list[int]]:
