@@ -80,11 +80,11 @@ Result<LinkCipher> LinkCipher::Make(std::shared_ptr<CryptoLibrary> library, cons
                                     Use use) {
   const CryptoLibrary::Functions& crypto = library->functions();
   void* context = crypto.context_new();
-  if (context == nullptr) return LibraryFailure("make a cipher");
+  if (context == nullptr) return LibraryFailure("create a cipher");
   LinkCipher cipher(std::move(library), context);
   const auto init = use == Use::kSeal ? crypto.encrypt_init : crypto.decrypt_init;
   if (init(context, crypto.aes_256_gcm(), nullptr, Raw(key.data()), nullptr) != 1) {
-    return LibraryFailure("take a key");
+    return LibraryFailure("set a key");
   }
   return cipher;
 }

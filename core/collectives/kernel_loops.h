@@ -1,5 +1,5 @@
 // The loops of the kernel tables. Every function is inlined into a caller that is compiled for one
-// instruction set, and is vectorised for that set. Only such callers may use these functions.
+// instruction set, and is vectorized for that set. Only such callers may use these functions.
 #pragma once
 
 #include <cstdint>

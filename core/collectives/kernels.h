@@ -1,4 +1,4 @@
-// The arithmetic of reductions on contiguous elements, vectorised for the current processor.
+// The arithmetic of reductions on contiguous elements, vectorized for the current processor.
 //
 // Pointers need no alignment. Integers wrap around. float16 and bfloat16 are computed in float32
 // and rounded to nearest even after every step. A minimum or maximum with a NaN is NaN.

@@ -123,7 +123,7 @@ std::vector<RowRun> NumberWanted(std::vector<uint32_t>& indices, size_t rows) {
 
 Result<RowOrder> RowOrder::Make(Span<const int64_t> indices, size_t rows) {
   if (rows >= kNowhere) {
-    return Status(StatusCode::kInvalidArgument, "a RowOrder covers fewer than 2**32 - 1 rows");
+    return Status(StatusCode::kInvalidArgument, "a RowOrder must cover fewer than 2**32 - 1 rows");
   }
   std::vector<uint32_t> checked(indices.size());
   size_t outside = 0;

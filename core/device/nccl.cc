@@ -120,7 +120,7 @@ Result<std::unique_ptr<NcclCommunicator>> NcclCommunicator::Connect(
   if (connected.code() == StatusCode::kInvalidArgument) {  // such as two ranks on one device
     return Status(connected.code(),
                   connected.message() +
-                      ". With NCCL every rank needs a GPU of its own: choose it by "
+                      ". With NCCL every rank needs a GPU of its own: choose it with "
                       "torch.cuda.set_device(hvd.local_rank()), ask Spark for one per rank "
                       "(gpus_per_task=1), or set SPARKHVD_GPU_OPERATIONS=staged");
   }

@@ -30,8 +30,8 @@ struct DialOptions {
   // Polled several times a second. A failure ends the dialing. May be empty.
   std::function<Status()> check;
   bool require_encryption = false;  // refuse an acceptor that does not encrypt
-  // An address fails that leaves an attempt to connect unanswered for this long. If empty, only the
-  // deadline and the kernel limit the wait.
+  // An address fails if it does not answer an attempt to connect within this time. If empty, only
+  // the deadline and the kernel limit the wait.
   std::optional<std::chrono::milliseconds> answer_limit = std::nullopt;
 };
 

@@ -22,8 +22,8 @@ class Will {
  public:
   virtual ~Will() = default;  // has the same effect as the end of the process
 
-  // Withdraws the will. Call it if the process ends in good order, or if no other process depends
-  // on it any more.
+  // Withdraws the will. Call it if the process ends without a failure, or if no other process
+  // depends on it any more.
   virtual void Withdraw() = 0;
 };
 

@@ -18,8 +18,8 @@ namespace sparkhvd {
 struct ReceptionLimits {
   size_t strangers = 256;          // limit of connections without a proof
   double handshake_seconds = 5.0;  // limit for the whole handshake of one connection
-  // No connection is dropped for another during this time. A handshake between members takes one or
-  // two round trips.
+  // A connection is not dropped in favor of another one during this time. A handshake between
+  // members takes one or two round trips.
   double undisturbed_seconds = 0.1;
 };
 

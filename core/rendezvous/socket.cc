@@ -91,9 +91,10 @@ void SetOption(int fd, int level, int name, int value) {
   (void)::setsockopt(fd, level, name, &value, sizeof(value));
 }
 
-// Ends the link `silence` after the last answer. The unanswered probes are in its last two thirds.
+// Ends an idle link `silence` after the last answer. The first probe is sent after about a third of
+// this time, and all probes must remain unanswered.
 void SetKeepalive(int fd, std::chrono::milliseconds silence) {
-  constexpr int64_t kLongest = 32767;  // of every part
+  constexpr int64_t kLongest = 32767;  // seconds; the kernel's limit for each option
   const auto seconds =
       static_cast<int>(std::clamp<int64_t>((silence.count() + 999) / 1000, 3, kLongest));
   const int probes = seconds < 6 ? 2 : 3;

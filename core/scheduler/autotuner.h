@@ -32,9 +32,10 @@ struct AutotuneOptions {
 
 // Selects the settings to tune.
 struct TuningScope {
-  bool fusion = false;          // tune the fusion threshold
-  bool hierarchical = false;    // tune the choice between flat and hierarchical allreduce
-  size_t arena_slot_bytes = 0;  // slot size of the arena to tune, if all ranks share one, or 0
+  bool fusion = false;        // tune the fusion threshold
+  bool hierarchical = false;  // tune the choice between flat and hierarchical allreduce
+  // The slot size of the arena, whose thresholds are tuned. 0 unless all ranks share one arena.
+  size_t arena_slot_bytes = 0;
 };
 
 // The candidate values of one setting.

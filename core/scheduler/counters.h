@@ -11,7 +11,7 @@
 
 namespace sparkhvd {
 
-// An upper bound of the number of operation kinds.
+// An upper bound on the number of operation kinds.
 constexpr size_t kMostOperationKinds = 32;
 
 struct KindCounters {

@@ -66,7 +66,7 @@ class Cycle {
   State state() const { return state_; }
 
   // Runs one cycle, or as much of it as `patience` allows if waiting can be interrupted. After a
-  // failure, all ranks have to end.
+  // failure, all ranks must end.
   Status Run(Deadline patience) noexcept;
 
   // Returns when the next Run is due even without a submission, or nothing if no Run is due.

@@ -43,7 +43,8 @@ class CycleDriver {
   bool CycleIsDue() const;
 
   const Parts parts_;
-  Deadline::Clock::time_point next_watch_ = SubmissionQueue::kAtOnce;  // of a busy device
+  // When to check a busy device again.
+  Deadline::Clock::time_point next_watch_ = SubmissionQueue::kAtOnce;
 };
 
 }  // namespace sparkhvd

@@ -65,7 +65,7 @@ class Dispatcher {
   // Returns a failure of a device, or a failure that makes it pointless to wait for the device.
   Status WatchDevice();
 
-  // Ends the work on devices, in good order unless the engine has failed.
+  // Ends the work on devices: in an orderly way, or by aborting it if the engine has failed.
   void LeaveDevices();
 
  private:

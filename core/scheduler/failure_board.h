@@ -22,7 +22,7 @@ struct FailureBoard {
   // Returns the failure on the board, if there is one, without waiting.
   Status Look() const;
 
-  // Waits until all `size` ranks have ended in good order.
+  // Waits until all `size` ranks have ended without a failure.
   Status AwaitAllDone(int rank, int size, Deadline deadline) const;
 
   // Ends the use of Look() on this rank.

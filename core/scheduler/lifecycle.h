@@ -71,8 +71,8 @@ class Lifecycle {
   // Ends all ranks with kAborted, unless this rank has ended already.
   void Abort(const std::string& why);
 
-  // Ends this rank in good order, waits for its thread and closes the links. Fails with kTimeout at
-  // the deadline, and may then be called again.
+  // Ends this rank without a failure, waits for its thread and closes the links. Fails with
+  // kTimeout at the deadline, and may then be called again.
   Status Shutdown(Deadline deadline);
 
  private:

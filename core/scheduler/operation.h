@@ -110,7 +110,8 @@ class Operation {
   size_t output_bytes_ = 0;
   std::vector<int64_t> rows_;
 
-  // Guards status_ until done_ is set. Afterwards, status_ is constant. A leaf in the lock order.
+  // Guards status_ until done_ is set. Afterwards, status_ is constant. Innermost in the lock
+  // order.
   std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<bool> done_{false};

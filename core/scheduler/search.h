@@ -19,14 +19,15 @@ double Median(std::vector<double> values);
 // Samples of competing values alternate, so that a slowdown of the machine affects all alike. The
 // value in force always reaches the final, in which earlier samples do not count, because they
 // favor lucky values. The other finalist replaces it only if it wins all but kMostLost pairs of
-// samples (a sign test: 1 in 16 for two equal values, where one sample may be disturbed) and wins
-// by kMargin in the median.
+// samples and its median is higher by kMargin. This is a sign test that a value passes by chance
+// in 1 of 16 finals of two equal values. The lost pair allows for one disturbed sample.
 class GridSearch {
  public:
   static constexpr size_t kRoundSamples = 6;  // approximate samples of a round before the final
   static constexpr size_t kFinalPairs = 7;
   static constexpr size_t kMostLost = 1;
-  static constexpr size_t kLeastPairs = 3;  // if all are won, enough when samples run out
+  // If the samples run out during the final, so many pairs are enough, and all must be won.
+  static constexpr size_t kLeastPairs = 3;
   static constexpr double kMargin = 0.02;
 
   using Point = std::vector<size_t>;  // indexed by axis: the index of a value

@@ -74,7 +74,7 @@ Result<TimelineFile> TimelineFile::Join(const std::string& path, const std::stri
   const int error = errno;
   (void)Lock(file.fd_.get(), F_UNLCK, kTurn, false);
   if (!start.ok()) {
-    file.fd_.Reset();  // the destructor would append the end to what is not a timeline of ours
+    file.fd_.Reset();  // otherwise the destructor would append to a file that is not a timeline
     return start;
   }
   if (!present) return IoStatus("lock the timeline " + path, error);

@@ -33,7 +33,8 @@ class EncryptedLinks {
   // `silence`.
   static Result<std::unique_ptr<EncryptedLinks>> Make(
       std::chrono::milliseconds silence = kSilentLink);
-  // Waits a moment until data that was written before the plain sockets were closed has been sent.
+  // Waits for a short time until the data that was written before the plain sockets were closed has
+  // been sent.
   ~EncryptedLinks();
 
   // Returns the plain end of `link`, a connected non-blocking socket. Add all links before Start.

@@ -1,4 +1,4 @@
-// The kernel selection for processors without specialised kernels.
+// The kernel selection for processors without specialized kernels.
 #include "collectives/kernels.h"
 
 namespace sparkhvd {
