@@ -54,7 +54,7 @@ def _taken(path: Path, what: str, deadline: Deadline) -> int | None:
                 level, silence = logging.WARNING, Deadline.after(_SAY_SECONDS)
             time.sleep(_POLL_SECONDS)
     except OSError as error:  # the folder cannot be written, or its network file system has no locks
-        logger.debug("No lock file can be used, so nothing waits: %s", error)
+        logger.debug("No lock file can be used, so this process does not wait: %s", error)
         return None
     if descriptor is None:
         logger.warning("Another process on this machine is still %s; continuing without waiting for it.", what)

@@ -19,14 +19,16 @@ class Framework:
         estimator: the name of its estimator.
         packages: the packages of its models, optimizers and losses.
         libraries: other packages that are part of it.
-        versions: the packages whose versions should be equal on the driver and in all tasks, and the other names of
-            each as a module or distribution.
-        describe: ``module:function`` of (object, form) that returns the canonical form of the framework's objects for
-            the identity of a run, and None for others, see ``runs.canonical``; empty if another framework's does.
-        contents: ``module:function`` of (object) that returns the ``TensorContent`` of the framework's tensors, and
-            None for others, see ``runs.canonical``; empty if ``numpy.asarray(tensor.numpy())`` has it.
+        versions: the packages whose versions should be equal on the driver and in all tasks, with the other module and
+            distribution names of each.
+        describe: the ``module:function`` that takes (object, form) and returns the canonical form of the framework's
+            objects for the identity of a run, and None for other objects, see ``runs.canonical``. Empty if the function
+            of another framework covers them.
+        contents: the ``module:function`` that takes (object) and returns the ``TensorContent`` of the framework's
+            tensors, and None for other objects, see ``runs.canonical``. Empty if ``numpy.asarray(tensor.numpy())`` has
+            the content.
         seeding: the function that seeds the framework's random numbers; empty for NumPy's.
-        tensor_errors: packages whose errors report unsuitable tensors although they are not Python's own types.
+        tensor_errors: packages that report unsuitable tensors with errors of their own types.
     """
 
     title: str

@@ -33,7 +33,7 @@ class Tuning:
         config_key: section and key in a configuration file.
         switch: whether it takes no value but has a ``--no-`` form.
         convert: converts the flag's text to the variable's.
-        inverted: whether the variable turns a feature off that the flag turns on.
+        inverted: whether the flag turns a feature on that the variable turns off.
     """
 
     flag: str
@@ -45,7 +45,7 @@ class Tuning:
 
     @property
     def name(self) -> str:
-        """The name of the attribute of the parsed arguments."""
+        """Return the name of the attribute of the parsed arguments."""
         return self.flag.replace("-", "_")
 
     def text(self, value: object) -> str:

@@ -204,8 +204,8 @@ def _run_by_mpi(flags: argparse.Namespace, hosts: tuple[Host, ...], command: Seq
     line = [find_mpirun(with_orted=False), *mpirun_words(flags, hosts, environment_for_hosts(), is_root()), *command]
     if flags.verbose:
         sys.stderr.write(f"sparkhvdrun: {shlex.join(line)}\n")
-    # mpirun gets its own session. So a signal reaches it only once, through this process, and it ends its ranks in
-    # order.
+    # mpirun gets its own session. So a signal reaches it only once, through this process, and mpirun can end its
+    # ranks.
     with subprocess.Popen(line, start_new_session=True) as mpirun:
         try:
             with _ended_after_us(mpirun):
@@ -246,7 +246,7 @@ def mpirun_words(
 
     Args:
         flags: flags of the command line.
-        hosts: where to run; empty is this machine.
+        hosts: the hosts to use; empty means this machine.
         environment: variables that the ranks get on all hosts; Open MPI forwards its own variables itself.
         root: whether this process runs as root.
     """
@@ -270,7 +270,7 @@ def mpirun_words(
         *(word for name, value in TRANSPORTS.items() for word in ("-mca", name, value)),
         *(["-mca", "plm_rsh_args", " ".join(ssh)] if ssh else []),
         *(word for name, value in included.items() for word in ("-mca", name, value)),
-        # Without a subfolder for the job, like the other launchers.
+        # "nojobid" omits the subfolder for the job, as the other launchers do.
         *(["--output-filename", f"{flags.output_filename}:nojobid"] if flags.output_filename else []),
         *(["--timestamp-output"] if flags.prefix_output_with_timestamp else []),
         "--tag-output",

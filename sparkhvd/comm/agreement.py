@@ -42,7 +42,7 @@ class _AgreementPlan:
     Attributes:
         source: the rank whose arrays are copied if there is no mean.
         averaged: names of arrays that become their weighted mean.
-        copied: names of arrays that become those of ``source``.
+        copied: names of arrays that are copied from ``source``.
         means: the name of the means of each averaged variance.
     """
 

@@ -34,8 +34,9 @@ class Communicator:
     """One rank's link to its peers, and the collectives over it.
 
     The constructor connects to all peers and is collective; use it as a context manager, or ``close()`` it. All methods
-    may be called from any thread. Every collective has a name by which the ranks match their submissions. A missing
-    name is numbered automatically, so all ranks must submit their unnamed operations of a kind in the same order.
+    may be called from any thread. Every collective has a name by which the ranks match their submissions. A
+    collective without a name is numbered, so all ranks must submit their unnamed operations of a kind in the same
+    order.
 
     Args:
         context: the rank's position in the job, and how to reach its peers.
@@ -329,7 +330,7 @@ class Communicator:
                 self._stall_detector.close()
 
     def leave_to_parent(self) -> None:
-        """After a fork, in the child: close its copies of the links without notifying the parent's peers."""
+        """Close a forked child's copies of the links, without notifying the parent's peers."""
         self._closed = True
         self._unregister()
         for channel in self._channels.values():
@@ -380,7 +381,7 @@ class Communicator:
         return [Proposal(tuple(part[1:].tolist()), bool(part[0])) for part in parts]
 
     def _unregister(self, number: int | None = None) -> None:
-        """Make the objects of a process set unusable, by default those of all sets."""
+        """Make the objects of a process set unusable; without ``number``, the objects of all sets."""
         for process_set in self._registered:
             if number in {None, process_set.process_set_id}:
                 process_set.register(None)

@@ -31,11 +31,11 @@ class PendingOperation(Protocol):
         ...
 
     def let_wait(self, stream: int) -> None:
-        """After ``wait()``: make a CUDA stream wait for the result; raise ``CoreError`` on failure."""
+        """Make a CUDA stream wait for the result; call it after ``wait()``. Raise ``CoreError`` on failure."""
         ...
 
     def completed_on_device(self) -> bool:
-        """After ``wait()``: return whether a CUDA device has also completed it; raise ``CoreError`` on failure."""
+        """Return whether a CUDA device has completed it; call it after ``wait()``. Raise ``CoreError`` on failure."""
         ...
 
 

@@ -1,7 +1,6 @@
 """The communicator of this process: ``init()``, ``shutdown()``, ``current()``, and this process's position in its job.
 
-It holds the only mutable module variable of the package, because ``hvd.init()`` and ``hvd.rank()`` are functions by
-contract.
+It holds its state in a module variable, because ``hvd.init()`` and ``hvd.rank()`` are functions, as in Horovod.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class _Session:
     from_mpi: bool = False
     membership: Membership | None = None  # in an elastic job, from the first ``init()`` on
     publisher: CommitPublisher | None = None  # in an elastic job with a Store
-    watch: LossWatch | None = None  # of the current generation, if it has several ranks
-    # The number of connections of each selection of ranks. It is equal on all ranks, so it can name the next scope.
+    watch: LossWatch | None = None  # watches the current generation if it has several ranks
+    # How often each selection of ranks has connected. The numbers are equal on all ranks, so they name the scopes.
     inits: Counter[tuple[int, ...]] = field(default_factory=Counter)
     watches_forks: bool = False
     forked: bool = False  # this process is a child of the one that was initialized
@@ -119,10 +118,10 @@ def init(
     The launcher provides their addresses. Without a launcher, the ranks are the processes that mpirun started
     (this needs mpi4py); without either, this process is a job of one rank.
 
-    Collective: every rank must call it. Calling it again without ``shutdown()`` connects nothing: it accepts only
-    process sets that already exist, and registers the objects that are passed for them. After ``shutdown()`` the ranks
-    connect again. If it fails on a rank, that rank may call it again. It then connects with the ranks that are still
-    waiting and those that call later.
+    Collective: every rank must call it. Another call without ``shutdown()`` connects nothing: it accepts only process
+    sets that already exist, and registers the objects that are passed for them. After ``shutdown()`` the ranks connect
+    again. If it fails on a rank, that rank may call it again. It then connects with the ranks that are still waiting
+    and with ranks that call it later.
 
     Args:
         comm: makes some ranks a separate job: a list of ranks of the launcher's job or of MPI's world, which
@@ -133,7 +132,7 @@ def init(
 
     Raises:
         ConfigError: ``comm`` does not include this rank, a process set cannot be registered, or this process was forked
-            from a rank. Sets that no job of this size can register fail before the ranks connect.
+            from a rank. If no job of this size can register a set, the error is raised before the ranks connect.
         MismatchError: the ranks passed different process sets.
         DeadlineExceededError: not all ranks called it within the configured ``start_timeout``.
         AuthenticationError: a peer does not know the job's secret.
@@ -295,7 +294,7 @@ def _publish(context: LaunchContext, key: str) -> None:
 
 
 def _is_known(context: LaunchContext, *keys: str) -> bool:
-    """Return whether the rendezvous has one of ``keys``."""
+    """Return whether one of ``keys`` is set in the rendezvous."""
     if not context.rendezvous:
         return False
     deadline = Deadline.after(_ASK_SECONDS)

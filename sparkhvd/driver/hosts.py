@@ -24,7 +24,7 @@ class Host:
 
     @property
     def text(self) -> str:
-        """The entry for this host in a list of hosts."""
+        """Return the entry for this host in a list of hosts."""
         return with_port(self.name, self.slots)
 
 

@@ -78,7 +78,7 @@ class KerasState(ObjectState):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer whose variables are part of the state; None if there is none."""
+        """Return the optimizer whose variables are part of the state; None if there is none."""
         return getattr(self.model, "optimizer", None) if self._own_optimizer is None else self._own_optimizer
 
     @optimizer.setter

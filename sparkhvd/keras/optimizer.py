@@ -36,7 +36,7 @@ class _Settings:
 
     @property
     def factor(self) -> int:
-        """The factor of the gradients, which Keras has averaged over the accumulated batches."""
+        """Return the factor for the gradients, which Keras has averaged over the accumulated batches."""
         return 1 if self.average_aggregated_gradients else self.backward_passes_per_step
 
     def exchange(self, name: str) -> Exchange:
@@ -86,14 +86,14 @@ class ExchangingOptimizer:
     configuration exchanges gradients, too.
     """
 
-    _settings: _Settings  # of the class, as are the next two
+    _settings: _Settings  # an attribute of the class, like the next two
     _plain_class: type[keras.optimizers.Optimizer]
     _local: _LocalVariables
     _exchange: Exchange
     _sum_over_ranks: Exchange
     _applied_to: Sequence[Any]  # the variables of the gradients that are being applied
     _share: Callable[[], float] | None
-    _loss_is_weighted: bool  # of the batch that is being computed or traced
+    _loss_is_weighted: bool  # whether the loss of the current batch, computed or traced, is already weighted
     _accumulation: GradientAccumulation | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -159,8 +159,8 @@ class ExchangingOptimizer:
         """Weight every batch by its share of a step's rows, instead of weighting all ranks equally.
 
         Args:
-            share: called during a batch, whenever gradients are applied; returns the rows of this rank's batch / the
-                rows of all batches of all ranks in the step, 0 for a rank without rows.
+            share: called during a batch, whenever gradients are applied. Returns the number of rows of this rank's
+                batch, divided by the number of rows of all batches of all ranks in the step; 0 for a rank without rows.
             ends: returns whether the current batch is the last one of its step. None if every batch is a step.
                 Otherwise the optimizer must be built.
         """

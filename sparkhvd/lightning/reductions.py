@@ -86,7 +86,7 @@ def gather_over_ranks(tensor: torch.Tensor, group: object = None) -> list[torch.
 
 
 def has_other_ranks() -> bool:
-    """Whether the job has more than one rank."""
+    """Return whether the job has more than one rank."""
     return session.is_initialized() and session.current().world.size > 1
 
 

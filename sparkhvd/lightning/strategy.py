@@ -73,13 +73,13 @@ class RankStrategy:
         self._normalizations: ReplacedNormalizations | None = None
         self._blocked = False
         self._fitting = False
-        self._gathers_gradients = False  # then all ranks take part in every backward pass
+        self._gathers_gradients = False  # whether all ranks must take part in every backward pass
 
     # Ranks and devices.
 
     @property
     def world(self) -> World:
-        """The ranks and sizes of this process; initializes sparkhvd if necessary."""
+        """Return the ranks and sizes of this process; initializes sparkhvd if necessary."""
         session.init()
         return session.current().world
 
@@ -105,7 +105,7 @@ class RankStrategy:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning partitions the rows of its loaders among ranks, and reduces logged values."""
+        """Return whether Lightning partitions the rows of its loaders among ranks, and reduces logged values."""
         return self.world.size > 1
 
     @property
@@ -114,7 +114,7 @@ class RankStrategy:
 
     @property
     def root_device(self) -> torch.device:
-        """The rank's own device; on a GPU host the GPU with the index of the local rank."""
+        """Return the rank's own device; on a GPU host, the GPU with the index of the local rank."""
         first = self.parallel_devices[0]
         if first.type != "cuda" or self.world.local_size == 1:
             return torch.device(first)
@@ -297,7 +297,7 @@ class RankStrategy:
         return reduce_tensor(tensor, reduce_op, group) if isinstance(tensor, torch.Tensor) else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  (Lightning's name)
-        """Whether the decision is true on all ranks, or on any; only this rank's if an exception is ending it."""
+        """Return whether the decision is true on all ranks, or on any; this rank's own if an exception is ending it."""
         if self._is_ending():
             return decision
         yes = int(reduce_tensor(torch.tensor(int(decision)), "sum"))
@@ -321,7 +321,7 @@ class RankStrategy:
             hvd.barrier()
 
     def _is_ending(self) -> bool:
-        """Whether an exception is ending this rank: its callbacks may save checkpoints without other ranks."""
+        """Return whether an exception is ending this rank: its callbacks may save checkpoints without other ranks."""
         trainer = getattr(self.lightning_module, "_trainer", None)
         return trainer is not None and bool(trainer.interrupted)
 
@@ -331,7 +331,7 @@ class RankStrategy:
 
 @contextmanager
 def _finite_gradients(module: torch.nn.Module) -> Iterator[None]:
-    """Within this block, add 0 to the gradients of a module where a backward pass yields NaN or infinity."""
+    """Replace NaN and infinity with 0 in the gradients that backward passes compute within this block."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     hooks = [parameter.register_hook(without_nan) for parameter in parameters]  # type: ignore[no-untyped-call]
     try:

@@ -41,7 +41,7 @@ class TaskStatus:
 
 @dataclass(frozen=True)
 class ExchangeIntroductions:
-    """Task to driver: its introduction, in exchange for those of all tasks."""
+    """Task to driver: its introduction, in exchange for the introductions of all tasks."""
 
     introduction: Introduction
 
@@ -74,7 +74,7 @@ class Flush:
 
 @dataclass(frozen=True)
 class Acknowledged:
-    """The answer to ``Flush``."""
+    """The answer to a request that was carried out, such as ``Flush``, ``Register`` or ``OfferSlot``."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ _LENGTH = struct.Struct(">I")
 
 
 def encode(message: Message) -> bytes:
-    """Return the bytes of a message. At most one top-level field may be ``bytes``, and no nested one."""
+    """Return the bytes of a message. At most one field may be ``bytes``, and it must be a top-level field."""
     header = {"type": type(message).__name__} | dataclasses.asdict(message)
     raw = _raw_field(type(message))
     content = header.pop(raw) if raw else b""

@@ -1,4 +1,4 @@
-"""Whether this host can encrypt."""
+"""A check that this host can encrypt."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Server(Closable):
         self._handler = handler
         self._name = name
         self._attending: dict[int, TaskStatus] = {}  # by connection, whose messages only one thread handles at a time
-        self._late: dict[int, Future[Message]] = {}  # by connection, too
+        self._late: dict[int, Future[Message]] = {}  # replies that were not ready at once, by connection
         self._last_encoded: tuple[Message, bytes] | None = None  # shared by all threads: it is replaced atomically
         self._lock = threading.Lock()  # guards the two fields below
         self._threads: list[threading.Thread] = []
@@ -174,7 +174,7 @@ class Server(Closable):
         return last[1]
 
     def _end(self, connection: int, error: OSError | ValueError) -> None:
-        # A peer may end at any time, which is no error here. A reply that is too large is one.
+        # A peer may end at any time, so only a reply that is too large is logged as a warning.
         logger.log(logging.WARNING if isinstance(error, ValueError) else logging.DEBUG, "A connection ended: %s", error)
         self._late.pop(connection, None)
         attending = self._attending.pop(connection, None)

@@ -6,12 +6,13 @@
     datasets/<dataset id>/rows/...              its Parquet files, never changed once written
     leases/<dataset id>/...                     which driver uses a dataset, and until when it is kept
     fingerprints/<fingerprint>/<dataset id>     which dataset was prepared from which data
+    names/<name>/<dataset id>                   which dataset has a name that the user chose
     alike/<digest>/<run id>                     runs of resume="auto" that differ only in their initial weights
     runs/<run id>/checkpoints/epoch-00003-by-00000002   the trainer's state after epoch 3 (epochs count from 0)
     runs/<run id>/checkpoints/epoch-00004-step-00000120-by-00000002     the same after 120 steps of epoch 4
     runs/<run id>/history.json                  one record per epoch so far
-    runs/<run id>/logs/train/..., validation    the same for TensorBoard
-    runs/<run id>/holders/...                   which fit trains the run: numbered claims, see estimators.run_lease
+    runs/<run id>/logs/train/..., validation    the same records for TensorBoard
+    runs/<run id>/holders/...                   which fit trains the run: numbered claims, see estimators.runs.run_lease
     runs/<run id>/checkpoints/ended             the final state of a run that a callback ended
     runs/<run id>/checkpoints/final-<epoch>     the final state after an epoch's checkpoint, if callbacks changed it
     runs/<run id>/saved/...                     files of the user's checkpoint callback, under their own names

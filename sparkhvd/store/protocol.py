@@ -42,23 +42,23 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """The URL of the Store, such as ``file:///data/store``."""
+        """Return the URL of the Store, such as ``file:///data/store``."""
 
     @property
     def train_path(self) -> str | None:
-        """The URL of existing rows to train on, for ``at``; None if it was not set."""
+        """Return the URL of existing rows to train on, for ``at``; None if it was not set."""
 
     @property
     def val_path(self) -> str | None:
-        """The same for rows to validate on."""
+        """Return the URL of existing rows to validate on; None if it was not set."""
 
     @property
     def test_path(self) -> str | None:
-        """The same for rows to test on."""
+        """Return the URL of existing rows to test on; None if it was not set."""
 
     @property
     def save_runs(self) -> bool:
-        """Whether checkpoints of runs are kept here."""
+        """Return whether checkpoints of runs are kept here."""
 
     def exists(self, path: str) -> bool: ...
     def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:

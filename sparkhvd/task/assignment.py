@@ -16,7 +16,7 @@ class Slot:
     Attributes:
         world: the position of the rank.
         offer: the offer of its task.
-        local_group: equal for the ranks that are counted together by ``local_rank``: those of a host, or of a container
+        local_group: equal for the ranks that ``local_rank`` counts together: the ranks of a host, or of a container
             whose GPUs have their own indices.
     """
 

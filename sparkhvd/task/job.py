@@ -37,10 +37,10 @@ class Job:
         streamed: the streams (``stdout``, ``stderr``) that go to the driver; the others stay in the executors' logs.
         log_files: the files in a Store that ``stdout`` or ``stderr`` goes to instead of the driver, by stream.
         log_level: the level of the ``sparkhvd`` logger in the workers.
-        executable: the workers' Python interpreter; if empty, that of the process that starts them.
+        executable: the workers' Python interpreter; if empty, the interpreter of the process that starts them.
         nics: network interfaces to use; if empty, each task chooses suitable ones.
         has_rows: whether each rank receives the rows of its task's partition.
-        versions: the driver's framework versions, for a comparison with those of the tasks.
+        versions: the driver's framework versions, with which each task compares its own.
         commits: the folder in which an elastic job publishes commits; None keeps them in memory only.
     """
 

@@ -43,11 +43,11 @@ _FINISHED, _LEFT = "finished/", "left/"
 JOB_SECONDS = 400 * 86400.0
 # For one request to the rendezvous server, which responds at once unless its host is overloaded.
 NOTE_SECONDS = 30.0
-# After another rank's failure: the time for a worker to fail by itself, as its collectives do, and then the time after
-# SIGTERM. Together with the time for the last output they stay below 5 s, the promised limit for a failed job.
+# How long a worker may take to end after another rank's failure: by itself, because its collectives fail, and then
+# after SIGTERM. With the time for the last output, the sum stays below 5 s, the promised limit for a failed job.
 GRACE_SECONDS = 1.5
 TERM_SECONDS = 1.0
-# The time that a rank which failed because it lost another rank waits for that rank's report.
+# If a rank fails because it lost another rank, it waits this long for that rank's report.
 _SECONDARY_SECONDS = 4.0
 # The time for a process to end after fn has returned, while the user's exit handlers run.
 EXIT_SECONDS = 10.0
@@ -55,7 +55,7 @@ _NO_RESULT = (
     "did not deliver the result of fn within {seconds:g} s (SPARKHVD_RESULT_TIMEOUT) after fn ended: it is still "
     "pickling the result or leaving the job. Return plain data, or write large results to a Store and return their path"
 )
-# The interval at which a waiting task checks that its executor lives; nothing else reports its end.
+# The interval at which a waiting task checks that its executor lives; nothing else reports the end of the executor.
 _PARENT_CHECK_SECONDS = 5.0
 # The time for the other ranks to end after a failure, and the interval of the check.
 _FAILED_SECONDS = 6.0

@@ -224,7 +224,7 @@ def grouped_allgather(
         sources = [buffer_of(array, "The tensor to gather") for array in arrays]
         gathered = session.current().gather_buffers(sources, SubmitOptions(full_name, process_set)).wait()
         joined = [array_from(*pair) for pair in zip(gathered, arrays, strict=True)]
-        # The rows of every tensor from every rank; 0 from a rank that has joined.
+        # The number of rows of every tensor on every rank; 0 for a rank that has joined.
         return [*joined, np.array([part.first_dims for part in gathered], np.int64).T]
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -427,7 +427,7 @@ def _as_quotients(values: tf.Tensor) -> tf.Tensor:
 
 
 def _scaled(values: tf.Tensor, factor: float, divisor: Any = 1) -> tf.Tensor:
-    """Multiply by ``factor / divisor``; the divisor is a number, or a tensor inside a graph of an elastic job."""
+    """Multiply by ``factor / divisor``; inside a graph of an elastic job, the divisor is a tensor."""
     if not tf.is_tensor(divisor) and factor == divisor == 1:
         return values
     if values.dtype.is_floating:
@@ -437,7 +437,7 @@ def _scaled(values: tf.Tensor, factor: float, divisor: Any = 1) -> tf.Tensor:
 
 
 def _of_every_rank(gathered: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """Return the gathered rows of the gradient of a reducescatter, which raise an error if some are missing."""
+    """Return the gathered rows of the gradient of a reducescatter; raise an error if rows are missing."""
     check = tf.debugging.assert_equal(tf.shape(gathered)[0], tf.shape(value)[0], MISSING_GRADIENTS)
     with tf.control_dependencies([] if check is None else [check]):
         return tf.ensure_shape(gathered, value.shape)

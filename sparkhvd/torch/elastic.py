@@ -28,7 +28,7 @@ __all__ = [
 
 
 class _Part(Protocol):
-    """A part of a state with a state of its own; ``saved`` is what ``save`` has kept."""
+    """A part of a state that has a state of its own; ``saved`` is the copy that ``save`` has kept."""
 
     saved: Any
 
@@ -222,8 +222,8 @@ def _copied(value: Any, earlier: Any, sources: dict[int, int]) -> Any:
     Args:
         value: the value to copy.
         earlier: the previous copy, which is changed.
-        sources: the address of the tensor that was copied to each address so far. Two tensors whose previous copy was
-            one tensor, because they shared their memory, need one each when they no longer share it.
+        sources: by the address of each copy so far, the address of the tensor that was copied there. Two tensors that
+            shared their memory had one copy in common; they need a copy each once they no longer share it.
     """
     if isinstance(value, dict) and type(value) is type(earlier) and value.keys() == earlier.keys():
         for key, entry in value.items():

@@ -40,7 +40,7 @@ class SearchResult:
 
     @property
     def best_trial(self) -> optuna.trial.FrozenTrial:
-        """The best trial.
+        """Return the best trial.
 
         Raises:
             SearchError: the search is by several metrics, and several trials are the best.
@@ -54,17 +54,17 @@ class SearchResult:
 
     @property
     def best_model(self) -> TrainedModel:
-        """The model of ``best_trial``."""
+        """Return the model of ``best_trial``."""
         return self.models[self.best_trial.number]
 
     @property
     def best_params(self) -> dict[str, Any]:
-        """The parameters that ``best_trial`` suggested."""
+        """Return the parameters that Optuna suggested to ``best_trial``."""
         return dict(self.best_trial.params)
 
     @property
     def best_value(self) -> float:
-        """The metric of ``best_model``; the first one if there are several."""
+        """Return the metric of ``best_model``; the first one if there are several."""
         return float(self.best_trial.values[0])
 
 
@@ -89,8 +89,8 @@ def minimize(
 
     The rows are prepared once. Every trial is a fit with a run of its own in the estimator's Store; its epochs are
     reported to Optuna while it trains, and a pruned trial ends after the epoch. A trial that fails is logged with its
-    reason, and the search continues. The call with the same ``storage`` and ``study_name`` continues a search that was
-    killed: interrupted trials resume from their last checkpoints.
+    reason, and the search continues. A call with the ``storage`` and ``study_name`` of a search that was killed
+    continues it: interrupted trials resume from their last checkpoints.
 
     Args:
         estimator: the estimator, with a Store.
@@ -100,13 +100,13 @@ def minimize(
         n_trials: number of trials of the study, including those of an earlier call.
         metric: the metric of the trained model, named as in ``EarlyStopping``; several are optimized together.
         parallelism: number of trials at the same time. They wait for each other if there are not enough slots.
-        storage: where Optuna keeps the study, such as ``sqlite:///search.db``; None keeps it in memory.
+        storage: the storage in which Optuna keeps the study, such as ``sqlite:///search.db``; None keeps it in memory.
         study_name: name of the study, which also names the runs; needed with ``storage``.
         sampler: Optuna's sampler; None means its default.
         pruner: Optuna's pruner; None means its default.
         halving: train all trials for a few epochs and only the best of them further; None trains all to the end.
         timeout: seconds, counted after the rows are prepared, after which no further trial starts; None sets no limit.
-        keep_runs: whether the Store keeps the runs of all trials; False keeps those of the best ones.
+        keep_runs: whether the Store keeps the runs of all trials; False keeps the runs of the best trials.
 
     Raises:
         ParamError: an argument or a parameter of the estimator is refused, or an epoch has no such metric.
@@ -141,7 +141,7 @@ def maximize(
 ) -> SearchResult:
     """Search the parameters of an estimator for the largest value of a metric, such as ``val_accuracy``.
 
-    Arguments, result and errors are those of ``minimize``.
+    The arguments, the result and the errors are the same as in ``minimize``.
     """
     settings = StudySettings(storage, study_name, sampler, pruner)
     limits = Limits(n_trials, parallelism, timeout)

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 Space = Callable[["optuna.Trial"], Mapping[str, object]]
 
-_ERROR = "sparkhvd:error"  # marks a trial that failed with its reason; an interrupted trial has none
+_ERROR = "sparkhvd:error"  # the attribute with the reason of a failed trial; an interrupted trial has none
 _ERROR_LIMIT = 2000
 _POLL_SECONDS = 0.5
 _WORDS = {"COMPLETE": "completed", "PRUNED": "was pruned", "FAIL": "failed"}
@@ -50,7 +50,7 @@ _OF_THE_SEARCH = ("store", "run_id", "resume", "epoch_callback", *_OF_THE_ROWS)
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a search: all trials, the trials at the same time, and the seconds within which trials start."""
+    """The limits of a search: the number of trials, how many run at once, and the seconds within which trials start."""
 
     trials: int
     parallelism: int
@@ -128,8 +128,8 @@ class Trials:
         self._stops = threading.Event()
         self._changed = threading.Condition()  # guards the fields below, and the ends of trials
         self._ladder = Ladder(len(self._rungs), 2 if halving is None else halving.factor)
-        self._left = 0  # trials that have not started
-        self._running = 0  # attempts
+        self._left = 0  # the number of trials that have not started
+        self._running = 0  # the number of attempts in progress
         self._resting: dict[int, Attempt] = {}  # the last attempts of trials that may be promoted, by number
         self._models: dict[int, TrainedModel] = {}  # of the best trials so far, by number
         self._signs = [1 if direction.name == "MINIMIZE" else -1 for direction in study.directions]
@@ -153,7 +153,7 @@ class Trials:
                 self._study.tell(trial.number, state=TrialState.FAIL)
             elif trial.state is not TrialState.FAIL or _ERROR in trial.user_attrs:
                 continue
-            # The space may not have asked for all parameters that the trial was to have.
+            # The trial may have been interrupted before the space asked for all of its parameters.
             params = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
             self._study.enqueue_trial(params, user_attrs={RUN_ID: run_id})
             logger.info("trial %d was interrupted; its run %s is resumed", trial.number, run_id)
@@ -184,7 +184,7 @@ class Trials:
             self._end(attempt, "PRUNED")
 
     def best_models(self) -> dict[int, TrainedModel]:
-        """Return the models of the best trials by number; those of an earlier search come from their finished runs.
+        """Return the models of the best trials by number. Models of an earlier search come from their finished runs.
 
         Raises:
             SearchError: no trial completed.
@@ -331,13 +331,13 @@ class Trials:
         fixed = cast("optuna.Trial", optuna.trial.FixedTrial(trial.params, number=trial.number))
         try:
             parameters = self._checked(self._space(fixed))
-        except ValueError as error:  # of FixedTrial
+        except ValueError as error:  # from FixedTrial
             raise ParamError(
                 f"The space does not fit the best trial so far, number {trial.number} with {trial.params}: {error} Use "
                 "the space of the earlier search, or another study_name."
             ) from error
         candidate = self._candidate(Attempt(fixed, run_id, TrialReports(fixed), 0, parameters))
-        # It trains no further and reports no epoch again.
+        # The estimator trains no further epoch and reports no epoch again.
         candidate.setParams(epochs=checkpoint.load(self._store, path).epoch + 1, epoch_callback=None)
         return candidate
 
@@ -390,7 +390,7 @@ class Trials:
     def _tell(self, attempt: Attempt, values: Sequence[float] | None, state: optuna.trial.TrialState) -> None:
         try:
             self._study.tell(attempt.trial, values, state=state)
-        except RuntimeError:  # of Study.stop, which a sampler with a finite number of trials calls after its last one
+        except RuntimeError:  # from Study.stop, which a sampler with a finite number of trials calls after its last one
             told = next(trial for trial in self._trials() if trial.number == attempt.trial.number)
             if told.state is not state:
                 raise
@@ -406,7 +406,7 @@ class Trials:
 
 
 def _has_ended(trial: optuna.trial.FrozenTrial) -> bool:
-    """Return whether a trial has ended, and not by an interruption."""
+    """Return whether a trial has ended in another way than by an interruption."""
     from optuna.trial import TrialState  # noqa: PLC0415  (optional)
 
     return trial.state in {TrialState.COMPLETE, TrialState.PRUNED} or _ERROR in trial.user_attrs

@@ -204,7 +204,9 @@ def test_an_error_that_returns_at_the_same_step_ends_the_job(tmp_path, ranks):
 def test_an_error_of_the_input_ends_the_job_at_its_first_report(tmp_path):
     options = FAST | {"max_restarts": 9}
     arguments = (str(tmp_path), (1,), DataError("no rows today"))
-    with pytest.raises(RankFailedError, match=r"^Rank 1 .* raised DataError: no rows today .* Every try would raise"):
+    with pytest.raises(
+        RankFailedError, match=r"^Rank 1 .* raised DataError: no rows today .* Every attempt would raise"
+    ):
         sparkhvd.run_elastic(training.fail_at_a_step, arguments, num_proc=2, **options)
     assert len(end_times(tmp_path)) == 1
 
@@ -327,13 +329,13 @@ def test_a_job_without_a_rank_that_can_start_ends_in_a_start_timeout(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"launcher": "mpi"}, "launcher='mpi' starts no elastic jobs"),
+        ({"launcher": "mpi"}, "launcher='mpi' cannot start elastic jobs"),
         ({"launcher": "ssh"}, "launcher='ssh' needs either hosts, for example hosts='host1:2,host2:2', or discovery"),
         ({"launcher": "ssh", "hosts": "a:2", "discovery": dict}, "launcher='ssh' needs either hosts"),
         ({"launcher": "auto", "hosts": "a:2:3"}, "'a:2:3' is not a valid host"),
-        ({"launcher": "auto", "discovery": dict}, "discovery is for launcher='local' and launcher='ssh'"),
+        ({"launcher": "auto", "discovery": dict}, "discovery requires launcher='local' or launcher='ssh'"),
         ({"launcher": "ssh", "hosts": "a:2", "spark": object()}, "spark has no effect with launcher='ssh'"),
-        ({"hosts": "a:2"}, "hosts are for launcher='ssh', got launcher='local'"),
+        ({"hosts": "a:2"}, "hosts requires launcher='ssh', got launcher='local'"),
         ({"ssh_port": 22}, "ssh_port and ssh_identity_file require launcher='ssh', got 'local'"),
         ({"num_proc": None}, "needs num_proc"),
         ({"num_proc": 0}, "num_proc must be an integer of at least 1, got 0"),

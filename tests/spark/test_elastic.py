@@ -129,8 +129,8 @@ def test_cancelling_its_spark_jobs_ends_the_job_with_one_error(spark, tmp_path, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"discovery": dict}, "discovery is for launcher='local'"),
-        ({"launcher": "barrier"}, r"starts no elastic jobs; expected one of \['auto', 'spark', 'local', 'ssh'\]"),
+        ({"discovery": dict}, "discovery requires launcher='local'"),
+        ({"launcher": "barrier"}, r"cannot start elastic jobs; expected one of \['auto', 'spark', 'local', 'ssh'\]"),
         ({"launcher": "local", "spark": object()}, "spark has no effect with launcher='local'"),
     ],
 )

@@ -339,7 +339,9 @@ def test_a_loss_that_is_not_finite_ends_the_fit_at_its_first_report(spark, tmp_p
         terminate_on_nan=True,
         verbose=0,
     )
-    with pytest.raises(RankFailedError, match=r"DataError: The loss of epoch 1 of 1, step 1 .* Every try would raise"):
+    with pytest.raises(
+        RankFailedError, match=r"DataError: The loss of epoch 1 of 1, step 1 .* Every attempt would raise"
+    ):
         estimator.fit(spark.range(ROWS).selectExpr("id", "0.0D y"))
 
 

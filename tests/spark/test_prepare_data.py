@@ -594,7 +594,7 @@ def test_named_datasets_are_kept_and_found_for_any_rows(spark, store, source, ca
         ({"feature_columns": ["z", "x"]}, "their columns, types or fills differ"),
         ({"seed": 5}, "their validation splits differ"),
         ({"name": "../x"}, "The name '../x' cannot be a folder name"),
-        ({"keep_seconds": 0}, "name='train v3' keeps the rows, but keep_seconds=0 keeps none"),
+        ({"keep_seconds": 0}, "name='train v3' keeps the rows, but keep_seconds=0 removes them"),
         ({"name": 5}, "name must be a string or None, got int 5"),
     ]:
         with pytest.raises((DataError, StoreError, ConfigError), match=message):

@@ -38,7 +38,7 @@ class CommitStore(Protocol):
 
 @dataclass(frozen=True)
 class CommitFolder:
-    """Where a job keeps commits.
+    """The folder of a Store in which a job keeps its commits.
 
     Attributes:
         store: the Store, which all hosts must reach.

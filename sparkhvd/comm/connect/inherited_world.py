@@ -40,7 +40,7 @@ class InheritedWorld:
 
 @contextmanager
 def memory_file(content: bytes) -> Iterator[str]:
-    """Within this block, provide the path under which processes of the same user on this host find ``content``.
+    """Provide, within this block, the path under which processes of the same user on this host find ``content``.
 
     Use it for secrets of child processes, because an environment is inherited and can be read while they live.
     """
@@ -53,7 +53,7 @@ def memory_file(content: bytes) -> Iterator[str]:
 
 
 def context_file(context: LaunchContext, commits: CommitFolder | None = None) -> AbstractContextManager[str]:
-    """Within this block, provide the path under which child processes find ``context`` and ``commits``.
+    """Provide, within this block, the path under which child processes find ``context`` and ``commits``.
 
     They also find the settings in this process's environment, to detect which settings a program changes later.
     """

@@ -10,7 +10,7 @@ from sparkhvd.world import World
 
 @dataclass(frozen=True)
 class MembershipAddress:
-    """Where a worker of an elastic job learns its rank.
+    """The address at which a worker of an elastic job learns its rank.
 
     Attributes:
         worker: the number of the worker.

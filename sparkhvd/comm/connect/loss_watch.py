@@ -40,7 +40,7 @@ class LossWatch(Closable):
         self._thread.join()
 
     def leave_to_parent(self) -> None:
-        """After a fork, in the child: close its copy of the connection."""
+        """Close a forked child's copy of the connection."""
         self._client.close()
 
     def _run(self) -> None:

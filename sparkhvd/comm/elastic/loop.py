@@ -28,7 +28,7 @@ def run(func: Callable[Concatenate[S, P], Result]) -> Callable[Concatenate[S, P]
 
     Call the decorated function after ``hvd.init()``, with a state as the first argument, on all ranks. It synchronizes
     the state and calls ``func``. If a rank is lost, the other ranks return to the state of the last commit; if slots
-    are added or withdrawn, they keep their state. Either way they reconnect, call the reset callbacks, synchronize
+    are added or withdrawn, they keep their state. In both cases they reconnect, call the reset callbacks, synchronize
     the state from a rank that has the newest commit, and call ``func`` again. So ``func`` must continue from the state.
 
     In a job that is not elastic, it synchronizes the state and calls ``func`` once.

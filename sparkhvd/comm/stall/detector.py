@@ -58,7 +58,7 @@ class WatchedChannel(Protocol):
 
     @property
     def engine(self) -> _core.Engine:
-        """The engine whose operations are watched."""
+        """Return the engine whose operations are watched."""
 
 
 class StallDetector:

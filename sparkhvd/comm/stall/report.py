@@ -23,7 +23,7 @@ class StalledTensor:
         waiting: the ranks that have submitted it.
         missing: the ranks that have answered and not submitted it, without those that have joined its process set.
         silent: the ranks that did not answer.
-        joined: those of the missing ranks that wait in a ``join()`` of another process set.
+        joined: the missing ranks that wait in a ``join()`` of another process set.
     """
 
     title: str

@@ -60,7 +60,7 @@ def published_straggler(rendezvous: RendezvousClient) -> Straggler | None:
 def warning_of_stragglers(
     rendezvous: RendezvousClient | None, context: LaunchContext, prefix: str, ranks: Sequence[int], what: str
 ) -> Iterator[None]:
-    """Within this block, log missing ranks after ``stall_check_seconds`` and again after pauses that double.
+    """Log missing ranks within this block, after ``stall_check_seconds`` and again after pauses that double.
 
     Args:
         rendezvous: where each rank sets its key when it arrives; None if no other rank takes part.

@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _PATTERN = re.compile(r"[*?{\[]")
-# By type, the day from which Spark's Julian and Gregorian calendars agree; for timestamps, in every time zone.
+# The day from which Spark's Julian and Gregorian calendars agree, by type; for timestamps, in every time zone.
 _SAME_IN_BOTH_CALENDARS = {
     "datetime64[D]": (1582, 10, 15),
     "datetime64[us]": (1900, 1, 1),
     "datetime64[ms]": (1900, 1, 1),
 }
 _SEARCH_ROWS = 16  # the rows per read in the search for a value that is not NULL
-# Formats whose folders have a log, which alone says which Parquet files are current: Spark's name of the format, a
+# Formats with a log in their folder that alone defines which Parquet files are current: Spark's name of the format, a
 # description, and the path of the log.
 _LOGS = (
     ("delta", "a Delta table", re.compile(r"(^|/)_delta_log/")),
@@ -178,7 +178,7 @@ def open_data(
 
 
 def _open(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> ExistingFiles:
-    """Open the prepared dataset or the plain files at a path. A second path has the rows to validate on."""
+    """Open the prepared dataset or the plain files at a location; a second location has the rows to validate on."""
     manifest_path = locations[0] if locations[0].endswith(_MANIFEST) else f"{locations[0]}/{_MANIFEST}"
     if len(locations) > 1 or not store.exists(manifest_path):
         return ExistingFiles(store, _manifest(store, locations, wanted))

@@ -78,7 +78,7 @@ class PetastormSource:
 
     @property
     def schema(self) -> DataSchema:
-        """The columns of every batch."""
+        """Return the columns of every batch."""
         return self._schema
 
     def steps(self) -> int:

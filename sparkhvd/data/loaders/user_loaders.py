@@ -172,7 +172,7 @@ class LoaderSource:
 
     @property
     def schema(self) -> DataSchema:
-        """The columns of every batch."""
+        """Return the columns of every batch."""
         return self._schema
 
     def steps(self) -> int:

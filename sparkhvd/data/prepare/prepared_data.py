@@ -61,22 +61,22 @@ class PreparedData(Closable):
 
     @property
     def dataset_id(self) -> str:
-        """The id of the dataset in its Store."""
+        """Return the id of the dataset in its Store."""
         return self.manifest.dataset_id
 
     @property
     def schema(self) -> DataSchema:
-        """The columns, all shapes known."""
+        """Return the columns, all shapes known."""
         return self.manifest.schema
 
     @property
     def train_rows(self) -> int:
-        """Rows to train on."""
+        """Return the number of rows to train on."""
         return self.manifest.train.rows
 
     @property
     def validation_rows(self) -> int:
-        """Rows held out."""
+        """Return the number of rows that are held out."""
         return 0 if self.manifest.validation is None else self.manifest.validation.rows
 
     def close(self) -> None:
@@ -193,9 +193,9 @@ def acquire(
     name: str | None = None,
     report: Callable[..., None] = logger.info,
 ) -> PreparedData:
-    """Return the prepared rows of a DataFrame: those of an earlier preparation, or new ones.
+    """Return the prepared rows of a DataFrame, from an earlier preparation if possible.
 
-    ``before_writing`` is called before rows are written, ``report`` (a logger's method) if they cannot be kept.
+    ``before_writing`` is called before rows are written; ``report``, a logger's method, if they cannot be kept.
 
     Raises:
         ConfigError: ``keep_seconds`` is negative, or 0 for rows with a name.
@@ -205,7 +205,9 @@ def acquire(
     if keep_seconds < 0:
         raise ConfigError(f"keep_seconds is {keep_seconds}; it must be at least 0.")
     if name is not None and not keep_seconds:
-        raise ConfigError(f"name={name!r} keeps the rows, but keep_seconds=0 keeps none; leave one of them out.")
+        raise ConfigError(
+            f"name={name!r} keeps the rows, but keep_seconds=0 removes them after this use; leave one of them out."
+        )
     refuse_streaming(df)
     store = with_spark_credentials(store, df.sparkSession)
     _remove_expired(store, df.sparkSession)

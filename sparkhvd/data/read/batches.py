@@ -35,7 +35,7 @@ class Batch:
 
     @property
     def share(self) -> float:
-        """This rank's part of the global batch; the shares of a step sum to 1."""
+        """Return this rank's part of the global batch; the shares of a step sum to 1."""
         return self.rows / self.global_rows
 
 

@@ -24,17 +24,17 @@ class Blocks(Protocol):
 
     @property
     def where(self) -> str:
-        """The name of the blocks in errors."""
+        """Return the name of the blocks in errors."""
 
     @property
     def fresh(self) -> bool:
-        """Whether the memory of every batch belongs to the caller, who may write to it."""
+        """Return whether the memory of every batch belongs to the caller, who may write to it."""
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a piece.
 
         Raises:
-            DataError: the rows are not those of the manifest.
+            DataError: the rows differ from the manifest.
             StoreError: they cannot be read.
         """
 
@@ -145,7 +145,7 @@ class ArrowBlocks:
 
     @property
     def count(self) -> int:
-        """The number of record batches."""
+        """Return the number of record batches."""
         return int(self._reader.num_record_batches)
 
     def whole(self, block: int) -> pa.RecordBatch:

@@ -115,12 +115,12 @@ class Plan:
 
     @cached_property
     def total_rows(self) -> int:
-        """Number of rows of the split over all ranks."""
+        """Return the number of rows of the split over all ranks."""
         return sum(self.shards.rows)
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self.shards.rows)
 
     def order(self) -> tuple[bool | int | str, ...]:
@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def read_by_all(self) -> bool:
-        """Whether every rank reads all rows and takes its share of them."""
+        """Return whether every rank reads all rows and takes its share of them."""
         return self.shuffle and self.shards.read_by_all(self.window_rows)
 
     def shard(self, rank: int) -> tuple[Piece, ...]:
@@ -248,7 +248,7 @@ class Plan:
 
     @cached_property
     def _stride(self) -> int:
-        """The steps of a window. All windows have the same size and end with a step, so that no batch needs two."""
+        """Return the steps of a window. All windows have the same size and end with a step, so no batch needs two."""
         if self.read_by_all:
             return self._steps_per_pass
         windows = -(-self._steps_per_pass // max(1, self.window_rows // self.batch_size))

@@ -116,17 +116,20 @@ class RowSource:
 
     @property
     def schema(self) -> DataSchema:
-        """The columns of every batch; the columns as read if those of the transformation are unknown."""
+        """Return the columns of every batch; the columns as read if the transformation's columns are unknown."""
         return self._reading.made or self._schema
 
     @property
     def plan(self) -> Plan:
-        """The plan of the batches; ``plan.global_batches(epoch)`` yields the order of rows over all ranks."""
+        """Return the plan of the batches; ``plan.global_batches(epoch)`` yields the order of rows over all ranks."""
         return self._plan
 
     @cached_property
     def sample(self) -> Arrays:
-        """A row with the columns of a batch. It is synthetic, but a ``ParquetSource`` transforms its real first row."""
+        """Return a row with the columns of a batch.
+
+        The row is synthetic, but a ``ParquetSource`` with a transformation transforms its real first row.
+        """
         function = self._reading.transformation
         if function is None:
             return self._first_row()

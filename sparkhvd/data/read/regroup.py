@@ -50,12 +50,12 @@ class RegroupedSource:
 
     @cached_property
     def first_shard(self) -> Shard:
-        """The first shard; the others have the same columns, steps and divisions."""
+        """Return the first shard; the others have the same columns, steps and divisions."""
         return self.open_shard(0)
 
     @property
     def schema(self) -> DataSchema:
-        """The columns of every batch."""
+        """Return the columns of every batch."""
         return self.first_shard.schema
 
     def steps(self) -> int:

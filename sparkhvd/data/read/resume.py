@@ -26,7 +26,7 @@ class Division(Protocol):
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
 
     def steps(self) -> int:
         """Return the number of steps in the epoch."""
@@ -87,7 +87,7 @@ class EpochRemainder:
 
     @property
     def schema(self) -> DataSchema:
-        """The columns of every batch."""
+        """Return the columns of every batch."""
         return self.whole.schema
 
     def steps(self) -> int:
@@ -96,7 +96,7 @@ class EpochRemainder:
 
     @cached_property
     def division(self) -> RemainderDivision:
-        """How the rest of the epoch is divided among the new ranks."""
+        """Return the division of the rest of the epoch among the new ranks."""
         return RemainderDivision(self._rows_left.ravel()[self._batch_ids], self.world.size)
 
     def division_of(self, epoch: int) -> Division:
@@ -143,12 +143,12 @@ class EpochRemainder:
 
     @cached_property
     def _rows_left(self) -> Indices:
-        """The rows of every old rank in every remaining step."""
+        """Return the rows of every old rank in every remaining step."""
         steps = range(self.first_step, self.plan.steps())
         rows = [[self.plan.rows_in(rank, step) for step in steps] for rank in range(self.plan.size)]
         return np.array(rows, np.int64)
 
     @cached_property
     def _batch_ids(self) -> Indices:
-        """The indices of the remaining batches that have rows, ordered by old rank."""
+        """Return the indices of the remaining batches that have rows, ordered by old rank."""
         return np.flatnonzero(self._rows_left)

@@ -57,11 +57,11 @@ class Shards(Protocol):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The number of rows of every rank."""
+        """Return the number of rows of every rank."""
 
     @property
     def whole(self) -> tuple[Piece, ...]:
-        """All blocks that a rank can read, in their order."""
+        """Return all blocks that a rank can read, in their order."""
 
     def read_by_all(self, window_rows: int) -> bool:
         """Return whether every rank reads all rows, and takes its share within its only window."""

@@ -87,7 +87,7 @@ _SHOWN_ID = re.compile(r"#(\d+)")
 _CACHE_SHOWN = re.compile(r"[ :+-]*InMemoryRelation \[")
 _INDENTATION = re.compile(r"[ :+-]*")
 _ACCESS_TIME = re.compile(r"access_time=\d+; ")
-# The JVM in the name of an application. The start time of a JVM that is not visible here is unknown and never matches.
+# The JVM in the name of an application. If the JVM is not visible here, its start time is unknown and never matches.
 _PROCESS = re.compile(r"[^/]*/\d+/(?P<pid>\d{1,9})@(?P<start>\d+)@(?P<machine>.*)", re.DOTALL)
 # Settings that do not affect rows and differ between sessions.
 _IGNORED_SETTINGS = ("spark.sql.warehouse.dir", "spark.sql.artifact.", "spark.sql.session.uuid")
@@ -99,11 +99,11 @@ class _UnknownError(Exception):
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A value that two preparations share only if they would write the same rows.
+    """A value that is equal for two preparations only if they would write the same rows.
 
     Attributes:
         text: a digest of everything that determines the rows.
-        caches: the caches that it covers; without any, it is valid in every application.
+        caches: the caches that the rows come from; if there are none, the fingerprint is valid in every application.
     """
 
     text: str
@@ -121,7 +121,7 @@ def fingerprint(
 
     Args:
         df: the rows.
-        parts: further values that determine what is written; their ``repr`` counts.
+        parts: further values that determine what is written; their ``repr`` is part of the fingerprint.
         caches: whether rows of a cache have a fingerprint, which is valid in this application only.
         report: receives the reason if there is no fingerprint; by default it is logged at level debug.
 
@@ -181,7 +181,7 @@ def _session(df: DataFrame) -> list[object]:
 
 
 def _plan(df: DataFrame, *, caches: bool) -> tuple[list[object], tuple[str, ...]]:
-    # A new query over the rows, because an earlier one remembers the caches of its time.
+    # A new query over the rows: the DataFrame's own query remembers the caches that existed when it was analyzed.
     plan = df.select("*")._jdf.queryExecution().withCachedData()  # noqa: SLF001  (no public access to the full plan)
     # One call returns every operator and expression; a call for each would take seconds for wide tables.
     described, shown = json.loads(plan.toJSON()), text_of_plan(plan)

@@ -92,7 +92,7 @@ class Lease:
 
     @property
     def path(self) -> str:
-        """The path of the lease's file."""
+        """Return the path of the lease's file."""
         return layout.lease_path(self.dataset_id, self.owner)
 
     def renew(self) -> None:

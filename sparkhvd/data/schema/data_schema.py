@@ -62,12 +62,12 @@ class ColumnSpec:
 
     @property
     def is_number(self) -> bool:
-        """Whether a model can take the values without conversion."""
+        """Return whether a model can take the values without conversion."""
         return self.dtype in NUMBERS
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The column and the fields that lead to the values."""
+        """Return the path to the values: the column, then the fields of structs."""
         return self.source or (self.name,)
 
 
@@ -97,6 +97,6 @@ class DataSchema:
         return {column.name: column for column in self.columns}
 
     def replaced(self, columns: Sequence[ColumnSpec]) -> DataSchema:
-        """Return the schema with these columns in place of those of the same names, for example with known shapes."""
+        """Return the schema with these columns in place of the columns of the same names, such as with known shapes."""
         by_name = {column.name: column for column in columns}
         return DataSchema(tuple(by_name.get(column.name, column) for column in self.columns))

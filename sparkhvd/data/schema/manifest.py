@@ -26,7 +26,7 @@ class DataFile:
     Attributes:
         path: relative to the dataset's folder.
         row_groups: the number of rows of each row group.
-        size: the size in bytes if others may replace the file; None for a prepared file, which nobody changes.
+        size: the size in bytes if other programs may replace the file; None for a prepared file, which never changes.
     """
 
     path: str
@@ -84,7 +84,7 @@ class Manifest:
 
     @property
     def path(self) -> str:
-        """The path of the manifest in the Store, as ``load`` takes it."""
+        """Return the path of the manifest in the Store, as ``load`` takes it."""
         return f"{self.folder}/manifest.json"
 
     def split(self, name: SplitName) -> Split:

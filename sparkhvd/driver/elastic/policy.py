@@ -32,8 +32,8 @@ MAX_SAME_ERRORS = 3
 MAX_FAILED_STARTS = 3
 # The default of answer_timeout. In this time, a rank sends at least three segments to open a connection.
 ANSWER_SECONDS = 5.0
-# Up to this number of hosts that cannot reach others, the search for the hosts to leave out is exact. It would take
-# exponential time for more.
+# The search for the hosts to leave out is exact up to this number of hosts that cannot reach others. For more hosts, an
+# exact search would take exponential time.
 _EXACT_HOSTS = 24
 _SHOWN_PAIRS = 5
 
@@ -83,8 +83,8 @@ class Limits:
         elastic_timeout: seconds for the next generation to form, and for a survivor to leave a broken one.
         reset_limit: the largest number of generations after the first; None sets no limit.
         max_restarts: how many times the job may start again after all ranks with its state were lost.
-        max_same_errors: the number of generations that the same error has ended, without a new commit in between, when
-            the job fails.
+        max_same_errors: the job fails once the same error has ended this many generations without a new commit in
+            between.
         answer_timeout: seconds for which a rank dials a peer whose host does not answer; see ``Form.separated``.
     """
 
@@ -115,12 +115,12 @@ class View:
         stateful: whether any generation has had the state of the job.
         restarts: how many times a generation has formed without the state of the job, because the state was lost.
         fruitless: see ``MAX_FRUITLESS``.
-        failed_starts: workers that failed before ``hvd.init()`` since the last one that reached it; 0 as long as an
-            offered host has had no such failure.
+        failed_starts: the number of workers that failed before ``hvd.init()`` since the last worker that reached it; 0
+            as long as an offered host has had no such failure.
         failed_end: why a rank failed, or left its generation, after others had finished; empty if none has.
         final_error: an error that the user's function would raise in every attempt; empty if there was none.
         same_error: the error of the user's function that has ended the most generations since the last new commit.
-        same_errors: how many generations it has ended.
+        same_errors: how many generations ``same_error`` has ended since then.
         unreachable: pairs of workers that could not connect since the last generation that has synchronized.
         reasons: the latest failures, oldest first.
     """
@@ -218,7 +218,7 @@ def decide(view: View, limits: Limits, now: float) -> list[Decision]:
     if view.failed_end:
         return [Fail(_with_reasons("A rank failed after others had finished, so its result is missing.", view), True)]
     if view.final_error:
-        why = "Every try would raise this error, so the job has ended."
+        why = "Every attempt would raise this error, so the job has ended."
         return [Fail(why, view.generation > 0, view.final_error)]
     if any(member.phase in {Phase.FINISHED, Phase.RETURNED} for member in view.members):
         if all(member.phase is Phase.RETURNED for member in current):
@@ -384,7 +384,7 @@ def _neighbours(host: str, pairs: Sequence[tuple[str, str]]) -> frozenset[str]:
 def _smallest_cover(
     pairs: Sequence[tuple[str, str]], cost: Callable[[frozenset[str]], tuple[int, int, bool]]
 ) -> frozenset[str]:
-    """Return the cheapest hosts that include one of each pair; with many hosts, only approximately the cheapest."""
+    """Return the cheapest set of hosts that has one host of each pair; with many hosts, approximately the cheapest."""
     chosen = frozenset[str]()
     while len(counts := Counter(host for pair in pairs for host in pair)) > _EXACT_HOSTS:
         best = max(sorted(counts), key=lambda host: counts[host] / max(1, cost(frozenset([host]))[0]))

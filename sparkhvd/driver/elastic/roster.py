@@ -54,10 +54,10 @@ class Roster:
         self._undisturbed = True  # whether the current generation has lost no member and was not asked to regroup
         self._has_finished = False  # whether the training function has returned on all ranks
         self._failed_end = ""
-        # The newest commit so far; reset to 0 when the job begins anew and its Store has got a commit in the meantime.
+        # The newest commit so far; reset to 0 when the job begins anew after a commit was published to its Store.
         self._furthest = 0
-        self._begins_further = False  # whether the Store has got a commit since the job last began
-        self._has_published = False  # whether the current generation has put a commit into the job's Store
+        self._begins_further = False  # whether a commit was published to the Store since the job last began
+        self._has_published = False  # whether the current generation has published a commit to the job's Store
         self._raised: set[str] = set()  # the errors of the user's function in the current generation
         self._same_errors: dict[str, int] = {}  # generations that an error has ended, since the last new commit
         self._final_error = ""
@@ -145,7 +145,7 @@ class Roster:
         return True
 
     def published(self) -> None:
-        """Note that the current generation has put a commit into the job's Store."""
+        """Note that the current generation has published a commit to the job's Store."""
         self._has_published = self._begins_further = True
 
     def finished(self, worker: int, generation: int, now: float) -> bool:
@@ -239,7 +239,7 @@ class Roster:
             self._members[worker] = replace(self._members[worker], rank=rank)
 
     def _has_progressed(self) -> bool:
-        """Return whether the current generation has made a commit that is newer than all before.
+        """Return whether the current generation has made a commit that is newer than all earlier ones.
 
         A job that has begun anew repeats earlier commits, and the same error may return there.
         """
@@ -257,7 +257,7 @@ class Roster:
             return
         for worker, member in list(self._members.items()):
             if member.phase is Phase.RETURNED:
-                self._members[worker] = replace(member, phase=Phase.WAITING)  # `lost` ignores those that have returned
+                self._members[worker] = replace(member, phase=Phase.WAITING)  # `lost` ignores returned workers
                 self.lost(worker, _early_return(member), now)
 
     def _break(self, now: float) -> None:
@@ -274,7 +274,7 @@ class Roster:
 
     def _cool(self, host: str, now: float) -> None:
         if self._cooling.get(host, now) > now:
-            return  # a host's failure loses all of its workers, and counts once
+            return  # the failure of a host ends all of its workers, but counts once
         failures = self._failures.setdefault(host, deque(maxlen=64))
         memory = _MEMORY_OF_COOLDOWNS * self._cooldown.longest
         while failures and failures[0] < now - memory:

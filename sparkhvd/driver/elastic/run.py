@@ -142,7 +142,7 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         min_num_proc: smallest number of ranks to train with; None means ``num_proc``.
         max_num_proc: largest number of ranks; None means all slots of ``discovery`` or ``hosts``, or else ``num_proc``.
             On Spark, the job requests this many tasks of ``spark.task.cpus`` cores each, as long as it runs.
-        start_timeout: seconds within which the first ranks must have started, and each later rank. The time that the
+        start_timeout: seconds within which the first ranks, and each later rank, must have started. The time that the
             job waits for other jobs of this driver does not count. None takes ``SPARKHVD_START_TIMEOUT`` (600).
         elastic_timeout: seconds within which enough ranks must be ready again after a loss; None means 600.
         reset_limit: largest number of changes of the ranks; None sets no limit.
@@ -187,7 +187,7 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
 
     Raises:
         RankFailedError: ranks failed, and the job could not continue; the message lists the reasons. ``rank`` and
-            ``remote_traceback`` are those of the error that ended it.
+            ``remote_traceback`` describe the error that ended it.
         StartTimeoutError: fewer than ``min_num_proc`` ranks were ready within ``start_timeout``.
         LaunchError: too few slots were offered for ``elastic_timeout`` seconds, no Spark task could start, or discovery
             failed at the start.
@@ -246,18 +246,20 @@ def choose_elastic_launcher(launcher: str, spark: object, discovery: object, hos
         ConfigError: the launcher is unknown, or the arguments contradict each other.
     """
     if launcher not in ELASTIC_LAUNCHERS:
-        raise ConfigError(f"launcher={launcher!r} starts no elastic jobs; expected one of {list(ELASTIC_LAUNCHERS)}.")
+        raise ConfigError(
+            f"launcher={launcher!r} cannot start elastic jobs; expected one of {list(ELASTIC_LAUNCHERS)}."
+        )
     name = launcher if launcher != "auto" else "spark" if hosts is None else "ssh"
     if name == "spark" and discovery is not None:
         raise ConfigError(
-            "discovery is for launcher='local' and launcher='ssh'; on Spark, the slots are those of its executors."
+            "discovery requires launcher='local' or launcher='ssh'; on Spark, the executors provide the slots."
         )
     if name != "spark" and spark is not None:
         raise ConfigError(f"spark has no effect with launcher={name!r}. Leave one of them out.")
     if name == "ssh" and (hosts is None) == (discovery is None):
         raise ConfigError("launcher='ssh' needs either hosts, for example hosts='host1:2,host2:2', or discovery.")
     if name != "ssh" and hosts is not None:
-        raise ConfigError(f"hosts are for launcher='ssh', got launcher={name!r}. Leave one of them out.")
+        raise ConfigError(f"hosts requires launcher='ssh', got launcher={name!r}. Leave one of them out.")
     if name != "ssh" and access != SshOptions():
         raise ConfigError(f"ssh_port and ssh_identity_file require launcher='ssh', got {name!r}.")
     return name

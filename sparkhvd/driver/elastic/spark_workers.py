@@ -1,8 +1,8 @@
 """Workers of an elastic job in Spark tasks.
 
 Every slot is a *lease*: a Spark job of one ordinary task, which stays through all generations and runs one worker at a
-time. Leases without a free core wait in the queue of Spark, so dynamic allocation asks for executors. A lease that is
-lost is submitted again.
+time. Leases without a free core wait in Spark's queue, so dynamic allocation requests executors. A lease that is lost
+is submitted again.
 
 Two jobs that each hold some of the slots that both need would wait for each other. So if a job holds too few slots to
 start while other Spark jobs run, it gives them back after a random time, and requests slots again after another random
@@ -133,7 +133,7 @@ class LeaseBook:
                     "was lost with its Spark task: its executor or its Python process has ended, or its host is cut off"
                 )
                 self._inbox.put(Lost(lease.worker, FailureReport(rank, task.host, why)))
-            self._inbox.put(self._capacity())  # under the lock, so that the newest capacity comes last
+            self._inbox.put(self._capacity())  # while holding the lock, so that the newest capacity comes last
         logger.info("A Spark task of the elastic job on host %s has ended: %s", task.host, error)
 
     def start(self, worker: int, host: str) -> bool:

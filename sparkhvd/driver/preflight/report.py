@@ -51,12 +51,12 @@ class PreflightReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no check found a problem that would prevent a job from running."""
+        """Return whether no check found a problem that would prevent a job from running."""
         return not self.problems
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The problems that would prevent a job from running, each with its remedy."""
+        """Return the problems that would prevent a job from running, each with its remedy."""
         return tuple(check.says for check in self.checks if check.verdict is Verdict.FAIL)
 
     def __str__(self) -> str:

@@ -74,12 +74,12 @@ class BarrierStage:
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which Spark ended the job; None while it runs or if it succeeded."""
+        """Return the error with which Spark ended the job; None while it runs or if it succeeded."""
         return self._job.exception() if self._job.done() else None
 
     @property
     def rows(self) -> Sequence[Row]:
-        """The rows that the tasks yielded, once the job has ended."""
+        """Return the rows that the tasks yielded, once the job has ended."""
         return self._job.result(0)
 
     def host_of(self, executor: str) -> str:
@@ -168,7 +168,7 @@ class BarrierStage:
             return tasks.collect()
 
     def _tasks_run(self, seconds: float) -> bool:
-        """Whether Spark runs all tasks although none of them has reached the driver's log stream."""
+        """Return whether Spark runs all tasks although none of them has reached the driver's log stream."""
         if is_connect(self._spark):
             running = self._running()
             if running is not None and running < self._num_tasks:
@@ -179,7 +179,7 @@ class BarrierStage:
         return any(stage.numTasks == self._num_tasks == _active(self._spark, stage) for stage in self._stages())
 
     def _all_run(self) -> bool:
-        """Whether Spark runs all tasks, as far as that is certain."""
+        """Return whether Spark runs all tasks, as far as that is certain."""
         if is_connect(self._spark):
             # Stages that compute the input rows may have as many tasks.
             return self._input is None and self._running() == self._num_tasks
@@ -189,14 +189,14 @@ class BarrierStage:
         )
 
     def _is_barrier(self, stage: SparkStageInfo) -> bool:
-        """Whether a stage is the barrier stage, rather than one that computes its input rows."""
+        """Return whether a stage is the barrier stage, rather than one that computes its input rows."""
         if self._input is None:
             return True
         store = self._spark.sparkContext._jsc.sc().statusStore()  # noqa: SLF001 - no PySpark API
         return bool(store.operationGraphForStage(stage.stageId).rootCluster().getBarrierClusters().nonEmpty())
 
     def _computes_input(self) -> bool:
-        """Whether Spark computes the input rows of the tasks."""
+        """Return whether Spark computes the input rows of the tasks."""
         if is_connect(self._spark):
             return bool(self._running())
         return any(_active(self._spark, stage) for stage in self._stages())

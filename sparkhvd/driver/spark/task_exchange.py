@@ -40,7 +40,7 @@ class _Attempt:
 
     @property
     def ranked(self) -> set[int]:
-        """The tasks that have reported their rank."""
+        """Return the tasks that have reported their rank."""
         return {index for index, task in self.statuses.items() if task.rank >= 0}
 
     def decide(self, answer: Introductions | ExchangeUnavailable) -> list[Future[Message]]:
@@ -119,7 +119,7 @@ class TaskExchange:
         return self._stream.handle(message)
 
     def is_superseded(self, task: TaskStatus) -> bool:
-        """Whether Spark has started a newer attempt of the stage than the task's."""
+        """Return whether Spark has started a newer attempt of the stage than the task's."""
         with self._lock:
             return stage_attempt(task.attempt, task.task_index) < self._newest
 

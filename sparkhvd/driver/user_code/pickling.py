@@ -101,7 +101,7 @@ class Code:
                     cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
     def lacks_names(self) -> bool:
-        """Whether a module was pickled before all the names that the pickled code uses from it were known."""
+        """Return whether a module was pickled before all the names that the pickled code uses from it were known."""
         return any(self._used(sys.modules[name]) - names for name, names in self._sent.items())
 
     def module_by_value(self, name: str) -> UserModule | None:
@@ -224,7 +224,7 @@ class CodePickler(pickling.Pickler):
         return reduced
 
     def _is_by_value(self, function: Any) -> bool:
-        """Whether a function of another type than Python's own must carry its code."""
+        """Return whether a function of another type than Python's own must carry its code."""
         is_local = "<locals>" in function.__qualname__
         return (
             function.__module__ == "__main__" or is_local or self._code.module_by_value(function.__module__) is not None

@@ -37,17 +37,17 @@ class UserModule:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the file."""
+        """Return the SHA-256 of the file."""
         return importable.digest(self.content)
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it is an extension module, whose code cannot be pickled."""
+        """Return whether it is an extension module, whose code cannot be pickled."""
         return self.file.endswith(tuple(EXTENSION_SUFFIXES))
 
 
 def is_installed(path: Path) -> bool:
-    """Whether a module's file belongs to Python or an installed package, so that executors have it too."""
+    """Return whether a module's file belongs to Python or an installed package, so that executors have it too."""
     if {"site-packages", "dist-packages"} & set(path.parts):
         return True
     return path.is_relative_to(sysconfig.get_path("stdlib"))
@@ -110,7 +110,7 @@ def imported_when_called(function: FunctionType) -> frozenset[str]:
 
 
 def nested_code(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code object of a function, and those of the functions and classes that are nested in it."""
+    """Yield the code objects of a function and of the functions and classes that are nested in it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):
@@ -137,7 +137,7 @@ def _imported_by(code: CodeType, package: str) -> Iterator[str]:
 
 
 def _is_shadowed(top: str) -> bool:
-    """Whether a user's module shadows one of the standard library: a script's folder comes first on the path."""
+    """Return whether a user's module shadows one of the standard library: a script's folder comes first on the path."""
     loaded = sys.modules.get(top)
     file = getattr(importable.locate(top), "origin", None) if loaded is None else getattr(loaded, "__file__", None)
     if not isinstance(file, str) or not Path(file).suffix:
@@ -151,7 +151,7 @@ def _is_installed_module(module: ModuleType | None) -> bool:
 
 
 def _is_candidate(name: str) -> bool:
-    """Whether a name may be a module: ``from package import name`` may mean a submodule or any other attribute."""
+    """Return whether a name may be a module: ``from package import name`` may import a submodule or an attribute."""
     parent, _, last = name.rpartition(".")
     known = getattr(sys.modules.get(parent), "__dict__", {}).get(last)
     return name in sys.modules or known is None or isinstance(known, ModuleType)

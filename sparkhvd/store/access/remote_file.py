@@ -120,7 +120,7 @@ class SpooledFile(io.RawIOBase):
         self.close()
 
     def __del__(self) -> None:
-        # io's own finalizer would call close(), which publishes the half-written content of an abandoned file.
+        # io's own finalizer would call close(), which would publish the half-written content of an abandoned file.
         self._dropped = True
         with suppress(AttributeError, OSError):
             self._spool.close()

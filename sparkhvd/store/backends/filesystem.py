@@ -61,8 +61,7 @@ class FilesystemStore(Store):
     exclusive write for a file system (SFTP, FTP, SMB, WebHDFS), files there can be read but not written.
 
     Attributes:
-        prefix_path: the URL of the folder. None if the paths below are enough: the Store is then the deepest folder
-            that contains them all.
+        prefix_path: the URL of the folder. None makes the Store the deepest folder that contains all the paths below.
         train_path: existing Parquet files to train on, for ``fit_on_parquet``.
         val_path: existing Parquet files to validate on.
         test_path: existing Parquet files to test on.
@@ -109,7 +108,7 @@ class FilesystemStore(Store):
 
     @property
     def scheme(self) -> str:
-        """The scheme of the URL, such as ``s3``."""
+        """Return the scheme of the URL, such as ``s3``."""
         return self._base.partition("://")[0]
 
     def exists(self, path: str) -> bool:

@@ -43,7 +43,7 @@ class LocalStore(Store):
     Attributes:
         prefix_path: the folder, as a path (relative ones are resolved now, on the driver) or a ``file://`` URL, which
             is taken literally, without percent-decoding, as Spark does. The first file creates a missing folder.
-            None if the paths below are enough: the Store is then the deepest folder that contains them all.
+            None makes the Store the deepest folder that contains all the paths below.
         train_path: existing Parquet files to train on, for ``fit_on_parquet``.
         val_path: existing Parquet files to validate on.
         test_path: existing Parquet files to test on.
@@ -236,7 +236,7 @@ class _UnfinishedFile(io.BufferedWriter):
             self._discard()
 
     def __del__(self) -> None:
-        # io's own finalizer would call close(), which publishes the half-written content of an abandoned file.
+        # io's own finalizer would call close(), which would publish the half-written content of an abandoned file.
         if hasattr(self, "_temporary"):
             self._discard()
 

@@ -64,7 +64,7 @@ class Examination:
         task_index: its index.
         host: the name of its host in the cluster.
         host_hash: equal for tasks that may share memory.
-        versions: of Python, sparkhvd and the installed packages that matter.
+        versions: the versions of Python, sparkhvd and the installed packages that matter.
         cpus: the number of its cores.
         devices: the GPUs that Spark assigned to it.
         device_kind: the kind of GPU of its rank; empty without one.
@@ -113,7 +113,7 @@ def versions() -> dict[str, str]:
 
 
 def examine_task(question: ExaminationRequest, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Examine the host of a barrier task; yields one row of ``RESULT_SCHEMA``."""
+    """Examine the host of a barrier task, and yield one row of ``RESULT_SCHEMA``."""
     from pyspark import BarrierTaskContext  # noqa: PLC0415 - the driver imports this module, too
 
     for _ in batches:  # Spark requires its input to be read
@@ -134,9 +134,8 @@ def examine_task(question: ExaminationRequest, batches: Iterator[pa.RecordBatch]
         gathered = [json.loads(message) for message in context.allGather(json.dumps(own))]
         unreachable = (*unknown, *_unreachable(own, gathered, question.secret))
         problem, name = store_answer.result()
-        if (
-            len({one["key"] for one in gathered}) > 1
-        ):  # tasks on one host try no servers, and a barrier takes up to a second
+        has_several_hosts = len({task["key"] for task in gathered}) > 1
+        if has_several_hosts:  # tasks on a single host try no servers, and a barrier takes up to a second
             context.barrier()  # servers stay open until all tasks have tried them
     encryption = encryption_problem(task.host) if question.encrypt else ""
     examination = _examination(task, unreachable, problem, name, encryption)

@@ -63,7 +63,7 @@ _RANKS = "mpi/ranks/"
 
 @dataclass(frozen=True)
 class _Part:
-    """A task's data about its job, complete once the driver has assigned the ranks."""
+    """The job, the plan and the connections of a task to which the driver has assigned ranks."""
 
     job: MpiJob
     plan: JobPlan
@@ -102,7 +102,7 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
     with ExitStack() as stack:
         service = TaskService(secret, encrypt=encrypt)
         path, problem = changed_environment(dict(job.job.env)).get("PATH"), ""
-        # Report problems to the driver, which ends the job. An error here would make Spark retry the stage in vain.
+        # Report problems to the driver, which ends the job. An exception here would make Spark retry the stage in vain.
         if job.job.executable and shutil.which(job.job.executable, path=path) is None:
             problem = f"The ranks on host {task.host} {not_started(job.job.executable, 'no such program')}."
         try:
@@ -208,7 +208,7 @@ def _run_host_ranks(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
 
 
 def _elsewhere(started: RankConnected, plan: JobPlan, own: Sequence[Slot]) -> str:
-    """Return an error if ``mpirun`` started more or fewer ranks on this host than it has tasks; otherwise empty."""
+    """Return an error if ``mpirun`` did not start one rank per task on this host; otherwise an empty string."""
     if (started.size, started.local_size) == (len(plan.slots), len(own)):
         return ""
     return (
@@ -255,7 +255,7 @@ def _watching(plan: JobPlan, events: queue.SimpleQueue[object]) -> Iterator[Rend
 
 
 def _environment(job: Job, task: TaskInfo, listener: RankListener) -> dict[str, str]:
-    """Return the environment of ``orted`` and its ranks: this executor's, the user's changes, our connection data."""
+    """Return the environment of ``orted`` and its ranks: this process's, the user's changes and connection data."""
     own = {
         EXECUTABLE: job.executable or sys.executable,
         FOLDER: str(Path.cwd()),
@@ -267,7 +267,7 @@ def _environment(job: Job, task: TaskInfo, listener: RankListener) -> dict[str, 
 
 
 def _not_started(plan: JobPlan, own: Sequence[Slot], started: Sequence[int], service: TaskService) -> Outcome:
-    """Return the outcome of a job whose ranks did not all start; a reason of the driver or another host comes first."""
+    """Return the outcome of a job whose ranks did not all start. A reason from the driver or another host wins."""
     ended = service.orted_ended()
     if ended is not None:
         report = FailureReport(own[0].world.rank, own[0].offer.host, orted_failure(*ended))
@@ -278,7 +278,7 @@ def _not_started(plan: JobPlan, own: Sequence[Slot], started: Sequence[int], ser
 
 
 def missing_ranks(own: Sequence[Slot], started: Sequence[int]) -> FailureReport:
-    """Return the report of a host whose ranks, or those of other hosts, did not start in time.
+    """Return the report of a host if its own ranks, or the ranks of other hosts, did not start in time.
 
     Args:
         own: the slots of this host.

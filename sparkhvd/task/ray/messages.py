@@ -1,6 +1,7 @@
 """The messages between the driver of the ray launcher and its actors, which Ray carries.
 
-``HostReady``, ``HostDone``, ``HostLost`` and ``Output`` are those of the ssh launcher: an actor is a host of one rank.
+Actors also send ``HostReady``, ``HostDone``, ``HostLost`` and ``Output``, like the host processes of the ssh launcher:
+an actor is a host of one rank.
 """
 
 from __future__ import annotations

@@ -54,12 +54,12 @@ _RANKS = re.compile(r"\branks? (\d+)")
 _FINAL_ERRORS = (DataError, MismatchError, ParamError)
 # Shells add the number of a signal to this for an exit code; programs that handle a signal use the same code.
 _SIGNAL_CODES = 128
-# The part that differs between two messages about the same kind of object.
+# An object's address, which differs between two messages about the same kind of object.
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
 def main(arguments: list[str]) -> int:
-    """Import the modules, wait for the spec, run ``fn`` and report. The report, not the exit code, has the details."""
+    """Import the modules, wait for the spec, run ``fn`` and report how it ended; return the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--template-fds", type=int, nargs=2)
@@ -252,7 +252,7 @@ def _lost_a_peer(error: BaseException | None) -> bool:
     own = session.launch_context().world.rank
     while error is not None:
         if isinstance(error, CollectiveError | DeadlineExceededError) and not isinstance(error, MismatchError):
-            # The core begins a failure of this rank itself with "rank {own}: ", or names no rank at all.
+            # If this rank itself failed, the core's message begins with "rank {own}: " or names no rank.
             others = {int(rank) for rank in _RANKS.findall(str(error))} - {own}
             return type(error) is not CollectiveError or (bool(others) and not str(error).startswith(f"rank {own}: "))
         error = error.__cause__ or error.__context__

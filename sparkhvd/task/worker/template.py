@@ -1,8 +1,8 @@
 """Warm starts: a process that has imported the frameworks stays behind and forks the workers of later jobs.
 
-The first worker splits this template off right after its imports and before any code of the user, so that a template
-costs no import of its own. It serves all tasks of an executor, or all workers of a driver: they find it by the name of
-its socket, which depends on its imports. It ends with the executor or the driver.
+The first worker splits the template off after its own imports and before it runs any of the user's code. So the
+template needs no imports of its own. It serves all tasks of an executor, or all workers of a driver: they find it by
+the name of its socket, which depends on its imports. It ends with the executor or the driver.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Origin:
         owner: the id of the process with which the template ends. It is the process that starts the workers; in a task
             of Spark, it is the parent, which starts Spark's Python workers and lives as long as the executor.
         command: Python and the modules to import.
-        environment: all variables except the one for the scratch folder.
+        environment: all variables except that of the scratch folder.
         folder: the current folder, with its device and inode: another folder may have taken its name.
         installed: when a package was last installed or removed, see ``_installed``.
         inherited: other state that a process inherits from the thread that starts it, such as limits and the umask.
@@ -99,7 +99,7 @@ class Origin:
 
     @property
     def address(self) -> str:
-        """The name of the template's socket, in the kernel's own namespace: no file is left behind."""
+        """Return the name of the template's socket. The name is abstract, so no file is left behind."""
         state = repr((self.command, sorted(self.environment), self.folder, self.installed, self.inherited))
         return _prefix(self.owner) + hashlib.sha256(state.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
@@ -178,8 +178,9 @@ class Templates:
     def fork(self, origin: Origin, descriptors: Sequence[int]) -> ForkedProcess | Offer | None:
         """Fork a worker from the template of its origin.
 
-        If another worker is about to split the template off, wait for it. The wait takes as long as this worker's own
-        imports would, but no processor time and little memory. After a failure, the origin's next workers do not wait.
+        If another worker is about to split the template off, wait for it. The wait is as long as this worker's own
+        imports would be, but uses no processor time and little memory. After a failure, the origin's next workers do
+        not wait.
 
         Args:
             origin: the origin of the worker.
@@ -310,16 +311,16 @@ def split_off_template(
 ) -> int | None:
     """Fork the template, which serves until its owner ends or it is idle for too long.
 
-    Call it in the main thread. A fork copies no other thread. So no template is forked if an import has started threads
-    that its library needs, or the driver of the GPUs, as Keras on PyTorch does.
+    Call it in the main thread, because a fork copies only the calling thread. No template is forked if an import has
+    started threads that its library needs, or has started the driver of the GPUs, as Keras on PyTorch does.
 
     Args:
         offer: the template's descriptors, which this function closes.
         idle_seconds: how long the template waits for the next request.
         control: this worker's private socket, which the template closes.
-        known_threads: threads from before the imports that a fork may lose: the thread that reads ``control`` and
-            threads of NumPy's BLAS, which starts them again, but no other threads of Python, such as those that a
-            ``sitecustomize`` starts.
+        known_threads: threads from before the imports that a fork may lose: the thread that reads ``control``, and the
+            threads of NumPy's BLAS, which starts them again. Other threads of Python, such as those that a
+            ``sitecustomize`` starts, are not among them.
 
     Returns:
         None in this process; in every worker that the template forks, the descriptor of its private socket.

@@ -29,8 +29,8 @@ Tensors = tuple[torch.Tensor, ...]
 Rows = tuple[tuple[int, ...], ...]
 
 
-# Makes a result from the outputs of a collective and, per input, the number of rows of every rank (empty if all
-# ranks have the same number).
+# Makes a result from the outputs of a collective and the number of rows of every rank, per input. The numbers are empty
+# if all ranks have the same number of rows.
 Finish = Callable[[Tensors, Rows], T]
 
 
@@ -75,7 +75,7 @@ class Call(NamedTuple, Generic[R]):
         _require_tensors(self.collective.tensors)
         if in_place:
             for tensor in self.collective.tensors:
-                increment_version(tensor)  # so that autograd refuses gradients from the values before
+                increment_version(tensor)  # so that autograd refuses gradients that need the previous values
         return self.collective.start(self.result, in_place=in_place, waits=waits)
 
 

@@ -32,7 +32,7 @@ class _TrackedParameter:
     parameter: torch.Tensor
     accumulation: Node | None = None  # the node of autograd that adds to ``grad``; set with the hooks
     hooks: list[RemovableHandle] = field(default_factory=list)
-    passes: int = 0  # of the step, counted up from -backward_passes_per_step; 0 after the last
+    passes: int = 0  # counts the passes of the step from -backward_passes_per_step up; 0 after the last
     transfer: Transfer | None = None
     group: list[_TrackedParameter] = field(default_factory=list)  # sent together; includes the parameter itself
 
@@ -63,7 +63,7 @@ class GradientExchange:
         self._settings = settings
         self._with_frozen = with_frozen
         self._tracked: dict[torch.Tensor, _TrackedParameter] = {}
-        self._share: float | None = None  # of the next backward pass; None in an unweighted step
+        self._share: float | None = None  # the weight of the next backward pass; None in an unweighted step
         self._share_waits = False  # whether no backward pass has used the share yet
         self._lock = threading.Lock()  # guards the state of a step: backward runs hooks in one thread per device
         self._unsent = 0  # parameters not sent yet, counted at the beginning of the step
@@ -263,7 +263,7 @@ class GradientExchange:
         first = next(iter(self._tracked.values()))
         layouts = [self._layout(tracked, about_to_send) for tracked in self._tracked.values()]
         flags = [layout is torch.strided for layout in layouts] + [layout is torch.sparse_coo for layout in layouts]
-        # No factor makes infinity 0, as small factors do with 1 in float16.
+        # Infinity stays infinite under every factor. In float16, small factors would turn 1 into 0.
         values = [math.inf if flag else 0.0 for flag in flags]
         self._flags = torch.tensor(values, dtype=self._settings.wire_dtype(first.parameter.dtype))
         op = self._weight().op

@@ -364,7 +364,7 @@ def test_max_same_errors_sets_how_often_an_error_may_return():
 )
 def test_an_error_that_every_attempt_would_raise_ends_the_job_at_once(view):
     (failure,) = decide(dataclasses.replace(view, final_error="DataError: no rows"), LIMITS, 0.0)
-    assert failure.why == "Every try would raise this error, so the job has ended."
+    assert failure.why == "Every attempt would raise this error, so the job has ended."
     assert (failure.error, failure.started) == ("DataError: no rows", view.generation > 0)
 
 
