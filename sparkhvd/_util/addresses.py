@@ -81,8 +81,8 @@ def _resolve(host: str) -> list[tuple[socket.AddressFamily, str]]:
     except OSError:
         return []
     addresses = [(family, str(address[0])) for family, _, _, _, address in resolved if family in _FAMILIES]
-    usable = [one for one in addresses if not _needs_scope(one[1])]
-    return sorted(usable, key=lambda one: _FAMILIES.index(one[0]))
+    usable = [entry for entry in addresses if not _needs_scope(entry[1])]
+    return sorted(usable, key=lambda entry: _FAMILIES.index(entry[0]))
 
 
 def _needs_scope(address: str) -> bool:

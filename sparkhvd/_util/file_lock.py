@@ -20,7 +20,7 @@ from sparkhvd.deadline import Deadline
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
-_SAY_SECONDS = 3600.0
+_REMINDER_SECONDS = 3600.0
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def exclusive_on_machine(what: str, deadline: Deadline) -> Iterator[None]:
     """
     digest = hashlib.sha256(what.encode()).hexdigest()[:32]
     path = Path(tempfile.gettempdir(), f"sparkhvd-turn-{os.getuid()}-{digest}")
-    descriptor = _taken(path, what, deadline)
+    descriptor = _wait_for_lock(path, what, deadline)
     try:
         yield
     finally:
@@ -45,13 +45,13 @@ def exclusive_on_machine(what: str, deadline: Deadline) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _taken(path: Path, what: str, deadline: Deadline) -> int | None:
+def _wait_for_lock(path: Path, what: str, deadline: Deadline) -> int | None:
     level, silence = logging.INFO, Deadline.after(0)
     try:
-        while (descriptor := _locked(path)) is None and not deadline.expired():
+        while (descriptor := _try_lock(path)) is None and not deadline.expired():
             if silence.expired():
                 logger.log(level, "Another process on this machine is already %s; waiting for it (%s).", what, path)
-                level, silence = logging.WARNING, Deadline.after(_SAY_SECONDS)
+                level, silence = logging.WARNING, Deadline.after(_REMINDER_SECONDS)
             time.sleep(_POLL_SECONDS)
     except OSError as error:  # the folder cannot be written, or its network file system has no locks
         logger.debug("No lock file can be used, so this process does not wait: %s", error)
@@ -61,16 +61,16 @@ def _taken(path: Path, what: str, deadline: Deadline) -> int | None:
     return descriptor
 
 
-def _locked(path: Path) -> int | None:
+def _try_lock(path: Path) -> int | None:
     """Return a locked descriptor of the file; None while another holder has the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    mine = False
+    is_locked = False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mine = os.path.samestat(path.stat(), os.fstat(descriptor))
+        is_locked = os.path.samestat(path.stat(), os.fstat(descriptor))
     except (BlockingIOError, FileNotFoundError):
         pass
     finally:
-        if not mine:
+        if not is_locked:
             os.close(descriptor)
-    return descriptor if mine else None
+    return descriptor if is_locked else None

@@ -169,7 +169,7 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for action in self._actions for flag in action.option_strings]
         for action in self._actions:
             if isinstance(action.choices, Mapping):  # the parsers of commands
-                flags += [flag for one in action.choices.values() for flag in one._flags()]  # noqa: SLF001
+                flags += [flag for subparser in action.choices.values() for flag in subparser._flags()]  # noqa: SLF001
         return flags
 
     def error(self, message: str) -> NoReturn:

@@ -36,7 +36,7 @@ from sparkhvd.task.worker.command import run_command
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The time that mpirun may take to end its ranks.
 _MPIRUN_SECONDS = 10
-_OF_OPEN_MPI = ("OMPI_", "ORTE_", "PMIX_", "PRTE_")
+_OPEN_MPI_PREFIXES = ("OMPI_", "ORTE_", "PMIX_", "PRTE_")
 # Ends mpirun when its own stdin is closed, even by the death of this process.
 _END_AFTER_US = (
     'cat; kill -TERM "$0"; n=0; while kill -0 "$0" && [ $n -lt "$1" ]; do sleep 1; n=$((n+1)); done; kill -KILL "-$0"'
@@ -256,7 +256,7 @@ def mpirun_words(
     ssh += [f"-i {flags.ssh_identity_file}"] if flags.ssh_identity_file is not None else []
     more = split_arguments("--mpi-args", flags.mpi_args)
     included = interface_parameters(",".join(flags.nics), parameters_of(more, environment)) if flags.nics else {}
-    names = [name for name in environment if not name.startswith(_OF_OPEN_MPI)]
+    names = [name for name in environment if not name.startswith(_OPEN_MPI_PREFIXES)]
     if addresses := [host.name for host in used if is_ipv6(host.name)]:
         raise ConfigError(
             f"mpirun takes no IPv6 address for a host, got {addresses[0]}. Give the host a name (/etc/hosts), or leave "

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # Open files per peer: the link, or its tunnel if it is encrypted; for a peer on this host the link, one file that
 # watches the peer and two that report the end of its process.
-_FILES_OF_LINK, _FILES_OF_TUNNEL, _FILES_OF_NEIGHBOUR = 1, 3, 4
+_FILES_PER_LINK, _FILES_PER_TUNNEL, _FILES_PER_NEIGHBOR = 1, 3, 4
 
 # Ranks that differ in one of these would wait for each other, or not understand each other's messages.
 _COMMON_SETTINGS = (
@@ -173,8 +173,8 @@ def open_channel(
         device_libraries: for CUDA tensors, the same for all channels of a process; None stages them.
     """
     config = context.config
-    peers, files_of_link = len(ranks) - 1, _FILES_OF_TUNNEL if config.encrypt else _FILES_OF_LINK
-    allow_files(files_of_link * peers, _FILES_OF_NEIGHBOUR * peers, f"A connection to {counted(peers, 'other rank')}")
+    peers, files_per_link = len(ranks) - 1, _FILES_PER_TUNNEL if config.encrypt else _FILES_PER_LINK
+    allow_files(files_per_link * peers, _FILES_PER_NEIGHBOR * peers, f"A connection to {counted(peers, 'other rank')}")
     prefix = f"{scope}/address/"  # ConnectMesh in the core uses the same keys
     try:
         with warning_of_stragglers(rendezvous, context, prefix, ranks, label or INIT), translated():

@@ -84,7 +84,7 @@ class Communicator:
             self._stall_detector = self._open_stall_detector()
             if context.config.timeline:
                 self.start_timeline(context.config.timeline, mark_cycles=context.config.timeline_mark_cycles)
-            self._homogeneous = context.world.size == 1 or self._equal_on_all_ranks(context.world.local_size)
+            self._homogeneous = context.world.size == 1 or self._is_equal_on_all_ranks(context.world.local_size)
         except BaseException:
             self.close()
             raise
@@ -217,7 +217,7 @@ class Communicator:
         except AttributeError:
             raise ConfigError(f"process_set must be an hvd.ProcessSet or None, got {process_set!r}.") from None
         channel = None if self._closed or number is None else self._channels.get(number)
-        return self._refused_channel(process_set) if channel is None else channel
+        return self._raise_no_channel(process_set) if channel is None else channel
 
     def add_process_set(self, process_set: ProcessSet | Iterable[int] | MpiCommunicator) -> ProcessSet:
         """Connect some ranks, so that they can run collectives among themselves. Collective over all ranks of the job.
@@ -232,12 +232,12 @@ class Communicator:
             MismatchError: on every rank, if the ranks ask for different sets.
             ConfigError: on every rank, if the set already exists or one of its ranks is not in the job.
         """
-        asked = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        requested = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
         with self._sets_lock:
-            if asked.process_set_id is not None:
-                raise ConfigError(f"{asked} is already registered.")
-            proposals = self._exchange(asked.proposal(self._world.rank))
-            mine: RegisteredSet | None = None
+            if requested.process_set_id is not None:
+                raise ConfigError(f"{requested} is already registered.")
+            proposals = self._exchange(requested.proposal(self._world.rank))
+            own_registration: RegisteredSet | None = None
             if self._next_set == 1 and self._channels[0].on_devices:
                 self.barrier(name=_core.SHARE_DEVICE_NAME)
             for ranks in agreed_sets(proposals, self._sets, self._world.size):
@@ -245,12 +245,12 @@ class Communicator:
                 self._next_set += 1
                 if self._world.rank in ranks:
                     self._channels[registration.number] = self._connect_set(registration)
-                    mine = registration
+                    own_registration = registration
                 self._sets[registration.number] = ranks
-                mine = mine or registration
-            asked.register(mine)
-            self._registered.append(asked)
-        return asked
+                own_registration = own_registration or registration
+            requested.register(own_registration)
+            self._registered.append(requested)
+        return requested
 
     def find_process_sets(self, process_sets: Sequence[ProcessSet]) -> None:
         """Register objects for process sets that already exist, without other ranks.
@@ -260,17 +260,17 @@ class Communicator:
         """
         with self._sets_lock:
             numbers = {ranks: number for number, ranks in self._sets.items() if number != 0}
-            missing = [one for one in process_sets if one.process_set_id is None]
-            unknown = [one for one in missing if one.given_ranks not in numbers]
+            missing = [process_set for process_set in process_sets if process_set.process_set_id is None]
+            unknown = [process_set for process_set in missing if process_set.given_ranks not in numbers]
             if unknown:
                 raise ConfigError(
                     f"A second init() cannot register new process sets, here {', '.join(map(str, unknown))}. Call "
                     "hvd.add_process_set() on all ranks, or hvd.shutdown() before hvd.init()."
                 )
-            for one in missing:
-                ranks = tuple(one.ranks)
-                one.register(RegisteredSet(numbers[ranks], ranks, self._world.rank))
-                self._registered.append(one)
+            for process_set in missing:
+                ranks = tuple(process_set.ranks)
+                process_set.register(RegisteredSet(numbers[ranks], ranks, self._world.rank))
+                self._registered.append(process_set)
 
     def remove_process_set(self, process_set: ProcessSet) -> bool:
         """Disconnect a process set; its pending operations fail. Collective over all ranks of the job.
@@ -354,11 +354,11 @@ class Communicator:
             return None
         return StallDetector(self._channels, self._sets, self._rendezvous, self._context, self._scope)
 
-    def _equal_on_all_ranks(self, number: int) -> bool:
+    def _is_equal_on_all_ranks(self, number: int) -> bool:
         numbers = self.allgather(np.array([number]), name="communicator.local_size")
         return bool((numbers == number).all())
 
-    def _refused_channel(self, process_set: ProcessSet | None) -> NoReturn:
+    def _raise_no_channel(self, process_set: ProcessSet | None) -> NoReturn:
         if self._process != os.getpid():
             raise NotInitializedError(
                 f"This process was forked from rank {self._world.rank} and is not a rank; use collectives in the "
@@ -385,7 +385,7 @@ class Communicator:
         for process_set in self._registered:
             if number in {None, process_set.process_set_id}:
                 process_set.register(None)
-        self._registered = [one for one in self._registered if one.process_set_id is not None]
+        self._registered = [registered for registered in self._registered if registered.process_set_id is not None]
 
     def _connect_set(self, registration: RegisteredSet) -> Channel:
         number, ranks = registration.number, registration.ranks

@@ -67,7 +67,7 @@ class _Session:
     forked: bool = False  # this process is a child of the one that was initialized
 
 
-_ASK_SECONDS = 0.5  # for a key in the rendezvous, which answers only once the key is set
+_LOOKUP_SECONDS = 0.5  # for a key in the rendezvous, which answers only once the key is set
 
 _session = _Session()
 
@@ -139,19 +139,19 @@ def init(
     """
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ConfigError(f"process_sets={process_sets!r} is invalid; pass a list of process sets or 'dynamic'.")
-    given = () if process_sets is None or isinstance(process_sets, str) else process_sets
+    entries = () if process_sets is None or isinstance(process_sets, str) else process_sets
     if isinstance(comm, Sequence) and not comm:
         comm = None
     ranks = tuple(comm) if isinstance(comm, Sequence) else None
     with _session.lock:
-        sets = [one if isinstance(one, ProcessSet) else ProcessSet(one) for one in given]
+        sets = [entry if isinstance(entry, ProcessSet) else ProcessSet(entry) for entry in entries]
         if _session.communicator is not None:
             _session.communicator.find_process_sets(sets)
             return
         if _session.context is None and (inherited := inherited_world()) is not None:
             _session.context, _session.variables = inherited.context, inherited.variables
             _session.publisher = None if inherited.commits is None else CommitPublisher(inherited.commits)
-        _session.from_mpi = _is_of_mpi(comm)
+        _session.from_mpi = _comes_from_mpi(comm)
         if _session.forked and (_session.from_mpi or _session.context is not None):
             raise ConfigError(
                 "This process was forked from a rank and cannot join the job in its place. Call hvd.init() in the "
@@ -297,12 +297,12 @@ def _is_known(context: LaunchContext, *keys: str) -> bool:
     """Return whether one of ``keys`` is set in the rendezvous."""
     if not context.rendezvous:
         return False
-    deadline = Deadline.after(_ASK_SECONDS)
+    deadline = Deadline.after(_LOOKUP_SECONDS)
     try:
         with RendezvousClient(context.rendezvous, context.token, deadline, encrypt=context.config.encrypt) as store:
             for key in keys:
                 try:
-                    store.get(key, Deadline.after(_ASK_SECONDS))
+                    store.get(key, Deadline.after(_LOOKUP_SECONDS))
                 except DeadlineExceededError:
                     continue
                 return True
@@ -339,7 +339,7 @@ def _open_communicator(context: LaunchContext, scope: str, sets: Sequence[Proces
     return communicator
 
 
-def _is_of_mpi(comm: object) -> bool:
+def _comes_from_mpi(comm: object) -> bool:
     """Return whether the ranks come from MPI."""
     if comm is not None and not isinstance(comm, Sequence):
         return True

@@ -125,13 +125,13 @@ class ExchangingOptimizer:
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         """Pickle the class of the original optimizer, the configuration and the settings."""
         self._check_copy()
-        settings, of = self._settings, self._settings.process_set
-        if of is session.global_process_set:
+        settings, process_set = self._settings, self._settings.process_set
+        if process_set is session.global_process_set:
             settings = replace(settings, process_set=None)
-        elif of is not None:
+        elif process_set is not None:
             raise ConfigError(
-                f"An optimizer with process_set={of} cannot be pickled: other processes do not know the process set. "
-                "Pickle the original optimizer, and wrap it there."
+                f"An optimizer with process_set={process_set} cannot be pickled: other processes do not know the "
+                "process set. Pickle the original optimizer, and wrap it there."
             )
         return _rebuilt, (self._plain_class, self.get_config(), settings)  # type: ignore[attr-defined]
 
@@ -229,10 +229,10 @@ class ExchangingOptimizer:
         Keras leaves out the variables that have no gradient, which may differ between ranks.
         """
         positions = {id(variable): index for index, variable in enumerate(self._trainable_variables)}  # type: ignore[attr-defined]
-        whole: list[Any] = [None] * len(positions)
+        all_values: list[Any] = [None] * len(positions)
         for value, variable in zip(values, variables, strict=True):
-            whole[positions[id(variable)]] = value
-        combined = self._exchange(whole)
+            all_values[positions[id(variable)]] = value
+        combined = self._exchange(all_values)
         return [combined[positions[id(variable)]] for variable in variables]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
@@ -244,8 +244,12 @@ class ExchangingOptimizer:
         is_local = [id(variable) in self._local.variables for variable in self._applied_to]
         # Shared and local gradients are clipped separately: a norm over both would differ between the ranks, and so
         # would the shared gradients.
-        of_all = [(grad, one) for grad, one, own in zip(grads, self._applied_to, is_local, strict=True) if not own]
-        shared = iter(clip(self._exchanged([grad for grad, _ in of_all], [variable for _, variable in of_all])))
+        shared_pairs = [
+            (grad, variable) for grad, variable, own in zip(grads, self._applied_to, is_local, strict=True) if not own
+        ]
+        shared = iter(
+            clip(self._exchanged([grad for grad, _ in shared_pairs], [variable for _, variable in shared_pairs]))
+        )
         factor = self._local.factor()
         local = iter(clip([scaled(grad, factor) for grad, own in zip(grads, is_local, strict=True) if own]))
         return [next(local if own else shared) for own in is_local]
@@ -278,7 +282,7 @@ class DeltaOptimizer(ExchangingOptimizer):
         if not exchanges_with(self._local.process_set):
             take_step(grads, trainable_variables, *args)
             return
-        shared = [one for one in trainable_variables if id(one) not in self._local.variables]
+        shared = [variable for variable in trainable_variables if id(variable) not in self._local.variables]
         starts = [keras.ops.copy(variable) for variable in shared]
         take_step(grads, trainable_variables, *args)
         steps = [variable - start for variable, start in zip(shared, starts, strict=True)]
@@ -344,12 +348,12 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     )
     settings.exchange(name or _name_without_number(optimizer))  # raises before the optimizer is changed
     _set_accumulation(optimizer, backward_passes_per_step)
-    optimizer.__class__ = _exchanging(type(optimizer), settings)
+    optimizer.__class__ = _exchanging_class(type(optimizer), settings)
     optimizer._begin()  # noqa: SLF001
     return optimizer
 
 
-def _exchanging(kind: type[keras.optimizers.Optimizer], settings: _Settings) -> type[Any]:
+def _exchanging_class(kind: type[keras.optimizers.Optimizer], settings: _Settings) -> type[Any]:
     """Return a new subclass of an optimizer's class that exchanges gradients; its name is the same."""
     attributes = {
         "__module__": kind.__module__,
@@ -365,7 +369,7 @@ def _exchanging(kind: type[keras.optimizers.Optimizer], settings: _Settings) -> 
 def _rebuilt(
     kind: type[keras.optimizers.Optimizer], config: Mapping[str, object], settings: _Settings
 ) -> keras.optimizers.Optimizer:
-    return _exchanging(kind, settings).from_config(dict(config))
+    return _exchanging_class(kind, settings).from_config(dict(config))
 
 
 def PartialDistributedOptimizer(  # noqa: N802  the name is Horovod's

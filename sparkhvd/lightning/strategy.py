@@ -245,8 +245,10 @@ class RankStrategy:
         return result
 
     def _require_exchanged(self, optimizer: Any) -> None:
-        trained = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-        unknown = [one for one in trained if self._exchange is None or not self._exchange.tracks(one)]
+        trained = [
+            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+        ]
+        unknown = [parameter for parameter in trained if self._exchange is None or not self._exchange.tracks(parameter)]
         if unknown:
             raise ConfigError(
                 f"The optimizer has {counted(len(unknown), 'parameter')} that the module did not have when training "

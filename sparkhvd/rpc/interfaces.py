@@ -90,16 +90,16 @@ def candidates(nics: Sequence[str], host: str, peer_hosts: Sequence[str]) -> lis
     """
     available = interfaces()
     if nics:
-        chosen = _preferred([one for one in available if one.name in nics], host)
+        chosen = _preferred([interface for interface in available if interface.name in nics], host)
         if not chosen:
             raise LaunchError(
-                f"None of the network interfaces {list(nics)} has an address on host {host}; "
-                f"its interfaces are {list(dict.fromkeys(one.name for one in available))}. Set nics to some of these."
+                f"None of the network interfaces {list(nics)} has an address on host {host}; its interfaces are "
+                f"{list(dict.fromkeys(interface.name for interface in available))}. Set nics to some of these."
             )
         return chosen
     if is_loopback(host) and all(is_loopback(peer) for peer in peer_hosts):
-        return [one for one in available if is_loopback(one.address)]
-    return _preferred([one for one in available if not is_loopback(one.address)] or available, host)
+        return [interface for interface in available if is_loopback(interface.address)]
+    return _preferred([interface for interface in available if not is_loopback(interface.address)] or available, host)
 
 
 def _preferred(addresses: list[Interface], host: str) -> list[Interface]:
@@ -107,5 +107,5 @@ def _preferred(addresses: list[Interface], host: str) -> list[Interface]:
 
     Hosts often have IPv6 addresses that other hosts cannot reach, and it takes long to try them.
     """
-    wanted = [one for one in addresses if is_ipv6(one.address) == is_ipv6_only(host)]
-    return wanted or addresses
+    preferred = [interface for interface in addresses if is_ipv6(interface.address) == is_ipv6_only(host)]
+    return preferred or addresses

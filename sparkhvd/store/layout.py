@@ -151,12 +151,12 @@ def checkpoint_path(run_id: str, epoch: int, step: int | None = None, token: int
             f"The epoch of run {run_id!r} must be within 0..99999, got {epoch}: checkpoint names have five digits."
         )
     within = "" if step is None else f"-step-{step:08d}"
-    return f"{checkpoints_folder(run_id)}/epoch-{epoch:05d}{within}{_by(token)}"
+    return f"{checkpoints_folder(run_id)}/epoch-{epoch:05d}{within}{_token_suffix(token)}"
 
 
 def ended_path(run_id: str, token: int = 0) -> str:
     """Return the path of the checkpoint of a run that a callback ended, written after the callbacks' final changes."""
-    return f"{checkpoints_folder(run_id)}/ended{_by(token)}"
+    return f"{checkpoints_folder(run_id)}/ended{_token_suffix(token)}"
 
 
 def is_ended_path(path: str) -> bool:
@@ -166,7 +166,7 @@ def is_ended_path(path: str) -> bool:
 
 def final_path(run_id: str, epoch: int, token: int = 0) -> str:
     """Return the path of the state that callbacks left behind when training ended with this epoch."""
-    return f"{checkpoints_folder(run_id)}/final-{epoch:05d}{_by(token)}"
+    return f"{checkpoints_folder(run_id)}/final-{epoch:05d}{_token_suffix(token)}"
 
 
 def final_epoch(path: str) -> int | None:
@@ -255,7 +255,7 @@ def probe_folder(probe_id: str) -> str:
     return f"probes/{_component('probe id', probe_id)}"
 
 
-def _by(token: int) -> str:
+def _token_suffix(token: int) -> str:
     return f"-by-{token:08d}" if token else ""
 
 

@@ -33,9 +33,9 @@ def device_kind(assigned: Sequence[str], visible: str | None, driver: Path = _DR
     hidden = visible is not None and visible.strip() in {"", "-1"}
     if not assigned and (hidden or not gpus):
         return ""
-    own = [_named(name, gpus) for name in assigned or _listed(visible)]
-    known = [facts for facts in own if facts is not None]
-    models = sorted({facts["Model"] for facts in (known if own and len(known) == len(own) else gpus)})
+    own_gpus = [_named(name, gpus) for name in assigned or _listed(visible)]
+    known = [facts for facts in own_gpus if facts is not None]
+    models = sorted({facts["Model"] for facts in (known if own_gpus and len(known) == len(own_gpus) else gpus)})
     return f"GPU ({', '.join(models)})" if models else "GPU"
 
 
@@ -94,7 +94,9 @@ def cuda_names(addresses: Sequence[str], visible: str | None) -> tuple[str, ...]
         return tuple(addresses)
     if (own := task_gpus(addresses, listed)) is not None:
         return own
-    return tuple(listed[int(one)] if one.isdecimal() and int(one) < len(listed) else one for one in addresses)
+    return tuple(
+        listed[int(address)] if address.isdecimal() and int(address) < len(listed) else address for address in addresses
+    )
 
 
 def _listed(visible: str | None) -> list[str]:
@@ -109,18 +111,18 @@ def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str]
     stay visible for peer-to-peer copies. If ranks of the group share a device, or a rank has none, each rank sees only
     its own devices, from device 0.
     """
-    group = [one for one in slots if one.local_group == slot.local_group]
-    neighbours = sorted(group, key=lambda one: one.world.local_rank)
-    lists = [one.offer.devices for one in neighbours]
+    group = [candidate for candidate in slots if candidate.local_group == slot.local_group]
+    neighbours = sorted(group, key=lambda candidate: candidate.world.local_rank)
+    lists = [candidate.offer.devices for candidate in neighbours]
     if not any(lists):
         return ()
-    every = [name for devices in lists for name in devices]
+    all_devices = [name for devices in lists for name in devices]
     own = slot.offer.devices
-    if len(set(every)) < len(every) or not all(lists):
-        seen: Sequence[str] = own
+    if len(set(all_devices)) < len(all_devices) or not all(lists):
+        visible_devices: Sequence[str] = own
     else:
-        seen = [*(devices[0] for devices in lists), *(name for devices in lists for name in devices[1:])]
-    return selection(seen, own)
+        visible_devices = [*(devices[0] for devices in lists), *(name for devices in lists for name in devices[1:])]
+    return selection(visible_devices, own)
 
 
 def selection(seen: Sequence[str], own: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -135,7 +137,7 @@ def unless_set(
     set_by_user = {name for name, _ in env}
     if VISIBLE in set_by_user:
         set_by_user.add(ORDER)  # the user chose the device numbers
-    return tuple(one for one in variables if one[0] not in set_by_user)
+    return tuple(variable for variable in variables if variable[0] not in set_by_user)
 
 
 def shared_gpus_notice(slots: Sequence[Slot]) -> str:
@@ -145,7 +147,7 @@ def shared_gpus_notice(slots: Sequence[Slot]) -> str:
         for name in slot.offer.devices:
             users.setdefault((slot.local_group, name), []).append(slot)
     shared = [
-        f"GPU {name} on host {ranks[0].offer.host} to ranks {', '.join(str(one.world.rank) for one in ranks)}"
+        f"GPU {name} on host {ranks[0].offer.host} to ranks {', '.join(str(user.world.rank) for user in ranks)}"
         for (_, name), ranks in users.items()
         if len(ranks) > 1
     ]
@@ -164,7 +166,7 @@ def device_map(slots: Sequence[Slot]) -> str:
         f"rank {slot.world.rank}: host {slot.offer.host}, local rank {slot.world.local_rank}, "
         f"GPU {', '.join(slot.offer.devices) or 'none'}"
         for slot in slots
-        if any(one.offer.devices for one in slots)
+        if any(other.offer.devices for other in slots)
     ]
     different = different_gpus_notice([slot.offer for slot in slots])
     notices = (shared_gpus_notice(slots), _container_gpus_notice(slots), different)

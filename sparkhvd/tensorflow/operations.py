@@ -229,7 +229,7 @@ def grouped_allgather(
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*own: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-        like = [(value.dtype, _with_any_rows(value)) for value in own]
+        like = [(value.dtype, _shape_with_any_rows(value)) for value in own]
         *joined, rows = outside_graph(run, own, [*like, (tf.int64, tf.TensorShape([None, len(own)]))])
 
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
@@ -301,10 +301,10 @@ def grouped_reducescatter(  # noqa: PLR0917  the order of the arguments is Horov
                 raise ConfigError(f"A reducescatter with op={op} has no gradient; use Average or Sum.")
             ranks = size_of(process_set) if op is ReduceOp.SUM else 1
             gathered = grouped_allgather(upstream, full_name and f"{full_name}.gradient", process_set)
-            whole = [_of_every_rank(*pair) for pair in zip(gathered, values, strict=True)]
+            whole = [_require_all_rows(*pair) for pair in zip(gathered, values, strict=True)]
             return _with_own_scales(whole, ranks * prescale_factor * postscale_factor)
 
-        return outside_graph(run, values, [(value.dtype, _with_any_rows(value)) for value in values]), gradient
+        return outside_graph(run, values, [(value.dtype, _shape_with_any_rows(value)) for value in values]), gradient
 
     results = differentiable(*packed)
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
@@ -340,7 +340,7 @@ def alltoall(
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(value: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor], Any]:
-        like = [(value.dtype, _with_any_rows(value)), (tf.int64, tf.TensorShape([None]))]
+        like = [(value.dtype, _shape_with_any_rows(value)), (tf.int64, tf.TensorShape([None]))]
         content, received = outside_graph(run, [value, *split_tensors], like)
 
         def gradient(upstream: tf.Tensor, _rows_gradient: Any) -> tf.Tensor:
@@ -394,7 +394,7 @@ def reduce_slices(
         )
     size = size_of(process_set)
     ranks = size if op is ReduceOp.AVERAGE else 1
-    values = [_as_quotients(item.values) if op is ReduceOp.AVERAGE else item.values for item in slices]
+    values = [_in_division_dtype(item.values) if op is ReduceOp.AVERAGE else item.values for item in slices]
     parts = [part for item, own in zip(slices, values, strict=True) for part in (_scaled(own, prescale), item.indices)]
     gathered = grouped_allgather(parts, name, process_set)
     return [
@@ -417,7 +417,7 @@ def _with_gradient_of_sum(gathered: tf.Tensor, ranks: Any) -> tf.Tensor:
     return differentiable(gathered)
 
 
-def _as_quotients(values: tf.Tensor) -> tf.Tensor:
+def _in_division_dtype(values: tf.Tensor) -> tf.Tensor:
     """Return integers in the dtype of TensorFlow's division; other values are unchanged.
 
     The means of dense integers are truncated. Here, each rank has only its share of a row's mean, which must not be
@@ -436,7 +436,7 @@ def _scaled(values: tf.Tensor, factor: float, divisor: Any = 1) -> tf.Tensor:
     return tf.cast(tf.cast(values, tf.float64) * factor / divisor, values.dtype)
 
 
-def _of_every_rank(gathered: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+def _require_all_rows(gathered: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     """Return the gathered rows of the gradient of a reducescatter; raise an error if rows are missing."""
     check = tf.debugging.assert_equal(tf.shape(gathered)[0], tf.shape(value)[0], MISSING_GRADIENTS)
     with tf.control_dependencies([] if check is None else [check]):
@@ -450,5 +450,5 @@ def _with_own_scales(gradients: Sequence[tf.Tensor], scale: Any) -> list[tf.Tens
     return [gradient * as_dtype(scale, gradient.dtype) for gradient in gradients]
 
 
-def _with_any_rows(tensor: tf.Tensor) -> tf.TensorShape:
+def _shape_with_any_rows(tensor: tf.Tensor) -> tf.TensorShape:
     return tf.TensorShape([None, *tensor.shape[1:]]) if tensor.shape.rank else tensor.shape

@@ -119,7 +119,7 @@ def minimize(
     """
     settings = StudySettings(storage, study_name, sampler, pruner)
     limits = Limits(n_trials, parallelism, timeout)
-    return _searched(estimator, df, space, metric, "minimize", settings, limits, halving=halving, keep_runs=keep_runs)
+    return _search(estimator, df, space, metric, "minimize", settings, limits, halving=halving, keep_runs=keep_runs)
 
 
 @brief_errors
@@ -145,10 +145,10 @@ def maximize(
     """
     settings = StudySettings(storage, study_name, sampler, pruner)
     limits = Limits(n_trials, parallelism, timeout)
-    return _searched(estimator, df, space, metric, "maximize", settings, limits, halving=halving, keep_runs=keep_runs)
+    return _search(estimator, df, space, metric, "maximize", settings, limits, halving=halving, keep_runs=keep_runs)
 
 
-def _searched(  # noqa: PLR0917
+def _search(  # noqa: PLR0917
     estimator: DistributedEstimator,
     df: DataFrame,
     space: Space,

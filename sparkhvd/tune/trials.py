@@ -44,8 +44,8 @@ _ERROR_LIMIT = 2000
 _POLL_SECONDS = 0.5
 _WORDS = {"COMPLETE": "completed", "PRUNED": "was pruned", "FAIL": "failed"}
 # The trials share the rows, so these parameters are set once, on the estimator.
-_OF_THE_ROWS = ("data", "validation", "compress_sparse_cols", "partitions_per_process", "keep_data")
-_OF_THE_SEARCH = ("store", "run_id", "resume", "epoch_callback", *_OF_THE_ROWS)
+_ROW_PARAMETERS = ("data", "validation", "compress_sparse_cols", "partitions_per_process", "keep_data")
+_SHARED_PARAMETERS = ("store", "run_id", "resume", "epoch_callback", *_ROW_PARAMETERS)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Trials:
         self._keep_runs = keep_runs
         epochs = template.getOrDefault(template.epochs)
         self._rungs = (epochs,) if halving is None else halving.rungs(epochs)
-        self._shared = _OF_THE_SEARCH if halving is None else (*_OF_THE_SEARCH, "epochs")
+        self._shared = _SHARED_PARAMETERS if halving is None else (*_SHARED_PARAMETERS, "epochs")
         self._stops = threading.Event()
         self._changed = threading.Condition()  # guards the fields below, and the ends of trials
         self._ladder = Ladder(len(self._rungs), 2 if halving is None else halving.factor)
@@ -293,7 +293,7 @@ class Trials:
         named = {f"trial.{name}": value for name, value in attempt.trial.params.items()}
         candidate = self._template.as_trial(f"trial {attempt.trial.number}", named)
         candidate.setParams(verbose=0)  # the lines of parallel trials would not name their trial
-        candidate.setParams(**dict.fromkeys(_OF_THE_ROWS), **(attempt.parameters or {}), run_id=attempt.run_id)
+        candidate.setParams(**dict.fromkeys(_ROW_PARAMETERS), **(attempt.parameters or {}), run_id=attempt.run_id)
         if len(self._rungs) > 1:
             candidate.setParams(epochs=self._rungs[attempt.rung])
         return candidate
@@ -391,8 +391,8 @@ class Trials:
         try:
             self._study.tell(attempt.trial, values, state=state)
         except RuntimeError:  # from Study.stop, which a sampler with a finite number of trials calls after its last one
-            told = next(trial for trial in self._trials() if trial.number == attempt.trial.number)
-            if told.state is not state:
+            stored = next(trial for trial in self._trials() if trial.number == attempt.trial.number)
+            if stored.state is not state:
                 raise
             self._left = 0
 

@@ -11,7 +11,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 
 # The longest that the thread delays the exit of a process that did not call shutdown().
-_GLANCE_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 class LossWatch(Closable):
@@ -47,7 +47,7 @@ class LossWatch(Closable):
         # The interpreter waits for this thread at exit, so it ends once the main thread has ended.
         while not self._closing.is_set() and threading.main_thread().is_alive():
             try:
-                why = self._client.get(self._key, Deadline.after(_GLANCE_SECONDS))
+                why = self._client.get(self._key, Deadline.after(_POLL_SECONDS))
             except DeadlineExceededError:
                 continue
             except SparkHvdError:

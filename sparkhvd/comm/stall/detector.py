@@ -38,11 +38,11 @@ _log = logging.getLogger(__name__)
 
 # The interval at which the thread polls. A process that did not call shutdown() exits up to this much later, or later
 # still while the thread collects answers.
-_GLANCE_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
 _STORE_SECONDS = 10.0
 # The time before the collective timeout at which the straggler is published for the job's supervisors.
-_BEFORE_SECONDS = 1.5
+_PUBLISH_EARLIER_SECONDS = 1.5
 
 
 @dataclass
@@ -115,9 +115,9 @@ class StallDetector:
     def _run(self) -> None:
         try:
             question = 0
-            glance = min(_GLANCE_SECONDS, self._patience / 4)
+            interval = min(_POLL_SECONDS, self._patience / 4)
             while not self._is_over():
-                if self._is_posted(question, glance):
+                if self._is_posted(question, interval):
                     self._answer(question)
                     question += 1
                 self._check_for_stall(question)
@@ -146,7 +146,7 @@ class StallDetector:
             self._next_report = self._patience
         elif 0 < self._shutdown_after <= oldest:
             self._end_job()
-        elif oldest >= self._timeout - _BEFORE_SECONDS:
+        elif oldest >= self._timeout - _PUBLISH_EARLIER_SECONDS:
             self._publish_straggler(f"SPARKHVD_COLLECTIVE_TIMEOUT={self._timeout:g}")
         elif oldest >= self._next_report:
             # The first rank sets the key; the others find it set.

@@ -16,7 +16,7 @@ from sparkhvd.errors import CollectiveError
 
 _DEEPEST_FRAMES = 15
 _MOST_THREADS = 20
-_MEANING_OF_STATE = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": "has ended", "X": "has ended"}
+_STATE_TEXTS = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": "has ended", "X": "has ended"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def process_problem(process: ProcessIdentity) -> str | None:
     state, started = _state_and_start(process.pid)
     if started != process.started:
         return "has ended"
-    return _MEANING_OF_STATE.get(state)
+    return _STATE_TEXTS.get(state)
 
 
 def stacks(without: threading.Thread | None = None) -> dict[str, str]:

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
 _PATTERN = re.compile(r"[*?{\[]")
 # The day from which Spark's Julian and Gregorian calendars agree, by type; for timestamps, in every time zone.
-_SAME_IN_BOTH_CALENDARS = {
+_FIRST_DAY_IN_BOTH_CALENDARS = {
     "datetime64[D]": (1582, 10, 15),
     "datetime64[us]": (1900, 1, 1),
     "datetime64[ms]": (1900, 1, 1),
@@ -218,7 +218,7 @@ def _manifest(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> 
         raise DataError(f"There are no rows to train on in {store.url}/{locations[0]}: its files are empty.")
     _refuse_repeated(first.schema.names, f"{store.url}/{first.path}")
     in_folders = partition_columns([path.removeprefix(locations[0]) for path in listed[0]])
-    _refuse_in_folders(in_folders, first.schema.names, wanted, f"{store.url}/{locations[0]}")
+    _refuse_partition_columns(in_folders, first.schema.names, wanted, f"{store.url}/{locations[0]}")
     schema = _schema(store, locations[0], [footer for footer in footers[0] if any(footer.row_groups)], wanted)
     for footer in (footer for group in footers for footer in group if any(footer.row_groups)):
         _check(store, footer, first, schema)
@@ -250,10 +250,10 @@ def selected(manifest: Manifest, wanted: ColumnRequest) -> Manifest:
         manifest = with_columns(manifest, features, wanted.labels, wanted.weight)
     if not wanted.fill:
         return manifest
-    known = manifest.schema.names()
+    names = manifest.schema.names()
     for name in wanted.fill:
-        if name not in known:
-            raise SchemaError(f"fill names {name!r}, which is not a selected column; expected one of {known}.")
+        if name not in names:
+            raise SchemaError(f"fill names {name!r}, which is not a selected column; expected one of {names}.")
     filled = [
         replace(manifest.schema[name], fill=checked_fill(manifest.schema[name], value))
         for name, value in wanted.fill.items()
@@ -263,14 +263,14 @@ def selected(manifest: Manifest, wanted: ColumnRequest) -> Manifest:
 
 def _data_files(store: Store, location: str) -> list[str]:
     listed = store.list(location)
-    inside = {path.removeprefix(location).lstrip("/"): path for path in listed}
-    for name in inside:
+    path_by_name = {path.removeprefix(location).lstrip("/"): path for path in listed}
+    for name in path_by_name:
         _refuse_log(name, f"{store.url}/{location}")
-    shown = [inside[name] for name in shown_files(list(inside))]
+    shown = [path_by_name[name] for name in shown_files(list(path_by_name))]
     if not shown:
         pattern = " Patterns are not expanded; pass a folder." if _PATTERN.search(location) else ""
         raise DataError(f"There are no Parquet files in {store.url}/{location}; check the path.{pattern}")
-    left_out = sorted({inside[name] for name in visible_files(list(inside))} - set(shown))
+    left_out = sorted({path_by_name[name] for name in visible_files(list(path_by_name))} - set(shown))
     if left_out:
         logger.warning(
             "Skipped %s in %s/%s, as Spark does, for example %s. Read each folder separately, or name all folders by "
@@ -283,11 +283,11 @@ def _data_files(store: Store, location: str) -> list[str]:
     return shown
 
 
-def _refuse_log(inside: str, url: str) -> None:
+def _refuse_log(path: str, url: str) -> None:
     for format_, description, log in _LOGS:
-        if log.search(inside):
+        if log.search(path):
             raise DataError(
-                f"{url} is {description}. Only its log ({inside.lstrip('/')}) says which files hold its current rows, "
+                f"{url} is {description}. Only its log ({path.lstrip('/')}) says which files hold its current rows, "
                 "so its files may contain rows that were deleted, replaced or never committed. Read it with Spark: "
                 f'fit(spark.read.format("{format_}").load(...)), or pass that DataFrame to prepare_data.'
             )
@@ -299,7 +299,7 @@ def _refuse_repeated(names: Sequence[str], url: str) -> None:
         raise SchemaError(f"{url} has several columns named {repeated!r}. Write it again with one name per column.")
 
 
-def _refuse_in_folders(names: Iterable[str], in_files: Sequence[str], wanted: ColumnRequest, url: str) -> None:
+def _refuse_partition_columns(names: Iterable[str], in_files: Sequence[str], wanted: ColumnRequest, url: str) -> None:
     """Refuse columns that Spark reads from folder names, even if the files have other values for them."""
     stored = {name.lower(): name for name in in_files}
     selected = None if wanted.features is None else {*wanted.features, *wanted.labels, wanted.weight}
@@ -339,7 +339,11 @@ def _columns(
     if name in packed and name in stored and packed[name].codec is not None:
         field = packed[name]
         return [ColumnSpec(name, field.dtype, field.shape, role, "array", codec=field.codec)]
-    fields = [leaf.column(role) for top in _tops(stored, name) for leaf in arrow_types.leaves((top,), stored[top])]
+    fields = [
+        leaf.column(role)
+        for top in _stored_columns_of(stored, name)
+        for leaf in arrow_types.leaves((top,), stored[top])
+    ]
     if len(fields) == 1 and name in packed:
         fields = [_as_declared(fields[0], packed[name], stored[fields[0].name])]
     fields = [column for column in fields if column.name == name or column.name.startswith(f"{name}.")]
@@ -358,7 +362,7 @@ def _as_declared(column: ColumnSpec, field: petastorm_schema.Field, arrow: pa.Da
     return replace(column, dtype=field.dtype, codec="scalar")
 
 
-def _tops(stored: Mapping[str, pa.DataType], name: str) -> list[str]:
+def _stored_columns_of(stored: Mapping[str, pa.DataType], name: str) -> list[str]:
     """Return the stored columns that hold ``name``: the column itself, a column per field, or its struct."""
     if name in stored:
         return [name]
@@ -370,7 +374,7 @@ def _tops(stored: Mapping[str, pa.DataType], name: str) -> list[str]:
 def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) -> DataSchema:
     """Return the schema with the shapes of the first values that are not NULL."""
     unknown = {column.name: column for column in schema.columns if column.shape is None}
-    known = []
+    complete_columns = []
     for footer in footers:
         if not unknown:
             break
@@ -381,13 +385,13 @@ def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) ->
                 for column in list(unknown.values()):
                     values = columns.stored(batch, column).drop_null()
                     if len(values):
-                        known.append(_with_shape(values[:1], column, f"{store.url}/{footer.path}"))
+                        complete_columns.append(_with_shape(values[:1], column, f"{store.url}/{footer.path}"))
                         del unknown[column.name]
                 if not unknown:
                     break
     if unknown:
         raise DataError(f"Column {next(iter(unknown))!r} is NULL in all rows, so its shape is unknown. Leave it out.")
-    return schema.replaced(known)
+    return schema.replaced(complete_columns)
 
 
 def _with_shape(value: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:
@@ -414,11 +418,11 @@ def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> N
     expected, actual = _types(first), _types(footer)
     leaves = _leaves(footer)
     for column in schema.columns:
-        wanted, present = _type_at(column.path, expected), _type_at(column.path, actual)
-        if wanted is None or present is None or not _are_alike(present, wanted):
+        first_type, own_type = _type_at(column.path, expected), _type_at(column.path, actual)
+        if first_type is None or own_type is None or not _are_equivalent(own_type, first_type):
             raise SchemaError(
-                f"Column {'.'.join(column.path)!r} is {wanted} in {store.url}/{first.path} and {present or 'missing'} "
-                f"in {url}; all files must have the same columns."
+                f"Column {'.'.join(column.path)!r} is {first_type} in {store.url}/{first.path} and "
+                f"{own_type or 'missing'} in {url}; all files must have the same columns."
             )
         own_leaves = leaves.get(".".join(column.path), [])
         if footer.is_julian:
@@ -429,7 +433,7 @@ def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> N
 
 def _check_calendar(column: ColumnSpec, leaves: Iterable[LeafFacts], url: str) -> None:
     """Refuse old dates and times in the Julian calendar, which only Spark converts."""
-    first_same = _SAME_IN_BOTH_CALENDARS.get(column.dtype)
+    first_same = _FIRST_DAY_IN_BOTH_CALENDARS.get(column.dtype)
     for leaf in leaves:
         if first_same is not None and leaf.low is not None and leaf.low.timetuple()[:3] < first_same:
             raise DataError(
@@ -448,17 +452,17 @@ def _type_at(path: Sequence[str], types: Mapping[str, pa.DataType]) -> pa.DataTy
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
     top, *fields = path
-    found = types.get(top)
+    arrow_type = types.get(top)
     for name in fields:
-        found = None if found is None else columns.plain_type(found)
-        if found is None or not pa.types.is_struct(found) or found.get_field_index(name) < 0:
+        arrow_type = None if arrow_type is None else columns.plain_type(arrow_type)
+        if arrow_type is None or not pa.types.is_struct(arrow_type) or arrow_type.get_field_index(name) < 0:
             return None
-        found = found.field(name).type
-    return found
+        arrow_type = arrow_type.field(name).type
+    return arrow_type
 
 
-def _are_alike(one: pa.DataType, other: pa.DataType) -> bool:
-    return bool(one == other or arrow_types.logical_type(one) == arrow_types.logical_type(other))
+def _are_equivalent(first: pa.DataType, other: pa.DataType) -> bool:
+    return bool(first == other or arrow_types.logical_type(first) == arrow_types.logical_type(other))
 
 
 def _leaves(footer: Footer) -> dict[str, list[LeafFacts]]:

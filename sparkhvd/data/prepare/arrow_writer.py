@@ -84,7 +84,7 @@ def write_partition(job: ArrowWrite, batches: Iterator[pa.RecordBatch]) -> Itera
     with ExitStack() as opened:
         for batch in batches:
             named = pa.RecordBatch.from_arrays(batch.columns, names=job.names)
-            for value, part in _by_split(named, job.split):
+            for value, part in _parts_by_split(named, job.split):
                 if value not in files:
                     inside = f"{job.split}={value}/{name}" if job.split else name
                     files[value] = _File(job, f"{job.folder}/{inside}", part.schema, opened)
@@ -97,7 +97,7 @@ def write_partition(job: ArrowWrite, batches: Iterator[pa.RecordBatch]) -> Itera
     )
 
 
-def _by_split(batch: pa.RecordBatch, split: str | None) -> Iterator[tuple[str, pa.RecordBatch]]:
+def _parts_by_split(batch: pa.RecordBatch, split: str | None) -> Iterator[tuple[str, pa.RecordBatch]]:
     if split is None:
         if batch.num_rows:
             yield "", batch

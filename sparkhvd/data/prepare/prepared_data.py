@@ -376,9 +376,9 @@ def _fingerprint_of(
     df: DataFrame, selection: Selection, writing: WriteOptions, report: Callable[[str], None]
 ) -> Fingerprint | None:
     by_fraction = isinstance(selection.validation, float)
-    asked = () if writing.row_group_bytes is None else (writing.row_group_bytes,)
+    requested_size = () if writing.row_group_bytes is None else (writing.row_group_bytes,)
     seed = writing.seed if by_fraction else None
-    return fingerprint(df, selection, writing.compress, seed, *asked, report=report)
+    return fingerprint(df, selection, writing.compress, seed, *requested_size, report=report)
 
 
 def _find_by_fingerprint(store: Store, known: Fingerprint, keep_seconds: float) -> PreparedData | None:
@@ -404,10 +404,10 @@ def _load_if_complete(store: Store, dataset_id: str) -> Manifest | None:
     except (StoreError, DataError) as error:
         logger.warning("Preparing the data again: %s", error)
         return None
-    there = set(store.list(layout.dataset_rows_folder(dataset_id)))
+    existing = set(store.list(layout.dataset_rows_folder(dataset_id)))
     splits = [manifest.train, *([] if manifest.validation is None else [manifest.validation])]
-    wanted = {f"{manifest.folder}/{file.path}" for split in splits for file in split.files}
-    return manifest if wanted <= there else None
+    required = {f"{manifest.folder}/{file.path}" for split in splits for file in split.files}
+    return manifest if required <= existing else None
 
 
 def _remove_expired(store: Store, spark: SparkSession) -> None:

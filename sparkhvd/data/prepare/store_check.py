@@ -64,13 +64,15 @@ def check_store(
         requests = spark.range(tasks or _ROWS, numPartitions=tasks)
         requests = requests.coalesce(_MAX_TASKS) if tasks is None else requests
         seconds = from_environment().start_timeout if seconds is None else seconds
-        rows = _in_time(spark, requests.mapInArrow(partial(answer, pickled_probe), _SCHEMA).collect, store, seconds)
+        rows = _answers_within(
+            spark, requests.mapInArrow(partial(answer, pickled_probe), _SCHEMA).collect, store, seconds
+        )
         judge(probe, [(row["host"], row["name"], row["trouble"]) for row in rows])
     finally:
         remove(probe)
 
 
-def _in_time(spark: SparkSession, collect: Callable[[], list[Row]], store: Store, seconds: float) -> list[Row]:
+def _answers_within(spark: SparkSession, collect: Callable[[], list[Row]], store: Store, seconds: float) -> list[Row]:
     try:
         return run_job(spark, collect, seconds)
     except TimeoutError:

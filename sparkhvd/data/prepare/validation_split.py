@@ -47,7 +47,7 @@ def _canonical(column: ColumnSpec) -> list[Column]:
     """Return the values to hash of a column. Spark's hash skips NULL and treats -0.0 as 0.0 and all NaN as equal."""
     value = value_of(column)
     if column.kind == "vector":
-        return _of_vector(value)
+        return _vector_columns(value)
     if column.is_number or column.dtype == "decimal":
         value = value.cast("array<" * column.depth + "double" + ">" * column.depth)
     fill = column.fill if column.dtype == "str" or column.fill is None else _number(column.fill)
@@ -68,7 +68,7 @@ def _filled(value: Column, depth: int, fill: float | str) -> Column:
     return functions.coalesce(value, functions.lit(fill))
 
 
-def _of_vector(vector: Column) -> list[Column]:
+def _vector_columns(vector: Column) -> list[Column]:
     """Return two columns: the elements of a vector, and the entries of a wide one; one of the two is NULL."""
     from pyspark.ml.functions import vector_to_array  # noqa: PLC0415
     from pyspark.sql import functions  # noqa: PLC0415

@@ -204,9 +204,9 @@ class Plan:
 
     def _rows(self, shard: int, step: int) -> int:
         """Return the number of rows in one step of a shard with this number of rows."""
-        return self._before(shard, step + 1) - self._before(shard, step)
+        return self._rows_before(shard, step + 1) - self._rows_before(shard, step)
 
-    def _before(self, shard: int, step: int) -> int:
+    def _rows_before(self, shard: int, step: int) -> int:
         """Return the number of rows before this step of a shard with this number of rows."""
         full, rest = divmod(shard, self.batch_size)
         moved = self.pair_last_row and self.batch_size > 2 and full > 0 and rest == 1 and step == full
@@ -234,7 +234,7 @@ class Plan:
         for index in range(skipped // stride, -(-self._steps_per_pass // stride)):
             steps = range(index * stride, min((index + 1) * stride, self._steps_per_pass))
             rows = tuple(self._rows(shard, step) for step in steps)
-            start = self._before(shard, steps.start)
+            start = self._rows_before(shard, steps.start)
             pieces = self.shards.whole if self.read_by_all else sequence.between(start, start + sum(rows))
             order = self._order(rank, draw, index, sum(rows)) if self.shuffle and ordered else None
             global_rows = tuple(self._global_rows(step) for step in steps)

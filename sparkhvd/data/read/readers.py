@@ -314,7 +314,7 @@ def _groups(
     chunks: Prefetcher[Arrays],
     schema: DataSchema,
     reading: ReadOptions,
-    nothing: Callable[[], Arrays],
+    empty_arrays: Callable[[], Arrays],
 ) -> Iterator[tuple[list[Batch], int]]:
     """Yield the batches of all windows in groups, with the bytes of each group."""
     rows = RowStream(iter(chunks))
@@ -328,8 +328,10 @@ def _groups(
                 group.append(batch)
                 size += batch.rows * row_bytes
             else:
-                made = _transformed(batch, transformation) if batch.rows else replace(batch, columns=nothing())
-                group.append(made)
+                transformed = (
+                    _transformed(batch, transformation) if batch.rows else replace(batch, columns=empty_arrays())
+                )
+                group.append(transformed)
                 size += sum(array.nbytes for array in group[-1].columns.values())
             if size >= _GROUP_BYTES:
                 yield group, size

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Increase this when the same plan would be written differently.
-_WRITING = 2
+_FORMAT_VERSION = 2
 
 # In groups: names and values; arithmetic and comparison; NULL and choice; numbers; texts; arrays and structs; times;
 # aggregates and windows.
@@ -136,7 +136,7 @@ def fingerprint(
         return None
     try:
         plan, cached = _plan(df, caches=caches)
-        identity = [_WRITING, _session(df), plan, [repr(part) for part in parts]]
+        identity = [_FORMAT_VERSION, _session(df), plan, [repr(part) for part in parts]]
         if f'"{_SAMPLE}"' in str(plan[0]):
             identity.append(df.sparkSession.sparkContext.defaultParallelism)
     except _UnknownError as reason:
@@ -153,10 +153,10 @@ def living_caches(spark: SparkSession) -> Callable[[str], bool]:
     alive = {str(number) for number in spark.sparkContext._jsc.getPersistentRDDs()}  # noqa: SLF001
 
     def may_live(cache: str) -> bool:
-        of, _, number = cache.rpartition("/")
-        if of == application:
+        owner, _, number = cache.rpartition("/")
+        if owner == application:
             return number in alive
-        process = _PROCESS.fullmatch(of)
+        process = _PROCESS.fullmatch(owner)
         return process is None or process["machine"] != here or process_start(int(process["pid"])) == process["start"]
 
     return may_live
@@ -203,7 +203,7 @@ def _plan(df: DataFrame, *, caches: bool) -> tuple[list[object], tuple[str, ...]
     leaves = plan.collectLeaves()
     sources = [_source(df, leaves.apply(index)) for index in range(leaves.size())]
     cached = tuple(source[1] for source in sources if source[0] == _CACHE)
-    return [*_with_own_numbers(description, _without_cached_plans(shown)), functions, sources], cached
+    return [*_renumbered(description, _without_cached_plans(shown)), functions, sources], cached
 
 
 def _without_cached_plans(shown: str) -> str:
@@ -224,18 +224,18 @@ def _functions(df: DataFrame, plan: Any) -> list[str]:
     digests: list[str] = []
     waiting = [(plan, True)]
     while waiting:
-        one, has_expressions = waiting.pop()
-        if not one.containsPattern(kind):
+        node, has_expressions = waiting.pop()
+        if not node.containsPattern(kind):
             continue
-        if str(one.getClass().getName()) == _FUNCTION:
-            name = str(one.function().getClass().getName())
+        if str(node.getClass().getName()) == _FUNCTION:
+            name = str(node.function().getClass().getName())
             if not name.startswith(_OWN_FUNCTIONS):
                 raise _UnknownError(f"{name} is a user-defined function")
-            digests.append(_digest(df, one.function()))
-        children = one.children()
+            digests.append(_digest(df, node.function()))
+        children = node.children()
         waiting.extend((children.apply(index), has_expressions) for index in range(children.size()))
         if has_expressions:
-            expressions = one.expressions()
+            expressions = node.expressions()
             waiting.extend((expressions.apply(index), False) for index in range(expressions.size()))
     return digests
 
@@ -275,16 +275,16 @@ def _nodes(tree: object) -> Iterator[dict[str, object]]:
     """Yield the operators, expressions and types of a plan's JSON."""
     waiting = [tree]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            if "class" in one:
-                yield one
-            waiting.extend(one.values())
-        elif isinstance(one, list):
-            waiting.extend(one)
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if "class" in value:
+                yield value
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
 
 
-def _with_own_numbers(description: str, shown: str) -> list[str]:
+def _renumbered(description: str, shown: str) -> list[str]:
     """Return the plan with renumbered columns and transformers, because Spark's numbers differ between equal plans."""
     numbers: dict[str, int] = {}
 
@@ -331,20 +331,20 @@ def _files(df: DataFrame, relation: Any) -> str:
         raise _UnknownError(f"{location.getClass().getName()} may list other files later")
     jvm: Any = df.sparkSession._jvm  # noqa: SLF001
     datasources = jvm.org.apache.spark.sql.execution.datasources
-    nothing = getattr(getattr(jvm.scala, "None$"), "MODULE$")
-    fresh = datasources.InMemoryFileIndex(
+    scala_none = getattr(getattr(jvm.scala, "None$"), "MODULE$")
+    new_index = datasources.InMemoryFileIndex(
         df.sparkSession._jsparkSession,  # noqa: SLF001
         location.rootPaths(),
         relation.options(),
-        nothing,
+        scala_none,
         getattr(getattr(datasources, "NoopCache$"), "MODULE$"),
-        nothing,
-        nothing,
+        scala_none,
+        scala_none,
     )
-    now, then = (_listing(index) for index in (fresh, location))
-    if now != then:
+    current, original = (_listing(index) for index in (new_index, location))
+    if current != original:
         raise _UnknownError("files have changed since the DataFrame was created")
-    return now
+    return current
 
 
 def _listing(index: Any) -> str:

@@ -107,14 +107,14 @@ def _plain(array: pa.Array) -> pa.Array:
 def array_type(column: ColumnSpec) -> np.dtype[np.generic]:
     """Return the numpy type of the column's elements in memory."""
     if column.sparse:
-        entries = _known(column, column.entries)
+        entries = _require_known(column, column.entries)
         return np.dtype([("indices", np.int32, (entries,)), ("values", np.float64, (entries,))])
     return np.dtype(object if column.dtype in OBJECTS else column.dtype)
 
 
 def row_shape(column: ColumnSpec) -> tuple[int, ...]:
     """Return the shape of one row in memory."""
-    return () if column.sparse else _known(column, column.shape)
+    return () if column.sparse else _require_known(column, column.shape)
 
 
 def row_bytes(schema: DataSchema) -> int:
@@ -151,14 +151,14 @@ def coordinates(array: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int
 
 def sparse_widths(schema: DataSchema) -> dict[str, int]:
     """Return the vector sizes of the sparse columns, by column name."""
-    return {column.name: _known(column, column.shape)[0] for column in schema.columns if column.sparse}
+    return {column.name: _require_known(column, column.shape)[0] for column in schema.columns if column.sparse}
 
 
 def to_dense(array: Array, column: ColumnSpec) -> Array:
     """Return a sparse column as a dense array of shape ``(rows, size)``; any other column unchanged."""
     if not column.sparse:
         return array
-    dense = np.zeros((len(array), *_known(column, column.shape)))
+    dense = np.zeros((len(array), *_require_known(column, column.shape)))
     rows, positions, values = coordinates(array)
     dense[rows, positions] = values
     return dense
@@ -181,16 +181,18 @@ def to_numpy(array: pa.Array, column: ColumnSpec, where: str) -> Array:
     """
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
-    shape = _known(column, column.shape)
+    shape = _require_known(column, column.shape)
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     if column.codec not in {None, "scalar"}:
         _refuse_null(array, column, where)
-        return codecs.decode(array, column, array_type(column), shape, _called(column, where))
+        return codecs.decode(array, column, array_type(column), shape, _column_text(column, where))
     if column.kind == "vector" and pa.types.is_struct(array.type):
         return _vectors(array, column, where)
     if column.sparse:
-        raise DataError(f"{_called(column, where)} is not stored as a vector, so it cannot be read as a sparse column.")
+        raise DataError(
+            f"{_column_text(column, where)} is not stored as a vector, so it cannot be read as a sparse column."
+        )
     return _nested(array, shape, column, where)
 
 
@@ -208,11 +210,11 @@ def lengths(array: pa.Array) -> npt.NDArray[np.int64] | None:
     return None
 
 
-def _called(column: ColumnSpec, where: str) -> str:
+def _column_text(column: ColumnSpec, where: str) -> str:
     return f"Column {column.name!r} in {where}"
 
 
-def _known(column: ColumnSpec, value: T | None) -> T:
+def _require_known(column: ColumnSpec, value: T | None) -> T:
     if value is None:
         raise DataError(f"The shape of column {column.name!r} is unknown; read the schema from the manifest.")
     return value
@@ -233,14 +235,14 @@ def _is_list(arrow: pa.DataType) -> bool:
 def _refuse_null(array: pa.Array, column: ColumnSpec, where: str) -> None:
     if array.null_count and column.fill is None:
         raise DataError(
-            f"{_called(column, where)} contains NULL. Set fill for this column, or prepare the data again without "
+            f"{_column_text(column, where)} contains NULL. Set fill for this column, or prepare the data again without "
             "these rows."
         )
 
 
-def _contradicts(array: pa.Array, column: ColumnSpec, where: str) -> DataError:
+def _type_error(array: pa.Array, column: ColumnSpec, where: str) -> DataError:
     return DataError(
-        f"{_called(column, where)} has the type {array.type}, but the manifest says {column.dtype} of shape "
+        f"{_column_text(column, where)} has the type {array.type}, but the manifest says {column.dtype} of shape "
         f"{column.shape}. Prepare the data again."
     )
 
@@ -248,7 +250,7 @@ def _contradicts(array: pa.Array, column: ColumnSpec, where: str) -> DataError:
 def _nested(array: pa.Array, shape: tuple[int, ...], column: ColumnSpec, where: str) -> Array:
     """Convert nested arrays level by level; without NULL, values are copied only where Arrow requires it."""
     if _is_list(array.type) != bool(shape):
-        raise _contradicts(array, column, where)
+        raise _type_error(array, column, where)
     _refuse_null(array, column, where)
     if not shape:
         return _scalars(array, column, where)
@@ -258,7 +260,7 @@ def _nested(array: pa.Array, shape: tuple[int, ...], column: ColumnSpec, where: 
     sizes = sizes if valid is None else sizes[valid]
     if (sizes != shape[0]).any():
         raise DataError(
-            f"{_called(column, where)} has arrays of length {sizes.min()} to {sizes.max()}, but the manifest "
+            f"{_column_text(column, where)} has arrays of length {sizes.min()} to {sizes.max()}, but the manifest "
             f"says {shape[0]}. Prepare the data again."
         )
     inner = _nested(array.flatten(), shape[1:], column, where).reshape(len(sizes), *shape)
@@ -301,7 +303,7 @@ def _scalars(array: pa.Array, column: ColumnSpec, where: str) -> Array:
     if column.codec == "scalar":
         return _as_declared(values, column, where)
     if values.dtype != array_type(column) or column.dtype in OBJECTS:
-        raise _contradicts(array, column, where)
+        raise _type_error(array, column, where)
     return values
 
 
@@ -313,7 +315,7 @@ def _as_declared(values: Array, column: ColumnSpec, where: str) -> Array:
     if not is_rounded and (declared != values).any():
         wrong = values[declared != values][0]
         raise DataError(
-            f"{_called(column, where)} contains {wrong}, which its declared type {column.dtype} cannot hold."
+            f"{_column_text(column, where)} contains {wrong}, which its declared type {column.dtype} cannot hold."
         )
     return declared
 
@@ -339,13 +341,13 @@ def decimal_dtype(precision: int, scale: int) -> str:
 def _decimals(array: pa.Array, column: ColumnSpec, where: str) -> Array:
     """Return exact integers, or the double nearest to each decimal."""
     if decimal_dtype(array.type.precision, array.type.scale) != column.dtype:
-        raise _contradicts(array, column, where)
+        raise _type_error(array, column, where)
     words = np.frombuffer(array.buffers()[1], np.int64)[2 * array.offset : 2 * (array.offset + len(array)) : 2]
     if column.dtype == "int64":
         return words.copy()
     # Both operands are exact in a double, so there is one rounding only; Arrow's own cast multiplies by 10**-scale.
-    found: Array = words.astype(np.float64) / 10.0**array.type.scale
-    return found
+    doubles: Array = words.astype(np.float64) / 10.0**array.type.scale
+    return doubles
 
 
 def _fill_scalar(column: ColumnSpec, arrow: pa.DataType) -> pa.Scalar:
@@ -382,13 +384,13 @@ def _is_null(array: pa.Array) -> npt.NDArray[np.bool_]:
 def _vectors(array: pa.StructArray, column: ColumnSpec, where: str) -> Array:
     """Convert Spark's ML vectors; one column may mix dense and sparse vectors."""
     _refuse_null(array, column, where)
-    (size,) = _known(column, column.shape)
+    (size,) = _require_known(column, column.shape)
     sizes = lengths(array)
     assert sizes is not None  # noqa: S101  (the type is a struct)
     null = _is_null(array)
     if (sizes[~null] != size).any():
         raise DataError(
-            f"{_called(column, where)} has vectors of length {sizes[~null].min()} to {sizes[~null].max()}, "
+            f"{_column_text(column, where)} has vectors of length {sizes[~null].min()} to {sizes[~null].max()}, "
             f"but the manifest says {size}. Prepare the data again."
         )
     kinds, _, indices, values = array.flatten()
@@ -401,15 +403,17 @@ def _vectors(array: pa.StructArray, column: ColumnSpec, where: str) -> Array:
     positions = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     stored_positions = np.asarray(to_values(indices.flatten()), np.int64)
     if len(stored_positions) and not 0 <= stored_positions.min() <= stored_positions.max() < size:
-        raise DataError(f"{_called(column, where)} has vector indices outside 0 to {size - 1}; the data are damaged.")
+        raise DataError(
+            f"{_column_text(column, where)} has vector indices outside 0 to {size - 1}; the data are damaged."
+        )
     positions[~is_dense[rows]] = stored_positions
     if not column.sparse:
         dense = np.zeros((len(array), size))
         dense[rows, positions] = stored_values
         dense[null] = 0.0 if column.fill is None else float(column.fill)
         return dense
-    wanted = (stored_values != 0) | ~is_dense[rows]
-    return from_entries(len(array), rows[wanted], positions[wanted], stored_values[wanted], column, where)
+    is_entry = (stored_values != 0) | ~is_dense[rows]
+    return from_entries(len(array), rows[is_entry], positions[is_entry], stored_values[is_entry], column, where)
 
 
 def from_entries(  # noqa: PLR0917
@@ -424,12 +428,12 @@ def from_entries(  # noqa: PLR0917
     counts = np.bincount(rows, minlength=count)
     if column.entries is not None and counts.max(initial=0) > column.entries:
         raise DataError(
-            f"{_called(column, where)} has a row of {counted(counts.max(), 'entry', 'entries')}, but the manifest says "
-            f"at most {column.entries}. Prepare the data again."
+            f"{_column_text(column, where)} has a row of {counted(counts.max(), 'entry', 'entries')}, but the manifest "
+            f"says at most {column.entries}. Prepare the data again."
         )
     slots = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    room = column if column.entries is not None else replace(column, entries=max(1, int(counts.max(initial=0))))
-    array = np.zeros(count, array_type(room))
+    sized_column = column if column.entries is not None else replace(column, entries=max(1, int(counts.max(initial=0))))
+    array = np.zeros(count, array_type(sized_column))
     array["indices"] = -1
     array["indices"][rows, slots] = positions
     array["values"][rows, slots] = values

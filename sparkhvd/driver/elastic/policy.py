@@ -216,7 +216,9 @@ def decide(view: View, limits: Limits, now: float) -> list[Decision]:
     """Return the decisions for now. After carrying them out, decide again with the new view."""
     current = [member for member in view.members if member.generation == view.generation > 0]
     if view.failed_end:
-        return [Fail(_with_reasons("A rank failed after others had finished, so its result is missing.", view), True)]
+        return [
+            Fail(_text_with_reasons("A rank failed after others had finished, so its result is missing.", view), True)
+        ]
     if view.final_error:
         why = "Every attempt would raise this error, so the job has ended."
         return [Fail(why, view.generation > 0, view.final_error)]
@@ -224,17 +226,17 @@ def decide(view: View, limits: Limits, now: float) -> list[Decision]:
         if all(member.phase is Phase.RETURNED for member in current):
             return [Done(tuple(member.worker for member in sorted(current, key=lambda one: one.rank)))]
         return []
-    leaving = _beyond_capacity(view)
+    leaving = _workers_beyond_capacity(view)
     decisions: list[Decision] = []
     if view.idle:
-        next_step = _left_out(view, limits, leaving) or _next_generation(view, limits, leaving, now)
+        next_step = _leave_out_decision(view, limits, leaving) or _next_generation(view, limits, leaving, now)
         if next_step is not None:
             return [next_step]
     elif not view.notified and _should_regroup(view, limits, leaving, now):
         decisions.append(Notify())
-    decisions += _to_stop(view, limits, leaving, now)
+    decisions += _stop_decisions(view, limits, leaving, now)
     stopped = {decision.worker for decision in decisions if isinstance(decision, Stop)}
-    return decisions + _to_start(view, limits, leaving, stopped)
+    return decisions + _start_decisions(view, limits, leaving, stopped)
 
 
 def shortage(view: View, limits: Limits, now: float) -> str:
@@ -260,7 +262,7 @@ def _slots(view: View) -> str:
     return ", ".join(f"{host}:{count}" for host, count in sorted(view.capacity.items())) or "none"
 
 
-def _beyond_capacity(view: View) -> frozenset[int]:
+def _workers_beyond_capacity(view: View) -> frozenset[int]:
     """Return the workers whose slots are no longer offered: on each host, those without a state, then the newest."""
     leaving: set[int] = set()
     for host in {member.host for member in view.members}:
@@ -291,11 +293,11 @@ def _next_generation(view: View, limits: Limits, leaving: frozenset[int], now: f
     """Return the next generation, or the failure of the job; None while it must wait."""
     if any(member.phase is Phase.RUNNING for member in view.members):
         return None  # survivors are on their way
-    waiting = _arrived(view)
+    waiting = _arrived_workers(view)
     holders = [member for member in waiting if member.commit >= 0]
-    returns = view.same_errors >= limits.max_same_errors
-    if hopeless := _same_error(view) if returns else _hopeless(view, limits, holders):
-        return Fail(_with_reasons(hopeless, view), view.generation > 0, view.same_error if returns else "")
+    recurs = view.same_errors >= limits.max_same_errors
+    if hopeless := _same_error_text(view) if recurs else _why_hopeless(view, limits, holders):
+        return Fail(_text_with_reasons(hopeless, view), view.generation > 0, view.same_error if recurs else "")
     candidates = [member for member in waiting if member.worker not in leaving]
     if candidates and holders and candidates[0].commit < holders[0].commit:
         candidates.insert(0, holders[0])  # it hands over the state, and leaves in the following generation
@@ -307,13 +309,13 @@ def _next_generation(view: View, limits: Limits, leaving: frozenset[int], now: f
     if len(chosen) >= limits.min_size:
         if is_first and not is_late and not _first_is_complete(chosen, starting, limits, now):
             return None
-        return Form(tuple(member.worker for member in chosen), _need_of_separated_hosts(view, limits))
+        return Form(tuple(member.worker for member in chosen), _separated_text(view, limits))
     if not is_late:
         return None
-    return Fail(_with_reasons(_too_few(view, limits, len(chosen), starting), view), not is_first)
+    return Fail(_text_with_reasons(_too_few_ranks_text(view, limits, len(chosen), starting), view), not is_first)
 
 
-def _arrived(view: View) -> list[Member]:
+def _arrived_workers(view: View) -> list[Member]:
     """Return the workers that wait for a generation, in the order of their ranks there."""
     return sorted(
         (member for member in view.members if member.phase is Phase.WAITING),
@@ -321,24 +323,24 @@ def _arrived(view: View) -> list[Member]:
     )
 
 
-def _separated(view: View) -> list[tuple[str, str]]:
+def _separated_hosts(view: View) -> list[tuple[str, str]]:
     """Return the hosts of waiting workers that could not connect, in pairs. A worker that has ended proves nothing."""
     hosts = {member.worker: member.host for member in view.members if member.phase is Phase.WAITING}
     pairs = (sorted((hosts[one], hosts[other])) for one, other in view.unreachable if {one, other} <= hosts.keys())
     return sorted({(one, other) for one, other in pairs})
 
 
-def _left_out(view: View, limits: Limits, leaving: frozenset[int]) -> LeaveOut | None:
+def _leave_out_decision(view: View, limits: Limits, leaving: frozenset[int]) -> LeaveOut | None:
     """Return the workers without which all others reach each other; None if all do, or if too few would be left.
 
     Among the possible hosts, the fewest ranks are lost, then the fewest that hold the newest commit, and the host of
     the next rank 0 stays. At least one rank with the newest commit always stays. So a host that keeps failing is the
     one that is left out again, because its new workers have no commit.
     """
-    pairs = [(one, other) for one, other in _separated(view) if one != other]
+    pairs = [(one, other) for one, other in _separated_hosts(view) if one != other]
     if not pairs or any(member.phase is Phase.RUNNING for member in view.members):
         return None
-    arrived = _arrived(view)
+    arrived = _arrived_workers(view)
     first = arrived[0]
     holders = [member.host for member in arrived if member.commit == first.commit]
     ranks = Counter(member.host for member in arrived if member.worker not in leaving)
@@ -353,25 +355,25 @@ def _left_out(view: View, limits: Limits, leaving: frozenset[int]) -> LeaveOut |
     if ranks.total() - cost(hosts)[0] < limits.min_size:
         return None
     names = ", ".join(f"{host} ({counted(ranks[host], 'rank')})" for host in sorted(hosts))
-    why = f"{_names_of(pairs)}. The job continues without {names} and tries again after a pause"
+    why = f"{_pairs_text(pairs)}. The job continues without {names} and tries again after a pause"
     return LeaveOut(tuple(member.worker for member in arrived if member.host in hosts), why)
 
 
-def _need_of_separated_hosts(view: View, limits: Limits) -> str:
+def _separated_text(view: View, limits: Limits) -> str:
     """Return the text of ``Form.separated``."""
-    if not (all_pairs := _separated(view)):
+    if not (all_pairs := _separated_hosts(view)):
         return ""
     pairs = [(one, other) for one, other in all_pairs if one != other]
     if not pairs:
         names = ", ".join(host for host, _ in all_pairs[:_SHOWN_PAIRS])
         return f"Ranks on the same host cannot reach each other, so they try again: {names}"
     return (
-        f"{_names_of(pairs)}. The job needs at least {limits.min_size} ranks, so it cannot leave any of these hosts "
+        f"{_pairs_text(pairs)}. The job needs at least {limits.min_size} ranks, so it cannot leave any of these hosts "
         "out and tries again"
     )
 
 
-def _names_of(pairs: Sequence[tuple[str, str]]) -> str:
+def _pairs_text(pairs: Sequence[tuple[str, str]]) -> str:
     listed = ", ".join(f"{one} and {other}" for one, other in pairs[:_SHOWN_PAIRS])
     more = f" and {len(pairs) - _SHOWN_PAIRS} more pairs" if len(pairs) > _SHOWN_PAIRS else ""
     return f"Hosts reach the driver but not each other: {listed}{more}"
@@ -402,13 +404,13 @@ def _exact_cover(
     worst = max(sorted(counts), key=counts.__getitem__)
     if counts[worst] == 1:
         return frozenset(min(pair, key=lambda host: cost(frozenset([host]))) for pair in pairs)
-    without_worst = frozenset([worst]) | _exact_cover([pair for pair in pairs if worst not in pair], cost)
+    leaving_worst_out = frozenset([worst]) | _exact_cover([pair for pair in pairs if worst not in pair], cost)
     others = _neighbours(worst, pairs)
-    with_worst = others | _exact_cover([pair for pair in pairs if not others.intersection(pair)], cost)
-    return min(without_worst, with_worst, key=cost)
+    keeping_worst = others | _exact_cover([pair for pair in pairs if not others.intersection(pair)], cost)
+    return min(leaving_worst_out, keeping_worst, key=cost)
 
 
-def _too_few(view: View, limits: Limits, ready: int, starting: Sequence[Member]) -> str:
+def _too_few_ranks_text(view: View, limits: Limits, ready: int, starting: Sequence[Member]) -> str:
     text = (
         f"Only {ready} of at least {limits.min_size} ranks were ready within {_timeout(view, limits)}. Offered slots: "
         f"{_slots(view)}."
@@ -419,7 +421,7 @@ def _too_few(view: View, limits: Limits, ready: int, starting: Sequence[Member])
     return text
 
 
-def _same_error(view: View) -> str:
+def _same_error_text(view: View) -> str:
     if view.same_errors == 1:
         return "The job has ended, because max_same_errors=1."
     return (
@@ -428,7 +430,7 @@ def _same_error(view: View) -> str:
     )
 
 
-def _hopeless(view: View, limits: Limits, holders: Sequence[Member]) -> str:
+def _why_hopeless(view: View, limits: Limits, holders: Sequence[Member]) -> str:
     """Return why no generation may form any more; empty if one may."""
     if view.stateful and not holders and view.restarts >= limits.max_restarts:
         times = f" {view.restarts + 1} times" if view.restarts else ""
@@ -471,7 +473,7 @@ def _first_is_complete(chosen: Sequence[Member], starting: Sequence[Member], lim
     return not starting and newest + SETTLE_SECONDS <= now
 
 
-def _to_stop(view: View, limits: Limits, leaving: frozenset[int], now: float) -> list[Decision]:
+def _stop_decisions(view: View, limits: Limits, leaving: frozenset[int], now: float) -> list[Decision]:
     stops: list[Decision] = []
     needed = _last_holder(view, leaving)
     for member in view.members:
@@ -496,7 +498,7 @@ def _last_holder(view: View, leaving: frozenset[int]) -> int | None:
     return max(holders, key=lambda member: (member.commit, -member.rank)).worker
 
 
-def _to_start(view: View, limits: Limits, leaving: frozenset[int], stopped: set[int]) -> list[Decision]:
+def _start_decisions(view: View, limits: Limits, leaving: frozenset[int], stopped: set[int]) -> list[Decision]:
     """Return the workers to start on free slots, on the hosts with the most free slots first."""
     alive = [member for member in view.members if member.worker not in stopped]
     wanted = sum(view.capacity.values()) if limits.max_size is None else limits.max_size
@@ -509,7 +511,7 @@ def _to_start(view: View, limits: Limits, leaving: frozenset[int], stopped: set[
     return starts
 
 
-def _with_reasons(text: str, view: View) -> str:
+def _text_with_reasons(text: str, view: View) -> str:
     if not view.reasons:
         return text
     listed = "\n".join(f"- {reason}" for reason in view.reasons)

@@ -11,7 +11,7 @@ from sparkhvd.driver.elastic.policy import Member, Phase, View
 
 _MAX_REASONS = 8
 # A failure of a host is forgotten after this many times the longest cooldown.
-_MEMORY_OF_COOLDOWNS = 10
+_REMEMBERED_COOLDOWNS = 10
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Roster:
         self._failed_end = ""
         # The newest commit so far; reset to 0 when the job begins anew after a commit was published to its Store.
         self._furthest = 0
-        self._begins_further = False  # whether a commit was published to the Store since the job last began
+        self._store_has_advanced = False  # whether a commit was published to the Store since the job last began
         self._has_published = False  # whether the current generation has published a commit to the job's Store
         self._raised: set[str] = set()  # the errors of the user's function in the current generation
         self._same_errors: dict[str, int] = {}  # generations that an error has ended, since the last new commit
@@ -146,7 +146,7 @@ class Roster:
 
     def published(self) -> None:
         """Note that the current generation has published a commit to the job's Store."""
-        self._has_published = self._begins_further = True
+        self._has_published = self._store_has_advanced = True
 
     def finished(self, worker: int, generation: int, now: float) -> bool:
         """Note that the training function has returned on all ranks of a generation."""
@@ -193,7 +193,7 @@ class Roster:
             if member.phase is Phase.STARTING:
                 self._failed_starts += 1
                 self._hosts_of_failed_starts.add(member.host)
-        ending = any(one.phase in {Phase.FINISHED, Phase.RETURNED} for one in self._members.values())
+        ending = any(other.phase in {Phase.FINISHED, Phase.RETURNED} for other in self._members.values())
         if member.phase is Phase.FINISHED or (ending and member.phase is Phase.RUNNING):
             self._failed_end = self._failed_end or reason
         if member.phase is Phase.RUNNING or member.generation == self._generation > 0:
@@ -221,8 +221,8 @@ class Roster:
         self._raised.clear()
         self._has_published = False
         self._furthest = max(self._furthest, newest)
-        if begins_anew and self._begins_further:
-            self._furthest, self._begins_further = 0, False
+        if begins_anew and self._store_has_advanced:
+            self._furthest, self._store_has_advanced = 0, False
         self._newest = newest
         self._generation += 1
         for rank, worker in enumerate(workers):
@@ -276,7 +276,7 @@ class Roster:
         if self._cooling.get(host, now) > now:
             return  # the failure of a host ends all of its workers, but counts once
         failures = self._failures.setdefault(host, deque(maxlen=64))
-        memory = _MEMORY_OF_COOLDOWNS * self._cooldown.longest
+        memory = _REMEMBERED_COOLDOWNS * self._cooldown.longest
         while failures and failures[0] < now - memory:
             failures.popleft()
         failures.append(now)

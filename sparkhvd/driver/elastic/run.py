@@ -233,10 +233,10 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
     return run_elastic_with(elastic, options, fn, args, kwargs, session)
 
 
-def _discovery(found_by: str | Callable[[], Mapping[str, int]] | None) -> Discovery | None:
-    if found_by is None:
+def _discovery(source: str | Callable[[], Mapping[str, int]] | None) -> Discovery | None:
+    if source is None:
         return None
-    return DiscoveryScript(found_by) if isinstance(found_by, str) else DiscoveryFunction(found_by)
+    return DiscoveryScript(source) if isinstance(source, str) else DiscoveryFunction(source)
 
 
 def choose_elastic_launcher(launcher: str, spark: object, discovery: object, hosts: object, access: SshOptions) -> str:
@@ -363,7 +363,7 @@ def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits,
         ConfigError: a limit has a value that cannot work, or the limits contradict each other.
         SlotsError: the hosts have too few slots.
     """
-    least = {
+    minimums = {
         "num_proc": 1,
         "min_num_proc": 1,
         "max_num_proc": 1,
@@ -371,7 +371,7 @@ def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits,
         "max_restarts": 0,
         "max_same_errors": 1,
     }
-    for name, number in least.items():
+    for name, number in minimums.items():
         value = getattr(elastic, name)
         if value is not None and not is_count(value, number):
             raise ConfigError(f"{name} must be an integer of at least {number}, got {value!r}.")
@@ -381,8 +381,8 @@ def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits,
     smallest = int(elastic.min_num_proc or num_proc)
     largest = plain_count(elastic.max_num_proc)
     if elastic.hosts:
-        named = elastic.num_proc is not None or elastic.min_num_proc is None
-        check_slots(elastic.hosts, "num_proc" if named else "min_num_proc", num_proc)
+        limits_num_proc = elastic.num_proc is not None or elastic.min_num_proc is None
+        check_slots(elastic.hosts, "num_proc" if limits_num_proc else "min_num_proc", num_proc)
     if largest is None and elastic.discovery is None:
         largest = sum(host.slots for host in elastic.hosts) or num_proc
     if smallest > num_proc or (largest is not None and num_proc > largest):

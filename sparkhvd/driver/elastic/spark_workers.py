@@ -139,7 +139,14 @@ class LeaseBook:
     def start(self, worker: int, host: str) -> bool:
         """Start a worker in a free lease on a host; False if the lease has just been lost."""
         with self._lock:
-            lease = next((one for one in self._leases.values() if one.offer.host == host and one.worker is None), None)
+            lease = next(
+                (
+                    candidate
+                    for candidate in self._leases.values()
+                    if candidate.offer.host == host and candidate.worker is None
+                ),
+                None,
+            )
             if lease is None:
                 return False
             lease.worker = worker
@@ -362,7 +369,7 @@ class SparkWorkers:
         """Wait for the ends of the leases' Spark jobs; cancel those that wait for a core or do not end."""
         end = Deadline.after(_END_SECONDS)
         tags = [tag for tag, _ in self._leases]
-        for is_connected, tag, done in sorted(zip(connected, tags, ends, strict=True), key=lambda one: one[0]):
+        for is_connected, tag, done in sorted(zip(connected, tags, ends, strict=True), key=lambda entry: entry[0]):
             if is_connected or is_stopped(self._spark):  # its task ends by itself
                 is_done_within(done, end.remaining())
             cancel(self._spark, tag, done)

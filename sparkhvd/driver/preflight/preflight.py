@@ -153,7 +153,7 @@ def preflight(
     count, slots = _slots(request)
     tasks, checks = _cluster(request, count)
     if model is not None:
-        checks.append(_in_time(model, timeout, began))
+        checks.append(_model_check_within(model, timeout, began))
     report = PreflightReport((slots, *checks), tuple(tasks), versions(), time.monotonic() - began)
     (sys.stdout if stdout is None else stdout).write(f"{report}\n")
     return report
@@ -258,7 +258,7 @@ def _encryption(request: _Request, tasks: Sequence[Examination]) -> list[Check]:
     return [Check("encryption", Verdict.WARN if warning else Verdict.OK, message)]
 
 
-def _in_time(model: Future[Check], timeout: float, began: float) -> Check:
+def _model_check_within(model: Future[Check], timeout: float, began: float) -> Check:
     is_done_within(model, max(0.0, began + timeout - time.monotonic()))
     try:
         return model.result(0)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # How often a waiting job checks whether the application has more slots, or has ended.
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class GangQueue:
         )
         while not self._starts(gang):
             with self._changed:
-                self._changed.wait(_LOOK_SECONDS)
+                self._changed.wait(_POLL_SECONDS)
 
     def _starts(self, gang: Gang) -> bool:
         """Start a job if it is its turn."""

@@ -165,7 +165,7 @@ class TaskExchange:
         if busy or len(attempt.ranked) == self._num_tasks:
             attempt.stop_ready_timer()
         elif attempt.ready_timer is None and self._on_missing is not None and not self._over:
-            attempt.ready_timer = _after(self._seconds, self._report_missing, attempt)
+            attempt.ready_timer = _start_timer(self._seconds, self._report_missing, attempt)
 
     def _add_introduction(self, own: Introduction) -> Message | Future[Message]:
         index = own.offer.task_index
@@ -199,7 +199,7 @@ class TaskExchange:
 
     def _wait_for_connections(self, attempt: _Attempt) -> None:
         if attempt.connection_timer is None and len(attempt.statuses) < self._num_tasks:
-            attempt.connection_timer = _after(_CONNECTIONS_SECONDS, self._check_connections, attempt)
+            attempt.connection_timer = _start_timer(_CONNECTIONS_SECONDS, self._check_connections, attempt)
 
     def _check_connections(self, attempt: _Attempt) -> None:
         with self._lock:
@@ -216,7 +216,7 @@ class TaskExchange:
             self._on_missing(missing)
 
 
-def _after(seconds: float, function: Callable[[_Attempt], None], attempt: _Attempt) -> threading.Timer:
+def _start_timer(seconds: float, function: Callable[[_Attempt], None], attempt: _Attempt) -> threading.Timer:
     timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), function, [attempt])
     timer.name = "sparkhvd-meeting"
     timer.daemon = True

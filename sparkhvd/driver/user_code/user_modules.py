@@ -184,7 +184,7 @@ def _imports(content: bytes, name: str, is_package: bool) -> frozenset[str]:
             base = _base(node, package)
             names.add(base)
             names.update(f"{base}.{alias.name}" if base else alias.name for alias in node.names)
-    return frozenset(part for imported_name in names for part in _with_packages(imported_name))
+    return frozenset(part for imported_name in names for part in _name_and_packages(imported_name))
 
 
 def _executed_nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -205,7 +205,7 @@ def _base(node: ast.ImportFrom, package: str) -> str:
     return ".".join([*parts, *([node.module] if node.module else [])])
 
 
-def _with_packages(name: str) -> Iterator[str]:
+def _name_and_packages(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]

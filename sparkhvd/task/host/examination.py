@@ -34,8 +34,8 @@ from sparkhvd.task.task_info import TaskInfo, current_task_info
 
 EXAMINATION = "examination"
 _PACKAGES = ("numpy", "pyarrow")
-_REACH_SECONDS = 3.0
-_AT_ONCE = 16
+_CONNECT_SECONDS = 3.0
+_MAX_PARALLEL = 16
 
 
 @dataclass(frozen=True)
@@ -112,32 +112,32 @@ def versions() -> dict[str, str]:
     return {**own, **installed_versions((*_PACKAGES, *packages_of_frameworks()))}
 
 
-def examine_task(question: ExaminationRequest, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def examine_task(request: ExaminationRequest, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Examine the host of a barrier task, and yield one row of ``RESULT_SCHEMA``."""
     from pyspark import BarrierTaskContext  # noqa: PLC0415 - the driver imports this module, too
 
     for _ in batches:  # Spark requires its input to be read
         continue
     context, task = BarrierTaskContext.get(), current_task_info()
-    addresses, unknown = _addresses(question.nics, task)
+    addresses, unknown = _addresses(request.nics, task)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="sparkhvd-preflight-store"))
-        secret = _secret_of(task.index, question.secret)
+        secret = _secret_of(task.index, request.secret)
         servers = [
             stack.enter_context(Server(secret, _IgnoreMessages(), address, name="sparkhvd-preflight"))
             for address in addresses
         ]
         listening = [(address, server.port) for address, server in zip(addresses, servers, strict=True)]
         # The Store is checked in parallel with the network, because both may be slow.
-        store_answer = pool.submit(_check_store, question.probe, f"{task.index}-{task.attempt}")
+        store_answer = pool.submit(_check_store, request.probe, f"{task.index}-{task.attempt}")
         own = {"index": task.index, "host": task.host, "key": host_hash(), "addresses": listening}
         gathered = [json.loads(message) for message in context.allGather(json.dumps(own))]
-        unreachable = (*unknown, *_unreachable(own, gathered, question.secret))
+        unreachable = (*unknown, *_unreachable(own, gathered, request.secret))
         problem, name = store_answer.result()
         has_several_hosts = len({task["key"] for task in gathered}) > 1
         if has_several_hosts:  # tasks on a single host try no servers, and a barrier takes up to a second
             context.barrier()  # servers stay open until all tasks have tried them
-    encryption = encryption_problem(task.host) if question.encrypt else ""
+    encryption = encryption_problem(task.host) if request.encrypt else ""
     examination = _examination(task, unreachable, problem, name, encryption)
     yield row(task.index, EXAMINATION, 0, examination.to_json())
 
@@ -150,7 +150,7 @@ def _addresses(nics: Sequence[str], task: TaskInfo) -> tuple[list[str], tuple[st
     unknown: tuple[str, ...] = ()
     first = address_to_bind(task.host, task.hosts)
     try:
-        more = [one.address for one in candidates(nics, task.host, task.hosts)]
+        more = [interface.address for interface in candidates(nics, task.host, task.hosts)]
     except LaunchError as error:
         more, unknown = [], (str(error).rstrip("."),)
     offered = more if nics and more else list(dict.fromkeys([first, *more]))
@@ -196,24 +196,24 @@ def _unreachable(own: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], sec
 
     The first task of each host tries the first task of every other host.
     """
-    firsts: dict[str, Mapping[str, Any]] = {}
-    for task in sorted(tasks, key=lambda one: int(one["index"])):
-        firsts.setdefault(str(task["key"]), task)
-    if firsts[str(own["key"])]["index"] != own["index"]:
+    first_tasks: dict[str, Mapping[str, Any]] = {}
+    for task in sorted(tasks, key=lambda report: int(report["index"])):
+        first_tasks.setdefault(str(task["key"]), task)
+    if first_tasks[str(own["key"])]["index"] != own["index"]:
         return ()
 
     def attempt(task: Mapping[str, Any]) -> str:
         try:
             addresses = [(address, port) for address, port in task["addresses"]]
             connect(
-                addresses, _secret_of(task["index"], secret), Deadline.after(_REACH_SECONDS * len(addresses))
+                addresses, _secret_of(task["index"], secret), Deadline.after(_CONNECT_SECONDS * len(addresses))
             ).close()
         except OSError as error:
             return f"{own['host']} cannot reach {task['host']}: {error}".rstrip(".")
         return ""
 
-    others = [task for key, task in firsts.items() if key != own["key"]]
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="sparkhvd-preflight") as pool:
+    others = [task for key, task in first_tasks.items() if key != own["key"]]
+    with ThreadPoolExecutor(_MAX_PARALLEL, thread_name_prefix="sparkhvd-preflight") as pool:
         return tuple(sentence for sentence in pool.map(attempt, others) if sentence)
 
 

@@ -62,7 +62,7 @@ _RANKS = "mpi/ranks/"
 
 
 @dataclass(frozen=True)
-class _Part:
+class _AssignedTask:
     """The job, the plan and the connections of a task to which the driver has assigned ranks."""
 
     job: MpiJob
@@ -110,32 +110,35 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
         except LaunchError as error:
             own_interfaces, problem = [], str(error)
         servers = {
-            one: stack.enter_context(Server(secret, service, one.address, name="sparkhvd-task", encrypt=encrypt))
-            for one in own_interfaces
+            interface: stack.enter_context(
+                Server(secret, service, interface.address, name="sparkhvd-task", encrypt=encrypt)
+            )
+            for interface in own_interfaces
         }
         stack.callback(service.close)  # before the servers close, so that waiting clients get their response
         key = host_hash(yarn_container())
         versions = local_versions(job.job.versions)
         offer = TaskOffer(task.index, key, task.host, "", task.devices, task.device_kind, versions)
         listening = tuple(
-            TaskServer(one.name, one.address, server.port, one.network) for one, server in servers.items()
+            TaskServer(interface.name, interface.address, server.port, interface.network)
+            for interface, server in servers.items()
         )
         orted = shutil.which("orted", path=path) or ""
-        driver = _registered(job.job, TaskRegistration(task.attempt, offer, listening, orted, problem), deadline, stack)
+        driver = _register(job.job, TaskRegistration(task.attempt, offer, listening, orted, problem), deadline, stack)
         offers = _await_plan(driver, service, task)
         plan = JobPlan(tuple(assign(offers)), job.rendezvous, job.token, encrypt)
         own_address = next(slot for slot in plan.slots if slot.offer.task_index == task.index).offer.bind_host
-        for one, server in servers.items():
-            if one.address != own_address:
+        for interface, server in servers.items():
+            if interface.address != own_address:
                 server.close()  # the driver chose own_address, which other hosts can reach
-        own = [slot for slot in plan.slots if slot.offer.host_hash == offer.host_hash]
-        if min(slot.offer.task_index for slot in own) == task.index:
-            return _run_host_ranks(_Part(job, plan, task, service, deadline, driver), own)
-        _follow(plan, task, deadline)
+        own_slots = [slot for slot in plan.slots if slot.offer.host_hash == offer.host_hash]
+        if min(slot.offer.task_index for slot in own_slots) == task.index:
+            return _run_host_ranks(_AssignedTask(job, plan, task, service, deadline, driver), own_slots)
+        _await_job_end(plan, task, deadline)
         return {}
 
 
-def _registered(job: Job, registration: TaskRegistration, deadline: Deadline, stack: ExitStack) -> Client:
+def _register(job: Job, registration: TaskRegistration, deadline: Deadline, stack: ExitStack) -> Client:
     """Register this task and return the connection to the driver."""
     where = f"Task {registration.offer.task_index} on host {registration.offer.host} cannot register with the driver"
     try:
@@ -166,17 +169,17 @@ def _await_plan(driver: Client, service: TaskService, task: TaskInfo) -> tuple[T
     return plan
 
 
-def _run_host_ranks(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
+def _run_host_ranks(assigned: _AssignedTask, own_slots: list[Slot]) -> dict[int, bytes | Outcome]:
     """Let ``orted`` start the ranks of this host, and supervise them."""
-    job, service = part.job.job, part.service
+    job, service = assigned.job.job, assigned.service
     with ExitStack() as stack:
         # Closed last: a driver that no longer responds must not keep orted alive.
         logs = stack.enter_context(ExitStack())
         events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        stack.enter_context(_watching(part.plan, events))
+        stack.enter_context(_watching(assigned.plan, events))
         listener = stack.enter_context(closing(RankListener()))
         stack.callback(service.close)
-        service.allow_start(_environment(job, part.task, listener))
+        service.allow_start(_environment(job, assigned.task, listener))
         workers: dict[int, WorkerProcess] = {}
         logs_of: dict[int, DriverLog] = {}
 
@@ -184,41 +187,44 @@ def _run_host_ranks(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
             return service.orted_ended() is not None or not events.empty()
 
         try:
-            while len(workers) < len(own):
-                started, spawned = listener.accept(job.preload, part.deadline, has_ended)
+            while len(workers) < len(own_slots):
+                started, spawned = listener.accept(job.preload, assigned.deadline, has_ended)
                 log = logs_of[started.rank] = DriverLog(job)
                 logs.callback(log.close)
                 log.rank = started.rank
                 worker = workers[started.rank] = WorkerProcess(spawned, log)
                 stack.callback(worker.close)
                 worker.output.start()
-                if why := _elsewhere(started, part.plan, own):
-                    return {own[0].world.rank: _end(part.plan, FailureReport(-1, "", why, kind=LAUNCH))}
-            part = replace(part, plan=_as_started(part, own, list(workers), has_ended))
+                if why := _wrong_number_of_ranks(started, assigned.plan, own_slots):
+                    return {own_slots[0].world.rank: _end(assigned.plan, FailureReport(-1, "", why, kind=LAUNCH))}
+            assigned = replace(assigned, plan=_plan_with_started_ranks(assigned, own_slots, list(workers), has_ended))
         except LaunchError:
-            return {own[0].world.rank: _not_started(part.plan, own, list(workers), service)}
+            return {own_slots[0].world.rank: _not_started(assigned.plan, own_slots, list(workers), service)}
         if 0 in logs_of:
-            write_device_map(part.plan.slots, logs_of[0])
+            write_device_map(assigned.plan.slots, logs_of[0])
         for rank, worker in workers.items():
-            worker.send(worker_spec(job, part.plan, part.plan.slots[rank]))
-        contents = run_ranks(part.plan, workers, part.deadline, part.task.parent, part.report_phase)
+            worker.send(worker_spec(job, assigned.plan, assigned.plan.slots[rank]))
+        contents = run_ranks(assigned.plan, workers, assigned.deadline, assigned.task.parent, assigned.report_phase)
         if all(isinstance(content, bytes) for content in contents.values()):
             service.await_orted_end(_ORTED_SECONDS)
         return contents
 
 
-def _elsewhere(started: RankConnected, plan: JobPlan, own: Sequence[Slot]) -> str:
+def _wrong_number_of_ranks(started: RankConnected, plan: JobPlan, own_slots: Sequence[Slot]) -> str:
     """Return an error if ``mpirun`` did not start one rank per task on this host; otherwise an empty string."""
-    if (started.size, started.local_size) == (len(plan.slots), len(own)):
+    if (started.size, started.local_size) == (len(plan.slots), len(own_slots)):
         return ""
     return (
-        f"mpirun started {started.local_size} of {started.size} ranks on host {own[0].offer.host}, where Spark runs "
-        f"{len(own)} of this job's {len(plan.slots)} tasks. extra_mpi_args and OMPI_MCA_* variables may change the "
-        "order of the ranks but not their number on a host: leave out those about hosts, slots and processes per node."
+        f"mpirun started {started.local_size} of {started.size} ranks on host {own_slots[0].offer.host}, where Spark "
+        f"runs {len(own_slots)} of this job's {len(plan.slots)} tasks. extra_mpi_args and OMPI_MCA_* variables may "
+        "change the order of the ranks but not their number on a host: leave out settings of hosts, slots and "
+        "processes per node."
     )
 
 
-def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], has_ended: Callable[[], bool]) -> JobPlan:
+def _plan_with_started_ranks(
+    assigned: _AssignedTask, own_slots: Sequence[Slot], ranks: Sequence[int], has_ended: Callable[[], bool]
+) -> JobPlan:
     """Return the plan with the ranks that ``mpirun`` started on each host.
 
     The user's arguments of ``mpirun`` may have changed the order of the ranks.
@@ -226,17 +232,17 @@ def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], has_ende
     Raises:
         LaunchError: the job ended before all hosts had published their ranks.
     """
-    plan = part.plan
+    plan = assigned.plan
     hosts = list(dict.fromkeys(slot.offer.host_hash for slot in plan.slots))
     published: list[bytes] | None = None
     with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
-        mine = hosts.index(own[0].offer.host_hash)
-        client.set(f"{_RANKS}{mine}", json.dumps(ranks).encode(), Deadline.after(NOTE_SECONDS))
+        host_index = hosts.index(own_slots[0].offer.host_hash)
+        client.set(f"{_RANKS}{host_index}", json.dumps(ranks).encode(), Deadline.after(NOTE_SECONDS))
         while published is None:
             try:
-                published = client.get_all(_RANKS, range(len(hosts)), part.deadline.capped(_POLL_SECONDS))
+                published = client.get_all(_RANKS, range(len(hosts)), assigned.deadline.capped(_POLL_SECONDS))
             except DeadlineExceededError:
-                if has_ended() or part.deadline.expired():
+                if has_ended() or assigned.deadline.expired():
                     raise LaunchError("not all hosts have their ranks") from None
     ranks_of = dict(zip(hosts, map(json.loads, published), strict=True))
     return replace(plan, slots=tuple(assign_started([slot.offer for slot in plan.slots], ranks_of)))
@@ -266,30 +272,32 @@ def _environment(job: Job, task: TaskInfo, listener: RankListener) -> dict[str, 
     return changed_environment(changes, thread_defaults(task.cpus))
 
 
-def _not_started(plan: JobPlan, own: Sequence[Slot], started: Sequence[int], service: TaskService) -> Outcome:
+def _not_started(plan: JobPlan, own_slots: Sequence[Slot], started: Sequence[int], service: TaskService) -> Outcome:
     """Return the outcome of a job whose ranks did not all start. A reason from the driver or another host wins."""
     ended = service.orted_ended()
     if ended is not None:
-        report = FailureReport(own[0].world.rank, own[0].offer.host, orted_failure(*ended))
+        report = FailureReport(own_slots[0].world.rank, own_slots[0].offer.host, orted_failure(*ended))
     else:
-        report = missing_ranks(own, started)
-    patience = 0.0 if ended is None and len(started) < len(own) else _DRIVER_SECONDS
+        report = missing_ranks(own_slots, started)
+    patience = 0.0 if ended is None and len(started) < len(own_slots) else _DRIVER_SECONDS
     return _end(plan, report, patience)
 
 
-def missing_ranks(own: Sequence[Slot], started: Sequence[int]) -> FailureReport:
+def missing_ranks(own_slots: Sequence[Slot], started: Sequence[int]) -> FailureReport:
     """Return the report of a host if its own ranks, or the ranks of other hosts, did not start in time.
 
     Args:
-        own: the slots of this host.
+        own_slots: the slots of this host.
         started: the ranks that ``mpirun`` started here.
     """
-    host = own[0].offer.host
-    if len(started) == len(own):
-        cause = f"Not all hosts started their ranks in time: mpirun started those on host {host}, but not all others."
+    host = own_slots[0].offer.host
+    if len(started) == len(own_slots):
+        cause = f"Not all ranks started in time: mpirun started the ranks of host {host}, but not of all other hosts."
         return FailureReport(-1, "", cause, kind=LAUNCH)
-    first = next(slot.world.rank for slot in own if slot.world.rank not in started)
-    number = f"{len(started)} of the {counted(len(own), 'rank')} of this host" if started else "no ranks on this host"
+    first = next(slot.world.rank for slot in own_slots if slot.world.rank not in started)
+    number = (
+        f"{len(started)} of the {counted(len(own_slots), 'rank')} of this host" if started else "no ranks on this host"
+    )
     return FailureReport(first, host, f"did not start in time: mpirun started {number}")
 
 
@@ -307,10 +315,10 @@ def _outcome(content: bytes) -> Outcome:
     return Outcome(FailureReport.from_json(content) if content else None)
 
 
-def _follow(plan: JobPlan, task: TaskInfo, deadline: Deadline) -> None:
+def _await_job_end(plan: JobPlan, task: TaskInfo, deadline: Deadline) -> None:
     """Wait for the outcome of the job while another task of this host supervises the ranks."""
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    slot = next(one for one in plan.slots if one.offer.task_index == task.index)
+    slot = next(candidate for candidate in plan.slots if candidate.offer.task_index == task.index)
     with _watching(plan, events) as client:
         await_outcome(events, Supervision(slot.world.rank, slot.offer.host, client, deadline, parent=task.parent))
 

@@ -70,9 +70,9 @@ def main(arguments: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    others = {thread.native_id for thread in threading.enumerate()} - {threading.get_native_id()}
+    python_threads = {thread.native_id for thread in threading.enumerate()} - {threading.get_native_id()}
     connection, inbox = _connect(options.control_fd)
-    threads = native_threads() - others
+    known_threads = native_threads() - python_threads
     with gc_paused_for_import():
         for name in options.preload:
             with contextlib.suppress(ImportError):  # fn raises a clearer error if it needs the module
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
     if options.template_fds is not None:
         listener, owner = options.template_fds
         offer = Offer(socket.socket(fileno=listener), owner)
-        if (control := split_off_template(offer, options.warm_seconds, connection, threads)) is not None:
+        if (control := split_off_template(offer, options.warm_seconds, connection, known_threads)) is not None:
             connection, inbox = _connect(control)
     try:
         spec = pickle.loads(inbox.get())

@@ -43,7 +43,7 @@ _END = b"end"
 _FORK_SECONDS = 5.0
 # How long workers wait at most for the imports of the worker that splits the template off.
 _SPLIT_SECONDS = 60.0
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 _LONGEST_POLL_SECONDS = 2_000_000.0
 _LONGEST_REQUEST = 8192
 _DESCRIPTORS = 4
@@ -94,8 +94,8 @@ class Origin:
         owner = os.getppid() if in_task else os.getpid()
         installed = _installed(environment.get(IMPORT_PATH, ""))
         folder = Path().stat()  # works even after the folder was removed
-        place = str(_CURRENT_FOLDER.readlink()), folder.st_dev, folder.st_ino
-        return cls(owner, tuple(command), variables, place, installed, _inherited())
+        location = str(_CURRENT_FOLDER.readlink()), folder.st_dev, folder.st_ino
+        return cls(owner, tuple(command), variables, location, installed, _inherited())
 
     @property
     def address(self) -> str:
@@ -106,22 +106,22 @@ class Origin:
 
 def _installed(import_path: str) -> tuple[int, ...]:
     """Return when the folders with installed packages last changed, in nanoseconds."""
-    found = []
+    change_times = []
     for folder in map(Path, sorted({sysconfig.get_path("purelib"), *import_path.split(os.pathsep)})):
         with contextlib.suppress(OSError):  # it does not exist, or is a zip file
             if next(folder.glob("*.dist-info"), None) is not None:
-                found.append(folder.stat().st_mtime_ns)
-    return tuple(found)
+                change_times.append(folder.stat().st_mtime_ns)
+    return tuple(change_times)
 
 
 def _inherited() -> tuple[str, ...]:
     """Return the state that a process inherits from this thread when the thread starts it."""
-    found = [str(os.getpriority(os.PRIO_PROCESS, 0))]
+    state = [str(os.getpriority(os.PRIO_PROCESS, 0))]
     for name in _INHERITED_FILES:
         with contextlib.suppress(OSError):  # not every kernel has it
-            found.append((_THREAD / name).read_text())
+            state.append((_THREAD / name).read_text())
     status = (_THREAD / "status").read_text().splitlines()
-    return *found, *(line for line in status if line.partition(":")[0] in _INHERITED_STATUS)
+    return *state, *(line for line in status if line.partition(":")[0] in _INHERITED_STATUS)
 
 
 def _prefix(owner: int) -> str:
@@ -204,7 +204,7 @@ class Templates:
             if hash(origin) in self._failed:
                 return None
             is_first = False
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         self._failed.discard(hash(origin))
         scratch = make_scratch()  # after the wait, because this process may be killed during the wait
         try:
@@ -347,8 +347,8 @@ def split_off_template(
             own_name = _COMMAND_NAME.read_text().rstrip("\n")
             _COMMAND_NAME.write_text(TEMPLATE_NAME)
             control.close()
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            _redirect(nowhere, nowhere)
+            null_device = os.open(os.devnull, os.O_RDWR)
+            _redirect(null_device, null_device)
             return _serve(offer, idle_seconds, own_name)
         except BaseException:  # noqa: BLE001 - an unsupervised process must not run a worker's code
             os._exit(1)
@@ -359,8 +359,8 @@ def _serve(offer: Offer, idle_seconds: float, name: str) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the parents of the workers
     sources = _sources()
     while True:
-        news = _readable(offer.descriptors, idle_seconds)
-        if offer.listener.fileno() not in news or offer.owner in news:
+        ready = _readable(offer.descriptors, idle_seconds)
+        if offer.listener.fileno() not in ready or offer.owner in ready:
             os._exit(0)
         request, descriptors = _receive_request(offer.listener)
         if request == _END or _have_changed(sources):
@@ -390,7 +390,7 @@ def _readable(descriptors: Sequence[int], seconds: float) -> set[int]:
 
 def _sources() -> dict[str, tuple[int, int]]:
     """Return when the files of all imported modules were last changed, and their sizes."""
-    found = {}
+    states = {}
     for module in list(sys.modules.values()):
         # Use __dict__: some modules import others when an attribute that they lack is read.
         names = getattr(module, "__dict__", {})
@@ -398,8 +398,8 @@ def _sources() -> dict[str, tuple[int, int]]:
         with contextlib.suppress(OSError):  # a name without a file
             if isinstance(path, str):
                 state = os.stat(path)  # noqa: PTH116 - a path object for each of thousands takes as long as this
-                found[path] = state.st_mtime_ns, state.st_size
-    return found
+                states[path] = state.st_mtime_ns, state.st_size
+    return states
 
 
 def _have_changed(sources: dict[str, tuple[int, int]]) -> bool:
@@ -477,9 +477,9 @@ def _has_started_gpu_driver() -> bool:
 
 def native_threads() -> frozenset[int]:
     """Return the ids of this process's threads, except those that a library starts again after a fork."""
-    found = set()
+    threads = set()
     for folder in _THREADS.iterdir():
         with contextlib.suppress(OSError):  # it has just ended
             if (folder / "comm").read_text().strip() not in _RESTARTED_THREADS:
-                found.add(int(folder.name))
-    return frozenset(found)
+                threads.add(int(folder.name))
+    return frozenset(threads)

@@ -47,7 +47,7 @@ def test_threads_hold_the_lock_in_turn_and_leave_no_files(folder):
 
 
 def test_a_wait_for_a_lock_ends_at_the_deadline_and_depends_on_its_name(caplog, monkeypatch):
-    monkeypatch.setattr(file_lock, "_SAY_SECONDS", 0.0)
+    monkeypatch.setattr(file_lock, "_REMINDER_SECONDS", 0.0)
     caplog.set_level("INFO")
     with exclusive_on_machine("doing one", Deadline.after(60)), exclusive_on_machine("doing two", Deadline.after(60)):
         assert caplog.text == ""

@@ -66,7 +66,7 @@ def test_no_loss_is_reported_after_a_watch_is_closed_even_if_both_coincide(serve
 
 
 def test_a_watch_sends_one_request_however_long_it_waits(server, monkeypatch):
-    monkeypatch.setattr(loss_watch, "_GLANCE_SECONDS", 0.01)
+    monkeypatch.setattr(loss_watch, "_POLL_SECONDS", 0.01)
     waits: list[str] = []
 
     class Counted(RendezvousClient):

@@ -23,7 +23,7 @@ SECRET = b"s" * 32
         ([1, 0], "Rank 2 on host one did not start in time: mpirun started 2 of the 3 ranks of this host"),
         (
             [2, 0, 1],
-            "Not all hosts started their ranks in time: mpirun started those on host one, but not all others.",
+            "Not all ranks started in time: mpirun started the ranks of host one, but not of all other hosts.",
         ),
     ],
 )
