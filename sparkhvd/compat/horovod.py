@@ -1,4 +1,4 @@
-"""Messages about Horovod's names that are missing or elsewhere here, and about packages that are not installed."""
+"""Messages for Horovod's names that sparkhvd lacks or has elsewhere, and for packages that are not installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ELASTIC = (
     "docs/how-to/elastic.md. An interrupted fit resumes from its checkpoints, even with another number of ranks: see "
     "docs/how-to/resume.md."
 )
-_ELASTIC_RUN = "sparkhvd.run_elastic() takes it; see docs/how-to/elastic.md."
+_ELASTIC_RUN_ADVICE = "sparkhvd.run_elastic() takes it; see docs/how-to/elastic.md."
 SPARK = (
     "sparkhvd has no module sparkhvd.spark. Import the names of horovod.spark from sparkhvd itself, as in `from "
     "sparkhvd import run, TorchEstimator, KerasEstimator, LightningEstimator, Store, SparkBackend`, Store classes from "
@@ -32,22 +32,22 @@ _EXTRAS = MappingProxyType(
         "torch": "torch",
     }
 )
-# Arguments of horovod.run and their names here.
-_OF_RUN = MappingProxyType(
+# Arguments of horovod.run, with their names in sparkhvd.run.
+_RENAMED_RUN_ARGUMENTS = MappingProxyType(
     {"np": "num_proc", "mpi_args": "extra_mpi_args", "network_interface": "nics", "network_interfaces": "nics"}
 )
-# Names in horovod.spark.keras and similar modules, besides the collectives.
-_AT_THE_TOP = frozenset(
-    f"{framework}{kind}" for framework in ("Torch", "Keras", "Lightning") for kind in ("Estimator", "Model")
+# Names of horovod.spark.keras and similar modules that sparkhvd itself exports.
+_TOP_LEVEL_NAMES = frozenset(
+    f"{framework}{suffix}" for framework in ("Torch", "Keras", "Lightning") for suffix in ("Estimator", "Model")
 )
-_ELASTIC_OF_RUN = frozenset({"min_np", "max_np", "min_num_proc", "max_num_proc", "slots", "reset_limit"})
+_ELASTIC_RUN_ARGUMENTS = frozenset({"min_np", "max_np", "min_num_proc", "max_num_proc", "slots", "reset_limit"})
 
 
 def missing(module: str, name: str, known: Iterable[str]) -> str:
     """Return the message for an attribute that a module lacks, with the closest names in ``known``."""
     if name in {"elastic", "run_elastic"}:
         return ELASTIC
-    if name in _AT_THE_TOP:
+    if name in _TOP_LEVEL_NAMES:
         return f"{name} comes from sparkhvd itself: from sparkhvd import {name}."
     return f"module {module!r} has no attribute {name!r}. {did_you_mean(name, known)}".rstrip()
 
@@ -57,17 +57,16 @@ def is_extra(module: str) -> bool:
     return module.partition(".")[0] in _EXTRAS
 
 
-def not_installed(what: str, module: str) -> str:
-    """Return the message for a missing module that ``what`` needs and an extra installs."""
+def not_installed(feature: str, module: str) -> str:
+    """Return the message for a missing module that ``feature`` needs and an extra installs."""
     package = module.partition(".")[0]
-    return (
-        f"{what} needs the package {package}, which is not installed here: pip install 'sparkhvd[{_EXTRAS[package]}]'."
-    )
+    command = f"pip install 'sparkhvd[{_EXTRAS[package]}]'"
+    return f"{feature} needs the package {package}, which is not installed here: {command}."
 
 
 def unknown_argument(name: str, known: Iterable[str]) -> str:
     """Return the message for a keyword that ``run`` does not accept."""
-    if name in _ELASTIC_OF_RUN:
-        return f"run() takes no {name}. {_ELASTIC_RUN}"
-    meant = _OF_RUN.get(name, name)
-    return f"run() takes no argument {name!r}. {did_you_mean(meant, known, show=str)}".rstrip()
+    if name in _ELASTIC_RUN_ARGUMENTS:
+        return f"run() takes no {name}. {_ELASTIC_RUN_ADVICE}"
+    current_name = _RENAMED_RUN_ARGUMENTS.get(name, name)
+    return f"run() takes no argument {name!r}. {did_you_mean(current_name, known, show=str)}".rstrip()

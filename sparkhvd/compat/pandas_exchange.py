@@ -1,8 +1,8 @@
 """Arrow functions on Spark 3.5 and 4.0, which pass columns to and from Python functions only through pandas.
 
 pandas represents NULL among numbers by NaN, and converts integers in the same column to floats. Therefore numbers that
-may be NULL are sent as two columns: the values, with 0 in place of NULL, and which of them are NULL. Structs are sent
-as their fields, which pandas would turn into one dictionary per row. The results are wrapped in pandas objects that
+may be NULL are sent as two columns: the values, with 0 in place of NULL, and flags that mark NULL. Structs are sent as
+their fields, because pandas would turn them into one dictionary per row. The results are wrapped in pandas objects that
 hold Arrow arrays, which Spark's conversion leaves unchanged.
 """
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # From tuples of Arrow arrays, one array per column, to Arrow arrays; runs in Spark's tasks.
 ArrowFunction = Callable[[Iterator[Sequence["pa.Array"]]], Iterator["pa.Array"]]
 
-# A value of each type of numbers that arrays seldom contain; see _may_hold_null.
-_RARE = {
+# For each number type, a value that arrays seldom contain; see _may_hold_null.
+_RARE_VALUES = {
     "tinyint": -(2**7),
     "smallint": -(2**15),
     "int": -(2**31),
@@ -40,9 +40,10 @@ class SentColumn:
     """The form in which a column is sent.
 
     Attributes:
-        form: ``number`` and ``array`` (of numbers, also nested) have a column of their NULLs if ``nullable``; a
-            ``struct`` consists of its fields; ``object`` is sent unchanged, as pandas represents its NULLs.
-        nullable: whether a column of NULLs accompanies it.
+        form: ``number`` and ``array`` (of numbers, also nested) are sent with a column of flags that mark NULL if
+            ``nullable``; a ``struct`` is sent as its fields; ``object`` is sent unchanged, because pandas represents
+            its NULLs.
+        nullable: whether a column of flags accompanies it; an ``object`` never has one.
         arrow: the Arrow type of the column.
         fields: the fields of a struct.
     """
@@ -54,7 +55,7 @@ class SentColumn:
 
 
 def arrow_column_by_pandas(
-    df: DataFrame, function: ArrowFunction, kind: DataType, columns: Sequence[Column | str]
+    df: DataFrame, function: ArrowFunction, result_type: DataType, columns: Sequence[Column | str]
 ) -> Column:
     """Return the column that an Arrow function computes; see ``sparkhvd.compat.spark.arrow_column``."""
     from pyspark.sql import functions  # noqa: PLC0415 - executors import this module, too
@@ -65,33 +66,35 @@ def arrow_column_by_pandas(
     parts: list[Column] = []
     for column, field in zip(columns, fields, strict=True):
         value = functions.col(column) if isinstance(column, str) else column
-        form, its_parts = _send(value, field.dataType, nullable=field.nullable)
+        form, field_parts = _encode_column(value, field.dataType, nullable=field.nullable)
         sent.append(form)
-        parts += its_parts
-    udf: Any = pandas_udf(_by_pandas(function, tuple(sent), len(parts)), kind)  # type: ignore[call-overload]
-    # Twice for the reason that ``arrow_column`` has, and because Spark passes a single column without a tuple.
+        parts += field_parts
+    udf: Any = pandas_udf(_pandas_function(function, tuple(sent), len(parts)), result_type)  # type: ignore[call-overload]
+    # Each column is passed twice, as in ``arrow_column``, and because Spark passes a single column without a tuple.
     return udf(*parts, *parts)  # type: ignore[no-any-return]
 
 
-def _send(value: Column, kind: DataType, *, nullable: bool) -> tuple[SentColumn, list[Column]]:
+def _encode_column(value: Column, data_type: DataType, *, nullable: bool) -> tuple[SentColumn, list[Column]]:
     """Return the form of a column, and the columns to send for it."""
     from pyspark.sql import functions  # noqa: PLC0415
     from pyspark.sql.pandas.types import to_arrow_type  # noqa: PLC0415
 
-    if kind.typeName() == "struct":
+    if data_type.typeName() == "struct":
         fields, parts = [], [value.isNull()] if nullable else []
-        for field in kind.fields:  # type: ignore[attr-defined]
-            form, its_parts = _send(value.getField(field.name), field.dataType, nullable=nullable or field.nullable)
+        for field in data_type.fields:  # type: ignore[attr-defined]
+            form, field_parts = _encode_column(
+                value.getField(field.name), field.dataType, nullable=nullable or field.nullable
+            )
             fields.append(form)
-            parts += its_parts
-        return SentColumn("struct", nullable, to_arrow_type(kind), tuple(fields)), parts
-    element, depth, null_inside = kind, 0, False
+            parts += field_parts
+        return SentColumn("struct", nullable, to_arrow_type(data_type), tuple(fields)), parts
+    element, depth, null_inside = data_type, 0, False
     while element.typeName() == "array":
         null_inside = null_inside or element.containsNull  # type: ignore[attr-defined]
         element, depth = element.elementType, depth + 1  # type: ignore[attr-defined]
     name = element.simpleString()
-    arrow = to_arrow_type(kind)
-    if name not in _RARE:
+    arrow = to_arrow_type(data_type)
+    if name not in _RARE_VALUES:
         return SentColumn("object", nullable, arrow), [value]
     zero = functions.lit(0).cast(name)
     if not depth:
@@ -100,37 +103,39 @@ def _send(value: Column, kind: DataType, *, nullable: bool) -> tuple[SentColumn,
     if not null_inside:
         return SentColumn("array", False, arrow), [value]
     suspect = _may_hold_null(value, name, depth)
-    filled = functions.when(suspect, _each(value, depth, lambda one: functions.coalesce(one, zero))).otherwise(value)
+    filled = functions.when(
+        suspect, _map_elements(value, depth, lambda item: functions.coalesce(item, zero))
+    ).otherwise(value)
     return SentColumn("array", True, arrow), [
         filled,
-        functions.when(suspect, _each(value, depth, lambda one: one.isNull())),
+        functions.when(suspect, _map_elements(value, depth, lambda item: item.isNull())),
     ]
 
 
 def _may_hold_null(array: Column, element: str, depth: int) -> Column:
-    """Return whether an array may hold NULL; it does not if this is false.
+    """Return a condition that is false only for arrays without NULL.
 
-    A search for a value that an array lacks ends in NULL if the array holds NULL. It is compiled, and takes a fraction
-    of the time of ``exists``.
+    ``array_contains`` returns NULL if the array lacks the value but holds NULL. It is compiled, and takes a fraction of
+    the time of ``exists``.
     """
     from pyspark.sql import functions  # noqa: PLC0415
 
     for _ in range(depth - 1):
         array = functions.flatten(array)
-    found = functions.array_contains(array, functions.lit(_RARE[element]).cast(element))
-    return functions.coalesce(found, functions.lit(True))
+    contains = functions.array_contains(array, functions.lit(_RARE_VALUES[element]).cast(element))
+    return functions.coalesce(contains, functions.lit(True))
 
 
-def _each(array: Column, depth: int, act: Any) -> Column:
-    """Return a nested array with ``act`` applied to each innermost element."""
+def _map_elements(array: Column, depth: int, function: Any) -> Column:
+    """Return a nested array with ``function`` applied to each innermost element."""
     from pyspark.sql import functions  # noqa: PLC0415
 
     if not depth:
-        return act(array)  # type: ignore[no-any-return]
-    return functions.transform(array, lambda inner: _each(inner, depth - 1, act))
+        return function(array)  # type: ignore[no-any-return]
+    return functions.transform(array, lambda inner: _map_elements(inner, depth - 1, function))
 
 
-def _by_pandas(function: ArrowFunction, sent: tuple[SentColumn, ...], count: int) -> Any:
+def _pandas_function(function: ArrowFunction, sent: tuple[SentColumn, ...], count: int) -> Any:
     """Return the pandas function of an Arrow function, with the annotations that Spark reads."""
     import pandas as pd  # noqa: PLC0415  (heavy)
 
@@ -143,23 +148,23 @@ def _by_pandas(function: ArrowFunction, sent: tuple[SentColumn, ...], count: int
 
 def from_pandas(sent: Sequence[SentColumn], parts: Sequence[pd.Series[Any]]) -> tuple[pa.Array, ...]:
     """Return the Arrow arrays of the columns that were sent in these parts."""
-    waiting = iter(parts)
-    return tuple(_received(column, waiting) for column in sent)
+    remaining = iter(parts)
+    return tuple(_rebuild_column(column, remaining) for column in sent)
 
 
-def _received(column: SentColumn, parts: Iterator[pd.Series[Any]]) -> pa.Array:
+def _rebuild_column(column: SentColumn, parts: Iterator[pd.Series[Any]]) -> pa.Array:
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
     if column.form == "struct":
-        nulls = pa.array(_flags(next(parts))) if column.nullable else None
-        arrays = [_received(field, parts) for field in column.fields]
+        nulls = pa.array(_null_flags(next(parts))) if column.nullable else None
+        arrays = [_rebuild_column(field, parts) for field in column.fields]
         fields = [pa.field(column.arrow.field(index).name, array.type) for index, array in enumerate(arrays)]
         return pa.StructArray.from_arrays(arrays, fields=fields, mask=nulls)
     values = next(parts)
     if column.form == "object":
         return pa.array(values, column.arrow)
     if column.form == "number":
-        nulls = _flags(next(parts)) if column.nullable else None
+        nulls = _null_flags(next(parts)) if column.nullable else None
         return pa.array(values.to_numpy(), column.arrow, mask=nulls, from_pandas=False)
     rows = list(values)
     if column.nullable:
@@ -169,12 +174,12 @@ def _received(column: SentColumn, parts: Iterator[pd.Series[Any]]) -> pa.Array:
     return pa.array(rows, column.arrow, from_pandas=False)
 
 
-def _flags(nulls: pd.Series[Any]) -> Any:
+def _null_flags(nulls: pd.Series[Any]) -> Any:
     return nulls.to_numpy(dtype=bool)
 
 
 def _with_nulls(values: Any, flags: Any) -> Any:
-    """Return an array as nested lists in which None stands where the flags are true."""
+    """Return an array as nested lists, with None at the positions where the flags are true."""
     if values is None or flags is None:
         return None
     if isinstance(flags, np.ndarray):
@@ -183,7 +188,7 @@ def _with_nulls(values: Any, flags: Any) -> Any:
 
 
 def to_pandas(array: pa.Array) -> Any:
-    """Return a pandas object that Spark turns into this very array: a table for a struct, else a series."""
+    """Return a pandas object that Spark converts to exactly this array: a table for a struct, else a series."""
     import pandas as pd  # noqa: PLC0415  (heavy)
     import pyarrow as pa  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
-"""The differences between the versions of Spark from 3.5 to 4.3. No other module asks for a version.
+"""The differences between the versions of Spark from 3.5 to 4.3. No other module branches on a version.
 
-The version of the installed pyspark decides; ``check_spark`` checks that the cluster runs the same one. Connect is
-supported from 4.0.
+The functions use the version of the installed pyspark; ``check_spark`` checks that the cluster has the same release.
+Spark Connect is supported from 4.0 on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_OLDEST = (3, 5)
+_OLDEST_SPARK = (3, 5)
 _OLDEST_CONNECT = (4, 0)
 
 
@@ -41,25 +41,25 @@ def is_stopped(spark: SparkSession) -> bool:
     context = session.sparkContext._jsc  # noqa: SLF001
     try:
         return context is None or bool(context.sc().isStopped())
-    except Exception:  # noqa: BLE001 - of py4j or of a socket, whatever ended the JVM
+    except Exception:  # noqa: BLE001 - py4j and its socket raise different errors if the JVM has ended
         return True
 
 
 def current_session() -> SparkSession | None:
-    """Return the session that is active in this thread, or the one created last; None without either.
+    """Return the session that is active in this thread, or the session created last; None without either.
 
-    A thread that Python has started, such as one of ``CrossValidator``, often has no active session.
+    Threads that Python has started, such as the threads of ``CrossValidator``, often have no active session.
     """
     from pyspark.sql import SparkSession  # noqa: PLC0415 - importing this module needs no Spark
 
     session = SparkSession.getActiveSession()
     if session is None:
-        session = getattr(SparkSession, "_instantiatedSession", None)  # which ``stop()`` resets
+        session = getattr(SparkSession, "_instantiatedSession", None)  # ``stop()`` resets it
     return session
 
 
 def active_session() -> SparkSession:
-    """Return the session that is active in this thread, or the one created last.
+    """Return the session that is active in this thread, or the session created last.
 
     Raises:
         LaunchError: there is no session.
@@ -81,13 +81,13 @@ def pyspark_version() -> str:
 
 
 def check_spark(spark: SparkSession) -> None:
-    """Check that sparkhvd supports the Spark of a session, and that pyspark has the same version.
+    """Check that sparkhvd supports the Spark of a session, and that pyspark has the same major and minor version.
 
     Raises:
-        LaunchError: Spark is too old, or its version differs from that of pyspark.
+        LaunchError: Spark is too old, or pyspark has another release.
     """
     own, cluster, connect = pyspark_version(), str(spark.version), is_connect(spark)
-    if release(cluster) < _OLDEST:
+    if release(cluster) < _OLDEST_SPARK:
         raise LaunchError(
             f"This session runs Spark {cluster}, but sparkhvd needs Spark 3.5 or later. Use a newer cluster or runtime."
         )
@@ -107,14 +107,14 @@ def check_spark(spark: SparkSession) -> None:
 
 def java_versions() -> str:
     """Return the Java versions that the installed pyspark runs on."""
-    return "Java 17 or later" if _has_release(4, 0) else "Java 8, 11 or 17"
+    return "Java 17 or later" if _has_at_least(4, 0) else "Java 8, 11 or 17"
 
 
 def inheriting(spark: SparkSession, act: Callable[[], T]) -> Callable[[], T]:
     """Return ``act`` for a new thread, with the tags, job group and pool that the calling thread has now."""
     from pyspark import util  # noqa: PLC0415
 
-    if _has_release(4, 0):
+    if _has_at_least(4, 0):
         wrapped: Callable[[], T] = util.inheritable_thread_target(spark)(act)
     else:
         wrapped = util.inheritable_thread_target(act)
@@ -130,54 +130,56 @@ def map_in_barrier(
     """Return the rows that ``task`` yields per partition in a barrier stage, with the resources of a profile."""
     if profile is None:
         return rows.mapInArrow(task, schema, barrier=True)
-    if _has_release(4, 0):
+    if _has_at_least(4, 0):
         return rows.mapInArrow(task, schema, barrier=True, profile=profile)
     # DataFrames have no profiles before 4.0, but their RDDs do.
     from pyspark.sql import DataFrame  # noqa: PLC0415
 
     frame: Any = rows.mapInArrow(task, schema, barrier=True)
     spark: Any = rows.sparkSession
-    made = frame._jdf.queryExecution().toRdd().withResources(profile._java_resource_profile)  # noqa: SLF001
-    return DataFrame(spark._jsparkSession.internalCreateDataFrame(made, frame._jdf.schema(), False), spark)  # noqa: SLF001
+    rdd = frame._jdf.queryExecution().toRdd().withResources(profile._java_resource_profile)  # noqa: SLF001
+    return DataFrame(spark._jsparkSession.internalCreateDataFrame(rdd, frame._jdf.schema(), False), spark)  # noqa: SLF001
 
 
 def task_number(context: BarrierTaskContext) -> int:
     """Return a number for an attempt of a barrier task: its stage's smallest attempt id, plus the task's index.
 
     Spark starts the tasks of a barrier stage in one step, so their attempt ids are consecutive. From 4.0 on, they are
-    in the order of the indices. Spark 3.5 with Scala 2.12 assigns them in the order of a hash table. Therefore its
-    tasks ask each other, which takes them a second. The driver limits that time, as the job has not started yet.
+    in the order of the indices. Spark 3.5 with Scala 2.12 assigns them in the order of a hash table, so its tasks
+    exchange their ids, which takes about a second. The driver's start timeout limits that time.
     """
-    own = context.taskAttemptId()
-    if _has_release(4, 0):
-        return own
-    return min(int(text) for text in context.allGather(str(own))) + context.partitionId()
+    attempt_id = context.taskAttemptId()
+    if _has_at_least(4, 0):
+        return attempt_id
+    return min(int(text) for text in context.allGather(str(attempt_id))) + context.partitionId()
 
 
-def arrow_column(df: DataFrame, function: ArrowFunction, kind: DataType, columns: Sequence[Column | str]) -> Column:
+def arrow_column(
+    df: DataFrame, function: ArrowFunction, result_type: DataType, columns: Sequence[Column | str]
+) -> Column:
     """Return the column that an Arrow function computes from columns of ``df``.
 
     Args:
         df: the rows.
         function: a picklable function.
-        kind: the type of the arrays that ``function`` yields.
+        result_type: the type of the arrays that ``function`` yields.
         columns: names or columns of ``df``.
     """
-    if not _has_release(4, 1):
+    if not _has_at_least(4, 1):
         from sparkhvd.compat.pandas_exchange import arrow_column_by_pandas  # noqa: PLC0415
 
-        return arrow_column_by_pandas(df, function, kind, columns)
+        return arrow_column_by_pandas(df, function, result_type, columns)
     from pyspark.sql.pandas.functions import arrow_udf  # noqa: PLC0415
 
-    # Each column is passed twice so that Spark computes it beforehand, in compiled code. Otherwise Spark would work row
-    # by row and hold a copy of every column meanwhile. The data is sent only once.
-    udf: Any = arrow_udf(_first_half(function, len(columns)), kind)  # type: ignore[call-overload]  # it takes tuples
+    # If a column is passed twice, Spark computes it first, in compiled code, and sends it once. Otherwise Spark would
+    # work row by row and hold a copy of every column in the meantime.
+    udf: Any = arrow_udf(_without_repetition(function, len(columns)), result_type)  # type: ignore[call-overload]  # the function takes tuples
     return udf(*columns, *columns)  # type: ignore[no-any-return]
 
 
 def to_arrow(df: DataFrame) -> pa.Table:
     """Return the rows as an Arrow table."""
-    if _has_release(4, 0):
+    if _has_at_least(4, 0):
         return df.toArrow()
     import pyarrow as pa  # noqa: PLC0415  (heavy)
     from pyspark.sql.pandas.types import to_arrow_schema  # noqa: PLC0415
@@ -190,12 +192,12 @@ def data_type(ddl: str) -> DataType:
     """Return the type that a DDL text describes, such as ``array<float>``."""
     from pyspark.sql import types  # noqa: PLC0415
 
-    return types.DataType.fromDDL(ddl) if _has_release(4, 0) else types._parse_datatype_string(ddl)  # noqa: SLF001
+    return types.DataType.fromDDL(ddl) if _has_at_least(4, 0) else types._parse_datatype_string(ddl)  # noqa: SLF001
 
 
 def session_settings(spark: SparkSession) -> dict[str, str]:
     """Return all settings of a session by name."""
-    if _has_release(4, 0):
+    if _has_at_least(4, 0):
         return dict(spark.conf.getAll)
     return {row["key"]: row["value"] for row in spark.sql("SET").collect()}
 
@@ -203,7 +205,7 @@ def session_settings(spark: SparkSession) -> dict[str, str]:
 def rows_of_plan(jvm: Any, jsession: Any, plan: Any) -> Any:
     """Return the JVM's DataFrame of an analyzed plan in a JVM session."""
     sql = jvm.org.apache.spark.sql
-    datasets = sql.classic.Dataset if _has_release(4, 0) else sql.Dataset
+    datasets = sql.classic.Dataset if _has_at_least(4, 0) else sql.Dataset
     return datasets.ofRows(jsession, plan)
 
 
@@ -218,7 +220,7 @@ def text_of_plan(plan: Any) -> str:
         return str(plan.treeString(*arguments))
 
 
-def _first_half(function: ArrowFunction, count: int) -> Callable[..., Any]:
+def _without_repetition(function: ArrowFunction, count: int) -> Callable[..., Any]:
     """Return a function that ignores the repetition of the columns, with the annotations that Spark reads."""
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
@@ -229,13 +231,13 @@ def _first_half(function: ArrowFunction, count: int) -> Callable[..., Any]:
     return predict
 
 
-def _has_release(major: int, minor: int) -> bool:
-    """Return whether the installed pyspark is of this release or a later one."""
+def _has_at_least(major: int, minor: int) -> bool:
+    """Return whether the installed pyspark has this release or a later one."""
     return release(pyspark_version()) >= (major, minor)
 
 
 @cache
 def release(version: str) -> tuple[int, int]:
-    """Return the major and the minor number of a version, which vendors may extend, like ``3.5.5-amzn-1``."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    """Return the major and the minor number of a version; vendors append suffixes, as in ``3.5.5-amzn-1``."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

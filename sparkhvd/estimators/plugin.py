@@ -63,7 +63,7 @@ class TrainSpec:
     sample: Arrays | None = field(default=None, compare=False, repr=False)
 
     def lr_scale(self, size: int) -> float:
-        """Return the factor by which the learning rate is multiplied with this number of ranks."""
+        """Return the factor for the learning rate with ``size`` ranks; a fixed number of shards takes precedence."""
         return float(self.shards or size) if self.scale_lr else 1.0
 
     def seed_of(self, epoch: int, rank: int, step: int = 0) -> int:
@@ -72,7 +72,7 @@ class TrainSpec:
         Args:
             epoch: the epoch.
             rank: the rank.
-            step: the steps of the epoch that other ranks have done; their numbers are not drawn again.
+            step: the completed steps of a resumed epoch, if other ranks did them; their numbers are not drawn again.
         """
         if step:
             entropy = (self.seed % 2**63, epoch, rank, step)
@@ -80,12 +80,12 @@ class TrainSpec:
         return ((self.seed * 100_003 + epoch) * 10_007 + rank) % 2**63
 
 
-def typed_params(kind: type[T], params: Mapping[str, Any]) -> T:
-    """Return the parameters that a dataclass names as fields, with the types that their converters have checked.
+def typed_params(params_class: type[T], params: Mapping[str, Any]) -> T:
+    """Return an instance of a dataclass whose fields are named like parameters; missing parameters are None.
 
-    Missing parameters are None.
+    The converters of the parameters have checked the types.
     """
-    return kind(**{field.name: params.get(field.name) for field in fields(kind)})
+    return params_class(**{field.name: params.get(field.name) for field in fields(params_class)})
 
 
 class TrainHooks(Protocol):
@@ -123,9 +123,9 @@ class TrainHooks(Protocol):
         """The completed epochs, including those before an interruption."""
 
     def keep_file(self, path: Path) -> None:
-        """Save a file of this rank in the folder of the run, replacing one of the same name.
+        """Save a file of this rank in the run's folder of the Store; do nothing without a Store.
 
-        Do nothing without a Store.
+        An existing file with the same name is replaced.
         """
 
     def on_step_end(self, report: StepReport, trainer: Trainer) -> None:
@@ -209,9 +209,9 @@ class FrameworkPlugin(Protocol):
         """
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
-        """Run the check with rows on a rank, with the payload of ``pack``, if only ranks have the rows.
+        """Run the check on a rank with the payload of ``pack``, for rows that only the ranks have.
 
-        ``schema`` has all shapes, even if ``pack`` did not know them.
+        ``schema`` has all shapes, even if they were unknown to ``pack``.
         """
 
     def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
@@ -224,7 +224,7 @@ class FrameworkPlugin(Protocol):
         """
 
     def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
-        """Return the metrics that the run monitors, by parameter: ``monitored_metrics(params)`` and the framework's."""
+        """Return the monitored metric of each parameter: ``monitored_metrics(params)``, and the framework's own."""
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """Return the facts that a checkpoint must share with the model and optimizer that resume from it."""
@@ -233,7 +233,7 @@ class FrameworkPlugin(Protocol):
         """Return the layers and losses that relate the rows of a batch."""
 
     def packages(self) -> tuple[str, ...]:
-        """Return the packages that ``predictor`` needs, as far as they are installed."""
+        """Return the packages that ``predictor`` may need; some of them may not be installed."""
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> Trainer:
         """Create the trainer of one rank from the payload of ``pack``."""

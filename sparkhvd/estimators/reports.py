@@ -33,7 +33,7 @@ class EpochRecord:
         rows_per_second: training rows of all ranks per second of training.
         step_seconds: mean duration of a training step.
         shares: fractions of that duration by phase: data_wait, compute, communication.
-        sizes: numbers of ranks that trained the epoch, in their order; more than one if the ranks changed within it.
+        sizes: the numbers of ranks that trained the epoch, in order; several if the ranks changed within the epoch.
     """
 
     epoch: int
@@ -50,7 +50,7 @@ class EpochRecord:
         parts += [f"{name} {value:.4g}" for name, value in self.train.items()]
         parts += [f"val_{name} {value:.4g}" for name, value in self.validation.items()]
         parts.append(f"{self.rows_per_second:,.0f} rows/s")
-        shares = [f"{kind.split('_')[0]} {share:.0%}" for kind, share in self.shares.items()]
+        shares = [f"{phase.split('_')[0]} {share:.0%}" for phase, share in self.shares.items()]
         parts.append(f"step {self.step_seconds * 1000:.1f} ms{' = ' if shares else ''}{' + '.join(shares)}")
         return "  ".join(parts)
 
@@ -63,8 +63,8 @@ class EpochRecord:
 class EpochReport:
     """A trainer's report at the end of an epoch. Values are this rank's sums, not yet averaged over ranks.
 
-    Before validation the trainer synchronizes the state that each rank updates on its own, such as running statistics.
-    Thus the validated model is the one that rank 0 saves.
+    Before validation, the trainer synchronizes the state that each rank updates on its own, such as running statistics.
+    All ranks therefore validate the model that rank 0 saves.
 
     Attributes:
         epoch: the epoch, counted from 0.
@@ -99,7 +99,7 @@ class StepReport:
     Attributes:
         epoch: the epoch, counted from 0.
         step: completed batches of the epoch, including those before an interruption. If the rest of the epoch was
-            divided anew among other ranks, only the batches of the rest count, here and in ``steps``.
+            repartitioned to other ranks, only the batches of the rest count, here and in ``steps``.
         steps: batches of the whole epoch.
         loss: the loss of this rank in this step; None if the rank had no rows.
         sums: this rank's metrics of the epoch so far, as in ``EpochReport.train``, without those in ``metrics``.
@@ -107,10 +107,10 @@ class StepReport:
         whole: whether the trainer's state is complete; False while gradients accumulate over several batches.
         synchronize: synchronizes the state that each rank updates on its own, such as running statistics; a
             collective, called before a checkpoint within the epoch.
-        metrics: returns this rank's state of the metrics that ``sums`` lacks, with the earlier states that it has taken
-            over (``TrainHooks.metrics``); empty without such metrics.
+        metrics: returns this rank's state of the metrics that ``sums`` lacks, including the states that it took over
+            from ``TrainHooks.metrics``; empty without such metrics.
         wants_end: whether this rank requests the end of the training after this epoch. A run that resumes within the
-            epoch remembers the request, because the callback may not repeat it.
+            epoch keeps the request, because the callback may not repeat it.
     """
 
     epoch: int

@@ -359,8 +359,8 @@ def test_without_changes_an_elastic_fit_trains_the_weights_of_a_fixed_fit(fit, t
     ("params", "error", "message"),
     [
         ({"store": None}, ParamError, "keeps its rows and checkpoints in a Store"),
-        ({"data": "direct"}, ParamError, "data='direct' cannot divide the rest of an epoch anew"),
-        ({"reader": "petastorm"}, ParamError, "reader='petastorm' cannot divide the rest of an epoch anew"),
+        ({"data": "direct"}, ParamError, "data='direct' cannot divide the rest of an epoch again"),
+        ({"reader": "petastorm"}, ParamError, "reader='petastorm' cannot divide the rest of an epoch again"),
         ({"backend": "mpi"}, ConfigError, "The launcher 'mpi' cannot start elastic ranks"),
         ({"num_proc": 1}, ConfigError, "must not decrease in this order"),
         ({"min_num_proc": None, "elastic_timeout": 5.0}, ConfigError, "elastic_timeout is for elastic training"),

@@ -19,7 +19,7 @@ _SHOWN_VALUES = 4
 
 
 def description(estimator_name: str, plugin_name: str, plan: FitPlan, schema: DataSchema, sample: Arrays) -> str:
-    """Return text: the mapping of columns to inputs and outputs, and a table of the sample and the model's outputs.
+    """Return the mapping of columns to inputs and outputs, and a table of the sample and the model's outputs, as text.
 
     Raises:
         SparkHvdError: the rows cannot be trained on.

@@ -1,4 +1,4 @@
-"""``fit``: from a DataFrame to a trained model, the same for every framework."""
+"""The base class of all estimators: ``fit`` trains a model on a DataFrame."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ from sparkhvd.estimators.params.named_inputs import columns_of
 from sparkhvd.estimators.params.params import EstimatorParams
 from sparkhvd.estimators.plugin import TrainSpec
 from sparkhvd.estimators.runs.resume_check import ModelFacts, check_resumable, measures_digest
-from sparkhvd.estimators.runs.run_identity import note_run, run_id_by_content
+from sparkhvd.estimators.runs.run_identity import record_run, run_id_by_content
 from sparkhvd.estimators.runs.run_lease import hold_run
 from sparkhvd.estimators.runs.run_plan import RunPlan
 from sparkhvd.estimators.training import checkpoint, finished_runs, job_files
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SLOTS_SECONDS = 60.0
+_CLUSTER_COUNT_SECONDS = 60.0
 _DESCRIBED_ROWS = 5
 _NEXT_STEP = {
     "model": "pass the model to train",
@@ -120,9 +120,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     preload: ClassVar[tuple[str, ...]]  # modules that waiting ranks import; the framework's first
     required: ClassVar[tuple[str, ...]] = ("feature_cols", "label_cols")
     _mlflow_run: str | None = None
-    _part: str | None = None  # the part of a search, such as a fold of a CrossValidator, that this copy belongs to
+    _search_part: str | None = None  # the part of a search that this copy trains, such as a fold of a CrossValidator
     _trial_params: Mapping[str, object] = MappingProxyType({})  # parameters of the search trial that this copy trains
-    _mapped: frozenset[str] = frozenset()  # the parameters that a parameter map set on this copy
+    _mapped_params: frozenset[str] = frozenset()  # the parameters that a parameter map set on this copy
 
     @overload
     def fit(
@@ -148,7 +148,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             resume: overrides the parameter ``resume`` for this fit; None keeps it.
 
         Raises:
-            SparkHvdError: a parameter or the rows are refused, or the training failed; the message says what and where.
+            SparkHvdError: a parameter or the rows are invalid, or the training failed.
         """
         if resume is None:
             return super().fit(dataset, params)
@@ -173,21 +173,21 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         with self._run(spark, plan) as run:
             if run.store is None or run.data == "direct":
                 return self._fit_direct(dataset, selection, run)
-            writing = _writing(run, run.division_proc, run.random_seed)
-            with acquire(dataset, selection, run.store, writing, keep_seconds=keep_seconds) as data:
+            write_options = _write_options(run, run.division_proc, run.random_seed)
+            with acquire(dataset, selection, run.store, write_options, keep_seconds=keep_seconds) as data:
                 return self._fit_rows(spark, run, data.store, data.manifest)
 
     @brief_errors
     def prepare(self, dataset: DataFrame) -> PreparedData:
-        """Write the rows that ``fit`` would train on to the Store, for any number of calls of ``fit_on_parquet``.
+        """Write the rows that ``fit`` would train on to the Store; any number of ``fit_on_parquet`` calls can use them.
 
         The result is a context manager; without ``with``, call its ``close()``. ``sparkhvd.prepare_data`` does the same
-        without an estimator. The model, its optimizer and its loss may still be missing.
+        without an estimator. The estimator does not need a model, an optimizer or a loss yet.
 
         Raises:
-            SparkHvdError: a parameter or the rows are refused; ``fit`` raises the same error.
+            SparkHvdError: a parameter or the rows are invalid; ``fit`` raises the same error.
         """
-        plan = self._plan_of_rows(**self._overrides_for(dataset))
+        plan = self._checked_row_plan(**self._overrides_for(dataset))
         self._require(plan, ("feature_cols", "label_cols"))
         if plan.store is None or plan.data == "direct":
             raise ParamError(f"prepare writes rows to a Store, but this estimator has none. {CREATE_STORE}.")
@@ -198,25 +198,25 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         store = with_spark_credentials(plan.store, spark)
         self._check_store(spark, store, plan)
         seed = secrets.randbelow(2**31) if plan.random_seed is None else plan.random_seed
-        writing = _writing(plan, largest_size(plan, num_proc), seed)
-        return acquire(dataset, selection, store, writing, keep_seconds=_keep_seconds(plan))
+        write_options = _write_options(plan, largest_size(plan, num_proc), seed)
+        return acquire(dataset, selection, store, write_options, keep_seconds=_keep_seconds(plan))
 
     def as_trial(self, name: str, params: Mapping[str, object]) -> Self:
         """Return a copy that logs to MLflow as a nested run with this name and these additional parameters."""
         copied = self.copy()
-        copied._part, copied._trial_params = name, params  # noqa: SLF001 - of this object's own copy
+        copied._search_part, copied._trial_params = name, params  # noqa: SLF001 - of this object's own copy
         return copied
 
     def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
         """Return a copy with these parameters; ``fit(df, params)`` and Spark ML's tuning make a copy for every fit.
 
-        These fits run in threads, so the copy remembers the active MLflow run of the calling thread.
+        Spark ML runs these fits in other threads, so the copy remembers the calling thread's active MLflow run.
         """
         copied: Self = super().copy(extra)
         copied._mlflow_run = active_run() or self._mlflow_run
-        copied._part = cross_validation_part() or self._part
-        copied._mapped = self._mapped | {
-            param.name for param in map(self._own, extra or ()) if param.parent == self.uid
+        copied._search_part = cross_validation_part() or self._search_part
+        copied._mapped_params = self._mapped_params | {
+            param.name for param in map(self._own_param, extra or ()) if param.parent == self.uid
         }
         return copied
 
@@ -233,9 +233,10 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         self._check_schema(plan, selection.schema)
         schema, arrays = self._transformed(plan, *read_sample(dataset, selection, rows))
         outputs = plugin.check(plan.params, schema, arrays)
-        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-        made = ", ".join(str([len(next(iter(arrays.values()))), *shape]) for shape in outputs)
-        return f"{plugin.mapping(plan.params, schema)}; {shapes} gave {made}"
+        row_count = len(next(iter(arrays.values())))
+        input_shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        output_shapes = ", ".join(str([row_count, *shape]) for shape in outputs)
+        return f"{plugin.mapping(plan.params, schema)}; {input_shapes} gave {output_shapes}"
 
     def requested_tasks(self) -> RequestedTasks:
         """Return the number and resources of the tasks that the ranks will need, for ``sparkhvd.preflight``."""
@@ -306,7 +307,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                 "resume a run."
             )
         spark = session_of(plan)
-        any_type = self._any_type(plan)
+        any_type = self._accepts_any_type(plan)
         with self._run(spark, plan) as planned:
             access = Access(planned.store, configure=partial(with_spark_credentials, spark=spark))
             with existing_rows(planned, dataset_idx, path, validation_path, access=access, any_type=any_type) as files:
@@ -331,20 +332,22 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             last = None if store is None or facts is None else _last_checkpoint(store, run_id, facts)
             if store is not None and plan.resume == "auto":
                 _refuse_longer_run(run_id, plan.epochs, last)
-                note_run(store, run_id)
+                record_run(store, run_id)
             seed = plan.random_seed
             if seed is None:
                 seed = secrets.randbelow(2**31) if last is None else last.seed
-            decided = {"num_proc": num_proc, "store": store, "run_id": run_id, "random_seed": seed}
+            resolved = {"num_proc": num_proc, "store": store, "run_id": run_id, "random_seed": seed}
             division_proc = largest_size(plan, num_proc)
             if last is not None and last.within is not None:
                 division_proc = last.within.division_proc or last.within.num_proc
-            yield RunPlan(**{**vars(plan), **decided}, division_proc=division_proc, facts=facts, lease=lease)
+            yield RunPlan(**{**vars(plan), **resolved}, division_proc=division_proc, facts=facts, lease=lease)
 
     def _check_store(self, spark: SparkSession, store: Store, plan: FitPlan) -> None:
         backend = spark_backend(plan)
         seconds = None if backend is None else backend.start_seconds
-        check_store(spark, store, lambda: describe_cluster(spark).count(Deadline.after(_SLOTS_SECONDS)), seconds)
+        check_store(
+            spark, store, lambda: describe_cluster(spark).count(Deadline.after(_CLUSTER_COUNT_SECONDS)), seconds
+        )
 
     def _fit_direct(self, dataset: DataFrame, selection: Selection, run: RunPlan) -> TrainedModel:
         """Train on rows that Spark sends straight to the ranks."""
@@ -352,7 +355,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             logger.info("run %s: %s", run.run_id, find_plugin(self.plugin).mapping(run.params, selection.schema))
         rows = partition_for_ranks(dataset, selection, num_proc=run.num_proc, seed=run.random_seed)
         result = self._train(dataset.sparkSession, run, selection.schema, selection, direct_rows=rows)
-        return self._kept_model(run, result)
+        return self._record_finished_run(run, result)
 
     def _fit_rows(self, spark: SparkSession | None, run: RunPlan, rows: Store, manifest: Manifest) -> TrainedModel:
         """Train on rows in a Store, which may differ from the Store of the run."""
@@ -365,26 +368,26 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         _check_types(run, schema, shapes)
         logger.info("run %s: %s", run.run_id, plugin.mapping(run.params, schema))
         result = self._train(spark, run, schema, StoredRows(rows, manifest, run.reader), sample=sample)
-        return self._kept_model(run, replace(result, shapes=shapes))
+        return self._record_finished_run(run, replace(result, shapes=shapes))
 
     def _checked_plan_for(self, dataset: DataFrame) -> FitPlan:
         """Return the checked parameters for a DataFrame."""
         return self._checked_plan(**self._overrides_for(dataset))
 
     def _overrides_for(self, dataset: DataFrame) -> dict[str, object]:
-        """Return the parameters that depend on the DataFrame: every field of a struct is a separate label."""
+        """Return the parameters that depend on the DataFrame: each field of a struct label is a label of its own."""
         labels = self.values()["label_cols"]
         if labels is None or not hasattr(dataset, "sparkSession"):  # _selection refuses such a dataset
             return {}
         return {"label_cols": with_fields(dataset.schema, labels)}
 
     def _checked_plan(self, **overrides: object) -> FitPlan:
-        plan = self._plan_of_rows(**overrides)
+        plan = self._checked_row_plan(**overrides)
         self._require(plan, self.required)
         return plan
 
-    def _plan_of_rows(self, **overrides: object) -> FitPlan:
-        """Return the checked parameters; those of the model may be missing."""
+    def _checked_row_plan(self, **overrides: object) -> FitPlan:
+        """Return the checked parameters; the model, its optimizer and its loss may be missing."""
         plan = self._plan(**overrides)
         if plan.inputs is not None and self.values()["feature_cols"] is None:
             plan = replace(plan, feature_cols=columns_of(plan.inputs))
@@ -404,10 +407,10 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """Return the id of the run that all fits with the same content share."""
         plan = self._checked_plan_for(dataset)
         selection = self._selection(dataset, plan)
-        counting = {name: value for name, value in plan.params.items() if self.is_identity(name, self._mapped)}
-        # Neither the model nor the optimizer alone tells which of several weights of one shape are trained.
+        identity = {name: value for name, value in plan.params.items() if self.is_identity(name, self._mapped_params)}
+        # If several weights have the same shape, the canonical forms do not show which of them are trained.
         trained = find_plugin(self.plugin).facts(plan.params).groups
-        return run_id_by_content(type(self).__name__, dataset, selection, {**counting, "trained": trained})
+        return run_id_by_content(type(self).__name__, dataset, selection, {**identity, "trained": trained})
 
     def _check_monitored(self, plan: FitPlan, *, held_out: bool) -> None:
         check_monitored_metrics(find_plugin(self.plugin).monitors(plan.params), held_out=held_out)
@@ -419,11 +422,11 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return transformed(schema, plan.transformation_fn, rows, any_columns=self._takes_any_columns(plan))
 
     def _takes_any_columns(self, plan: FitPlan) -> bool:  # noqa: ARG002
-        """Return whether the training takes all columns that ``transformation_fn`` returns, not the selected ones."""
+        """Return whether the training takes every column that ``transformation_fn`` returns, not only selected ones."""
         return False
 
     def _check_schema(self, plan: FitPlan, schema: DataSchema) -> None:
-        """Check the model against the columns, unless a transformation makes columns that are not known yet."""
+        """Check the model against the columns, unless a transformation will create columns that are not known yet."""
         if plan.transformation_fn is None:
             _check_types(plan, schema, find_plugin(self.plugin).check(plan.params, schema, None))
         else:
@@ -431,7 +434,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _selection(self, dataset: DataFrame, plan: FitPlan) -> Selection:
         require_spark_dataframe("fit", dataset)
-        # Default output names need to differ from the features only, because transform may get another DataFrame.
+        # Default output names must only differ from the features, because transform may get another DataFrame.
         check_output_names(_output_names(plan), dataset.columns if plan.output_cols else plan.feature_cols)
         return select(
             dataset.schema,
@@ -441,11 +444,11 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             validation=plan.validation,
             sparse_cols=plan.sparse_cols or (),
             fill=plan.fill,
-            transformed=self._any_type(plan),
+            transformed=self._accepts_any_type(plan),
         )
 
-    def _any_type(self, plan: FitPlan) -> bool:
-        """Return whether columns may have any type, because a transformation or the framework checks them."""
+    def _accepts_any_type(self, plan: FitPlan) -> bool:
+        """Return whether columns may have any type because a transformation or the framework checks them."""
         return plan.transformation_fn is not None or find_plugin(self.plugin).takes_texts
 
     def _environment(self) -> dict[str, str | None]:
@@ -512,7 +515,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """Train on all ranks, with a progress bar and ``epoch_callback`` on the driver."""
         calls = EpochCalls(run.epoch_callback)
         with ExitStack() as stack:
-            shown = stack.enter_context(closing(ProgressOutput(run.run_id))) if job.progress else None
+            progress_output = stack.enter_context(closing(ProgressOutput(run.run_id))) if job.progress else None
             if run.epoch_callback is not None:
                 server = CallbackServer(calls, *driver_address(run, spark), encrypt=encrypts(run))
                 job = replace(job, callback=stack.enter_context(server).address)
@@ -525,7 +528,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                     env={**self._environment(), **(run.backend_env or {})},
                     preload=self._imports(),
                     rows=direct_rows,
-                    stdout=cast("TextIO | None", shown),
+                    stdout=cast("TextIO | None", progress_output),
                 )
             except Exception:
                 if calls.error is not None:  # rank 0 failed because of this error
@@ -538,7 +541,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         calls.call(result.history)
         return result
 
-    def _kept_model(self, run: RunPlan, result: TrainResult) -> TrainedModel:
+    def _record_finished_run(self, run: RunPlan, result: TrainResult) -> TrainedModel:
+        """Save the result if ``resume="auto"`` may find the run again, and return the trained model."""
         if run.store is not None and run.resume == "auto":
             finished_runs.save(run.store, run.run_id, run.epochs, result)
         return self._model(run, result)
@@ -562,21 +566,21 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             output_types=plan.output_types,
             run_id=plan.run_id,
         )
-        track(model, {**self._trial_params, **plan.params}, self._mlflow_run, self._part)
+        track(model, {**self._trial_params, **plan.params}, self._mlflow_run, self._search_part)
         return model
 
 
 def _keep_seconds(plan: FitPlan) -> float:
-    """Return how long prepared rows are kept after their last use.
+    """Return the number of seconds to keep prepared rows after their last use.
 
-    Without ``random_seed``, every fit splits differently, so no later fit can reuse the rows.
+    Without ``random_seed``, every fit selects other validation rows, so no later fit can reuse rows that were split.
     """
-    splits = isinstance(plan.validation, float) and plan.validation > 0
-    keeps = plan.random_seed is not None or not splits
-    return plan.keep_data * 3600.0 if keeps else 0.0
+    is_split = isinstance(plan.validation, float) and plan.validation > 0
+    is_reusable = plan.random_seed is not None or not is_split
+    return plan.keep_data * 3600.0 if is_reusable else 0.0
 
 
-def _writing(plan: FitPlan, division_proc: int, seed: int) -> WriteOptions:
+def _write_options(plan: FitPlan, division_proc: int, seed: int) -> WriteOptions:
     return WriteOptions(division_proc, seed, plan.partitions_per_process, compress=plan.compress_sparse_cols)
 
 
@@ -586,12 +590,12 @@ def _output_names(plan: FitPlan) -> Sequence[str]:
 
 
 def _check_types(plan: FitPlan, schema: DataSchema | None, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Refuse ``output_types`` that ``transform`` cannot produce, as far as labels and outputs are known."""
+    """Refuse ``output_types`` that ``transform`` cannot produce; checks only the labels and outputs known so far."""
     labels = () if schema is None else schema.of("label")
     # A transformation_fn may have replaced the labels; transform then checks the types.
     if plan.output_types is not None and (labels or schema is None):
-        known = output_specs(shapes, labels) if shapes else ()
-        check_types(_output_names(plan), plan.output_types, known, labels)
+        outputs = output_specs(shapes, labels) if shapes else ()
+        check_types(_output_names(plan), plan.output_types, outputs, labels)
 
 
 def _row_loader(plan: FitPlan) -> type[DataModule] | None:
@@ -614,7 +618,7 @@ def _last_checkpoint(store: Store, run_id: str, facts: ModelFacts) -> Checkpoint
     """Load the last checkpoint of the run; None if it has none.
 
     Raises:
-        ParamError: the checkpoint belongs to another model, or was taken within an epoch with other metrics.
+        ParamError: the checkpoint belongs to another model, or was taken within an epoch with another loss or metrics.
     """
     path = checkpoint.latest(store, run_id)
     if path is None:

@@ -30,8 +30,8 @@ def existing_rows(
 ) -> Iterator[ExistingFiles]:
     """Open the rows that ``fit_on_parquet`` trains on, with the columns of the estimator's parameters.
 
-    Prepared rows cannot be removed within the context. ``access`` opens existing Parquet files. With ``any_type``,
-    columns need not be numeric.
+    The context protects prepared rows from removal. ``access`` opens existing Parquet files. With ``any_type``, columns
+    need not be numeric.
 
     Raises:
         DataError: the dataset does not exist, or has too few rows.
@@ -40,19 +40,19 @@ def existing_rows(
     """
     if plan.reader not in READERS:
         raise ParamError(f"reader={plan.reader!r} must be one of {', '.join(map(repr, READERS))}.")
-    prepared = None if dataset is None and path is not None else _prepared(plan, dataset)
+    prepared = None if dataset is None and path is not None else _find_prepared(plan, dataset)
     if prepared is None:
         with closing(_files(plan, path, validation_path, access, any_type)) as files:
-            _refuse_dense(files.manifest, plan)
+            _refuse_dense_columns(files.manifest, plan)
             yield files
         return
     store, dataset_id = prepared
     with hold(store, id_of(store, dataset_id)) as data:
-        yield ExistingFiles(store, _trainable(data.manifest, plan, any_type))
+        yield ExistingFiles(store, _select_trained_columns(data.manifest, plan, any_type))
 
 
-def _prepared(plan: RunPlan, dataset: PreparedData | str | None) -> tuple[Store, str] | None:
-    """Return the Store and the id or name of the prepared dataset; None if no dataset is named or open here."""
+def _find_prepared(plan: RunPlan, dataset: PreparedData | str | None) -> tuple[Store, str] | None:
+    """Return the Store and the id or name of the dataset; None if none is passed and none is open in this process."""
     if isinstance(dataset, PreparedData):
         return dataset.store, dataset.dataset_id
     store = _own_store(plan)
@@ -72,11 +72,11 @@ def _own_store(plan: RunPlan) -> Store:
     return plan.store
 
 
-def _trainable(manifest: Manifest, plan: RunPlan, any_type: bool) -> Manifest:
-    """Return the manifest of a prepared dataset with the columns that are trained on."""
-    wanted = ColumnRequest(plan.feature_cols, plan.label_cols, plan.sample_weight_col, plan.fill)
-    manifest = selected(manifest, wanted)
-    _refuse_dense(manifest, plan)
+def _select_trained_columns(manifest: Manifest, plan: RunPlan, any_type: bool) -> Manifest:
+    """Return the manifest of a prepared dataset, reduced to the columns of this fit, after checking them."""
+    requested_columns = ColumnRequest(plan.feature_cols, plan.label_cols, plan.sample_weight_col, plan.fill)
+    manifest = selected(manifest, requested_columns)
+    _refuse_dense_columns(manifest, plan)
     _refuse_other_split(manifest, plan.validation)
     for column in () if any_type else manifest.schema.columns:
         numbers_only(column)
@@ -85,7 +85,7 @@ def _trainable(manifest: Manifest, plan: RunPlan, any_type: bool) -> Manifest:
     return manifest
 
 
-def _refuse_dense(manifest: Manifest, plan: RunPlan) -> None:
+def _refuse_dense_columns(manifest: Manifest, plan: RunPlan) -> None:
     for name in plan.sparse_cols or ():
         if not all(manifest.schema[field].sparse for field in manifest.schema.fields_of(name)):
             raise SchemaError(

@@ -105,10 +105,10 @@ def check_fit_on_parquet(plan: FitPlan) -> None:
 
 
 def check_single_fit(run_id: str | None) -> None:
-    """Refuse a ``run_id`` that several fits would share, because these fits may be on different rows.
+    """Refuse a ``run_id`` that several fits would share, because these fits may use different rows.
 
-    ``fit(df, [params, ...])`` and Spark ML's tuning make several fits, also through Pipelines. Spark ML does not
-    tell the estimator that there are several, so this function looks for Spark ML's iterator on the call stack.
+    ``fit(df, [params, ...])`` and Spark ML's tuning run several fits, also through Pipelines. Spark ML does not pass
+    this fact to the estimator, so this function looks for Spark ML's iterator on the call stack.
 
     Raises:
         ParamError: this is one of several fits and has a run_id.
@@ -116,10 +116,10 @@ def check_single_fit(run_id: str | None) -> None:
     iterator = getattr(base, "_FitMultipleIterator", None)  # private, so another pyspark version may lack it
     if run_id is None or iterator is None:
         return
-    calls = inspect.unwrap(iterator.__next__).__code__
+    iterator_code = inspect.unwrap(iterator.__next__).__code__
     caller = inspect.currentframe()
     while caller is not None:
-        if caller.f_code is calls:
+        if caller.f_code is iterator_code:
             raise ParamError(
                 f"run_id={run_id!r} would make several fits share one run, in which each resumes from the checkpoints "
                 "of the fit before it. Leave run_id out, so that every fit gets a run of its own, or call fit(df, "
@@ -129,7 +129,7 @@ def check_single_fit(run_id: str | None) -> None:
 
 
 def _refuse_elastic(plan: FitPlan) -> None:
-    """Refuse elastic training without a Store, or if other ranks could not take over the rest of an epoch."""
+    """Refuse elastic training without a Store, or with a reader that cannot divide the rest of an epoch again."""
     if plan.store is None or not plan.store.save_runs:
         raise ParamError(
             "Elastic training (min_num_proc, max_num_proc) keeps its rows and checkpoints in a Store. Pass a Store "
@@ -139,7 +139,7 @@ def _refuse_elastic(plan: FitPlan) -> None:
     reader = "data_module" if loads_rows(plan.data_module) else reader
     if reader:
         raise ParamError(
-            f"{reader} cannot divide the rest of an epoch anew when the ranks of an elastic training change. Leave it "
+            f"{reader} cannot divide the rest of an epoch again when the ranks of an elastic training change. Leave it "
             "out, or leave min_num_proc and max_num_proc out."
         )
 
@@ -162,14 +162,14 @@ def _refuse_prepared_row_params(plan: FitPlan) -> None:
     if plan.checkpoints.every_steps is not None:
         raise ParamError(
             f"checkpoints=Checkpoints(every_steps={plan.checkpoints.every_steps}) resumes within an epoch, which "
-            f"needs the same rows on every rank, but {_DIRECT}, which partitions them anew. Pass a Store and "
+            f"needs the same rows on every rank, but {_DIRECT}, which partitions them again. Pass a Store and "
             "data='store', or leave every_steps out."
         )
 
 
 def _refuse_native_reader_params(plan: FitPlan, replacement: str, itself: str) -> None:
     defaults = {"reader": "native"}
-    # A factory of another kind of data module does not replace the readers.
+    # A function that creates a LightningDataModule does not replace the readers.
     values = {**plan.params, **({} if loads_rows(plan.data_module) else {"data_module": None})}
     for name in (
         "train_steps_per_epoch",

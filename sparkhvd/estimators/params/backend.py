@@ -27,7 +27,7 @@ from sparkhvd.task import failure_report
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_TRAINING_TERMS = {
+_TRAINING_PHASES = {
     failure_report.STARTING: "before training started",
     failure_report.IN_FN: "in training",
     failure_report.CONNECTED: "in training",
@@ -66,7 +66,7 @@ ELASTIC_ARGUMENTS = (
     "max_restarts",
     "max_same_errors",
 )
-# How many times a fit starts again from the last checkpoint in its Store after all ranks were lost.
+# The number of times that a fit restarts from the last checkpoint in its Store after the loss of all ranks.
 _MAX_RESTARTS = 3
 
 
@@ -92,12 +92,12 @@ class SparkBackend:
         self, num_proc: int | None = None, env: Mapping[str, str | None] | None = None, **options: Any
     ) -> None:
         self._elastic = {name: options.pop(name) for name in ELASTIC_ARGUMENTS if options.get(name) is not None}
-        known = (inspect.signature(run_elastic) if self.is_elastic else inspect.signature(run)).parameters
+        parameters = (inspect.signature(run_elastic) if self.is_elastic else inspect.signature(run)).parameters
         for name in options:
-            if name not in known and name not in ELASTIC_ARGUMENTS:
-                raise TypeError(unknown_argument(name, known))
+            if name not in parameters and name not in ELASTIC_ARGUMENTS:
+                raise TypeError(unknown_argument(name, parameters))
         self.env = dict(env or {})
-        self._options = {"num_proc": num_proc, **{name: options[name] for name in options if name in known}}
+        self._options = {"num_proc": num_proc, **{name: options[name] for name in options if name in parameters}}
 
     def without_env(self) -> SparkBackend:
         """Return a backend with the same options that adds nothing to the environment."""
@@ -130,7 +130,7 @@ class SparkBackend:
 
     @property
     def largest(self) -> int | None:
-        """The largest number of ranks; None if it is not known before their start."""
+        """The largest number of ranks; None if it is unknown before the ranks start."""
         if not self.is_elastic:
             return self.requested_ranks
         return int(self._elastic.get("max_num_proc") or self.start_size)
@@ -172,7 +172,7 @@ class SparkBackend:
             LaunchError: the launcher cannot run ranks on this cluster.
         """
         if self.is_elastic:
-            return self.start_size  # the job itself waits for slots, which may come with new executors
+            return self.start_size  # the job waits for slots itself, because new executors may provide them
         name, request = self.launch(spark)
         return launcher_class(name)(request).reserve(Deadline.after(self.start_seconds))
 
@@ -199,7 +199,7 @@ class SparkBackend:
 
     @property
     def shows_output(self) -> bool:
-        """Whether the destination of the ranks' stdout is left to the estimator."""
+        """Whether the estimator chooses the destination of the ranks' stdout."""
         return self._options.get("stdout") is None
 
     def num_processes(self) -> int:
@@ -242,10 +242,10 @@ def spark_backend(placement: Placement) -> SparkBackend | None:
 
 
 def _backend(placement: Placement) -> Backend:
-    named = placement.backend
-    if not isinstance(named, str):
-        return named
-    return SparkBackend(placement.num_proc, launcher=named, **_elastic_arguments(placement))
+    backend = placement.backend
+    if not isinstance(backend, str):
+        return backend
+    return SparkBackend(placement.num_proc, launcher=backend, **_elastic_arguments(placement))
 
 
 def _elastic_arguments(placement: Placement) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def requested_tasks(placement: Placement) -> RequestedTasks:
 
 
 def shows_output(placement: Placement) -> bool:
-    """Return whether the estimator can read the ranks' stdout before it is shown."""
+    """Return whether the estimator receives the ranks' stdout, so that it can show a progress bar."""
     backend = spark_backend(placement)
     return backend is not None and backend.shows_output
 
@@ -301,20 +301,20 @@ def encrypts(placement: Placement) -> bool:
 
 
 def session_of(placement: Placement) -> SparkSession | None:
-    """Return the session for a fit on existing files; None if there is no session and the ranks need no Spark.
+    """Return the session for a fit on existing files; None if there is none and the ranks do not need Spark.
 
     Raises:
         LaunchError: there is no session, but the ranks run in Spark tasks or on a backend of the user's own class.
     """
-    own = spark_backend(placement)
-    launcher = own.launch()[0] if own is not None else None
+    backend = spark_backend(placement)
+    launcher = backend.launch()[0] if backend is not None else None
     if launcher is None or launcher_class(launcher).on_spark:
         return active_session()
     return current_session()
 
 
 def reserve_ranks(placement: Placement, spark: SparkSession | None) -> int:
-    """Return the number of ranks; a lack of slots is reported here, before the data is prepared."""
+    """Return the number of ranks; raise an error about missing slots before the data is prepared."""
     if spark is not None:
         check_spark(spark)  # Spark prepares the rows for every launcher
     backend = _backend(placement)
@@ -323,7 +323,7 @@ def reserve_ranks(placement: Placement, spark: SparkSession | None) -> int:
 
 def backend_or_launcher(name: str, value: object) -> Backend | str:
     """Accept the name of a launcher, or an object with ``run`` and ``num_processes``."""
-    launchers = ["auto", "barrier", "mpi", "local", "ray"]  # of this package, but not ssh, which requires hosts
+    launchers = ["auto", "barrier", "mpi", "local", "ray"]  # not ssh, which requires hosts
     if isinstance(value, str) and value not in launchers:
         launchers += LAUNCHERS.added()
     if isinstance(value, str) and value in launchers:
@@ -337,7 +337,7 @@ def backend_or_launcher(name: str, value: object) -> Backend | str:
 
 
 def check_backend(placement: Placement, data: str) -> None:
-    """Raise ``ParamError`` for parameters that contradict the backend or that the backend does not support."""
+    """Raise ``ParamError`` if parameters contradict the backend or the backend does not support them."""
     sizes = {"num_proc": placement.num_proc, **_elastic_arguments(placement)}
     for name, value in sizes.items():
         if value is not None and not isinstance(placement.backend, str):
@@ -345,10 +345,10 @@ def check_backend(placement: Placement, data: str) -> None:
                 f'At most one of the parameters "backend" and "{name}" may be specified. The backend sets the number '
                 f"of ranks: leave {name} out."
             )
-    own = spark_backend(placement)
-    if own is not None:
-        own.check_elastic()
-    launcher = own.launch()[0] if own is not None else None
+    backend = spark_backend(placement)
+    if backend is not None:
+        backend.check_elastic()
+    launcher = backend.launch()[0] if backend is not None else None
     if data == "direct" and (launcher is None or not launcher_class(launcher).takes_rows):
         name = f"{type(placement.backend).__name__}(...)" if launcher is None else repr(launcher)
         raise ParamError(
@@ -388,8 +388,8 @@ def run_ranks(
 
 
 def in_training_terms(message: str) -> str:
-    """Name phases of the training instead of ``fn`` in a message's first line, because users of ``fit`` pass no fn."""
+    """Replace phases of ``fn`` with phases of the training in a message's first line: users of ``fit`` pass no fn."""
     first, *rest = message.split("\n", 1)
-    for phase, term in _TRAINING_TERMS.items():
+    for phase, term in _TRAINING_PHASES.items():
         first = first.replace(f"({phase})", f"({term})")
     return "\n".join([first, *rest])

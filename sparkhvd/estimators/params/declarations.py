@@ -28,11 +28,13 @@ Converter = Callable[[str, Any], object]  # (parameter's name, user's value) -> 
 
 
 class Identity(Enum):
-    """Whether a parameter is part of a run's identity, by which ``resume="auto"`` finds an earlier run."""
+    """How a parameter contributes to a run's identity, by which ``resume="auto"`` finds an earlier run."""
 
-    ALWAYS = "it changes the returned model"
-    IN_A_MAP = "a run may be resumed with another value, but each value in the parameter maps of one fit is another run"
-    NEVER = "it changes what is shown, kept or used, not the model"
+    ALWAYS = "the parameter changes the returned model"
+    IN_PARAM_MAPS = (
+        "a run can resume with another value, but each value in the parameter maps of one fit is another run"
+    )
+    NEVER = "the parameter changes only the output, the kept files or the resources, not the model"
 
 
 class Declared(Param[T], Generic[T]):
@@ -97,7 +99,7 @@ def declared(
         convert: converts the user's value to the stored value, or raises ``ParamError``; idempotent.
         default: the value of a parameter that is unset or set to None.
         accessor: the suffix of ``set`` and ``get``, if it is not the name in camel case.
-        aliases: further suffixes, which are Horovod's spellings.
+        aliases: more suffixes, as Horovod spells them.
         identity: whether two fits that differ in the parameter are different runs.
     """
     return Declared(default, doc, convert, accessor=accessor, aliases=aliases, identity=identity)
@@ -126,13 +128,13 @@ def _add_accessor(cls: type, method: str, function: Callable[..., object], decla
         setattr(cls, method, function)
 
 
-def _shown(value: object) -> str:
-    """Return a short text of a value, without the content of dicts and other objects, which may be secret."""
+def _preview(value: object) -> str:
+    """Return a short text for a value, without the content of dicts and other objects, which may be secret."""
     if value is None or isinstance(value, bool | int | float | str):
         return reprlib.repr(value)
     if isinstance(value, list | tuple):
         more = [", ..."] if len(value) > _SHOWN_ITEMS else []
-        return f"[{', '.join(map(_shown, value[:_SHOWN_ITEMS]))}{''.join(more)}]"
+        return f"[{', '.join(map(_preview, value[:_SHOWN_ITEMS]))}{''.join(more)}]"
     return str(getattr(value, "url", None) or getattr(value, "__name__", None) or f"<{type(value).__name__}>")
 
 
@@ -154,10 +156,10 @@ class Declarations(Params):
 
     def __init__(self, *unnamed: object, **values: object) -> None:
         if unnamed:
-            kind, first = type(self).__name__, next(iter(type(self).declarations))
+            cls_name, first = type(self).__name__, next(iter(type(self).declarations))
             raise TypeError(
-                f"{kind} takes its parameters by keyword, as in {kind}({first}=...), but got {len(unnamed)} positional "
-                f"argument{'' if len(unnamed) == 1 else 's'}."
+                f"{cls_name} takes its parameters by keyword, as in {cls_name}({first}=...), but got {len(unnamed)} "
+                f"positional argument{'' if len(unnamed) == 1 else 's'}."
             )
         super().__init__()
         self._setDefault(**{name: item.default for name, item in type(self).declarations.items()})
@@ -175,7 +177,7 @@ class Declarations(Params):
         for name in values:
             if name not in type(self).declarations:
                 if name in type(self).retired:
-                    raise ParamError(self._retired(name))
+                    raise ParamError(self._retired_message(name))
                 hint = did_you_mean(name, self.declarations, most=3, show=str)
                 hint = hint or f"It takes {', '.join(self.declarations)}."
                 raise TypeError(f"{type(self).__name__} has no parameter {name!r}. {hint}")
@@ -190,50 +192,50 @@ class Declarations(Params):
 
     def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
         """Return a copy with other values; ``extra`` may use a class's parameters: ``TorchEstimator.batch_size``."""
-        return super().copy({self._own(param): value for param, value in (extra or {}).items()})
+        return super().copy({self._own_param(param): value for param, value in (extra or {}).items()})
 
     def _resolveParam(self, param: str | Param[Any]) -> Param[Any]:  # noqa: N802  (pyspark's name)
-        return super()._resolveParam(self._own(param))
+        return super()._resolveParam(self._own_param(param))
 
-    def _own(self, param: Any) -> Any:
+    def _own_param(self, param: Any) -> Any:
         """Return this object's parameter for a parameter of its class, which pyspark would ignore."""
-        is_of_class = isinstance(param, Declared) and type(self).declarations.get(param.name) is param
-        return self.getParam(param.name) if is_of_class else param
+        is_declaration = isinstance(param, Declared) and type(self).declarations.get(param.name) is param
+        return self.getParam(param.name) if is_declaration else param
 
     def __repr__(self) -> str:
         values = {param.name: value for param, value in self._paramMap.items()}
-        shown = [f"{name}={_shown(values[name])}" for name in type(self).declarations if name in values]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        arguments = [f"{name}={_preview(values[name])}" for name in type(self).declarations if name in values]
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
     def values(self) -> dict[str, Any]:
         """Return the value of every parameter by name."""
         return {name: self.getOrDefault(name) for name in type(self).declarations}
 
     def is_identity(self, name: str, mapped: Collection[str]) -> bool:
-        """Return whether a parameter is part of a run's identity; a parameter map sets those in ``mapped``."""
+        """Return whether a parameter is part of a run's identity; a parameter map sets the names in ``mapped``."""
         identity = type(self).declarations[name].identity
-        return identity is Identity.ALWAYS or (identity is Identity.IN_A_MAP and name in mapped)
+        return identity is Identity.ALWAYS or (identity is Identity.IN_PARAM_MAPS and name in mapped)
 
-    def _retired(self, name: str) -> str:
+    def _retired_message(self, name: str) -> str:
         return f"{name} has no meaning in {type(self).__name__}: {type(self).retired[name]}"
 
-    def _setter_of_retired(self, name: str) -> Callable[[object], Declarations]:
-        """Return a setter that accepts None, as the keyword does, and refuses other values with the reason."""
+    def _retired_setter(self, name: str) -> Callable[[object], Declarations]:
+        """Return a setter that accepts None, like the keyword, and refuses any other value with the reason."""
 
         def set_default(value: object) -> Declarations:
             if value is not None:
-                raise ParamError(self._retired(name))
+                raise ParamError(self._retired_message(name))
             return self
 
         return set_default
 
-    def _getter_of_retired(self, name: str) -> Callable[[], object]:
-        raise AttributeError(self._retired(name))
+    def _retired_getter(self, name: str) -> Callable[[], object]:
+        raise AttributeError(self._retired_message(name))
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        """Resolve the setters and getters of retired parameters; their errors explain what to do instead."""
+        """Resolve the setters and getters of retired parameters; their errors name the alternative."""
         accessor = name[3:].lower() if name.startswith(("set", "get")) else ""
         for retired in type(self).retired:
             if accessor == retired.replace("_", ""):
-                return self._setter_of_retired(retired) if name.startswith("set") else self._getter_of_retired(retired)
+                return self._retired_setter(retired) if name.startswith("set") else self._retired_getter(retired)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

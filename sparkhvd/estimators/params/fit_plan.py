@@ -18,7 +18,7 @@ from sparkhvd.store import Store
 class FitPlan(Placement):
     """The parameters of a fit; ``EstimatorParams`` declares and describes every one under the same name.
 
-    A step that decides something returns a new plan (``dataclasses.replace``).
+    A step that sets a value returns a new plan (``dataclasses.replace``).
 
     Attributes:
         own: the parameters that only this framework's estimator has, by name.

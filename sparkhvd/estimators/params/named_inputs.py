@@ -85,7 +85,7 @@ def ordered_inputs(
 
 
 def _specs(names: Sequence[str], columns: Sequence[ColumnSpec]) -> list[ColumnSpec]:
-    """Return the feature columns with these names; for the name of a struct, all of its fields."""
+    """Return the feature columns with these names; the name of a struct stands for all of its fields."""
     by_name = {column.name: column for column in columns}
     specs: list[ColumnSpec] = []
     for name in names:
@@ -130,5 +130,5 @@ def _parsed_input(key: str, value: Any) -> NamedInput:
 
 
 def _dtype_name(dtype: npt.DTypeLike) -> str:
-    """Return the name that frameworks use for a type; it is ``"string"`` for strings."""
+    """Return the frameworks' name of a type; ``"string"`` for any string type."""
     return "string" if dtype in {"string", "str", str} else str(np.dtype(dtype).name)

@@ -23,7 +23,7 @@ READERS = ("native", "petastorm")
 START_METHODS = ("fork", "spawn", "forkserver")
 COMPRESSIONS = ("none", "fp16", "bf16")
 
-# Horovod's parameters that have no meaning here, with the reason that the error for setting them gives.
+# Horovod's parameters that have no meaning here, with the reason for the error message.
 RETIRED = {
     "shuffle_buffer_size": "rows are shuffled within windows of 64 MB or 1,048,576 rows; shuffle=False keeps their "
     "order.",
@@ -80,13 +80,13 @@ def one_of(*choices: str) -> Callable[[str, object], str]:
     return convert
 
 
-def instance_of(kind: type[T], example: str) -> Callable[[str, object], T]:
+def instance_of(expected_class: type[T], example: str) -> Callable[[str, object], T]:
     """Return a converter that accepts instances of one class."""
 
     def convert(name: str, value: object) -> T:
-        if not isinstance(value, kind):
-            article = "an" if kind.__name__[0] in "AEIOU" else "a"
-            raise ParamError(f"{name}={value!r} must be {article} {kind.__name__}, such as {example}.")
+        if not isinstance(value, expected_class):
+            article = "an" if expected_class.__name__[0] in "AEIOU" else "a"
+            raise ParamError(f"{name}={value!r} must be {article} {expected_class.__name__}, such as {example}.")
         return value
 
     return convert
@@ -138,8 +138,10 @@ def names(name: str, value: object) -> tuple[str, ...]:
         example = [value] if isinstance(value, str) else ["age", "price"]
         raise ParamError(f"{name}={value!r} must be a list of column names, such as {example!r}.")
     if len(set(value)) != len(value):
-        twice = next(column for column in value if value.count(column) > 1)
-        raise ParamError(f"{name}={list(value)!r} names the column {twice!r} more than once. List each column once.")
+        duplicate = next(column for column in value if value.count(column) > 1)
+        raise ParamError(
+            f"{name}={list(value)!r} names the column {duplicate!r} more than once. List each column once."
+        )
     return tuple(value)
 
 
@@ -219,13 +221,15 @@ def compression_or_name(name: str, value: object) -> object:
     return value
 
 
-def output_kinds(name: str, value: object) -> tuple[str, ...]:
-    """Convert to one type per output: a word of ``sparkhvd.estimators.models.outputs``, or a Spark data type's name."""
-    kinds = [value] if isinstance(value, str) or hasattr(value, "simpleString") else value
-    if not isinstance(kinds, Sequence) or not kinds:
+def output_type_names(name: str, value: object) -> tuple[str, ...]:
+    """Convert to one type name per output: a keyword of ``models.outputs``, or the name of a Spark data type."""
+    types = [value] if isinstance(value, str) or hasattr(value, "simpleString") else value
+    if not isinstance(types, Sequence) or not types:
         raise ParamError(f"{name}={value!r} must be a list with one type per output column, such as ['vector'].")
-    type_names = [kind.simpleString() if hasattr(kind, "simpleString") else kind for kind in kinds]
-    if not all(isinstance(kind, str) and kind for kind in type_names):
+    type_names = [
+        output_type.simpleString() if hasattr(output_type, "simpleString") else output_type for output_type in types
+    ]
+    if not all(isinstance(output_type, str) and output_type for output_type in type_names):
         raise ParamError(f"{name}={value!r} must list type names such as 'array<float>', or Spark data types.")
     return tuple(type_names)
 
@@ -382,7 +386,7 @@ class EstimatorParams(Declarations):
         "Rows per rank and validation step; None means batch_size.", positive_integer, default=None
     )
     epochs: Declared[int] = declared(
-        "Number of passes over all training rows.", positive_integer, default=1, identity=Identity.IN_A_MAP
+        "Number of passes over all training rows.", positive_integer, default=1, identity=Identity.IN_PARAM_MAPS
     )
     train_steps_per_epoch: Declared[int | None] = declared(
         "Training steps per epoch; None means enough steps to use every row once.",
@@ -469,7 +473,7 @@ class EstimatorParams(Declarations):
     )
     output_types: Declared[Sequence[str] | None] = declared(
         "output_types of the trained model: the type of every output, such as 'label' or 'vector'; one per label.",
-        output_kinds,
+        output_type_names,
         default=None,
         identity=Identity.NEVER,
     )
@@ -478,7 +482,7 @@ class EstimatorParams(Declarations):
     )
 
     def _plan(self, **overrides: object) -> FitPlan:
-        """Return the parameters as a value, not checked against each other; ``overrides`` replace some by name."""
+        """Return the parameters as a plan, before they are checked together; ``overrides`` replace values by name."""
         return FitPlan.of({**self.values(), **overrides})
 
 
@@ -497,7 +501,7 @@ class ModelParams(Declarations):
     output_types: Declared[Sequence[str] | None] = declared(
         "The type of every output: 'auto', 'vector', 'array', 'scalar', 'label', or a Spark data type such as "
         "'array<float>' or 'struct<no float, yes float>'.",
-        output_kinds,
+        output_type_names,
         default=None,
     )
     prediction_fn: Declared[Callable[..., object] | None] = declared(

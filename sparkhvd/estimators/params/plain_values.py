@@ -8,7 +8,7 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """Convert NumPy numbers and arrays in ``value``, for example of ``numpy.logspace``, to Python numbers and lists."""
+    """Convert NumPy numbers and arrays, such as the results of ``numpy.logspace``, to Python numbers and lists."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if type(value) in {list, tuple}:

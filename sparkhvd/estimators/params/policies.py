@@ -79,22 +79,22 @@ class Checkpoints:
                 f"Checkpoints(every_steps={self.every_steps}, keep={self.keep}): both numbers must be at least 1."
             )
 
-    def best_epoch(self, history: Sequence[EpochRecord], gone: Collection[int] = ()) -> int | None:
-        """Return the epoch whose model ``fit`` returns, ignoring the epochs in ``gone``; None means the last epoch."""
-        return None if self.best is None else best_epoch(history, self.best, self.mode, gone=gone)
+    def best_epoch(self, history: Sequence[EpochRecord], lost_epochs: Collection[int] = ()) -> int | None:
+        """Return the epoch whose model ``fit`` returns, ignoring ``lost_epochs``; None means the last epoch."""
+        return None if self.best is None else best_epoch(history, self.best, self.mode, lost_epochs=lost_epochs)
 
 
 def best_epoch(
-    history: Sequence[EpochRecord], monitor: str, mode: Mode, min_delta: float = 0.0, gone: Collection[int] = ()
+    history: Sequence[EpochRecord], monitor: str, mode: Mode, min_delta: float = 0.0, lost_epochs: Collection[int] = ()
 ) -> int | None:
     """Return the last epoch that improved on the best one before it by more than ``min_delta``.
 
-    The first value that is not NaN counts as an improvement. The result is None if all values are NaN. Epochs in
-    ``gone`` do not count, nor do those that Lightning ends without the validation that ``monitor`` needs.
+    The first value that is not NaN counts as an improvement. The result is None if all values are NaN. Two kinds of
+    epochs do not count: ``lost_epochs``, and epochs that Lightning ends without the validation that ``monitor`` needs.
     """
     best, value = None, math.inf
     for index, record in enumerate(history):
-        if index in gone or _lacks_validation(record, monitor):
+        if index in lost_epochs or _lacks_validation(record, monitor):
             continue
         current = metric_value(record, monitor) * (1 if mode == "min" else -1)
         if current < value - min_delta or (best is None and not math.isnan(current)):

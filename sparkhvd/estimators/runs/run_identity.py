@@ -77,7 +77,7 @@ def run_id_by_content(kind: str, df: DataFrame, selection: Selection, params: Ma
     return layout.auto_run(digest(weights=False), digest(weights=True))
 
 
-def note_run(store: Store, run_id: str) -> None:
+def record_run(store: Store, run_id: str) -> None:
     """Record that a run exists; warn if other runs differ from it only in the model's initial weights."""
     alike, this = layout.alike_folder(run_id), layout.alike_path(run_id)
     noted = store.list(alike)

@@ -210,7 +210,7 @@ def _train(job: TrainJob, commits: Commits | None = None) -> TrainResult | Rejec
         return RejectedRows(error)  # the same error on all ranks
     plan = _plan(rows.train)
     if job.spec.batch_dependence.need_two_rows and plan is not None and plan.has_single_row():
-        return RejectedRows(job.spec.batch_dependence.refuse_single_rows(job.spec.batch_size, plan.size))
+        return RejectedRows(job.spec.batch_dependence.single_row_error(job.spec.batch_size, plan.size))
     labels = () if job.transformation else rows.labels
     spec = replace(job.spec, schema=rows.schema, labels=labels, sample=rows.sample or job.spec.sample)
     trainer = find_plugin(job.plugin).trainer(payload, spec, communicator.world)

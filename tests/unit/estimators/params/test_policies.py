@@ -41,7 +41,7 @@ def test_mode_max_prefers_larger_values():
     assert best_epoch(history(3.0, 1.0, 2.0), "val_loss", "min") == 1
     assert Checkpoints(best="val_loss").best_epoch(history(2.0, 2.0)) == 0
     assert Checkpoints().best_epoch(history(2.0, 1.0)) is None
-    assert Checkpoints(best="val_loss").best_epoch(history(1.0, 3.0, 2.0), gone={0}) == 2
+    assert Checkpoints(best="val_loss").best_epoch(history(1.0, 3.0, 2.0), lost_epochs={0}) == 2
 
 
 def test_epochs_without_validation_do_not_count():

@@ -7,7 +7,7 @@ import logging
 from sparkhvd import Checkpoints, KerasEstimator, LightningEstimator, SparkBackend, Store, TorchEstimator
 from sparkhvd.estimators.params.declarations import Identity
 from sparkhvd.estimators.runs import run_identity
-from sparkhvd.estimators.runs.run_identity import note_run
+from sparkhvd.estimators.runs.run_identity import record_run
 from sparkhvd.store import layout
 
 
@@ -15,7 +15,7 @@ def test_only_these_parameters_are_not_always_part_of_the_identity():
     estimators = (TorchEstimator, KerasEstimator, LightningEstimator)
     items = [item for kind in estimators for item in kind.declarations.items()]
     of_kind = {kind: sorted({name for name, item in items if item.identity is kind}) for kind in Identity}
-    assert of_kind[Identity.IN_A_MAP] == ["epochs"]
+    assert of_kind[Identity.IN_PARAM_MAPS] == ["epochs"]
     assert of_kind[Identity.NEVER] == [
         "elastic_timeout", "keep_data", "log_every_n_steps", "logger", "mp_start_method", "output_cols",
         "output_types", "reset_limit", "resume", "run_id", "store", "train_reader_num_workers", "use_gpu",
@@ -55,13 +55,13 @@ def test_a_warning_names_a_run_that_differs_only_in_its_initial_weights(tmp_path
     store = Store.create(str(tmp_path))
     first, second = layout.auto_run("a" * 64, "b" * 64), layout.auto_run("a" * 64, "c" * 64)
     caplog.set_level(logging.WARNING)
-    note_run(store, first)
-    note_run(store, first)
-    note_run(store, layout.auto_run("d" * 64, "b" * 64))
+    record_run(store, first)
+    record_run(store, first)
+    record_run(store, layout.auto_run("d" * 64, "b" * 64))
     assert caplog.messages == []
-    note_run(store, second)
+    record_run(store, second)
     assert len(caplog.messages) == 1
     assert f"pass run_id={first!r}" in caplog.text
     assert "(torch.manual_seed, keras.utils.set_random_seed)" in caplog.text
-    note_run(store, second)
+    record_run(store, second)
     assert len(caplog.messages) == 1

@@ -86,9 +86,9 @@ class HorovodParams(EstimatorParams):
         run_id = fitted.getOrDefault("run_id")
         return kind(**self._get_model_kwargs(fitted.getModel(), fitted.getHistory(), None, run_id, fitted.trained))
 
-    def _setter_of_retired(self, name: str) -> Callable[[object], Any]:
+    def _retired_setter(self, name: str) -> Callable[[object], Any]:
         return lambda value: self.setParams(**{name: value})
 
-    def _getter_of_retired(self, name: str) -> Callable[[], object]:
+    def _retired_getter(self, name: str) -> Callable[[], object]:
         del name
         return lambda: None
