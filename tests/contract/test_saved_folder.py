@@ -181,13 +181,13 @@ def test_a_reader_beside_a_writer_reads_one_whole_object(store, when):
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 def test_an_overtaken_writer_keeps_the_other_object(store, monkeypatch):
     saved_folder.write_new(store, "thing", writing("0"))
-    move = saved_folder._move_to_place
+    move = saved_folder._copy_to_final_paths
 
     def overtaken(*arguments):
-        monkeypatch.setattr(saved_folder, "_move_to_place", move)
+        monkeypatch.setattr(saved_folder, "_copy_to_final_paths", move)
         move(*arguments)
         saved_folder.overwrite(store, "thing", writing("2"))
 
-    monkeypatch.setattr(saved_folder, "_move_to_place", overtaken)
+    monkeypatch.setattr(saved_folder, "_copy_to_final_paths", overtaken)
     saved_folder.overwrite(store, "thing", writing("1"))
     assert found(store) == "2"

@@ -77,9 +77,11 @@ def pandas_column_names(feature_cols: Sequence[str], trained: Sequence[ColumnSpe
     groups = _group_by_column(trained)
     if len(feature_cols) == len(trained) != len(groups):
         return list(feature_cols)
-    tops = feature_cols if len(feature_cols) == len(groups) else [columns[0].path[0] for columns in groups]
+    column_names = feature_cols if len(feature_cols) == len(groups) else [columns[0].path[0] for columns in groups]
     return [
-        ".".join((top, *column.source[1:])) for top, columns in zip(tops, groups, strict=True) for column in columns
+        ".".join((column_name, *column.source[1:]))
+        for column_name, columns in zip(column_names, groups, strict=True)
+        for column in columns
     ]
 
 
@@ -126,12 +128,13 @@ def _match_fields(name: str, columns: Sequence[ColumnSpec], trained: Sequence[Co
             f"({trained[0].path[0]!r}) with the fields {[_field(column) for column in trained]}."
         )
     fields = {column.name.removeprefix(f"{name}."): column for column in columns}
-    wanted = [_field(column) for column in trained]
-    exact = {field: fields[field] for field in wanted if field in fields}
-    others = {field.lower(): column for field, column in fields.items() if field not in exact}  # Spark ignores case
-    matches = [exact.get(field) or others.pop(field.lower(), None) for field in wanted]
+    trained_fields = [_field(column) for column in trained]
+    exact = {field: fields[field] for field in trained_fields if field in fields}
+    # Spark ignores upper and lower case.
+    by_lower_case = {field.lower(): column for field, column in fields.items() if field not in exact}
+    matches = [exact.get(field) or by_lower_case.pop(field.lower(), None) for field in trained_fields]
     if None in matches:
-        field = wanted[matches.index(None)]
+        field = trained_fields[matches.index(None)]
         raise SchemaError(
             f"Feature column {name!r} has no field {field!r}, which the model was trained on "
             f"({trained[0].path[0]}.{field}); it has {list(fields)}. Struct fields are matched by name: rename "
@@ -157,9 +160,9 @@ def _as_trained(column: ColumnSpec, trained: ColumnSpec) -> ColumnSpec:
         )
     if trained.is_number and not column.is_number:
         raise SchemaError(
-            f"Feature column {column.name!r} holds {_values(column)}; the model takes numbers. If a transformation_fn "
-            "converted them in training, convert them in the DataFrame first: transform() does not call "
-            "transformation_fn."
+            f"Feature column {column.name!r} holds {_content_text(column)}; the model takes numbers. If a "
+            "transformation_fn converted them in training, convert them in the DataFrame first: transform() does not "
+            "call transformation_fn."
         )
     return replace(column, shape=trained.shape, fill=trained.fill, sparse=trained.sparse)
 
@@ -169,6 +172,6 @@ def _kind_text(column: ColumnSpec) -> str:
     return {"scalar": scalar, "array": "an array", "vector": "a vector"}[column.kind]
 
 
-def _values(column: ColumnSpec) -> str:
-    kinds = {"str": "strings", "bytes": "bytes", "decimal": "decimals that no number type holds exactly"}
-    return kinds.get(column.dtype, "dates or times")
+def _content_text(column: ColumnSpec) -> str:
+    names = {"str": "strings", "bytes": "bytes", "decimal": "decimals that no number type holds exactly"}
+    return names.get(column.dtype, "dates or times")

@@ -48,9 +48,10 @@ def active_run() -> str | None:
 
 
 def cross_validation_part() -> str | None:
-    """Return the part of a ``CrossValidator`` that the call comes from, such as ``fold 1 of 3``; None outside it.
+    """Return the part of a ``CrossValidator`` that calls this function, such as ``fold 1 of 3``; None outside of one.
 
-    Spark keeps the part only in local variables. If a Spark version names them differently, MLflow names the runs.
+    Spark keeps the part only in local variables. If a Spark version names them differently, MLflow chooses the names of
+    the runs.
     """
     frame = sys._getframe(1)  # noqa: SLF001  (there is no public way to inspect callers)
     while frame is not None and not (
@@ -67,8 +68,8 @@ def track(
 ) -> None:
     """Log a fit to the active MLflow run, if there is one.
 
-    Every later fit in the same run, such as one of a CrossValidator, gets its own nested run. If the server
-    cannot be reached, a warning is logged and the model is kept.
+    Later fits in the same run, such as the fits of a CrossValidator, get nested runs of their own. If the server cannot
+    be reached, a warning is logged and the fit still returns its model.
 
     Args:
         model: the trained model.
@@ -127,7 +128,7 @@ def _log_history(mlflow: ModuleType, history: Iterable[EpochRecord]) -> None:
 
 
 def _epoch_of_model(history: Sequence[EpochRecord], params: Mapping[str, object]) -> int:
-    """Return the epoch whose model is returned, as far as the parameters determine it."""
+    """Return the epoch of the returned model: the best by ``checkpoints``, or else the last; ignores callbacks."""
     policy = params.get("checkpoints")
     best = policy.best_epoch(history) if isinstance(policy, Checkpoints) else None
     return history[-1 if best is None else best].epoch if history else 0
@@ -166,8 +167,8 @@ def log_model(model: TrainedModel, name: str = "model", step: int = 0) -> None:
 def _signature(model: pyfunc.PandasModel) -> ModelSignature:
     """Return the model's input and output columns.
 
-    A numeric column accepts numbers of any type, like ``transform``; MLflow would reject integers for a float column.
-    A struct field may also come from a column of dicts.
+    Numeric columns are declared as ``AnyType``, because ``transform`` accepts numbers of any type, but MLflow would
+    reject integers for a float column. A struct field may also come from a column of dicts.
     """
     from mlflow.models import ModelSignature  # noqa: PLC0415  (optional)
     from mlflow.types import ColSpec, DataType, Schema  # noqa: PLC0415
@@ -175,11 +176,11 @@ def _signature(model: pyfunc.PandasModel) -> ModelSignature:
 
     from sparkhvd.estimators.models.pyfunc import table_columns  # noqa: PLC0415
 
-    def kind(column: ColumnSpec) -> DataType | AnyType:
+    def input_type(column: ColumnSpec) -> DataType | AnyType:
         return DataType.string if column.dtype == "str" and column.kind == "scalar" else AnyType()  # type: ignore[no-untyped-call]
 
     inputs: list[ColSpec | TensorSpec] = [
-        ColSpec(kind(column), name, required="." not in name) for name, column in model.features
+        ColSpec(input_type(column), name, required="." not in name) for name, column in model.features
     ]
     # MLflow drops columns that the signature lacks. AnyType columns are optional.
     structs = dict.fromkeys(name.partition(".")[0] for name, _ in model.features if "." in name)

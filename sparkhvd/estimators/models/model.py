@@ -124,8 +124,8 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
 
         Args:
             model: the framework's own model; it is copied, not changed.
-            df: rows to predict (two are read), or their schema if all feature columns are numbers. A
-                streaming DataFrame is used as its schema.
+            df: rows to predict (two are read), or their schema if all feature columns are numbers. Of a streaming
+                DataFrame, only the schema is used.
             feature_cols: the columns that the model reads, as for the estimator.
             inputs: as for the estimator.
             label_cols: columns that the outputs predict: they name the output columns, and ``"label"`` in
@@ -185,14 +185,14 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         columns = self.output_columns(dataset.columns)
         fields = [StructField(output_field(index), spark_type(column)) for index, column in enumerate(columns)]
         spec = self._predict_spec(dataset, columns, fields)
-        kind = fields[0].dataType if len(fields) == 1 else StructType(fields)
+        column_type = fields[0].dataType if len(fields) == 1 else StructType(fields)
         dataset = as_rows(dataset, [column.path[0] for column in spec.features])
         arrays, others = packed(spec.features, spec.packing)
         names = [f"{_unused_prefix(dataset)}{index}" for index in range(len(arrays))]
         if arrays:
             dataset = dataset.select("*", *(array.alias(name) for array, name in zip(arrays, names, strict=True)))
         # All outputs share the column, so Spark evaluates it once.
-        predicted = arrow_column(dataset, partial(predict_batches, spec), kind, [*names, *others])
+        predicted = arrow_column(dataset, partial(predict_batches, spec), column_type, [*names, *others])
         outputs = [
             _output(predicted if len(columns) == 1 else predicted.getField(output_field(index)), column)
             for index, column in enumerate(columns)
@@ -207,30 +207,30 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
             ParamError: ``output_cols`` or ``output_types`` do not fit the outputs.
             SchemaError: a name is taken.
         """
-        names, own = self.output_names, self._trained.outputs
-        changed = self.getOrDefault("prediction_fn") is not None
-        kinds: Sequence[str] = self.getOrDefault("output_types") or (AUTO,) * len(own)
-        if not changed and len(kinds) != len(own):
+        names, outputs = self.output_names, self._trained.outputs
+        has_prediction_fn = self.getOrDefault("prediction_fn") is not None
+        types: Sequence[str] = self.getOrDefault("output_types") or (AUTO,) * len(outputs)
+        if not has_prediction_fn and len(types) != len(outputs):
             raise ParamError(
-                f"output_types has {counted(len(kinds), 'type')} {list(kinds)}, but the model has "
-                f"{counted(len(own), 'output')}."
+                f"output_types has {counted(len(types), 'type')} {list(types)}, but the model has "
+                f"{counted(len(outputs), 'output')}."
             )
-        if len(names) != len(kinds):
-            of_labels = self.getOrDefault("label_columns")
+        if len(names) != len(types):
+            label_columns = self.getOrDefault("label_columns")
             raise ParamError(
-                f"output_cols names {counted(len(names), 'column')} {names} for {counted(len(kinds), 'output')}"
-                f"{f' (label columns {list(of_labels)})' if of_labels else ''}. Name one column per output."
+                f"output_cols names {counted(len(names), 'column')} {names} for {counted(len(types), 'output')}"
+                f"{f' (label columns {list(label_columns)})' if label_columns else ''}. Name one column per output."
             )
         check_output_names(names, taken)
         labels = self._trained.schema.of("label")
         return tuple(
             output_column(
                 name,
-                kind,
-                own[index] if (kind == AUTO and index < len(own)) or not changed else None,
+                output_type,
+                outputs[index] if (output_type == AUTO and index < len(outputs)) or not has_prediction_fn else None,
                 labels[index] if index < len(labels) else None,
             )
-            for index, (name, kind) in enumerate(zip(names, kinds, strict=True))
+            for index, (name, output_type) in enumerate(zip(names, types, strict=True))
         )
 
     def _predict_spec(

@@ -1,4 +1,4 @@
-"""The Spark columns that a model's outputs become: declared before anything runs, encoded in the executors.
+"""The Spark columns of a model's outputs: their types are set before anything runs, and executors encode the values.
 
 An output is an array whose first dimension is the rows. Its type in Spark (``output_types``) is one of
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 TYPE_KEYWORDS = (AUTO, "vector", "array", "scalar", "label")
-_SPARK_NAME = {
+_SPARK_TYPES = {
     "bool": "boolean",
     "int8": "tinyint",
     "uint8": "smallint",
@@ -68,7 +68,7 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class OutputColumn:
-    """The column that an executor encodes one output as.
+    """The column into which an executor encodes one output.
 
     Attributes:
         name: the column, for messages.
@@ -85,43 +85,43 @@ class OutputColumn:
     best: bool = False
 
 
-def output_column(name: str, kind: str, known: OutputSpec | None, label: ColumnSpec | None) -> OutputColumn:
+def output_column(name: str, type_name: str, known: OutputSpec | None, label: ColumnSpec | None) -> OutputColumn:
     """Return the column for an output.
 
     Args:
         name: the column's name.
-        kind: the requested type; see the module.
+        type_name: the requested type; see the module.
         known: the model's own output; None if a ``prediction_fn`` returns another output.
         label: the label that the output predicts, if it is known.
 
     Raises:
         ParamError: the output cannot have the requested type.
     """
-    if kind == "label":
-        return _as_label(name, known, label)
-    if kind == AUTO and known is None:
+    if type_name == "label":
+        return _label_column(name, known, label)
+    if type_name == AUTO and known is None:
         raise ParamError(
             f"The type of output column {name!r} is unknown because prediction_fn changes the model's outputs. Set it "
             f"with setOutputTypes to one of {', '.join(map(repr, TYPE_KEYWORDS[1:]))} or to a Spark type."
         )
     shape = None if known is None else known.shape
-    if kind == AUTO and known is not None:
-        kind = "vector" if known.vector else ("float" if known.element == "float32" else "double")
-    if kind == "scalar":
-        kind = "float" if known is not None and known.element == "float32" else "double"
-    if kind == "vector":
+    if type_name == AUTO and known is not None:
+        type_name = "vector" if known.vector else ("float" if known.element == "float32" else "double")
+    if type_name == "scalar":
+        type_name = "float" if known is not None and known.element == "float32" else "double"
+    if type_name == "vector":
         return OutputColumn(name, "array<double>", vector=True, shape=shape)
-    if kind == "array":
+    if type_name == "array":
         depth = 1 if shape is None else max(1, len(shape))
         return OutputColumn(name, "array<" * depth + "float" + ">" * depth, shape=shape)
-    number = "<" not in kind
+    number = "<" not in type_name
     if number and shape is not None and math.prod(shape) != 1:
         raise ParamError(
-            f"Output column {name!r} has the type {kind!r}, one value per row, but the output has rows of shape "
+            f"Output column {name!r} has the type {type_name!r}, one value per row, but the output has rows of shape "
             f"{list(shape)}. Use 'vector', 'array', 'label' (the likeliest class) or a struct type, or reduce each row "
             "to one value with prediction_fn."
         )
-    return OutputColumn(name, kind, shape=shape)
+    return OutputColumn(name, type_name, shape=shape)
 
 
 def default_output_names(labels: Sequence[str]) -> list[str]:
@@ -130,7 +130,7 @@ def default_output_names(labels: Sequence[str]) -> list[str]:
 
 
 def check_output_names(names: Sequence[str], taken: Sequence[str]) -> None:
-    """Refuse output columns whose names are taken in any case.
+    """Refuse names of output columns that are taken, ignoring upper and lower case.
 
     Raises:
         SchemaError: a name is taken; the message names the first one.
@@ -145,32 +145,32 @@ def check_output_names(names: Sequence[str], taken: Sequence[str]) -> None:
 
 
 def check_types(
-    names: Sequence[str], kinds: Sequence[str], known: Sequence[OutputSpec], labels: Sequence[ColumnSpec]
+    names: Sequence[str], type_names: Sequence[str], known: Sequence[OutputSpec], labels: Sequence[ColumnSpec]
 ) -> None:
     """Refuse types that a model's outputs cannot have, before the model is trained.
 
     Args:
         names: the output columns.
-        kinds: the requested types, by output.
+        type_names: the requested types, by output.
         known: the outputs; empty while their shapes are unknown.
         labels: the label columns; empty while they are unknown.
 
     Raises:
         ParamError: a type is unknown, or the output cannot have that type.
     """
-    for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
-        if kind != AUTO and (kind != "label" or labels):
+    for index, (name, type_name) in enumerate(zip(names, type_names, strict=True)):
+        if type_name != AUTO and (type_name != "label" or labels):
             output, label = known[index] if known else None, labels[index] if labels else None
-            spark_type(output_column(name, kind, output, label))
+            spark_type(output_column(name, type_name, output, label))
 
 
-def _as_label(name: str, known: OutputSpec | None, label: ColumnSpec | None) -> OutputColumn:
+def _label_column(name: str, known: OutputSpec | None, label: ColumnSpec | None) -> OutputColumn:
     if label is None:
         raise ParamError(
             f"Output column {name!r} has the type 'label', but the model has no label column for it. Use a Spark type "
             "instead, such as 'bigint'."
         )
-    element = _SPARK_NAME.get(label.dtype, "double")
+    element = _SPARK_TYPES.get(label.dtype, "double")
     shape = None if known is None else known.shape
     if label.kind == "scalar":
         return OutputColumn(name, element, shape=shape, best=True)
@@ -219,7 +219,7 @@ def _check_supported(data_type: DataType, column: OutputColumn) -> None:
 
 
 def with_rows(prediction: Predicted, column: OutputColumn, rows: int) -> Predicted:
-    """Return an output whose first dimension is the rows; ``squeeze()`` in a model drops it for a batch of one row.
+    """Return an output whose first dimension is the rows; a ``squeeze()`` in a model removes it if a batch has one row.
 
     Raises:
         ModelOutputError: the model returned one number for several rows.
@@ -271,7 +271,7 @@ def encode_output(prediction: Predicted, column: OutputColumn, arrow: pa.DataTyp
         parts = {arrow.field(index).name: flat[:, index] for index in range(arrow.num_fields)}
         return _encode_struct(parts, column, arrow)
     if column.best and flat.shape[1] > 1:
-        # argmax takes NaN for the highest value, so a row with NaN gets no class.
+        # argmax treats NaN as the highest value, so a row with NaN gets no class.
         classes = np.where(np.isnan(flat).any(axis=1), np.nan, flat.argmax(axis=1))
         return _nested_arrays(classes, column, arrow)
     return _nested_arrays(flat if column.vector else prediction, column, arrow)
@@ -291,7 +291,7 @@ def _encode_struct(parts: Mapping[str, npt.NDArray[np.generic]], column: OutputC
 
 
 def _nested_arrays(values: npt.NDArray[np.generic], column: OutputColumn, arrow: pa.DataType) -> pa.Array:
-    """Return arrays nested as deep as the type; the elements are one block of memory."""
+    """Return arrays nested as deeply as the type; the elements are one block of memory."""
     import pyarrow as pa  # noqa: PLC0415
 
     lists, element = [], arrow

@@ -17,14 +17,14 @@ from sparkhvd.errors import DataError, SchemaError
 if TYPE_CHECKING:
     import pandas as pd
 
-# Spark's types for numbers whose own type Spark lacks.
-_IN_SPARK = {"uint8": "int16", "uint16": "int32", "uint32": "int64", "float16": "float32"}
+# The dtypes that Spark uses for numbers of types that it lacks.
+_SPARK_DTYPES = {"uint8": "int16", "uint16": "int32", "uint32": "int64", "float16": "float32"}
 
 
 def feature_array(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic]:
     """Return a column as the model's input; NULL becomes the column's fill.
 
-    Numbers keep their type in the table, whatever type the model was trained on.
+    Numbers keep their type in the table, regardless of the type that the model was trained on.
 
     Raises:
         DataError: the column holds NULL without a fill, or its shape differs from the training.
@@ -57,11 +57,11 @@ def _rows(present: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic
         array[:] = np.stack([np.asarray(value, array.dtype) for value in present]) if column.shape else list(present)
         return array
     try:
-        decimals = "int64" if column.dtype.startswith("int") else "float64"  # as Spark's decimals were in the training
+        decimals = "int64" if column.dtype.startswith("int") else "float64"  # the training converted decimals like this
         rows = np.stack([_dense(value, decimals) for value in present])
     except ValueError as error:
         raise DataError(f"Feature column {column.name!r} has rows of different shapes.") from error
-    if present.dtype.kind in "biuf":  # single values do not have the type of the column
+    if present.dtype.kind in "biuf":  # single values may have another type than the column
         dtype: Any = present.dtype
         rows = rows.astype(getattr(dtype, "numpy_dtype", dtype))
     if rows.dtype.kind not in "biuf":
@@ -73,11 +73,11 @@ def _rows(present: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic
             f"Feature column {column.name!r} has rows of shape {list(rows.shape[1:])}; the model was trained with rows "
             f"of shape {list(column.shape or ())}."
         )
-    return np.ascontiguousarray(rows, _IN_SPARK.get(rows.dtype.name, rows.dtype))
+    return np.ascontiguousarray(rows, _SPARK_DTYPES.get(rows.dtype.name, rows.dtype))
 
 
 def _null_mask(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.bool_]:
-    """Return which rows are NULL; in a float column without a fill, NaN is a value although pandas uses it for NULL."""
+    """Return a mask of NULL rows; in a float column without a fill, NaN is a value although pandas uses it for NULL."""
     if column.fill is None and column.dtype.startswith("float") and series.dtype.kind == "f":
         return np.zeros(len(series), bool)
     return series.isna().to_numpy(bool)
@@ -86,7 +86,7 @@ def _null_mask(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.boo
 def _sparse(
     present: pd.Series[Any], row_indices: npt.NDArray[np.integer], count: int, column: ColumnSpec
 ) -> npt.NDArray[np.generic]:
-    """Return a sparse column of ``count`` rows; those at ``row_indices`` are ``present``."""
+    """Return a sparse column of ``count`` rows; the rows at ``row_indices`` have the values ``present``."""
     entries = [_entries(value) for value in present]
     lengths = [len(indices) for indices, _ in entries]
     return columns_of.from_entries(

@@ -66,13 +66,13 @@ class Persistable(Protocol):
 
 
 class PersistableEstimator(Persistable, Protocol):
-    """An estimator as this module sees it."""
+    """The members of an estimator that this module uses."""
 
     def _pickled(self, objects: dict[str, object]) -> bytes: ...
 
 
 class PersistableModel(Persistable, Protocol):
-    """A trained model as this module sees it."""
+    """The members of a trained model that this module uses."""
 
     retained_files: RetainedFiles | None
 
@@ -95,7 +95,7 @@ class FolderWriter(MLWriter):
         self._store: Store | None = None
 
     def within(self, store: Store | str) -> Self:
-        """Write into a Store, with its access options: ``save`` then takes a path in it."""
+        """Write into a Store, with its access options; ``save`` then takes a path in this Store."""
         self._store = store_at("store", store)
         return self
 
@@ -132,7 +132,7 @@ class FolderReader(MLReader[R]):
         self._store: Store | None = None
 
     def within(self, store: Store | str) -> Self:
-        """Read from a Store, with its access options: ``load`` then takes a path in it."""
+        """Read from a Store, with its access options; ``load`` then takes a path in this Store."""
         self._store = store_at("store", store)
         return self
 
@@ -157,21 +157,21 @@ def write_estimator(estimator: PersistableEstimator, store: Store, folder: str, 
     plain = _write_objects(params, store, folder, estimator._pickled)  # noqa: SLF001
     extra = {
         "store": None if own_store is None else own_store.url,
-        "store_settings": {} if own_store is None else _settings_of(own_store),
+        "store_settings": {} if own_store is None else _store_settings(own_store),
         "environment": sorted(env_names),
     }
     return _metadata(estimator, spark_version, plain, extra)
 
 
-def read_estimator(kind: type[E], store: Store, folder: str) -> E:
+def read_estimator(estimator_class: type[E], store: Store, folder: str) -> E:
     """Return the estimator that ``write_estimator`` wrote.
 
-    Its Store is created again from its URL. A Store that needs options has to be set again.
+    Its Store is created again from its URL and paths; options such as credentials must be set again.
     """
     metadata, objects = saved_folder.read(
-        store, folder, kind.__name__, lambda metadata, content: (metadata, _read_objects(store, content))
+        store, folder, estimator_class.__name__, lambda metadata, content: (metadata, _read_objects(store, content))
     )
-    estimator = kind(**metadata["paramMap"], **objects)
+    estimator = estimator_class(**metadata["paramMap"], **objects)
     extra = metadata["sparkhvd"]
     if (url := extra["store"]) is not None:
         estimator.setParams(store=Store.create(url, **extra.get("store_settings", {})))
@@ -186,7 +186,7 @@ def read_estimator(kind: type[E], store: Store, folder: str) -> E:
     return estimator
 
 
-def _settings_of(store: Store) -> dict[str, object]:
+def _store_settings(store: Store) -> dict[str, object]:
     """Return the arguments of ``Store.create`` that hold no secret, without the URL."""
     paths = {name: getattr(store, name, None) for name in ("train_path", "val_path", "test_path", "runs_path")}
     kept: dict[str, object] = {name: path for name, path in paths.items() if path is not None}
@@ -194,7 +194,7 @@ def _settings_of(store: Store) -> dict[str, object]:
 
 
 def write_model(model: PersistableModel, store: Store, folder: str, spark_version: str) -> Metadata:
-    """Write a model and return the metadata. Model files may be larger than the memory: they are copied in chunks."""
+    """Write a model and return the metadata; files are copied in chunks, because they may be larger than the memory."""
     trained = model.trained
     digests = {}
     for source in trained.files:
@@ -214,16 +214,16 @@ def write_model(model: PersistableModel, store: Store, folder: str, spark_versio
     return _metadata(model, spark_version, plain, {})
 
 
-def read_model(kind: type[M], store: Store, folder: str) -> M:
+def read_model(model_class: type[M], store: Store, folder: str) -> M:
     """Return the model that ``write_model`` wrote.
 
-    The model's files stay in place and are read when the model is used. Only files that a later write may remove, such
-    as those of a Pipeline's stage, are retained at once (see ``RetainedFiles``).
+    The model's files stay in place and are read when the model is used. Files that a later write may remove, such as
+    the files of a Pipeline's stage, are retained immediately (see ``RetainedFiles``).
     """
-    return saved_folder.read(store, folder, kind.__name__, partial(_read_model, kind, store))
+    return saved_folder.read(store, folder, model_class.__name__, partial(_read_model, model_class, store))
 
 
-def _read_model(kind: type[M], store: Store, metadata: Metadata, folder: str) -> M:
+def _read_model(model_class: type[M], store: Store, metadata: Metadata, folder: str) -> M:
     with store.open(f"{folder}/{_TRAINED}", "rb") as file:
         content = json.loads(file.read())
     trained = ModelArtifacts(
@@ -233,7 +233,7 @@ def _read_model(kind: type[M], store: Store, metadata: Metadata, folder: str) ->
         outputs=tuple(_from_json(OutputSpec, output) for output in content["outputs"]),
         history=tuple(record_from_json(record) for record in content["history"]),
     )
-    model = kind.of_artifacts(trained, **metadata["paramMap"], **_read_objects(store, folder))
+    model = model_class.of_artifacts(trained, **metadata["paramMap"], **_read_objects(store, folder))
     model._resetUid(metadata["uid"])  # noqa: SLF001
     if is_pipeline_part(f"{store.url}/{folder}") or saved_folder.is_transient(folder):
         model.retained_files = RetainedFiles(store, trained.files)
@@ -286,7 +286,7 @@ def _metadata(
         "sparkVersion": spark_version,
         "uid": instance.uid,
         "paramMap": dict(plain),
-        "defaultParamMap": {},  # the class that reads this has its own defaults
+        "defaultParamMap": {},  # the class declares its defaults itself
         "sparkhvd": dict(extra),
     }
 
@@ -299,6 +299,8 @@ def _is_json(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _from_json(kind: type[T], content: Mapping[str, Any]) -> T:
+def _from_json(dataclass_type: type[T], content: Mapping[str, Any]) -> T:
     """Return a dataclass from its ``asdict`` content, with the tuples that JSON turned into lists."""
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
+    return dataclass_type(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
+    )

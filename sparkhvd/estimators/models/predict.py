@@ -127,7 +127,7 @@ def device_number(addresses: Sequence[str], visible: str | None) -> int | None:
 
 
 def _application_folder() -> str | None:
-    """Return, inside a task, the folder that Spark removes with the application: a killed task cannot clean up."""
+    """Return the folder that Spark removes with the application (a killed task cannot clean up); None outside tasks."""
     from pyspark import SparkFiles, TaskContext  # noqa: PLC0415  (decoding needs no Spark)
 
     return None if TaskContext.get() is None else SparkFiles.getRootDirectory()
@@ -157,8 +157,8 @@ def _decode(array: pa.Array | npt.NDArray[np.generic], column: ColumnSpec) -> np
 def _predict(
     predictor: Predictor, columns: dict[str, npt.NDArray[np.generic]], rows: int, spec: PredictSpec
 ) -> list[pa.Array]:
-    """Return one array per output; a struct of chunks would have to be copied once more."""
-    parts: list[list[pa.Array]] = [[pa.array([], kind)] for kind in spec.types]
+    """Return one array per output, without chunks, because a struct of chunks would require another copy."""
+    parts: list[list[pa.Array]] = [[pa.array([], arrow_type)] for arrow_type in spec.types]
     for start in range(0, rows, spec.batch_size):
         piece = {name: array[start : start + spec.batch_size] for name, array in columns.items()}
         predictions = predictor.predict(piece)
@@ -169,8 +169,10 @@ def _predict(
                 "output_cols and output_types to match."
             )
         count = len(next(iter(piece.values())))
-        for index, (prediction, column, kind) in enumerate(zip(predictions, spec.outputs, spec.types, strict=True)):
-            array = encode_output(with_rows(prediction, column, count), column, kind)
+        for index, (prediction, column, arrow_type) in enumerate(
+            zip(predictions, spec.outputs, spec.types, strict=True)
+        ):
+            array = encode_output(with_rows(prediction, column, count), column, arrow_type)
             if len(array) != count:
                 raise ModelOutputError(
                     f"Output column {column.name!r} has {counted(len(array), 'row')} for {counted(count, 'row')} of "

@@ -81,8 +81,8 @@ class PandasModel:
 
     Attributes:
         predictor: the framework's model.
-        features: each feature's column name in the DataFrame, and its spec from the training. A name such as
-            ``column.field`` may also refer to a field of a column of dicts or Rows.
+        features: the name of each feature's column in the DataFrame, and its spec from the training. A name such as
+            ``column.field`` may also refer to a field in a column of dicts or Rows.
         outputs: the columns to return.
         types: the Arrow types of the outputs.
         batch_size: rows per prediction.
@@ -110,8 +110,8 @@ class PandasModel:
         for start in range(0, max(1, len(model_input)), self.batch_size):
             piece = {name: array[start : start + self.batch_size] for name, array in arrays.items()}
             count = min(self.batch_size, len(model_input) - start)
-            for output, column, kind in zip(self.predictor.predict(piece), self.outputs, self.types, strict=True):
-                for title, values in _output_arrays(with_rows(output, column, count), column, kind).items():
+            for output, column, arrow_type in zip(self.predictor.predict(piece), self.outputs, self.types, strict=True):
+                for title, values in _output_arrays(with_rows(output, column, count), column, arrow_type).items():
                     parts_by_title.setdefault(title, []).append(values)
         joined = {title: np.concatenate(parts) for title, parts in parts_by_title.items()}
         return pd.DataFrame({title: _series(array) for title, array in joined.items()}, index=model_input.index)
@@ -149,7 +149,7 @@ def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arrow_type(column: OutputColumn) -> pa.DataType:
-    """Return the Arrow type of a column; the default types are known without Spark."""
+    """Return the Arrow type of a column; the default types do not need Spark."""
     known = {"double": pa.float64(), "float": pa.float32(), "array<double>": pa.list_(pa.float64())}
     if column.type in known:
         return known[column.type]
@@ -158,24 +158,32 @@ def _arrow_type(column: OutputColumn) -> pa.DataType:
     return to_arrow_type(spark_type(column))
 
 
-def _output_arrays(output: Predicted, column: OutputColumn, kind: pa.DataType) -> dict[str, npt.NDArray[np.generic]]:
+def _output_arrays(
+    output: Predicted, column: OutputColumn, arrow_type: pa.DataType
+) -> dict[str, npt.NDArray[np.generic]]:
     """Return an output as arrays by column title; a struct has several arrays."""
-    if isinstance(output, Mapping) and not pa.types.is_struct(kind):
+    if isinstance(output, Mapping) and not pa.types.is_struct(arrow_type):
         arrays = {f"{column.name}.{field}": np.asarray(values) for field, values in output.items()}
         return {
             title: array.reshape(len(array)) if array.size == len(array) else array for title, array in arrays.items()
         }
-    encoded = encode_output(output, column, kind)
-    if pa.types.is_struct(kind):
-        return {f"{column.name}.{kind.field(i).name}": _to_numpy(encoded.field(i)) for i in range(kind.num_fields)}
+    encoded = encode_output(output, column, arrow_type)
+    if pa.types.is_struct(arrow_type):
+        return {
+            f"{column.name}.{arrow_type.field(i).name}": _to_numpy(encoded.field(i))
+            for i in range(arrow_type.num_fields)
+        }
     return {column.name: _to_numpy(encoded)}
 
 
-def table_columns(column: OutputColumn, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
+def table_columns(column: OutputColumn, arrow_type: pa.DataType) -> list[tuple[str, pa.DataType]]:
     """Return the titles and types of the table columns that an output becomes."""
-    if pa.types.is_struct(kind):
-        return [(f"{column.name}.{kind.field(i).name}", kind.field(i).type) for i in range(kind.num_fields)]
-    return [(column.name, kind)]
+    if pa.types.is_struct(arrow_type):
+        return [
+            (f"{column.name}.{arrow_type.field(i).name}", arrow_type.field(i).type)
+            for i in range(arrow_type.num_fields)
+        ]
+    return [(column.name, arrow_type)]
 
 
 def _to_numpy(array: pa.Array) -> npt.NDArray[np.generic]:

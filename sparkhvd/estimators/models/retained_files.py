@@ -1,4 +1,4 @@
-"""Retain the files of a model that was loaded as part of a Pipeline after the Pipeline's folder is removed.
+"""Keep the files of a model usable after the removal of the Pipeline's folder that the model was loaded from.
 
 Spark ML overwrites a Pipeline by removing its folder first and then asking each stage to write itself. A model that was
 loaded from that folder would have nothing left to write, so its files are retained when it is loaded: small files in
@@ -22,12 +22,12 @@ from sparkhvd.store import Store
 
 # The folders in which Spark ML's writers put the models that belong to another model.
 _PARTS = frozenset({"stages", "bestModel", "subModels"})
-# A mapped file takes a descriptor, and a search may load hundreds of models.
+# Smaller files are read into memory: a mapped file takes a descriptor, and a search may load hundreds of models.
 _SMALL_BYTES = 4 << 20
 
 
 class RetainedFiles:
-    """The content that files of a Store had when they were loaded; in another process, their current content.
+    """The content of files at the time they were loaded; a copy in another process reads their current content.
 
     Args:
         store: the Store of the files.
@@ -43,7 +43,7 @@ class RetainedFiles:
         """Open a file for reading.
 
         Raises:
-            StoreError: the file has changed in place, or is not retained here and no longer exists.
+            StoreError: the file has changed in place, or this process does not retain it and it no longer exists.
         """
         content = self._contents.get(path)
         if content is None:

@@ -1,14 +1,14 @@
-"""The folder of a saved object, which is replaced atomically: a reader finds the whole old object or the whole new one.
+"""The folder of a saved object, which is replaced atomically: a reader finds the complete old object or the new one.
 
-A folder is a saved object if it has ``metadata/part-00000``, and a Store replaces one file atomically. So the metadata
-decides which files count: those next to it, or those in the folder ``content-...`` that it names. To replace an object,
+A folder is a saved object if it has ``metadata/part-00000``, which a Store replaces atomically. The metadata decides
+which files count: the files next to it, or the files in the folder ``content-...`` that it names. To replace an object,
 
 1. the new files are written to a folder ``content-...`` next to the old ones,
 2. the metadata is replaced by one that names this folder, which commits the new object,
 3. the old files are removed, and the new ones are copied to their final paths,
 4. the metadata is replaced by one that names no folder, and the folder is removed.
 
-A writer that is killed in between leaves one whole object, and files that the next writer removes.
+A writer that is killed in between leaves one complete object, and files that the next writer removes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sparkhvd.store import Store
 logger = logging.getLogger(__name__)
 
 METADATA = "metadata/part-00000"
-FORMAT, _FORMAT_ELSEWHERE = 1, 2
+FORMAT, _FORMAT_WITH_FOLDER = 1, 2
 _CONTENT = "content-"
-# Hadoop's checksum of the metadata that Spark wrote; while it exists, Spark takes replaced metadata for corrupt.
+# Hadoop's checksum of metadata that Spark wrote; while it exists, Spark considers replaced metadata corrupt.
 _CHECKSUM = "metadata/.part-00000.crc"
 
 T = TypeVar("T")
@@ -54,28 +54,28 @@ def overwrite(store: Store, folder: str, write: Write) -> None:
         metadata = write(store, content)
         written = store.list(content)
         store.delete(f"{folder}/{_CHECKSUM}")
-        _replace(store, folder, _to_json(metadata, name))
+        _replace_metadata(store, folder, _to_json(metadata, name))
     except BaseException:
-        _remove_unless_named(store, folder, name)
+        _remove_unless_committed(store, folder, name)
         raise
     try:
-        _move_to_place(store, folder, name, written)
-        if _is_named(store, folder, name):  # else another writer has saved its object since
-            _replace(store, folder, _to_json(metadata, None))
+        _copy_to_final_paths(store, folder, name, written)
+        if _is_committed(store, folder, name):  # else another writer has saved its object in the meantime
+            _replace_metadata(store, folder, _to_json(metadata, None))
         store.delete(content)
-    except (SparkHvdError, OSError) as error:  # the object is saved all the same
+    except (SparkHvdError, OSError) as error:  # the object is saved nevertheless
         # As text: a log record may live long, and an error keeps the frames of its traceback alive.
         logger.warning("%s/%s is saved, but its files stay in the folder %s: %s", store.url, folder, name, str(error))
 
 
-def read(store: Store, folder: str, kind: str, load: Callable[[Metadata, str], T]) -> T:
-    """Return a whole saved object; if a writer replaces it meanwhile, read it again from the start.
+def read(store: Store, folder: str, class_name: str, load: Callable[[Metadata, str], T]) -> T:
+    """Return a saved object; if a writer replaces it in the meantime, read the new object.
 
     Args:
         store: the Store of the folder.
         folder: the object's folder.
-        kind: the name of its class.
-        load: makes the object from its metadata and the folder that holds its files.
+        class_name: the name of its class.
+        load: creates the object from its metadata and the folder that holds its files.
 
     Raises:
         StoreError: there is no saved object.
@@ -84,9 +84,9 @@ def read(store: Store, folder: str, kind: str, load: Callable[[Metadata, str], T
     while True:
         metadata = _metadata(store, folder)
         if metadata is None:
-            raise StoreError(f"{store.url}/{folder} holds no saved {kind}: {METADATA} is missing.")
+            raise StoreError(f"{store.url}/{folder} holds no saved {class_name}: {METADATA} is missing.")
         try:
-            loaded = load(metadata, _content_folder(store, folder, kind, metadata))
+            loaded = load(metadata, _content_folder(store, folder, class_name, metadata))
         except SparkHvdError:
             if _metadata(store, folder) == metadata:
                 raise
@@ -95,14 +95,16 @@ def read(store: Store, folder: str, kind: str, load: Callable[[Metadata, str], T
                 return loaded
 
 
-def _content_folder(store: Store, folder: str, kind: str, metadata: Metadata) -> str:
+def _content_folder(store: Store, folder: str, class_name: str, metadata: Metadata) -> str:
     """Return the folder that holds the files of an object with this metadata."""
-    saved_kind = metadata["class"].rpartition(".")[2]
-    if saved_kind != kind:
-        raise ParamError(f"{store.url}/{folder} holds a {saved_kind}, not a {kind}; load it with {saved_kind}.load.")
-    if (saved_format := metadata["sparkhvd"]["format"]) > _FORMAT_ELSEWHERE:
+    saved_class = metadata["class"].rpartition(".")[2]
+    if saved_class != class_name:
         raise ParamError(
-            f"{store.url}/{folder} was saved in format {saved_format}; this version reads up to {_FORMAT_ELSEWHERE}. "
+            f"{store.url}/{folder} holds a {saved_class}, not a {class_name}; load it with {saved_class}.load."
+        )
+    if (saved_format := metadata["sparkhvd"]["format"]) > _FORMAT_WITH_FOLDER:
+        raise ParamError(
+            f"{store.url}/{folder} was saved in format {saved_format}; this version reads up to {_FORMAT_WITH_FOLDER}. "
             "Install a newer sparkhvd."
         )
     content = metadata["sparkhvd"].get("content")
@@ -129,32 +131,32 @@ def _metadata(store: Store, folder: str) -> Metadata | None:
 def _to_json(metadata: Metadata, content: str | None) -> bytes:
     own: dict[str, object] = {**metadata["sparkhvd"], "format": FORMAT}
     if content is not None:
-        own |= {"format": _FORMAT_ELSEWHERE, "content": content}
+        own |= {"format": _FORMAT_WITH_FOLDER, "content": content}
     return json.dumps({**metadata, "sparkhvd": own}).encode() + b"\n"
 
 
-def _replace(store: Store, folder: str, metadata: bytes) -> None:
+def _replace_metadata(store: Store, folder: str, metadata: bytes) -> None:
     with store.open(f"{folder}/{METADATA}", "wb") as file:
         file.write(metadata)
 
 
-def _remove_unless_named(store: Store, folder: str, name: str) -> None:
-    """Remove the files of an object that was not saved; a write may have succeeded although it raised an error."""
+def _remove_unless_committed(store: Store, folder: str, name: str) -> None:
+    """Remove the files of an object unless its metadata was written; a write may succeed and still raise an error."""
     try:
-        if not _is_named(store, folder, name):
+        if not _is_committed(store, folder, name):
             store.delete(f"{folder}/{name}")
     except (SparkHvdError, ValueError) as error:  # the failure that led here is the one to report
         logger.warning("Could not remove %s/%s/%s: %s", store.url, folder, name, str(error))
 
 
-def _is_named(store: Store, folder: str, name: str) -> bool:
+def _is_committed(store: Store, folder: str, name: str) -> bool:
     """Return whether the metadata names ``name`` as the folder of the object's files."""
     metadata = _metadata(store, folder)
     return metadata is not None and metadata.get("sparkhvd", {}).get("content") == name
 
 
-def _move_to_place(store: Store, folder: str, name: str, written: list[str]) -> None:
-    """Remove everything else from a folder, and copy the object's files to their final paths."""
+def _copy_to_final_paths(store: Store, folder: str, name: str, written: list[str]) -> None:
+    """Remove all other files from a folder, and copy the object's files to their final paths."""
     content = f"{folder}/{name}"
     for path in store.list(folder):
         if path != f"{folder}/{METADATA}" and path not in written:

@@ -1,4 +1,4 @@
-"""The artifacts of a trained model, and those of a model that was trained elsewhere."""
+"""The artifacts of models that were trained here or elsewhere."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ModelArtifacts:
     Attributes:
         store: where the files can be read: a Store, or the memory of this process for a model without a Store.
         files: the model's files.
-        schema: the columns that the model was trained on; ``source`` says which features are fields of a struct.
+        schema: the columns that the model was trained on; a feature with a ``source`` is a field of a struct.
         outputs: one spec per output.
         history: one record per epoch.
     """
@@ -57,14 +57,14 @@ class ModelArtifacts:
 
 
 def output_spec(shape: tuple[int, ...], label: ColumnSpec | None) -> OutputSpec:
-    """Return a number for one value per row, or a vector for several values or a label that is not a scalar."""
+    """Return the spec of an output: a number for one value per row; a vector for several, or for a non-scalar label."""
     vector = math.prod(shape) != 1 or (label is not None and label.kind != "scalar")
     is_float = label is not None and label.dtype == "float32"
     return OutputSpec(shape, "float32" if is_float and not vector else "float64", vector)
 
 
 def output_specs(shapes: Sequence[tuple[int, ...]], labels: Sequence[ColumnSpec]) -> tuple[OutputSpec, ...]:
-    """Return the spec of every output; ``labels`` has the label of each, or nothing if they are unknown."""
+    """Return the spec of every output; ``labels`` has one label per output, or is empty if they are unknown."""
     by_output = labels or (None,) * len(shapes)
     return tuple(output_spec(shape, label) for shape, label in zip(shapes, by_output, strict=True))
 

@@ -1,4 +1,4 @@
-"""The canonical form of a parameter, equal in every process: without addresses, hashes or the order of a set."""
+"""The canonical form of a parameter, equal in every process: free of addresses, hashes and the order of sets."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class TensorContent:
     elements: bytes
 
 
-def _of_content(content: TensorContent) -> list[object]:
+def _content_form(content: TensorContent) -> list[object]:
     return [content.dtype, list(content.shape), hashlib.sha256(content.elements).hexdigest()]
 
 
 class CanonicalForm:
-    """The form of one value; an object that occurs again is represented by its index.
+    """The form of one value; an object that occurs again is represented by the index of its first occurrence.
 
     Every framework describes its own objects, see ``Framework.describe``.
 
@@ -86,52 +86,54 @@ class CanonicalForm:
         if value is None or isinstance(value, bool | int | float | str):
             return value if type(value).__module__ == "builtins" else [qualified_name(type(value)), str(value)]
         if isinstance(value, np.generic | np.ndarray) or is_tensor(value):
-            return self._of_array(value)
+            return self._array_form(value)
         if id(value) in self._seen:
             return ["seen", self._seen[id(value)]]
         self._seen[id(value)] = len(self._seen)
         self._kept_alive.append(value)
-        for kind, describe in self._by_type.items():
-            if isinstance(value, kind):
+        for types, describe in self._by_type.items():
+            if isinstance(value, types):
                 return describe(self, value)
-        return self._of_object(value)
+        return self._object_form(value)
 
-    def _of_mapping(self, value: Mapping[object, object]) -> object:
+    def _mapping_form(self, value: Mapping[object, object]) -> object:
         content = [(self.of(key), self.of(item)) for key, item in value.items()]
         factory = getattr(value, "default_factory", None)
-        return ["mapping", content, *([] if factory is None else [self.of(factory)]), *self._of_own_kind(value)]
+        return ["mapping", content, *([] if factory is None else [self.of(factory)]), *self._user_class_forms(value)]
 
-    def _of_set(self, value: set[object]) -> object:
+    def _set_form(self, value: set[object]) -> object:
         # Each item gets a form of its own, because the iteration order of a set differs between processes.
         return [
             "set",
             sorted(json.dumps(canonical_form(item, self.parameter, weights=self.weights)) for item in value),
         ]
 
-    def _of_sequence(self, value: Sequence[object]) -> object:
-        return [*(self.of(item) for item in value), *self._of_own_kind(value)]
+    def _sequence_form(self, value: Sequence[object]) -> object:
+        return [*(self.of(item) for item in value), *self._user_class_forms(value)]
 
-    def _of_own_kind(self, value: object) -> list[object]:
+    def _user_class_forms(self, value: object) -> list[object]:
         """Return the code and attributes of a collection whose class the user wrote."""
-        kind = type(value)
-        return [] if module_is_installed(kind.__module__) else [["kind", self.of(kind), self.of(_attributes(value))]]
+        value_class = type(value)
+        if module_is_installed(value_class.__module__):
+            return []
+        return [["kind", self.of(value_class), self.of(_attributes(value))]]
 
-    def _of_array(self, value: object) -> object:
+    def _array_form(self, value: object) -> object:
         """Return the digest of an array's numbers; a scalar unchanged."""
-        for contents in self._contents:
-            if (content := contents(value)) is not None:
-                return _of_content(content)
+        for read_content in self._content_readers:
+            if (content := read_content(value)) is not None:
+                return _content_form(content)
         array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
         if array.dtype.hasobject:
             return [str(array.dtype), array.shape, self.of(array.tolist())]
         if not array.shape and array.dtype.kind in "biuf":
             return array.item()
-        return _of_content(TensorContent(str(array.dtype), array.shape, array.tobytes()))
+        return _content_form(TensorContent(str(array.dtype), array.shape, array.tobytes()))
 
-    def _of_method(self, value: MethodType) -> object:
+    def _method_form(self, value: MethodType) -> object:
         return ["method", self.of(value.__func__), self.of(value.__self__)]
 
-    def _of_builtin(self, value: BuiltinFunctionType) -> object:
+    def _builtin_form(self, value: BuiltinFunctionType) -> object:
         owner = value.__self__
         return [value.__module__, value.__qualname__, None if isinstance(owner, ModuleType) else self.of(owner)]
 
@@ -140,17 +142,17 @@ class CanonicalForm:
         return [resolve_name(framework.describe) for framework in frameworks() if framework.describe]
 
     @functools.cached_property
-    def _contents(self) -> list[Callable[[object], TensorContent | None]]:
+    def _content_readers(self) -> list[Callable[[object], TensorContent | None]]:
         return [resolve_name(framework.contents) for framework in frameworks() if framework.contents]
 
-    def _of_object(self, value: object) -> object:
+    def _object_form(self, value: object) -> object:
         for describe in self._describers:
             if (form := describe(value, self)) is not None:
                 return form
-        return self._of_parts(value)
+        return self._parts_form(value)
 
-    def _of_parts(self, value: object) -> object:
-        """Return the form of any other object, made of the parts from which pickle would rebuild the object."""
+    def _parts_form(self, value: object) -> object:
+        """Return the form of any other object, from the parts that pickle would use to rebuild it."""
         try:
             by_table = copyreg.dispatch_table.get(type(value))
             parts = by_table(value) if by_table is not None else value.__reduce_ex__(2)
@@ -166,51 +168,53 @@ class CanonicalForm:
         items = [list(part) if isinstance(part, Iterator) else part for part in parts]
         return [self.of(type(value)), self.of(items)]
 
-    def _of_function(self, value: FunctionType) -> object:
-        """Return the name of an installed function; for a user's function also its code and all that it uses."""
+    def _function_form(self, value: FunctionType) -> object:
+        """Return the name and arguments of a function; for a user's function also its code and everything it uses."""
         code: list[object] = []
         if not module_is_installed(value.__module__):
-            taken = {name: self._of_global(item, value.__code__) for name, item in globals_of(value).items()}
+            used_globals = {name: self._global_form(item, value.__code__) for name, item in globals_of(value).items()}
             attributes = {name: self.if_describable(item) for name, item in sorted(vars(value).items())}
-            code = [code_form(value.__code__), sorted(taken.items()), imports_of(value), attributes]
+            code = [code_form(value.__code__), sorted(used_globals.items()), imports_of(value), attributes]
         return [
             value.__module__,
             value.__qualname__,
             code,
             self.of(value.__defaults__),
             self.of(value.__kwdefaults__),
-            [self._of_cell(cell) for cell in value.__closure__ or ()],
+            [self._cell_form(cell) for cell in value.__closure__ or ()],
         ]
 
-    def _of_global(self, value: object, code: CodeType) -> object:
-        """Return the form of a global that code reads; for a user's module also its attributes that the code names."""
+    def _global_form(self, value: object, code: CodeType) -> object:
+        """Return the form of a global that code reads; for a user's module also the attributes that the code names."""
         if not isinstance(value, ModuleType) or module_is_installed(value.__name__):
             return self.of(value)
         module_form = self.of(value)
         named = [name for name in code_names(code) if name in vars(value)]
         attributes = {name: vars(value)[name] for name in named if (id(value), name) not in self._seen_attributes}
         self._seen_attributes |= {(id(value), name) for name in attributes}
-        return [module_form, [(name, self._of_global(item, code)) for name, item in sorted(attributes.items())]]
+        return [module_form, [(name, self._global_form(item, code)) for name, item in sorted(attributes.items())]]
 
-    def _of_cell(self, cell: CellType) -> object:
+    def _cell_form(self, cell: CellType) -> object:
         try:
             content = cell.cell_contents
         except ValueError:  # an empty cell: its variable is assigned later, or never
             return []
         return [self.of(content)]
 
-    def _of_class(self, value: type) -> object:
+    def _class_form(self, value: type) -> object:
         """Return the name of an installed class, and the code of a class that the user wrote."""
         if module_is_installed(value.__module__):
             return qualified_name(value)
         parts: list[object] = []
         for name, item in sorted(vars(value).items()):
-            functions = [part for accessor in _ACCESSORS if (part := getattr(item, accessor, None)) is not None]
-            for part in functions if functions and isinstance(item, _HOLDERS) else [item]:
+            functions = [
+                part for accessor in _FUNCTION_ATTRIBUTES if (part := getattr(item, accessor, None)) is not None
+            ]
+            for part in functions if functions and isinstance(item, _FUNCTION_DESCRIPTORS) else [item]:
                 if isinstance(part, FunctionType) or not name.startswith("__"):
                     parts += [[name, form] for form in self.if_describable(part)]
-        kind = [] if module_is_installed(type(value).__module__) else [self.of(type(value))]
-        return [qualified_name(value), parts, [self.of(base) for base in value.__bases__], *kind]
+        metaclass = [] if module_is_installed(type(value).__module__) else [self.of(type(value))]
+        return [qualified_name(value), parts, [self.of(base) for base in value.__bases__], *metaclass]
 
     def if_describable(self, value: object) -> list[object]:
         """Return a list with the form of an attribute, or an empty list for a lock or a cache, which do not count."""
@@ -221,26 +225,26 @@ class CanonicalForm:
 
     def of_tensor(self, value: Tensor, *, exact: bool) -> object:
         """Return the form of a tensor: its values, or only its type and shape."""
-        return self._of_array(value) if exact else [str(value.dtype), list(value.shape)]
+        return self._array_form(value) if exact else [str(value.dtype), list(value.shape)]
 
     _by_type: ClassVar[dict[Any, Callable[[CanonicalForm, Any], Any]]] = {
         (complex, range, slice, bytes, bytearray, type(...)): lambda _, value: repr(value),
-        Mapping: _of_mapping,
-        (set, frozenset): _of_set,
-        Sequence: _of_sequence,
-        type: _of_class,
-        FunctionType: _of_function,
-        MethodType: _of_method,
-        BuiltinFunctionType: _of_builtin,
+        Mapping: _mapping_form,
+        (set, frozenset): _set_form,
+        Sequence: _sequence_form,
+        type: _class_form,
+        FunctionType: _function_form,
+        MethodType: _method_form,
+        BuiltinFunctionType: _builtin_form,
         ModuleType: lambda _, value: ["module", value.__name__],
         CodeType: lambda _, value: code_form(value),
-        CellType: _of_cell,
+        CellType: _cell_form,
     }
 
 
-# The descriptors that hold functions in a class, and the attributes that hold them; only the functions count.
-_HOLDERS = (property, classmethod, staticmethod, functools.cached_property)
-_ACCESSORS = ("__func__", "fget", "fset", "fdel", "func")
+# The descriptors that wrap functions in a class, and their attributes with the functions; only the functions count.
+_FUNCTION_DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_property)
+_FUNCTION_ATTRIBUTES = ("__func__", "fget", "fset", "fdel", "func")
 
 
 def names_of_installed_bases(kind: type) -> frozenset[str]:

@@ -12,7 +12,7 @@ from sparkhvd.driver.user_code.user_modules import import_graph, imported_when_c
 
 
 def code_names(code: CodeType) -> list[str]:
-    """Return all names in a function's code, including those of attributes."""
+    """Return all names in a function's code, including the names of attributes."""
     return list(dict.fromkeys(name for part in nested_code(code) for name in part.co_names))
 
 
@@ -34,7 +34,7 @@ def imports_of(function: FunctionType) -> list[tuple[str, str]]:
 
 
 def module_is_installed(module: str | None) -> bool:
-    """Return whether a module belongs to Python, to an installed package of any version, or to sparkhvd."""
+    """Return whether a module belongs to Python, to an installed package, or to sparkhvd, and not to the user."""
     if not isinstance(module, str):  # functions from exec() have none
         return False
     package = module.partition(".")[0]

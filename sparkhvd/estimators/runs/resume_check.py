@@ -28,10 +28,10 @@ class ModelFacts:
         framework: the framework that trains the model.
         optimizer: the optimizer's class; empty if only the ranks know the optimizer.
         weights: the shape of every weight, by name.
-        groups: the names of the weights that the optimizer trains, by parameter group, in its order: its state does not
-            name them. Empty if only the ranks know them.
-        measures: the digest of the loss and the metrics; empty if it is unknown. Only an interrupted epoch must be
-            resumed with the same.
+        groups: the names of the weights that the optimizer trains, by parameter group, in the optimizer's order (its
+            state has no names). Empty if only the ranks know them.
+        measures: the digest of the loss and the metrics; empty if it is unknown. It must match only if the run resumes
+            within an epoch.
         dtypes: the element type of every weight, by name; empty if they are unknown.
     """
 
@@ -75,7 +75,7 @@ def check_resumable(
         url: the checkpoint's URL.
         before: the facts of the checkpoint.
         now: the facts of this fit's model.
-        interrupted_epoch: the epoch, from 0, within which the checkpoint was taken; None if it was taken at an end.
+        interrupted_epoch: the epoch, from 0, within which the checkpoint was taken; None for the end of an epoch.
 
     Raises:
         ParamError: the facts differ.

@@ -1,8 +1,8 @@
 """The identity of a run, by which ``resume="auto"`` finds the run of an earlier fit with the same content.
 
 Everything that changes the returned model is part of the identity. A run id consists of two digests: one without and
-one with the values of the model's initial weights. The Store records runs that differ only in these values together.
-A script that draws its weights anew therefore gets a warning that explains why it starts a new run.
+one with the values of the model's initial weights. The Store records runs that differ only in these values in one
+folder. A script that draws new initial weights therefore gets a warning that explains why it starts a new run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def _of_backend(backend: Backend | str) -> object:
-    """Return the number of ranks and their environment; the launcher does not count."""
+def _backend_identity(backend: Backend | str) -> object:
+    """Return the parts of a backend that belong to the identity: ranks and environment, but not the launcher."""
     if isinstance(backend, str):
         return None
     if isinstance(backend, SparkBackend):
@@ -39,20 +39,20 @@ def _of_backend(backend: Backend | str) -> object:
     return backend.num_processes()
 
 
-# The part of a parameter that counts, if it is not the whole value.
-_COUNTING_PARTS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
+# The part of a parameter that belongs to the identity, if it is not the whole value.
+_IDENTITY_PARTS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
     {
-        "backend": _of_backend,
+        "backend": _backend_identity,
         "checkpoints": lambda policy: [policy.best, policy.mode] if isinstance(policy, Checkpoints) else policy,
     }
 )
 
 
-def run_id_by_content(kind: str, df: DataFrame, selection: Selection, params: Mapping[str, object]) -> str:
+def run_id_by_content(estimator_class: str, df: DataFrame, selection: Selection, params: Mapping[str, object]) -> str:
     """Return a run id that is shared only by fits with the same rows, parameters, model and optimizer.
 
     Args:
-        kind: the class of the estimator.
+        estimator_class: the class of the estimator.
         df: the rows.
         selection: the columns and rows that are trained on.
         params: the parameters that are part of the identity, by name, see ``declarations.Identity``.
@@ -69,9 +69,9 @@ def run_id_by_content(kind: str, df: DataFrame, selection: Selection, params: Ma
         )
 
     def digest(*, weights: bool) -> str:
-        parts = ((name, _counted(name, value)) for name, value in sorted(params.items()))
+        parts = ((name, _identity_part(name, value)) for name, value in sorted(params.items()))
         content = [(name, canonical_form(part, name, weights=weights)) for name, part in parts]
-        identity = json.dumps([kind, rows.text, content])
+        identity = json.dumps([estimator_class, rows.text, content])
         return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     return layout.auto_run(digest(weights=False), digest(weights=True))
@@ -79,23 +79,23 @@ def run_id_by_content(kind: str, df: DataFrame, selection: Selection, params: Ma
 
 def record_run(store: Store, run_id: str) -> None:
     """Record that a run exists; warn if other runs differ from it only in the model's initial weights."""
-    alike, this = layout.alike_folder(run_id), layout.alike_path(run_id)
-    noted = store.list(alike)
-    if this in noted:
+    alike_folder, own_path = layout.alike_folder(run_id), layout.alike_path(run_id)
+    recorded_paths = store.list(alike_folder)
+    if own_path in recorded_paths:
         return
-    if noted:
+    if recorded_paths:
         logger.warning(
             "Run %s is a new run, although run %s has the same rows, parameters and model structure: the model's "
             "initial weights differ. To have a restarted script resume its run, seed the weights before making the "
             "model (%s). To resume that run now, pass run_id=%r.",
             run_id,
-            layout.run_of_note(noted[-1]),
+            layout.run_of_note(recorded_paths[-1]),
             ", ".join(framework.seeding for framework in frameworks() if framework.seeding),
-            layout.run_of_note(noted[-1]),
+            layout.run_of_note(recorded_paths[-1]),
         )
-    with store.open(this, "wb") as file:
+    with store.open(own_path, "wb") as file:
         file.write(b"")
 
 
-def _counted(name: str, value: object) -> object:
-    return _COUNTING_PARTS[name](value) if name in _COUNTING_PARTS else value
+def _identity_part(name: str, value: object) -> object:
+    return _IDENTITY_PARTS[name](value) if name in _IDENTITY_PARTS else value

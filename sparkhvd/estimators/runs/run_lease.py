@@ -1,14 +1,14 @@
-"""The lease of a run: one fit trains it at a time, and only the last of several writers owns it.
+"""The lease of a run: only one fit at a time trains the run, and only its latest writer owns it.
 
 Every writer of a run claims the next number, its *token*, by publishing a file with that number. A Store lets exactly
-one writer publish a file. The highest token owns the run. The driver claims a token when a fit begins, and rank 0
-claims another for the same fit whenever the ranks start. Checkpoints carry the token in their names. After a claim the
-owner records which checkpoints it inherits; every reader ignores a checkpoint that is neither inherited nor the
-owner's. So a writer that was suspended in the middle of a write can still add a file, but not to the run.
+one writer publish a file. The writer with the highest token owns the run. The driver claims a token when a fit begins,
+and rank 0 claims another for the same fit whenever the ranks start. Checkpoints carry the token in their names. After a
+claim, the owner records the checkpoints that it inherits; readers ignore all others except the owner's own. A writer
+that was suspended in the middle of a write may therefore still add a file, but readers ignore it.
 
 A writer looks for a higher token before it publishes, and again before it deletes. The owner lists the inherited
-checkpoints after its claim. So a writer that deletes a checkpoint has published the next one before that claim, and
-the owner inherits it.
+checkpoints after its claim. If a writer deletes a checkpoint, it has therefore published the next checkpoint before
+the claim, and the owner inherits that one.
 
 A fit is refused while another fit of the same run is alive. If the other fit's driver runs on the same machine, its
 process shows whether the fit is alive. On another machine, the driver of a fit renews a file, the *beat*. The other
@@ -87,7 +87,7 @@ class Fence:
     def check(self) -> None:
         """Raise ``StoreError`` if another fit has taken the run over."""
         if (last := _last_token(self.store, self.run_id)) > self.token:
-            raise _taken_over(self.store, self.run_id, last)
+            raise _takeover_error(self.store, self.run_id, last)
 
 
 @dataclass(frozen=True)
@@ -110,34 +110,34 @@ class RunLease:
         """Raise ``StoreError`` if another fit has taken the run over."""
         last = _last_token(self.store, self.run_id)
         if _holder(self.store, self.run_id, last) != self.holder:
-            raise _taken_over(self.store, self.run_id, last)
+            raise _takeover_error(self.store, self.run_id, last)
 
     def renew(self) -> None:
-        """Show other machines that the fit is alive."""
+        """Write a new beat, which shows other machines that the fit is alive."""
         self.check()
         self._beat(uuid.uuid4().bytes)
 
     def release(self) -> None:
-        """Let the next fit begin at once."""
+        """End the lease, so that the next fit can begin immediately."""
         _active_fits.discard(self.holder.name)  # first, because the Store may fail
         last = _last_token(self.store, self.run_id)
         if _holder(self.store, self.run_id, last) != self.holder:
             self.store.delete(layout.beat_path(self.run_id, self.holder.name))
         elif last == self.token == 1 and self._has_only_claims():
-            self._forget()
+            self._delete_run()
         else:
             self._beat(_RELEASED)
 
     def _has_only_claims(self) -> bool:
-        """Return whether the run consists of claims only, because the fit failed before its ranks started."""
+        """Return whether the run has no files but claims, because the fit failed before its ranks started."""
         holders = f"{layout.holders_folder(self.run_id)}/"
         return all(path.startswith(holders) for path in self.store.list(layout.run_folder(self.run_id)))
 
-    def _forget(self) -> None:
-        """Remove the run. No other fit has claimed a token of the run, so tokens may begin at 1 again.
+    def _delete_run(self) -> None:
+        """Delete the run; no other fit has claimed a token of the run, so tokens may begin at 1 again.
 
-        The beat is deleted last, because other fits are refused until then. A fit that claims the run after this claim
-        is deleted sees only its own files.
+        The beat is deleted last, because it keeps other fits from claiming the run. A fit that claims the run later
+        finds none of these files.
         """
         self.store.delete(layout.inheritance_path(self.run_id, self.token))
         self.store.delete(layout.claim_path(self.run_id, self.token))
@@ -195,19 +195,19 @@ def claim_fence(store: Store, run_id: str, holder: Holder) -> Fence:
     while True:
         last = _last_token(store, run_id)
         if _holder(store, run_id, last) != holder:
-            raise _taken_over(store, run_id, last)
+            raise _takeover_error(store, run_id, last)
         if _claim(store, run_id, last + 1, holder):
             return Fence(store, run_id, last + 1)
 
 
 def owned_checkpoints(store: Store, run_id: str, paths: list[str]) -> list[str]:
     """Return the checkpoints of a run that its current owner wrote or inherited."""
-    noted = [path for path in store.list(layout.claims_folder(run_id)) if layout.is_inheritance(path)]
-    if not noted:
+    inheritances = [path for path in store.list(layout.claims_folder(run_id)) if layout.is_inheritance(path)]
+    if not inheritances:
         return paths
-    with store.open(noted[-1], "rb") as file:
-        inherited = set(_parsed(bytes(file.read()), noted[-1], list))
-    token = layout.token_of(noted[-1])
+    with store.open(inheritances[-1], "rb") as file:
+        inherited = set(_parsed(bytes(file.read()), inheritances[-1], list))
+    token = layout.token_of(inheritances[-1])
     return [path for path in paths if path in inherited or layout.token_of(path) == token]
 
 
@@ -222,11 +222,11 @@ def _claim(store: Store, run_id: str, token: int, holder: Holder) -> bool:
         raise
     checkpoints = owned_checkpoints(store, run_id, store.list(layout.checkpoints_folder(run_id)))
     store.publish(layout.inheritance_path(run_id, token), json.dumps(checkpoints).encode())
-    _forget_earlier(store, run_id, token, holder)
+    _delete_earlier_claims(store, run_id, token, holder)
     return True
 
 
-def _forget_earlier(store: Store, run_id: str, token: int, holder: Holder) -> None:
+def _delete_earlier_claims(store: Store, run_id: str, token: int, holder: Holder) -> None:
     """Remove the files of earlier claims; the highest token always stays."""
     beat = layout.beat_path(run_id, holder.name)
     for path in store.list(layout.holders_folder(run_id)):
@@ -236,7 +236,7 @@ def _forget_earlier(store: Store, run_id: str, token: int, holder: Holder) -> No
 
 
 def _is_alive(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> bool:
-    """Return whether the fit still runs; on another machine, whether it renews its beat in time."""
+    """Return whether the fit is still running; for a fit on another machine, whether it renews its beat in time."""
     first = _read(store, layout.beat_path(run_id, holder.name))
     if first in {None, _RELEASED}:
         return False
@@ -288,25 +288,24 @@ def _holder(store: Store, run_id: str, token: int) -> Holder | None:
     try:
         return Holder(**_parsed(content, path, dict))
     except TypeError as error:
-        raise _unreadable(path) from error
+        raise _unreadable_error(path) from error
 
 
-def _parsed(content: bytes, path: str, kind: type[T]) -> T:
-    """Return the value in a file.
+def _parsed(content: bytes, path: str, expected_type: type[T]) -> T:
+    """Return the value in a file, or raise ``StoreError``, which the thread that renews the lease survives.
 
-    A Store may return other content, such as the error page of a proxy. The thread that renews the lease must
-    survive that.
+    A Store may return other content, such as the error page of a proxy.
     """
     try:
         value = json.loads(content)
     except ValueError as error:
-        raise _unreadable(path) from error
-    if not isinstance(value, kind):
-        raise _unreadable(path)
+        raise _unreadable_error(path) from error
+    if not isinstance(value, expected_type):
+        raise _unreadable_error(path)
     return value
 
 
-def _unreadable(path: str) -> StoreError:
+def _unreadable_error(path: str) -> StoreError:
     return StoreError(
         f"{path} does not hold the content that a fit wrote there. If the Store answers correctly again, nothing needs "
         "to be done; otherwise choose another run_id."
@@ -323,7 +322,7 @@ def _read(store: Store, path: str) -> bytes | None:
         return None
 
 
-def _taken_over(store: Store, run_id: str, token: int) -> StoreError:
+def _takeover_error(store: Store, run_id: str, token: int) -> StoreError:
     return StoreError(
         f"Run {run_id!r} in {store.url} was taken over by another fit ({_holder(store, run_id, token)}), because this "
         "fit appeared dead. This fit ends and publishes nothing more. Fit again with the same run_id when the other "

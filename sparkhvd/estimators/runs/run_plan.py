@@ -11,7 +11,7 @@ from sparkhvd.estimators.runs.run_lease import RunLease
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(FitPlan):
-    """A plan in which the ranks, the run and the seed are decided.
+    """A plan with a fixed number of ranks, run id and seed.
 
     Attributes:
         division_proc: number of ranks over which the rows are divided; a resumed run keeps its earlier number.

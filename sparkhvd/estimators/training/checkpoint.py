@@ -1,8 +1,8 @@
 """Checkpoints of a run in its Store: one object per checkpoint.
 
-A checkpoint is a line of JSON (position of the run, seed, history), then the state of each rank and of its metrics, and
-then the trainer's state, which is the same on all ranks. It is published atomically, so a reader never sees a partial
-checkpoint. Old checkpoints are deleted after the next one is published.
+A checkpoint is a line of JSON (position of the run, seed, history), followed by the states of all ranks, the states of
+their metrics, and the trainer's state, which is the same on all ranks. It is published atomically, so a reader never
+sees a partial checkpoint. Old checkpoints are deleted after the next one is published.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class EpochPosition(EpochPart):
     """The position of a run within an epoch: the current part, and the parts before it.
 
     Attributes:
-        division: digest of the division of the rows into batches; the next batch is known only if it is unchanged.
+        division: digest of the division of the rows into batches; a run can resume here only if it is unchanged.
         sums: the epoch's metrics so far: (sum over the rows of all ranks, rows) by name.
-        rank_states: the state of each rank, such as that of its random number generators.
+        rank_states: the state of each rank, such as the states of its random number generators.
         metrics: the state of each rank's metrics that are not in ``sums``; empty if there are none.
         division_proc: the number of ranks that the rows in the Store were divided for; 0 is ``num_proc``.
-        earlier: the earlier parts of the epoch; each part began with the rows that the part before had left.
+        earlier: the earlier parts of the epoch; each part began with the rows that remained after the part before.
         sizes: the numbers of ranks that have trained the epoch so far; empty in checkpoints of older versions.
         wants_end: whether a callback has requested the end of the training after this epoch.
     """
@@ -88,7 +88,7 @@ class Checkpoint:
         history: all complete epochs.
         state: the result of ``Trainer.state()``.
         within: the position in ``epoch``; None at its end.
-        model: the facts that a model must share to resume from this checkpoint.
+        model: the facts that another model must match to resume from this checkpoint.
         ended: whether a callback has ended the run.
     """
 
@@ -117,31 +117,33 @@ def division_digest(manifest: Manifest, order: Sequence[object]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, also: Collection[int] = ()) -> str:
-    """Publish a checkpoint, then delete the run's earlier checkpoints except those to keep; return its path.
+def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, other_epochs: Collection[int] = ()) -> str:
+    """Publish a checkpoint, then delete the run's earlier checkpoints beyond the limit; return the new path.
 
     Args:
         fence: the run, and the right to publish in it.
         checkpoint: the checkpoint to publish.
         keep: how many epoch ends to keep, including this one.
-        also: further epochs to keep the end of.
+        other_epochs: more epochs whose end is kept.
 
     Raises:
         StoreError: writing to the Store failed, or another fit has taken the run over.
     """
     store, run_id, within = fence.store, fence.run_id, checkpoint.within
     path = publish(fence, checkpoint)
-    fence.check()  # another fit that took the run over may resume from a checkpoint that is deleted next
+    fence.check()  # if another fit has taken over the run, it may resume from a checkpoint that is deleted below
     last_end = checkpoint.epoch if within is None else checkpoint.epoch - 1
-    kept = {*also, *range(last_end - keep + 1, last_end + 1)}
+    kept = {*other_epochs, *range(last_end - keep + 1, last_end + 1)}
     existing = store.list(layout.checkpoints_folder(run_id))
     ours = set(owned_checkpoints(store, run_id, existing))
-    finals = [path for path in existing if layout.final_epoch(path) is not None]
-    here = layout.checkpoint_position(path)
-    for other in [*_checkpoints(existing), *finals]:
+    final_paths = [path for path in existing if layout.final_epoch(path) is not None]
+    own_position = layout.checkpoint_position(path)
+    for other in [*_checkpoints(existing), *final_paths]:
         position = layout.checkpoint_position(other)
         is_kept = other in ours and position is not None and position[1] == float("inf") and position[0] in kept
-        is_kept = is_kept and position != here  # an earlier rank 0 may have saved the same position before it was lost
+        is_kept = (
+            is_kept and position != own_position
+        )  # an earlier rank 0 may have saved the same position before it was lost
         if other != path and not is_kept and layout.token_of(other) <= fence.token:
             store.delete(other)
     return path
@@ -201,7 +203,7 @@ def latest(store: Store, run_id: str) -> str | None:
     paths = _paths(store, run_id)
     if ends := [path for path in paths if layout.is_ended_path(path)]:
         return ends[-1]
-    return max(_checkpoints(paths), key=layout.checkpoint_position, default=None)  # type: ignore[arg-type]  # never None here
+    return max(_checkpoints(paths), key=layout.checkpoint_position, default=None)  # type: ignore[arg-type]  # never None own_position
 
 
 def load(store: Store, path: str) -> Checkpoint:
@@ -255,9 +257,9 @@ def _from_json(content: dict[str, Any], rest: bytes) -> Checkpoint:
     if (content["format"], content["format_version"]) != (_FORMAT, _FORMAT_VERSION):
         raise ValueError(f"format {content['format']!r} version {content['format_version']!r}")
     history = tuple(record_from_json(record) for record in content["history"])
-    sizes_of_states = [*content["rank_states"], *content.get("metrics", ())]
-    ends = list(accumulate(sizes_of_states))
-    states = [rest[end - size : end] for size, end in zip(sizes_of_states, ends, strict=True)]
+    state_sizes = [*content["rank_states"], *content.get("metrics", ())]
+    ends = list(accumulate(state_sizes))
+    states = [rest[end - size : end] for size, end in zip(state_sizes, ends, strict=True)]
     ranks = len(content["rank_states"])
     within = None
     if (position := content["within"]) is not None:
@@ -274,7 +276,7 @@ def _from_json(content: dict[str, Any], rest: bytes) -> Checkpoint:
         epoch=int(content["epoch"]),
         seed=int(content["seed"]),
         history=history,
-        state=rest[sum(sizes_of_states) :],
+        state=rest[sum(state_sizes) :],
         within=within,
         model=None if facts is None else facts_from_json(facts),
         ended=bool(content.get("ended", False)),

@@ -1,7 +1,7 @@
 """The commits of an elastic fit: checkpoints in the memory of every rank, from which the ranks resume after a change.
 
-Rank 0 makes a commit and sends it to all ranks, so any survivor can continue from it. A commit costs time, so the steps
-between two commits are chosen such that commits take about ``_SHARE`` of the training's time.
+Rank 0 makes a commit and sends it to all ranks, so any survivor can continue from it. The number of steps between two
+commits is chosen so that commits take about ``_TARGET_TIME_SHARE`` of the training time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparkhvd.comm.elastic.state import State
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.training.checkpoint import Checkpoint
 
-_SHARE = 0.02
+_TARGET_TIME_SHARE = 0.02
 
 
 class Commits(State):
@@ -34,15 +34,15 @@ class Commits(State):
         self.reset()
 
     def reset(self) -> None:
-        """Measure the duration of steps anew, which depends on the number of ranks.
+        """Restart the measurement of step times, which depend on the number of ranks.
 
-        The next commit is as many steps away as before the change. If it came earlier, an error that recurs at the
-        same step would follow a new commit each time. The driver would take the new commits for progress.
+        The next commit is a full interval away, as after a commit. If it came earlier, each recurrence of an error at
+        the same step would follow a new commit, and the driver would mistake the new commits for progress.
         """
         self._steps, self._since = 0, time.monotonic()
 
     def on_reset(self) -> None:
-        """Free the threads and files of the interrupted training, and adapt to the new ranks."""
+        """Free the threads and files of the interrupted training, and call ``reset``."""
         gc.collect()
         super().on_reset()
 
@@ -53,12 +53,12 @@ class Commits(State):
         """Do nothing: the training resumes from ``checkpoint``."""
 
     def sync(self) -> None:
-        """Overwrite the last commit of all ranks with that of rank 0; collective."""
-        kept = (self.checkpoint, self._interval)
-        self.checkpoint, self._interval = objects.broadcast_object(session.current(), kept, name="last commit")
+        """Replace the last commit of every rank with rank 0's; collective."""
+        commit = (self.checkpoint, self._interval)
+        self.checkpoint, self._interval = objects.broadcast_object(session.current(), commit, name="last commit")
 
     def is_due(self) -> bool:
-        """Count a step; return whether to commit after it. All ranks return the same."""
+        """Count a step and return whether to commit after it; the result is the same on all ranks."""
         self._steps += 1
         return self._steps >= self._interval
 
@@ -67,30 +67,30 @@ class Commits(State):
 
         Raises:
             HostsUpdatedInterrupt: ranks are about to join or to leave, so the training stops here.
-            ParamError: rank 0 refused to make the checkpoint; raised on all ranks, because any rank 0 would refuse.
+            ParamError: rank 0 cannot make the checkpoint; raised on all ranks, because another rank 0 would fail, too.
         """
         communicator = session.current()
-        begun = time.monotonic()
-        made: tuple[Checkpoint, int] | ParamError | None = None
+        started = time.monotonic()
+        outcome: tuple[Checkpoint, int] | ParamError | None = None
         if communicator.world.rank == 0:
             try:
-                made = (make(), self._next_interval(begun))
+                outcome = (make(), self._next_interval(started))
             except ParamError as error:
-                made = error
-        made = objects.broadcast_object(communicator, made, name="commit")
-        if isinstance(made, ParamError):
-            raise made
-        self.checkpoint, self._interval = made  # type: ignore[misc]  # rank 0 has made one
+                outcome = error
+        outcome = objects.broadcast_object(communicator, outcome, name="commit")
+        if isinstance(outcome, ParamError):
+            raise outcome
+        self.checkpoint, self._interval = outcome  # type: ignore[misc]  # rank 0 has outcome one
         self.commit()
         self._since, self._steps = time.monotonic(), 0
-        self._cost = self._since - begun
+        self._cost = self._since - started
 
     def published(self, path: str) -> None:
         """Report to the driver that a checkpoint is in the Store: new ranks resume from it if all are lost."""
         if (membership := session.membership()) is not None:
             membership.published(path)
 
-    def _next_interval(self, begun: float) -> int:
-        step_seconds = max((begun - self._since) / max(self._steps, 1), 1e-6)
-        cost = self._cost or time.monotonic() - begun
-        return max(1, math.ceil(cost / _SHARE / step_seconds))
+    def _next_interval(self, started: float) -> int:
+        step_seconds = max((started - self._since) / max(self._steps, 1), 1e-6)
+        cost = self._cost or time.monotonic() - started
+        return max(1, math.ceil(cost / _TARGET_TIME_SHARE / step_seconds))

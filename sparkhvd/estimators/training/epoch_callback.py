@@ -1,8 +1,8 @@
 """``epoch_callback``: a function that the driver calls after every epoch, with the averaged metrics.
 
 Rank 0 sends the records of its epochs to the driver and waits for the answer, so that the function can end the training
-before the next epoch. A rank that replaces rank 0 in an elastic fit, or that resumes a run, sends the earlier epochs,
-too; the driver calls the function once for each of them.
+before the next epoch. A new rank 0 of an elastic fit, or of a resumed run, also sends the earlier epochs. The driver
+calls the function once per epoch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CallbackAddress:
 
 
 def requests_end(answer: object) -> bool:
-    """Return whether a callback's answer ends the training: only True does, not, for example, a returned loss."""
+    """Return whether a callback's answer ends the training: only True does, so a returned loss does not."""
     return isinstance(answer, bool | np.bool_) and bool(answer)
 
 
@@ -72,7 +72,7 @@ class EpochCalls:
         self.error: BaseException | None = None
 
     def call(self, records: Iterable[EpochRecord]) -> bool:
-        """Call the function for the epochs that are new; return whether it ended the training after any of them."""
+        """Call the function for new epochs; return whether it ended the training after any of ``records``."""
         ends = False
         with self._lock:
             try:
@@ -150,7 +150,7 @@ class CallbackClient(Closable):
             answer = client.ask(EpochsEnded(content), Deadline.after(_ANSWER_SECONDS))
         except OSError as error:
             self._failed = True
-            self.close()  # a late answer must not be taken for the next one
+            self.close()  # a late answer must not be mistaken for the answer to the next report
             logger.warning("%s. Further epochs are reported when the training has ended. (%s)", reason, error)
             return False
         if isinstance(answer, Rejected):

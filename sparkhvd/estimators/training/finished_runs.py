@@ -1,4 +1,4 @@
-"""The results of finished runs with ``resume="auto"``, so that fitting one again needs no ranks."""
+"""The results of finished runs with ``resume="auto"``: a fit of the same run returns its result without any ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def save(store: Store, run_id: str, epochs: int, result: TrainResult) -> None:
 
 
 def find(store: Store, run_id: str, epochs: int) -> TrainResult | None:
-    """Return the result of an earlier fit of the run with the same epochs; None if it is missing or out of date.
+    """Return the result of an earlier fit of the run with the same number of epochs; None if missing or out of date.
 
     Args:
         store: the Store of the run.

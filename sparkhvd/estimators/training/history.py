@@ -21,7 +21,7 @@ class History(list[dict[str, Any]]):
     """The records of a run: one entry per epoch in Horovod's form, the same for every framework."""
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return one row per epoch: loss and metrics, prefixed ``val_`` for validation, then the time spent.
+        """Return one row per epoch: loss and metrics (with the prefix ``val_`` for validation), then the times.
 
         Examples:
             >>> model.getHistory().to_pandas()[["loss", "val_loss"]]  # doctest: +SKIP
@@ -118,19 +118,19 @@ def average_over_ranks(
     rows = float(pairs[list(report.train).index("loss"), 1]) if "loss" in report.train else 0.0
     spent = total[-3:].astype(np.float64) / communicator.world.size
     seconds = max(float(spent.sum()), 1e-9)
-    kinds = ("data_wait", "compute", "communication")
+    phases = ("data_wait", "compute", "communication")
     return EpochRecord(
         epoch=report.epoch,
         train=_means(list(report.train), pairs[:count], before or {}),
         validation=_means(list(report.validation), pairs[count:], {}),
         rows_per_second=rows / seconds,
         step_seconds=seconds / max(1, report.steps),
-        shares={kind: float(part) / seconds for kind, part in zip(kinds, spent, strict=True)},
+        shares={phase: float(part) / seconds for phase, part in zip(phases, spent, strict=True)},
     )
 
 
 def _means(names: list[str], pairs: Any, before: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the means of (sum, rows) pairs together with ``before``, without metrics that have no rows."""
+    """Return the means of (sum, rows) pairs, including the pairs in ``before``; omit metrics without rows."""
     means = {}
     for name, (total, rows) in zip(names, pairs, strict=True):
         earlier, earlier_rows = before.get(name, (0.0, 0.0))

@@ -72,14 +72,14 @@ class RunHooks:
         self._division_proc = division_proc
         self._commits = commits
         committed = None if commits is None else commits.checkpoint
-        self._save_lost_end(committed)
+        self._save_missing_epoch_end(committed)
         self.resume = load_resume_state(store, run_id, communicator, committed)
         self.history: list[EpochRecord] = list(self.resume.history)
         self._ended = self.resume.ended
         if store is not None and self.first_epoch >= spec.epochs:
             self.resume = with_final_state(self.resume, store, run_id, communicator)
-        self._end_digest: bytes | None = None  # the last checkpoint's state, if no epoch is left
-        # The last step of the current epoch that was reported, and the last one that allowed a checkpoint.
+        self._end_digest: bytes | None = None  # digest of the last checkpoint's state, after the last epoch
+        # In the current epoch, the last reported step and the last step that allowed a checkpoint.
         self._last_step = self._last_whole = self.resume.first_step
         self._best: tuple[int, bytes] | None = None  # epoch and state, without a Store, on rank 0
         self._warned = False
@@ -120,17 +120,17 @@ class RunHooks:
         return self.resume.earlier_metrics
 
     def repartition_first_epoch(self, batches: int) -> None:
-        """Note that the first epoch is the rest of an epoch that other ranks began, and has ``batches`` batches."""
+        """Record that the first epoch is the rest of an epoch that other ranks began, with ``batches`` batches."""
         self.resume = replace(self.resume, repartitioned_batches=batches)
 
     def stopped(self) -> bool:
         """Return whether a callback or early stopping has ended the training."""
-        return self._ended or self._stopped_by_rule()
+        return self._ended or self._stops_early()
 
     def _is_last(self, epoch: int) -> bool:
         return self.stopped() or epoch + 1 >= self._spec.epochs  # a callback may add an epoch
 
-    def _stopped_by_rule(self) -> bool:
+    def _stops_early(self) -> bool:
         rule = self._spec.early_stopping
         return rule is not None and bool(self.history) and rule.ends(self.history)
 
@@ -164,7 +164,7 @@ class RunHooks:
         record = replace(record, sizes=self._sizes(report.epoch))
         self.history.append(record)
         self._last_step = self._last_whole = 0
-        # rows_per_second is 0 if no step returned a loss, as in a user's own steps.
+        # rows_per_second is 0 if no step returned a loss, which is possible with user-defined steps.
         loss = record.train.get("loss") if record.rows_per_second else None
         self._check_loss(loss, f"epoch {record.epoch + 1} of {self._spec.epochs}")
         wants_end = report.on_record is not None and report.on_record(record)
@@ -175,12 +175,12 @@ class RunHooks:
         if self._communicator.world.rank == 0:
             logger.info("%s", record.line(self._spec.epochs))
         self._save_epoch(record.epoch, trainer)
-        if self._stopped_by_rule():
+        if self._stops_early():
             self._log_early_stopping()
         return not self.stopped()
 
     def _sizes(self, epoch: int) -> tuple[int, ...]:
-        """Return the numbers of ranks that have trained an epoch, in their order, without repeats."""
+        """Return the numbers of ranks that have trained an epoch, in order, without consecutive duplicates."""
         sizes = [*self.resume.earlier_sizes(epoch), self._communicator.world.size]
         return tuple(size for size, _ in groupby(sizes))
 
@@ -192,14 +192,14 @@ class RunHooks:
         if _digest(content.state) != self._end_digest:
             checkpoint.save_final(self._fence, content)
 
-    def _check_loss(self, loss: float | None, where: str, whose: str = "") -> None:
-        """Warn once, on rank 0, or raise an error about a NaN or infinite loss; the weights rarely recover from it."""
+    def _check_loss(self, loss: float | None, where: str, rank_suffix: str = "") -> None:
+        """Warn once on rank 0, or raise an error, if a loss is NaN or infinite: the weights rarely recover from it."""
         if loss is None or math.isfinite(loss):
             return
         if self._spec.terminate_on_nan:
             raise DataError(
-                f"The loss of {where} is {loss}{whose}, and terminate_on_nan is set. Lower the learning rate, clip the "
-                "gradients, or look for such values in the rows."
+                f"The loss of {where} is {loss}{rank_suffix}, and terminate_on_nan is set. Lower the learning rate, "
+                "clip the gradients, or look for such values in the rows."
             )
         if self._warned or self._communicator.world.rank != 0:
             return
@@ -251,17 +251,17 @@ class RunHooks:
 
     def _save_epoch(self, epoch: int, trainer: Trainer) -> None:
         fence = self._fence
-        # No commit after the last epoch: callbacks still act at the end of training, and resumed ranks would skip that.
+        # No commit after the last epoch: ranks that resume from it would skip the callbacks at the end of the training.
         if fence is not None and self._commits is not None and not self._is_last(epoch):
-            self._commits.take(lambda: self._save_end(fence, epoch, trainer))
+            self._commits.take(lambda: self._save_epoch_end(fence, epoch, trainer))
         elif self._communicator.world.rank != 0:
             return
         elif fence is not None:
-            self._save_end(fence, epoch, trainer)
+            self._save_epoch_end(fence, epoch, trainer)
         elif self._spec.checkpoints.best is not None and self._best_epoch() == epoch:
             self._best = (epoch, trainer.state())
 
-    def _save_end(self, fence: Fence, epoch: int, trainer: Trainer) -> Checkpoint:
+    def _save_epoch_end(self, fence: Fence, epoch: int, trainer: Trainer) -> Checkpoint:
         """Save the end of an epoch in the Store, on rank 0."""
         fence.check()
         run_log.write(fence.store, self._run_id, self.history)
@@ -276,8 +276,8 @@ class RunHooks:
         if self._commits is not None:
             self._commits.published(path)
 
-    def _save_lost_end(self, committed: Checkpoint | None) -> None:
-        """Save the end of an epoch that the previous rank 0 committed, but perhaps did not save, before it was lost."""
+    def _save_missing_epoch_end(self, committed: Checkpoint | None) -> None:
+        """Save the end of an epoch if the previous rank 0 was lost between its commit and its checkpoint."""
         if committed is None or committed.within is not None or self._fence is None:
             return
         if self._communicator.world.rank == 0 and committed.epoch not in checkpoint.kept_epochs(
@@ -294,8 +294,8 @@ class RunHooks:
         report.synchronize()
         before = self.resume.earlier_sums(report.epoch)
         sums = _totals(report.sums(), before, communicator, f"epoch {report.epoch} step {report.step} sums")
-        own = (report.rank_state(), report.metrics(), report.wants_end)
-        states = objects.allgather_object(communicator, own, name=f"states of ranks at {report.step}")
+        local_state = (report.rank_state(), report.metrics(), report.wants_end)
+        states = objects.allgather_object(communicator, local_state, name=f"states of ranks at {report.step}")
 
         def make() -> Checkpoint:
             within = EpochPosition(
@@ -337,7 +337,7 @@ def _totals(
     communicator: Communicator,
     name: str,
 ) -> dict[str, tuple[float, float]]:
-    """Return sums and rows over all ranks, plus those of ``before``."""
+    """Return the sums and rows over all ranks, added to the sums and rows in ``before``."""
     numbers = np.array([number for pair in local.values() for number in pair], np.float64)
     total = communicator.allreduce(numbers, ReduceOp.SUM, name=name).reshape(-1, 2)
     pairs = {metric: (float(pair[0]), float(pair[1])) for metric, pair in zip(local, total, strict=True)}

@@ -1,7 +1,7 @@
 """The files and pickled bytes of a job: small ones are sent with the job, large ones are files in the Store.
 
-Unpickled bytes come either with the job, over an authenticated connection, or from a file whose SHA-256 came with the
-job. So write access to the Store is not enough to make a rank or an executor run code.
+Bytes are unpickled only if they came with the job, over an authenticated connection, or if their SHA-256 came with the
+job. Write access to the Store is therefore not enough to make a rank or an executor run code.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from sparkhvd.store.protocol import Store
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# Less than the limit of a whole job (100 MB), with room for the rest of the job.
+# Less than the limit of a whole job (PAYLOAD_CAP_BYTES, 100 MiB), to leave room for the rest of the job.
 INLINE_BYTES = 64 * 1024 * 1024
 PIECE_BYTES = 8 * 1024 * 1024
 
 
 class FileSource(Protocol):
-    """A source of files: a Store, or one of the two classes below."""
+    """A source of files, such as a Store, ``SessionFiles`` or ``InMemoryFiles``."""
 
     @property
     def url(self) -> str: ...
@@ -80,9 +80,8 @@ class InMemoryFiles:
                 try:
                     spark.addArtifacts(str(file), file=True)
                 except Exception as error:
-                    if "ALREADY_EXISTS" not in str(
-                        error
-                    ):  # an existing file is the same: its name is a digest of the content
+                    # An existing file is the same, because its name contains a digest of the content.
+                    if "ALREADY_EXISTS" not in str(error):
                         raise
 
     def _add_files(self, spark: SparkSession) -> None:
@@ -125,7 +124,7 @@ class StoredFile:
         """Copy the content in chunks, so that a model may be larger than the memory.
 
         Raises:
-            StoreError: the file cannot be read, or has changed since it was written; the copy is incomplete or wrong.
+            StoreError: the file cannot be read, or has changed since it was written; the copy is then unusable.
         """
         with store.open(self.path, "rb") as file:
             digest = _copy_and_hash(file, target)
@@ -199,7 +198,7 @@ def write_folder(store: Store, folder: str, source: Path) -> tuple[StoredFile, .
 
 
 def replace_file(store: Store, path: str, source: Path) -> None:
-    """Replace a file in a Store by a local file, copied in chunks; after a failure the earlier file is still there."""
+    """Replace a file in a Store with a local file, copied in chunks; after a failure, the earlier file remains."""
     with source.open("rb") as content, store.open(path, "wb") as target:
         _copy_and_hash(content, target)
 

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 _MARKER = "\x01"
 _LINE = re.compile(r"\[0\]<stdout>:" + _MARKER + r"(\{.*\})\n")
-_SECONDS = 0.5
+_REPORT_INTERVAL_SECONDS = 0.5
 
 
 @dataclass
 class ReportingSource:
-    """The batches of ``source``, with a progress report to stdout at most every half second.
+    """The batches of ``source``; reports progress to stdout at most every half second, and at the end of an epoch.
 
     Attributes:
         source: the batches.
@@ -58,16 +58,16 @@ class ReportingSource:
     def _reporting(self, number: int, first_step: int) -> Generator[Batch]:
         steps, last_report = self.source.steps(), 0.0
         batches: Any = self.source.epoch(number, first_step)
-        with closing(batches) if hasattr(batches, "close") else closing(_all_of(batches)) as taken:
-            for step, batch in enumerate(taken, first_step + 1):
+        with closing(batches) if hasattr(batches, "close") else closing(_as_generator(batches)) as open_batches:
+            for step, batch in enumerate(open_batches, first_step + 1):
                 yield batch
-                if step == steps or time.monotonic() - last_report > _SECONDS:
+                if step == steps or time.monotonic() - last_report > _REPORT_INTERVAL_SECONDS:
                     last_report = time.monotonic()
                     progress = {"done": number * steps + step, "all": self.epochs * steps}
                     sys.stdout.write(f"{_MARKER}{json.dumps(progress)}\n")
 
 
-def _all_of(batches: Iterator[Batch]) -> Generator[Batch]:
+def _as_generator(batches: Iterator[Batch]) -> Generator[Batch]:
     yield from batches
 
 
@@ -122,8 +122,8 @@ class ProgressOutput(io.TextIOBase):
 
         if self._bar is None:
             # The interval 0 keeps tqdm from starting its monitor thread.
-            kind = type("Bar", (tqdm,), {"monitor_interval": 0})
-            self._bar = kind(
+            bar_class = type("Bar", (tqdm,), {"monitor_interval": 0})
+            self._bar = bar_class(
                 total=progress["all"], desc=self._description, unit="step", file=self._target, mininterval=0
             )
         self._bar.update(max(0, progress["done"] - self._bar.n))

@@ -25,8 +25,8 @@ class ResumeState:
     Attributes:
         checkpoint: the run's last checkpoint.
         kept_epochs: the epochs with a checkpoint at their end.
-        repartitioned_batches: the number of batches of the first epoch if it is the rest of an epoch that other ranks
-            began; else None.
+        repartitioned_batches: the number of batches of the first epoch if it is the repartitioned rest of an epoch;
+            else None.
     """
 
     checkpoint: Checkpoint | None = None
@@ -69,7 +69,7 @@ class ResumeState:
         return 0 if self.within is None else self.within.steps_done
 
     def rank_state(self, world: World) -> bytes | None:
-        """Return the state of a rank at ``first_step``; None if there is none, as after a change of ranks."""
+        """Return the state of a rank at ``first_step``; None if there is none, such as after a change of ranks."""
         if self.within is None or self.repartitioned_batches is not None:
             return None
         states = self.within.rank_states
@@ -104,10 +104,9 @@ class ResumeState:
 def load_resume_state(
     store: Store | None, run_id: str, communicator: Communicator, committed: Checkpoint | None = None
 ) -> ResumeState:
-    """Return where all ranks resume the run; collective.
+    """Return the state from which all ranks resume the run; collective.
 
-    They resume from ``committed``, which all ranks have, or else from the last checkpoint that rank 0 finds in the
-    Store.
+    The state is ``committed``, which all ranks have, or else the last checkpoint that rank 0 finds in the Store.
     """
     if store is None:
         return ResumeState(committed)
@@ -120,7 +119,7 @@ def load_resume_state(
 
 
 def with_final_state(state: ResumeState, store: Store, run_id: str, communicator: Communicator) -> ResumeState:
-    """Return the state of a run that has no epochs left to train, as callbacks left it at its end; collective."""
+    """Return the state of a finished run, including the changes of callbacks at its end; collective."""
     path = None
     if communicator.world.rank == 0 and state.checkpoint is not None:
         path = checkpoint.final(store, run_id, state.checkpoint.epoch)

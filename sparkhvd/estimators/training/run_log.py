@@ -1,7 +1,7 @@
 """The log of a run in its folder of the Store: the history as JSON, and event files for TensorBoard.
 
-``tensorboard --logdir <store>/runs/<run id>/logs`` shows training and validation curves in one chart. Every epoch is a
-file of its own, because a Store cannot append to files.
+``tensorboard --logdir <store>/runs/<run id>/logs`` shows training and validation curves in one chart. Every epoch has
+its own file, because a Store cannot append to files.
 """
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ def write(store: Store, run_id: str, history: Sequence[EpochRecord]) -> None:
 
 
 def _replace(store: Store, path: str, content: bytes) -> None:
-    """Replace a file; readers see the earlier one until the new one is complete."""
+    """Replace a file; readers see the earlier content until the new content is complete."""
     with store.open(path, "wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Read a few rows of a DataFrame on the driver, in the form of a model's input."""
+"""Read a few rows of a DataFrame on the driver, as arrays by column."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def require_spark_dataframe(method: str, table: object) -> None:
     """Raise ``ParamError`` for anything but a Spark DataFrame, such as a pandas DataFrame."""
     if not hasattr(table, "sparkSession"):
-        kind = f"{type(table).__module__.partition('.')[0]}.{type(table).__qualname__}"
+        type_name = f"{type(table).__module__.partition('.')[0]}.{type(table).__qualname__}"
         raise ParamError(
-            f"{method} takes a Spark DataFrame, not a {kind}; spark.createDataFrame(pdf) converts a pandas table."
+            f"{method} takes a Spark DataFrame, not a {type_name}; spark.createDataFrame(pdf) converts a pandas table."
         )
 
 

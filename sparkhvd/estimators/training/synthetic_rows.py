@@ -14,23 +14,23 @@ from sparkhvd.errors import ModelOutputError
 from sparkhvd.estimators.training.user_errors import is_tensor_error
 
 _ROWS = 2
-_NUMBERED = re.compile(r"_\d+\b")  # the number in an automatic name, which differs from call to call
-_CHECKS = (AssertionError, ValueError, RuntimeError)
+_AUTOMATIC_NUMBER = re.compile(r"_\d+\b")  # the number in an automatic name, which differs from call to call
+_CHECK_ERRORS = (AssertionError, ValueError, RuntimeError)
 Shapes = list[tuple[int, ...]]
 
 
 def try_synthetic_rows(schema: DataSchema, try_out: Callable[[Arrays], Shapes]) -> Shapes:
     """Return the output shapes of ``try_out`` for rows of zeros, or an empty list if only real rows can show them.
 
-    A model may reject rows of zeros because of their values: its ids start at 1, or it checks its input. Such an error
-    comes from a check in the user's code, or differs between zeros and ones. An error about shapes is equal for both.
+    A model may reject rows of zeros because of their values, for example if its ids start at 1. Such an error comes
+    from a check in the user's code, or differs between zeros and ones. An error about shapes is the same for both.
 
     Args:
         schema: the columns, with all shapes.
         try_out: see ``FrameworkPlugin.try_out``.
 
     Raises:
-        ModelOutputError: the model rejects rows of these shapes, whatever their values.
+        ModelOutputError: the model rejects rows of these shapes regardless of their values.
     """
     zeros = {column.name: columns.blank(column, _ROWS) for column in schema.columns}
     try:
@@ -56,7 +56,7 @@ def _depends_on_values(error: ModelOutputError, try_again: Callable[[], object])
     cause = error.__cause__
     if cause is None:  # an error about output shapes, which sparkhvd raised itself
         return False
-    if isinstance(cause, IndexError) or (isinstance(cause, _CHECKS) and not is_tensor_error(cause)):
+    if isinstance(cause, IndexError) or (isinstance(cause, _CHECK_ERRORS) and not is_tensor_error(cause)):
         return True
     try:
         try_again()
@@ -66,4 +66,4 @@ def _depends_on_values(error: ModelOutputError, try_again: Callable[[], object])
 
 
 def _text(error: object) -> str:
-    return _NUMBERED.sub("", str(error))
+    return _AUTOMATIC_NUMBER.sub("", str(error))

@@ -23,21 +23,21 @@ def with_full_stop(text: object) -> str:
 
 
 def is_tensor_error(error: BaseException) -> bool:
-    """Return whether a framework rejected the shapes, types or values of tensors; False if user code raised."""
+    """Return whether a framework rejected the shapes, types or values of tensors, and not a check in user code."""
     if isinstance(error, _CODE_ERRORS):
         return False
-    others = {package for framework in frameworks() for package in framework.tensor_errors}
-    if not isinstance(error, _TENSOR_ERRORS) and type(error).__module__.partition(".")[0] not in others:
+    framework_packages = {package for framework in frameworks() for package in framework.tensor_errors}
+    if not isinstance(error, _TENSOR_ERRORS) and type(error).__module__.partition(".")[0] not in framework_packages:
         return False
     innermost, installed = list(_steps(error))[-1:], _installed_packages()
     return not any(_package(step.tb_frame) not in installed and _raises(step) for step in innermost)
 
 
 def describe_error(error: BaseException) -> str:
-    """Return type and text of an error, and the innermost line of user code in its traceback, if there is one."""
+    """Return the type and text of an error, and the innermost line of user code in its traceback, if there is any."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    others = _installed_packages() | sys.stdlib_module_names
-    user_steps = [step for step in _steps(error) if _package(step.tb_frame) not in others]
+    foreign_packages = _installed_packages() | sys.stdlib_module_names
+    user_steps = [step for step in _steps(error) if _package(step.tb_frame) not in foreign_packages]
     if not user_steps:
         return with_full_stop(text)
     code = user_steps[-1].tb_frame.f_code
@@ -47,7 +47,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _installed_packages() -> set[str]:
-    """Return the packages whose code is not the user's."""
+    """Return the packages whose code the user did not write."""
     return {"sparkhvd", "numpy"}.union(*((*framework.packages, *framework.libraries) for framework in frameworks()))
 
 

@@ -1,4 +1,4 @@
-"""Train as one rank: the function that every estimator runs remotely."""
+"""The function that every estimator runs on each rank."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TrainJob:
         progress: whether the driver shows a progress bar.
         holder: the fit that holds the run; None if the Store keeps no runs.
         division_proc: the number of ranks that the rows in the Store were divided for; 0 is the current number.
-        callback: how rank 0 calls ``epoch_callback`` on the driver; None if there is none.
+        callback: the address at which rank 0 reaches ``epoch_callback`` on the driver; None without a callback.
     """
 
     plugin: str
@@ -185,12 +185,12 @@ def _start(job: TrainJob) -> None:
 
 
 @contextmanager
-def _exits_refused() -> Iterator[None]:
-    """Turn ``sys.exit()`` in user code into an error; for a job, it means that this rank has ended well."""
+def _refuse_successful_exit() -> Iterator[None]:
+    """Turn ``sys.exit()`` in user code into an error, because the job would take it as a successful end of the rank."""
     try:
         yield
     except SystemExit as error:
-        if error.code is not None and error.code != 0:  # it names its cause
+        if error.code is not None and error.code != 0:  # the job reports this code or text
             raise
         raise ParamError(
             "User code called sys.exit() during the training, which leaves no model. To end the training early, set "
@@ -198,7 +198,7 @@ def _exits_refused() -> Iterator[None]:
         ) from error
 
 
-@_exits_refused()
+@_refuse_successful_exit()
 def _train(job: TrainJob, commits: Commits | None = None) -> TrainResult | RejectedRows | None:
     communicator = session.current()
     payload = job.payload.read(job.store)
@@ -248,9 +248,9 @@ def _train(job: TrainJob, commits: Commits | None = None) -> TrainResult | Rejec
 
 
 def _with_transformation(job: TrainJob) -> TrainJob:
-    """Return the job with its transformation in the readings.
+    """Return the job with its unpickled transformation in the options of both readers.
 
-    The job carries the transformation as bytes, because the function must be pickled by value, separately from the job.
+    The job carries the transformation as bytes, because the function is pickled by value, separately from the job.
     """
     if not job.transformation:
         return job
@@ -263,7 +263,7 @@ def _with_transformation(job: TrainJob) -> TrainJob:
 def _save_model(job: TrainJob, folder: Path) -> tuple[tuple[job_files.StoredFile, ...], job_files.InMemoryFiles | None]:
     if job.store is None:
         return job_files.read_folder(folder)
-    # A new folder, because a resumed run already has one and files are never replaced.
+    # A resumed run already has a folder of files, which are never replaced, so this fit needs a new one.
     target = f"{layout.model_folder(job.run_id)}/{uuid.uuid4().hex[:16]}"
     return job_files.write_folder(job.store, target, folder), None
 
@@ -300,7 +300,7 @@ def _split_readings(spec: TrainSpec) -> tuple[_SplitReading, _SplitReading]:
             False,
             spec.validation_steps_per_epoch,
             val_reading,
-            shards=spec.shards,  # else fewer ranks would validate on fewer rows in these steps
+            shards=spec.shards,  # otherwise fewer ranks would validate on fewer rows in the same number of steps
         ),
     )
 
@@ -313,7 +313,9 @@ def _rows(job: TrainJob, payload: bytes, communicator: Communicator) -> RankRows
     return _stored_rows(job.rows, job.spec, communicator.world)
 
 
-def _module_rows(stored: StoredRows, spec: TrainSpec, kind: type[DataModule], communicator: Communicator) -> RankRows:
+def _module_rows(
+    stored: StoredRows, spec: TrainSpec, module_class: type[DataModule], communicator: Communicator
+) -> RankRows:
     manifest, world = stored.manifest, communicator.world
     held_out = () if manifest.validation is None else manifest.validation.files
     context = DataContext(
@@ -329,7 +331,7 @@ def _module_rows(stored: StoredRows, spec: TrainSpec, kind: type[DataModule], co
         seed=spec.seed,
     )
     opened = ExitStack()
-    module = opened.enter_context(kind(context))
+    module = opened.enter_context(module_class(context))
     train = LoaderSource(module.train_data(), manifest.schema, "train", communicator)
     loader = module.val_data() if held_out else None
     validation = None if loader is None else LoaderSource(loader, manifest.schema, "validation", communicator)
@@ -349,7 +351,7 @@ def _stored_rows(stored: StoredRows, spec: TrainSpec, world: World) -> RankRows:
     train, held_out = _split_readings(spec)
     validation = None if manifest.validation is None else _stored_source(stored, held_out, spec.seed, world)
     source = _stored_source(stored, train, spec.seed, world)
-    # spec.schema is the schema of the transformation's result, because the driver has tried the transformation.
+    # The driver has tried the transformation, so spec.schema is the schema of its result.
     division = checkpoint.division_digest(manifest, _order(source, spec))
     return RankRows(spec.schema, source, validation, [], manifest.labels, division)
 
@@ -473,10 +475,10 @@ def _direct_rows(job: TrainJob, selection: Selection, payload: bytes, communicat
     gathered = objects.allgather_object(communicator, local_rows.facts(), name="facts of the rows")
     facts = [file_facts for rank_facts in gathered for file_facts in rank_facts]
     schema = checked(facts, selection, world.size)
-    first = next(file_facts.position[0] for file_facts in facts if file_facts.split == "train")
+    first_rank = next(file_facts.position[0] for file_facts in facts if file_facts.split == "train")
     ranges = label_ranges(schema, facts)
-    local_trial = _try_model(job, payload, schema, local_rows, ranges) if world.rank == first else None
-    trial = objects.broadcast_object(communicator, local_trial, first, name="shapes of the outputs")
+    local_trial = _try_model(job, payload, schema, local_rows, ranges) if world.rank == first_rank else None
+    trial = objects.broadcast_object(communicator, local_trial, first_rank, name="shapes of the outputs")
     if isinstance(trial, SparkHvdError):
         raise trial
     if trial is None:

@@ -392,9 +392,9 @@ def test_the_folds_of_a_search_name_their_runs(mlflow, model, monkeypatch):
     loop = "def _fit(call, nFolds=2):\n  for i in range(nFolds):\n    call()\n  bestIndex = 0\n  call()\n"
     exec(loop, search)
     parts = []
-    search["_fit"](lambda: parts.append(TorchEstimator().copy()._part))
+    search["_fit"](lambda: parts.append(TorchEstimator().copy()._search_part))
     assert parts == ["fold 1 of 2", "fold 2 of 2", "all rows"]
-    assert TorchEstimator().copy()._part is None
+    assert TorchEstimator().copy()._search_part is None
     with mlflow.start_run() as outer:
         track(model, {"run_id": "one"})
         track(model, {"run_id": "two"}, name="fold 2 of 2")

@@ -33,7 +33,7 @@ def test_the_epochs_are_part_of_the_identity_only_if_a_parameter_map_sets_them()
 
 def test_ranks_and_environment_of_a_backend_are_part_of_the_identity():
     def counted(backend):
-        return run_identity._counted("backend", backend)
+        return run_identity._identity_part("backend", backend)
 
     assert counted("barrier") == counted("mpi") is None
     assert counted(SparkBackend(2, launcher="mpi")) == counted(SparkBackend(2, start_timeout=5.0))
@@ -45,7 +45,7 @@ def test_ranks_and_environment_of_a_backend_are_part_of_the_identity():
 
 def test_the_choice_of_the_best_epoch_by_checkpoints_is_part_of_the_identity():
     def counted(**choice):
-        return run_identity._counted("checkpoints", Checkpoints(**choice))
+        return run_identity._identity_part("checkpoints", Checkpoints(**choice))
 
     assert counted() == counted(every_steps=3, keep=2)
     assert len({repr(counted(**choice)) for choice in ({}, {"best": "a"}, {"best": "a", "mode": "max"})}) == 3
