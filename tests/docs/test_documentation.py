@@ -21,7 +21,7 @@ from bench.plots import plots
 from sparkhvd import KerasEstimator, LightningEstimator, TorchEstimator
 from sparkhvd.compat import spark as versions
 from sparkhvd.config import WITHOUT_EFFECT, Config, declarations, variable_of
-from sparkhvd.estimators.lightning.retired import RETIRED_OF_LIGHTNING
+from sparkhvd.estimators.lightning.retired import LIGHTNING_RETIRED
 from sparkhvd.estimators.params.params import RETIRED
 from tools.parameter_tables import on_page_markdown
 
@@ -115,7 +115,7 @@ def test_settings_page_lists_every_horovod_variable_without_effect() -> None:
 
 def test_the_migration_page_lists_every_retired_parameter_with_its_reason() -> None:
     rows = [f"| `{name}` | {what} |" for name, what in RETIRED.items()]
-    rows += [f"| `{name}` of LightningEstimator | {what} |" for name, what in RETIRED_OF_LIGHTNING.items()]
+    rows += [f"| `{name}` of LightningEstimator | {what} |" for name, what in LIGHTNING_RETIRED.items()]
     assert _table_below("| Horovod | sparkhvd |", "docs/horovod/parameters.md") == rows
 
 

@@ -13,7 +13,7 @@ _IGNORED = frozenset(
 
 
 def with_parameters(names: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with Horovod's parameters; those that have no effect in sparkhvd are ignored.
+    """Return ``function`` with Horovod's parameters; parameters without an effect in sparkhvd are ignored.
 
     Args:
         names: Horovod's parameters, in Horovod's order, separated by spaces.

@@ -12,15 +12,15 @@ import numpy.typing as npt
 CALLBACK = "callback."  # begins the names of the states
 Arrays = dict[str, npt.NDArray[np.generic]]
 
-_KINDS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
-_NUMBERS = ("wait", "best", "best_epoch", "stopped_epoch", "cooldown_counter")
+_CALLBACK_TYPES = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+_NUMBER_ATTRIBUTES = ("wait", "best", "best_epoch", "stopped_epoch", "cooldown_counter")
 
 
 def callback_states(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
     """Return the states of the callbacks so far, by names that ``restore_callbacks`` knows."""
     arrays: Arrays = {}
     for prefix, callback in _stateful(callbacks):
-        numbers = {name: getattr(callback, name, None) for name in _NUMBERS}
+        numbers = {name: getattr(callback, name, None) for name in _NUMBER_ATTRIBUTES}
         arrays |= {f"{prefix}.{name}": np.asarray(value) for name, value in numbers.items() if value is not None}
         for index, weight in enumerate(getattr(callback, "best_weights", None) or ()):
             arrays[f"{prefix}.weight.{index}"] = np.asarray(weight)
@@ -32,7 +32,7 @@ def restore_callbacks(
 ) -> None:
     """Set the states of callbacks from ``callback_states``; callbacks of other types or positions start anew."""
     for prefix, callback in _stateful(callbacks):
-        for name in _NUMBERS:
+        for name in _NUMBER_ATTRIBUTES:
             if (value := arrays.get(f"{prefix}.{name}")) is not None:
                 setattr(callback, name, value.item())
         names = (f"{prefix}.weight.{index}" for index in count())
@@ -45,5 +45,5 @@ def _stateful(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[str, 
     return [
         (f"{CALLBACK}{index}.{type(callback).__name__}", callback)
         for index, callback in enumerate(callbacks)
-        if isinstance(callback, _KINDS)
+        if isinstance(callback, _CALLBACK_TYPES)
     ]

@@ -21,8 +21,8 @@ from sparkhvd.estimators.keras.inputs import Ports
 class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no types
     """The batches of one split, in order; requesting batch 0 starts the epoch numbered ``epoch``.
 
-    Keras may prefetch batches, so a batch of the epoch is named by its index. A rank without rows in a batch gets a
-    placeholder row, because Keras has no empty steps: its share of the step is 0, and ``was_empty`` returns True.
+    Keras may prefetch batches, so methods identify a batch of the epoch by its index. Keras has no empty steps, so a
+    rank without rows in a batch gets a placeholder row: its share of the step is 0, and ``was_empty`` returns True.
 
     Args:
         source: the batches.
@@ -55,7 +55,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._rows_of_step = 0
         self._shares: list[float] = []  # the result of ``share_of`` for every batch of the epoch
         self._empty: set[int] = set()
-        # The placeholder for empty batches is the last row, because a synthetic row may have invalid values.
+        # Later, the placeholder is a row of the last batch, because a synthetic row may have invalid values.
         self._placeholder = sample or {column.name: columns.blank(column, 1) for column in source.schema.columns}
 
     def __len__(self) -> int:
@@ -123,7 +123,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         return (index + 1) % self._passes == 0 or index + 1 == len(self)
 
     def may_be_empty(self, index: int) -> bool:
-        """Return whether this rank may have no rows in a step of the epoch; known before the step is read."""
+        """Return whether this rank may have no rows in a step of the epoch; does not read the step."""
         return not self._source.has_rows(self.first_step + index)
 
     def was_empty(self, index: int) -> bool:

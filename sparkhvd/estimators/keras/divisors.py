@@ -71,12 +71,12 @@ def divide_over_ranks(model: keras.Model, current: CurrentBatch) -> None:
     def build_and_wrap(*args: keras.KerasTensor) -> None:
         build(*args)
         losses = [
-            entry._replace(loss=_over_ranks(entry.loss, current, f"loss divisor {index}"))
+            entry._replace(loss=_divided_over_ranks(entry.loss, current, f"loss divisor {index}"))
             for index, entry in enumerate(compiled._flat_losses)  # noqa: SLF001
         ]
         if compiled.metrics:  # the means of the losses, if there are several
             losses = [
-                entry._replace(loss=_with_rows(entry.loss, mean))
+                entry._replace(loss=_with_mean_by_rows(entry.loss, mean))
                 for entry, mean in zip(losses, compiled.metrics, strict=True)
             ]
         compiled._flat_losses = losses  # noqa: SLF001
@@ -84,9 +84,9 @@ def divide_over_ranks(model: keras.Model, current: CurrentBatch) -> None:
     compiled.build = build_and_wrap
 
 
-def _over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: str) -> Callable[..., keras.KerasTensor]:
+def _divided_over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: str) -> Callable[..., keras.KerasTensor]:
     if type(loss).__call__ is not keras.losses.Loss.__call__:
-        unchanged: Callable[..., keras.KerasTensor] = loss  # it has a reduction of its own
+        unchanged: Callable[..., keras.KerasTensor] = loss  # a user-defined __call__ reduces the loss itself
         return unchanged
     wrapped = object.__new__(type(loss))  # Keras copies by serialization, which must find the class by its name
     vars(wrapped).update(vars(loss))
@@ -112,12 +112,14 @@ def _over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: str) -> Ca
     return compute
 
 
-def _with_rows(loss: Callable[..., keras.KerasTensor], mean: keras.metrics.Mean) -> Callable[..., keras.KerasTensor]:
-    """Return the loss, and make ``mean``, which Keras updates after every call, weight its values by their rows.
+def _with_mean_by_rows(
+    loss: Callable[..., keras.KerasTensor], mean: keras.metrics.Mean
+) -> Callable[..., keras.KerasTensor]:
+    """Return the loss, and make ``mean``, which Keras updates after every call, weight each value by the rows.
 
-    In a graph of TensorFlow the shape of a batch lacks the rows, and Keras then weights all batches equally.
+    In a graph of TensorFlow, the number of rows is unknown, and Keras would weight all batches equally.
     """
-    rows: keras.KerasTensor | int = 0  # those of the latest call of the loss
+    rows: keras.KerasTensor | int = 0  # the rows of the latest call of the loss
     update = mean.update_state
 
     def compute(
@@ -135,7 +137,7 @@ def _with_rows(loss: Callable[..., keras.KerasTensor], mean: keras.metrics.Mean)
 
 
 def _weighted(losses: keras.KerasTensor, weights: keras.KerasTensor) -> keras.KerasTensor:
-    """Multiply losses by weights, which may lack the last dimensions: a weight of a row applies to all its values.
+    """Multiply losses by weights; weights without the last dimensions apply to all values of a row.
 
     Raises:
         ParamError: the loss is one number for all rows.
@@ -166,7 +168,7 @@ def _divisor(masks: list[keras.KerasTensor | None]) -> keras.KerasTensor | None:
 
 
 def _constant(number: keras.KerasTensor, function: Callable[[float], float]) -> keras.KerasTensor | float:
-    """Call a function with a number, at every run of the graph, and return its result as a constant."""
+    """Call a function with a number, also in every run of a graph, and return the result as a constant."""
     if keras.config.backend() == "tensorflow":
         import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 

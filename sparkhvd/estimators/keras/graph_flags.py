@@ -1,4 +1,4 @@
-"""Which layers a graph of TensorFlow trains: those that were trainable when its first step was traced."""
+"""The ``trainable`` flags of a TensorFlow graph, which trains the layers that were trainable when it was traced."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sparkhvd.estimators.keras.serialization.omissions import Omissions
 class GraphFlags:
     """Keeps the ``trainable`` flags with which the graph of a training step was traced, for a run that resumes.
 
-    A callback may change flags before and after the first step. A checkpoint therefore holds both the flags of the
-    graph and those of the model. Eager steps and PyTorch read the flags of the model in every step.
+    A callback may change flags before and after the first step. A checkpoint therefore holds the flags of the graph and
+    the flags of the model. Eager steps and PyTorch read the flags of the model in every step.
 
     Args:
         model: the model.

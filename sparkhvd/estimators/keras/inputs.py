@@ -37,7 +37,7 @@ Arrays = Mapping[str, npt.NDArray[np.generic]]
 T = TypeVar("T")
 
 TEXT = "string"  # the name of the dtype in Keras
-_OUTPUTS = {"single": "one output", "list": "a list of outputs", "dict": "a dict of outputs"}
+_STRUCTURE_NAMES = {"single": "one output", "list": "a list of outputs", "dict": "a dict of outputs"}
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,10 @@ class Ports:
         """
         actual = "dict" if isinstance(values, dict) else "list" if isinstance(values, list | tuple) else "single"
         if actual == "single" and self.structure == "list" and len(self.ports) == 1:
-            return [values]  # a loaded model returns the only output of a list without the list
+            return [values]  # a loaded model returns a list of one output without the list
         if actual != self.structure:
             raise ModelOutputError(
-                f"The model returns {_OUTPUTS[actual]}, but {_OUTPUTS[self.structure]} is expected for "
+                f"The model returns {_STRUCTURE_NAMES[actual]}, but {_STRUCTURE_NAMES[self.structure]} is expected for "
                 f"{[port.name for port in self.ports]}. A subclassed model must return one output, or a list or tuple "
                 "with one output per label column. Name the columns in label_cols, with from_model too."
             )
@@ -137,7 +137,7 @@ class Ports:
         return [values[port.name] for port in self.ports] if self.structure == "dict" else list(values)
 
     def by_label(self, flat: Sequence[T]) -> list[T]:
-        """Return values from the model's order in the order of the label columns."""
+        """Return values, given in the model's order, in the order of the label columns."""
         return list(flat) if self.order is None else [flat[index] for index in self.order]
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ def _with_text(port: Port, text_columns: Set[str]) -> Port:
     texts = [name for name in port.columns if name in text_columns]
     if not texts:
         if port.dtype == TEXT:
-            raise _not_text(port, port.columns[0])
+            raise _text_error(port, port.columns[0])
         return port
     import keras  # noqa: PLC0415
 
@@ -181,7 +181,7 @@ def _with_text(port: Port, text_columns: Set[str]) -> Port:
         )
     if port.dtype == TEXT and len(texts) < len(port.columns):
         others = [name for name in port.columns if name not in text_columns]
-        raise _not_text(port, others[0])
+        raise _text_error(port, others[0])
     if len(texts) < len(port.columns) or port.dtype not in {None, TEXT}:
         numbers = "numbers" if port.dtype in {None, TEXT} else port.dtype
         raise ParamError(
@@ -192,7 +192,7 @@ def _with_text(port: Port, text_columns: Set[str]) -> Port:
     return replace(port, dtype=TEXT)
 
 
-def _not_text(port: Port, column: str) -> ParamError:
+def _text_error(port: Port, column: str) -> ParamError:
     return ParamError(
         f"The input {port.name!r} takes strings, but the column {column!r} does not hold text. Cast the column "
         '(df.withColumn(..., column.cast("string"))), or change the dtype of the input.'
@@ -215,7 +215,7 @@ def _with_sparse(port: Port, sparse: Mapping[str, ColumnSpec]) -> Port:
             f"The sparse column {names[0]!r} cannot be concatenated with others for the input {port.name!r}. Use a "
             "model with one input per column, or remove the column from sparse_cols."
         )
-    # The size is unknown before the data is read; until then the plan is only displayed.
+    # The size is unknown before the data is read; until then, the plan is only used for messages.
     (size,) = sparse[names[0]].shape or (0,)
     return replace(port, shape=None, sparse=size)
 
@@ -226,55 +226,55 @@ def _plan_dense(
     shapes: Sequence[Sequence[int]] | None,
     named: Mapping[str, NamedInput] | None,
 ) -> Ports:
-    known = _declared_tensors(model, "inputs")
+    declared = _declared_tensors(model, "inputs")
     names = [column.name for column in columns]
     if named is not None:
         refuse_input_shapes(shapes)
-        return _by_name(model, known, columns, named)
+        return _plan_named_inputs(model, declared, columns, named)
     if shapes is not None:
         check_input_shapes(shapes, names)
     row_shapes = None if shapes is None else {n: row_shape(shape) for n, shape in zip(names, shapes, strict=True)}
-    if known is None:
+    if declared is None:
         if row_shapes is not None and len(columns) > 1:
             return Ports(tuple(Port(name, (name,), row_shapes[name], None) for name in names), "list")
         shape = row_shapes[names[0]] if row_shapes else _concatenated_shape(columns)
         return Ports((Port("input", tuple(names), shape, None),), "single")
-    structure = _structure(getattr(model, "_inputs_struct", None), len(known))
-    if len(known) == 1 and len(columns) > 1:
-        ((input_name, tensor),) = known.items()
+    structure = _structure(getattr(model, "_inputs_struct", None), len(declared))
+    if len(declared) == 1 and len(columns) > 1:
+        ((input_name, tensor),) = declared.items()
         shape = _static_shape(tensor) or _concatenated_shape(columns)
         return Ports((Port(input_name, tuple(names), shape, tensor.dtype),), structure)
-    if len(known) != len(columns):
+    if len(declared) != len(columns):
         raise ParamError(
-            f"The model has {counted(len(known), 'input')} {list(known)}, but feature_cols has "
+            f"The model has {counted(len(declared), 'input')} {list(declared)}, but feature_cols has "
             f"{counted(len(columns), 'column')}: "
             f"{names}. Use one column per input, or a model with one input for all columns, concatenated."
         )
-    by_name = set(known) == set(names)
+    by_name = set(declared) == set(names)
     ports = []
-    for (input_name, tensor), column in zip(known.items(), columns, strict=True):
+    for (input_name, tensor), column in zip(declared.items(), columns, strict=True):
         name = input_name if by_name else column.name
         shape = row_shapes[name] if row_shapes else _static_shape(tensor)
         ports.append(Port(input_name, (name,), shape, tensor.dtype))
     return Ports(tuple(ports), structure)
 
 
-def _by_name(
+def _plan_named_inputs(
     model: keras.Model,
-    known: Mapping[str, keras.KerasTensor] | None,
+    declared: Mapping[str, keras.KerasTensor] | None,
     columns: Sequence[ColumnSpec],
     named: Mapping[str, NamedInput],
 ) -> Ports:
-    if known is None:  # a subclassed model without declared inputs
+    if declared is None:  # a subclassed model without declared inputs
         entries = ordered_inputs(named, list(named), len(named), columns)
         ports = [Port(name, entry.columns, entry.shape, entry.dtype) for name, entry, _ in entries]
         return Ports(tuple(ports), "dict")
-    entries = ordered_inputs(named, list(known), len(known), columns)
+    entries = ordered_inputs(named, list(declared), len(declared), columns)
     ports = [
-        Port(name, entry.columns, entry.shape or _static_shape(known[name]), entry.dtype or known[name].dtype)
+        Port(name, entry.columns, entry.shape or _static_shape(declared[name]), entry.dtype or declared[name].dtype)
         for name, entry, _ in entries
     ]
-    return Ports(tuple(ports), _structure(getattr(model, "_inputs_struct", None), len(known)))
+    return Ports(tuple(ports), _structure(getattr(model, "_inputs_struct", None), len(declared)))
 
 
 def plan_outputs(model: keras.Model, labels: Sequence[ColumnSpec], shapes: Sequence[Sequence[int]] | None) -> Ports:
@@ -286,18 +286,18 @@ def plan_outputs(model: keras.Model, labels: Sequence[ColumnSpec], shapes: Seque
     """
     for column in labels:
         numbers_only(column)
-    known = _declared_tensors(model, "outputs")
+    declared = _declared_tensors(model, "outputs")
     names = [column.name for column in labels]
     if shapes is not None and len(shapes) != len(labels):
         raise ParamError(
             f"label_shapes has {counted(len(shapes), 'shape')}, but label_cols has "
             f"{counted(len(labels), 'column')}: {names}."
         )
-    rows = [None] * len(labels) if shapes is None else [row_shape(shape) for shape in shapes]
-    if known is None:
-        ports = [Port(name, (name,), shape, None) for name, shape in zip(names, rows, strict=True)]
+    row_shapes = [None] * len(labels) if shapes is None else [row_shape(shape) for shape in shapes]
+    if declared is None:
+        ports = [Port(name, (name,), shape, None) for name, shape in zip(names, row_shapes, strict=True)]
         return Ports(tuple(ports), "single" if len(ports) == 1 else "list")
-    outputs = list(known)
+    outputs = list(declared)
     if len(outputs) != len(labels):
         raise ParamError(
             f"The model has {counted(len(outputs), 'output')} {outputs}, but label_cols has {len(labels)}: {names}. "
@@ -306,36 +306,36 @@ def plan_outputs(model: keras.Model, labels: Sequence[ColumnSpec], shapes: Seque
     by_name = set(outputs) == set(names)
     specs = {column.name: column for column in labels}
     ports = []
-    for index, (output, tensor) in enumerate(known.items()):
+    for index, (output, tensor) in enumerate(declared.items()):
         column = specs[output] if by_name else labels[index]
-        shape = rows[names.index(column.name)]
+        shape = row_shapes[names.index(column.name)]
         ports.append(Port(output, (column.name,), shape if shape is not None else _output_shape(column, tensor), None))
     order = tuple(map(outputs.index, names)) if by_name else None
-    return Ports(tuple(ports), _structure(getattr(model, "_outputs_struct", None), len(known)), order)
+    return Ports(tuple(ports), _structure(getattr(model, "_outputs_struct", None), len(declared)), order)
 
 
 def own_outputs(model: keras.Model) -> Ports:
     """Return the outputs of a model without labels; a single output if the model does not declare them."""
-    known = _declared_tensors(model, "outputs")
-    if known is None:
+    declared = _declared_tensors(model, "outputs")
+    if declared is None:
         return Ports((Port("output", (), None, None),), "single")
-    structure = _structure(getattr(model, "_outputs_struct", None), len(known))
-    return Ports(tuple(Port(name, (), None, None) for name in known), structure)
+    structure = _structure(getattr(model, "_outputs_struct", None), len(declared))
+    return Ports(tuple(Port(name, (), None, None) for name in declared), structure)
 
 
-def _declared_tensors(model: keras.Model, which: Literal["inputs", "outputs"]) -> dict[str, keras.KerasTensor] | None:
+def _declared_tensors(model: keras.Model, side: Literal["inputs", "outputs"]) -> dict[str, keras.KerasTensor] | None:
     """Return the input or output tensors of a model by their names, in Keras' order; None if it declares none.
 
     For a model that takes or returns a dict, the names are its keys, in sorted order. Otherwise they are the names that
     Keras gives the tensors.
     """
-    tensors = getattr(model, which, None)
+    tensors = getattr(model, side, None)
     if not tensors:
         return None
-    structure = getattr(model, f"_{which}_struct", None)
+    structure = getattr(model, f"_{side}_struct", None)
     if isinstance(structure, dict) and len(structure) == len(tensors):
         return {key: structure[key] for key in sorted(structure)}
-    names = getattr(model, "output_names", None) if which == "outputs" else None
+    names = getattr(model, "output_names", None) if side == "outputs" else None
     return dict(zip(names or [tensor.name for tensor in tensors], tensors, strict=True))
 
 

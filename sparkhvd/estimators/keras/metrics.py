@@ -31,7 +31,7 @@ class MetricSums:
         self._earlier: list[dict[str, npt.NDArray[np.generic]]] = []
 
     def begin(self, earlier: Sequence[bytes] = ()) -> None:
-        """Note the values at the start of an epoch or a validation: a metric without a reset begins with a sum.
+        """Record the values at the start of an epoch or a validation; a metric that was not reset begins with a sum.
 
         Args:
             earlier: results of ``state`` from the part of the epoch before an interruption, which this rank takes over.
@@ -44,11 +44,11 @@ class MetricSums:
         return all(map(_is_sum, _metrics(self._model))) and logs.keys() == self._model.get_metrics_result().keys()
 
     def state(self) -> bytes:
-        """Return what this rank has added to the variables since the start, with earlier states that it took over."""
+        """Return this rank's additions to the variables since the start, including the states that it took over."""
         return arrays_to_bytes(self._added())
 
     def sum_over_ranks(self, name: str) -> None:
-        """Set the variables to their values at the start plus what all ranks have added since; collective.
+        """Set the variables to their values at the start plus the additions of all ranks; collective.
 
         Args:
             name: the name of the collective.
@@ -86,7 +86,7 @@ def _flat(variable: keras.Variable) -> npt.NDArray[np.float64]:
 def summed_results(model: keras.Model) -> dict[str, float]:
     """Return the results of the metrics in a model's attributes, after ``MetricSums.sum_over_ranks``.
 
-    A user-defined step may report them with other values, and Keras then logs what the step returned on this rank.
+    A user-defined step may report other values, in which case Keras logs the values that the step returned.
     """
     own = [m for m in model.metrics if m is not getattr(model, "_loss_tracker", None) and not hasattr(m, "metrics")]
     results = {
@@ -96,7 +96,7 @@ def summed_results(model: keras.Model) -> dict[str, float]:
 
 
 def _metrics(model: keras.Model) -> list[keras.metrics.Metric]:
-    """Return the metrics of a model, with those of containers."""
+    """Return the metrics of a model, including the metrics in containers."""
     return [inner for metric in model.metrics for inner in getattr(metric, "metrics", [metric])]
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimators.keras.trainer import KerasTrainer
 
 # Both divide by the number of rows. "mean_with_sample_weight" divides by the sum of the weights.
-_MEANS = ("sum_over_batch_size", "mean")
+_MEAN_REDUCTIONS = ("sum_over_batch_size", "mean")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class KerasPlugin:
             return _try_out(package, schema, rows, params)
         if any(column.shape is None for column in schema.columns):
             return []
-        return try_synthetic_rows(schema, lambda made_up: _try_out(package, schema, made_up, params))
+        return try_synthetic_rows(schema, lambda synthetic_rows: _try_out(package, schema, synthetic_rows, params))
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.try_out``.
@@ -93,7 +93,7 @@ class KerasPlugin:
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """See ``FrameworkPlugin.facts``; removes the numbers of automatic names, which depend on the process."""
-        model = _built(params["model"])
+        model = _built_model(params["model"])
         names = [AUTOMATIC_NUMBER.sub("", variable.path) for variable in model.weights]
         numbered = [f"{index}: {name}" for index, name in enumerate(names)]
         shapes = [tuple(variable.shape) for variable in model.weights]
@@ -113,10 +113,10 @@ class KerasPlugin:
         """See ``FrameworkPlugin.batch_dependence``; Keras' layers can train on single rows."""
         import keras  # noqa: PLC0415
 
-        layers = _built(params["model"])._flatten_layers(include_self=False)  # noqa: SLF001  (no public way to list nested layers)
+        layers = _built_model(params["model"])._flatten_layers(include_self=False)  # noqa: SLF001  (no public way to list nested layers)
         normalizing = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
         local = tuple(layer.name for layer in normalizing if type(layer).__name__ != "SyncBatchNormalization")
-        losses = tuple(loss.name for loss in keras.tree.flatten(params["loss"]) if _is_of_whole_batch(loss))
+        losses = tuple(loss.name for loss in keras.tree.flatten(params["loss"]) if _relates_rows(loss))
         return BatchDependence(local, "sparkhvd.tensorflow.SyncBatchNormalization (TensorFlow backend)", losses=losses)
 
     def packages(self) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ class KerasPlugin:
         """
         from sparkhvd.estimators.keras.serialization.package import custom_objects_of  # noqa: PLC0415
 
-        model = _built(params["model"])
+        model = _built_model(params["model"])
         inputs = _inputs(params, schema)
         outputs = _outputs(params, schema)
         objects = custom_objects_of(model, typed_params(KerasParams, params).custom_objects)
@@ -259,7 +259,7 @@ def _package(params: Mapping[str, Any]) -> Package:
     )
     from sparkhvd.keras.optimizer import reject_multi_optimizer  # noqa: PLC0415
 
-    model = _built(params["model"])
+    model = _built_model(params["model"])
     check_names(params["optimizer"], params["loss"], params["metrics"])
     optimizer = _optimizer(params, model)
     reject_multi_optimizer(optimizer)
@@ -359,7 +359,7 @@ def _reject_stateful_layers(model: keras.Model) -> None:
         )
 
 
-def _is_of_whole_batch(loss: object) -> bool:
+def _relates_rows(loss: object) -> bool:
     """Return whether a loss of Keras relates the rows of a batch to each other."""
     import keras  # noqa: PLC0415
 
@@ -372,7 +372,7 @@ def _is_of_whole_batch(loss: object) -> bool:
 def _reject_other_reductions(losses: object, *, weighted: bool) -> None:
     import keras  # noqa: PLC0415
 
-    means = _MEANS if weighted else (*_MEANS, "mean_with_sample_weight")
+    means = _MEAN_REDUCTIONS if weighted else (*_MEAN_REDUCTIONS, "mean_with_sample_weight")
     for loss in keras.tree.flatten(losses):
         if isinstance(loss, keras.losses.Loss) and loss.reduction not in means:
             raise ParamError(
@@ -381,7 +381,7 @@ def _reject_other_reductions(losses: object, *, weighted: bool) -> None:
             )
 
 
-def _built(model: object) -> keras.Model:
+def _built_model(model: object) -> keras.Model:
     import keras  # noqa: PLC0415
 
     if not isinstance(model, keras.Model):
@@ -443,7 +443,7 @@ def _try_out(
             )
     targets = package.outputs.arrays(sample, rows)
     try:
-        targets = _tensors(targets)  # the form that user-defined losses and metrics get in training
+        targets = _tensors(targets)  # user-defined losses and metrics receive tensors in training, too
         ones = package.outputs.arranged([np.ones(rows, np.float32)] * len(package.outputs.ports))
         weights = {"sample_weight": _tensors(ones)} if schema.of("weight") else {}
         divide_over_ranks(model, CurrentBatch())  # as in training
@@ -495,7 +495,7 @@ def _remedy(outputs: Sequence[keras.KerasTensor], targets: Sequence[keras.KerasT
 
 
 def _rebuilt_model(package: Package) -> keras.Model:
-    """Build the model in the same way as the ranks."""
+    """Build the model like the ranks; a failure is described for the user."""
     try:
         return package.build()
     except TypeError as error:  # the type that Keras raises for any error in a from_config()

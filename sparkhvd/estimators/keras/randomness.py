@@ -55,7 +55,7 @@ class RandomStates:
         random.seed(common)
 
     def begin_batch(self) -> None:
-        """Set the states of a resumed epoch before its first batch: the start of an epoch draws numbers again."""
+        """Set the states of a resumed epoch before its first batch, because the start of the epoch draws numbers."""
         hooks, self._hooks = self._hooks, None
         if hooks is None:
             return

@@ -42,7 +42,7 @@ class KerasSettings:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Apply these settings within the block, if they differ from those of the process."""
+        """Apply these settings within the block, if the process has other settings."""
         before = self.current()
         if before == self:
             yield

@@ -46,13 +46,13 @@ from sparkhvd.world import World
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_NUMBER = re.compile(r"_\d+(?=_|$)")  # in the name of an optimizer's variable
+_VARIABLE_NUMBER = re.compile(r"_\d+(?=_|$)")  # in the name of an optimizer's variable
 
 
 def _on_own_device(
     method: Callable[Concatenate[KerasTrainer, P], R],
 ) -> Callable[Concatenate[KerasTrainer, P], R]:
-    """Run a method of the trainer on its device, because the method may create variables, which belong there."""
+    """Run a method on the trainer's device, because the variables that it creates must be on this device."""
 
     @wraps(method)
     def run(trainer: KerasTrainer, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -88,15 +88,15 @@ class KerasTrainer:
         """Return the values of all variables of the model and its optimizers, and the states of callbacks."""
         arrays = {f"model.{i}": _value(v) for i, v in enumerate(self._model.variables)}
         arrays |= {f"optimizer.{i}": _value(v) for i, v in enumerate(self._model.optimizer.variables)}
-        places = {id(variable): index for index, variable in enumerate(self._model.variables)}
-        for name, optimizer in self._further_optimizers().items():
-            trained = [places.get(id(v), -1) for v in optimizer._trainable_variables] if optimizer.built else []  # noqa: SLF001
+        index_by_id = {id(variable): index for index, variable in enumerate(self._model.variables)}
+        for name, optimizer in self._additional_optimizers().items():
+            trained = [index_by_id.get(id(v), -1) for v in optimizer._trainable_variables] if optimizer.built else []  # noqa: SLF001
             if trained and min(trained) >= 0:
                 arrays[f"trained by {name}"] = np.array(trained)
                 arrays |= {f"{name}.{i}": _value(v) for i, v in enumerate(optimizer.variables)}
-        swapped = np.array([callback._ema_weights_in_model for callback in self._swapping()])  # noqa: SLF001
+        swapped = np.array([callback._ema_weights_in_model for callback in self._swap_callbacks()])  # noqa: SLF001
         arrays |= callback_states(self._package.callbacks)
-        names = np.array(_variable_kinds(self._model.optimizer))
+        names = np.array(_variable_names(self._model.optimizer))
         arrays |= _flag_arrays("trained", Omissions.of_training(self._model))
         if self._graph_flags.traced is not None:
             arrays |= _flag_arrays("traced", self._graph_flags.traced)
@@ -122,10 +122,10 @@ class KerasTrainer:
         if not optimizer.built:
             optimizer.build(self._model.trainable_variables)
         _check_variables(optimizer, arrays.get("optimizer names", np.array([])).tolist())
-        for kind, variables in (("model", self._model.variables), ("optimizer", optimizer.variables)):
+        for prefix, variables in (("model", self._model.variables), ("optimizer", optimizer.variables)):
             for index, variable in enumerate(variables):
-                variable.assign(arrays[f"{kind}.{index}"])
-        for name, other in self._further_optimizers().items():
+                variable.assign(arrays[f"{prefix}.{index}"])
+        for name, other in self._additional_optimizers().items():
             if f"trained by {name}" not in arrays:
                 continue
             if not other.built:
@@ -135,16 +135,16 @@ class KerasTrainer:
         if (flags := _flags(arrays, "trained")) is not None:
             flags.restore(self._model)
         self._graph_flags.resumed = _flags(arrays, "traced")
-        for callback, swapped in zip(self._swapping(), arrays.get("swapped", ()), strict=False):
+        for callback, swapped in zip(self._swap_callbacks(), arrays.get("swapped", ()), strict=False):
             callback._ema_weights_in_model = bool(swapped)  # noqa: SLF001
         self._scale_lr(self._lr_scale / float(arrays["lr_scale"]))
 
-    def _further_optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
+    def _additional_optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
         """Return the optimizers of the model's own training step, by names that are equal on all ranks."""
-        found = additional_optimizers(self._model).items()
-        return {f"{name}.{index}": optimizer for name, values in found for index, optimizer in enumerate(values)}
+        by_attribute = additional_optimizers(self._model).items()
+        return {f"{name}.{index}": optimizer for name, values in by_attribute for index, optimizer in enumerate(values)}
 
-    def _swapping(self) -> list[keras.callbacks.SwapEMAWeights]:
+    def _swap_callbacks(self) -> list[keras.callbacks.SwapEMAWeights]:
         """Return the callbacks that swap the weights and their moving averages, and record whether they are swapped."""
         return [
             callback for callback in self._package.callbacks if isinstance(callback, keras.callbacks.SwapEMAWeights)
@@ -174,10 +174,10 @@ class KerasTrainer:
         sync_layers = _sync_layers(self._model)
         self._weight_by_rows(optimizer, sync_layers, current)
         seeds = RandomStates(self._model, self._spec, session.current().world.rank, hooks)
-        sums = getattr(optimizer, "_accumulated_gradients", ())  # set if gradient_accumulation_steps is
+        sums = getattr(optimizer, "_accumulated_gradients", ())  # exists if gradient_accumulation_steps is set
         statistics = LayerStatistics(self._model, seeds.variables, sums)
         checkpoint_callback = self._package.checkpoint_callback
-        saves_within = checkpoint_callback is not None and checkpoint_callback.save_freq != "epoch"
+        saves_within_epoch = checkpoint_callback is not None and checkpoint_callback.save_freq != "epoch"
         divide_over_ranks(self._model, current)
         begin = _EpochBegin(
             data,
@@ -187,17 +187,17 @@ class KerasTrainer:
             statistics,
             current,
             self._graph_flags,
-            saves_within,
+            saves_within_epoch,
             hooks.metrics[session.current().world.rank :: session.current().world.size],
         )
         end = _EpochEnd(begin, data, hooks, self, seeds)
-        saving = self._saving(hooks)
+        saving = self._file_saving_callback(hooks)
         own = () if saving is None else saving.callbacks
         restore = partial(restore_callbacks, self._package.callbacks, self._callback_states)
-        callbacks = _CallbacksOfOneTraining([begin, *self._package.callbacks, *own, end], self._model, restore)
+        callbacks = _TrainingCallbackList([begin, *self._package.callbacks, *own, end], self._model, restore)
 
         def fit(first: int, last: int) -> None:
-            with _own_failures():
+            with _unwrapped_collective_errors():
                 callbacks.set_params({"verbose": 0, "epochs": self._spec.epochs, "steps": len(data)})
                 self._model.fit(
                     data,
@@ -211,15 +211,15 @@ class KerasTrainer:
 
         # Keras would finalize the variables after every fit(), even if more fits follow; export finalizes them instead.
         object.__setattr__(optimizer, "finalize_variable_values", lambda _variables: None)
-        for callback in self._swapping():  # it would replace the weights with their averages after the last epoch
+        for callback in self._swap_callbacks():  # it would replace the weights with their averages after the last epoch
             callback._finalize_ema_values = lambda: None  # noqa: SLF001
         first = hooks.first_epoch
         try:
             if first < self._spec.epochs and (hooks.first_step or hooks.first_epoch_batches is not None):
                 # Keras reads the number of batches per epoch once per fit(), and this epoch has fewer.
-                self._begin_within(data, hooks.first_step, hooks.first_epoch_batches, train.steps())
+                self._begin_within_epoch(data, hooks.first_step, hooks.first_epoch_batches, train.steps())
                 fit(first, first + 1)
-                self._begin_within(data, 0, None, None)
+                self._begin_within_epoch(data, 0, None, None)
                 first = self._spec.epochs if end.ended else first + 1
             if first < self._spec.epochs:
                 fit(first, self._spec.epochs)
@@ -238,14 +238,14 @@ class KerasTrainer:
         """Weight gradients, and the rows of synchronized layers, by the rows that the ranks have in the batch."""
         passes = self._spec.backward_passes_per_step
         optimizer.weight_by(current.share, current.ends_step if passes > 1 else None)
-        for name, other in self._further_optimizers().items():
+        for name, other in self._additional_optimizers().items():
             if isinstance(other, ExchangingOptimizer):
                 other.exchange_as(name)
                 other.weight_by(current.share_of_batch)
         for layer in sync_layers:
             layer.count_rows_if(current.has_rows)
 
-    def _begin_within(self, data: BatchDataset, first_step: int, left: int | None, steps: int | None) -> None:
+    def _begin_within_epoch(self, data: BatchDataset, first_step: int, left: int | None, steps: int | None) -> None:
         """Begin epochs at ``first_step``; learning rate schedules continue from there as in an uninterrupted epoch."""
         data.begin_within(first_step, left)
         done = first_step if left is None or steps is None else max(steps - left, 0)
@@ -253,7 +253,7 @@ class KerasTrainer:
             if isinstance(callback, LearningRateScheduleCallback):
                 callback.begin_within(done, steps)
 
-    def _saving(self, hooks: TrainHooks) -> CheckpointFilesCallback | None:
+    def _file_saving_callback(self, hooks: TrainHooks) -> CheckpointFilesCallback | None:
         """Return the callback that keeps the files of the user's checkpoint callback, on rank 0."""
         callback = self._package.checkpoint_callback
         if callback is None or session.current().world.rank != 0:
@@ -265,7 +265,7 @@ class KerasTrainer:
         self._scale_lr(1.0 / self._lr_scale)
         try:
             package = self._package
-            swapped = any(callback._ema_weights_in_model for callback in self._swapping())  # noqa: SLF001
+            swapped = any(callback._ema_weights_in_model for callback in self._swap_callbacks())  # noqa: SLF001
             with _averaged_weights(self._model, swapped=swapped):
                 artifact.save(folder, self._model, package.objects, package.inputs, package.outputs)
         finally:
@@ -287,15 +287,15 @@ class _EpochMetrics:
     times: StepTimes = field(default_factory=StepTimes)
 
 
-class _CallbacksOfOneTraining(keras.callbacks.CallbackList):  # type: ignore[misc]  # keras has no types
-    """Begins and ends the training once, although a run that resumes within an epoch calls ``fit`` twice.
+class _TrainingCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]  # keras has no types
+    """Calls the begin and end hooks of callbacks once, although a run that resumes within an epoch calls ``fit`` twice.
 
-    Otherwise ``EarlyStopping`` would forget its state of that epoch, and ``CSVLogger`` would overwrite the epoch's row.
+    With two calls, ``EarlyStopping`` would lose its state of that epoch, and ``CSVLogger`` would overwrite its row.
 
     Args:
         callbacks: the callbacks.
         model: the model.
-        restore: sets the states of the callbacks, which they have reset at the start of the training.
+        restore: restores the states of the callbacks after their begin hooks have reset them.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class _CallbacksOfOneTraining(keras.callbacks.CallbackList):  # type: ignore[mis
             self._restore()
 
     def on_train_end(self, logs: Logs = None) -> None:
-        """Keep the logs of a call of ``fit``, which may not be the last call."""
+        """Keep the logs for ``end``, because another call of ``fit`` may follow."""
         self._logs = logs
 
     def end(self) -> None:
@@ -334,16 +334,16 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         statistics: LayerStatistics,
         current: CurrentBatch,
         graph_flags: GraphFlags,
-        saves_within: bool,
+        saves_within_epoch: bool,
         earlier_metrics: Sequence[bytes],
     ) -> None:
         super().__init__()
-        self._earlier_metrics = earlier_metrics  # those that this rank takes over when it resumes an epoch
+        self._earlier_metrics = earlier_metrics  # the metric states that this rank takes over in a resumed epoch
         self._statistics = statistics
         self._current = current
         self.graph_flags = graph_flags
         self._equal_rows = 0  # this rank's rows in the epoch at the last synchronization of the statistics
-        self._saves_within = saves_within  # whether the model may be saved after any batch
+        self._saves_within_epoch = saves_within_epoch  # whether the model may be saved after any batch
         self._seeds = seeds
         self.rate: float | None = None  # the learning rate with which the run resumes within an epoch
         self.metrics = _EpochMetrics()
@@ -386,7 +386,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._restore_variables(batch, self._data)
         self._data_wait += self._data.waited(batch, self.step_ended)
         last = batch == len(self._data) - 1
-        if last or self._saves_within:
+        if last or self._saves_within_epoch:
             self.equalize(batch)
         if last:
             self.metrics.times = self._times()
@@ -440,7 +440,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         return StepTimes(self._data_wait, max(total - self._data_wait - communicated, 0.0), communicated)
 
     def _save_variables(self, batch: int, data: BatchDataset) -> None:
-        """Save the variables that an empty step must not change, only if the step may be empty: copies take time."""
+        """If the step may be empty, save the variables that an empty step must not change; copies take time."""
         self._saved = []
         if data.may_be_empty(batch):
             model = self.model
@@ -462,7 +462,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._seeds = seeds
-        self._logs: dict[str, float] = {}  # those of this rank's last step with rows in the epoch
+        self._logs: dict[str, float] = {}  # the logs of this rank's last step with rows in the epoch
         self._wants_end = False
         self.ended = False
         self._begin = begin
@@ -471,7 +471,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         self._trainer = trainer
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        """Keep the learning rate of a run that resumes here: callbacks already changed it when the epoch began."""
+        """Restore the learning rate if a run resumes within the epoch: callbacks already changed it at the start."""
         if self._begin.rate is not None:
             self.model.optimizer.learning_rate = self._begin.rate
 
@@ -489,17 +489,17 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _report(self, batch: int, logs: Logs) -> None:
         data = self._data
-        rows, is_empty, variables = data.rows_until(batch), data.was_empty(batch), self._begin.sums
+        rows, is_empty, metric_sums = data.rows_until(batch), data.was_empty(batch), self._begin.sums
         if not is_empty or not rows:  # the logs of an empty step count its placeholder row
             self._logs = dict(logs or {})
         values = self._logs
 
         def sums() -> dict[str, tuple[float, int]]:
-            means = {} if variables.cover(values) else values
+            means = {} if metric_sums.cover(values) else values
             return {name: (float(value) * rows if rows else 0.0, rows) for name, value in means.items()}
 
         def metrics() -> bytes:
-            return variables.state() if variables.cover(values) else b""
+            return metric_sums.state() if metric_sums.cover(values) else b""
 
         loss = None if is_empty or "loss" not in values else float(values["loss"])
         step = data.first_step + batch + 1
@@ -522,37 +522,37 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         self.model.stop_training = self.ended
 
 
-def _flag_arrays(kind: str, flags: Omissions) -> dict[str, npt.NDArray[np.bool_]]:
-    """Return the arrays of a checkpoint that hold which layers and weights are trained."""
+def _flag_arrays(prefix: str, flags: Omissions) -> dict[str, npt.NDArray[np.bool_]]:
+    """Return the arrays of a checkpoint that record which layers and weights are trained."""
     return {
-        f"{kind} layers": np.array(flags.trained_layers, np.bool_),
-        f"{kind} weights": np.array(flags.trained, np.bool_),
+        f"{prefix} layers": np.array(flags.trained_layers, np.bool_),
+        f"{prefix} weights": np.array(flags.trained, np.bool_),
     }
 
 
-def _flags(arrays: Mapping[str, npt.NDArray[np.generic]], kind: str) -> Omissions | None:
+def _flags(arrays: Mapping[str, npt.NDArray[np.generic]], prefix: str) -> Omissions | None:
     """Return the flags in the arrays of a checkpoint; None if it has none."""
-    if f"{kind} layers" not in arrays:
+    if f"{prefix} layers" not in arrays:
         return None
-    return Omissions(tuple(map(bool, arrays[f"{kind} layers"])), tuple(map(bool, arrays[f"{kind} weights"])))
+    return Omissions(tuple(map(bool, arrays[f"{prefix} layers"])), tuple(map(bool, arrays[f"{prefix} weights"])))
 
 
-def _variable_kinds(optimizer: keras.optimizers.Optimizer) -> list[str]:
-    """Return the names of an optimizer's variables, without numbers: those of automatic names depend on the process."""
-    return [_NUMBER.sub("", variable.name) for variable in optimizer.variables]
+def _variable_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
+    """Return the names of an optimizer's variables without numbers, which depend on the process in automatic names."""
+    return [_VARIABLE_NUMBER.sub("", variable.name) for variable in optimizer.variables]
 
 
 def _check_variables(optimizer: keras.optimizers.Optimizer, saved: Sequence[str]) -> None:
-    """Refuse the state of an optimizer with other variables, whose values they would take.
+    """Refuse a saved optimizer state with other variables, whose values would go to the wrong variables.
 
     Args:
         optimizer: the optimizer of this run.
-        saved: ``_variable_kinds`` of the optimizer in the checkpoint; empty in checkpoints of older versions.
+        saved: ``_variable_names`` of the optimizer in the checkpoint; empty in checkpoints of older versions.
 
     Raises:
         ParamError: the variables differ; the message names one of them.
     """
-    current = _variable_kinds(optimizer)
+    current = _variable_names(optimizer)
     if not saved or list(saved) == current:
         return
     lost, new = list(Counter(saved) - Counter(current)), list(Counter(current) - Counter(saved))
@@ -561,7 +561,7 @@ def _check_variables(optimizer: keras.optimizers.Optimizer, saved: Sequence[str]
     elif new:
         difference = f"the optimizer in the checkpoint lacks the variable {new[0]!r} of this fit's optimizer"
     else:
-        difference = "the variables of the optimizer in the checkpoint have another order than those of this fit's"
+        difference = "the optimizer in the checkpoint has its variables in another order than this fit's optimizer"
     raise ParamError(
         f"The run cannot resume from its checkpoint: {difference}. Create the optimizer with the arguments that the "
         "run began with (use_ema, amsgrad, momentum and the like), or choose another run_id to start a new run."
@@ -575,7 +575,7 @@ def _learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
     return float(_value(optimizer.learning_rate))
 
 
-def _own_failures() -> AbstractContextManager[None]:
+def _unwrapped_collective_errors() -> AbstractContextManager[None]:
     """Return a context that raises errors of collectives unchanged, even from inside a graph of TensorFlow."""
     if keras.config.backend() != "tensorflow":
         return nullcontext()
@@ -600,9 +600,9 @@ def prepare_devices(world: World, *, use_gpu: bool = True) -> None:
     if gpus and not use_gpu:
         tf.config.set_visible_devices([], "GPU")
     elif gpus:
-        own = gpus[world.local_rank % len(gpus)]
-        tf.config.set_visible_devices(own, "GPU")
-        tf.config.experimental.set_memory_growth(own, True)
+        gpu = gpus[world.local_rank % len(gpus)]
+        tf.config.set_visible_devices(gpu, "GPU")
+        tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def _sync_layers(model: keras.Model) -> list[keras.Layer]:
@@ -621,7 +621,7 @@ def _averaged_weights(model: keras.Model, *, swapped: bool) -> Iterator[None]:
 
     Args:
         model: the model.
-        swapped: whether weights and averages are swapped; then the averages are replaced with themselves.
+        swapped: whether weights and averages are swapped; then the model already has the averages, which stay.
     """
     optimizer = model.optimizer
     if not (optimizer.use_ema and optimizer.built):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimators.lightning.estimator import LightningEstimator as LightningEstimator
     from sparkhvd.estimators.lightning.estimator import LightningModel as LightningModel
 
-# Files of a trained model in addition to those of a torch model.
+# Files that only a model of this estimator has; all others equal the files of a torch model.
 CHECKPOINT, LOGS = "lightning.ckpt", "logs.zip"
 
 RUN_KEY = "sparkhvd"  # the key of the run callback's state in a checkpoint

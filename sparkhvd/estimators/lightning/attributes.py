@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-_OF_TORCH = frozenset(vars(nn.Module()))
-_OF_METRICS = ("_update_count", "_computed")
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_METRIC_ATTRIBUTES = ("_update_count", "_computed")
 
-Restore = Callable[[], Any]
+Restorer = Callable[[], Any]
 
 
 @contextmanager
@@ -31,8 +31,8 @@ def attributes_unchanged(module: nn.Module, *, counters: bool) -> Iterator[None]
     restores = [
         (part, name, restore)
         for part in module.modules()
-        for name in _names(part)
-        if (restore := _restore_of(vars(part)[name], counters or name in _OF_METRICS, set())) is not None
+        for name in _attribute_names(part)
+        if (restore := _restorer(vars(part)[name], counters or name in _METRIC_ATTRIBUTES, set())) is not None
     ]
     try:
         yield
@@ -41,43 +41,45 @@ def attributes_unchanged(module: nn.Module, *, counters: bool) -> Iterator[None]
             vars(part)[name] = restore()
 
 
-def _names(part: nn.Module) -> Collection[str]:
+def _attribute_names(part: nn.Module) -> Collection[str]:
     from torchmetrics import Metric, MetricCollection  # noqa: PLC0415  (Lightning brings it)
 
     if isinstance(part, MetricCollection):
         return ()
     if isinstance(part, Metric):
-        return [name for name in (*part._defaults, *_OF_METRICS) if name in vars(part)]  # noqa: SLF001
-    return vars(part).keys() - _OF_TORCH
+        return [name for name in (*part._defaults, *_METRIC_ATTRIBUTES) if name in vars(part)]  # noqa: SLF001
+    return vars(part).keys() - _MODULE_ATTRIBUTES
 
 
-def _restore_of(value: Any, counters: bool, seen: set[int]) -> Restore | None:
-    """Return a function that returns ``value`` in its present state; None for other objects, which stay unchanged."""
+def _restorer(value: Any, counters: bool, seen: set[int]) -> Restorer | None:
+    """Return a function that later restores and returns ``value``; None for objects that are not restored."""
     if isinstance(value, torch.Tensor):
-        return partial(_unless_changed, value, value.detach().clone())  # deepcopy refuses tensors with a graph
+        return partial(_restored_tensor, value, value.detach().clone())  # deepcopy refuses tensors with a graph
     if isinstance(value, float | complex) or (counters and isinstance(value, int)):
-        return partial(_same, value)
+        return partial(_unchanged, value)
     if not isinstance(value, list | deque | set | dict) or id(value) in seen:
         return None
     seen.add(id(value))
     if isinstance(value, dict):
-        return partial(_refill, value, [(key, _part_of(part, counters, seen)) for key, part in value.items()])
-    return partial(_refill, value, [(None, _part_of(part, counters, seen)) for part in value])
+        return partial(
+            _restored_container, value, [(key, _part_restorer(part, counters, seen)) for key, part in value.items()]
+        )
+    return partial(_restored_container, value, [(None, _part_restorer(part, counters, seen)) for part in value])
 
 
-def _part_of(value: Any, counters: bool, seen: set[int]) -> Restore:
-    return _restore_of(value, counters, seen) or partial(_same, value)
+def _part_restorer(value: Any, counters: bool, seen: set[int]) -> Restorer:
+    return _restorer(value, counters, seen) or partial(_unchanged, value)
 
 
-def _same(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
-def _unless_changed(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+def _restored_tensor(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return tensor if torch.equal(tensor, before) else before
 
 
-def _refill(container: Any, parts: list[tuple[Any, Restore]]) -> Any:
+def _restored_container(container: Any, parts: list[tuple[Any, Restorer]]) -> Any:
     """Return the container itself, which others may refer to, with its earlier parts."""
     restored = [(key, part()) for key, part in parts]
     container.clear()

@@ -71,14 +71,14 @@ def build_batch_format(
     floating = model_dtype(model)
     return BatchFormat(
         kind,
-        tuple(_of_column(c, floating, shapes.get(c.name)) for c in (*features, *labels, *weights)),
+        tuple(_column_input(c, floating, shapes.get(c.name)) for c in (*features, *labels, *weights)),
         plan_inputs(model, features, input_shapes) if kind == "tuple" else (),
         tuple(column.name for column in labels),
         tuple(column.name for column in weights),
     )
 
 
-def _of_column(column: ColumnSpec, floating: torch.dtype, shape: Sequence[int] | None) -> ModelInput:
+def _column_input(column: ColumnSpec, floating: torch.dtype, shape: Sequence[int] | None) -> ModelInput:
     kind = np.dtype(column.dtype).kind
     dtype = floating if kind == "f" else torch.bool if kind == "b" else torch.int64
     row_shape = None if shape is None else tuple(shape[1:] if shape and shape[0] == -1 else shape)
@@ -118,11 +118,15 @@ class RankLoader:
     """
 
     def __init__(
-        self, source: BatchSource, form: Callable[[Columns], LightningBatch], size: int, sample: Columns | None = None
+        self,
+        source: BatchSource,
+        to_batch: Callable[[Columns], LightningBatch],
+        size: int,
+        sample: Columns | None = None,
     ) -> None:
-        self.divisors: Sequence[Divisor | None] = ()  # those of a plain module's losses
+        self.divisors: Sequence[Divisor | None] = ()  # the divisors of a plain module's losses
         self._source = source
-        self._form = form
+        self._to_batch = to_batch
         self._size = size
         self._sample = sample
         self._batches: Iterator[LightningBatch] | None = None
@@ -132,7 +136,7 @@ class RankLoader:
         self.repeats_first_epoch = False  # as Lightning's overfit_batches requires
         self.used = False
         self.batches_left: int | None = None
-        self._within = (-1, 0, 0)
+        self._resume_position = (-1, 0, 0)
         self.share, self.rows, self.waited, self.started = BatchShare(), 0, 0.0, time.monotonic()
 
     def __len__(self) -> int:
@@ -152,7 +156,7 @@ class RankLoader:
             first_step: the step from which the source resumes.
             done: batches of the epoch that Lightning counts as done; they decide where optimizer steps end.
         """
-        self._within = (epoch, first_step, done)
+        self._resume_position = (epoch, first_step, done)
 
     def state_dict(self) -> dict[str, int]:
         """Return an empty state: the run's checkpoint holds the position, but Lightning requires both methods."""
@@ -171,27 +175,30 @@ class RankLoader:
         epoch = self.epoch()
         self.on_epoch(epoch)
         self.used, self.rows, self.waited, self.started = True, 0, 0.0, time.monotonic()
-        begun, first_step, done = self._within
-        first_step, done = (first_step, done) if epoch == begun else (0, 0)
+        resumed_epoch, first_step, done = self._resume_position
+        first_step, done = (first_step, done) if epoch == resumed_epoch else (0, 0)
         batches = self._source.epoch(0 if self.repeats_first_epoch else epoch, first_step)
-        last: Columns | None = None
+        latest_columns: Columns | None = None
         try:
-            while group := self._next(batches, done):
+            while group := self._next_group(batches, done):
                 total, passes = sum(batch.global_rows for batch in group), self.passes()
                 done += len(group)
                 for batch, factors in zip(group, loss_factors(self.divisors, group), strict=True):
                     is_substitute = batch.rows == 0
-                    last = batch.columns if not is_substitute else self._substitute_rows() if last is None else last
+                    if not is_substitute:
+                        latest_columns = batch.columns
+                    elif latest_columns is None:
+                        latest_columns = self._substitute_rows()
                     self.rows += batch.rows
                     self.share = BatchShare(
                         batch.rows, batch.rows * self._size * passes / total, is_substitute, factors
                     )
-                    yield self._form(last)
+                    yield self._to_batch(latest_columns)
         finally:
             if (close := getattr(batches, "close", None)) is not None:
                 close()
 
-    def _next(self, batches: Iterator[Batch], done: int) -> list[Batch]:
+    def _next_group(self, batches: Iterator[Batch], done: int) -> list[Batch]:
         """Return the batches of one optimizer step; Lightning's steps end at multiples of ``passes``."""
         before, passes = time.monotonic(), self.passes()
         group = list(islice(batches, passes - done % passes))

@@ -12,7 +12,7 @@ import torch
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS
-from sparkhvd.estimators.lightning.retired import RETIRED_OF_LIGHTNING
+from sparkhvd.estimators.lightning.retired import LIGHTNING_RETIRED
 from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.params.declarations import Declared, Identity, declared
 from sparkhvd.estimators.params.fit_plan import FitPlan
@@ -127,7 +127,7 @@ class LightningEstimator(DistributedEstimator):
         "sparkhvd.estimators.training.worker",
     )
     required: ClassVar[tuple[str, ...]] = ("model", "feature_cols", "label_cols")
-    retired = RETIRED | RETIRED_OF_LIGHTNING
+    retired = RETIRED | LIGHTNING_RETIRED
 
     model: Declared[torch.nn.Module | None] = declared(
         "The LightningModule to train, or a plain module with optimizer and loss; it is copied, not changed.",

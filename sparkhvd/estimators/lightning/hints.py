@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from sparkhvd.estimators.training.user_errors import describe_error
 
-_OF_UNPACKING = ("not str", "'str' object", "values to unpack")
+_UNPACKING_ERRORS = ("not str", "'str' object", "values to unpack")
 
 
 def _is_key(value: object, batch: Mapping[object, object]) -> bool:
@@ -25,7 +25,9 @@ def batch_hint(step: str, error: Exception, batch: object) -> str | None:
     if isinstance(batch, Mapping):
         keys = ", ".join(map(repr, batch))
         missing = isinstance(error, KeyError) and error.args and not _is_key(error.args[0], batch)
-        unpacked = isinstance(error, TypeError | AttributeError | ValueError) and any(s in text for s in _OF_UNPACKING)
+        unpacked = isinstance(error, TypeError | AttributeError | ValueError) and any(
+            s in text for s in _UNPACKING_ERRORS
+        )
         if missing or unpacked:
             return (
                 f"{step}: {describe_error(error)} If the batch is the cause: it is a dict of tensors by column, with "

@@ -86,15 +86,17 @@ def lightning_module(package: LightningPackage, schema: DataSchema) -> Any:
     if not package.plain:
         return package.model
     lightning = import_lightning(package.flavour)
-    kind = type("PlainModule", (PlainSteps, lightning.LightningModule), {"__module__": __name__})
-    module: Any = kind()
+    module_class = type("PlainModule", (PlainSteps, lightning.LightningModule), {"__module__": __name__})
+    module: Any = module_class()
     module.model, module.package, module.schema = package.model, package, schema
     module.measures = (
         {} if package.objective is None else {stage: _reset_copies(package.objective) for stage in _STAGES}
     )
     module.val_loss = None if package.objective is None else _create_validation_loss(package.objective.weights)
     # Lightning moves and resets submodules. They are in a list, because a metric's name may be invalid for a submodule.
-    module.kept_measures = torch.nn.ModuleList(part for kept in module.measures.values() for part in kept.values())
+    module.kept_measures = torch.nn.ModuleList(
+        part for metrics in module.measures.values() for part in metrics.values()
+    )
     return module
 
 
@@ -147,8 +149,8 @@ class PlainSteps:
             self.val_loss.update(parts, batch_divisors(objective, labels, rows))
             measured["loss"] = self.val_loss
         for metric in objective.stateful():
-            kept = measured[metric.name] = self.measures[stage][metric.name]
-            kept.update(outputs[metric.output].detach().to(self.device), labels[metric.output].to(self.device))
+            metric_state = measured[metric.name] = self.measures[stage][metric.name]
+            metric_state.update(outputs[metric.output].detach().to(self.device), labels[metric.output].to(self.device))
         for name in objective.names():
             if stage == "val":  # separate names, because Lightning keeps one value per name
                 self.log(f"val_{name}", measured[name], on_step=False, on_epoch=True)

@@ -1,4 +1,4 @@
-"""The estimators' plug-in protocol for Lightning."""
+"""The estimators' plug-in for Lightning."""
 
 from __future__ import annotations
 
@@ -78,20 +78,22 @@ class LightningPlugin:
         """See ``FrameworkPlugin.check``; runs a copy of the model in evaluation mode, without gradients.
 
         Raises:
-            ParamError: a parameter is of the wrong kind, or the objects cannot be sent to the ranks.
+            ParamError: a parameter has the wrong type, or the objects cannot be sent to the ranks.
             ModelOutputError: ``forward`` cannot take such rows, or does not return one output per label.
         """
-        _check_kinds(params)
+        _check_types(params)
         payload = self.pack({**params, "schema": schema})
         if flavour_of(params["model"]) is None:  # a LightningModule's metrics are known only when it logs them
             objective = objective_of(params)
             check_monitored(self.monitors(params), objective.names())
             warn_of_inexact_losses(inexact_losses(objective, schema))
-        known = all(column.shape is not None for column in schema.columns)
-        if rows is None and not known:
+        are_shapes_known = all(column.shape is not None for column in schema.columns)
+        if rows is None and not are_shapes_known:
             return []
-        synthetic = {column.name: columns.blank(column, _SYNTHETIC_ROWS) for column in schema.columns} if known else {}
-        return _try_out(payload, schema, synthetic if rows is None else rows, synthetic=rows is None)
+        if rows is not None:
+            return _try_out(payload, schema, rows)
+        synthetic_rows = {column.name: columns.blank(column, _SYNTHETIC_ROWS) for column in schema.columns}
+        return _try_out(payload, schema, synthetic_rows, synthetic=True)
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.try_out``.
@@ -147,7 +149,7 @@ class LightningPlugin:
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """See ``FrameworkPlugin.facts``; a LightningModule creates its optimizers on the ranks."""
-        _check_kinds(params)
+        _check_types(params)
         model, optimizer = typed_params(LightningParams, params).model, params["optimizer"]
         if flavour_of(model) is not None or not isinstance(optimizer, torch.optim.Optimizer):
             return module_facts("Lightning", model, None)
@@ -174,7 +176,7 @@ PLUGIN = LightningPlugin()
 
 
 def unpack(payload: bytes) -> LightningPackage:
-    """Return the package that ``LightningPlugin.pack`` has packed."""
+    """Return the package from the result of ``LightningPlugin.pack``."""
     package: LightningPackage = cloudpickle.loads(payload)
     refuse_separated(package.model, package.optimizers)
     return package
@@ -191,7 +193,7 @@ def _data_module_factory(params: Mapping[str, object]) -> Callable[..., object] 
     return None if loads_rows(data_module) else data_module
 
 
-def _check_kinds(params: Mapping[str, object]) -> None:
+def _check_types(params: Mapping[str, object]) -> None:
     model = params["model"]
     if not isinstance(model, torch.nn.Module):
         raise ParamError(
@@ -273,7 +275,7 @@ def _check_flavour(name: str, kind: str, objects: Sequence[object], flavour: Fla
 
 
 def _has_setup(model: torch.nn.Module, flavour: FlavourName) -> bool:
-    """Whether a LightningModule has a hook that may create parameters before rank 0 sends its own to all ranks."""
+    """Return whether a LightningModule has a hook that may create parameters before rank 0 broadcasts them."""
     base = import_lightning(flavour).LightningModule
     return any(getattr(type(model), name) is not getattr(base, name) for name in ("setup", "configure_model"))
 

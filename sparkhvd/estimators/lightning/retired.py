@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-RETIRED_OF_LIGHTNING = {
+LIGHTNING_RETIRED = {
     "num_gpus": "a rank trains on one GPU if it sees any; use_gpu=False trains on the CPU.",
     "profiler": "set it on the Trainer: trainer_args={'profiler': ...}.",
     "loader_num_epochs": "every epoch reads each row once; epochs sets the number of epochs.",

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 # The neutral element of each reduction except the mean, by Lightning's name of the reduction.
-_NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+_NEUTRAL_ELEMENTS = {"sum": 0.0, "max": -math.inf, "min": math.inf}
 _HYPERPARAMETER_KEYS = re.compile("hparams|hyper_parameters")
 
 
@@ -92,7 +92,7 @@ class EstimatorSteps:
     feed: Feed
     losses: torch.nn.ModuleList
     lr_scale: float
-    earlier: Sequence[torch.optim.Optimizer] = ()
+    earlier_optimizers: Sequence[torch.optim.Optimizer] = ()  # of the fit to continue
     lightning_module: LightningModule
     optimizers: list[torch.optim.Optimizer]
     lr_scheduler_configs: list[LRSchedulerConfig]
@@ -149,7 +149,9 @@ class EstimatorSteps:
             trainer = self.lightning_module.trainer
             repeat_epoch_start_hooks(trainer, self.call)
             self._validates_every, trainer.val_check_batch = trainer.val_check_batch, math.inf
-        self.attributes.owners.update({f"optimizer {index}": one for index, one in enumerate(self.optimizers)})
+        self.attributes.owners.update(
+            {f"optimizer {index}": optimizer for index, optimizer in enumerate(self.optimizers)}
+        )
         self.attributes.begin()
 
     def synchronize_state(self) -> None:
@@ -158,7 +160,7 @@ class EstimatorSteps:
         self.attributes.agree()
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Complete what ``on_train_start`` prepared if the run resumes within an epoch."""
+        """Complete the preparation of ``on_train_start`` if the run resumes within an epoch."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
         if self.feed.within_epoch:
             self.feed.within_epoch = False
@@ -176,8 +178,8 @@ class EstimatorSteps:
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        if self.earlier:
-            load_earlier_states(self.optimizers, self.earlier, schedulers)
+        if self.earlier_optimizers:
+            load_earlier_states(self.optimizers, self.earlier_optimizers, schedulers)
         if self.lr_scale != 1.0:
             scale_lr(self.optimizers, schedulers, self.lr_scale)
 
@@ -201,10 +203,10 @@ class EstimatorSteps:
             super().barrier(name)  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: Mapping[str, object], *rest: object, **named: object) -> None:
-        """Save without hyperparameters if runs resume from it: they may be of any type, and the module has them."""
+        """Omit hyperparameters if runs resume from the checkpoint: they may have any type, and the module has them."""
         if self.resumable:
-            kept = {name: part for name, part in checkpoint.items() if not _HYPERPARAMETER_KEYS.search(name)}
-            checkpoint = {name: plain_numbers(part) for name, part in kept.items()}
+            saved = {name: part for name, part in checkpoint.items() if not _HYPERPARAMETER_KEYS.search(name)}
+            checkpoint = {name: plain_numbers(part) for name, part in saved.items()}
         super().save_checkpoint(checkpoint, *rest, **named)  # type: ignore[misc]
 
     def backward(self, closure_loss: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
@@ -258,7 +260,7 @@ class EstimatorSteps:
 
 @contextmanager
 def preserved_state(module: torch.nn.Module, stage: str) -> Iterator[None]:
-    """Restore what a step changes except gradients: buffers, attributes, torchmetrics and random generators.
+    """Undo all changes of a step except gradients: in buffers, attributes, torchmetrics and random generators.
 
     Statistics of synchronized layers still change, as on the other ranks, but this rank's rows do not count in them.
     """
@@ -314,7 +316,7 @@ class DistributedLog:
         if in_step and (share.is_substitute or options.get("batch_size") is None):
             options["batch_size"] = share.rows
         if in_step and share.is_substitute:
-            value = _neutral(value, options.get("reduce_fx", "mean"))
+            value = _neutral_element(value, options.get("reduce_fx", "mean"))
         elif in_step and options.get("batch_size") == 0:
             value = _finite(value)  # a mean over no rows is NaN, and so is 0 times NaN
         self._log(name, value, **options)
@@ -364,15 +366,15 @@ def _finite(value: Any) -> Any:
     return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _neutral(value: Any, reduction: object) -> Any:
+def _neutral_element(value: Any, reduction: object) -> Any:
     """Return the neutral element of a reduction over batches and ranks, in the type of ``value``."""
     name = str(getattr(reduction, "__name__", reduction)).lower()
-    if name not in _NEUTRAL or not isinstance(value, torch.Tensor | int | float):
+    if name not in _NEUTRAL_ELEMENTS or not isinstance(value, torch.Tensor | int | float):
         return _finite(value)  # it has no effect, because its batch size is 0
     if not isinstance(value, torch.Tensor):
-        return _NEUTRAL[name]
+        return _NEUTRAL_ELEMENTS[name]
     dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
-    return torch.full_like(value, _NEUTRAL[name], dtype=dtype)
+    return torch.full_like(value, _NEUTRAL_ELEMENTS[name], dtype=dtype)
 
 
 def scale_lr(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], factor: float) -> None:

@@ -102,11 +102,11 @@ class LightningTrainer:
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or callback stops it; collective."""
-        form: Callable[[Columns], LightningBatch] = dict if self._package.plain else self._batch_of
+        to_batch: Callable[[Columns], LightningBatch] = dict if self._package.plain else self._batch_of
         size = self._world.size
-        validation = None if val is None else RankLoader(val, form, size, self._spec.sample)
+        validation = None if val is None else RankLoader(val, to_batch, size, self._spec.sample)
         values = EpochValues(hooks.metrics, self._world.rank, size)
-        feed = Feed(RankLoader(train, form, size, self._spec.sample), validation, values)
+        feed = Feed(RankLoader(train, to_batch, size, self._spec.sample), validation, values)
         if self._package.objective is not None:
             feed.train.divisors = loss_divisors(self._package.objective, self._spec.schema, self._spec.labels)
         with (
@@ -121,12 +121,12 @@ class LightningTrainer:
             if validation is not None:
                 validation.epoch = feed.train.epoch
             log = DistributedLog(self._module, feed)
-            ending = BatchEndHook(self._module, self._run_callback.on_batch_end)
+            batch_end_hook = BatchEndHook(self._module, self._run_callback.on_batch_end)
             try:
                 self._run(trainer, feed, hooks, Path(folder))
             finally:
                 log.close()
-                ending.close()
+                batch_end_hook.close()
                 feed.train.close()
                 if validation is not None:
                     validation.close()
@@ -170,16 +170,18 @@ class LightningTrainer:
 
     def _create_trainer(self, feed: Feed, hooks: TrainHooks, folder: Path) -> Trainer:
         """Return Lightning's Trainer for this run."""
-        kind = type("EstimatorStrategy", (EstimatorSteps, strategy_class(self._package.flavour)), {})
-        strategy = kind(**({} if self._package.compression is None else {"compression": self._package.compression}))
+        strategy_type = type("EstimatorStrategy", (EstimatorSteps, strategy_class(self._package.flavour)), {})
+        strategy = strategy_type(
+            **({} if self._package.compression is None else {"compression": self._package.compression})
+        )
         strategy.feed, strategy.losses = feed, self._package.losses
         owners = {"model": self._module, "losses": self._package.losses}
         strategy.attributes = ChangedAttributes(owners, vars(self._lightning.LightningModule()))
         strategy.call = self._lightning.trainer.call
-        strategy.earlier = () if self._package.plain else self._package.optimizers
+        strategy.earlier_optimizers = () if self._package.plain else self._package.optimizers
         strategy.lr_scale = self._spec.lr_scale(self._world.size)
         callback_type = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
-        first = type("SharedValues", (SharedValues, self._lightning.callbacks.Callback), {})
+        shared_values_type = type("SharedValues", (SharedValues, self._lightning.callbacks.Callback), {})
         resume_setting = "every_steps of checkpoints" if self._spec.checkpoints.every_steps is not None else ""
         resume_setting = "min_num_proc and max_num_proc" if self._spec.elastic else resume_setting
         run_callback = self._run_callback = callback_type(
@@ -193,11 +195,11 @@ class LightningTrainer:
         )
         is_finished = hooks.first_epoch >= self._spec.epochs  # perhaps early, with fewer epochs in Lightning's count
         run_callback.is_over = is_finished and len(hooks.history) != self._spec.epochs
-        own = {
+        fixed_arguments = {
             "strategy": strategy,
             "devices": 1,
             "max_epochs": len(hooks.history) if is_finished else self._spec.epochs,
-            "callbacks": [first(), *self._package.callbacks, run_callback],
+            "callbacks": [shared_values_type(), *self._package.callbacks, run_callback],
             "use_distributed_sampler": self._package.data_module is not None,
         }
         arguments = {
@@ -209,7 +211,7 @@ class LightningTrainer:
             "default_root_dir": str(folder),
             **({} if self._spec.log_every_n_steps is None else {"log_every_n_steps": self._spec.log_every_n_steps}),
         }
-        trainer: Trainer = self._lightning.Trainer(**{**arguments, **self._package.trainer_args, **own})
+        trainer: Trainer = self._lightning.Trainer(**{**arguments, **self._package.trainer_args, **fixed_arguments})
         return trainer
 
     def _uses_gpu(self) -> bool:
@@ -255,7 +257,7 @@ class LightningTrainer:
             restore_random(hooks.rank_state, self._trainer.strategy.root_device)
 
     def _save(self, path: Path, *, resumable: bool = False) -> None:
-        with _saving_alone(self._trainer.strategy, resumable):
+        with _single_rank_save(self._trainer.strategy, resumable):
             self._trainer.save_checkpoint(path)
 
     def _load_weights(self, state: bytes) -> None:
@@ -299,8 +301,8 @@ class LightningTrainer:
 
 
 @contextlib.contextmanager
-def _saving_alone(strategy: EstimatorSteps, resumable: bool) -> Iterator[None]:
-    """Declare that only this rank saves a checkpoint in this block; ``resumable`` if runs may resume from it."""
+def _single_rank_save(strategy: EstimatorSteps, resumable: bool) -> Iterator[None]:
+    """Mark that only this rank saves a checkpoint in this block, and whether runs may resume from it."""
     strategy.saves_alone, strategy.resumable = True, resumable
     try:
         yield
@@ -469,14 +471,14 @@ class RunCallback:
             feed.loss,
             lambda: {"loss": feed.sums.get("train", (0.0, 0))},
             lambda: random_state(trainer.strategy.root_device),
-            whole=stepped and not validates_after(trainer, self._batches) and not self._ends_here(),
+            whole=stepped and not validates_after(trainer, self._batches) and not self._ends_at_this_batch(),
             synchronize=strategy_of(trainer).synchronize_state,
             metrics=lambda: feed.values.state(trainer),
         )
         self._hooks.on_step_end(report, self._owner)
 
-    def _ends_here(self) -> bool:
-        """Whether the training ends at this batch. A run that resumed here would train the rest of the epoch."""
+    def _ends_at_this_batch(self) -> bool:
+        """Return whether the training ends at this batch. A run that resumed here would train the rest of the epoch."""
         return ends_by_steps(self._trainer) or _is_stopped(self._trainer)
 
     def on_validation_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
@@ -557,7 +559,7 @@ def _take_gradients(module: LightningModule, gradients: Mapping[str, torch.Tenso
 
 
 def _is_stopped(trainer: Trainer) -> bool:
-    """Whether a callback has stopped the training; Lightning has not counted the current epoch yet."""
+    """Return whether a callback has stopped the training; Lightning has not counted the current epoch yet."""
     epochs, steps = trainer.min_epochs or 0, trainer.min_steps or 0
     return bool(trainer.should_stop and trainer.current_epoch + 1 >= epochs and trainer.global_step >= steps)
 

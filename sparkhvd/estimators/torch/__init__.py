@@ -1,6 +1,6 @@
 """``TorchEstimator``: train PyTorch modules on Spark DataFrames.
 
-The names resolve on first use (PEP 562), so that a rank imports its half of this package without pyspark.
+The names resolve on first use (PEP 562), so that a rank imports only the modules that do not need pyspark.
 """
 
 from __future__ import annotations

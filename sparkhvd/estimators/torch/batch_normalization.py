@@ -1,4 +1,4 @@
-"""Finds the layers of a PyTorch model whose result for a row depends on the other rows of the batch."""
+"""Find the layers of a PyTorch model whose result for a row depends on the other rows of the batch."""
 
 from __future__ import annotations
 

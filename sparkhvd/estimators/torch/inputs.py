@@ -81,7 +81,7 @@ def plan_inputs(
     """
     if named is not None:
         refuse_input_shapes(input_shapes)
-        return _by_name(model, columns, named)
+        return _plan_named_inputs(model, columns, named)
     dtypes = {column.name: _dtype(model, column) for column in columns}
     sparse = [column.name for column in columns if column.sparse]
     if input_shapes is not None and sparse:
@@ -90,18 +90,18 @@ def plan_inputs(
             "column from sparse_cols."
         )
     if input_shapes is not None:
-        return _reshaped(columns, input_shapes, dtypes)
+        return _plan_reshaped_inputs(columns, input_shapes, dtypes)
     if _takes_only_keywords(model):
         return tuple(_own_input(column, dtypes[column.name]) for column in columns)
-    least, most = _argument_counts(model)
-    if len(columns) > 1 and least <= len(columns) <= most:
+    minimum, maximum = _argument_counts(model)
+    if len(columns) > 1 and minimum <= len(columns) <= maximum:
         return tuple(_own_input(column, dtypes[column.name]) for column in columns)
-    if not least <= 1 <= most:
+    if not minimum <= 1 <= maximum:
         names = [column.name for column in columns]
-        takes = counted(least, "input") if least == most else f"{least} to {most} inputs"
+        accepted = counted(minimum, "input") if minimum == maximum else f"{minimum} to {maximum} inputs"
         raise ParamError(
-            f"The model's forward takes {takes}, but feature_cols has {counted(len(names), 'column')}: {names}. Pass "
-            "one column per input, or let forward take one input, for which all columns are concatenated."
+            f"The model's forward takes {accepted}, but feature_cols has {counted(len(names), 'column')}: {names}. "
+            "Pass one column per input, or let forward take one input, for which all columns are concatenated."
         )
     if len(columns) == 1 and columns[0].kind != "scalar":
         return (_own_input(columns[0], dtypes[columns[0].name]),)
@@ -112,7 +112,7 @@ def plan_inputs(
         )
     if len(set(dtypes.values())) > 1:
         raise SchemaError(
-            f"The feature columns {[f'{name}: {str(kind)[6:]}' for name, kind in dtypes.items()]} cannot be "
+            f"The feature columns {[f'{name}: {str(dtype)[6:]}' for name, dtype in dtypes.items()]} cannot be "
             "concatenated for the model's only input: the model has an embedding layer, so integer columns stay "
             "integers. Cast them to one type, or let forward take one argument per column."
         )
@@ -129,7 +129,7 @@ def called_in_order(model: torch.nn.Module, inputs: Sequence[ModelInput]) -> Cal
     return lambda *tensors: model(**dict(zip(names, tensors, strict=True)))
 
 
-def _by_name(
+def _plan_named_inputs(
     model: torch.nn.Module, columns: Sequence[ColumnSpec], named: Mapping[str, NamedInput]
 ) -> tuple[ModelInput, ...]:
     arguments = _positional(model)
@@ -140,8 +140,8 @@ def _by_name(
         if len(specs) == 1 and specs[0].sparse:
             inputs.append(_own_input(specs[0], dtype))
             continue
-        wide = named_input.shape if named_input.shape is not None or len(specs) == 1 else (-1,)
-        inputs.append(ModelInput(named_input.columns, wide, dtype))
+        shape = named_input.shape if named_input.shape is not None or len(specs) == 1 else (-1,)
+        inputs.append(ModelInput(named_input.columns, shape, dtype))
     return tuple(inputs)
 
 
@@ -166,7 +166,7 @@ def model_dtype(model: torch.nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
-def _reshaped(
+def _plan_reshaped_inputs(
     columns: Sequence[ColumnSpec], input_shapes: Sequence[Sequence[int]], dtypes: Mapping[str, torch.dtype]
 ) -> tuple[ModelInput, ...]:
     check_input_shapes(input_shapes, [column.name for column in columns])
@@ -196,9 +196,9 @@ def _is_embedding(module: torch.nn.Module) -> bool:
 
 def _argument_counts(model: torch.nn.Module) -> tuple[int, float]:
     positional = _positional(model)
-    least = sum(p.default is p.empty for p in positional)
+    minimum = sum(p.default is p.empty for p in positional)
     variadic = any(p.kind is p.VAR_POSITIONAL for p in _parameters(model))
-    return least, float("inf") if variadic else len(positional)
+    return minimum, float("inf") if variadic else len(positional)
 
 
 def _takes_only_keywords(model: torch.nn.Module) -> bool:

@@ -24,7 +24,7 @@ class InputParams:
 
 @dataclass(frozen=True)
 class TorchParams(InputParams):
-    """The parameters of ``TorchEstimator``, after their kinds have been checked."""
+    """The parameters of ``TorchEstimator``, after their types have been checked."""
 
     optimizer: torch.optim.Optimizer
     lr_scheduler: LRSchedule | None

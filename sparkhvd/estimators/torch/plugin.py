@@ -1,4 +1,4 @@
-"""The estimators' plug-in protocol for PyTorch."""
+"""The estimators' plug-in for PyTorch."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ class TorchPlugin:
         """See ``FrameworkPlugin.check``; runs a copy of the model in evaluation mode, without gradients.
 
         Raises:
-            ParamError: a parameter is of the wrong kind, or the objects cannot be sent to the ranks.
+            ParamError: a parameter has the wrong type, or the objects cannot be sent to the ranks.
             ModelOutputError: the model cannot take such rows, or its output does not match the labels.
         """
-        _check_kinds(params)
+        _check_types(params)
         package = loads(self.pack({**params, "schema": schema}))
         check_monitored(self.monitors(params), package.objective.names())
         own_steps = package.stepping.minibatch_fn is not None
         warn_of_inexact_losses(inexact_losses(package.objective, schema, own_steps=own_steps))
         check_schedule(package.schedule, package.optimizer, scaled=bool(params.get("scale_lr")))
-        known = all(column.shape is not None for column in schema.columns)
-        if rows is None and not known:
+        are_shapes_known = all(column.shape is not None for column in schema.columns)
+        if rows is None and not are_shapes_known:
             return []
         sample = at_least_two_rows(_synthetic_rows(schema) if rows is None else rows)
         return _try_out(package, schema, sample, synthetic=rows is None)
@@ -109,7 +109,7 @@ class TorchPlugin:
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """See ``FrameworkPlugin.facts``."""
-        _check_kinds(params)
+        _check_types(params)
         model, optimizer = typed_params(InputParams, params).model, typed_params(TorchParams, params).optimizer
         return module_facts("PyTorch", model, optimizer)
 
@@ -218,11 +218,11 @@ def module_facts(framework: str, model: torch.nn.Module, optimizer: torch.optim.
     )
 
 
-def _check_kinds(params: Mapping[str, object]) -> None:
+def _check_types(params: Mapping[str, object]) -> None:
     model = params["model"]
     if not isinstance(model, torch.nn.Module):
-        elsewhere = estimator_hint(model, ("torch",))
-        raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.{elsewhere}")
+        hint = estimator_hint(model, ("torch",))
+        raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.{hint}")
     refuse_exported(model)
     refuse_unsupported_parameters(model)
     check_optimizer(params["optimizer"], model)
@@ -261,17 +261,17 @@ def refuse_unsupported_parameters(model: torch.nn.Module, *, may_be_lazy: bool =
     """
     if not may_be_lazy:
         _refuse_lazy_parameters(model)
-    complex_ones = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
-    if complex_ones:
+    complex_names = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
+    if complex_names:
         raise ParamError(
-            f"The model's parameters {complex_ones} are complex, and ranks exchange only real numbers. Store each as "
+            f"The model's parameters {complex_names} are complex, and ranks exchange only real numbers. Store each as "
             "torch.view_as_real(parameter), and call torch.view_as_complex in forward."
         )
     _refuse_shared_memory(model)
 
 
 def _refuse_lazy_parameters(model: torch.nn.Module) -> None:
-    """Refuse a model that has not seen any rows, because its ranks would begin with different values."""
+    """Refuse a model with lazy parameters, because each rank would initialize them with different values."""
     lazy = [name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)]
     if lazy:
         raise ParamError(

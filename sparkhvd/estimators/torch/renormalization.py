@@ -28,8 +28,8 @@ class _Table:
 class Renormalization:
     """Shortens the rows of embeddings on every rank as soon as one rank has looked them up.
 
-    One big batch would shorten the rows of all its indices. A rank alone shortens those of its own indices, so without
-    this class the ranks' weights would differ.
+    One big batch would shorten the rows of all its indices. A single rank shortens only the rows of its own indices, so
+    the ranks' weights would differ without this class.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -24,7 +24,7 @@ Scheduler = torch.optim.lr_scheduler.LRScheduler
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 _OMITTED = object()  # a value that a checkpoint cannot hold
 # Schedulers with learning rates of their own, which scale_lr cannot scale.
-_OWN_RATES = ("CyclicLR", "OneCycleLR", "ReduceLROnPlateau")
+_RATE_OWNERS = ("CyclicLR", "OneCycleLR", "ReduceLROnPlateau")
 
 
 @dataclass(frozen=True)
@@ -147,22 +147,22 @@ def _create_scheduler(schedule: LRSchedule, optimizer: torch.optim.Optimizer, lr
             f"lr_scheduler returned a {type(scheduler).__name__}; it must return a scheduler from "
             "torch.optim.lr_scheduler."
         )
-    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    if plateau and (schedule.monitor is None or schedule.every == "step"):
+    is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if is_plateau and (schedule.monitor is None or schedule.every == "step"):
         raise ParamError(
             "ReduceLROnPlateau reads a metric after every epoch; pass LRSchedule(scheduler, monitor='val_loss'), "
             "without every='step'."
         )
-    if schedule.monitor is not None and not plateau:
+    if schedule.monitor is not None and not is_plateau:
         raise ParamError(
             f"LRSchedule(monitor={schedule.monitor!r}) is for ReduceLROnPlateau; {type(scheduler).__name__} reads no "
             "metric. Leave monitor out."
         )
-    own = [type(part).__name__ for part in parts_of(scheduler) if type(part).__name__ in _OWN_RATES]
-    if lr_scale != 1.0 and own:
+    with_rates = [type(part).__name__ for part in parts_of(scheduler) if type(part).__name__ in _RATE_OWNERS]
+    if lr_scale != 1.0 and with_rates:
         raise ParamError(
-            f"scale_lr=True cannot scale the learning rates that {own[0]} was created with. Scale them yourself and "
-            "leave scale_lr out."
+            f"scale_lr=True cannot scale the learning rates that {with_rates[0]} was created with. Scale them yourself "
+            "and leave scale_lr out."
         )
     if is_scheduler:
         scale_schedule(scheduler, lr_scale)
@@ -175,7 +175,7 @@ def parts_of(scheduler: Any) -> list[Any]:
 
 
 def repeat_initial_step(scheduler: Any) -> None:
-    """Repeat a scheduler's initial step on an optimizer whose learning rates have changed since."""
+    """Repeat a scheduler's initial step on an optimizer whose learning rates have changed after that step."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return  # it adjusts the current rate
     parts = getattr(scheduler, "_schedulers", None)
@@ -207,7 +207,7 @@ def _plain_part(value: Any, name: str, omitted: list[str]) -> Any:
     Args:
         value: the state, or a part of it.
         name: the path to ``value``.
-        omitted: receives the paths to the values that cannot be loaded; functions are not state.
+        omitted: receives the paths to the values that cannot be loaded, except functions, which are not state.
     """
     if isinstance(value, dict):
         parts = {key: _plain_part(item, f"{name}.{key}" if name else str(key), omitted) for key, item in value.items()}

@@ -179,7 +179,7 @@ class Stepper:
 
     def _apply(self, optimizer: ExchangingOptimizer) -> None:
         # Only the optimizer's parameters: gradients of the model's other parameters are not averaged.
-        stepping, parameters = self._stepping, [one for group in optimizer.param_groups for one in group["params"]]
+        stepping, parameters = self._stepping, [p for group in optimizer.param_groups for p in group["params"]]
         if stepping.clip_norm is not None or stepping.clip_value is not None:
             self.scaler.unscale_(optimizer)
         if stepping.clip_value is not None:
@@ -195,7 +195,7 @@ class _SynchronizedPasses:
     """Passes of a model with layers that exchange statistics.
 
     Their gradients cross ranks in the backward pass, so the loss itself must carry the weight of its rank. A rank
-    without rows must take part, too. It runs a row that does not count: of an earlier batch, the sample, or zeros.
+    without rows must take part, too. It runs a row that does not count, from an earlier batch, the sample, or zeros.
     """
 
     def __init__(self, modules: torch.nn.Module, layers: Sequence[SyncBatchNorm], sample: Arrays | None) -> None:
@@ -242,15 +242,15 @@ class _MinibatchSteps:
     def run(
         self, group: Sequence[Batch], optimizer: ExchangingOptimizer, measures: EpochMetrics, first: int
     ) -> float | None:
-        taken: list[object] = []
+        steps_taken: list[object] = []
         total = sum(batch.global_rows for batch in group)
 
         def after_step(*_: object) -> None:
-            taken.append(None)
+            steps_taken.append(None)
             if len(group) == 1:  # the function may take further steps with the batch
                 optimizer.weight_next(group[0].rows / total)
 
-        counting = optimizer.register_step_post_hook(after_step)
+        hook = optimizer.register_step_post_hook(after_step)
         loss = None
         try:
             for index, batch in enumerate(group):
@@ -258,14 +258,14 @@ class _MinibatchSteps:
                     optimizer.contribute_nothing()
                     continue
                 optimizer.weight_next(batch.rows / total)
-                loss = _step_loss(loss, self._one(batch, optimizer, measures, first + index))
-            if not taken:  # a rank without rows in the last batch, or the shorter group at the end of an epoch
+                loss = _step_loss(loss, self._run_batch(batch, optimizer, measures, first + index))
+            if not steps_taken:  # this rank has no rows in the last batch, or the last group of the epoch is shorter
                 optimizer.step()
         finally:
-            counting.remove()
+            hook.remove()
         return loss
 
-    def _one(self, batch: Batch, optimizer: ExchangingOptimizer, measures: EpochMetrics, index: int) -> float:
+    def _run_batch(self, batch: Batch, optimizer: ExchangingOptimizer, measures: EpochMetrics, index: int) -> float:
         forward, objective = self._forward, self._forward.objective
 
         def transform_outputs(outputs: Any, _labels: Any = None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -307,8 +307,8 @@ def _step_loss(before: float | None, loss: float) -> float:
 def outputs_of(result: object) -> list[torch.Tensor]:
     """Return the outputs in a model's result.
 
-    The outputs are the tensor, or the tensors of a tuple or list. If the result has named fields, as those of Hugging
-    Face's models, the output is ``logits``, or else the only tensor besides ``loss``.
+    The outputs are the tensor, or the tensors of a tuple or list. If the result has named fields, like the results of
+    Hugging Face's models, the output is ``logits``, or else the only tensor besides ``loss``.
 
     Raises:
         DataError: the result has no such tensors.
@@ -336,14 +336,14 @@ def _fields(result: object) -> Mapping[Any, Any] | None:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _choose_output(fields: Mapping[Any, Any], kind: str) -> object:
+def _choose_output(fields: Mapping[Any, Any], class_name: str) -> object:
     if "logits" in fields:
         return fields["logits"]
     tensors = [value for name, value in fields.items() if isinstance(value, torch.Tensor) and name != "loss"]
     if len(tensors) == 1:
         return tensors[0]
     raise DataError(
-        f"The model returned {kind} with the fields {list(fields)}; it is not clear which of them are the outputs. "
-        "The estimator uses 'logits', or the only tensor. Return a tensor or a tuple of tensors; a Hugging Face model "
-        "returns a tuple if its configuration has return_dict=False."
+        f"The model returned {class_name} with the fields {list(fields)}; it is not clear which of them are the "
+        "outputs. The estimator uses 'logits', or the only tensor. Return a tensor or a tuple of tensors; a "
+        "Hugging Face model returns a tuple if its configuration has return_dict=False."
     )

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def fails_by_shape(function: Callable[..., Any], tensors: Sequence[torch.Tensor], error: Exception) -> bool:
-    """Whether ``function(*tensors)``, which raised ``error``, fails at the same line on tensors without values.
+    """Return whether ``function(*tensors)``, which raised ``error``, fails at the same line on tensors without values.
 
     If not, real rows may still work: an embedding may lack the id 0, or ``forward`` may check its input.
     """

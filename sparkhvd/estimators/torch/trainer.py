@@ -44,28 +44,28 @@ T = TypeVar("T")
 
 @dataclass
 class Stopwatch:
-    """Measures time by kind: ``lap(kind)`` attributes the time since the last lap to a kind."""
+    """Measures the time of phases: ``lap(phase)`` attributes the time since the last lap to a phase."""
 
     times: dict[str, float] = field(default_factory=dict)
     last: float = field(default_factory=time.monotonic)
 
-    def lap(self, kind: str) -> None:
+    def lap(self, phase: str) -> None:
         now = time.monotonic()
-        self.times[kind] = self.times.get(kind, 0.0) + now - self.last
+        self.times[phase] = self.times.get(phase, 0.0) + now - self.last
         self.last = now
 
     def step_times(self) -> StepTimes:
-        return StepTimes(*(self.times.get(kind, 0.0) for kind in ("data_wait", "compute", "communication")))
+        return StepTimes(*(self.times.get(phase, 0.0) for phase in ("data_wait", "compute", "communication")))
 
 
 class TorchTrainer:
     """Trains on this rank's part of every global batch.
 
     The gradient of a step is the mean over the rows of all ranks: each rank weights the gradient of its own mean loss
-    by its share of the rows, and a rank without rows contributes zeros without running the model. BatchNorm therefore
-    sees only this rank's rows, unless it is sparkhvd.torch.SyncBatchNorm, and dropout draws independently on every
-    rank; with these layers, N ranks are not exactly one big batch. Buffers, such as running statistics, are averaged
-    over the ranks before a validation and a checkpoint.
+    by its share of the rows. A rank without rows contributes zeros; it runs the model only if layers synchronize their
+    statistics. BatchNorm sees only this rank's rows, unless it is sparkhvd.torch.SyncBatchNorm. Dropout draws
+    independently on every rank. With BatchNorm or dropout, N ranks are therefore not exactly one big batch. Buffers,
+    such as running statistics, are averaged over the ranks before a validation and a checkpoint.
     """
 
     def __init__(self, package: Package, spec: TrainSpec, world: World) -> None:
@@ -314,10 +314,10 @@ def _device(use_gpu: bool, world: World) -> torch.device:
 
 def _check_devices(device: torch.device) -> None:
     communicator = session.current()
-    kinds = objects.allgather_object(communicator, device.type, name="devices of the ranks")
-    if len(set(kinds)) > 1:
-        without = [rank for rank, kind in enumerate(kinds) if kind == "cpu"]
+    device_types = objects.allgather_object(communicator, device.type, name="devices of the ranks")
+    if len(set(device_types)) > 1:
+        without_gpu = [rank for rank, device_type in enumerate(device_types) if device_type == "cpu"]
         raise ParamError(
-            f"Ranks {without} see no GPU while the others do, so they would train at different speeds. Request "
+            f"Ranks {without_gpu} see no GPU while the others do, so they would train at different speeds. Request "
             "one GPU per task from Spark, or pass use_gpu=False."
         )

@@ -1,4 +1,4 @@
-"""Horovod's exceptions, which are those of sparkhvd."""
+"""Horovod's exceptions, which sparkhvd defines."""
 
 from __future__ import annotations
 

@@ -30,15 +30,16 @@ __all__ += interface.__all__
 
 Compression: Any = _hvd.Compression
 
-_OF_OPTIMIZERS = (
+_OPTIMIZER_PARAMETERS = (
     "optimizer name device_dense device_sparse compression sparse_as_dense gradient_predivide_factor op "
     "backward_passes_per_step average_aggregated_gradients num_groups groups process_set"
 )
 
 
-DistributedOptimizer = with_parameters(f"{_OF_OPTIMIZERS} scale_local_gradients", _hvd.DistributedOptimizer)
+DistributedOptimizer = with_parameters(f"{_OPTIMIZER_PARAMETERS} scale_local_gradients", _hvd.DistributedOptimizer)
 PartialDistributedOptimizer = with_parameters(
-    f"{_OF_OPTIMIZERS} local_layers scale_local_gradients".replace("num_groups ", ""), _hvd.PartialDistributedOptimizer
+    f"{_OPTIMIZER_PARAMETERS} local_layers scale_local_gradients".replace("num_groups ", ""),
+    _hvd.PartialDistributedOptimizer,
 )
 
 

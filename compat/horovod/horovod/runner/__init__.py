@@ -59,8 +59,9 @@ def run(  # noqa: PLR0917  the arguments are Horovod's
             "slots is for hosts that a script prints, which horovod.run cannot take. Pass hosts='host1:2,host2:2', or "
             "run `horovodrun --host-discovery-script`."
         )
-    least, most = (min_np if min_num_proc is None else min_num_proc), (max_np if max_num_proc is None else max_num_proc)
-    is_elastic = least is not None or most is not None
+    min_ranks = min_np if min_num_proc is None else min_num_proc
+    max_ranks = max_np if max_num_proc is None else max_num_proc
+    is_elastic = min_ranks is not None or max_ranks is not None
     if not is_elastic and (reset_limit is not None or cooldown_range is not None):
         raise ValueError("reset_limit and cooldown_range are for elastic jobs. Set min_num_proc or max_num_proc, too.")
     if use_gloo and use_mpi:
@@ -74,25 +75,27 @@ def run(  # noqa: PLR0917  the arguments are Horovod's
     if np is not None:
         warnings.warn("np is deprecated; pass num_proc.", DeprecationWarning, stacklevel=2)
         num_proc = np if num_proc == 1 else num_proc
-    everywhere = parse_hostfile(Path(hostfile).read_text()) if hostfile else parse_hosts(hosts) if hosts else ()
-    remote = [host for host in everywhere if host.name not in _THIS_HOST]
-    num_proc = max(num_proc, least or 1)
-    if everywhere:
-        take_slots(everywhere, num_proc)  # refuses more ranks than slots
-    if is_elastic and everywhere and not remote:
-        most = min(most or sys.maxsize, sum(host.slots for host in everywhere))
+    all_hosts = parse_hostfile(Path(hostfile).read_text()) if hostfile else parse_hosts(hosts) if hosts else ()
+    remote = [host for host in all_hosts if host.name not in _THIS_HOST]
+    num_proc = max(num_proc, min_ranks or 1)
+    if all_hosts:
+        take_slots(all_hosts, num_proc)  # refuses more ranks than slots
+    if is_elastic and all_hosts and not remote:
+        max_ranks = min(max_ranks or sys.maxsize, sum(host.slots for host in all_hosts))
     nics = network_interface.split(",") if network_interface else network_interfaces
-    where: dict[str, Any] = {
+    launch_options: dict[str, Any] = {
         "verbose": 2 if verbose else 1,
         "nics": nics if remote else None,
         "executable": executable,
         "launcher": "ssh" if remote else "local",
-        "hosts": ",".join(host.text for host in everywhere) if remote else None,
+        "hosts": ",".join(host.text for host in all_hosts) if remote else None,
         "ssh_port": ssh_port if remote else None,
         "ssh_identity_file": ssh_identity_file if remote else None,
         "output_filename": output_filename,
     }
     if not is_elastic:
-        return sparkhvd.run(func, args, kwargs, num_proc, start_timeout, **where)
-    changes = {"reset_limit": reset_limit, "cooldown_range": cooldown_range}
-    return sparkhvd.run_elastic(func, args, kwargs, num_proc, least, most, start_timeout, **changes, **where)
+        return sparkhvd.run(func, args, kwargs, num_proc, start_timeout, **launch_options)
+    elastic_options = {"reset_limit": reset_limit, "cooldown_range": cooldown_range}
+    return sparkhvd.run_elastic(
+        func, args, kwargs, num_proc, min_ranks, max_ranks, start_timeout, **elastic_options, **launch_options
+    )

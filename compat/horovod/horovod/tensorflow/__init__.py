@@ -35,15 +35,15 @@ __all__ = [
 __all__ += functions.__all__
 __all__ += mpi_ops.__all__
 
-_OF_TAPES = (
+_TAPE_PARAMETERS = (
     "gradtape device_dense device_sparse compression sparse_as_dense op gradient_predivide_factor num_groups groups "
     "process_set scale_local_gradients"
 )
 
 
-DistributedGradientTape = with_parameters(_OF_TAPES, _hvd.DistributedGradientTape)
+DistributedGradientTape = with_parameters(_TAPE_PARAMETERS, _hvd.DistributedGradientTape)
 PartialDistributedGradientTape = with_parameters(
-    f"{_OF_TAPES} local_layers".replace("num_groups ", ""), _hvd.PartialDistributedGradientTape
+    f"{_TAPE_PARAMETERS} local_layers".replace("num_groups ", ""), _hvd.PartialDistributedGradientTape
 )
 
 
@@ -58,7 +58,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
     return _keras_optimizer(optimizer, *args, **kwargs)
 
 
-def _of_keras(**kwargs: Any) -> Any:
+def _create_keras_optimizer(**kwargs: Any) -> Any:
     from horovod import keras  # noqa: PLC0415  heavy
 
     return keras.DistributedOptimizer(**kwargs)
@@ -67,7 +67,7 @@ def _of_keras(**kwargs: Any) -> Any:
 _keras_optimizer = with_parameters(
     "optimizer name use_locking device_dense device_sparse compression sparse_as_dense backward_passes_per_step op "
     "gradient_predivide_factor average_aggregated_gradients num_groups groups process_set scale_local_gradients",
-    _of_keras,
+    _create_keras_optimizer,
 )
 
 

@@ -35,8 +35,8 @@ __all__ = [
 ]
 __all__ += interface.__all__
 
-_REDUCTION = "average device_dense device_sparse compression op prescale_factor postscale_factor"
-_SCALES = "prescale_factor postscale_factor"
+_REDUCTION_PARAMETERS = "average device_dense device_sparse compression op prescale_factor postscale_factor"
+_SCALE_PARAMETERS = "prescale_factor postscale_factor"
 
 
 def _allreduce(tensor: Any, **options: Any) -> Any:
@@ -52,7 +52,7 @@ def _grouped_allreduce(tensors: Sequence[Any], **options: Any) -> Any:
 def _reject_scaled_slices(
     tensors: Sequence[Any], *, prescale_factor: float = 1.0, postscale_factor: float = 1.0, **_: Any
 ) -> None:
-    if prescale_factor == postscale_factor == 1 or not any(isinstance(each, tf.IndexedSlices) for each in tensors):
+    if prescale_factor == postscale_factor == 1 or not any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         return
     raise NotImplementedError(
         f"tf.IndexedSlices cannot have prescale_factor={prescale_factor} and postscale_factor={postscale_factor} in "
@@ -73,13 +73,15 @@ def join() -> tf.Tensor:
     return tf.cast(_hvd.join(), tf.int32)
 
 
-allreduce = with_parameters(f"tensor {_REDUCTION} name process_set ignore_name_scope", _allreduce)
-grouped_allreduce = with_parameters(f"tensors {_REDUCTION} process_set ignore_name_scope name", _grouped_allreduce)
+allreduce = with_parameters(f"tensor {_REDUCTION_PARAMETERS} name process_set ignore_name_scope", _allreduce)
+grouped_allreduce = with_parameters(
+    f"tensors {_REDUCTION_PARAMETERS} process_set ignore_name_scope name", _grouped_allreduce
+)
 reducescatter = with_parameters(
-    f"tensor device_dense compression op name process_set ignore_name_scope {_SCALES}", _hvd.reducescatter
+    f"tensor device_dense compression op name process_set ignore_name_scope {_SCALE_PARAMETERS}", _hvd.reducescatter
 )
 grouped_reducescatter = with_parameters(
-    f"tensors device_dense compression op process_set {_SCALES}", _hvd.grouped_reducescatter
+    f"tensors device_dense compression op process_set {_SCALE_PARAMETERS}", _hvd.grouped_reducescatter
 )
 allgather = with_parameters("tensor name ignore_name_scope process_set", _hvd.allgather)
 grouped_allgather = with_parameters("tensors name ignore_name_scope process_set", _hvd.grouped_allgather)
@@ -93,7 +95,7 @@ def broadcast_(
     name: str | None = None,  # noqa: ARG001  the variables have names
     process_set: interface.ProcessSet = interface.global_process_set,
 ) -> list[tf.Variable]:
-    """Overwrite the variables with those of ``root_rank``, and return them."""
+    """Overwrite the variables with the values of ``root_rank``, and return the variables."""
     changed = list(variables)
     _hvd.broadcast_variables(changed, root_rank, process_set)
     return changed

@@ -20,7 +20,7 @@ def broadcast_optimizer_state(
     process_set: ProcessSet | None = None,
     model: Any = None,  # noqa: ARG001  of versions after 0.28.1
 ) -> None:
-    """Overwrite the state and the options of an optimizer with those of ``root_rank``.
+    """Overwrite the state and the options of an optimizer with the values of ``root_rank``.
 
     A state that does not exist yet is created first, by a step with zero gradients that leaves the parameters
     unchanged. The zero gradients remain.
@@ -43,8 +43,8 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     values = [parameter.clone() for parameter in trained]
-    # The step of the optimizer's own class does not exchange gradients: other ranks may have a state.
-    own: Any = next(kind for kind in type(optimizer).__mro__ if not issubclass(kind, ExchangingOptimizer))
-    own.step(optimizer)
+    # Other ranks may already have a state, so this step must not exchange gradients, unlike the distributed step.
+    own_class: Any = next(base for base in type(optimizer).__mro__ if not issubclass(base, ExchangingOptimizer))
+    own_class.step(optimizer)
     for parameter, value in zip(trained, values, strict=True):
         parameter.copy_(value)

@@ -18,7 +18,7 @@ from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 __all__ = ["DistributedOptimizer"]
 
 
-class _HorovodsOptimizer(ExchangingOptimizer):
+class _HorovodOptimizer(ExchangingOptimizer):
     """Adds the members of Horovod's optimizer that programs use to a distributed optimizer."""
 
     _parameter_names: dict[torch.Tensor, str]
@@ -78,8 +78,10 @@ def DistributedOptimizer(  # noqa: N802, PLR0917  the name and the order of the 
         sparse_as_dense,
         process_set,
     )
-    kind = type(wrapped)
-    wrapped.__class__ = type(kind.__name__, (_HorovodsOptimizer, kind), {"__module__": kind.__module__})
+    optimizer_class = type(wrapped)
+    wrapped.__class__ = type(
+        optimizer_class.__name__, (_HorovodOptimizer, optimizer_class), {"__module__": optimizer_class.__module__}
+    )
     names = pairs or [
         (f"allreduce.noname.{group}.{index}", parameter)
         for group, options in enumerate(optimizer.param_groups)

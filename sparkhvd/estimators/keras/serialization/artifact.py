@@ -3,7 +3,7 @@
 =================  ==========================================================================================
 ``model.keras``    the model with its optimizer; ``keras.saving.load_model`` opens it without Spark
 ``objects.pkl``    the classes and functions that the file refers to by name, a cloudpickle; mostly empty
-``ports.json``     the Keras backend, the mapping of columns, Keras' settings, and what the ``.keras`` file omits
+``ports.json``     the Keras backend, the mapping of columns, Keras' settings, and omissions of ``model.keras``
 =================  ==========================================================================================
 """
 

@@ -26,11 +26,11 @@ def describe(value: object, form: CanonicalForm) -> list[object] | None:
     Raises:
         ParamError: the object has no configuration.
     """
-    return _described(form, value) if callable(getattr(value, "get_config", None)) else None
+    return _keras_object_form(form, value) if callable(getattr(value, "get_config", None)) else None
 
 
-def _described(form: CanonicalForm, value: keras.Layer) -> list[object]:
-    """Return the configuration and the parts that it omits: the function of a loss or a layer, and its arguments."""
+def _keras_object_form(form: CanonicalForm, value: keras.Layer) -> list[object]:
+    """Return the configuration and the content that it omits, such as functions, weights and vocabularies."""
     try:
         config = value.get_config()
     except NotImplementedError as error:
@@ -46,19 +46,22 @@ def _described(form: CanonicalForm, value: keras.Layer) -> list[object]:
         form.of(_renumbered({"class_name": type(value).__name__, "config": config})),
         [form.of(own.get(name)) for name in ("fn", "_fn", "_fn_kwargs", "function")],
         [form.of(getattr(value, name, None)) for name in ("optimizer", "loss") if layers],
-        [[form.of(type(layer)), form.of(vars(layer).get("function")), _of_user_code(form, layer)] for layer in layers],
-        _of_user_code(form, value),
+        [
+            [form.of(type(layer)), form.of(vars(layer).get("function")), _user_code_form(form, layer)]
+            for layer in layers
+        ],
+        _user_code_form(form, value),
         form.of(getattr(own.get("_compile_metrics"), "_user_metrics", None)),
         [
             (form.of_tensor(weight, exact=form.weights), bool(weight.trainable))
             for weight in getattr(value, "weights", ())
         ],
-        [_of_vocabulary(form, layer) for layer in (value, *layers)],
-        *_of_state(form, value),
+        [_vocabulary_form(form, layer) for layer in (value, *layers)],
+        *_state_form(form, value),
     ]
 
 
-def _of_user_code(form: CanonicalForm, value: keras.Layer) -> list[object]:
+def _user_code_form(form: CanonicalForm, value: keras.Layer) -> list[object]:
     """Return the user's code in a Keras object; the configuration contains at most the names of this code."""
     attributes = {name: item for name, item in sorted(vars(value).items()) if _is_user_code(item)}
     if not module_is_installed(type(value).__module__):
@@ -71,20 +74,20 @@ def _of_user_code(form: CanonicalForm, value: keras.Layer) -> list[object]:
     return [(name, form.if_describable(item)) for name, item in sorted(attributes.items())]
 
 
-def _of_vocabulary(form: CanonicalForm, value: keras.Layer) -> list[object]:
+def _vocabulary_form(form: CanonicalForm, value: keras.Layer) -> list[object]:
     """Return the words that a lookup layer was adapted to, and their weights; the configuration may not contain them.
 
     A text layer has a lookup layer, which is one of the model's layers, too.
     """
-    import keras  # noqa: PLC0415  (an object of Keras's has imported it)
+    import keras  # noqa: PLC0415  (the caller's Keras object has imported it)
 
     if not isinstance(value, keras.layers.StringLookup | keras.layers.IntegerLookup):
         return []
     return [form.of(value.get_vocabulary()), form.of(getattr(value, "idf_weights_const", None))]
 
 
-def _of_state(form: CanonicalForm, value: keras.Layer) -> list[object]:
-    """Return the variables of a Keras optimizer after its first step, and those that it excludes from weight decay."""
+def _state_form(form: CanonicalForm, value: keras.Layer) -> list[object]:
+    """Return the variables of a Keras optimizer after its first step, and its exclusions from weight decay."""
     if not callable(getattr(value, "apply_gradients", None)):
         return []
     pattern = getattr(value, "_exclude_from_weight_decay_pattern", None)

@@ -36,7 +36,7 @@ from sparkhvd.estimators.params.named_inputs import NamedInput
 from sparkhvd.estimators.training.user_errors import with_full_stop
 from sparkhvd.keras.optimizer import ExchangingOptimizer
 
-_CONFIGURED = (
+_CONFIGURABLE = (
     keras.losses.Loss,
     keras.metrics.Metric,
     keras.optimizers.Optimizer,
@@ -178,14 +178,14 @@ def reject_own_optimizers(model: keras.Model) -> None:
 
 
 def additional_optimizers(model: keras.Model) -> dict[str, list[keras.optimizers.Optimizer]]:
-    """Return the optimizers in a model's attributes, by attribute, without the one that it is compiled with."""
+    """Return the optimizers in a model's attributes, by attribute, except the optimizer of ``compile``."""
     # TensorFlow stores every attribute a second time, under a name with this prefix.
     attributes = {name: value for name, value in vars(model).items() if not name.startswith("_self_")}
-    found = {
+    by_attribute = {
         name: [x for x in leaves(value) if isinstance(x, keras.optimizers.Optimizer) and x is not model.optimizer]
         for name, value in attributes.items()
     }
-    return {name: optimizers for name, optimizers in found.items() if optimizers}
+    return {name: optimizers for name, optimizers in by_attribute.items() if optimizers}
 
 
 def model_to_bytes(model: keras.Model) -> bytes:
@@ -249,7 +249,7 @@ def custom_objects_of(
     objects = dict(custom_objects or {})
     layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to list nested layers)
     used_objects = _with_schedules(used)
-    classes: list[Named] = [*map(type, layers), *(type(obj) for obj in used_objects if isinstance(obj, _CONFIGURED))]
+    classes: list[Named] = [*map(type, layers), *(type(obj) for obj in used_objects if isinstance(obj, _CONFIGURABLE))]
     functions = [obj for obj in used_objects if isinstance(obj, FunctionType)]
     in_layers = [value for layer in layers for value in vars(layer).values() if isinstance(value, FunctionType)]
     # Most functions of a layer are not part of its configuration; the user must pass those that are.
@@ -281,7 +281,7 @@ def check_configs(used: Sequence[object], objects: Mapping[str, Named]) -> None:
             or Keras cannot rebuild one of its own objects.
     """
     for obj in _with_schedules(used):
-        if not isinstance(obj, _CONFIGURED):
+        if not isinstance(obj, _CONFIGURABLE):
             continue
         if _holds_tensor(keras.saving.serialize_keras_object(obj)):
             raise ParamError(
@@ -315,17 +315,20 @@ def _holds_tensor(config: object) -> bool:
     return isinstance(config, list | tuple) and any(map(_holds_tensor, config))
 
 
-def _are_equal(one: object, other: object) -> bool:
+def _are_equal(first: object, second: object) -> bool:
     try:
-        return np.array_equal(np.asarray(one), np.asarray(other))
+        return np.array_equal(np.asarray(first), np.asarray(second))
     except Exception:  # noqa: BLE001  (such values cannot be compared)
         return False
 
 
 def _with_schedules(used: Sequence[object]) -> list[Any]:
     """Return the objects in nested lists and dicts, and the learning rate schedules of optimizers."""
-    found = leaves(list(used))
-    return [*found, *(s for obj in found if isinstance(s := getattr(obj, "_learning_rate", None), _CONFIGURED))]
+    nested_objects = leaves(list(used))
+    return [
+        *nested_objects,
+        *(s for obj in nested_objects if isinstance(s := getattr(obj, "_learning_rate", None), _CONFIGURABLE)),
+    ]
 
 
 def _full_name(obj: object) -> str:
@@ -347,13 +350,13 @@ def register_names(objects: Mapping[str, Named]) -> None:
 
 
 def dumps_params(custom: Mapping[str, Named], params: Mapping[str, object]) -> bytes:
-    """Pickle an estimator's parameters together with the ``custom`` classes, which ``cloudpickle.loads`` then finds."""
+    """Pickle an estimator's parameters with the ``custom`` classes, so that ``cloudpickle.loads`` finds the classes."""
     return dumps(_PickledWithObjects(dict(custom), dumps(params)))
 
 
 @dataclass(frozen=True)
 class _PickledWithObjects:
-    """A pickle that is loaded after its classes: the file of a model refers to classes by name."""
+    """A pickle whose classes are loaded first, because the file of a model refers to classes by name."""
 
     custom: dict[str, Named]
     content: bytes
@@ -368,12 +371,12 @@ def _unpickled(custom: dict[str, Named], content: bytes) -> object:
 
 
 def to_configs(value: object) -> Any:
-    """Replace the Keras objects in ``value`` with ``Configured``, including lists, tuples and dicts."""
+    """Replace the Keras objects in ``value`` with ``Configured``, also within lists, tuples and dicts."""
     if isinstance(value, dict):
         return {key: to_configs(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_configs(item) for item in value]
-    if not isinstance(value, _CONFIGURED):
+    if not isinstance(value, _CONFIGURABLE):
         return value
     variables: tuple[npt.NDArray[np.generic], ...] = ()
     if isinstance(value, keras.optimizers.Optimizer) and value.built:

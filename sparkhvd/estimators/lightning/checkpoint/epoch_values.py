@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class EpochValues:
-    """The values of the epoch that is being trained, and those of its part before an interruption.
+    """The values of the current epoch, including the values of its part before an interruption.
 
     Args:
         earlier: the results of ``state`` on the ranks that trained the earlier part; empty if there is none.
@@ -73,13 +73,13 @@ class EpochValues:
                 ", ".join(names),
             )
         own = [
-            [None if is_lost else state for state, is_lost in zip(of_rank, lost, strict=True)]
-            for of_rank in states[self._rank :: self._size]
+            [None if is_lost else state for state, is_lost in zip(rank_states, lost, strict=True)]
+            for rank_states in states[self._rank :: self._size]
         ]
         merge_into(module, own)
 
     def add_logged(self, trainer: Trainer) -> None:
-        """Add the earlier values to those that have been logged in the meantime."""
+        """Add the earlier values to the values that have been logged in the meantime."""
         results = _results(trainer)
         for key in self._logged.keys() & results.keys():
             value = results[key]
@@ -89,7 +89,7 @@ class EpochValues:
 
 
 def within_step(hook: str) -> bool:
-    """Whether a Lightning hook belongs to one batch."""
+    """Return whether a Lightning hook belongs to one batch."""
     return not hook.startswith("on_") or any(part in hook for part in ("batch", "backward", "zero_grad", "step"))
 
 
@@ -98,7 +98,7 @@ def _results(trainer: Trainer) -> Any:
 
 
 def _accumulates(value: Any) -> bool:
-    """Whether Lightning accumulates a logged value over the batches of an epoch."""
+    """Return whether Lightning accumulates a logged value over the batches of an epoch."""
     meta = value.meta
     return bool(value.is_tensor and meta.on_epoch and not meta.is_custom_reduction and within_step(meta.fx))
 

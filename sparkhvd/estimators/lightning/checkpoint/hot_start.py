@@ -26,7 +26,7 @@ def load_earlier_states(
         schedulers: schedulers of ``optimizers``.
 
     Raises:
-        ParamError: the optimizers differ in their kinds or parameters.
+        ParamError: the optimizers differ in their classes or parameters.
     """
     if [_identity(optimizer) for optimizer in optimizers] != [_identity(optimizer) for optimizer in earlier]:
         raise ParamError(
@@ -36,8 +36,8 @@ def load_earlier_states(
         )
     for optimizer, before in zip(optimizers, earlier, strict=True):
         state = before.state_dict()
-        made = optimizer.state_dict()["param_groups"]  # including the values that schedulers have set
-        groups = [{**own, **known} for own, known in zip(made, state["param_groups"], strict=True)]
+        new_groups = optimizer.state_dict()["param_groups"]  # including the values that schedulers have set
+        groups = [{**own, **known} for own, known in zip(new_groups, state["param_groups"], strict=True)]
         load_optimizer_state(optimizer, {**state, "param_groups": groups})
     for scheduler in schedulers:
         repeat_initial_step(scheduler)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def validates_after(trainer: Trainer, batches: int) -> bool:
-    """Whether Lightning validates after this number of batches of the epoch.
+    """Return whether Lightning validates after this number of batches of the epoch.
 
     A checkpoint is made before such a validation, and a run that resumes from it would skip the validation.
     """
@@ -30,7 +30,7 @@ def validates_after(trainer: Trainer, batches: int) -> bool:
 
 
 def ends_by_steps(trainer: Trainer) -> bool:
-    """Whether ``max_steps`` ends the training here: a run that resumes here would train nothing and report no epoch."""
+    """Return whether ``max_steps`` ends the training here, so that a run that resumes here would report no epoch."""
     return 0 <= trainer.max_steps <= trainer.global_step
 
 
@@ -56,7 +56,7 @@ def repeat_epoch_start_hooks(trainer: Trainer, call: ModuleType) -> None:
 
 
 def _differ(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two states of a callback differ; False if they hold tensors, whose comparison has no single result."""
+    """Return whether two states of a callback differ; False if they hold tensors, which cannot be compared."""
     try:
         return bool(state != other)
     except (RuntimeError, ValueError):

@@ -31,7 +31,7 @@ def refuse_unsafe_model(model: torch.nn.Module) -> None:
     refuse_unsafe(buffer, f"The model's state ({', '.join(extra)}: see get_extra_state)")
 
 
-def refuse_unsafe(checkpoint: Path | io.BytesIO, what: str) -> None:
+def refuse_unsafe(checkpoint: Path | io.BytesIO, subject: str) -> None:
     """Check a checkpoint when it is written, not only when a run resumes from it.
 
     Raises:
@@ -40,7 +40,7 @@ def refuse_unsafe(checkpoint: Path | io.BytesIO, what: str) -> None:
     unsafe = _unsafe_globals(checkpoint)
     if unsafe:
         raise ParamError(
-            f"{what} holds {', '.join(sorted(unsafe))}. Checkpoints are opened without running any code in them, so "
+            f"{subject} holds {', '.join(sorted(unsafe))}. Checkpoints are opened without running any code in them, so "
             "they may hold only tensors, numbers, strings, lists and dicts. To allow more types, call "
             "torch.serialization.add_safe_globals, on the ranks too."
         )

@@ -39,7 +39,7 @@ class Divisor:
     """The divisor of a class loss.
 
     Attributes:
-        label: the column with the class indices; empty if only ``value`` is called.
+        label: the column with the class indices; empty if only ``value`` is used.
         weights: weights of the classes; None counts labels.
         ignored: the class index that is ignored.
     """
@@ -132,8 +132,8 @@ def loss_factors(divisors: Sequence[Divisor | None], step: Sequence[Batch]) -> l
     ]
 
 
-def _factor(part: float, total: float, of_rows: float) -> float | None:
-    return part / total * of_rows if total else None
+def _factor(part: float, total: float, row_ratio: float) -> float | None:
+    return part / total * row_ratio if total else None
 
 
 def counted_rows(rows: int, factors: LossFactors) -> int:
@@ -142,7 +142,7 @@ def counted_rows(rows: int, factors: LossFactors) -> int:
 
 
 def _has_own_divisor(objective: Objective, loss: Measure) -> bool:
-    """Whether a class loss has weights or ignores labels, so that it does not divide by the rows."""
+    """Return whether a class loss has weights or ignores labels, so that it does not divide by the rows."""
     if objective.weight_col is not None or not is_class_loss(loss):
         return False
     weights, ignored = _settings(loss)
@@ -150,7 +150,7 @@ def _has_own_divisor(objective: Objective, loss: Measure) -> bool:
 
 
 def _may_contain_ignored(objective: Objective, loss: Measure, label: str, ranges: LabelRanges) -> bool:
-    """Whether a label column may hold the ``ignore_index`` of its loss."""
+    """Return whether a label column may hold the ``ignore_index`` of its loss."""
     if objective.weight_col is not None or not is_class_loss(loss):
         return False
     ignored = _settings(loss)[1]

@@ -104,7 +104,7 @@ class EpochMetrics:
         return {name: (self._totals.get(name, 0.0), rows.get(name, self._rows)) for name in self._names}
 
     def state(self) -> bytes:
-        """Return the states of torchmetrics and those that this rank has taken over; empty without torchmetrics."""
+        """Return the states of torchmetrics, including the states that this rank took over; empty without any."""
         if not self._stateful:
             return b""
         return to_bytes({metric.name: self._states(metric.name, state) for metric, state in self._stateful})

@@ -33,11 +33,11 @@ def merge_into(metric: Any, states: Sequence[States]) -> None:
     for part in parts:
         part.reset()
     for index, part in enumerate(parts):
-        _merge(part, [state for of_rank in states if (state := of_rank[index]) is not None])
+        _merge(part, [state for rank_states in states if (state := rank_states[index]) is not None])
 
 
 def fits(states: States, metric: Any) -> bool:
-    """Whether the states fit the metric, which a resumed run may have replaced with another one."""
+    """Return whether the states fit the metric, which a resumed run may have replaced with another one."""
     parts = parts_of(metric)
     return len(states) == len(parts) and all(
         state is None or state.keys() == part.metric_state.keys() for state, part in zip(states, parts, strict=True)
@@ -45,7 +45,7 @@ def fits(states: States, metric: Any) -> bool:
 
 
 def can_continue(part: Any) -> bool:
-    """Whether a part can be updated after the states of several ranks were merged into it.
+    """Return whether a part can be updated after the states of several ranks were merged into it.
 
     A merged state that is not a sum, an extreme value or a list can only be used to compute the metric's value.
     """
@@ -62,7 +62,7 @@ def to_bytes(content: object) -> bytes:
 
 
 def from_bytes(content: bytes) -> Any:
-    """Return the content that ``to_bytes`` packed; no code in it is run."""
+    """Return the content from the result of ``to_bytes``, without running any code in it."""
     return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
 
 

@@ -36,7 +36,7 @@ Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _CLASS_LOSSES = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
 _CLASS_LOSS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
-_SHAPES_DIFFER = "that is different to the input size"  # torch only warns before it broadcasts shapes
+_BROADCAST_WARNING = "that is different to the input size"  # torch warns, but then broadcasts the shapes
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,10 @@ class Objective:
         for name, output, label, loss in zip(self.label_cols, outputs, labels, self.losses, strict=True):
             _try_measure(f"The loss {name_of(loss)}", loss, output, label, name, synthetic=synthetic)
             if self.weight_col is not None:
-                rows = torch.from_numpy(columns[self.weight_col])
-                what, weighted = f"The weighted loss {name_of(loss)}", partial(_weighted, loss, rows=rows)
-                _try_measure(what, weighted, output, label, name, synthetic=synthetic)
+                row_weights = torch.from_numpy(columns[self.weight_col])
+                subject = f"The weighted loss {name_of(loss)}"
+                weighted = partial(_weighted, loss, row_weights=row_weights)
+                _try_measure(subject, weighted, output, label, name, synthetic=synthetic)
         for metric in self.metrics:
             name = self.label_cols[metric.output]
             function = copy.deepcopy(metric.function) if is_stateful(metric.function) else metric.function
@@ -202,7 +203,7 @@ class Objective:
 
 
 def _scaled(part: torch.Tensor, factor: float | None, output: torch.Tensor) -> torch.Tensor:
-    """Return a loss times its factor; with factor 0 or None all labels are ignored and the loss itself would be NaN."""
+    """Return a loss times its factor. A factor of 0 or None means that all labels are ignored and the loss is NaN."""
     if factor:
         return part * factor
     return (torch.nan_to_num(output, 0.0, 0.0, 0.0) * 0).sum()  # masked outputs may be infinite
@@ -243,8 +244,8 @@ def objective_of(params: Mapping[str, object]) -> Objective:
     for loss in (*losses, *constructors):
         if not callable(loss):
             raise ParamError(f"loss={loss!r} is not callable; pass a function or module that takes (output, label).")
-        if elsewhere := estimator_hint(loss, ("torch", "lightning", "pytorch_lightning")):
-            raise ParamError(f"The loss {name_of(loss)} does not compute with PyTorch tensors.{elsewhere}")
+        if hint := estimator_hint(loss, ("torch", "lightning", "pytorch_lightning")):
+            raise ParamError(f"The loss {name_of(loss)} does not compute with PyTorch tensors.{hint}")
     for loss in losses:
         _refuse_class("loss", loss)
     for loss in (*losses, *constructors):
@@ -270,7 +271,7 @@ def _reduction(loss: Any) -> Any:
 
 
 def _is_divergence(loss: Measure) -> bool:
-    """Whether the loss is PyTorch's Kullback-Leibler divergence, whose ``batchmean`` is the mean over rows."""
+    """Return whether the loss is PyTorch's Kullback-Leibler divergence, whose ``batchmean`` is the mean over rows."""
     function = _unwrapped(loss)
     return isinstance(function, torch.nn.KLDivLoss) or function is functional.kl_div
 
@@ -281,7 +282,7 @@ def _refuse_class(name: str, value: object) -> None:
 
 
 def is_stateful(function: object) -> bool:
-    """Whether a metric has the interface of torchmetrics: ``update``, ``compute`` and ``reset``."""
+    """Return whether a metric has the interface of torchmetrics: ``update``, ``compute`` and ``reset``."""
     return all(callable(getattr(function, name, None)) for name in ("update", "compute", "reset"))
 
 
@@ -321,32 +322,32 @@ def _metrics(value: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
 
 
 def _on_device(loss: Measure, device: torch.device) -> Measure:
-    """Return the loss with its own tensors, such as class weights, on the device of the outputs."""
+    """Return the loss with its own tensors, such as class weights, on ``device``."""
     if isinstance(loss, torch.nn.Module):
-        held = next(chain(loss.parameters(), loss.buffers()), None)
-        return loss if held is None or held.device == device else loss.to(device)
+        tensor = next(chain(loss.parameters(), loss.buffers()), None)
+        return loss if tensor is None or tensor.device == device else loss.to(device)
     if isinstance(loss, partial):
         moved = {name: value.to(device) for name, value in loss.keywords.items() if isinstance(value, torch.Tensor)}
         return partial(loss, **moved) if moved else loss
     return loss
 
 
-def _weighted(loss: Measure, output: torch.Tensor, label: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _weighted(loss: Measure, output: torch.Tensor, label: torch.Tensor, row_weights: torch.Tensor) -> torch.Tensor:
     """Return the mean over the rows of weight times loss."""
     if isinstance(loss, torch.nn.Module) and hasattr(loss, "reduction"):
-        single: Any = copy.copy(loss)
-        single.reduction = "none"
-        values: torch.Tensor = single(output, label)
+        unreduced: Any = copy.copy(loss)
+        unreduced.reduction = "none"
+        values: torch.Tensor = unreduced(output, label)
     else:
         values = loss(output, label, reduction="none")  # type: ignore[call-arg]  # checked on the driver
-    if values.dim() == 0 or len(values) != len(rows):
+    if values.dim() == 0 or len(values) != len(row_weights):
         raise ModelOutputError(
-            f"The loss {name_of(loss)} returned shape {list(values.shape)} for {counted(len(rows), 'row')} when called "
-            "with reduction='none'; sample_weight_col needs one value per row."
+            f"The loss {name_of(loss)} returned shape {list(values.shape)} for {counted(len(row_weights), 'row')} when "
+            "called with reduction='none'; sample_weight_col needs one value per row."
         )
-    values = values.reshape(len(rows), -1)
-    of_rows = values.sum(dim=1) if _reduction(loss) == "batchmean" else values.mean(dim=1)
-    weighted: torch.Tensor = of_rows * rows.to(values.dtype)
+    values = values.reshape(len(row_weights), -1)
+    row_losses = values.sum(dim=1) if _reduction(loss) == "batchmean" else values.mean(dim=1)
+    weighted: torch.Tensor = row_losses * row_weights.to(values.dtype)
     return weighted.mean()
 
 
@@ -373,19 +374,19 @@ def _label(
 
 
 def is_class_loss(loss: Measure) -> bool:
-    """Whether the loss is PyTorch's cross entropy or negative log likelihood, or a subclass."""
+    """Return whether the loss is PyTorch's cross entropy or negative log likelihood, or a subclass."""
     function = _unwrapped(loss)
     return isinstance(function, _CLASS_LOSSES) or function in _CLASS_LOSS_FUNCTIONS
 
 
 def _takes_indices(loss: Measure) -> bool:
-    """Whether the loss takes class indices in the shape of its output, padded with -1."""
+    """Return whether the loss takes class indices in the shape of its output, padded with -1."""
     function = _unwrapped(loss)
     return isinstance(function, torch.nn.MultiLabelMarginLoss) or function is functional.multilabel_margin_loss
 
 
 def is_unmodified_torch_loss(loss: Measure) -> bool:
-    """Whether the loss is not a user's subclass, which may treat its outputs differently."""
+    """Return whether the loss is not a user's subclass, which may treat its outputs differently."""
     function = _unwrapped(loss)
     return type(function) in _CLASS_LOSSES or not isinstance(function, _CLASS_LOSSES)
 
@@ -402,13 +403,13 @@ def _class_numbers(name: str, label: torch.Tensor, output: torch.Tensor) -> torc
 
 
 def _try_measure(
-    what: str, function: Measure, output: torch.Tensor, label: torch.Tensor, name: str, *, synthetic: bool
+    subject: str, function: Measure, output: torch.Tensor, label: torch.Tensor, name: str, *, synthetic: bool
 ) -> None:
     shapes = f"output of shape {list(output.shape)} with label {name!r} of shape {list(label.shape)} ({label.dtype})"
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore" if is_stateful(function) else "default", category=UserWarning)
-            warnings.filterwarnings("error", message=f".*{_SHAPES_DIFFER}.*")
+            warnings.filterwarnings("error", message=f".*{_BROADCAST_WARNING}.*")
             value = function(output, label)
     except ModelOutputError:
         raise
@@ -416,16 +417,18 @@ def _try_measure(
         if synthetic and not isinstance(error, UserWarning) and not fails_by_shape(function, (output, label), error):
             return
         if not is_tensor_error(error) and not isinstance(error, UserWarning):
-            raise ModelOutputError(f"{what} raised {describe_error(error)} It was called with the {shapes}.") from error
+            raise ModelOutputError(
+                f"{subject} raised {describe_error(error)} It was called with the {shapes}."
+            ) from error
         raise ModelOutputError(
-            f"{what} cannot compare the model's {shapes}: {with_full_stop(error)} Change the model's last layer, "
+            f"{subject} cannot compare the model's {shapes}: {with_full_stop(error)} Change the model's last layer, "
             "label_cols or label_shapes so that they match."
         ) from error
-    several = isinstance(value, Mapping)
-    if several or (np.size(value) != 1 and torch.as_tensor(value).numel() != 1):
-        returned = f"a dict with keys {list(value)}" if several else f"shape {list(torch.as_tensor(value).shape)}"
+    is_dict = isinstance(value, Mapping)
+    if is_dict or (np.size(value) != 1 and torch.as_tensor(value).numel() != 1):
+        returned = f"a dict with keys {list(value)}" if is_dict else f"shape {list(torch.as_tensor(value).shape)}"
         raise ModelOutputError(
-            f"{what} returns {returned} for the model's {shapes}; it must return one number, the mean over the rows."
+            f"{subject} returns {returned} for the model's {shapes}; it must return one number, the mean over the rows."
         )
 
 

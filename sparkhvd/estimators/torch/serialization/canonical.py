@@ -32,12 +32,12 @@ def describe(value: Any, form: CanonicalForm) -> list[object] | None:
     Keras objects are modules, too, if PyTorch is the backend of Keras; they are not described here.
     """
     if callable(getattr(value, "named_parameters", None)) and framework_of(value) != "keras":
-        return _of_module(form, value)
+        return _module_form(form, value)
     if isinstance(groups := getattr(value, "param_groups", None), list):
         shapes = [[list(weight.shape) for weight in group["params"]] for group in groups]
         plain = [{name: item for name, item in group.items() if name != "params"} for group in groups]
-        own = _of_optimizer_attributes(form, value)
-        return [form.of(type(value)), shapes, form.of(plain), *_of_state(form, value, groups), *own]
+        own = _optimizer_attribute_forms(form, value)
+        return [form.of(type(value)), shapes, form.of(plain), *_state_form(form, value, groups), *own]
     return None
 
 
@@ -51,44 +51,44 @@ def contents(value: object) -> TensorContent | None:
     return TensorContent(str(value.dtype), tuple(dense.shape), elements)
 
 
-def _of_state(form: CanonicalForm, value: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[object]:
+def _state_form(form: CanonicalForm, value: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[object]:
     """Return an optimizer's state for each parameter, in a list; empty before the first step."""
     state = getattr(value, "state", None) or {}
     return [[form.of(state.get(weight)) for group in groups for weight in group["params"]]] if state else []
 
 
-def _of_optimizer_attributes(form: CanonicalForm, value: object) -> list[object]:
-    """Return the attributes and hooks of an optimizer in a list; empty if it has only those of PyTorch's class."""
+def _optimizer_attribute_forms(form: CanonicalForm, value: object) -> list[object]:
+    """Return the attributes and hooks of an optimizer that PyTorch's class does not set, in a list."""
     installed = module_is_installed(type(value).__module__)
     attributes = {
         name: form.if_describable(item)
         for name, item in sorted(vars(value).items())
         if name not in _STANDARD_ATTRIBUTES and not name.endswith("_hooks") and not (installed and name.startswith("_"))
     }
-    hooks = _of_hooks(form, value, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = _hook_forms(form, value, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return [sorted({**attributes, **hooks}.items())] if attributes or hooks else []
 
 
-def _of_hooks(form: CanonicalForm, value: object, *names: str) -> dict[str, object]:
+def _hook_forms(form: CanonicalForm, value: object, *names: str) -> dict[str, object]:
     """Return the forms of registered hooks, by the name of the attribute that contains them."""
     registered = {name: list((getattr(value, name, None) or {}).values()) for name in names}
     return {name: [form.if_describable(hook) for hook in hooks] for name, hooks in registered.items() if hooks}
 
 
-def _of_module(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
+def _module_form(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
     weights = [
         (
             name,
             form.of_tensor(weight, exact=form.weights),
             weight.requires_grad,
-            *_of_hooks(form, weight, "_backward_hooks", "_post_accumulate_grad_hooks").items(),
+            *_hook_forms(form, weight, "_backward_hooks", "_post_accumulate_grad_hooks").items(),
         )
         for name, weight in value.named_parameters()
     ]
-    # A module without weights is a loss, which its buffers identify. A model's buffers may differ from start to start.
+    # A module without weights is a loss, which its buffers identify. A model's buffers may differ in every process.
     exact = form.weights or not weights
     buffers = [(name, form.of_tensor(buffer, exact=exact)) for name, buffer in value.named_buffers()]
-    modules = [(name, _of_one_module(form, module, exact=exact)) for name, module in value.named_modules()]
+    modules = [(name, _submodule_form(form, module, exact=exact)) for name, module in value.named_modules()]
     return [modules, weights, buffers]
 
 
@@ -98,11 +98,11 @@ def _is_argument(value: object) -> bool:
     return is_plain(value) or is_function or not module_is_installed(type(value).__module__)
 
 
-def _of_one_module(form: CanonicalForm, module: torch.nn.Module, *, exact: bool) -> list[object]:
+def _submodule_form(form: CanonicalForm, module: torch.nn.Module, *, exact: bool) -> list[object]:
     forms: dict[str, object] = {}
-    inner = names_of_installed_bases(type(module))
+    installed_names = names_of_installed_bases(type(module))
     for name, item in sorted(vars(module).items()):
-        if name == "training" or (name in inner and name != "_hparams" and not _is_argument(item)):
+        if name == "training" or (name in installed_names and name != "_hparams" and not _is_argument(item)):
             continue
         if is_tensor(item):
             forms[name] = form.of_tensor(item, exact=exact)
@@ -111,7 +111,7 @@ def _of_one_module(form: CanonicalForm, module: torch.nn.Module, *, exact: bool)
         else:
             forms[name] = form.of(item)
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    forms |= _of_hooks(form, module, *hooks)
+    forms |= _hook_forms(form, module, *hooks)
     script = getattr(module, "code", None)
     forward = getattr(type(module), "forward", None)
     code = script if isinstance(script, str) else forward.__code__ if isinstance(forward, FunctionType) else None

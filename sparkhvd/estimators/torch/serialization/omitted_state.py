@@ -1,4 +1,4 @@
-"""State that PyTorch omits from pickles: the hooks of parameters, and the own attributes and hooks of optimizers.
+"""State that PyTorch omits from pickles: hooks of parameters, and additional attributes and hooks of optimizers.
 
 A hook may mask gradients, and a step may read an attribute, so training without them would compute other weights.
 """
@@ -14,7 +14,7 @@ _PLAIN_REDUCTION = ("__getstate__", "__reduce__", "__reduce_ex__")
 
 
 def has_hooks(value: object) -> bool:
-    """Whether a value is a parameter with gradient hooks."""
+    """Return whether a value is a parameter with gradient hooks."""
     return isinstance(value, torch.nn.Parameter) and any(_hooks(value))
 
 
@@ -25,7 +25,7 @@ def reduced_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
 
 
 def has_default_pickle(value: object) -> bool:
-    """Whether a value is an optimizer whose class leaves pickling to PyTorch."""
+    """Return whether a value is an optimizer whose class leaves pickling to PyTorch."""
     kind: Any = type(value)
     return isinstance(value, torch.optim.Optimizer) and all(
         getattr(kind, name) is getattr(torch.optim.Optimizer, name) for name in _PLAIN_REDUCTION

@@ -93,12 +93,14 @@ def refuse_separated(model: torch.nn.Module, optimizers: Iterable[torch.optim.Op
     Raises:
         ParamError: an optimizer holds other parameters; the message names the classes that may be the reason.
     """
-    own = {id(parameter) for parameter in model.parameters()}
-    held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
-    if held <= own:
+    model_ids = {id(parameter) for parameter in model.parameters()}
+    optimized = {
+        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    }
+    if optimized <= model_ids:
         return
-    kinds = {type(module) for module in model.modules()}
-    names = sorted(kind.__name__ for kind in kinds if _has_own_pickle(kind))
+    classes = {type(module) for module in model.modules()}
+    names = sorted(module_class.__name__ for module_class in classes if _has_own_pickle(module_class))
     reason = f" Look at {', '.join(names)}." if names else ""
     raise ParamError(
         "Pickling the model creates new parameters, which the optimizer does not hold, so training would not change "
@@ -180,12 +182,12 @@ def _construct_loss(make: Callable[..., Any], known: Mapping[str, object]) -> An
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return make(**known)
     names = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
-    taken = {name: value for name, value in known.items() if name in names}
+    arguments = {name: value for name, value in known.items() if name in names}
     try:
-        signature.bind(**taken)
+        signature.bind(**arguments)
     except TypeError as error:
         raise ParamError(
             f"loss_constructors: {getattr(make, '__name__', make)}{signature} cannot be called: {error}. It may "
             f"take the arguments {', '.join(known)}, which are passed by name."
         ) from error
-    return make(**taken)
+    return make(**arguments)

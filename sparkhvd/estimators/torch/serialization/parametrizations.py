@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 
 def is_parametrized(value: object) -> bool:
-    """Whether a value is a module with a parametrization of its own, not only of a child."""
+    """Return whether a value is a module with a parametrization of its own, not only of a child."""
     return isinstance(value, torch.nn.Module) and parametrize.is_parametrized(value)
 
 

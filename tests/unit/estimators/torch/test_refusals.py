@@ -157,4 +157,4 @@ def test_keras_objects_are_refused_with_the_name_of_its_estimator():
         loss=keras.losses.MeanSquaredError(),
     )
     with pytest.raises(ParamError, match=rf"must be a LightningModule or a torch.nn.Module\. {to_keras}"):
-        lightning_plugin._check_kinds({"model": keras.Sequential()})
+        lightning_plugin._check_types({"model": keras.Sequential()})

@@ -80,11 +80,13 @@ class HorovodParams(EstimatorParams):
 
     def _model(self, plan: FitPlan, result: TrainResult) -> TrainedModel:
         fitted: TrainedModel = super()._model(plan, result)  # type: ignore[misc]  # the next class defines it
-        kind = self.get_model_class()
-        if kind is self.model_class:
+        model_class = self.get_model_class()
+        if model_class is self.model_class:
             return fitted
         run_id = fitted.getOrDefault("run_id")
-        return kind(**self._get_model_kwargs(fitted.getModel(), fitted.getHistory(), None, run_id, fitted.trained))
+        return model_class(
+            **self._get_model_kwargs(fitted.getModel(), fitted.getHistory(), None, run_id, fitted.trained)
+        )
 
     def _retired_setter(self, name: str) -> Callable[[object], Any]:
         return lambda value: self.setParams(**{name: value})

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
 
 # Parameters of Horovod's models that are part of the training artifacts here.
-_IN_ARTIFACTS = ("_metadata", "model", "optimizer", "history", "loss", "loss_constructors", "custom_objects")
+_ARTIFACT_PARAMS = ("_metadata", "model", "optimizer", "history", "loss", "loss_constructors", "custom_objects")
 
 
 class SubclassableModel(TrainedModel):
@@ -48,10 +48,10 @@ class SubclassableModel(TrainedModel):
     def _set(self, **values: Any) -> Self:
         if (trained := values.get("_metadata")) is not None:
             self._trained = trained
-        return super()._set(**_of_params(values))
+        return super()._set(**_supported_params(values))
 
     def _setDefault(self, **values: Any) -> Self:  # noqa: N802  (pyspark's name)
-        return super()._setDefault(**_of_params(values))
+        return super()._setDefault(**_supported_params(values))
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         if self.get_prediction_fn is None:
@@ -93,7 +93,7 @@ def _unpickled(content: bytes) -> tuple[Any, Callable[[Any, Row], Any]]:
     return model, predict
 
 
-def _of_params(values: Mapping[str, Any]) -> dict[str, Any]:
+def _supported_params(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of parameters that sparkhvd's models have, by sparkhvd's names."""
     names = {"outputCols": "output_cols"}
-    return {names.get(name, name): value for name, value in values.items() if name not in _IN_ARTIFACTS}
+    return {names.get(name, name): value for name, value in values.items() if name not in _ARTIFACT_PARAMS}

@@ -18,8 +18,8 @@ class KerasModel(_ours.KerasModel):
         """Return the value of each metric by epoch, as Keras' ``History.history``."""
         history = super().getHistory()
         table = history.to_pandas()
-        of_steps = {"rows_per_second", "step_seconds", *(kind for entry in history for kind in entry["shares"])}
-        return {str(name): table[name].tolist() for name in table if name not in of_steps}
+        timing_columns = {"rows_per_second", "step_seconds", *(phase for entry in history for phase in entry["shares"])}
+        return {str(name): table[name].tolist() for name in table if name not in timing_columns}
 
 
 class KerasEstimator(HorovodParams, _ours.KerasEstimator):

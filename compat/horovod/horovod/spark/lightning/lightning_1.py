@@ -27,7 +27,7 @@ def with_epoch_end_methods(package: LightningPackage) -> LightningPackage:
     """Return the package with a callback that calls ``training_epoch_end`` and ``validation_epoch_end``.
 
     Lightning 2 refuses modules with these methods, so they are hidden from it. As in Lightning 1, they receive the
-    outputs of this rank's steps in the epoch, without those that are None.
+    outputs of this rank's steps in the epoch that are not None.
     """
     model, flavour = package.model, flavour_of(package.model)
     functions = {name: getattr(model, name) for name in _EPOCH_END_METHODS if callable(getattr(model, name, None))}
@@ -35,8 +35,8 @@ def with_epoch_end_methods(package: LightningPackage) -> LightningPackage:
         return package
     for name in functions:
         setattr(model, name, None)  # hides the method of the class from Lightning
-    kind = type("EpochEndCallback", (_EpochEndCallback, import_lightning(flavour).Callback), {})
-    return replace(package, callbacks=(*package.callbacks, kind(functions)))
+    callback_type = type("EpochEndCallback", (_EpochEndCallback, import_lightning(flavour).Callback), {})
+    return replace(package, callbacks=(*package.callbacks, callback_type(functions)))
 
 
 class _EpochEndCallback:

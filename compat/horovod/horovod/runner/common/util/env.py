@@ -18,8 +18,8 @@ _VARIABLES = (
 def get_env_rank_and_size() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks, before ``hvd.init``.
 
-    They are those of sparkhvd's launcher if it started several ranks. Otherwise they are those of the first pair of
-    variables of Horovod, Open MPI or PMI that is set, and by default 0 and 1.
+    If sparkhvd's launcher started several ranks, it provides both numbers. Otherwise they come from the first pair of
+    variables of Horovod, Open MPI or PMI that is set; the default is 0 and 1.
 
     Raises:
         RuntimeError: one variable of a pair is set without the other.
