@@ -81,7 +81,11 @@ class Orted:
             raise LaunchError(f"orted cannot be started: {error}.") from error
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._reader = threading.Thread(target=self._read, name="sparkhvd-orted", daemon=True)
-        self._reader.start()
+        try:
+            self._reader.start()
+        except RuntimeError as error:  # the limit of threads or of memory is reached
+            self._abandon()
+            raise LaunchError(f"orted cannot be started: {error}.") from error
 
     def wait(self) -> tuple[int, str]:
         """Block until ``orted`` has ended; return its exit code and its last output."""
@@ -98,6 +102,12 @@ class Orted:
         except subprocess.TimeoutExpired:
             self._kill(signal.SIGKILL)
             self._process.wait()
+        self._remove_folder()
+
+    def _abandon(self) -> None:
+        """Kill ``orted`` before its output is read."""
+        self._kill(signal.SIGKILL)
+        self._process.communicate()
         self._remove_folder()
 
     def _remove_folder(self) -> None:

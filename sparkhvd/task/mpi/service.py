@@ -52,6 +52,7 @@ class TaskService:
         self._plan: tuple[TaskOffer, ...] = ()  # written before _assigned is set
         self._environment: Mapping[str, str] = {}  # written before _can_execute is set
         self._orted: Orted | None = None  # guarded by _lock
+        self._closed = False  # guarded by _lock
         self._ended: tuple[int, str] | None = None  # guarded by _lock
 
     def handle(self, message: Message) -> Message | None:
@@ -90,6 +91,7 @@ class TaskService:
         """End ``orted``, and report the end of this task to the driver."""
         with self._lock:
             orted = self._orted
+            self._closed = True
         if orted is not None:
             orted.close()
         self._task_ended.set()
@@ -120,19 +122,23 @@ class TaskService:
         return Acknowledged() if self._task_ended.wait(_BEAT_SECONDS) else TaskRunning()
 
     def _execute(self, message: ExecuteOrted) -> Message:
-        if not self._can_execute.wait(_PREPARE_SECONDS) or self._task_ended.is_set():
-            return Rejected("This task does not start orted: another task of its host does, or the job has ended.")
+        allowed = self._can_execute.wait(_PREPARE_SECONDS)
         with self._lock:
+            if not allowed or self._closed:
+                return Rejected("This task does not start orted: another task of its host does, or the job has ended.")
             if self._orted is not None:
                 return Rejected("orted was already started on this host.")
             try:
                 self._orted = Orted(message.arguments, self._environment)
             except LaunchError as error:
-                self._ended = (_NOT_FOUND, str(error))
-                return Executed(_NOT_FOUND, str(error).encode())
+                return self._note_end(_NOT_FOUND, str(error))
             orted = self._orted
         code, output = orted.wait()
         with self._lock:
-            self._ended = (code, output)
+            return self._note_end(code, output)
+
+    def _note_end(self, code: int, output: str) -> Executed:
+        """Note the end of ``orted``, with the lock held; return the answer to the request."""
+        self._ended = (code, output)
         self._orted_ended.set()
         return Executed(code, output.encode()[-60_000:])

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from sparkhvd.rpc.messages import Executed, ExecuteOrted, Rejected
+from sparkhvd.task.mpi import orted as orted_module
+from sparkhvd.task.mpi import service as service_module
+from sparkhvd.task.mpi.service import TaskService
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture
+def service():
+    service = TaskService(SECRET)
+    yield service
+    service.close()
+
+
+def test_an_orted_that_cannot_start_has_ended(service):
+    service.allow_start({})
+    answer = service.handle(ExecuteOrted(("rm", "-rf", "/")))
+    assert isinstance(answer, Executed)
+    assert answer.returncode == 127
+    code, output = service.orted_ended()
+    assert code == 127
+    assert "executes only orted" in output
+    began = time.monotonic()
+    service.await_orted_end(30.0)
+    assert time.monotonic() - began < 10.0
+
+
+def test_an_orted_whose_output_cannot_be_read_is_killed_and_has_ended(service, monkeypatch, tmp_path):
+    program = tmp_path / "orted"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    processes = []
+    start = orted_module.subprocess.Popen
+
+    def noted(*arguments, **options):
+        processes.append(start(*arguments, **options))
+        return processes[-1]
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(orted_module.subprocess, "Popen", noted)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    service.allow_start({"PATH": "/bin:/usr/bin"})
+    answer = service.handle(ExecuteOrted((str(program),)))
+    assert isinstance(answer, Executed)
+    assert service.orted_ended() == (127, "orted cannot be started: can't start new thread.")
+    assert processes[0].poll() is not None
+
+
+def test_orted_does_not_start_in_a_task_that_ends_before_it_could(service, monkeypatch):
+    started = []
+
+    class EndingTask:
+        """The event of the permission to start; the task ends after a request has waited for it."""
+
+        def wait(self, seconds):
+            service.close()
+            service._task_ended.clear()  # the task is about to report its end
+            return True
+
+        def set(self):
+            pass
+
+    monkeypatch.setattr(service, "_can_execute", EndingTask())
+    monkeypatch.setattr(service_module, "Orted", lambda *arguments: started.append(arguments))
+    assert isinstance(service.handle(ExecuteOrted(("orted",))), Rejected)
+    assert not started
