@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Generic, Protocol, TypeVar
 
 from sparkhvd._core import CoreError, Operation
@@ -134,9 +134,12 @@ class Handle(Generic[T]):
         return self.wait()
 
     def then(self, step: Callable[[T], U]) -> Handle[U]:
-        """Return a handle whose first ``wait()`` applies ``step`` to the result; later calls return the same object."""
+        """Return a handle whose first ``wait()`` applies ``step`` to the result; later calls return the same object.
+
+        A thread that waits while another one is in ``step`` receives that result, too.
+        """
         result = self._result
-        return Handle(self.name, self.operation, self.waits, finish=cache(lambda: step(result())))
+        return Handle(self.name, self.operation, self.waits, finish=_once(lambda: step(result())))
 
     def behind(self, stream: Callable[[], int]) -> Handle[T]:
         """Return a handle for a CUDA device, whose first ``wait()`` makes ``stream()`` wait for the operation.
@@ -149,7 +152,7 @@ class Handle(Generic[T]):
                 self.operation.let_wait(stream())
             return self._result()
 
-        return Handle(self.name, self.operation, self.waits, finish=cache(finish))
+        return Handle(self.name, self.operation, self.waits, finish=_once(finish))
 
     def with_device_wait(self) -> Handle[T]:
         """Return a handle for a CUDA device, whose first ``wait()`` also waits until the device is done."""
@@ -163,7 +166,7 @@ class Handle(Generic[T]):
                 time.sleep(_GPU_SECONDS)
             return self._result()
 
-        return Handle(self.name, self.operation, self.waits, finish=cache(finish))
+        return Handle(self.name, self.operation, self.waits, finish=_once(finish))
 
     def _is_completed_on_device(self) -> bool:
         with translated():
@@ -175,6 +178,20 @@ class Handle(Generic[T]):
 
     def _result(self) -> T:
         return self.known if self.finish is None else self.finish()  # type: ignore[return-value]  # T may be None
+
+
+def _once(make: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that calls ``make`` until it succeeds, by one thread at a time, and returns that result."""
+    lock = threading.Lock()
+    results: list[T] = []  # guarded by lock
+
+    def finish() -> T:
+        with lock:
+            if not results:
+                results.append(make())
+            return results[0]
+
+    return finish
 
 
 def poll(handle: Handle[T]) -> bool:
