@@ -11,7 +11,7 @@ import math
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import accumulate
@@ -36,6 +36,7 @@ from sparkhvd.store.backends.read_only import ReadOnlyFolder
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow import parquet
 
 logger = logging.getLogger(__name__)
 
@@ -381,7 +382,7 @@ def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) ->
         filesystem, arrow_path = store.arrow(footer.path)
         names = columns.stored_names(DataSchema(tuple(unknown.values())))
         with filesystem.open_input_file(arrow_path) as file:
-            for batch in columns.open_parquet(file).iter_batches(_SEARCH_ROWS, columns=names):
+            for batch in _batches(columns.open_parquet(file), names):
                 for column in list(unknown.values()):
                     values = columns.stored(batch, column).drop_null()
                     if len(values):
@@ -392,6 +393,12 @@ def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) ->
     if unknown:
         raise DataError(f"Column {next(iter(unknown))!r} is NULL in all rows, so its shape is unknown. Leave it out.")
     return schema.replaced(complete_columns)
+
+
+def _batches(file: parquet.ParquetFile, names: list[str]) -> Iterator[pa.RecordBatch]:
+    """Yield small batches of each row group: Arrow cannot read dictionaries in lists across row groups."""
+    for index in range(file.num_row_groups):
+        yield from file.iter_batches(_SEARCH_ROWS, row_groups=[index], columns=names)
 
 
 def _with_shape(value: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:

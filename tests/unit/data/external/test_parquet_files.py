@@ -324,6 +324,21 @@ def test_files_may_store_the_same_type_in_different_ways(tmp_path, cache):
             assert np.concatenate([batch["s.a"] for batch in batches]).tolist() == [1, 2] * 4
 
 
+WORDS = pa.dictionary(pa.int32(), pa.string())
+PAIRS_OF_WORDS = pa.list_(WORDS, 2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pa.list_(PAIRS_OF_WORDS), pa.list_(PAIRS_OF_WORDS, 2), pa.list_(pa.list_(WORDS)), pa.large_list(PAIRS_OF_WORDS)],
+)
+def test_nested_lists_of_encoded_strings_may_have_several_row_groups(tmp_path, kind):
+    rows = [[["a", f"b{row}"], [f"c{row}", "a"]] for row in range(5)]
+    content = pa.table({"t": pa.array(rows, kind), "y": pa.array([0.5] * 5)})
+    parquet.write_table(content, tmp_path / "rows.parquet", row_group_size=2)
+    assert rows_of(opened(tmp_path, ["t"], transformed=True))["t"].tolist() == rows
+
+
 @pytest.mark.parametrize("replacement", ["other", "of the same size"])
 def test_a_file_that_is_replaced_during_the_training_is_named(tmp_path, replacement):
     def write_rows(number, values):
