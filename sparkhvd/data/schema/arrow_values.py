@@ -39,5 +39,6 @@ def _dtype(arrow: pa.DataType) -> np.dtype[np.generic] | None:
     if types.is_timestamp(arrow):
         return np.dtype(f"datetime64[{arrow.unit}]")
     if types.is_integer(arrow) or types.is_floating(arrow) or types.is_boolean(arrow):
-        return np.dtype(arrow.to_pandas_dtype())
+        dtype: np.dtype[np.generic] = np.dtype(arrow.to_pandas_dtype())
+        return dtype
     return None
