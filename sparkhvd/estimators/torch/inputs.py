@@ -19,7 +19,8 @@ model has an embedding layer: then they stay int64.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +128,24 @@ def called_in_order(model: torch.nn.Module, inputs: Sequence[ModelInput]) -> Cal
         return model
     names = [part.columns[0] for part in inputs]
     return lambda *tensors: model(**dict(zip(names, tensors, strict=True)))
+
+
+@contextmanager
+def taking_inputs_in_order(model: torch.nn.Module, inputs: Sequence[ModelInput]) -> Iterator[None]:
+    """Let the model itself take the tensors of ``inputs`` in this order within the block, even by keyword only."""
+    if not _takes_only_keywords(model):
+        yield
+        return
+    names = [part.columns[0] for part in inputs]
+
+    def named(_: object, tensors: tuple[object, ...], keywords: dict[str, object]) -> object:
+        return (), {**dict(zip(names, tensors, strict=True)), **keywords} if tensors else keywords
+
+    hook = model.register_forward_pre_hook(named, with_kwargs=True, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _plan_named_inputs(

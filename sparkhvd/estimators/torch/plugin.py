@@ -28,7 +28,7 @@ from sparkhvd.estimators.torch.batch_normalization import batch_dependence_of
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.checkpoint.optimizer_groups import named_groups
 from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe_model
-from sparkhvd.estimators.torch.inputs import ModelInput, called_in_order, plan_inputs
+from sparkhvd.estimators.torch.inputs import ModelInput, called_in_order, plan_inputs, taking_inputs_in_order
 from sparkhvd.estimators.torch.losses.divisors import inexact_losses
 from sparkhvd.estimators.torch.losses.objective import objective_of
 from sparkhvd.estimators.torch.params import InputParams, TorchParams
@@ -183,7 +183,8 @@ class TorchPredictor:
         inputs = [part.tensor(columns, rows).to(self.device) for part in self.inputs]
         if self.function is None:
             return [_array(output) for output in outputs_of(self._call(*inputs))]
-        result = self.function(self.model, *inputs)
+        with taking_inputs_in_order(self.model, self.inputs):
+            result = self.function(self.model, *inputs)
         outputs = list(result) if isinstance(result, tuple | list) else [result]
         return [
             {name: _array(value) for name, value in output.items()} if isinstance(output, Mapping) else _array(output)

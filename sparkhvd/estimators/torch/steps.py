@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.data.read.batches import Arrays, Batch
 from sparkhvd.errors import DataError
-from sparkhvd.estimators.torch.inputs import ModelInput, called_in_order
+from sparkhvd.estimators.torch.inputs import ModelInput, called_in_order, taking_inputs_in_order
 from sparkhvd.estimators.torch.losses.divisors import Divisor, LossFactors, loss_factors
 from sparkhvd.estimators.torch.losses.epoch_metrics import EpochMetrics
 from sparkhvd.estimators.torch.losses.objective import Objective
@@ -67,12 +68,12 @@ class Forward:
         self._inputs = inputs
         self._dtype = _DTYPES.get(stepping.mixed_precision or "")
         # The model to call; torch compiles it on the first call.
-        called: Any = model if stepping.compile is None else torch.compile(model, **stepping.compile)
-        self.call_model = called_in_order(called, inputs)
+        self.called: Any = model if stepping.compile is None else torch.compile(model, **stepping.compile)
+        self._call_model = called_in_order(self.called, inputs)
 
     def __call__(self, batch: Batch, factors: LossFactors = None) -> Result:
         with self.precision():
-            outputs = self.outputs(self.call_model(*self.inputs(batch)))
+            outputs = self.outputs(self._call_model(*self.inputs(batch)))
             if self.model.training:
                 self.objective.check_training(outputs)
             labels = self.objective.labels(outputs, batch.columns)
@@ -81,7 +82,7 @@ class Forward:
     def parts(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Return the loss of every output, the outputs and the labels."""
         with self.precision():
-            outputs = self.outputs(self.call_model(*self.inputs(batch)))
+            outputs = self.outputs(self._call_model(*self.inputs(batch)))
             labels = self.objective.labels(outputs, batch.columns)
             return self.objective.parts(outputs, labels, batch.columns), outputs, labels
 
@@ -92,6 +93,10 @@ class Forward:
     def precision(self) -> torch.autocast:
         """Return the context in which the model computes."""
         return torch.autocast(self.device.type, dtype=self._dtype, enabled=self._dtype is not None)
+
+    def taking_inputs(self) -> AbstractContextManager[None]:
+        """Return the context in which ``called(*inputs)`` works, whatever the arguments of ``forward``."""
+        return taking_inputs_in_order(self.called, self._inputs)
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Return the arguments of ``forward``."""
@@ -283,9 +288,9 @@ class _MinibatchSteps:
             weighted = replace(objective, weight_col=next(iter(own), None))
             return weighted.loss(forward.outputs(outputs), labels, own)
 
-        with forward.precision():
+        with forward.precision(), forward.taking_inputs():
             outputs, loss = self._function(
-                forward.call_model,
+                forward.called,
                 optimizer,
                 transform_outputs,
                 loss_fn,

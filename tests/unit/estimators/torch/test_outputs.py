@@ -73,3 +73,18 @@ def test_outputs_that_pytorch_negates_lazily_are_predicted():
     assert Frequencies()(torch.from_numpy(signal)).is_neg()
     (output,) = TorchPredictor(Frequencies(), inputs, torch.device("cpu")).predict({"x": signal})
     assert np.allclose(output, -np.fft.fft(signal).imag)
+
+
+def test_a_prediction_fn_calls_a_model_that_takes_columns_by_name_with_the_inputs():
+    class Named(torch.nn.Module):
+        scale = 2.0
+
+        def forward(self, *, x):
+            return x * 2
+
+    model, columns = Named(), {"x": np.ones((3, 1), np.float32)}
+    inputs = (ModelInput(("x",), None, torch.float32),)
+    predictor = TorchPredictor(model, inputs, torch.device("cpu"), lambda model, *inputs: model(*inputs) * model.scale)
+    (output,) = predictor.predict(columns)
+    assert output.tolist() == [[4.0]] * 3
+    assert not model._forward_pre_hooks

@@ -267,6 +267,44 @@ def test_a_step_function_gets_the_compiled_model_and_may_weigh_rows_itself(group
     assert differs(own[0][0], plain[0][0]) < 1e-6
 
 
+class TakingColumns(torch.nn.Module):
+    """A model that takes the columns by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = network()
+        self.calls = 0
+
+    def forward(self, **columns):
+        self.calls += 1
+        return self.network(columns["x"])
+
+
+def counting_step(model, optimizer, transform_outputs, loss_fn, inputs, labels, *others):  # noqa: PLR0917
+    module = getattr(model, "_orig_mod", model)
+    assert isinstance(model, torch.nn.Module)
+    assert isinstance(module, TakingColumns)
+    assert torch.equal(model(*inputs), model(x=inputs[0]))
+    before = model.calls
+    result = own_step(model, optimizer, transform_outputs, loss_fn, inputs, labels, *others)
+    assert model.calls == before + 1
+    return result
+
+
+def train_taking_columns(params, function):
+    world = session.current().world
+    trainer = make(world, TakingColumns(), train_minibatch_fn=function, **params)
+    trainer.fit(source(world.rank), source(world.rank), Hooks())
+    assert not trainer._model._forward_pre_hooks
+    return flat(trainer._model)
+
+
+@pytest.mark.parametrize("params", [{}, {"torch_compile": {"backend": "eager"}}])
+def test_a_step_function_gets_the_module_that_takes_columns_by_name(group, params):
+    own, plain = (group.run(train_taking_columns, params, function) for function in (counting_step, None))
+    assert np.array_equal(own[0], plain[0])
+
+
 class Shortening(torch.nn.Module):
     """A model whose forward pass shortens the embeddings that it looks up."""
 
