@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 _SYNTHETIC_ROWS = 2
 _PLAIN_MODULE_PARAMS = ("loss", "loss_weights", "metrics")
+# The Trainer's precisions that convert the weights, and the type of the converted weights.
+_CONVERTING_PRECISIONS = {"64": "float64", "64-true": "float64", "16-true": "float16", "bf16-true": "bfloat16"}
 # Trainer arguments that the estimator sets, and the parameter to use instead.
 _ESTIMATOR_ARGUMENTS = {
     "strategy": "num_proc",
@@ -151,9 +153,13 @@ class LightningPlugin:
         """See ``FrameworkPlugin.facts``; a LightningModule creates its optimizers on the ranks."""
         _check_types(params)
         model, optimizer = typed_params(LightningParams, params).model, params["optimizer"]
-        if flavour_of(model) is not None or not isinstance(optimizer, torch.optim.Optimizer):
-            return module_facts("Lightning", model, None)
-        return module_facts("Lightning", model, optimizer)
+        known = optimizer if flavour_of(model) is None and isinstance(optimizer, torch.optim.Optimizer) else None
+        facts = module_facts("Lightning", model, known)
+        dtype = _dtype_in_training(params.get("trainer_args"))
+        if dtype is None:
+            return facts
+        converted = {name: dtype for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+        return replace(facts, dtypes={**facts.dtypes, **converted})
 
     def packages(self) -> tuple[str, ...]:
         """See ``FrameworkPlugin.packages``; a module may subclass the classes of either Lightning."""
@@ -173,6 +179,15 @@ class LightningPlugin:
 
 
 PLUGIN = LightningPlugin()
+
+
+def _dtype_in_training(trainer_args: object) -> str | None:
+    """Return the type to which the Trainer's precision converts the weights; None if they keep theirs."""
+    arguments = trainer_args if isinstance(trainer_args, Mapping) else {}
+    plugins = arguments.get("plugins") or ()
+    chosen = [arguments.get("precision"), *(plugins if isinstance(plugins, list | tuple) else [plugins])]
+    names = (str(getattr(one, "precision", one)) for one in chosen)
+    return next((_CONVERTING_PRECISIONS[name] for name in names if name in _CONVERTING_PRECISIONS), None)
 
 
 def unpack(payload: bytes) -> LightningPackage:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.lightning.plugin import PLUGIN as LIGHTNING
@@ -15,12 +16,12 @@ from sparkhvd.estimators.runs.resume_check import ModelFacts, check_resumable, f
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
 
 
-def facts(choose, plugin=TORCH, dtype=torch.float32):
+def facts(choose, plugin=TORCH, dtype=torch.float32, **more):
     """Return the facts of two equal layers and their optimizer; ``choose`` selects its parameters from theirs."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(dtype)
     optimizer = torch.optim.SGD(choose([*model.parameters()]), 0.1)
     others = {"loss": torch.nn.functional.mse_loss, "logger": None, "checkpoints": Checkpoints()}
-    return plugin.facts({"model": model, "optimizer": optimizer, **others})
+    return plugin.facts({"model": model, "optimizer": optimizer, **others, **more})
 
 
 def in_order(parameters):
@@ -66,6 +67,30 @@ def test_a_run_is_not_resumed_with_parameters_of_another_type(plugin):
     saved = before.to_json()
     del saved["dtypes"]
     check_resumable("run", "url", facts_from_json(saved), now)
+
+
+@pytest.mark.parametrize(
+    ("trainer_args", "dtype"),
+    [
+        ({"precision": "64-true"}, torch.float64),
+        ({"precision": 64}, torch.float64),
+        ({"precision": "bf16-true"}, torch.bfloat16),
+        ({"plugins": DoublePrecision()}, torch.float64),
+        ({"plugins": [HalfPrecision("16-true")]}, torch.float16),
+    ],
+)
+def test_a_lightning_run_counts_the_type_that_the_precision_gives_to_parameters(trainer_args, dtype):
+    converted = facts(in_order, LIGHTNING, trainer_args=trainer_args)
+    check_resumable("run", "url", converted, facts(in_order, LIGHTNING, dtype))
+    check_resumable("run", "url", facts(in_order, LIGHTNING, dtype, trainer_args=trainer_args), converted)
+    with pytest.raises(ParamError, match=f"has elements of type float32, but this fit's model has {str(dtype)[6:]}"):
+        check_resumable("run", "url", facts(in_order, LIGHTNING), converted)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", None])
+def test_a_lightning_run_resumes_with_another_precision_that_keeps_the_parameters(precision):
+    mixed = facts(in_order, LIGHTNING, trainer_args={"precision": precision})
+    check_resumable("run", "url", facts(in_order, LIGHTNING), mixed)
 
 
 def test_a_run_resumes_with_the_same_parameters_and_from_checkpoints_without_their_names():
