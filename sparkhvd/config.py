@@ -303,8 +303,8 @@ class Config:
     stall_check_seconds: float = setting(
         60.0,
         non_negative_number,
-        "Seconds that a rank waits in a collective before its first stall report. Another report follows each time "
-        "that the wait has doubled.",
+        "Seconds that a rank waits in a collective before its first stall report, at most a quarter of the time after "
+        "which the job would end. Another report follows each time that the wait has doubled.",
         "HOROVOD_STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_seconds: float = setting(

@@ -86,10 +86,12 @@ class StallDetector:
         self._world = context.world
         self._rank_in_job = context.rank_in_job
         self._scope = scope
-        self._patience = context.config.stall_check_seconds
-        self._shutdown_after = context.config.stall_shutdown_seconds
-        self._watched = _Watched()
         self._timeout = context.config.collective_timeout
+        self._shutdown_after = context.config.stall_shutdown_seconds
+        # The ranks must be asked before the job ends, because the error names the missing rank by their answers.
+        end = min(self._timeout, self._shutdown_after or self._timeout)
+        self._patience = min(context.config.stall_check_seconds, end / 4)
+        self._watched = _Watched()
         self._next_report = self._patience
         self._operations, self._changed = 0, time.monotonic()
         self._stopping = threading.Event()
