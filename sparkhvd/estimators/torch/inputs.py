@@ -138,7 +138,9 @@ def taking_inputs_in_order(model: torch.nn.Module, inputs: Sequence[ModelInput])
         return
     names = [part.columns[0] for part in inputs]
 
-    def named(_: object, tensors: tuple[object, ...], keywords: dict[str, object]) -> object:
+    def named(
+        _: torch.nn.Module, tensors: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), {**dict(zip(names, tensors, strict=True)), **keywords} if tensors else keywords
 
     hook = model.register_forward_pre_hook(named, with_kwargs=True, prepend=True)

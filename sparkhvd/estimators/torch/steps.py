@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -68,7 +68,9 @@ class Forward:
         self._inputs = inputs
         self._dtype = _DTYPES.get(stepping.mixed_precision or "")
         # The model to call; torch compiles it on the first call.
-        self.called: Any = model if stepping.compile is None else torch.compile(model, **stepping.compile)
+        self.called = model
+        if stepping.compile is not None:
+            self.called = cast("torch.nn.Module", torch.compile(model, **stepping.compile))
         self._call_model = called_in_order(self.called, inputs)
 
     def __call__(self, batch: Batch, factors: LossFactors = None) -> Result:
