@@ -5,12 +5,16 @@ from __future__ import annotations
 import copyreg
 import functools
 import hashlib
+import inspect
 import json
+from array import array
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, ClassVar, Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
@@ -33,7 +37,24 @@ def canonical_form(value: object, name: str = "a parameter", *, weights: bool = 
     Raises:
         ParamError: the content of an object in the value cannot be determined.
     """
-    return CanonicalForm(name, weights=weights).of(value)
+    return canonical_forms({name: value}, weights=weights)[name]
+
+
+def canonical_forms(values: Mapping[str, object], *, weights: bool = False) -> dict[str, object]:
+    """Return the JSON form of every value by name, where a value may refer to parts of the model in another one.
+
+    Args:
+        values: the values by their names in the error message; the forms of ``model`` and its parts come first.
+        weights: as for ``canonical_form``.
+
+    Raises:
+        ParamError: see ``canonical_form``.
+    """
+    form, forms = CanonicalForm(weights=weights), dict[str, object]()
+    for name in sorted(values, key=lambda name: (name != "model", name)):
+        form.parameter, value = name, values[name]
+        forms[name] = form.of(list(value) if type(value) is tuple else value)
+    return forms
 
 
 class Tensor(Protocol):
@@ -64,71 +85,127 @@ def _content_form(content: TensorContent) -> list[object]:
     return [content.dtype, list(content.shape), hashlib.sha256(content.elements).hexdigest()]
 
 
+_SCALARS = (bool, int, float, str)
+# Immutable values, in which no cycle can begin.
+_REPEATED = (tuple, frozenset, bytes, complex, range, slice)
+
+
 class CanonicalForm:
-    """The form of one value; an object that occurs again is represented by the index of its first occurrence.
+    """The form of values; an object that occurs again is represented by the index of its first occurrence.
 
     Every framework describes its own objects, see ``Framework.describe``.
 
     Args:
-        name: the parameter, for messages.
         weights: whether the values of a model's weights count.
+
+    Attributes:
+        parameter: the current parameter, for messages.
+        parts: the weights and layers of the models so far, which other objects may refer to.
     """
 
-    def __init__(self, name: str, *, weights: bool) -> None:
-        self.parameter = name
+    def __init__(self, *, weights: bool) -> None:
+        self.parameter = ""
         self.weights = weights
+        self.parts: list[object] = []
+        self._part_indices: dict[int, int] = {}
         self._seen: dict[int, int] = {}
         self._kept_alive: list[object] = []  # an id is unique only while its object lives
         self._seen_attributes: set[tuple[int, str]] = set()  # names in the user's modules, by the module's id
 
     def of(self, value: object) -> object:
         """Return the form of a value."""
-        if value is None or isinstance(value, bool | int | float | str):
-            return value if type(value).__module__ == "builtins" else [qualified_name(type(value)), str(value)]
+        if value is None or type(value) in _SCALARS:
+            return value
+        if (reference := self.reference(value)) is not None:
+            return reference
         if isinstance(value, np.generic | np.ndarray) or is_tensor(value):
             return self._array_form(value)
+        if isinstance(value, _REPEATED):  # Python shares equal ones, but not in every process
+            return self._described(value)
         if id(value) in self._seen:
             return ["seen", self._seen[id(value)]]
         self._seen[id(value)] = len(self._seen)
         self._kept_alive.append(value)
+        return self._described(value)
+
+    def add_parts(self, parts: Iterable[object]) -> None:
+        """Represent weights or layers of a model by their index from now on."""
+        for part in parts:
+            if id(part) not in self._part_indices:
+                self._part_indices[id(part)] = len(self.parts)
+                self.parts.append(part)
+
+    def reference(self, value: object) -> object:
+        """Return the form of a part of a model; None for any other object."""
+        index = self._part_indices.get(id(value))
+        return None if index is None else {"part": index}
+
+    def _described(self, value: object) -> object:
         for types, describe in self._by_type.items():
             if isinstance(value, types):
                 return describe(self, value)
         return self._object_form(value)
 
+    def _scalar_form(self, value: float | str) -> object:
+        """Return the form of a number or a string of another class than Python's, such as a member of an enum."""
+        plain = next(base.__repr__(value) for base in _SCALARS if isinstance(value, base))
+        return [plain, *self._class_forms(value)]
+
     def _mapping_form(self, value: Mapping[object, object]) -> object:
+        if isinstance(value, WeakKeyDictionary | WeakValueDictionary):
+            return {"class": qualified_name(type(value))}  # a cache, whose content depends on its use
         content = [(self.of(key), self.of(item)) for key, item in value.items()]
         factory = getattr(value, "default_factory", None)
-        return ["mapping", content, *([] if factory is None else [self.of(factory)]), *self._user_class_forms(value)]
+        return ["mapping", content, *([] if factory is None else [self.of(factory)]), *self._class_forms(value)]
 
     def _set_form(self, value: set[object]) -> object:
         # Each item gets a form of its own, because the iteration order of a set differs between processes.
-        return [
-            "set",
-            sorted(json.dumps(canonical_form(item, self.parameter, weights=self.weights)) for item in value),
-        ]
+        items = sorted(json.dumps(self._copy().of(item)) for item in value)
+        return ["set", items, *self._class_forms(value)]
+
+    def _copy(self) -> CanonicalForm:
+        """Return a form that knows the same objects; the objects that it sees do not count here."""
+        form = CanonicalForm(weights=self.weights)
+        form.parameter = self.parameter
+        form.add_parts(self.parts)
+        form._seen, form._kept_alive = dict(self._seen), list(self._kept_alive)
+        form._seen_attributes = set(self._seen_attributes)
+        return form
 
     def _sequence_form(self, value: Sequence[object]) -> object:
-        return [*(self.of(item) for item in value), *self._user_class_forms(value)]
+        items = [self.of(item) for item in value]
+        options = {name: own for name in ("maxlen", "typecode") if (own := getattr(value, name, None)) is not None}
+        return [*items, *([options] if options else []), *self._class_forms(value)]
 
-    def _user_class_forms(self, value: object) -> list[object]:
-        """Return the code and attributes of a collection whose class the user wrote."""
+    def _class_forms(self, value: object) -> list[object]:
+        """Return the class of a value unless it is a usual one; of the user's classes also code and attributes."""
         value_class = type(value)
-        if module_is_installed(value_class.__module__):
+        if value_class in _USUAL_CLASSES:
             return []
-        return [["kind", self.of(value_class), self.of(_attributes(value))]]
+        if module_is_installed(value_class.__module__):
+            return [{"class": qualified_name(value_class)}]
+        return [{"class": self.of(value_class), "attributes": self._attributes_form(_attributes(value))}]
+
+    def _attributes_form(self, attributes: Mapping[str, object]) -> object:
+        """Return the form of an object's attributes, whose order does not count."""
+        return [(name, self.of(item)) for name, item in sorted(attributes.items())]
 
     def _array_form(self, value: object) -> object:
-        """Return the digest of an array's numbers; a scalar unchanged."""
+        """Return the digest of an array's numbers, with the mask and the class of an unusual one."""
         for read_content in self._content_readers:
             if (content := read_content(value)) is not None:
                 return _content_form(content)
-        array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
-        if array.dtype.hasobject:
-            return [str(array.dtype), array.shape, self.of(array.tolist())]
-        if not array.shape and array.dtype.kind in "biuf":
-            return array.item()
-        return _content_form(TensorContent(str(array.dtype), array.shape, array.tobytes()))
+        plain = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+        if plain.dtype.hasobject:
+            form: list[object] = [str(plain.dtype), plain.shape, self.of(plain.tolist())]
+        else:
+            form = _content_form(TensorContent(str(plain.dtype), plain.shape, plain.tobytes()))
+        if isinstance(value, np.ma.MaskedArray):
+            return [
+                *form,
+                {"mask": self._array_form(np.ma.getmaskarray(value)), "fill": self._array_form(value.fill_value)},
+            ]
+        return [*form, *self._class_forms(value)] if isinstance(value, np.ndarray) else form
 
     def _method_form(self, value: MethodType) -> object:
         return ["method", self.of(value.__func__), self.of(value.__self__)]
@@ -165,8 +242,10 @@ class CanonicalForm:
         if isinstance(parts, str):
             wrapped = getattr(value, "__wrapped__", None)  # the function in an lru_cache
             return [qualified_name(type(value)), parts, *([] if wrapped is None else [self.of(wrapped)])]
-        items = [list(part) if isinstance(part, Iterator) else part for part in parts]
-        return [self.of(type(value)), self.of(items)]
+        items: list[Any] = [list(part) if isinstance(part, Iterator) else part for part in parts]
+        # Where pickle sets attributes from the state, their order does not count.
+        states = [items.pop(2)] if len(items) > 2 and type(items[2]) is dict and all(map(_is_name, items[2])) else []
+        return [self.of(type(value)), self.of(items), *map(self._attributes_form, states)]
 
     def _function_form(self, value: FunctionType) -> object:
         """Return the name and arguments of a function; for a user's function also its code and everything it uses."""
@@ -228,6 +307,7 @@ class CanonicalForm:
         return self._array_form(value) if exact else [str(value.dtype), list(value.shape)]
 
     _by_type: ClassVar[dict[Any, Callable[[CanonicalForm, Any], Any]]] = {
+        _SCALARS: _scalar_form,
         (complex, range, slice, bytes, bytearray, type(...)): lambda _, value: repr(value),
         Mapping: _mapping_form,
         (set, frozenset): _set_form,
@@ -247,6 +327,12 @@ _FUNCTION_DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_p
 _FUNCTION_ATTRIBUTES = ("__func__", "fget", "fset", "fdel", "func")
 
 
+# The classes of collections and arrays that the rest of a form implies or that behave alike.
+_USUAL_CLASSES = frozenset(
+    {list, dict, OrderedDict, defaultdict, MappingProxyType, set, frozenset, deque, array, np.ndarray, np.memmap}
+)
+
+
 def names_of_installed_bases(kind: type) -> frozenset[str]:
     """Return the names of the attributes that installed base classes set on their objects."""
     codes = (
@@ -257,6 +343,10 @@ def names_of_installed_bases(kind: type) -> frozenset[str]:
     return frozenset(name for code in codes for name in (*code_names(code), *code.co_consts) if isinstance(name, str))
 
 
+def _is_name(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def _attributes(value: object) -> dict[str, object]:
     return dict(getattr(value, "__dict__", {}))
 
@@ -265,7 +355,26 @@ def code_form(code: CodeType) -> list[object]:
     """Return the form of compiled code."""
     constants = [code_form(item) if isinstance(item, CodeType) else _constant(item) for item in code.co_consts]
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]  # some are passed by name
-    return [code.co_code.hex(), constants, code.co_names, arguments, code.co_argcount, code.co_kwonlyargcount]
+    return [
+        code.co_code.hex(),
+        constants,
+        code.co_names,
+        arguments,
+        code.co_argcount,
+        code.co_kwonlyargcount,
+        code.co_flags & _KINDS_OF_CODE,
+        getattr(code, "co_exceptiontable", b"").hex(),
+    ]
+
+
+# The flags of generators and coroutines, and of *rest and **rest, which nothing else tells apart.
+_KINDS_OF_CODE = (
+    inspect.CO_VARARGS
+    | inspect.CO_VARKEYWORDS
+    | inspect.CO_GENERATOR
+    | inspect.CO_COROUTINE
+    | inspect.CO_ASYNC_GENERATOR
+)
 
 
 def _constant(value: object) -> object:

@@ -20,7 +20,7 @@ from sparkhvd.data.schema.selection import Selection
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.backend import Backend, SparkBackend
 from sparkhvd.estimators.params.policies import Checkpoints
-from sparkhvd.estimators.runs.canonical import canonical_form
+from sparkhvd.estimators.runs.canonical import canonical_forms
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
@@ -69,8 +69,8 @@ def run_id_by_content(estimator_class: str, df: DataFrame, selection: Selection,
         )
 
     def digest(*, weights: bool) -> str:
-        parts = ((name, _identity_part(name, value)) for name, value in sorted(params.items()))
-        content = [(name, canonical_form(part, name, weights=weights)) for name, part in parts]
+        parts = {name: _identity_part(name, value) for name, value in params.items()}
+        content = sorted(canonical_forms(parts, weights=weights).items())
         identity = json.dumps([estimator_class, rows.text, content])
         return hashlib.sha256(identity.encode()).hexdigest()[:32]
 

@@ -10,7 +10,13 @@ from types import FunctionType
 from typing import TYPE_CHECKING
 
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.runs.canonical import CanonicalForm, is_plain, names_of_installed_bases, qualified_name
+from sparkhvd.estimators.runs.canonical import (
+    CanonicalForm,
+    is_plain,
+    is_tensor,
+    names_of_installed_bases,
+    qualified_name,
+)
 from sparkhvd.estimators.runs.function_globals import module_is_installed
 
 if TYPE_CHECKING:
@@ -41,9 +47,11 @@ def _keras_object_form(form: CanonicalForm, value: keras.Layer) -> list[object]:
         ) from error
     own = vars(value)
     layers = [layer for layer in _layers(value) if layer is not value]
+    form.add_parts((*getattr(value, "weights", ()), *layers))
     return [
         form.of(type(value)),
         form.of(_renumbered({"class_name": type(value).__name__, "config": config})),
+        *([] if (inner := getattr(value, "inner_optimizer", None)) is None else [form.of(inner)]),
         [form.of(own.get(name)) for name in ("fn", "_fn", "_fn_kwargs", "function")],
         [form.of(getattr(value, name, None)) for name in ("optimizer", "loss") if layers],
         [
@@ -51,7 +59,11 @@ def _keras_object_form(form: CanonicalForm, value: keras.Layer) -> list[object]:
             for layer in layers
         ],
         _user_code_form(form, value),
-        form.of(getattr(own.get("_compile_metrics"), "_user_metrics", None)),
+        *(
+            form.of(getattr(own.get("_compile_metrics"), name, None))
+            for name in ("_user_metrics", "_user_weighted_metrics")
+        ),
+        form.of(getattr(own.get("_compile_loss"), "_user_loss_weights", None)),
         [
             (form.of_tensor(weight, exact=form.weights), bool(weight.trainable))
             for weight in getattr(value, "weights", ())
@@ -92,7 +104,11 @@ def _state_form(form: CanonicalForm, value: keras.Layer) -> list[object]:
         return []
     pattern = getattr(value, "_exclude_from_weight_decay_pattern", None)
     names = [] if pattern is None else sorted(pattern.pattern.split("|"))  # Keras joins the names of a set
-    excluded = [*names, *([count] if (count := len(getattr(value, "_exclude_from_weight_decay", ()))) else [])]
+    keys = getattr(value, "_exclude_from_weight_decay", ())
+    # Keras identifies the weights by numbers that differ in every process; form.parts has those of the model.
+    key_of = value._var_key if keys else id  # noqa: SLF001
+    weights = [index for index, part in enumerate(form.parts) if is_tensor(part) and key_of(part) in keys]
+    excluded = [*names, *([[weights, len(keys)]] if keys else [])]
     trained = int(value.iterations.numpy()) > 0
     state = [form.of_tensor(variable, exact=True) for variable in value.variables] if trained else []
     return [part for part in (state, excluded) if part]

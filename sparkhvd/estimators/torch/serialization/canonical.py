@@ -34,10 +34,10 @@ def describe(value: Any, form: CanonicalForm) -> list[object] | None:
     if callable(getattr(value, "named_parameters", None)) and framework_of(value) != "keras":
         return _module_form(form, value)
     if isinstance(groups := getattr(value, "param_groups", None), list):
-        shapes = [[list(weight.shape) for weight in group["params"]] for group in groups]
+        weights = [[form.reference(weight) or list(weight.shape) for weight in group["params"]] for group in groups]
         plain = [{name: item for name, item in group.items() if name != "params"} for group in groups]
         own = _optimizer_attribute_forms(form, value)
-        return [form.of(type(value)), shapes, form.of(plain), *_state_form(form, value, groups), *own]
+        return [form.of(type(value)), weights, form.of(plain), *_state_form(form, value, groups), *own]
     return None
 
 
@@ -76,12 +76,15 @@ def _hook_forms(form: CanonicalForm, value: object, *names: str) -> dict[str, ob
 
 
 def _module_form(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
+    form.add_parts(value.parameters())
+    form.add_parts(module for module in value.modules() if module is not value)
     weights = [
         (
             name,
             form.of_tensor(weight, exact=form.weights),
             weight.requires_grad,
             *_hook_forms(form, weight, "_backward_hooks", "_post_accumulate_grad_hooks").items(),
+            *((own, form.if_describable(item)) for own, item in sorted(vars(weight).items())),
         )
         for name, weight in value.named_parameters()
     ]
@@ -89,7 +92,9 @@ def _module_form(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
     exact = form.weights or not weights
     buffers = [(name, form.of_tensor(buffer, exact=exact)) for name, buffer in value.named_buffers()]
     modules = [(name, _submodule_form(form, module, exact=exact)) for name, module in value.named_modules()]
-    return [modules, weights, buffers]
+    # A training sets the mode of the whole module, but Lightning keeps the modes of its parts.
+    fixed = [name for name, module in value.named_modules() if value.training and not module.training]
+    return [modules, weights, buffers, *([fixed] if fixed else [])]
 
 
 def _is_argument(value: object) -> bool:
@@ -102,7 +107,11 @@ def _submodule_form(form: CanonicalForm, module: torch.nn.Module, *, exact: bool
     forms: dict[str, object] = {}
     installed_names = names_of_installed_bases(type(module))
     for name, item in sorted(vars(module).items()):
-        if name == "training" or (name in installed_names and name != "_hparams" and not _is_argument(item)):
+        if (
+            name == "training"
+            or type(item).__name__ == "ScriptMethod"
+            or (name in installed_names and name != "_hparams" and not _is_argument(item))
+        ):
             continue
         if is_tensor(item):
             forms[name] = form.of_tensor(item, exact=exact)

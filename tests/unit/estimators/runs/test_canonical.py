@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import array
+import collections
 import functools
 import importlib
 import os
+import random
 import subprocess
 import sys
 import threading
 import types
+import warnings
 from dataclasses import dataclass
 
 import keras
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.nn import functional
@@ -191,7 +196,156 @@ PAIRS = {
     ),
     "order of keys": (lambda: {"a": 1, "b": 2}, lambda: {"b": 2, "a": 1}),  # code may iterate over the dictionary
     "types of keys": (lambda: {1: "a"}, lambda: {"1": "a"}),
+    "masks": (lambda: masked([0, 1, 0]), lambda: masked([0, 0, 1])),
+    "masked and plain arrays": (lambda: masked([0, 0, 0]), lambda: np.arange(3.0)),
+    "classes of arrays": (lambda: np.ones((2, 2)), lambda: np.ones((2, 2)).view(np.recarray)),
+    "types of scalars": (lambda: np.float32(0.5), lambda: np.float16(0.5)),
+    "types of arrays without dimensions": (lambda: np.array(1, np.int8), lambda: np.array(1, np.int64)),
+    "names of fields": (lambda: np.zeros(2, [("a", "f4")]), lambda: np.zeros(2, [("b", "f4")])),
+    "indices of pandas": (lambda: pd.Series([1.0, 2.0], ["a", "b"]), lambda: pd.Series([1.0, 2.0], ["b", "a"])),
+    "columns of pandas": (lambda: pd.DataFrame({"a": [1.0]}), lambda: pd.DataFrame({"b": [1.0]})),
+    "tuples and lists": (lambda: closure((0, 1)), lambda: closure([0, 1])),
+    "lengths of queues": (lambda: collections.deque([1], 2), lambda: collections.deque([1], 3)),
+    "types of compact arrays": (lambda: array.array("f", [1.0]), lambda: array.array("d", [1.0])),
+    "counters": (lambda: closure({"a": 1}), lambda: closure(collections.Counter({"a": 1}))),
+    "kinds of variadic arguments": (lambda: lambda *a: len(a), lambda: lambda **a: len(a)),
+    "objects with slots": (lambda: Slotted(1), lambda: Slotted(2)),
+    "data classes with slots": (lambda: SlottedData(1), lambda: SlottedData(2)),
+    "seeds of NumPy": (lambda: np.random.default_rng(1), lambda: np.random.default_rng(2)),
+    "seeds of Python": (lambda: random.Random(1), lambda: random.Random(2)),
+    "seeds of PyTorch": (
+        lambda: torch.Generator().manual_seed(1),
+        lambda: torch.Generator().manual_seed(2),
+    ),
+    "attributes of parameters": (lambda: torch.nn.Linear(2, 3), lambda: with_mark(torch.nn.Linear(2, 3))),
+    "layers in evaluation mode": (lambda: normalized(fixed=False), lambda: normalized(fixed=True)),
+    "parametrizations": (lambda: parametrized(2), lambda: parametrized(3)),
+    "keys of parameter groups": (lambda: grouped(False), lambda: grouped(True)),
+    "sets of losses": (lambda: with_attribute({1, 2}), lambda: with_attribute({1, 3})),
+    "types in losses": (lambda: with_attribute(torch.float32), lambda: with_attribute(torch.float64)),
+    "arrays in losses": (lambda: with_attribute(np.zeros(2)), lambda: with_attribute(np.ones(2))),
+    "referenced layers": (lambda: with_reference(0), lambda: with_reference(1)),
+    "referenced weights": (lambda: with_reference(0, "bias"), lambda: with_reference(1, "bias")),
+    "weights that Keras excludes": (lambda: excluding(0), lambda: excluding(1)),
+    "weights that a compiled Keras model excludes": (
+        lambda: excluding(0, compiled=True),
+        lambda: excluding(1, compiled=True),
+    ),
+    "weights that an inner Keras optimizer excludes": (
+        lambda: excluding(0, scaled=True),
+        lambda: excluding(1, scaled=True),
+    ),
+    "referenced Keras layers": (lambda: with_keras_reference(0), lambda: with_keras_reference(1)),
+    "scripted modules": (lambda: scripted(torch.nn.ReLU), lambda: scripted(torch.nn.Tanh)),
+    "weights of optimizers": (lambda: optimizing(0), lambda: optimizing(1)),
+    "weights of Keras losses": (lambda: compiled(loss_weights=[1.0]), lambda: compiled(loss_weights=[2.0])),
+    "weighted metrics of Keras": (
+        lambda: compiled(weighted_metrics=["mse"]),
+        lambda: compiled(weighted_metrics=["mae"]),
+    ),
+    "regularizers": (lambda: dense(kernel_regularizer="l1"), lambda: dense(kernel_regularizer="l2")),
+    "constraints": (
+        lambda: dense(kernel_constraint=keras.constraints.MaxNorm(1)),
+        lambda: dense(kernel_constraint=keras.constraints.MaxNorm(2)),
+    ),
+    "dtype policies": (lambda: dense(dtype="float32"), lambda: dense(dtype="mixed_float16")),
 }
+
+
+class Slotted:
+    __slots__ = ("number",)
+
+    def __init__(self, number):
+        self.number = number
+
+
+class Times(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, weight):
+        return weight * self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class SlottedData:
+    number: int
+
+
+def masked(mask):
+    return np.ma.array(np.arange(3.0), mask=mask)
+
+
+def with_mark(module):
+    module.weight.no_decay = True
+    return module
+
+
+def normalized(*, fixed):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    model[1].train(not fixed)
+    return model
+
+
+def parametrized(factor):
+    module = torch.nn.Linear(2, 3)
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", Times(factor))
+    return module
+
+
+def grouped(flag):
+    return torch.optim.SGD([{"params": torch.nn.Linear(2, 3).parameters(), "is_head": flag}], lr=0.1)
+
+
+def with_attribute(value):
+    loss = torch.nn.MSELoss()
+    loss.reduction_of = value
+    return loss
+
+
+def with_reference(index, name=None):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    part = model[index] if name is None else getattr(model[index], name)
+    return [model, lambda output, label: (output - label).mean() + part]
+
+
+def scripted(activation):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's torch.jit
+        return torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 2), activation()))
+
+
+def optimizing(index):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    return [model, torch.optim.SGD(model[index].parameters(), lr=0.1)]
+
+
+def with_keras_reference(index):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(2)])
+    layer = model.layers[index]
+    return [model, lambda label, output: (output - label) ** 2 + layer.bias[0]]
+
+
+def excluding(index, *, compiled=False, scaled=False):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(2)])
+    optimizer = keras.optimizers.AdamW(0.1)
+    optimizer.exclude_from_weight_decay(var_list=[model.layers[index].kernel])
+    if scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    if compiled:
+        model.compile(optimizer, "mse")
+    return model if compiled else [model, optimizer]
+
+
+def compiled(**options):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    model.compile("sgd", ["mse"], **options)
+    return model
+
+
+def dense(**options):
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, **options)])
 
 
 SCHEDULE = """
@@ -208,6 +362,12 @@ WRITTEN = {
     "partials of classes": ("class C:\n  act = functools.partial(max, @)\nmade = C()", "1", "2"),
     "classes in classes": ("class C:\n  class D:\n    x = @\nmade = C()", "1", "2"),
     "enums": ("class C(enum.Enum):\n  A = @\ndef made():\n  return C.A.value", "0.1", "0.2"),
+    "attributes of enums": ("class C(enum.IntEnum):\n  A = 1\n  def f(self):\n    return @\nmade = C.A", "1", "2"),
+    "methods of numbers": ("class C(float):\n  def __call__(self, x):\n    return x * @\nmade = C(1)", "1", "2"),
+    "attributes of numbers": ("class C(float):\n  pass\nmade = C(1)\nmade.x = @", "1", "2"),
+    "methods of sets": ("class C(set):\n  def f(self):\n    return @\nmade = C()", "1", "2"),
+    "methods of arrays": ("class C(np.ndarray):\n  x = @\nmade = np.zeros(2).view(C)", "1", "2"),
+    "attributes of arrays": ("class C(np.ndarray):\n  pass\nmade = np.zeros(2).view(C)\nmade.x = @", "1", "2"),
     "cached functions": (
         "def f():\n  return @\ncached = functools.lru_cache(f)\ndef made():\n  return cached()",
         "1",
@@ -255,7 +415,7 @@ WRITTEN = {
 
 def written(code):
     space = {"__name__": "own", "torch": torch, "Linear": torch.nn.Linear, "keras": keras}
-    exec(f"import collections, enum, functools, typing\n{code}", space)
+    exec(f"import collections, enum, functools, typing, numpy as np\n{code}", space)
     return space["made"]
 
 
@@ -394,6 +554,56 @@ def adapted(values, **arguments):
     lookup = kind(**arguments)
     lookup.adapt(np.array(values)[:, None])
     return lookup
+
+
+SAME = {
+    "used pandas objects": (lambda: pd.Series([1.0, 2.0], ["a", "b"]), lambda series: series["a"]),
+    "used pandas frames": (lambda: pd.DataFrame({"a": [1.0]}, ["x"]), lambda frame: (frame["a"], frame.loc["x"])),
+    "used caches": (lambda: functools.lru_cache(closure(1)), lambda cached: cached(2, 1)),
+    "used dispatchers": (lambda: functools.singledispatch(lambda value: value), lambda dispatch: dispatch(1)),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_the_use_of_an_object_does_not_change_its_form(case):
+    make, use = SAME[case]
+    fresh, used = make(), make()
+    use(used)
+    assert canonical_form(used) == canonical_form(fresh)
+
+
+def test_equal_values_have_equal_forms():
+    values = np.arange(6.0).reshape(2, 3)
+    assert canonical_form(np.asfortranarray(values)) == canonical_form(values)
+    assert canonical_form(("a", "b")) == canonical_form(["a", "b"])
+    pair = (1, 2)
+    assert canonical_form([pair, pair]) == canonical_form([pair, tuple([1, 2])])  # noqa: C409  (an equal copy)
+
+
+def test_the_order_of_attributes_does_not_count():
+    one, other = Plain(1), Plain(1)
+    one.first, one.second = 1, 2
+    other.second, other.first = 2, 1
+    assert canonical_form(one) == canonical_form(other)
+
+
+def test_a_number_of_a_users_class_may_refer_to_itself():
+    class Rate(float):
+        pass
+
+    rate = Rate(1.0)
+    rate.base = rate
+    assert canonical_form([rate, Rate(1.0)]) != canonical_form([rate, Rate(2.0)])
+
+
+def test_a_set_may_contain_an_object_that_refers_to_it():
+    def made(number):
+        node = Plain(number)
+        node.neighbours = {node, Plain(3)}
+        return canonical_form(node)
+
+    assert made(1) == made(1)
+    assert made(1) != made(2)
 
 
 def test_a_layer_with_a_vocabulary_of_its_own_is_described():
