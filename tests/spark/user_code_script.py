@@ -50,7 +50,8 @@ def estimators() -> dict[str, Any]:
 
 
 def value(model: Any, df: DataFrame) -> float:
-    return float(model.transform(df).select("y__output").first()[0])
+    # Spark uses its Python worker again only if all rows are read, so not with first().
+    return float(model.transform(df.coalesce(1)).select("y__output").collect()[0][0])
 
 
 def results(name: str, estimator: Any, df: DataFrame) -> dict[str, object]:
